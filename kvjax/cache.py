@@ -1,0 +1,266 @@
+"""The KV state: what a decoder keeps of its past, as one plain pytree.
+
+A cache is a tuple of groups (runs of equal layers, stacked on axis Lg); a group is a tuple of segments; a
+layer's past is the union of its segments. A slot knows its token's position (`pos`, -1 = empty) and
+nothing else about order. What is kept, how it is encoded and what is read is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.ops.attention import Keys
+
+
+class Codec(Protocol):
+    """How rows of `granule` tokens become arrays and come back; static and hashable."""
+
+    granule: int
+
+    def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
+        """Arrays of shape [*b, S / granule, ...]."""
+        ...
+
+    def decode(self, data: dict[str, Array], width: int, dtype: Any) -> Float[Array, "*b S H"]: ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """Encoded keys or values: arrays [..., S / granule, ...] that `codec` turns back into [..., S, width]."""
+
+    data: dict[str, Array]
+    codec: Codec = dataclasses.field(metadata=dict(static=True))
+    width: int = dataclasses.field(metadata=dict(static=True))
+    dtype: str = dataclasses.field(metadata=dict(static=True))
+
+    def decode(self) -> Array:
+        return self.codec.decode(self.data, self.width, jnp.dtype(self.dtype))
+
+
+def dense(x: Array | Codes) -> Array:
+    """The plain [..., S, H] array behind x."""
+    return x.decode() if isinstance(x, Codes) else x
+
+
+def encode(x: Array, codec: Codec | None) -> Array | Codes:
+    """x as `codec` stores it; x itself where there is none."""
+    return x if codec is None else Codes(codec.encode(x), codec, x.shape[-1], x.dtype.name)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Unordered slots of Lg layers.
+
+    k, v: [Lg, B, K, S, H] or Codes. pos: token position per slot, -1 = empty. bias: added to the logits.
+    stats: what a method remembers per slot; moves with the slots. summary: what a read method keeps per
+    page of slots.
+    """
+
+    k: Array | Codes
+    v: Array | Codes
+    pos: Int[Array, "Lg B K S"]
+    bias: Float[Array, "Lg B K S"] | None = None
+    stats: dict[str, Float[Array, "Lg B K S"]] = dataclasses.field(default_factory=dict)
+    summary: dict[str, Array] = dataclasses.field(default_factory=dict)
+
+    @property
+    def capacity(self) -> int:
+        return self.pos.shape[-1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.pos.shape[-2]
+
+    def layer(self, index: int | Array) -> Slots:
+        """The same slots of one layer, without the Lg axis."""
+        return jax.tree.map(lambda x: x[index], self)
+
+    def keys(self) -> Keys:
+        """What attention reads; leading axes as they are."""
+        return Keys(dense(self.k), dense(self.v), self.pos, self.bias)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """One pool of pages that layers, rows and heads share.
+
+    k, v: [P, page, H] or Codes; pos, bias: [P, page]. owner[p] = (layer * B + row) * K + head, or -1 where
+    a page is free; the pages of a layer are contiguous and in the order of their owners.
+    """
+
+    k: Array | Codes
+    v: Array | Codes
+    pos: Int[Array, "P page"]
+    owner: Int[Array, "P"]
+    bias: Float[Array, "P page"] | None = None
+
+    @property
+    def page_tokens(self) -> int:
+        return self.pos.shape[-1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    """A segment whose slots lie in the cache's pool: page m of a (row, head) is table[..., m].
+
+    lengths counts the live slots; `first_layer` is the stack-wide index of the group's first layer.
+    """
+
+    table: Int[Array, "Lg B K M"]
+    lengths: Int[Array, "Lg B K"]
+    first_layer: int = dataclasses.field(metadata=dict(static=True))
+
+    def layer(self, index: int | Array) -> Paged:
+        return jax.tree.map(lambda x: x[index], self)
+
+
+Segment = Slots | Paged
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """The whole KV state: explicit, donated, returned. `next[b]` is the position of row b's next token.
+
+    method and model are static and name what filled it: equal methods give equal tree structures.
+    """
+
+    groups: tuple[tuple[Segment, ...], ...]
+    next: Int[Array, "B"]
+    pool: Pages | None = None
+    method: Any = dataclasses.field(default=None, metadata=dict(static=True))
+    model: str = dataclasses.field(default="", metadata=dict(static=True))
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of every array in a cache (or any pytree, `jax.eval_shape` results included).
+
+    Everything counts: codes, scales, page tables, summaries, statistics, padding and room.
+    """
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def kept_positions(cache: Cache) -> list[Int[Array, "B K S"]]:
+    """Per layer, the token position that each slot holds; -1 = empty. Layers in stack order."""
+    out = []
+    for group in cache.groups:
+        layers = next(iter(jax.tree.leaves(group[-1]))).shape[0]
+        out += [jnp.concatenate([_positions(s, i, cache.pool) for s in group], -1) for i in range(layers)]
+    return out
+
+
+def _positions(segment: Segment, index: int, pool: Pages | None) -> Int[Array, "B K S"]:
+    if isinstance(segment, Slots):
+        return segment.pos[index]
+    assert pool is not None
+    return gather_pages(segment.layer(index), pool).pos
+
+
+def gather_pages(segment: Paged, pool: Pages) -> Keys:
+    """One layer's pages as dense keys [B, K, M * page, H]: simple, and as costly as no compression."""
+    b, k, m = segment.table.shape
+    page = pool.page_tokens
+    live = jnp.arange(m * page)[None, None] < segment.lengths[..., None]
+
+    def flat(x: Array | Codes) -> Array:
+        rows = jax.tree.map(lambda leaf: leaf[segment.table], x)
+        return dense(rows).reshape(b, k, m * page, -1)
+
+    pos = jnp.where(live, pool.pos[segment.table].reshape(b, k, -1), -1)
+    bias = None if pool.bias is None else pool.bias[segment.table].reshape(b, k, -1)
+    return Keys(flat(pool.k), flat(pool.v), pos, bias)
+
+
+# --- writing -----------------------------------------------------------------------------------------
+
+
+def write_rows(
+    x: Float[Array, "Lg B K S *r"], slot: Int[Array, "l B K C"], new: Array, layer: int | Array = 0
+) -> Float[Array, "Lg B K S *r"]:
+    """x with x[layer + i, b, k, slot[i, b, k, c]] = new[i, b, k, c]; slots outside [0, S) write nothing.
+
+    One flat row scatter: it stays in place inside a scan that carries x, where a multi-dimensional index
+    would copy the cache.
+    """
+    l, b, k, c = slot.shape
+    s = x.shape[3]
+    lists = layer * b * k + jnp.arange(l * b * k, dtype=jnp.int32)
+    flat_slot = slot.reshape(-1, c)
+    row = jnp.where(
+        (flat_slot >= 0) & (flat_slot < s), lists[:, None] * s + flat_slot, np.iinfo(np.int32).max
+    )
+    flat = x.reshape(-1, *x.shape[4:])
+    rows = new.reshape(l * b * k * c, *x.shape[4:]).astype(x.dtype)
+    return flat.at[row.reshape(-1)].set(rows, mode="drop").reshape(x.shape)
+
+
+def first_empty(pos: Int[Array, "*b S"]) -> Int[Array, "*b"]:
+    """Index of the first empty slot; S (which writes nothing) where all are taken."""
+    s = pos.shape[-1]
+    slot = jax.lax.broadcasted_iota(jnp.int32, pos.shape, pos.ndim - 1)
+    return jnp.where(pos < 0, slot, s).min(-1)
+
+
+def write_slots(
+    slots: Slots,
+    slot: Int[Array, "l B K C"],
+    k: Float[Array, "l B K C H"],
+    v: Float[Array, "l B K C V"],
+    pos: Int[Array, "l B K C"],
+    *,
+    bias: Float[Array, "l B K C"] | None = None,
+    stats: dict[str, Array] | None = None,
+    layer: int | Array = 0,
+) -> Slots:
+    """Tokens into given slots of layers layer .. layer + l - 1, encoded as the segment encodes them.
+
+    Slots outside [0, S) write nothing. Codecs must encode token by token here.
+    """
+
+    def put(old: Array | Codes, new: Array) -> Array | Codes:
+        if not isinstance(old, Codes):
+            return write_rows(old, slot, new, layer)
+        rows = old.codec.encode(new)
+        data = {n: write_rows(x, slot, rows[n], layer) for n, x in old.data.items()}
+        return dataclasses.replace(old, data=data)
+
+    zero = jnp.zeros(slot.shape, jnp.float32)
+    stats = stats or {}
+    return dataclasses.replace(
+        slots,
+        k=put(slots.k, k),
+        v=put(slots.v, v),
+        pos=write_rows(slots.pos, slot, pos, layer),
+        bias=None
+        if slots.bias is None
+        else write_rows(slots.bias, slot, zero if bias is None else bias, layer),
+        stats={n: write_rows(x, slot, stats.get(n, zero), layer) for n, x in slots.stats.items()},
+    )
+
+
+def pad_slots(slots: Slots, room: int) -> Slots:
+    """The same slots with `room` empty ones behind them."""
+    if room <= 0:
+        return slots
+
+    def grow(x: Array, fill: float = 0) -> Array:
+        return jnp.pad(x, [(0, 0)] * 3 + [(0, room)] + [(0, 0)] * (x.ndim - 4), constant_values=fill)
+
+    return dataclasses.replace(
+        slots,
+        k=jax.tree.map(grow, slots.k),
+        v=jax.tree.map(grow, slots.v),
+        pos=grow(slots.pos, -1),
+        bias=None if slots.bias is None else grow(slots.bias),
+        stats={n: grow(x) for n, x in slots.stats.items()},
+    )

@@ -1,0 +1,368 @@
+"""The public verbs on a model: prefill, step, generate.
+
+Everything here runs on the host: it checks what was given, picks static sizes (buckets, capacities) and
+calls the pure functions of `kvjax.steps`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax import steps
+from kvjax.cache import Cache, Paged, Slots
+from kvjax.compress import free_slots, reserve
+from kvjax.errors import InputError
+from kvjax.grammar import Method
+from kvjax.keep.patterns import Recent
+from kvjax.methods import method as build_method
+from kvjax.models.model import Model
+from kvjax.steps import Run
+
+Tokens = Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int]]
+
+
+def bucket(tokens: int) -> int:
+    """Smallest static length that holds `tokens`: exact to 16 below 64, to an eighth of the size above.
+
+    >>> [bucket(n) for n in (5, 100, 512, 513, 4096)]
+    [16, 104, 512, 576, 4096]
+    """
+    if tokens <= 64:
+        return max(16, -(-tokens // 16) * 16)
+    unit = 2 ** ((tokens - 1).bit_length() - 4)
+    return -(-tokens // unit) * unit
+
+
+class _Batch(NamedTuple):
+    """Right-padded tokens on the host, with their lengths."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+
+def _batch(model: Model, tokens: Tokens, lengths: Any) -> _Batch:
+    """Checks and pads a prompt; InputError for anything the model cannot take."""
+    if isinstance(tokens, list | tuple) and len(tokens) and isinstance(tokens[0], list | tuple):
+        if lengths is not None:
+            raise InputError(
+                "lengths= goes with a padded array of tokens; a list of lists has its own lengths"
+            )
+        rows = [np.asarray(row, np.int64) for row in tokens]
+        length = np.array([len(r) for r in rows])
+        array = np.zeros((len(rows), max(length, default=0)), np.int64)
+        for i, row in enumerate(rows):
+            array[i, : len(row)] = row
+    else:
+        array = np.asarray(tokens)
+        if array.ndim != 2:
+            raise InputError(
+                f"tokens must be [B, T] or a list of lists of token ids, got shape {array.shape}: "
+                "wrap a single prompt as [[...]]"
+            )
+        length = np.full(array.shape[0], array.shape[1]) if lengths is None else np.asarray(lengths)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise InputError(f"tokens must be integers (token ids), got {array.dtype}")
+    if array.size == 0 or (length < 1).any():
+        raise InputError("every row needs at least one token; a prompt here is empty")
+    if length.shape != array.shape[:1] or (length > array.shape[1]).any():
+        raise InputError(f"lengths must be [B] and at most T = {array.shape[1]}, got {length.tolist()}")
+    used = array[np.arange(array.shape[1]) < length[:, None]]
+    if used.min() < 0 or used.max() >= model.config.vocab:
+        bad = used[(used < 0) | (used >= model.config.vocab)][0]
+        raise InputError(
+            f"token id {bad} is outside the vocabulary [0, {model.config.vocab}): "
+            "were the tokens made with this model's tokenizer?"
+        )
+    size = bucket(array.shape[1])
+    padded = np.zeros((array.shape[0], size), np.int32)
+    padded[:, : array.shape[1]] = np.where(np.arange(array.shape[1]) < length[:, None], array, 0)
+    return _Batch(padded, length.astype(np.int32))
+
+
+def _check_budget(method: Method, shortest: int) -> None:
+    keep = method.keep
+    if keep is None:
+        return
+    n = keep.budget.capacity(shortest)
+    for pattern in keep.protect:
+        if (
+            isinstance(pattern, Recent)
+            and isinstance(pattern.tokens, int)
+            and n < min(pattern.tokens, shortest)
+        ):
+            raise InputError(
+                f"{method.id}: the protected window of {pattern.tokens} tokens is larger than the budget of {n} "
+                f"slots (budget={keep.budget.amount!r} of {shortest} tokens): raise the budget or lower window="
+            )
+
+
+def _check_cache(model: Model, cache: Cache) -> None:
+    if cache.model and cache.model != model.fingerprint:
+        raise InputError(
+            f"this cache was filled by another model (fingerprint {cache.model}, this model's is "
+            f"{model.fingerprint}): load the model it was made with, or prefill again"
+        )
+
+
+def _bare(cache: Cache) -> Cache:
+    """The cache without its labels, so that programs are shared by everything of the same layout."""
+    return dataclasses.replace(cache, method=None, model="")
+
+
+def _labelled(cache: Cache, method: Method, model: Model) -> Cache:
+    return dataclasses.replace(cache, method=method, model=model.fingerprint)
+
+
+def prefill(
+    model: Model,
+    tokens: Tokens,
+    *,
+    method: Method | str | None = None,
+    cache: Cache | None = None,
+    lengths: Any = None,
+    room: int = 128,
+    chunk: int | None = None,
+    compress: bool = True,
+) -> tuple[Float[Array, "B V"], Cache]:
+    """Reads a prompt: logits [B, V] at each row's last token, and the (compressed) cache.
+
+    tokens: [B, T] with right padding and `lengths` [B], or a list of lists. With cache=, the tokens
+    continue it and its method applies. room: how many further tokens the cache must hold. chunk: read that
+    many tokens at a time, compressing after each. compress=False stores the new tokens and evicts nothing.
+    InputError for token ids outside the vocabulary, empty or too long prompts, or a foreign cache.
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> logits, cache = kvjax.prefill(model, [[1, 2, 3]], room=8)
+    >>> logits.shape, len(kvjax.kept_positions(cache))
+    ((1, 220), 4)
+    """
+    batch = _batch(model, tokens, lengths)
+    if cache is None:
+        chosen = build_method(method) if isinstance(method, str) else (method or Method())
+    else:
+        _check_cache(model, cache)
+        chosen = cache.method or Method()
+        if (
+            method is not None and build_method(method)
+            if isinstance(method, str)
+            else method not in (None, chosen)
+        ):
+            raise InputError(
+                "method= and cache= were both given: a cache continues with the method that filled it"
+            )
+    seen = 0 if cache is None else int(np.max(np.asarray(cache.next)))
+    total = seen + int(batch.lengths.max()) + 0
+    if total > model.config.max_positions:
+        raise InputError(
+            f"the prompt reaches position {total}, this model's last is {model.config.max_positions}: "
+            "shorten the prompt, or use a model with a longer context"
+        )
+    if compress:
+        _check_budget(
+            chosen, int(batch.lengths.min()) + (0 if cache is None else int(np.asarray(cache.next).min()))
+        )
+    run = Run(model.config, chosen)
+    pieces = _chunks(batch, chunk)
+    logits = None
+    for piece in pieces:
+        width = piece.tokens.shape[1]
+        bound = bucket(seen + width) if seen else width
+        room_here = room if piece is pieces[-1] else max(chunk or 0, 1)
+        if cache is not None:
+            cache = _with_room(run, model, cache, width + room_here)
+        here, cache = steps.prefill(
+            run, model.params, jnp.asarray(piece.tokens), jnp.asarray(piece.lengths),
+            None if cache is None else _bare(cache),
+            tokens_bound=bound, room=room_here, compress=compress,
+        )  # fmt: skip
+        # A row that ended in an earlier chunk keeps the logits of its own last token.
+        logits = here if logits is None else jnp.where((piece.lengths > 0)[:, None], here, logits)
+        seen += width
+    assert logits is not None and cache is not None
+    return logits, _labelled(cache, chosen, model)
+
+
+def _chunks(batch: _Batch, chunk: int | None) -> list[_Batch]:
+    if chunk is None or chunk >= batch.tokens.shape[1]:
+        return [batch]
+    if chunk < 1:
+        raise InputError(f"chunk must be a number of tokens >= 1, got {chunk}")
+    out = []
+    for start in range(0, int(batch.lengths.max()), chunk):
+        part = batch.tokens[:, start : start + chunk]
+        part = np.pad(part, ((0, 0), (0, chunk - part.shape[1])))
+        out.append(_Batch(part, np.clip(batch.lengths - start, 0, chunk).astype(np.int32)))
+    return out
+
+
+def _with_room(run: Run, model: Model, cache: Cache, tokens: int) -> Cache:
+    """The cache with free slots for `tokens` more tokens in every row."""
+    gms = run.groups(model.params)
+    free = int(np.asarray(free_slots(gms, cache)).min())
+    return cache if free >= tokens else reserve(gms, cache, tokens - free)
+
+
+def step(
+    model: Model, cache: Cache, token: Int[Array, "B"], *, append: bool = True
+) -> tuple[Float[Array, "B V"], Cache]:
+    """One token per row: logits [B, V] and the cache that holds it. The given cache is consumed (donated).
+
+    append=False asks the last token again at its own position over the cache as it is, which stays usable.
+    InputError when the cache has no room left, or belongs to another model.
+    """
+    _check_cache(model, cache)
+    chosen = cache.method or Method()
+    run = Run(model.config, chosen.decode_part())
+    token = jnp.asarray(token, jnp.int32)
+    if token.shape != cache.next.shape:
+        raise InputError(
+            f"token must be [B] = [{cache.next.shape[0]}], one id per row, got {list(token.shape)}"
+        )
+    if append:
+        free = np.asarray(free_slots(run.groups(model.params), cache))
+        if (free < 1).any():
+            raise InputError(
+                "the cache is full: give prefill(..., room=) the number of tokens you will add, "
+                "or call prefill(model, tokens, cache=cache, room=...), which makes room"
+            )
+    active = jnp.ones(token.shape, bool)
+    call = steps.step if append else steps.step_keeping
+    logits, new = call(run, model.params, _bare(cache), token, active, append)
+    return logits, _labelled(new, chosen, model)
+
+
+# --- generation --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """How the next token is drawn: greedy at temperature 0, else softmax(logits / temperature).
+
+    top_k keeps the k likeliest tokens, top_p the smallest set with probability >= p.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self):
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be >= 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+    def __call__(self, logits: Float[Array, "B V"], keys: Array) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+        """(token, log-probability under the model) per row; one key per row."""
+        logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
+        if self.temperature == 0:
+            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        else:
+            token = jax.vmap(jax.random.categorical)(keys, self._filtered(logits)).astype(jnp.int32)
+        return token, jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]
+
+    def _filtered(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        scaled = logits.astype(jnp.float32) / self.temperature
+        order = jnp.argsort(-scaled, axis=-1, stable=True)
+        ranked = jnp.take_along_axis(scaled, order, axis=-1)
+        keep = jnp.ones(ranked.shape, bool)
+        if self.top_k is not None:
+            keep &= jnp.arange(ranked.shape[-1])[None] < self.top_k
+        if self.top_p is not None:
+            p = jax.nn.softmax(ranked)
+            keep &= jnp.cumsum(p, -1) - p < self.top_p
+        ranked = jnp.where(keep, ranked, -jnp.inf)
+        return jnp.take_along_axis(ranked, jnp.argsort(order, axis=-1), axis=-1)
+
+
+class Generated(NamedTuple):
+    """tokens [B, max_new_tokens] (-1 after a row's stop token), their logprobs, and the cache behind them."""
+
+    tokens: Int[Array, "B M"]
+    logprobs: Float[Array, "B M"]
+    cache: Cache
+
+
+@jax.jit(static_argnames=("sampler",))
+def _sample(sampler: Sampler, logits: Array, keys: Array, count: Array, done: Array, stop: Array):
+    token, logprob = sampler(logits, jax.vmap(jax.random.fold_in)(keys, count))
+    ends = (token[:, None] == stop[None]).any(-1)
+    shown = jnp.where(done, -1, token)
+    return token, shown, jnp.where(done, 0.0, logprob), done | ends
+
+
+def generate(
+    model: Model,
+    tokens: Tokens,
+    *,
+    method: Method | str | None = None,
+    cache: Cache | None = None,
+    lengths: Any = None,
+    max_new_tokens: int = 64,
+    sampler: Sampler | None = None,
+    stop: Sequence[int] | None = None,
+    key: Array | None = None,
+    chunk: int | None = None,
+    on_token: Callable[[int, np.ndarray], None] | None = None,
+) -> Generated:
+    """Reads a prompt and writes up to `max_new_tokens` tokens per row.
+
+    Every written token, a stop token included, is in the returned cache, so a conversation goes on with
+    generate(model, more_tokens, cache=out.cache). stop defaults to the checkpoint's stop ids. on_token is
+    called with (index, tokens [B]) as they come. key: one PRNG key; rows draw from their own fold of it.
+    """
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
+    sampler = sampler or Sampler()
+    logits, cache = prefill(
+        model, tokens, method=method, cache=cache, lengths=lengths, room=max_new_tokens, chunk=chunk
+    )
+    longest = int(np.asarray(cache.next).max()) + max_new_tokens
+    if longest > model.config.max_positions:
+        raise InputError(
+            f"{max_new_tokens} new tokens would reach position {longest}, this model's last is "
+            f"{model.config.max_positions}: lower max_new_tokens"
+        )
+    rows = logits.shape[0]
+    root = jax.random.key(0) if key is None else key
+    keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.arange(rows))
+    stops = jnp.asarray(list(model.stop_ids if stop is None else stop) or [-1], jnp.int32)
+    chosen = cache.method
+    run = Run(model.config, chosen.decode_part())
+    state, done, written, logprobs = _bare(cache), jnp.zeros((rows,), bool), [], []
+    for i in range(max_new_tokens):
+        active = ~done
+        token, shown, logprob, done = _sample(sampler, logits, keys, jnp.full((rows,), i), done, stops)
+        logits, state = steps.step(run, model.params, state, token, active, True)
+        written.append(shown)
+        logprobs.append(logprob)
+        if on_token is not None:
+            on_token(i, np.asarray(shown))
+        if bool(done.all()):
+            break
+    blank = max_new_tokens - len(written)
+    out = jnp.pad(jnp.stack(written, 1), ((0, 0), (0, blank)), constant_values=-1)
+    return Generated(
+        out, jnp.pad(jnp.stack(logprobs, 1), ((0, 0), (0, blank))), _labelled(state, chosen, model)
+    )
+
+
+def read_bytes(cache: Cache) -> int:
+    """Bytes of keys and values that one decode step reads (a read method visits fewer than it holds)."""
+    total = 0
+    for group in cache.groups:
+        for segment in group:
+            if isinstance(segment, Slots | Paged):
+                total += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(segment))
+    if cache.pool is not None:
+        total += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.pool))
+    return total

@@ -1,0 +1,290 @@
+"""The grammar: a method is a sentence of keep, store and read, made of small hashable words.
+
+Words are frozen dataclasses: equal sentences are equal values, so they compile once and print as they
+were written. This module holds the sentence and what its words promise; the words themselves live in
+`kvjax.keep`, `kvjax.store`, `kvjax.read`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import Codec
+
+
+class View(NamedTuple):
+    """One layer's slots as a method sees them, decoded, in position order when fresh from a prompt."""
+
+    k: Float[Array, "B K S H"]
+    v: Float[Array, "B K S V"]
+    pos: Int[Array, "B K S"]
+    bias: Float[Array, "B K S"] | None
+    stats: dict[str, Float[Array, "B K S"]]
+
+
+class Inputs(NamedTuple):
+    """What a layer computed for its new tokens; observations are functions of it.
+
+    q is rotated, q_raw is not; pos is -1 on padding; length counts each row's tokens so far, these included.
+    """
+
+    q: Float[Array, "B N T H"]
+    q_raw: Float[Array, "B N T H"]
+    hidden: Float[Array, "B T D"]
+    pos: Int[Array, "B T"]
+    length: Int[Array, "B"]
+
+
+class Seen(NamedTuple):
+    """What a score may look at besides the slots.
+
+    observed: results of the observations it asked for. mass: in a decode step, the probability the current
+    query gave each slot [B, K, S] (summed over a group's heads). length: tokens seen, n: slots to keep per
+    head, both [B]. layer: index in the stack. rotate: (x, pos) -> x turned by the model's RoPE.
+    """
+
+    observed: dict[Any, Any]
+    mass: Float[Array, "B K S"] | None
+    length: Int[Array, "B"]
+    n: Int[Array, "B"]
+    layer: int | Array
+    attention: AttentionSpec
+
+
+class AttentionSpec(NamedTuple):
+    """The model's attention constants that scores need."""
+
+    scale: float
+    softcap: float | None
+    rotate: Callable[[Array, Array], Array]
+
+
+class Observation(Protocol):
+    """A static word naming what must be recorded while a layer attends: Inputs -> arrays."""
+
+    def __call__(self, inputs: Inputs) -> Any: ...
+
+
+class Score(Protocol):
+    """How much each slot matters; higher stays. `needs` is known before attention runs."""
+
+    @property
+    def needs(self) -> frozenset[Observation]: ...
+
+    @property
+    def stats(self) -> frozenset[str]: ...
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]: ...
+
+
+class Pattern(Protocol):
+    """Slots that must stay whatever their score."""
+
+    def __call__(
+        self, pos: Int[Array, "B K S"], length: Int[Array, "B"], n: Int[Array, "B"]
+    ) -> Bool[Array, "B K S"]: ...
+
+
+class Allocation(Protocol):
+    """Turns a mean budget into one count per layer, row and head; uniform ones keep dense storage."""
+
+    @property
+    def uniform(self) -> bool: ...
+
+    def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Slots per head: a fraction of the tokens seen (float in (0, 1]) or a number of slots (int >= 1)."""
+
+    amount: float | int
+
+    def __post_init__(self):
+        a = self.amount
+        whole = isinstance(a, int) and not isinstance(a, bool) and a >= 1
+        if not (whole or (isinstance(a, float) and 0.0 < a <= 1.0)):
+            hint = f": did you mean {int(a)} slots or a fraction such as 0.25?" if a and a > 1 else ""
+            raise ValueError(
+                f"budget must be a fraction in (0, 1] (float) or a number of slots >= 1 (int), got {a!r}{hint}"
+            )
+
+    @property
+    def ratio(self) -> Fraction | None:
+        """The fraction in thousandths or simpler, so that counts are exact integer arithmetic."""
+        if isinstance(self.amount, int):
+            return None
+        return max(Fraction(self.amount).limit_denominator(1000), Fraction(1, 1000))
+
+    def capacity(self, tokens: int) -> int:
+        """Most slots a head can keep of `tokens` tokens."""
+        if self.ratio is None:
+            return min(int(self.amount), tokens)
+        return max(1, tokens * self.ratio.numerator // self.ratio.denominator)
+
+    def count(self, length: Int[Array, "B"]) -> Int[Array, "B"]:
+        """max(1, floor(ratio * length)) per row, never more than the row has."""
+        if self.ratio is None:
+            return jnp.minimum(length, int(self.amount))
+        return jnp.maximum(1, length * self.ratio.numerator // self.ratio.denominator)
+
+
+PREFILL_END = "prefill end"
+STEP = "prefill end and every step"
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """Which slots stay.
+
+    when: at the end of a prefill, or also after every decoded token (then the cache never grows beyond the
+    budget). per_query_head: select for every query head alone, so the cache holds K = N heads.
+    skip_layers: the first layers keep everything. rank_phase: rotate by rank among the live slots instead
+    of by position (keys are then stored unrotated). probe: extra tokens whose queries feed the scores.
+    """
+
+    score: Score | None
+    budget: Budget
+    allocate: Allocation
+    protect: tuple[Pattern, ...] = ()
+    when: str = PREFILL_END
+    per_query_head: bool = False
+    skip_layers: int = 0
+    rank_phase: bool = False
+    probe: Any = None
+    merge: Any = None
+    page: int = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """How slots are encoded: keys and values each by a codec (None = as computed).
+
+    The newest `residual` tokens stay as computed; older ones are encoded `granule` tokens at a time.
+    """
+
+    keys: Codec | None = None
+    values: Codec | None = None
+    residual: int = 0
+
+    @property
+    def granule(self) -> int:
+        return max((c.granule for c in (self.keys, self.values) if c is not None), default=1)
+
+
+class Read(Protocol):
+    """Which slots a query visits."""
+
+    granule: int
+    skip_layers: int
+
+    def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]: ...
+
+    def select(self, q: Float[Array, "B N H"], summary: dict[str, Array], live: Array, n: Array) -> Array: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A sentence. `spec` names how to build it again: (id, sorted hyper-parameters)."""
+
+    keep: Keep | None = None
+    store: Store | None = None
+    read: Any = None
+    spec: tuple[Any, ...] = ("full", ())
+
+    @property
+    def id(self) -> str:
+        return self.spec[0]
+
+    def decode_part(self) -> Method:
+        """What a decode step depends on: sentences that differ only before it share one program."""
+        keep = None
+        if self.keep is not None:
+            k = self.keep
+            live = k if k.when == STEP else None
+            if live is not None or k.rank_phase or k.per_query_head:
+                keep = dataclasses.replace(k, probe=None) if live is not None else Keep(
+                    None, Budget(1.0), k.allocate, rank_phase=k.rank_phase, per_query_head=k.per_query_head
+                )  # fmt: skip
+        return Method(keep, self.store, self.read, ("decode", ()))
+
+    def protecting(self, *patterns: Pattern) -> Method:
+        """The same sentence with more slots that must stay (they count against the budget)."""
+        if self.keep is None:
+            return self
+        return dataclasses.replace(
+            self, keep=dataclasses.replace(self.keep, protect=(*self.keep.protect, *patterns))
+        )
+
+
+def chain(*parts: Keep | Store | Read | Method, spec: tuple[Any, ...] | None = None) -> Method:
+    """One method from its parts: at most one keep, one store and one read, in that order.
+
+    >>> from kvjax.methods import snapkv, kivi
+    >>> chain(snapkv(budget=0.25), kivi(bits=2)).id
+    'snapkv + kivi'
+    """
+    found: dict[str, Any] = {}
+    specs = []
+    for part in parts:
+        pieces = (
+            {"keep": part} if isinstance(part, Keep) else {"store": part} if isinstance(part, Store) else None
+        )
+        if isinstance(part, Method):
+            pieces = {n: getattr(part, n) for n in ("keep", "store", "read") if getattr(part, n) is not None}
+            specs.append(part.spec)
+        elif pieces is None:
+            pieces = {"read": part}
+        for name, piece in pieces.items():
+            if name in found:
+                raise ValueError(
+                    f"a method has at most one {name}; this chain has two: {found[name]!r} and {piece!r}"
+                )
+            found[name] = piece
+    method = Method(**found, spec=spec or _joined(specs) or ("custom", (repr(parts),)))
+    check(method)
+    return method
+
+
+def _joined(specs: list[tuple[Any, ...]]) -> tuple[Any, ...] | None:
+    if len(specs) <= 1:
+        return specs[0] if specs else None
+    return (" + ".join(s[0] for s in specs), ("chain", *specs))
+
+
+def check(method: Method) -> None:
+    """Raises ValueError for sentences that cannot work, when they are built and not when they run."""
+    keep, store, read = method.keep, method.store, method.read
+    evicting = keep is not None and keep.when == STEP
+    if evicting and store is not None and store.granule > 1:
+        raise ValueError(
+            f"{method.id}: evicting at every step needs a store that encodes tokens one by one; "
+            f"this one encodes {store.granule} together. Use a granule of 1 (int8, int4, fp8)."
+        )
+    if evicting and not keep.allocate.uniform:
+        raise ValueError(f"{method.id}: evicting at every step works with the uniform allocation only")
+    if evicting and read is not None:
+        raise ValueError(f"{method.id}: a read method cannot follow a keep that evicts at every step")
+    if read is not None and keep is not None and not keep.allocate.uniform:
+        raise ValueError(f"{method.id}: a read method needs the same number of slots in every head")
+    if read is not None and store is not None and read.granule % store.granule:
+        raise ValueError(
+            f"{method.id}: the pages that are read ({read.granule} tokens) must be a multiple of what is "
+            f"encoded together ({store.granule})"
+        )
+
+
+def over_layers(f: Callable[..., Any], *args: Any) -> Any:
+    """f applied to every layer of stacked arguments [Lg, ...]; results stacked again."""
+    layers = jax.tree.leaves(args)[0].shape[0]
+    if layers == 1:
+        one = f(*jax.tree.map(lambda x: x[0], args))
+        return jax.tree.map(lambda x: x[None], one)
+    return jax.lax.map(lambda a: f(*a), args)

@@ -1,0 +1,1 @@
+"""Keep: which slots stay. score -> budget -> select, with patterns that always stay."""

@@ -1,0 +1,30 @@
+"""Patterns: slots that must stay by their position alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxtyping import Array, Bool, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sink:
+    """The first `tokens` tokens of a row (attention sinks, arXiv:2309.17453)."""
+
+    tokens: int = 4
+
+    def __call__(self, pos: Int[Array, "B K S"], length: Array, n: Array) -> Bool[Array, "B K S"]:
+        return (pos >= 0) & (pos < self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recent:
+    """The newest tokens: a number of them (int), or a share of the budget (float in (0, 1))."""
+
+    tokens: int | float
+
+    def __call__(self, pos: Int[Array, "B K S"], length: Array, n: Array) -> Bool[Array, "B K S"]:
+        if isinstance(self.tokens, int):
+            return pos >= (length - self.tokens)[:, None, None]
+        share = (n * round(self.tokens * 1000)) // 1000
+        return pos >= (length - share)[:, None, None]

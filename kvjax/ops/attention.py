@@ -1,0 +1,172 @@
+"""Attention over a union of key/value sets, decided by positions alone.
+
+A key is visible to a query when its position is known (>= 0), not in the query's future and, under a
+sliding window, not too old. Nothing here asks which method arranged the keys or in which order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+NEG_INF = float("-inf")
+
+
+class Keys(NamedTuple):
+    """One set of keys and values to attend to; slots in any order.
+
+    `pos` is -1 where a slot is empty; `bias` is added to the logits (log counts of merged slots).
+    """
+
+    k: Float[Array, "B K S H"]
+    v: Float[Array, "B K S V"]
+    pos: Int[Array, "B #K S"]
+    bias: Float[Array, "B K S"] | None = None
+
+
+def visible(q_pos: Int[Array, "B T"], k_pos: Int[Array, "B K S"], window: int | None = None) -> Array:
+    """Boolean mask [B, K, T, S]: which key each query may see. Queries with position -1 see nothing."""
+    q, k = q_pos[:, None, :, None], k_pos[:, :, None, :]
+    seen = (k >= 0) & (k <= q)
+    return seen if window is None else seen & (k > q - window)
+
+
+def logits(
+    q: Float[Array, "B N T H"],
+    keys: Keys,
+    q_pos: Int[Array, "B T"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "B K G T S"]:
+    """Masked attention logits in float32, -inf where a key is not visible.
+
+    `softcap` is Gemma 2's c * tanh(s / c) (arXiv:2408.00118), applied before the bias and the mask.
+    """
+    b, n, t, h = q.shape
+    kv_heads = keys.k.shape[1]
+    rows = q.reshape(b, kv_heads, n // kv_heads * t, h)
+    s = jnp.einsum("bkth,bksh->bkts", rows, keys.k, preferred_element_type=jnp.float32) * scale
+    s = s.reshape(b, kv_heads, n // kv_heads, t, -1)
+    if softcap is not None:
+        s = softcap * jnp.tanh(s / softcap)
+    if keys.bias is not None:
+        s = s + keys.bias[:, :, None, None, :]
+    return jnp.where(visible(q_pos, keys.pos, window)[:, :, None], s, NEG_INF)
+
+
+def attend(
+    q: Float[Array, "B N T H"],
+    keys: Keys | Sequence[Keys],
+    q_pos: Int[Array, "B T"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    mass: str | None = None,
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Array, ...]]:
+    """Exact attention over the union of `keys`; returns (out, lse, masses).
+
+    out = sum_j p_j v_j with p = softmax over every visible key of every set; lse = log sum_j exp(s_j),
+    -inf (and out 0) where a query sees nothing. `mass` asks for one [B, K, S] array per set: the
+    probability that each slot received, reduced over the queries and the heads of its group by "sum" or
+    "max"; it costs no second pass over the keys.
+    """
+    sets = (keys,) if isinstance(keys, Keys) else tuple(keys)
+    b, n, t, _ = q.shape
+    scores = [logits(q, s, q_pos, scale=scale, window=window, softcap=softcap) for s in sets]
+    # Sets may differ in their number of KV heads (a method may store one slot list per query head), so
+    # the normaliser lives at [B, N, T].
+    top = jnp.stack([s.max(-1).reshape(b, n, t) for s in scores]).max(0)
+    top = jax.lax.stop_gradient(jnp.where(top == NEG_INF, 0.0, top))
+    weights = [jnp.exp(s - _grouped(top, s)) for s in scores]
+    total = sum(w.sum(-1).reshape(b, n, t) for w in weights)
+    safe = jnp.where(total == 0.0, 1.0, total)
+    out = sum(_weighted_values(w, s.v, (b, n, t)) for w, s in zip(weights, sets, strict=True))
+    out = (out / safe[..., None]).astype(q.dtype)
+    masses = ()
+    if mass is not None:
+        reduce = {"sum": jnp.sum, "max": jnp.max}[mass]
+        masses = tuple(reduce(w / _grouped(safe, w), axis=(2, 3)) for w in weights)
+    return out, _log_total(top, total, safe), masses
+
+
+def _grouped(x: Array, like: Array) -> Array:
+    """[B, N, T] seen as [B, K, G, T, 1] of `like`."""
+    return x.reshape(*like.shape[:4], 1)
+
+
+def _log_total(top: Array, total: Array, safe: Array) -> Array:
+    # log of the safe total keeps the gradient finite where a query sees nothing.
+    return jnp.where(total == 0.0, NEG_INF, top + jnp.log(safe))
+
+
+def _weighted_values(p: Array, v: Array, bnt: tuple[int, int, int]) -> Array:
+    b, k, g, t, s = p.shape
+    out = jnp.einsum(
+        "bkts,bksv->bktv", p.reshape(b, k, g * t, s).astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    return out.reshape(*bnt, -1)
+
+
+def merge(
+    parts: Sequence[tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]],
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
+    """Exact union of partial attentions from their (out, lse) pairs.
+
+    out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i) (FlashAttention, arXiv:2205.14135).
+    """
+    lse = jnp.stack([p[1] for p in parts])
+    top = lse.max(0)
+    top = jnp.where(top == NEG_INF, 0.0, top)
+    w = jnp.exp(lse - top[None])
+    total = w.sum(0)
+    safe = jnp.where(total == 0.0, 1.0, total)
+    w = w / safe[None]
+    out = sum(wi[..., None] * o.astype(jnp.float32) for wi, (o, _) in zip(w, parts, strict=True))
+    return out.astype(parts[0][0].dtype), _log_total(top, total, safe)
+
+
+def causal_attention(
+    q: Float[Array, "B N T H"],
+    new: Keys,
+    past: Sequence[Keys],
+    q_pos: Int[Array, "B T"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    mass: str | None = None,
+    strip: int = 256,
+) -> tuple[Float[Array, "B N T V"], tuple[Array, ...]]:
+    """Attention of T new tokens over `past` sets and over themselves; returns (out, masses).
+
+    Works in strips of queries, so no [T, T] map exists, and a strip never touches the new keys behind its
+    last row: the causal half is skipped. Masses come as (one per past set ..., the new set). The new keys
+    must lie in the order of the queries.
+    """
+    t = q.shape[2]
+    outs, new_mass, past_mass = [], None, None
+    for start in range(0, t, strip):
+        stop = min(start + strip, t)
+        # Right padding keeps positions increasing along a row, so older strips hide nothing newer.
+        first = 0 if window is None else max(0, start - window + 1)
+        part = jax.tree.map(lambda x, a=first, z=stop: x[:, :, a:z], new)
+        out, _, masses = attend(
+            q[:, :, start:stop], (*past, part), q_pos[:, start:stop],
+            scale=scale, window=window, softcap=softcap, mass=mass,
+        )  # fmt: skip
+        outs.append(out)
+        if mass is not None:
+            here = jnp.zeros((*part.k.shape[:2], t), jnp.float32).at[:, :, first:stop].set(masses[-1])
+            join = jnp.add if mass == "sum" else jnp.maximum
+            new_mass = here if new_mass is None else join(new_mass, here)
+            old = masses[:-1]
+            past_mass = old if past_mass is None else tuple(map(join, past_mass, old))
+    masses = () if mass is None else (*(past_mass or ()), new_mass)
+    return jnp.concatenate(outs, axis=2), masses

@@ -1,0 +1,180 @@
+"""Pages: slots in a pool shared by layers, rows and heads, so that unequal budgets save real bytes.
+
+The plain reference of the paged decode: it walks the pages of a layer in order, so its cost follows the
+pages that exist, whoever owns them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import Paged, Pages, dense, encode
+from kvjax.ops.attention import NEG_INF
+
+FREE = np.iinfo(np.int32).max
+# Tokens of pages per pass of the walk: large enough for the matrix unit, small enough to stay in cache.
+WALK_TOKENS = 2048
+
+
+def pool_pages(slots: int, heads: int, page: int) -> int:
+    """Most pages that `slots` live slots can need when they are spread over `heads` lists."""
+    return (slots + heads * (page - 1)) // page
+
+
+def build_pages(
+    kept: tuple[Bool[Array, "Lg B K S"], ...],
+    k: tuple[Float[Array, "Lg B K S H"], ...],
+    v: tuple[Float[Array, "Lg B K S V"], ...],
+    pos: tuple[Int[Array, "Lg B K S"], ...],
+    bias: tuple[Float[Array, "Lg B K S"] | None, ...],
+    first_layers: tuple[int, ...],
+    *,
+    page: int,
+    pages: int,
+    codecs: tuple,
+) -> tuple[tuple[Paged, ...], Pages]:
+    """Moves the kept slots of every group into one pool, in slot order; one Paged index per group."""
+    counts = jnp.concatenate([m.sum(-1, dtype=jnp.int32) for m in kept])
+    layers, b, heads = counts.shape
+    need = -(-counts.reshape(-1) // page)
+    start = jnp.cumsum(need) - need
+    owner = jnp.searchsorted(jnp.cumsum(need), jnp.arange(pages), side="right").astype(jnp.int32)
+    owner = jnp.where(owner < counts.size, owner, -1)
+    start = start.reshape(counts.shape).astype(jnp.int32)
+
+    leaves = {"k": (k, 0.0), "v": (v, 0.0), "pos": (pos, -1)}
+    if bias[0] is not None:
+        leaves["bias"] = (bias, 0.0)
+    moved = {n: _scatter(xs, kept, start, page, pages, fill) for n, (xs, fill) in leaves.items()}
+    most = -(-min(max(m.shape[-1] for m in kept), pages * page) // page)
+    table = jnp.minimum(start[..., None] + jnp.arange(most, dtype=jnp.int32)[None, None, None], pages - 1)
+    indices, at = [], 0
+    for m, first in zip(kept, first_layers, strict=True):
+        size = m.shape[0]
+        indices.append(Paged(table[at : at + size], counts[at : at + size], first))
+        at += size
+    pool = Pages(
+        encode(moved["k"], codecs[0]), encode(moved["v"], codecs[1]), moved["pos"], owner, moved.get("bias")
+    )
+    return tuple(indices), pool
+
+
+def _scatter(
+    xs: tuple[Array, ...],
+    kept: tuple[Array, ...],
+    start: Int[Array, "L B K"],
+    page: int,
+    pages: int,
+    fill: float,
+) -> Array:
+    """Every kept slot of every group at its row of the pool [P, page, ...]."""
+    out = jnp.full((pages * page, *xs[0].shape[4:]), fill, xs[0].dtype)
+    at = 0
+    for x, m in zip(xs, kept, strict=True):
+        rank = jnp.cumsum(m, axis=-1, dtype=jnp.int32) - 1
+        row = jnp.where(m, start[at : at + m.shape[0], ..., None] * page + rank, FREE)
+        out = out.at[row.reshape(-1)].set(x.reshape(-1, *x.shape[4:]), mode="drop")
+        at += m.shape[0]
+    return out.reshape(pages, page, *out.shape[1:])
+
+
+def attend_pages(
+    q: Float[Array, "B N T H"],
+    segment: Paged,
+    layer: int | Array,
+    pool: Pages,
+    q_pos: Int[Array, "B T"],
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
+    """Attention of a few queries over one layer's pages; returns (out, lse).
+
+    Walks the layer's pages in blocks and keeps an online softmax per (row, head): the trip count is data,
+    so a layer with fewer pages costs less.
+    """
+    b, n, t, h = q.shape
+    kv_heads = segment.table.shape[-2]
+    lists, rows = b * kv_heads, n // kv_heads * t
+    queries = q.reshape(lists, rows, h)
+    # Queries of one list share their positions across the group.
+    pos = jnp.broadcast_to(q_pos[:, None, None, :], (b, kv_heads, n // kv_heads, t)).reshape(lists, rows)
+    owners = jnp.where(pool.owner < 0, FREE, pool.owner)
+    base = (segment.first_layer + layer) * lists
+    ends = jnp.searchsorted(owners, jnp.stack([base, base + lists]).astype(jnp.int32)).astype(jnp.int32)
+    total = pool.owner.shape[0]
+    block = min(total, max(1, WALK_TOKENS // pool.page_tokens))
+    width = dense(jax.tree.map(lambda x: x[:1], pool.v)).shape[-1]
+
+    def visit(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        # The last block is shifted back to stay inside the pool; pages seen before are masked out.
+        first = ends[0] + i * block
+        at = jnp.minimum(first, total - block)
+        take = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at, block), pool)
+        number = at + jnp.arange(block, dtype=jnp.int32)
+        fresh = (number >= first) & (number < ends[1])
+        who = jnp.where(fresh, take.owner - base, lists).astype(jnp.int32)
+        return _visit_block(carry, take, who, fresh, queries, pos, scale, softcap)
+
+    none = jnp.full((lists, rows), NEG_INF)
+    carry = (none, jnp.zeros((lists, rows)), jnp.zeros((lists, rows, width)))
+    blocks = -(-(ends[1] - ends[0]) // block)
+    top, weight, out = jax.lax.fori_loop(0, blocks, visit, carry)
+    safe = jnp.where(weight == 0, 1.0, weight)
+    lse = jnp.where(weight == 0, NEG_INF, top + jnp.log(safe))
+    out = (out / safe[..., None]).astype(q.dtype)
+    return out.reshape(b, n, t, width), lse.reshape(b, n, t)
+
+
+def _visit_block(carry, pages: Pages, who, fresh, queries, q_pos, scale, softcap):
+    """Folds a block of pages into the running (max, weight, weighted values) of their lists."""
+    top, weight, out = carry
+    lists = queries.shape[0]
+    mine = jnp.minimum(who, lists - 1)
+    k, v = dense(pages.k), dense(pages.v)
+    s = jnp.einsum("prh,pjh->prj", queries[mine], k, preferred_element_type=jnp.float32) * scale
+    if softcap is not None:
+        s = softcap * jnp.tanh(s / softcap)
+    if pages.bias is not None:
+        s = s + pages.bias[:, None, :]
+    key = pages.pos[:, None, :]
+    s = jnp.where((key >= 0) & (key <= q_pos[mine][..., None]) & fresh[:, None, None], s, NEG_INF)
+    page_top = s.max(-1)
+    new_top = jnp.maximum(top, jax.ops.segment_max(page_top, who, lists, mode="drop"))
+    safe_top = jnp.where(new_top == NEG_INF, 0.0, new_top)
+    p = jnp.exp(s - safe_top[mine][..., None])
+    add = jnp.einsum("prj,pjv->prv", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    fade = jnp.exp(top - safe_top)
+    weight = weight * fade + jax.ops.segment_sum(p.sum(-1), who, lists, mode="drop")
+    out = out * fade[..., None] + jax.ops.segment_sum(add, who, lists, mode="drop")
+    return new_top, weight, out
+
+
+def fork_pages(
+    tables: tuple[Paged, ...], pool: Pages, rows: int, copies: int
+) -> tuple[tuple[Paged, ...], Pages]:
+    """Every row's pages repeated for `copies` rows next to each other, still in owner order."""
+    kv_heads = tables[0].table.shape[2]
+    owner = pool.owner[:, None]
+    head, row, layer = owner % kv_heads, owner // kv_heads % rows, owner // kv_heads // rows
+    copy = jnp.arange(copies, dtype=jnp.int32)[None]
+    new = ((layer * rows * copies) + row * copies + copy) * kv_heads + head
+    new = jnp.where(owner < 0, FREE, new).reshape(-1)
+    order = jnp.argsort(new, stable=True)
+    back = jnp.argsort(order, stable=True).astype(jnp.int32)
+    moved = jax.tree.map(lambda x: x[order // copies], pool)
+    moved = dataclasses.replace(moved, owner=jnp.where(new[order] == FREE, -1, new[order]))
+
+    def follow(segment: Paged) -> Paged:
+        table = jnp.repeat(segment.table, copies, axis=1)
+        which = jnp.tile(copy[0], rows)[None, :, None, None]
+        return dataclasses.replace(
+            segment, table=back[table * copies + which], lengths=jnp.repeat(segment.lengths, copies, axis=1)
+        )
+
+    return tuple(follow(t) for t in tables), moved

@@ -1,0 +1,210 @@
+"""Where training of `recall-tiny` starts: random weights with an induction circuit in the first two layers.
+
+From a plain random start a small model sits for millions of tokens before it discovers how to look up "what
+came after this word before?" (the induction plateau: Olsson et al., 2022, arXiv:2209.11895). Here the heads of
+that circuit are present from the beginning, so minutes on a CPU are enough. Nothing is frozen and the
+architecture is a plain decoder: training may keep, bend or drop what it finds. It is `kvjax.train.recall`.
+
+The residual stream is divided by a random rotation into directions that do not disturb each other:
+
+    constant   1 channel   the same for every token, so that a head can look at a place and not at a word
+    word       H channels  the part of the embedding that heads compare
+    before     H channels  empty in the embedding; layer 0 writes there the `word` of the token 1 back
+    before2    H channels  the same for the token 2 back
+    rest       what is left (embedding)
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+Params = dict[str, Any]
+
+CONSTANT = 0.5
+"""The constant channel of every embedding; the other channels have norm 1 together."""
+
+_SHARP_PAIRS = 8
+_WRITE = 0.3
+_COPY = 0.36
+
+
+@dataclass(frozen=True)
+class RecallSize:
+    """Shape of a plain Llama-style decoder with tied embeddings; the defaults are those of `recall-tiny`."""
+
+    vocab: int = 220
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    ffn: int = 384
+    theta: float = 1e6
+    eps: float = 1e-6
+
+    def __post_init__(self):
+        need = 3 * self.head_dim + 2
+        if self.layers < 2 or self.heads < 2 or self.heads % self.kv_heads or self.width < need:
+            raise ValueError(
+                f"the recall circuit needs 2 layers, 2 heads in whole groups and a width of at least "
+                f"3 * head_dim + 2 = {need}, got {self}"
+            )
+        if self.head_dim % 4:
+            raise ValueError(
+                f"the recall circuit halves a head's RoPE pairs: head_dim {self.head_dim} % 4 is not 0"
+            )
+
+
+@dataclass(frozen=True)
+class _Directions:
+    """Orthonormal columns [D, n] of the residual stream, by what they carry."""
+
+    word: np.ndarray
+    before: np.ndarray
+    before2: np.ndarray
+    rest: np.ndarray
+
+
+def _random_params(rng: np.random.Generator, size: RecallSize) -> Params:
+    """Plain initialisation, float64: inputs keep their scale, outputs to the residual are small by depth."""
+    d, f, n, k = size.width, size.ffn, size.heads * size.head_dim, size.kv_heads * size.head_dim
+    depth = math.sqrt(2 * size.layers)
+
+    def matrix(rows: int, columns: int, shrink: float = 1.0) -> np.ndarray:
+        return rng.normal(size=(rows, columns)) / (math.sqrt(rows) * shrink)
+
+    layers = [
+        {
+            "attn_norm": np.ones(d),
+            "q": matrix(d, n),
+            "k": matrix(d, k),
+            "v": matrix(d, k),
+            "o": matrix(n, d, depth),
+            "mlp_norm": np.ones(d),
+            "gate": matrix(d, f),
+            "up": matrix(d, f),
+            "down": matrix(f, d, depth),
+        }
+        for _ in range(size.layers)
+    ]
+    return {"embed": rng.normal(size=(size.vocab, d)), "norm": np.ones(d), "layers": layers}
+
+
+def _directions(rng: np.random.Generator, size: RecallSize) -> _Directions:
+    """A random orthonormal basis of all channels but the constant one, cut into parts."""
+    h, d = size.head_dim, size.width
+    basis = np.zeros((d, d - 1))
+    basis[1:] = np.linalg.qr(rng.normal(size=(d - 1, d - 1)))[0]
+    word, before, before2, rest = np.split(basis, [h, 2 * h, 3 * h], axis=1)
+    return _Directions(word, before, before2, rest)
+
+
+def _head(matrix: np.ndarray, head: int, head_dim: int) -> np.ndarray:
+    """The columns of one head, as a view to write into."""
+    return matrix[:, head * head_dim : (head + 1) * head_dim]
+
+
+def _write_embedding(params: Params, parts: _Directions) -> None:
+    """Embeddings leave the two `before` subspaces empty, have norm 1 and one channel in common."""
+    embed = params["embed"]
+    for empty in (parts.before, parts.before2):
+        embed -= embed @ empty @ empty.T
+    embed[:, 0] = 0
+    embed /= np.linalg.norm(embed, axis=1, keepdims=True)
+    embed[:, 0] = CONSTANT
+
+
+def _write_look_back(params: Params, parts: _Directions, size: RecallSize, look_back: float) -> None:
+    """Layer 0: head j attends j + 1 tokens back, and heads 0 and 1 write the word they find there.
+
+    Queries and keys see the constant channel only, so scores depend on the distance alone: rotated to their
+    positions, their product is sum_i cos((distance - j - 1) * frequency_i), which peaks where it should.
+    """
+    layer, h, half = params["layers"][0], size.head_dim, size.head_dim // 2
+    frequency = size.theta ** (-np.arange(half) / half)
+    used = np.arange(half) < min(_SHARP_PAIRS, half)
+    constant = CONSTANT / math.sqrt((1 + CONSTANT**2) / size.width)
+    amplitude = math.sqrt(look_back * math.sqrt(h)) / constant
+    layer["q"] *= 0.1
+    layer["k"] *= 0.1
+    for j in range(size.heads):
+        turn = -(j + 1) * frequency
+        _head(layer["q"], j, h)[0] = amplitude * np.concatenate([used * np.cos(turn), used * np.sin(turn)])
+    for j in range(size.kv_heads):
+        _head(layer["k"], j, h)[0] = amplitude * np.concatenate([used, np.zeros(half)])
+        _head(layer["v"], j, h)[:] = parts.word
+    layer["o"] *= 0.2
+    layer["o"][:h] = _WRITE * parts.before.T
+    layer["o"][h : 2 * h] = _WRITE * parts.before2.T
+    layer["down"] *= 0.1
+
+
+def _feature_sizes(size: RecallSize) -> tuple[float, float]:
+    """Typical size of one channel of `word` and of `before` after the norm of layer 1.
+
+    The embedding spreads norm 1 over all but the two empty subspaces; two of them are filled by layer 0.
+    """
+    spread = 1 / math.sqrt(size.width - 2 * size.head_dim)
+    power = 1 + CONSTANT**2
+    written = _WRITE * spread / math.sqrt(power / size.width)
+    rms = math.sqrt((power + 2 * size.head_dim * written**2) / size.width)
+    return spread / rms, written / rms
+
+
+def _write_match(params: Params, parts: _Directions, size: RecallSize, match: float) -> None:
+    """Layer 1: attend to the token after an earlier occurrence of the current one, and copy that token.
+
+    Groups of query heads alternate between two conditions on a key: (even) its previous word is the current
+    word; (odd) the same, and the words before these agree too, each on half of the channels. Only slow RoPE
+    pairs take part: the fast ones turn several times within a context and would scramble the comparison.
+    """
+    layer, h, group = params["layers"][1], size.head_dim, size.heads // size.kv_heads
+    half = h // 2
+    slow = np.concatenate([np.arange(half // 2, half), half + np.arange(half // 2, half)])
+    now, earlier = _feature_sizes(size)
+    layer["q"] *= 0.1
+    layer["k"] *= 0.1
+    layer["down"] *= 0.1
+    for j in range(size.kv_heads):
+        n = len(slow)
+        first = n if j % 2 == 0 else n // 2
+        asks = np.concatenate([parts.word[:, :first], parts.before[:, first:n]], axis=1)
+        offers = np.concatenate([parts.before[:, :first], parts.before2[:, first:n]], axis=1)
+        expected = first * now * earlier + (n - first) * earlier * earlier
+        gain = math.sqrt(match * math.sqrt(h) / expected)
+        _head(layer["k"], j, h)[:, slow] = gain * offers
+        copied = parts.word if j == 0 else parts.rest[:, :h]
+        _head(layer["v"], j, h)[:, : copied.shape[1]] = copied
+        for q in range(j * group, (j + 1) * group):
+            _head(layer["q"], q, h)[:, slow] = gain * asks
+            layer["o"][q * h : q * h + copied.shape[1]] = _COPY / group * copied.T
+
+
+def circuit_init(
+    key: Key[Array, ""], size: RecallSize | None = None, *, look_back: float = 8.0, match: float = 9.0
+) -> dict[str, Float[Array, "..."] | list[dict[str, Float[Array, "..."]]]]:
+    """Parameters of a decoder that can already look up what followed a pair of words; a function of `key`.
+
+    look_back: logits that each of the used RoPE pairs adds at the right distance, in nats.
+    match: attention logit of a full match in layer 1, in nats.
+
+    Returns `{"embed" [V, D], "norm" [D], "layers": [{"attn_norm" [D], "q" [D, N*H], "k" [D, K*H],
+    "v" [D, K*H], "o" [N*H, D], "mlp_norm" [D], "gate" [D, F], "up" [D, F], "down" [F, D]}]}` in float32, used as
+    activations @ weight. Raises ValueError where the size has no room for the circuit.
+
+    >>> params = circuit_init(jax.random.key(0))
+    >>> params["embed"].shape, len(params["layers"])
+    ((220, 128), 4)
+    """
+    size = size or RecallSize()
+    rng = np.random.default_rng(np.asarray(jax.random.bits(key, (4,), "uint32")))
+    params = _random_params(rng, size)
+    parts = _directions(rng, size)
+    _write_embedding(params, parts)
+    _write_look_back(params, parts, size, look_back)
+    _write_match(params, parts, size, match)
+    return jax.tree.map(lambda x: jax.numpy.asarray(x, "float32"), params)

@@ -1,0 +1,368 @@
+"""config.json of Hugging Face checkpoints to `Config` and back: one row per family, nothing about weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvjax.errors import InputError
+from kvjax.models.transformer import Config
+from kvjax.ops.rope import Rope
+
+Json = Mapping[str, Any]
+
+
+class Family(NamedTuple):
+    """A `model_type`: its class in transformers, and the values that its config.json may leave out."""
+
+    architecture: str
+    defaults: dict[str, Any]
+
+
+_PLAIN = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "rope_theta": 10000.0}
+_QWEN = _PLAIN | {"max_position_embeddings": 32768, "max_window_layers": 28}
+_GEMMA = _PLAIN | {
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "max_position_embeddings": 8192,
+}
+_GEMMA_3 = {
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "sliding_window_pattern": 6,
+}
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", _PLAIN),
+    "mistral": Family(
+        "MistralForCausalLM",
+        _PLAIN | {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", _QWEN),
+    "qwen3": Family("Qwen3ForCausalLM", _QWEN | {"head_dim": 128}),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    ),
+    "gemma3_text": Family("Gemma3ForCausalLM", _GEMMA | _GEMMA_3),
+    "phi3": Family("Phi3ForCausalLM", _PLAIN | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}),
+    "olmo2": Family("Olmo2ForCausalLM", _PLAIN | {"rms_norm_eps": 1e-5}),
+}
+SUPPORTED = (*FAMILIES, "gemma3")
+"""Every `model_type` that can be loaded; of "gemma3" the language model alone."""
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+_NUMBERS = {
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+}
+_SCALED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+
+
+# --- from config.json --------------------------------------------------------------------------------
+
+
+def config_from_hf(data: Json) -> Config:
+    """The `Config` that a config.json describes.
+
+    Raises InputError for an unsupported model_type, rotary scaling, activation or quantisation, and for
+    missing sizes.
+
+    >>> sizes = dict(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    >>> config_from_hf({"model_type": "llama", "intermediate_size": 64, **sizes}).head_dim
+    8
+    """
+    family, data = _family(data)
+    d_model, heads = _size(data, "hidden_size"), _size(data, "num_attention_heads")
+    head_dim = _size(data, "head_dim") if data.get("head_dim") else d_model // heads
+    rope, rope_local = _ropes(data, head_dim)
+    windows = _windows(family, data)
+    sizes: dict[str, Any] = dict(
+        vocab=_size(data, "vocab_size"),
+        d_model=d_model,
+        layers=_size(data, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=_size(data, "num_key_value_heads") if data.get("num_key_value_heads") else heads,
+        head_dim=head_dim,
+        d_ff=_size(data, "intermediate_size"),
+        norm_eps=float(data["rms_norm_eps"]),
+        tied=bool(data.get("tie_word_embeddings", False)),
+        max_positions=_reach(rope, _size(data, "max_position_embeddings")),
+        rope=rope,
+        rope_local=rope_local if any(windows) else None,
+        windows=windows,
+        activation=_activation(data),
+        family=family,
+    )
+    try:
+        return Config(**sizes, **_features(family, data))
+    except (ValueError, TypeError) as error:
+        raise InputError(f"config.json describes no model that can be built: {error}") from error
+
+
+def _family(data: Json) -> tuple[str, dict[str, Any]]:
+    """(family, the language model's settings with the family's defaults below them)."""
+    name = data.get("model_type")
+    if name == "gemma3":
+        text = data.get("text_config")
+        outer = {k: data[k] for k in ("tie_word_embeddings", "eos_token_id") if k in data}
+        name, data = "gemma3_text", {**outer, **(text if isinstance(text, Mapping) else data)}
+    if name not in FAMILIES:
+        near = difflib.get_close_matches(str(name), SUPPORTED, 1)
+        hint = f" (the nearest is {near[0]})" if near else ""
+        raise InputError(
+            f"model_type {name!r} is not supported{hint}: choose a checkpoint of {', '.join(SUPPORTED)}"
+        )
+    if data.get("quantization_config"):
+        method = data["quantization_config"].get("quant_method", "unknown")
+        raise InputError(
+            f"the weights are quantised ({method}): load the checkpoint in float32, float16 or bfloat16"
+        )
+    if data.get("use_bidirectional_attention"):
+        raise InputError("use_bidirectional_attention is set: kvjax runs causal decoders only")
+    given = {k: v for k, v in data.items() if v is not None or k in _NULLABLE}
+    return name, {**FAMILIES[name].defaults, **given}
+
+
+# Null means "none" for these, not "the default".
+_NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+
+
+def _size(data: Json, key: str) -> int:
+    value = data.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise InputError(f"config.json gives {key} = {value!r}, expected a positive whole number")
+    return value
+
+
+def _activation(data: Json) -> str:
+    name = data.get("hidden_activation") or data.get("hidden_act") or "silu"
+    if name not in _ACTIVATIONS:
+        raise InputError(f"hidden_act {name!r} is not supported, expected one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _features(family: str, data: Json) -> dict[str, Any]:
+    """What sets a family apart, apart from sizes, rotation and windows."""
+    bias = bool(data.get("attention_bias", False))
+    out: dict[str, Any] = {"qkv_bias": bias, "o_bias": bias}
+    if family == "llama":
+        return out | {"mlp_bias": bool(data.get("mlp_bias", False))}
+    if family in ("mistral", "phi3"):
+        return {}
+    if family == "qwen2":
+        return {"qkv_bias": True}
+    if family == "qwen3":
+        return out | {"qk_norm": "head"}
+    if family == "olmo2":
+        return out | {"norms": "post", "qk_norm": "full"}
+    return out | {
+        "norms": "both",
+        "norm_offset": 1.0,
+        "embed_scale": float(data["hidden_size"]) ** 0.5,
+        "query_scale": float(data["query_pre_attn_scalar"]) ** -0.5,
+        "attention_softcap": data.get("attn_logit_softcapping"),
+        "logit_softcap": data.get("final_logit_softcapping"),
+        "qk_norm": "head" if family == "gemma3_text" else "",
+    }
+
+
+def _windows(family: str, data: Json) -> tuple[int | None, ...]:
+    """Window of every layer; () where none has one."""
+    layers, window = _size(data, "num_hidden_layers"), data.get("sliding_window")
+    kinds = data.get("layer_types") if family not in ("llama", "mistral", "phi3", "olmo2") else None
+    if family in ("llama", "olmo2") or (family in ("qwen2", "qwen3") and not data.get("use_sliding_window")):
+        window = None
+    if window is None:
+        return ()
+    if kinds is not None:
+        unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+        if unknown or len(kinds) != layers:
+            what = (
+                f"names {', '.join(unknown)}" if unknown else f"has {len(kinds)} entries for {layers} layers"
+            )
+            raise InputError(
+                f"layer_types {what}, expected full_attention or sliding_attention for every layer"
+            )
+        slides = [kind == "sliding_attention" for kind in kinds]
+    elif family in ("qwen2", "qwen3"):
+        slides = [i >= data["max_window_layers"] for i in range(layers)]
+    elif family in ("gemma2", "gemma3_text"):
+        period = data.get("sliding_window_pattern", 2)
+        slides = [(i + 1) % period != 0 for i in range(layers)]
+    else:
+        slides = [True] * layers
+    return tuple(window if s else None for s in slides) if any(slides) else ()
+
+
+def _ropes(data: Json, head_dim: int) -> tuple[Rope, Rope | None]:
+    """(rotation, rotation of the windowed layers where it differs), from any of the spellings."""
+    scaling = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    full, local = scaling, {}
+    if set(scaling) <= {"full_attention", "sliding_attention"}:
+        full, local = scaling.get("full_attention") or {}, scaling.get("sliding_attention") or {}
+    rope = _rope(full, data, head_dim)
+    if "rope_local_base_freq" in data:
+        local = {"rope_theta": data["rope_local_base_freq"], **local}
+    elif not local:
+        return rope, None
+    other = _rope(local, data, head_dim)
+    return rope, None if other == rope else other
+
+
+def _rope(params: Json, data: Json, head_dim: int) -> Rope:
+    kind = params.get("rope_type", params.get("type", "default"))
+    if kind != "default" and kind not in _SCALED:
+        raise InputError(
+            f"rotary scaling {kind!r} is not supported, expected one of default, {', '.join(_SCALED)}"
+        )
+    missing = [name for name in _SCALED.get(kind, ()) if params.get(name) is None]
+    if missing:
+        raise InputError(f"rotary scaling {kind!r} in config.json lacks {', '.join(missing)}")
+    out: dict[str, Any] = {"theta": float(params.get("rope_theta") or data["rope_theta"]), "kind": kind}
+    share = params.get("partial_rotary_factor", data.get("partial_rotary_factor"))
+    if share is not None and int(head_dim * share) != head_dim:
+        out["rotary_dim"] = int(head_dim * share)
+    if kind == "default":
+        return Rope(**out)
+    if kind == "linear":
+        return Rope(**out, factor=float(params["factor"]))
+    longest = data["max_position_embeddings"]
+    original = data.get("original_max_position_embeddings", params.get("original_max_position_embeddings"))
+    # The dynamic kind grows from the model's own length, whatever else the file says.
+    out["original_max"] = int(longest if kind == "dynamic" or not original else original)
+    out["factor"] = float(params.get("factor") or longest / out["original_max"])
+    for name in _NUMBERS.get(kind, ()):
+        if params.get(name) is not None:
+            out[name] = float(params[name])
+    if kind != "yarn":
+        return Rope(**out)
+    return Rope(**out, truncate=bool(params.get("truncate", True)))
+
+
+def _reach(rope: Rope, positions: int) -> int:
+    """Longest prompt: the kinds that stretch the original length reach beyond what config.json may say."""
+    stretched = int(rope.factor * rope.original_max) if rope.kind in ("dynamic", "yarn") else 0
+    return max(positions, stretched)
+
+
+# --- to config.json ----------------------------------------------------------------------------------
+
+
+def config_to_hf(config: Config) -> dict[str, Any]:
+    """config.json of a model, in the spelling that transformers 4 and 5 both read.
+
+    Raises InputError where no class of transformers computes what `config` says.
+    """
+    if config.family not in FAMILIES:
+        raise InputError(f"family {config.family!r} is unknown, expected one of {', '.join(FAMILIES)}")
+    activation = "hidden_activation" if config.family.startswith("gemma") else "hidden_act"
+    data: dict[str, Any] = {
+        "architectures": [FAMILIES[config.family].architecture],
+        "model_type": config.family,
+        "vocab_size": config.vocab,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        activation: _HF_ACTIVATIONS[config.activation],
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        "attention_bias": config.o_bias,
+        "max_position_embeddings": _positions(config),
+        **_rope_fields(config),
+        **_window_fields(config),
+    }
+    if config.family == "llama":
+        data["mlp_bias"] = config.mlp_bias
+    if config.family.startswith("gemma"):
+        scalar = round(config.scale**-2, 6)
+        data["query_pre_attn_scalar"] = int(scalar) if scalar.is_integer() else scalar
+        data["attn_logit_softcapping"] = config.attention_softcap
+        data["final_logit_softcapping"] = config.logit_softcap
+    back = config_from_hf(data)
+    # A longer reach than the model asked for is no loss.
+    fields = [f.name for f in dataclasses.fields(Config) if f.name != "max_positions"]
+    lost = [f"{n} = {getattr(config, n)!r}" for n in fields if getattr(config, n) != getattr(back, n)]
+    if lost:
+        raise InputError(
+            f"family {config.family} of transformers has no {', '.join(lost)}: use save_checkpoint instead"
+        )
+    return data
+
+
+def _positions(config: Config) -> int:
+    return config.rope.original_max if config.rope.kind == "dynamic" else config.max_positions
+
+
+def _rope_fields(config: Config) -> dict[str, Any]:
+    rope, local = config.rope, config.rope_local
+    fields: dict[str, Any] = {"rope_theta": rope.theta}
+    if rope.rotary_dim is not None:
+        share = rope.rotary_dim / config.head_dim
+        # Readers round down, so a quotient that came out a hair too small would lose a channel.
+        exact = int(share * config.head_dim) == rope.rotary_dim
+        fields["partial_rotary_factor"] = share if exact else float(np.nextafter(share, 1))
+    if config.family != "gemma3_text":
+        return fields | ({} if rope.kind == "default" else {"rope_scaling": _scaling(rope)})
+    local = local or rope
+    if local.kind == "default":
+        scaling = {} if rope.kind == "default" else {"rope_scaling": _scaling(rope)}
+        return fields | {"rope_local_base_freq": local.theta} | scaling
+    both = {"full_attention": rope, "sliding_attention": local}
+    return {"rope_parameters": {k: {"rope_theta": r.theta, **_scaling(r)} for k, r in both.items()}}
+
+
+def _scaling(rope: Rope) -> dict[str, Any]:
+    out: dict[str, Any] = {"rope_type": rope.kind}
+    if rope.kind != "default":
+        out["factor"] = rope.factor
+    if rope.kind in ("llama3", "yarn"):
+        out["original_max_position_embeddings"] = rope.original_max
+    if rope.kind == "llama3":
+        out |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.kind == "yarn":
+        out |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        optional = {n: getattr(rope, n) for n in ("attention_factor", "mscale", "mscale_all_dim")}
+        out |= {n: v for n, v in optional.items() if v}
+    return out
+
+
+def _window_fields(config: Config) -> dict[str, Any]:
+    sizes = sorted({w for w in config.windows if w is not None})
+    if config.family in ("llama", "olmo2"):
+        return {}
+    fields: dict[str, Any] = {"sliding_window": sizes[0] if sizes else None}
+    if config.family in ("mistral", "phi3"):
+        return fields
+    kinds = [
+        "full_attention" if config.window(i) is None else "sliding_attention" for i in range(config.layers)
+    ]
+    fields["layer_types"] = kinds
+    if config.family in ("qwen2", "qwen3"):
+        fields["use_sliding_window"] = bool(sizes)
+    return fields

@@ -1,0 +1,153 @@
+"""Which tensor of a Hugging Face checkpoint holds which parameters: one table, read in both directions.
+
+A checkpoint's matrices multiply from the left, ours from the right, so a tensor is the transposes of one or
+more parameters stacked by rows (Phi-3 keeps q, k and v in one). Names are those inside the decoder, without
+the prefixes (`model.`, `language_model.`) that depend on the class which saved them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from kvjax.errors import InputError
+from kvjax.models.files import DTYPES, Stored
+from kvjax.models.transformer import Config, layer_shapes, shapes
+
+_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+_NO_PARAMETERS = ("rotary_emb.inv_freq", "self_attn.masked_bias")
+_OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")
+
+
+class Part(NamedTuple):
+    """A parameter inside a tensor: name of the leaf, its layer (None outside the layers), rows [start, stop)."""
+
+    leaf: str
+    layer: int | None
+    start: int
+    stop: int
+
+
+class Tensor(NamedTuple):
+    """A tensor that a checkpoint must hold: its shape there, and the parameters in it."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+def tensors(config: Config) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint of `config`, by its name without prefix.
+
+    >>> config = Config(vocab=32, d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=32, tied=True)
+    >>> tensors(config)["layers.0.self_attn.k_proj.weight"].shape
+    (8, 16)
+    """
+    top = shapes(config)
+    out = {
+        "embed_tokens.weight": Tensor(top["embed"], (Part("embed", None, 0, config.vocab),)),
+        "norm.weight": Tensor(top["norm"], (Part("norm", None, 0, config.d_model),)),
+    }
+    if not config.tied:
+        out["lm_head.weight"] = _stack(("unembed",), None, {"unembed": top["unembed"]})
+    sizes = layer_shapes(config)
+    table = _layer_table(config)
+    for i in range(config.layers):
+        out |= {f"layers.{i}.{name}": _stack(leaves, i, sizes) for name, leaves in table.items()}
+    return out
+
+
+def _layer_table(config: Config) -> dict[str, tuple[str, ...]]:
+    """Tensor of a layer -> the leaves stacked in it."""
+    fused = config.family == "phi3"
+    table: dict[str, tuple[str, ...]] = {}
+    if fused:
+        table |= {"self_attn.qkv_proj.weight": ("q", "k", "v"), "mlp.gate_up_proj.weight": ("gate", "up")}
+    for room, names in (("self_attn", ("q", "k", "v", "o")), ("mlp", ("gate", "up", "down"))):
+        for name in names:
+            if not fused or name in ("o", "down"):
+                table[f"{room}.{name}_proj.weight"] = (name,)
+            table[f"{room}.{name}_proj.bias"] = (f"{name}_bias",)
+    between = "post_attention_layernorm" if config.norms == "pre" else "pre_feedforward_layernorm"
+    table |= {
+        "self_attn.q_norm.weight": ("q_norm",),
+        "self_attn.k_norm.weight": ("k_norm",),
+        "input_layernorm.weight": ("attn_norm",),
+        f"{between}.weight": ("mlp_norm",),
+        "post_feedforward_layernorm.weight": ("mlp_post_norm",),
+    }
+    if config.norms != "pre":
+        table["post_attention_layernorm.weight"] = ("attn_post_norm",)
+    present = layer_shapes(config)
+    return {name: leaves for name, leaves in table.items() if leaves[0] in present}
+
+
+def _stack(leaves: tuple[str, ...], layer: int | None, sizes: Mapping[str, tuple[int, ...]]) -> Tensor:
+    parts, row = [], 0
+    for leaf in leaves:
+        rows = sizes[leaf][-1]
+        parts.append(Part(leaf, layer, row, row + rows))
+        row += rows
+    return Tensor((row, *sizes[leaves[0]][:-1]), tuple(parts))
+
+
+def hf_name(name: str) -> str:
+    """The full name that a causal language model of transformers gives a tensor."""
+    return name if name.startswith("lm_head") else f"model.{name}"
+
+
+def short_name(name: str) -> str:
+    """A tensor's name without the prefix of the class that saved it."""
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            return name[len(prefix) :]
+    return name
+
+
+def match(config: Config, found: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The stored tensor of every name in `tensors(config)`, where `found` holds them all and no others.
+
+    Raises InputError that lists what is missing, what is extra and what has another shape or an unknown
+    dtype. Buffers that are no parameters, and the vision half of Gemma 3, are passed over.
+    """
+    expected = tensors(config)
+    stored = {short_name(name): tensor for name, tensor in found.items() if not _passed_over(name, config)}
+    missing = [hf_name(n) for n in expected if n not in stored]
+    extra = [n for n in found if short_name(n) in stored and short_name(n) not in expected]
+    wrong = [
+        f"{hf_name(n)} (expected {list(t.shape)}, found {list(stored[n].shape)})"
+        for n, t in expected.items()
+        if n in stored and stored[n].shape != t.shape
+    ]
+    dtypes = [f"{hf_name(n)} ({stored[n].code})" for n in expected if n in stored and stored[n].code not in DTYPES]
+    complaints = [
+        f"{len(names)} {what}: {_some(names)}"
+        for what, names in (
+            ("missing", missing),
+            ("not expected", extra),
+            ("of another shape", wrong),
+            (f"of a dtype other than {', '.join(DTYPES)}", dtypes),
+        )
+        if names
+    ]
+    if complaints:
+        raise InputError(
+            f"the tensors do not fit the config.json beside them (model_type {config.family}); "
+            + "; ".join(complaints)
+            + ". Fetch the checkpoint again, or correct config.json."
+        )
+    return {name: stored[name] for name in expected}
+
+
+def _passed_over(name: str, config: Config) -> bool:
+    name = short_name(name)
+    return (
+        name.endswith(_NO_PARAMETERS)
+        or (config.tied and name == "lm_head.weight")
+        or (config.family == "gemma3_text" and name.startswith(_OTHER_MODALITIES))
+    )
+
+
+def _some(names: Iterable[str], most: int = 8) -> str:
+    names = list(names)
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

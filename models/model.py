@@ -1,0 +1,48 @@
+"""A model as the API hands it around: config, parameters, tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.models.transformer import Config, Params, forward
+
+_forward = jax.jit(forward, static_argnames="config")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A decoder with its weights. Calling it gives the logits [B, T, V] of every token, without a cache.
+
+    chat_template and stop_ids come from the checkpoint's files; tokenizer may be None.
+    """
+
+    config: Config
+    params: Params
+    tokenizer: Any = None
+    chat_template: str | None = None
+    stop_ids: tuple[int, ...] = ()
+    name: str = "model"
+    fingerprint: str = ""
+
+    def __post_init__(self):
+        if not self.fingerprint:
+            object.__setattr__(self, "fingerprint", fingerprint(self.config, self.params))
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        return _forward(self.params, jnp.asarray(tokens, jnp.int32), self.config)
+
+
+def fingerprint(config: Config, params: Params) -> str:
+    """A short name of what a cache belongs to: the config and the first numbers of every parameter."""
+    digest = hashlib.sha256(repr(config).encode())
+    for leaf in jax.tree.leaves(params):
+        head = np.asarray(jax.device_get(leaf[(0,) * (leaf.ndim - 1)][:16]), dtype=np.float32)
+        digest.update(head.tobytes())
+    return digest.hexdigest()[:16]

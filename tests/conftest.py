@@ -1,0 +1,24 @@
+"""What every test runs under: CPU with eight devices, no silent dtype or rank promotion, checked annotations.
+
+Warnings are errors by pyproject.toml. kvjax must not be imported here: the hook reaches later imports only.
+"""
+
+import os
+
+# Inherited by the commands that tests start. `JAX_PLATFORMS=tpu pytest -m tpu` runs on the hardware instead.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+import pytest
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+install_import_hook("kvjax", "tests.checked")
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
