@@ -8,20 +8,22 @@ nothing else about order. What is kept, how it is encoded and what is read is de
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.ops.attention import Keys
 
 
+@runtime_checkable
 class Codec(Protocol):
     """How rows of `granule` tokens become arrays and come back; static and hashable."""
 
-    granule: int
+    @property
+    def granule(self) -> int: ...
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         """Arrays of shape [*b, S / granule, ...]."""
@@ -185,8 +187,8 @@ def gather_pages(segment: Paged, pool: Pages) -> Keys:
 
 
 def write_rows(
-    x: Float[Array, "Lg B K S *r"], slot: Int[Array, "l B K C"], new: Array, layer: int | Array = 0
-) -> Float[Array, "Lg B K S *r"]:
+    x: Shaped[Array, "Lg B K S *r"], slot: Int[Array, "l B K C"], new: Array, layer: int | Array = 0
+) -> Shaped[Array, "Lg B K S *r"]:
     """x with x[layer + i, b, k, slot[i, b, k, c]] = new[i, b, k, c]; slots outside [0, S) write nothing.
 
     One flat row scatter: it stays in place inside a scan that carries x, where a multi-dimensional index
@@ -253,7 +255,7 @@ def pad_slots(slots: Slots, room: int) -> Slots:
     if room <= 0:
         return slots
 
-    def grow(x: Array, fill: float = 0) -> Array:
+    def grow(x: Array, fill: int = 0) -> Array:
         return jnp.pad(x, [(0, 0)] * 3 + [(0, room)] + [(0, 0)] * (x.ndim - 4), constant_values=fill)
 
     return dataclasses.replace(

@@ -89,7 +89,7 @@ class Fresh(NamedTuple):
 
     k: Float[Array, "Lg B K T H"]
     v: Float[Array, "Lg B K T V"]
-    observed: dict[Any, Any]
+    observed: dict[str, Any]
     masses: tuple[Float[Array, "Lg B K S"], ...]
 
 
@@ -97,30 +97,25 @@ class Fresh(NamedTuple):
 
 
 def union(
-    past: tuple[Segment, ...], pool: Pages | None, fresh: Fresh, pos: Int[Array, "B T"], stats: frozenset[str]
+    gm: GroupMethod, past: tuple[Segment, ...], pool: Pages | None, fresh: Fresh, pos: Int[Array, "B T"]
 ) -> View:
-    """All slots of a group, old and new, decoded and side by side on the slot axis: [Lg, B, K, S, ...]."""
+    """All slots of a group, old and new, decoded and side by side on the slot axis: [Lg, B, K, S, ...].
+
+    Statistics that the keep's score remembers start from, and grow by, the mass observed on each slot.
+    """
+    stats = gm.keep.score.stats if gm.keep is not None and gm.keep.score is not None else frozenset()
     layers, b, heads, t, _ = fresh.k.shape
-    views = [_decoded(s, pool, stats) for s in past]
     new_pos = jnp.broadcast_to(pos[None, :, None], (layers, b, heads, t))
     mass = fresh.masses[-1] if fresh.masses else jnp.zeros(new_pos.shape, jnp.float32)
-    biased = any(w.bias is not None for w in views)
-    zero = jnp.zeros(new_pos.shape, jnp.float32)
-    views.append(View(fresh.k, fresh.v, new_pos, zero if biased else None, {n: mass for n in stats}))
+    views = [_decoded(s, pool, stats) for s in past]
     for i, seen in enumerate(fresh.masses[:-1]):
         views[i] = views[i]._replace(stats={n: x + seen for n, x in views[i].stats.items()})
+    views.append(View(fresh.k, fresh.v, new_pos, None, {n: mass for n in stats}))
+    if any(w.bias is not None for w in views):
+        views = [w._replace(bias=jnp.zeros(w.pos.shape)) if w.bias is None else w for w in views]
     if len(views) == 1:
         return views[0]
-    views = [
-        w if not biased or w.bias is not None else w._replace(bias=jnp.zeros(w.pos.shape)) for w in views
-    ]
-    return View(
-        jnp.concatenate([w.k for w in views], 3),
-        jnp.concatenate([w.v for w in views], 3),
-        jnp.concatenate([w.pos for w in views], 3),
-        jnp.concatenate([w.bias for w in views], 3) if biased else None,
-        {n: jnp.concatenate([w.stats[n] for w in views], 3) for n in stats},
-    )
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=3), *views)
 
 
 def _decoded(segment: Segment, pool: Pages | None, stats: frozenset[str]) -> View:
@@ -133,14 +128,15 @@ def _decoded(segment: Segment, pool: Pages | None, stats: frozenset[str]) -> Vie
 
 
 def score_slots(
-    gm: GroupMethod, view: View, fresh: Fresh, length: Array, n: Array, attention: AttentionSpec
+    gm: GroupMethod, view: View, fresh: Fresh, length: Int[Array, "B"], attention: AttentionSpec
 ) -> Float[Array, "Lg B K S"]:
     """The keep's scores, +inf where a pattern protects and -inf where a slot is empty."""
     assert gm.keep is not None and gm.keep.score is not None
     keep, score = gm.keep, gm.keep.score
+    n = keep.budget.count(length)
     numbers = gm.first + jnp.arange(view.pos.shape[0], dtype=jnp.int32)
 
-    def one(layer: Array, view: View, observed: dict[Any, Any]) -> Float[Array, "B K S"]:
+    def one(layer: Array, view: View, observed: dict[str, Any]) -> Float[Array, "B K S"]:
         s = score(view, Seen(observed, None, length, n, layer, attention)).astype(jnp.float32)
         for pattern in keep.protect:
             s = jnp.where(pattern(view.pos, length, n), jnp.inf, s)
@@ -150,24 +146,21 @@ def score_slots(
 
 
 def choose(
-    gms: tuple[GroupMethod, ...], scores: tuple[Array | None, ...], length: Int[Array, "B"]
-) -> tuple[Bool[Array, "Lg B K S"] | None, ...]:
-    """Which slots stay, per group; None where a group keeps everything.
-
-    Counts are shared over all layers that follow the same keep, as its allocation says.
-    """
-    chosen: list[Array | None] = [None] * len(gms)
-    for keep in dict.fromkeys(g.keep for g in gms if g.keep is not None):
-        where = [i for i, g in enumerate(gms) if g.keep == keep]
-        n = keep.budget.count(length)
-        stacked = jnp.concatenate([scores[i] for i in where])  # type: ignore[misc]
-        counts = keep.allocate.counts(stacked, n)
+    keeps: dict[int, Keep | None], scores: dict[int, Float[Array, "Lg B K S"]], length: Int[Array, "B"]
+) -> dict[int, Bool[Array, "Lg B K S"]]:
+    """Which slots stay, per group; counts are shared over all layers that follow the same keep."""
+    chosen: dict[int, Array] = {}
+    for keep in dict.fromkeys(keeps.values()):
+        assert keep is not None
+        where = [i for i, k in keeps.items() if k == keep]
+        stacked = jnp.concatenate([scores[i] for i in where])
+        counts = keep.allocate.counts(stacked, keep.budget.count(length))
         at = 0
         for i in where:
-            size = scores[i].shape[0]  # type: ignore[union-attr]
-            chosen[i] = top(scores[i], counts[at : at + size])  # type: ignore[arg-type]
+            size = scores[i].shape[0]
+            chosen[i] = top(scores[i], counts[at : at + size])
             at += size
-    return tuple(chosen)
+    return chosen
 
 
 # --- building ------------------------------------------------------------------------------------------
@@ -209,7 +202,7 @@ def _take(view: View, kept: Bool[Array, "Lg B K S"], capacity: int) -> Slots:
     """The kept slots in slot order, `capacity` of them, empty ones behind."""
     index, used = slot_lists(kept, capacity)
 
-    def pick(x: Array, fill: float) -> Array:
+    def pick(x: Array, fill: int) -> Array:
         extra = x.ndim - index.ndim
         i, u = (y.reshape(*y.shape, *(1,) * extra) for y in (index, used))
         return jnp.where(u, jnp.take_along_axis(x, i, axis=3), jnp.asarray(fill, x.dtype))
@@ -249,7 +242,7 @@ def flush(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
     used = source < count[..., None]
     source = jnp.minimum(source, tail.capacity - 1)
 
-    def shift(x: Array, fill: float = 0) -> Array:
+    def shift(x: Array, fill: int = 0) -> Array:
         extra = (1,) * (x.ndim - source.ndim)
         picked = jnp.take_along_axis(x, source.reshape(*source.shape, *extra), axis=3)
         return jnp.where(used.reshape(*used.shape, *extra), picked, jnp.asarray(fill, x.dtype))
@@ -288,31 +281,29 @@ def _write_granules(gm: GroupMethod, body: Slots, row: Int[Array, "Lg B K F"], n
 
 
 def build_group_pages(
-    gms: tuple[GroupMethod, ...],
-    views: tuple[View, ...],
-    kept: tuple[Array, ...],
-    tokens: int,
-    room: int,
-    page: int,
-) -> tuple[tuple[tuple[Segment, ...], ...], Pages]:
+    chosen: list[tuple[GroupMethod, View, Bool[Array, "Lg B K S"]]], tokens: int, room: int
+) -> tuple[list[tuple[Segment, ...]], Pages]:
     """Paged bodies of several groups in one pool, each with a dense tail of `room` slots for new tokens."""
+    gms, views, kept = zip(*chosen, strict=True)
     keep = gms[0].keep
     assert keep is not None
     layers = sum(v.pos.shape[0] for v in views)
     _, b, heads, slots = views[0].pos.shape
+    lists = layers * b * heads
     per_head = min(keep.budget.capacity(tokens), slots)
-    pages = pool_pages(layers * b * heads * per_head, layers * b * heads, page)
     indices, pool = build_pages(
         kept,
-        tuple(v.k for v in views), tuple(v.v for v in views), tuple(v.pos for v in views),
-        tuple(v.bias for v in views), tuple(g.first for g in gms),
-        page=page, pages=pages, codecs=gms[0].codecs,
-    )  # fmt: skip
+        views,
+        tuple(gm.first for gm in gms),
+        page=keep.page,
+        pages=pool_pages(lists * per_head, lists, keep.page),
+        codecs=gms[0].codecs,
+    )
     groups = []
     for gm, view, index in zip(gms, views, indices, strict=True):
-        empty = jax.tree.map(lambda x: x[:, :, :, :0], Slots(*view[:4]))
+        empty = Slots(*jax.tree.map(lambda x: x[:, :, :, :0], view[:4]))
         groups.append((index, _encoded(pad_slots(empty, max(room, 1)), gm)))
-    return tuple(groups), pool
+    return groups, pool
 
 
 # --- extending -----------------------------------------------------------------------------------------
@@ -371,7 +362,7 @@ def reserve(gms: tuple[GroupMethod, ...], cache: Cache, room: int) -> Cache:
 
 
 def _pad_granules(body: Slots, granules: int, granule: int) -> Slots:
-    def grow(x: Array, fill: float = 0) -> Array:
+    def grow(x: Array, fill: int = 0) -> Array:
         more = x.shape[3] * granule // body.capacity * granules
         return jnp.pad(x, [(0, 0)] * 3 + [(0, more)] + [(0, 0)] * (x.ndim - 4), constant_values=fill)
 

@@ -211,7 +211,7 @@ def _with_room(run: Run, model: Model, cache: Cache, tokens: int) -> Cache:
 
 
 def step(
-    model: Model, cache: Cache, token: Int[Array, "B"], *, append: bool = True
+    model: Model, cache: Cache, token: Int[Array, "B"] | np.ndarray | Sequence[int], *, append: bool = True
 ) -> tuple[Float[Array, "B V"], Cache]:
     """One token per row: logits [B, V] and the cache that holds it. The given cache is consumed (donated).
 
@@ -233,9 +233,8 @@ def step(
                 "the cache is full: give prefill(..., room=) the number of tokens you will add, "
                 "or call prefill(model, tokens, cache=cache, room=...), which makes room"
             )
-    active = jnp.ones(token.shape, bool)
     call = steps.step if append else steps.step_keeping
-    logits, new = call(run, model.params, _bare(cache), token, active, append)
+    logits, new = call(run, model.params, _bare(cache), token, jnp.full(token.shape, append))
     return logits, _labelled(new, chosen, model)
 
 
@@ -342,7 +341,7 @@ def generate(
     for i in range(max_new_tokens):
         active = ~done
         token, shown, logprob, done = _sample(sampler, logits, keys, jnp.full((rows,), i), done, stops)
-        logits, state = steps.step(run, model.params, state, token, active, True)
+        logits, state = steps.step(run, model.params, state, token, active)
         written.append(shown)
         logprobs.append(logprob)
         if on_token is not None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Codec
+from kvjax.cache import Codec, Slots
+from kvjax.ops.attention import Keys
 
 
 class View(NamedTuple):
@@ -32,11 +33,12 @@ class View(NamedTuple):
 class Inputs(NamedTuple):
     """What a layer computed for its new tokens; observations are functions of it.
 
-    q is rotated, q_raw is not; pos is -1 on padding; length counts each row's tokens so far, these included.
+    q is rotated, q_raw and k_raw are not; pos is -1 on padding; length counts each row's tokens so far, these included.
     """
 
     q: Float[Array, "B N T H"]
     q_raw: Float[Array, "B N T H"]
+    k_raw: Float[Array, "B K T H"]
     hidden: Float[Array, "B T D"]
     pos: Int[Array, "B T"]
     length: Int[Array, "B"]
@@ -45,17 +47,21 @@ class Inputs(NamedTuple):
 class Seen(NamedTuple):
     """What a score may look at besides the slots.
 
-    observed: results of the observations it asked for. mass: in a decode step, the probability the current
+    observed: results of the observations it asked for, by their repr (see `of`). mass: in a decode step, the probability the current
     query gave each slot [B, K, S] (summed over a group's heads). length: tokens seen, n: slots to keep per
     head, both [B]. layer: index in the stack. rotate: (x, pos) -> x turned by the model's RoPE.
     """
 
-    observed: dict[Any, Any]
+    observed: dict[str, Any]
     mass: Float[Array, "B K S"] | None
     length: Int[Array, "B"]
     n: Int[Array, "B"]
     layer: int | Array
     attention: AttentionSpec
+
+    def of(self, observation: Observation) -> Any:
+        """What an observation recorded."""
+        return self.observed[repr(observation)]
 
 
 class AttentionSpec(NamedTuple):
@@ -66,12 +72,14 @@ class AttentionSpec(NamedTuple):
     rotate: Callable[[Array, Array], Array]
 
 
+@runtime_checkable
 class Observation(Protocol):
     """A static word naming what must be recorded while a layer attends: Inputs -> arrays."""
 
     def __call__(self, inputs: Inputs) -> Any: ...
 
 
+@runtime_checkable
 class Score(Protocol):
     """How much each slot matters; higher stays. `needs` is known before attention runs."""
 
@@ -84,6 +92,7 @@ class Score(Protocol):
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]: ...
 
 
+@runtime_checkable
 class Pattern(Protocol):
     """Slots that must stay whatever their score."""
 
@@ -92,6 +101,7 @@ class Pattern(Protocol):
     ) -> Bool[Array, "B K S"]: ...
 
 
+@runtime_checkable
 class Allocation(Protocol):
     """Turns a mean budget into one count per layer, row and head; uniform ones keep dense storage."""
 
@@ -179,15 +189,27 @@ class Store:
         return max((c.granule for c in (self.keys, self.values) if c is not None), default=1)
 
 
+@runtime_checkable
 class Read(Protocol):
-    """Which slots a query visits."""
+    """Which slots of an encoded body a query visits; the newest tokens, in the tail, are always read."""
 
-    granule: int
-    skip_layers: int
+    @property
+    def granule(self) -> int:
+        """Slots summarised together."""
+        ...
 
-    def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]: ...
+    @property
+    def skip_layers(self) -> int:
+        """The first layers read everything."""
+        ...
 
-    def select(self, q: Float[Array, "B N H"], summary: dict[str, Array], live: Array, n: Array) -> Array: ...
+    def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]:
+        """Per page of slots, what `visit` ranks pages by: arrays [*b, S / granule, ...]."""
+        ...
+
+    def visit(self, q: Float[Array, "B N T H"], body: Slots, length: Int[Array, "B"]) -> Keys:
+        """The slots that these queries attend to."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

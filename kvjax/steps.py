@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Cache, Paged, Segment, Slots, first_empty, gather_pages, write_slots
+from kvjax.cache import Cache, Paged, Pages, Segment, Slots, first_empty, gather_pages, write_slots
 from kvjax.compress import (
     Fresh,
     GroupMethod,
@@ -28,7 +28,7 @@ from kvjax.compress import (
     union,
 )
 from kvjax.grammar import AttentionSpec, Inputs, Method, Seen, View
-from kvjax.keep.observe import Mass, Queries
+from kvjax.keep.observe import Mass, Queries, RawKeys
 from kvjax.models.transformer import (
     Config,
     Context,
@@ -85,11 +85,11 @@ def _turn_keys(run: Run, layer: Layer, keys: Keys, length: Array) -> Keys:
     return keys._replace(k=rotary(layer, keys.k, _ranks_by_position(keys.pos), length))
 
 
-def _per_head(run: Run, layer_window: int | None, x: Array) -> Array:
+def _per_head(run: Run, window: int | None, x: Array, axis: int = 1) -> Array:
     """Keys or values repeated for every query head where the method selects per query head."""
-    if not run.per_query_head or layer_window is not None:
+    if not run.per_query_head or window is not None:
         return x
-    return jnp.repeat(x, run.config.heads // x.shape[1], axis=1)
+    return jnp.repeat(x, run.config.heads // x.shape[axis], axis=axis)
 
 
 # --- prefill -----------------------------------------------------------------------------------------
@@ -128,16 +128,15 @@ def observe(
         group = config.heads // config.kv_heads
         q = rotary(layer, x.q, jnp.repeat(phase, group, axis=1) if phase.ndim == 3 else phase, context.length)
         k = rotary(layer, x.k, phase, context.length)
-        new = Keys(_per_head(run, layer.window, k), _per_head(run, layer.window, x.v), context.pos[:, None])
+        new = Keys(k, x.v, context.pos[:, None])
         past = [_turn_keys(run, layer, keys, context.length) for keys in past]
         out, masses = causal_attention(
             q, new, past, context.pos,
             scale=config.scale, window=layer.window, softcap=config.attention_softcap, mass=reduce,
         )  # fmt: skip
-        inputs = Inputs(q, x.q, x.hidden, context.pos, context.length)
-        observed = {o: o(inputs) for o in needs if not isinstance(o, Mass)}
-        stored = _per_head(run, layer.window, x.k) if run.rank_phase else new.k
-        return out, state, Fresh(stored, new.v, observed, masses)
+        inputs = Inputs(q, x.q, x.k, x.hidden, context.pos, context.length)
+        observed = {repr(o): o(inputs) for o in needs if not isinstance(o, Mass)}
+        return out, state, Fresh(k, x.v, observed, masses)
 
     x, _, fresh = stack(params, tokens, config, attention, states)
     last = jnp.maximum(lengths - 1, 0)
@@ -150,13 +149,20 @@ def _keys(segment: Segment, index: int | Array, pool: Any) -> Keys:
     return gather_pages(one, pool) if isinstance(one, Paged) else one.keys()
 
 
-def needs_of(gms: tuple[GroupMethod, ...]) -> frozenset:
-    """All observations that the keeps of a model's groups ask for."""
-    out: frozenset = frozenset()
-    for gm in gms:
-        if gm.keep is not None and gm.keep.score is not None:
+def needs_of(run: Run, params: Params, compress: bool = True) -> frozenset:
+    """All observations that settling a prompt needs: what the keeps ask for, and unrotated keys for ranks."""
+    out = frozenset({RawKeys()}) if run.rank_phase else frozenset()
+    for gm in run.groups(params):
+        if gm.keep is not None and gm.keep.score is not None and (compress or gm.evicting):
             out |= gm.keep.score.needs
     return out
+
+
+def _as_stored(run: Run, gm: GroupMethod, fresh: Fresh) -> Fresh:
+    """Keys and values as the method stores them: unrotated for ranks, repeated for per-query-head lists."""
+    k = fresh.observed[repr(RawKeys())] if run.rank_phase else fresh.k
+    window = run.config.window(gm.first)
+    return fresh._replace(k=_per_head(run, window, k, 2), v=_per_head(run, window, fresh.v, 2))
 
 
 def settle(
@@ -168,53 +174,35 @@ def settle(
     everything, new tokens are added and nothing is evicted; windowed layers always keep their window.
     """
     gms = run.groups(params)
-    length = prompt.context.length
-    pos = prompt.context.pos
-    views: list[View | None] = []
-    scores: list[Array | None] = []
-    for i, gm in enumerate(gms):
-        past = () if cache is None else cache.groups[i]
-        windowed = run.config.window(gm.first) is not None
-        if past and not (gm.keep is not None and (compress or windowed)):
-            views.append(None)
-            scores.append(None)
-            continue
-        stats = gm.keep.score.stats if gm.keep is not None and gm.keep.score is not None else frozenset()
-        view = union(past, None if cache is None else cache.pool, prompt.fresh[i], pos, stats)
-        views.append(view)
-        use = gm.keep is not None and (compress or windowed)
-        scores.append(
-            score_slots(gm, view, prompt.fresh[i], length, gm.keep.budget.count(length), run.attention_spec())
-            if use and gm.keep is not None
-            else None
-        )
-    kept = choose(
-        tuple(g if s is not None else g._replace(keep=None) for g, s in zip(gms, scores, strict=True)),
-        tuple(scores),
-        length,
-    )
+    pos, length = prompt.context
+    old_pool = None if cache is None else cache.pool
+    pasts = ((),) * len(gms) if cache is None else cache.groups
+    acting = [gm.keep is not None and (compress or run.config.window(gm.first) is not None) for gm in gms]
+    fresh = [_as_stored(run, gm, f) for gm, f in zip(gms, prompt.fresh, strict=True)]
 
-    groups: list[tuple[Segment, ...] | None] = [None] * len(gms)
-    pool = None if cache is None else cache.pool
-    paged = [i for i, gm in enumerate(gms) if gm.paged and views[i] is not None and kept[i] is not None]
-    if paged:
-        some, pool = build_group_pages(
-            tuple(gms[i] for i in paged), tuple(views[i] for i in paged), tuple(kept[i] for i in paged),  # type: ignore[misc]
-            tokens, room, gms[paged[0]].keep.page,  # type: ignore[union-attr]
-        )  # fmt: skip
-        for i, group in zip(paged, some, strict=True):
-            groups[i] = group
+    groups: dict[int, tuple[Segment, ...]] = {}
+    views: dict[int, View] = {}
+    scores: dict[int, Array] = {}
     for i, gm in enumerate(gms):
-        view = views[i]
-        if groups[i] is not None:
+        if pasts[i] and not acting[i]:
+            groups[i] = extend(gm, pasts[i], fresh[i], pos)
             continue
-        if view is None:
-            groups[i] = extend(gm, cache.groups[i], prompt.fresh[i], pos)  # type: ignore[union-attr]
-        else:
-            # A keep that was not asked to act yet leaves everything, with its own room behind.
-            use = gm if scores[i] is not None else gm._replace(keep=None)
-            groups[i] = build(use, view, kept[i], tokens, room)
-    return Cache(tuple(groups), length, pool)  # type: ignore[arg-type]
+        views[i] = union(gm, pasts[i], old_pool, fresh[i], pos)
+        if acting[i]:
+            scores[i] = score_slots(gm, views[i], fresh[i], length, run.attention_spec())
+    kept = choose({i: gms[i].keep for i in scores}, scores, length)
+
+    pool = old_pool
+    paged = [i for i in scores if gms[i].paged]
+    if paged:
+        some, pool = build_group_pages([(gms[i], views[i], kept[i]) for i in paged], tokens, room)
+        groups |= dict(zip(paged, some, strict=True))
+    for i in views:
+        if i not in groups:
+            # A keep that was not asked to act yet leaves everything, with the room behind it.
+            gm = gms[i] if acting[i] else gms[i]._replace(keep=None)
+            groups[i] = build(gm, views[i], kept.get(i), tokens, room)
+    return Cache(tuple(groups[i] for i in range(len(gms))), length, pool)
 
 
 @partial(jax.jit, static_argnames=("run", "tokens_bound", "room", "compress"))
@@ -230,7 +218,7 @@ def prefill(
     compress: bool,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Logits at each row's last new token, and the cache after storing (and compressing) them."""
-    needs = needs_of(run.groups(params)) if compress else frozenset()
+    needs = needs_of(run, params, compress)
     prompt = observe(run, params, tokens, lengths, cache, needs)
     new = settle(run, params, prompt, cache, tokens=tokens_bound, room=room, compress=compress)
     return prompt.logits, new
@@ -240,16 +228,16 @@ def prefill(
 
 
 def step_fn(
-    run: Run, params: Params, cache: Cache, token: Int[Array, "B"], active: Bool[Array, "B"], append: bool
+    run: Run, params: Params, cache: Cache, token: Int[Array, "B"], append: Bool[Array, "B"]
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """One token per row: append it, attend, evict. Inactive rows change nothing and their logits are void.
+    """One token per row: append it, attend, evict.
 
-    append=False asks `token` again at the position of the last token, over the cache as it is.
+    Rows with append=False store nothing: they ask `token` again at the position of their last token, over
+    the cache as it is.
     """
     config = run.config
     gms = run.groups(params)
-    at = cache.next if append else cache.next - 1
-    write_pos = jnp.where(active, at, -1)
+    at = jnp.where(append, cache.next, cache.next - 1)
     length = at + 1
 
     def attention(layer: Layer, x: Projected, state: tuple[Segment, ...]):
@@ -257,48 +245,60 @@ def step_fn(
         tail = state[-1]
         assert isinstance(tail, Slots)
         k = x.k if run.rank_phase else rotary(layer, x.k, at[:, None], length)
-        if append:
-            tail = _append(run, layer, tail, k, x.v, write_pos)
-        live = (tail.pos[layer.index] >= 0).sum(-1, dtype=jnp.int32)
-        group = config.heads // live.shape[1]
-        phase = jnp.repeat(live - 1, group, axis=1)[..., None] if run.rank_phase else at[:, None]
-        q = rotary(layer, x.q, phase, length)
-        sets, parts = [], []
-        for segment in (*state[:-1], tail):
-            if isinstance(segment, Paged):
-                parts.append(
-                    attend_pages(
-                        q,
-                        segment.layer(layer.index),
-                        layer.index,
-                        cache.pool,
-                        at[:, None],  # type: ignore[arg-type]
-                        scale=config.scale,
-                        softcap=config.attention_softcap,
-                    )  # fmt: skip
-                )
-            elif gm.read is not None and segment is not tail:
-                sets.append(gm.read.visit(q, segment.layer(layer.index), length))
-            else:
-                sets.append(_turn_keys(run, layer, segment.layer(layer.index).keys(), length))
-        wants = gm.evicting and wants_mass(gm)
-        out, lse, masses = attend(
-            q, sets, at[:, None],
-            scale=config.scale, window=layer.window, softcap=config.attention_softcap, mass="sum" if wants else None,
-        )  # fmt: skip
-        if parts:
-            out, _ = merge([(out, lse), *parts])
-        if gm.evicting and append:
-            tail = _evict(run, gm, layer, tail, masses[-1] if wants else None, length, active)
-        return out, (*state[:-1], tail), None
+        tail = _append(run, layer, tail, k, x.v, jnp.where(append, at, -1))
+        state = (*state[:-1], tail)
+        q = rotary(layer, x.q, _query_phase(run, tail.pos[layer.index], at), length)
+        out, mass = _attend_segments(run, gm, layer, q, state, cache.pool, at)
+        if gm.evicting:
+            state = (*state[:-1], _evict(run, gm, layer, tail, mass, length, append))
+        return out, state, None
 
     x, groups, _ = stack(params, token[:, None], config, attention, cache.groups)
-    logits = unembed(params, x[:, 0], config)
-    if append:
-        groups = tuple(_flush_if_full(gm, g) for gm, g in zip(gms, groups, strict=True))
-    return logits, dataclasses.replace(
-        cache, groups=groups, next=jnp.where(active, length, cache.next) if append else cache.next
-    )
+    groups = tuple(_flush_if_full(gm, g) for gm, g in zip(gms, groups, strict=True))
+    new = dataclasses.replace(cache, groups=groups, next=jnp.where(append, length, cache.next))
+    return unembed(params, x[:, 0], config), new
+
+
+def _query_phase(run: Run, pos: Int[Array, "B K S"], at: Int[Array, "B"]) -> Array:
+    """What the query is rotated by: its position, or its rank among the live slots, per query head."""
+    if not run.rank_phase:
+        return at[:, None]
+    live = (pos >= 0).sum(-1, dtype=jnp.int32)
+    return jnp.repeat(live - 1, run.config.heads // live.shape[1], axis=1)[..., None]
+
+
+def _attend_segments(
+    run: Run,
+    gm: GroupMethod,
+    layer: Layer,
+    q: Float[Array, "B N 1 H"],
+    state: tuple[Segment, ...],
+    pool: Pages | None,
+    at: Int[Array, "B"],
+) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B K S"] | None]:
+    """One query over the union of a layer's segments; with the mass on the last one where evicting needs it."""
+    config, pos = run.config, at[:, None]
+    sets, parts = [], []
+    for i, segment in enumerate(state):
+        one = segment.layer(layer.index)
+        if isinstance(one, Paged):
+            assert pool is not None
+            part = attend_pages(
+                q, one, layer.index, pool, pos, scale=config.scale, softcap=config.attention_softcap
+            )
+            parts.append(part)
+        elif gm.read is not None and i == 0:
+            sets.append(gm.read.visit(q, one, at + 1))
+        else:
+            sets.append(_turn_keys(run, layer, one.keys(), at + 1))
+    wants = gm.evicting and wants_mass(gm)
+    out, lse, masses = attend(
+        q, sets, pos,
+        scale=config.scale, window=layer.window, softcap=config.attention_softcap, mass="sum" if wants else None,
+    )  # fmt: skip
+    if parts:
+        out, _ = merge([(out, lse), *parts])
+    return out, masses[-1] if wants else None
 
 
 def _append(run: Run, layer: Layer, tail: Slots, k: Array, v: Array, pos: Int[Array, "B"]) -> Slots:
@@ -355,5 +355,5 @@ def _flush_if_full(gm: GroupMethod, group: tuple[Segment, ...]) -> tuple[Segment
     return jax.lax.cond(full, lambda b, t: flush(gm, b, t), lambda b, t: (b, t), body, tail)
 
 
-step = jax.jit(step_fn, static_argnames=("run", "append"), donate_argnames=("cache",))
-step_keeping = jax.jit(step_fn, static_argnames=("run", "append"))
+step = jax.jit(step_fn, static_argnames=("run",), donate_argnames=("cache",))
+step_keeping = jax.jit(step_fn, static_argnames=("run",))

@@ -38,6 +38,14 @@ class Mass:
 
 
 @dataclasses.dataclass(frozen=True)
+class RawKeys:
+    """The keys before rotation, for methods that rotate by rank."""
+
+    def __call__(self, inputs: Inputs) -> Float[Array, "B K T H"]:
+        return inputs.k_raw
+
+
+@dataclasses.dataclass(frozen=True)
 class QueryMoments:
     """Mean [B, N, H] and covariance [B, N, H, H] of the unrotated queries behind the first `skip`."""
 

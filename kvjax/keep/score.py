@@ -96,7 +96,7 @@ class WindowAttention(Word):
         return score
 
     def window_mass(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        q, q_pos = seen.observed[Queries(self.last)]
+        q, q_pos = seen.of(Queries(self.last))
         keys = Keys(view.k, view.v, view.pos, view.bias)
         s = logits(q, keys, q_pos, scale=seen.attention.scale, softcap=seen.attention.softcap)
         top = s.max(-1, keepdims=True)

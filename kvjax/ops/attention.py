@@ -87,7 +87,7 @@ def attend(
     weights = [jnp.exp(s - _grouped(top, s)) for s in scores]
     total = sum(w.sum(-1).reshape(b, n, t) for w in weights)
     safe = jnp.where(total == 0.0, 1.0, total)
-    out = sum(_weighted_values(w, s.v, (b, n, t)) for w, s in zip(weights, sets, strict=True))
+    out = sum(_weighted_values(w, s, (b, n, t)) for w, s in zip(weights, sets, strict=True))
     out = (out / safe[..., None]).astype(q.dtype)
     masses = ()
     if mass is not None:
@@ -106,12 +106,24 @@ def _log_total(top: Array, total: Array, safe: Array) -> Array:
     return jnp.where(total == 0.0, NEG_INF, top + jnp.log(safe))
 
 
-def _weighted_values(p: Array, v: Array, bnt: tuple[int, int, int]) -> Array:
+def _weighted_values(p: Float[Array, "B K G T S"], keys: Keys, bnt: tuple[int, int, int]) -> Array:
+    """sum_j p_j v_j as [B, N, T, V]; whatever lies in an empty slot, NaN included, adds nothing."""
     b, k, g, t, s = p.shape
-    out = jnp.einsum(
-        "bkts,bksv->bktv", p.reshape(b, k, g * t, s).astype(v.dtype), v, preferred_element_type=jnp.float32
-    )
-    return out.reshape(*bnt, -1)
+    weights = p.reshape(b, k, g * t, s).astype(keys.v.dtype)
+
+    def total(v: Array) -> Array:
+        return jnp.einsum("bkts,bksv->bktv", weights, v, preferred_element_type=jnp.float32)
+
+    def cleaned() -> Array:
+        return total(jnp.where((keys.pos >= 0)[..., None], keys.v, jnp.zeros((), keys.v.dtype)))
+
+    def repaired() -> Array:
+        # 0 * NaN is NaN. XLA on CPU would write a masked copy of v at every call (2.5x the time of a
+        # decode step), so there the copy is made only where a NaN shows.
+        out = total(keys.v)
+        return jax.lax.cond(jnp.isnan(out).any(), cleaned, lambda: out)
+
+    return jax.lax.platform_dependent(cpu=repaired, default=cleaned).reshape(*bnt, -1)
 
 
 def merge(

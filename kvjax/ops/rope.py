@@ -19,8 +19,12 @@ class Rope:
     """Frequencies of one rotary embedding; `kind` is Hugging Face's `rope_type`.
 
     default: f_i = theta^(-2i/H). linear: f / factor. llama3, yarn: blends of f and f / factor by
-    wavelength (Llama 3.1; YaRN, arXiv:2309.00071, eq. 17-22). dynamic: theta grows with the row's length
-    beyond `original_max` (NTK-aware scaling), so it is the one kind whose frequencies depend on data.
+    wavelength (Llama 3.1; YaRN, arXiv:2309.00071, section 3.2 and eq. 22). dynamic: theta grows with the
+    row's length beyond `original_max` (NTK-aware scaling), so it is the one kind whose frequencies depend on
+    data. rotary_dim: channels that turn, all unless given.
+
+    Difference from the YaRN paper, as in its authors' code and every library: between the frequencies that
+    are kept and those that are divided, the blend is linear in the index i, not in the number of turns.
     """
 
     theta: float = 10000.0
@@ -41,6 +45,8 @@ class Rope:
         kinds = ("default", "linear", "dynamic", "llama3", "yarn")
         if self.kind not in kinds:
             raise ValueError(f"rope kind must be one of {', '.join(kinds)}, got {self.kind!r}")
+        if self.rotary_dim is not None and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            raise ValueError(f"rotary_dim must be even and >= 2: channels turn in pairs; got {self.rotary_dim}")
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Static angular frequencies [H/2] in float64 (for "dynamic": those of a short row)."""

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Paged, Pages, dense, encode
+from kvjax.cache import Codec, Paged, Pages, dense, encode
+from kvjax.grammar import View
 from kvjax.ops.attention import NEG_INF
 
 FREE = np.iinfo(np.int32).max
@@ -28,39 +29,37 @@ def pool_pages(slots: int, heads: int, page: int) -> int:
 
 def build_pages(
     kept: tuple[Bool[Array, "Lg B K S"], ...],
-    k: tuple[Float[Array, "Lg B K S H"], ...],
-    v: tuple[Float[Array, "Lg B K S V"], ...],
-    pos: tuple[Int[Array, "Lg B K S"], ...],
-    bias: tuple[Float[Array, "Lg B K S"] | None, ...],
+    views: tuple[View, ...],
     first_layers: tuple[int, ...],
     *,
     page: int,
     pages: int,
-    codecs: tuple,
+    codecs: tuple[Codec | None, Codec | None],
 ) -> tuple[tuple[Paged, ...], Pages]:
     """Moves the kept slots of every group into one pool, in slot order; one Paged index per group."""
     counts = jnp.concatenate([m.sum(-1, dtype=jnp.int32) for m in kept])
-    layers, b, heads = counts.shape
     need = -(-counts.reshape(-1) // page)
-    start = jnp.cumsum(need) - need
-    owner = jnp.searchsorted(jnp.cumsum(need), jnp.arange(pages), side="right").astype(jnp.int32)
+    ends = jnp.cumsum(need, dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, jnp.arange(pages, dtype=jnp.int32), side="right").astype(jnp.int32)
     owner = jnp.where(owner < counts.size, owner, -1)
-    start = start.reshape(counts.shape).astype(jnp.int32)
+    start = (ends - need).reshape(counts.shape)
 
-    leaves = {"k": (k, 0.0), "v": (v, 0.0), "pos": (pos, -1)}
-    if bias[0] is not None:
-        leaves["bias"] = (bias, 0.0)
-    moved = {n: _scatter(xs, kept, start, page, pages, fill) for n, (xs, fill) in leaves.items()}
+    def move(xs: tuple[Array, ...], fill: int) -> Array:
+        return _scatter(xs, kept, start, page, pages, fill)
+
+    pool = Pages(
+        encode(move(tuple(v.k for v in views), 0), codecs[0]),
+        encode(move(tuple(v.v for v in views), 0), codecs[1]),
+        move(tuple(v.pos for v in views), -1),
+        owner,
+        None if views[0].bias is None else move(tuple(v.bias for v in views), 0),  # type: ignore[arg-type]
+    )
     most = -(-min(max(m.shape[-1] for m in kept), pages * page) // page)
     table = jnp.minimum(start[..., None] + jnp.arange(most, dtype=jnp.int32)[None, None, None], pages - 1)
     indices, at = [], 0
     for m, first in zip(kept, first_layers, strict=True):
-        size = m.shape[0]
-        indices.append(Paged(table[at : at + size], counts[at : at + size], first))
-        at += size
-    pool = Pages(
-        encode(moved["k"], codecs[0]), encode(moved["v"], codecs[1]), moved["pos"], owner, moved.get("bias")
-    )
+        indices.append(Paged(table[at : at + m.shape[0]], counts[at : at + m.shape[0]], first))
+        at += m.shape[0]
     return tuple(indices), pool
 
 
@@ -70,7 +69,7 @@ def _scatter(
     start: Int[Array, "L B K"],
     page: int,
     pages: int,
-    fill: float,
+    fill: int,
 ) -> Array:
     """Every kept slot of every group at its row of the pool [P, page, ...]."""
     out = jnp.full((pages * page, *xs[0].shape[4:]), fill, xs[0].dtype)
@@ -111,7 +110,7 @@ def attend_pages(
     block = min(total, max(1, WALK_TOKENS // pool.page_tokens))
     width = dense(jax.tree.map(lambda x: x[:1], pool.v)).shape[-1]
 
-    def visit(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def visit(i: int | Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         # The last block is shifted back to stay inside the pool; pages seen before are masked out.
         first = ends[0] + i * block
         at = jnp.minimum(first, total - block)
@@ -137,6 +136,8 @@ def _visit_block(carry, pages: Pages, who, fresh, queries, q_pos, scale, softcap
     lists = queries.shape[0]
     mine = jnp.minimum(who, lists - 1)
     k, v = dense(pages.k), dense(pages.v)
+    # 0 * NaN is NaN: what lies in an empty slot must not reach the sum.
+    v = jnp.where((pages.pos >= 0)[..., None], v, jnp.zeros((), v.dtype))
     s = jnp.einsum("prh,pjh->prj", queries[mine], k, preferred_element_type=jnp.float32) * scale
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)

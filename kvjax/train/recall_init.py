@@ -1,8 +1,8 @@
 """Where training of `recall-tiny` starts: random weights with an induction circuit in the first two layers.
 
 From a plain random start a small model sits for millions of tokens before it discovers how to look up "what
-came after this word before?" (the induction plateau: Olsson et al., 2022, arXiv:2209.11895). Here the heads of
-that circuit are present from the beginning, so minutes on a CPU are enough. Nothing is frozen and the
+came after this word before?" (the induction plateau: Olsson et al., 2022, arXiv:2209.11895). Here the heads
+of that circuit are present from the beginning, so minutes on a CPU are enough. Nothing is frozen and the
 architecture is a plain decoder: training may keep, bend or drop what it finds. It is `kvjax.train.recall`.
 
 The residual stream is divided by a random rotation into directions that do not disturb each other:
@@ -193,8 +193,8 @@ def circuit_init(
     match: attention logit of a full match in layer 1, in nats.
 
     Returns `{"embed" [V, D], "norm" [D], "layers": [{"attn_norm" [D], "q" [D, N*H], "k" [D, K*H],
-    "v" [D, K*H], "o" [N*H, D], "mlp_norm" [D], "gate" [D, F], "up" [D, F], "down" [F, D]}]}` in float32, used as
-    activations @ weight. Raises ValueError where the size has no room for the circuit.
+    "v" [D, K*H], "o" [N*H, D], "mlp_norm" [D], "gate" [D, F], "up" [D, F], "down" [F, D]}]}` in float32, used
+    as activations @ weight. Raises ValueError where the size has no room for the circuit.
 
     >>> params = circuit_init(jax.random.key(0))
     >>> params["embed"].shape, len(params["layers"])

@@ -1,0 +1,1 @@
+"""Presets as gin files, for evaluation, training and benchmarks; data only, bound by `kvjax.gin_bindings`."""

@@ -1,0 +1,143 @@
+"""Checkpoints of models that are trained here: weights by Orbax, config as JSON beside them.
+
+A checkpoint holds any `Config`, also one that no class of transformers computes; for an exchange with other
+libraries use `kvjax.models.hf.save_hf`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from kvjax.errors import InputError
+from kvjax.models.files import atomic_folder, check_folder, read_json
+from kvjax.models.hf import check_dtype
+from kvjax.models.model import Model
+from kvjax.models.placement import leaves, map_leaves, placement
+from kvjax.models.tokenizer import read_text, write_text
+from kvjax.models.transformer import Config, Group, Params, plan, shapes
+from kvjax.ops.rope import Rope
+
+MARKER = "kvjax.json"
+FORMAT = 1
+_WEIGHTS = "params"
+
+
+def save_checkpoint(model: Model, path: str | os.PathLike[str]) -> None:
+    """Writes config, weights and tokenizer of a model to a directory that appears whole or not at all.
+
+    An older checkpoint at `path` is replaced. Raises InputError where `path` holds something else or cannot
+    be written.
+
+    >>> import tempfile
+    >>> from kvjax.models.load import load
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_checkpoint(load("recall-tiny"), f"{folder}/mine")
+    ...     load(f"{folder}/mine").config.layers
+    4
+    """
+    sizes = [next(iter(group.values())).shape[0] for group in model.params["layers"]]
+    dtype = model.params["embed"].dtype.name
+    head = {"format": FORMAT, "config": dataclasses.asdict(model.config), "groups": sizes, "dtype": dtype}
+    with atomic_folder(path, MARKER) as folder:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / _WEIGHTS, model.params)
+        write_text(model, folder)
+        (folder / MARKER).write_text(json.dumps(head, indent=2) + "\n")
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    sharding: Any = None,
+    groups: tuple[Group, ...] | None = None,
+) -> Model:
+    """Reads a directory that `save_checkpoint` wrote, in the dtype it was saved in unless another is given.
+
+    sharding and groups are those of `kvjax.models.hf.load_hf`; the stacking may differ from the saved one.
+    Raises InputError where the directory is no checkpoint, or a broken or newer one.
+    """
+    folder = check_folder(path)
+    if not (folder / MARKER).is_file():
+        raise InputError(f"{folder} is not a kvjax checkpoint: it has no {MARKER}")
+    config, saved, stored = _read_head(folder)
+    dtype = check_dtype(stored if dtype is None else dtype)
+    groups = groups or plan(config)
+    tree = shapes(config, groups)
+    place = placement(tree, sharding)
+    if groups == saved:
+        params = _restore(folder, tree, dtype, place)
+    else:
+        params = _regroup(_restore(folder, shapes(config, saved), dtype, lambda *_: None), groups)
+        params = map_leaves(lambda path, x: jax.device_put(x, place(path, x.shape)), params)
+    return Model(config, params, **read_text(folder)._asdict(), name=folder.resolve().name)
+
+
+def _read_head(folder: Path) -> tuple[Config, tuple[Group, ...], str]:
+    head = read_json(folder / MARKER)
+    if head.get("format") != FORMAT:
+        raise InputError(
+            f"{folder} is a checkpoint of format {head.get('format')!r}, this kvjax reads {FORMAT}: update kvjax"
+        )
+    try:
+        fields = dict(head["config"])
+        fields["windows"] = tuple(fields["windows"])
+        for name in ("rope", "rope_local"):
+            fields[name] = fields[name] and Rope(**fields[name])
+        sizes = head["groups"]
+        groups = tuple(Group(sum(sizes[:i]), size) for i, size in enumerate(sizes))
+        return Config(**fields), groups, head["dtype"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{folder / MARKER} does not describe a model ({error}): save it again") from error
+
+
+def _restore(folder: Path, tree: Params, dtype: Any, place: Any) -> Params:
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def target(path: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place(path, shape) or here)
+
+    weights = folder.absolute() / _WEIGHTS
+    if not weights.is_dir():
+        raise InputError(f"{folder} has no weights ({_WEIGHTS}/ is missing): save the model again")
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            found = checkpointer.metadata(weights).item_metadata
+            _check_shapes(folder, tree, found)
+            return checkpointer.restore(weights, map_leaves(target, tree))
+    except InputError:
+        raise
+    except (ValueError, OSError, KeyError) as error:
+        raise InputError(f"the weights in {folder} cannot be read ({error}): save the model again") from error
+
+
+def _check_shapes(folder: Path, tree: Params, found: Any) -> None:
+    # Orbax notices too, but only once it is reading, and not by name.
+    expected = dict(leaves(tree))
+    stored = {path: tuple(leaf.shape) for path, leaf in leaves({"layers": (), **(found or {})})}
+    names = sorted(expected.keys() | stored.keys())
+    wrong = [f"{n} (expected {expected.get(n)}, found {stored.get(n)})" for n in names if expected.get(n) != stored.get(n)]
+    if wrong:
+        raise InputError(f"the weights in {folder} do not fit its {MARKER}: {', '.join(wrong[:8])}: save it again")
+
+
+def _regroup(params: Params, groups: tuple[Group, ...]) -> Params:
+    """The same layers stacked as `groups` says."""
+    layers = [
+        {name: leaf[i] for name, leaf in group.items()}
+        for group in params["layers"]
+        for i in range(next(iter(group.values())).shape[0])
+    ]
+    stacked = tuple(
+        {name: jnp.stack([layer[name] for layer in layers[g.first : g.first + g.size]]) for name in layers[0]}
+        for g in groups
+    )
+    return {**params, "layers": stacked}

@@ -1,0 +1,1 @@
+"""Tasks, the comparison runner and its reports."""

@@ -1,0 +1,287 @@
+"""`kvjax compare`: every method on the same model, tokens and bytes, in one table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.eval.cellplan import Custom, Entry, plan_cells
+from kvjax.eval.cells import Cell, summarise
+from kvjax.eval.files import write_atomic
+from kvjax.eval.log import UnitLog
+from kvjax.eval.memory import fitting_rows, peak_bytes
+from kvjax.eval.report import print_table, write_frontier, write_report
+from kvjax.eval.rows import PROTOCOLS, Rows, forced_length, make_rows
+from kvjax.eval.runner import Runner, programs
+from kvjax.eval.suite import Recall, Suite
+from kvjax.generation import bucket
+from kvjax.gin_bindings import load_preset
+from kvjax.models.load import load
+from kvjax.models.model import Model
+
+SCHEMA = 1
+TASKS = ("get", "chase", "all", "copy", "multikey")
+# Rows per batch: enough to fill the matrix units, few enough to stay in a CPU's cache.
+BATCH_ROWS = 40
+
+
+class Comparison(NamedTuple):
+    """What `compare` found: cells as in the table, rows as in results.jsonl, and where the files are."""
+
+    cells: list[Cell]
+    rows: list[dict[str, Any]]
+    timings: dict[tuple[str, Any], dict[str, float]]
+    metrics: dict[str, Any]
+    out: Path
+
+
+def compare(
+    *,
+    model: str | Model = "recall-tiny",
+    methods: Sequence[str | Custom] | None = None,
+    budgets: Sequence[float | int] | None = None,
+    tasks: Sequence[str] | None = None,
+    protocols: Sequence[str] = ("agnostic", "aware"),
+    samples: int | None = None,
+    length: int | None = None,
+    text: str | Path | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    seed: int = 0,
+    preset: str | None = None,
+    console: Console | None = None,
+) -> Comparison:
+    """Runs every method on the same questions and prints quality against measured bytes.
+
+    Answers are asked from the compressed cache; full cache, random and sink+recent are always there.
+    Writes results.jsonl, metrics.json, frontier.png and report.html under `out`; with resume=True a killed
+    run goes on. InputError, before any long work, for anything that cannot run.
+
+    >>> found = compare(methods=["snapkv"], budgets=[0.25], samples=2, tasks=["get"])  # doctest: +SKIP
+    """
+    started = time.time()
+    console = console or Console()
+    length = length or 512
+    preset = preset or ("short" if length <= 1024 else "long")
+    entries = plan_cells(methods, budgets, preset)
+    for p in protocols:
+        if p not in PROTOCOLS:
+            raise InputError(f"unknown protocol {p!r}: choose from {', '.join(PROTOCOLS)}")
+    loaded = load(model) if isinstance(model, str) else model
+    suite = _suite(loaded, tuple(tasks or TASKS), length, seed)
+    samples = 48 if samples is None else samples
+    if samples < 1:
+        raise InputError(f"samples must be >= 1 contexts, got {samples}")
+    plan = _Plan(loaded, suite, entries, tuple(protocols), samples, bucket(length))
+    folder = Path(out) if out is not None else Path("kvjax-results") / time.strftime("%Y%m%d-%H%M%S")
+    settings = _settings(plan, seed, preset)
+    log = UnitLog(folder, settings, resume)
+    try:
+        runner = _run(plan, log, console)
+        examples = _examples(plan, runner, log)
+    finally:
+        log.close()
+    return _report(plan, log, settings, examples, folder, started, console)
+
+
+class _Plan(NamedTuple):
+    model: Model
+    suite: Suite
+    entries: list[Entry]
+    protocols: tuple[str, ...]
+    contexts: int
+    tokens: int
+
+
+def _suite(model: Model, tasks: tuple[str, ...], length: int, seed: int) -> Suite:
+    if model.config.vocab != 220:
+        raise InputError("compare on other models than recall-tiny")
+    if length > model.config.max_positions:
+        raise InputError(
+            f"--length {length} reaches beyond the model's {model.config.max_positions} positions: shorten it"
+        )
+    suite = Recall(tasks, length, seed)
+    suite.rows(0, "aware")  # raises for unknown tasks and lengths too short for them
+    return suite
+
+
+def _settings(plan: _Plan, seed: int, preset: str) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "model": plan.model.name,
+        "fingerprint": plan.model.fingerprint,
+        "cells": [[e.label, e.budget, repr(e.method)] for e in plan.entries],
+        "tasks": list(plan.suite.tasks),
+        "protocols": list(plan.protocols),
+        "samples": plan.contexts,
+        "length": plan.suite.length,
+        "seed": seed,
+        "preset": {"name": preset, **load_preset(preset)},
+    }
+
+
+def _batches(plan: _Plan) -> list[tuple[str, int, list[list[Any]]]]:
+    """(protocol, number, rows) of every batch; a batch holds whole contexts."""
+    itemsize = jax.tree.leaves(plan.model.params)[0].dtype.itemsize
+    out = []
+    for protocol in plan.protocols:
+        rows = [plan.suite.rows(i, protocol) for i in range(plan.contexts)]
+        size = fitting_rows(plan.model.config, plan.tokens, itemsize, BATCH_ROWS)
+        per = max(1, size // max(len(r) for r in rows))
+        for number, start in enumerate(range(0, plan.contexts, per)):
+            out.append((protocol, number, [r for context in rows[start : start + per] for r in context]))
+    # Protocols in turn, so that a look at a half-finished run shows all of them.
+    return sorted(out, key=lambda b: b[1])
+
+
+def _arrays(plan: _Plan, batches: list[tuple[str, int, list[list[Any]]]]) -> list[Rows]:
+    forced = bucket(max(forced_length(rows) for _, _, rows in batches))
+    size: dict[str, int] = {}
+    for protocol, _, rows in batches:
+        size[protocol] = max(size.get(protocol, 0), len(rows))
+    return [make_rows(rows, protocol, plan.tokens, forced, size[protocol]) for protocol, _, rows in batches]
+
+
+def _key(protocol: str, number: int, entry: Entry) -> str:
+    return f"{protocol}/{number}/{entry.label}/{entry.budget!r}"
+
+
+def _run(plan: _Plan, log: UnitLog, console: Console) -> Runner:
+    batches = _batches(plan)
+    arrays = _arrays(plan, batches)
+    runner = Runner(plan.model, plan.suite, plan.entries, plan.tokens, arrays[0].forced.shape[1])
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("reading", total=len(batches) * len(plan.entries))
+        for (protocol, number, _), rows in zip(batches, arrays, strict=True):
+            todo = [e for e in plan.entries if _key(protocol, number, e) not in log.done]
+            progress.advance(bar, len(plan.entries) - len(todo))
+            if not todo:
+                continue
+            prompt, observe_s = runner.prompt(rows)
+            full_bytes = runner.bytes_of(plan.entries[0], prompt)
+            for entry in todo:
+                budget = "" if entry.budget is None else f" {entry.budget}"
+                progress.update(bar, description=f"{entry.label}{budget}, {protocol}")
+                unit = runner.unit(entry, prompt, rows, protocol, full_bytes)
+                log.add(
+                    _key(protocol, number, entry),
+                    {**unit._asdict(), "observe_s": observe_s, "batch": rows.prompt.shape[0]},
+                )
+                progress.advance(bar)
+    return runner
+
+
+def _examples(plan: _Plan, runner: Runner, log: UnitLog) -> list[dict[str, Any]]:
+    """The first question of every protocol, with what each method kept of its prompt."""
+    found = []
+    for protocol in plan.protocols:
+        batches = [b for b in _batches(plan) if b[0] == protocol][:1]
+        (_, number, samples), rows = batches[0], _arrays(plan, batches)[0]
+        prompt, _ = runner.prompt(rows)
+        sample = samples[0][0]
+        ids = rows.prompt[0][: rows.length[0]]
+        need = np.zeros(len(ids), bool)
+        for a, b in sample.spans:
+            need[a:b] = True
+        for entry in plan.entries:
+            unit = log.done[_key(protocol, number, entry)]
+            row = next(r for r in unit["rows"] if r["id"] == sample.id)
+            share = runner.kept_share(entry, prompt, 0)[: len(ids)]
+            found.append(
+                {
+                    "method": entry.label,
+                    "budget": entry.budget,
+                    "protocol": protocol,
+                    "task": sample.task,
+                    "tokens": plan.suite.words([int(i) for i in ids]),
+                    "kept": [round(float(x), 3) for x in share],
+                    "needed": [bool(x) for x in need],
+                    "answer": row["answer"],
+                    "prediction": row["prediction"],
+                    "score": row["score"],
+                }
+            )
+    return found
+
+
+def _timings(plan: _Plan, log: UnitLog) -> dict[tuple[str, Any], dict[str, float]]:
+    """Median prefill milliseconds per prompt and decoded tokens per second of the batch, compile time apart."""
+    out: dict[tuple[str, Any], dict[str, float]] = {}
+    for entry in plan.entries:
+        units = [u for k, u in log.done.items() if k.endswith(f"/{entry.label}/{entry.budget!r}")]
+        observe = [u["observe_s"] / u["batch"] for u in units if u["observe_s"]]
+        settle = [u["settle_s"] / u["batch"] for u in units if u["settle_s"]]
+        speed = [u["steps"] / u["ask_s"] for u in units if u["ask_s"]]
+        found = {}
+        if observe and settle:
+            found["prefill_ms"] = 1000 * (statistics.median(observe) + statistics.median(settle))
+        if speed:
+            found["decode_tokens_per_s"] = statistics.median(speed)
+        out[entry.label, entry.budget] = found
+    return out
+
+
+def git_revision() -> str:
+    """The checkout's revision with a mark when it has changes; "unknown" outside one."""
+    here = Path(kvjax.__file__).parent
+    try:
+        ask = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+        return subprocess.run(ask, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _report(
+    plan: _Plan,
+    log: UnitLog,
+    settings: dict[str, Any],
+    examples: list[dict[str, Any]],
+    folder: Path,
+    started: float,
+    console: Console,
+) -> Comparison:
+    rows = [row for unit in log.done.values() for row in unit["rows"]]
+    cells, timings = summarise(rows), _timings(plan, log)
+    device = jax.local_devices()[0]
+    metrics = {
+        "schema": SCHEMA,
+        "model": plan.model.name,
+        "fingerprint": plan.model.fingerprint,
+        "device": f"{device.device_kind} ({platform.processor() or platform.machine()})",
+        "dtype": str(jax.tree.leaves(plan.model.params)[0].dtype),
+        "git_revision": git_revision(),
+        "seeds": [settings["seed"]],
+        "presets": settings["preset"],
+        "settings": settings,
+        "compiled_programs": programs(),
+        "wall_seconds": round(time.time() - started, 1),
+        "peak_bytes": peak_bytes(),
+        "versions": {"kvjax": kvjax.__version__, "jax": jax.__version__, "numpy": np.__version__},
+        "cells": [{**dataclasses.asdict(c), **timings.get((c.method, c.budget), {})} for c in cells],
+    }
+    write_atomic(folder / "results.jsonl", "".join(json.dumps(r) + "\n" for r in rows).encode())
+    write_atomic(folder / "metrics.json", json.dumps(metrics, indent=1).encode())
+    write_frontier(folder / "frontier.png", cells)
+    write_report(folder / "report.html", metrics, cells, examples, timings=timings)
+    print_table(cells, timings, console)
+    console.print(
+        f"{metrics['compiled_programs']} compiled programs, {metrics['wall_seconds']:.0f} s, peak memory "
+        f"{metrics['peak_bytes'] / 2**30:.2f} GiB, preset {settings['preset']['name']}: {settings['preset']}"
+    )
+    console.print(f"wrote {folder / 'report.html'}, frontier.png, results.jsonl, metrics.json")
+    return Comparison(cells, rows, timings, metrics, folder)

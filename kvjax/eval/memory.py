@@ -1,0 +1,51 @@
+"""Memory: how many rows fit, before anything is computed; and what was used in the end."""
+
+from __future__ import annotations
+
+import resource
+
+import jax
+import psutil
+
+from kvjax.errors import InputError
+from kvjax.models.transformer import Config
+
+# Share of the free memory a comparison may plan to use; the rest is for compilation and the system.
+SHARE = 0.6
+
+
+def free_bytes() -> int:
+    """Free memory of the device that computes: the accelerator's, or the machine's on CPU."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return int(psutil.virtual_memory().available)
+
+
+def row_bytes(config: Config, tokens: int, itemsize: int) -> int:
+    """Estimated peak of one row: the prompt's keys and values thrice (as read, chosen, stored), and a strip."""
+    kv = config.layers * config.kv_heads * config.head_dim * 2 * tokens * itemsize
+    group = config.heads // config.kv_heads
+    strip = config.heads * min(tokens, 256) * tokens * 4 * 3
+    return kv * (2 + group) + strip + tokens * config.d_model * itemsize * 8 + config.vocab * 4
+
+
+def fitting_rows(config: Config, tokens: int, itemsize: int, wanted: int) -> int:
+    """The largest batch up to `wanted` that fits; InputError where not even one row does."""
+    free, one = free_bytes(), row_bytes(config, tokens, itemsize)
+    rows = min(wanted, int(free * SHARE) // one)
+    if rows < 1:
+        raise InputError(
+            f"one prompt of {tokens} tokens needs about {one / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free: "
+            "shorten --length, or use a smaller model or a larger machine"
+        )
+    return rows
+
+
+def peak_bytes() -> int:
+    """Most memory used so far: of the accelerator where it says so, else resident memory of the process."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

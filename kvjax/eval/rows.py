@@ -1,0 +1,63 @@
+"""Rows: samples as padded arrays. A row is a prompt, then a forced text whose predictions are scored.
+
+The model reads the prompt, compresses, and is then given the questions and the right answers token by
+token; what it would have said at every place of an answer is compared with the answer. An answer is right
+under greedy decoding exactly when all of these are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+PROTOCOLS = ("agnostic", "aware", "multi-turn")
+
+
+class Rows(NamedTuple):
+    """A batch. `forced` is fed after the prompt; prediction j of turn t stands at starts[t] + j.
+
+    again: the first forced token is the prompt's last one, asked again over the compressed cache.
+    """
+
+    prompt: Int[np.ndarray, "B T"]
+    length: Int[np.ndarray, "B"]
+    forced: Int[np.ndarray, "B F"]
+    count: Int[np.ndarray, "B"]
+    again: Bool[np.ndarray, "B"]
+    turns: list[list[tuple[int, Any]]]
+
+
+def make_rows(rows: list[list[Any]], protocol: str, tokens: int, forced_tokens: int, batch: int) -> Rows:
+    """Samples as arrays of `batch` rows; the last batch is filled up by repeating its first row.
+
+    agnostic and multi-turn: the prompt is the context. aware: the prompt ends with the question, and its
+    last token is asked again.
+    """
+    prompt = np.zeros((batch, tokens), np.int32)
+    forced = np.zeros((batch, forced_tokens), np.int32)
+    length, count = np.ones(batch, np.int32), np.zeros(batch, np.int32)
+    turns: list[list[tuple[int, Any]]] = []
+    for i in range(batch):
+        row = rows[i] if i < len(rows) else rows[0]
+        first = row[0]
+        if protocol == "aware":
+            text = [*first.context, *first.question]
+            after, starts = [first.question[-1], *first.answer[:-1]], [(0, first)]
+        else:
+            text, after, starts = list(first.context), [], []
+            for sample in row:
+                after += sample.question
+                starts.append((len(after) - 1, sample))
+                after += sample.answer
+        prompt[i, : len(text)], length[i] = text, len(text)
+        forced[i, : len(after)], count[i] = after, len(after)
+        if i < len(rows):
+            turns.append(starts)
+    return Rows(prompt, length, forced, count, np.full(batch, protocol == "aware"), turns)
+
+
+def forced_length(rows: list[list[Any]]) -> int:
+    """Most tokens that any protocol feeds after a prompt."""
+    return max(sum(len(s.question) + len(s.answer) for s in row) for row in rows)

@@ -1,0 +1,138 @@
+"""Methods from a user's own file, named `path/to/file.py:function` wherever a method can be named."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kvjax.errors import InputError
+from kvjax.grammar import Method, check
+
+
+def from_file(name: str, /, **hyper: Any) -> Method:
+    """The method that a function in a Python file builds: `from_file("mine.py:my_method", budget=0.25)`.
+
+    The function takes hyper-parameters (`budget` among them where it has one) and returns a Method; its spec
+    becomes (name, sorted hyper-parameters), with `name` as it was given.
+
+    Raises InputError where there is no such file or function, the file fails to import, a hyper-parameter is
+    unknown or missing, or something else than a Method comes back.
+
+    >>> import pathlib, tempfile
+    >>> file = pathlib.Path(tempfile.mkdtemp()) / "mine.py"
+    >>> lines = ["from kvjax.methods import snapkv", "def short(budget): return snapkv(budget, window=8)"]
+    >>> _ = file.write_text(chr(10).join(lines))
+    >>> from_file(f"{file}:short", budget=0.25).keep.budget
+    Budget(amount=0.25)
+    """
+    function = load_function(name)
+    _check_arguments(name, function, hyper)
+    try:
+        built = function(**hyper)
+    except ValueError:
+        raise  # a word of the grammar said what is wrong
+    except Exception as error:
+        file = str(Path(name.rpartition(":")[0]).expanduser())
+        raise InputError(f"{name} failed: {_what(error, file)}: correct the function and run again") from error
+    if not isinstance(built, Method):
+        raise InputError(
+            f"{name} returned {type(built).__name__}, expected a kvjax.grammar.Method: "
+            "return what kvjax.chain(...) or a function of kvjax.methods returns"
+        )
+    built = dataclasses.replace(built, spec=(name, tuple(sorted(hyper.items()))))
+    check(built)
+    return built
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """The function that `path/to/file.py:function` names; the file is imported once, and again when it changes.
+
+    Raises InputError where the file or the function is missing, or the file fails to import.
+    """
+    file, _, function = name.rpartition(":")
+    if not file.endswith(".py") or not function:
+        raise InputError(f"{name!r} names no method of a file, expected path/to/file.py:function")
+    module = _module(file)
+    found = getattr(module, function, None)
+    if callable(found):
+        return found
+    own = [n for n, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
+    near = difflib.get_close_matches(function, own, 1)
+    hint = f"did you mean {near[0]}?" if near else f"it defines {', '.join(own) or 'no function'}"
+    raise InputError(f"{file} has no function {function!r}: {hint}")
+
+
+def _module(file: str) -> ModuleType:
+    path = Path(file).expanduser()
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise InputError(
+            f"{file} cannot be read ({error.strerror}, looked in {Path.cwd()}): "
+            "expected the Python file of a method, give its path"
+        ) from error
+    if not path.is_file():
+        raise InputError(f"{file} is a directory, expected a Python file: give path/to/file.py:function")
+    return _import(os.path.realpath(path), (state.st_mtime_ns, state.st_size))
+
+
+@lru_cache(maxsize=None)
+def _import(path: str, version: tuple[int, int]) -> ModuleType:
+    """The module of a file; one per version, so that equal methods stay equal in one process."""
+    digest = hashlib.sha256(f"{path}{version}".encode()).hexdigest()[:12]
+    spec = importlib.util.spec_from_file_location(f"kvjax_user_{digest}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up there while the file runs.
+    sys.modules[spec.name] = module
+    # Helpers beside the file import as when it runs by itself, but shadow nothing that is installed.
+    folder = str(Path(path).parent)
+    sys.path.append(folder)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[spec.name]
+        raise InputError(f"{path} failed to import: {_what(error, path)}: correct the file and run again") from error
+    finally:
+        sys.path.remove(folder)
+    return module
+
+
+def _what(error: Exception, file: str) -> str:
+    """The error in one line, with the line of the user's file that it came from."""
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError in line {error.lineno}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if os.path.realpath(frame.filename) == os.path.realpath(file)]
+    where = f" in line {lines[-1]}" if lines else ""
+    return f"{type(error).__name__}{where}: {error}"
+
+
+def _check_arguments(name: str, function: Callable[..., Any], hyper: dict[str, Any]) -> None:
+    known = inspect.signature(function).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        for key in hyper:
+            if key not in known:
+                near = difflib.get_close_matches(key, list(known), 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'none'}"
+                raise InputError(f"method {name} has no hyper-parameter {key!r}: {hint}")
+    needed = [
+        n
+        for n, p in known.items()
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and n not in hyper
+    ]
+    if needed == ["budget"]:
+        raise InputError(f"method {name} needs budget=: a fraction such as 0.25, or a number of slots")
+    if needed:
+        raise InputError(f"method {name} needs a value for {', '.join(needed)}: write {name}:{needed[0]}=VALUE")

@@ -1,0 +1,107 @@
+"""Rows: copies of a cache's rows, and rows emptied for another sequence. No method, no model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool
+
+from kvjax.cache import Cache, Paged, Pages, Segment, Slots
+from kvjax.errors import InputError
+from kvjax.place.paged import fork_pages
+
+
+def fork(cache: Cache, copies: int) -> Cache:
+    """Every row `copies` times, next to each other: row b becomes rows b * copies .. (b + 1) * copies - 1.
+
+    Each copy holds the state of its own and goes its own way from here. The given cache stays usable.
+
+    Raises InputError where copies < 1.
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> _, cache = kvjax.prefill(model, [[1, 2, 3], [4, 5]])
+    >>> fork(cache, 2).next.tolist()
+    [3, 3, 2, 2]
+    """
+    if copies < 1:
+        raise InputError(f"copies is {copies}, expected at least 1: how many rows each row becomes")
+    return _fork(cache, copies)
+
+
+@partial(jax.jit, static_argnames="copies")
+def _fork(cache: Cache, copies: int) -> Cache:
+    pool, tables = cache.pool, [s for group in cache.groups for s in group if isinstance(s, Paged)]
+    if pool is not None and tables:
+        forked, pool = fork_pages(tuple(tables), pool, cache.next.shape[0], copies)
+        tables = list(forked)
+    pages = iter(tables)
+
+    def copy(segment: Segment) -> Segment:
+        if isinstance(segment, Paged):
+            return next(pages)
+        return jax.tree.map(lambda x: jnp.repeat(x, copies, axis=1), segment)
+
+    groups = tuple(tuple(copy(s) for s in group) for group in cache.groups)
+    return dataclasses.replace(cache, groups=groups, next=jnp.repeat(cache.next, copies), pool=pool)
+
+
+def reset_rows(cache: Cache, rows: Array | np.ndarray | Sequence[bool]) -> Cache:
+    """The cache with the rows where `rows` [B] is true emptied, as if they had never read a token.
+
+    A row's capacity stays; the next token it is given stands at position 0. The other rows are untouched.
+
+    Raises InputError where `rows` is not one boolean per row.
+
+    >>> import kvjax, jax.numpy as jnp
+    >>> model = kvjax.load("recall-tiny")
+    >>> _, cache = kvjax.prefill(model, [[1, 2, 3], [4, 5]])
+    >>> reset_rows(cache, jnp.array([True, False])).next.tolist()
+    [0, 2]
+    """
+    rows = jnp.asarray(rows)
+    if rows.shape != cache.next.shape or rows.dtype != jnp.bool_:
+        raise InputError(
+            f"rows is {rows.dtype}{list(rows.shape)}, expected one boolean per row, bool[{cache.next.shape[0]}]: "
+            "true where a row is to be emptied"
+        )
+    return _reset(cache, rows)
+
+
+@jax.jit
+def _reset(cache: Cache, rows: Bool[Array, "B"]) -> Cache:
+    groups = tuple(tuple(_emptied(s, rows) for s in group) for group in cache.groups)
+    pool = cache.pool
+    if pool is not None:
+        heads = next(s.table.shape[2] for group in cache.groups for s in group if isinstance(s, Paged))
+        pool = _emptied_pages(pool, rows, heads)
+    return dataclasses.replace(cache, groups=groups, next=jnp.where(rows, 0, cache.next), pool=pool)
+
+
+def _emptied(segment: Segment, rows: Bool[Array, "B"]) -> Segment:
+    def clear(x: Array, value: int = 0) -> Array:
+        return jnp.where(rows.reshape(1, -1, *(1,) * (x.ndim - 2)), jnp.asarray(value, x.dtype), x)
+
+    if isinstance(segment, Paged):
+        return dataclasses.replace(segment, lengths=clear(segment.lengths))
+    assert isinstance(segment, Slots)
+    # Keys and values stay: nothing reads an empty slot. Pages are ranked by their summaries, so these go.
+    return dataclasses.replace(
+        segment,
+        pos=clear(segment.pos, -1),
+        bias=None if segment.bias is None else clear(segment.bias),
+        stats={n: clear(x) for n, x in segment.stats.items()},
+        summary={n: clear(x) for n, x in segment.summary.items()},
+    )
+
+
+def _emptied_pages(pool: Pages, rows: Bool[Array, "B"], heads: int) -> Pages:
+    # A free page's owner is -1, which would read as the last row.
+    mine = rows[pool.owner // heads % rows.shape[0]] & (pool.owner >= 0)
+    bias = None if pool.bias is None else jnp.where(mine[:, None], 0.0, pool.bias)
+    return dataclasses.replace(pool, pos=jnp.where(mine[:, None], -1, pool.pos), bias=bias)
