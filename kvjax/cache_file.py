@@ -140,7 +140,7 @@ def _describe(x: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
         value = np.ascontiguousarray(x)
         plain = value.dtype.name in _PLAIN
         tensors[name] = value if plain else value.reshape(-1).view(np.uint8)
-        return {"dtype": value.dtype.name, "shape": list(value.shape)}
+        return {"array": value.dtype.name, "shape": list(value.shape)}
     assert type(x) in _NODES.values(), f"{type(x).__name__} at {name} is no part of a cache"
     out: dict[str, Any] = {"node": type(x).__name__}
     for field in dataclasses.fields(x):
@@ -160,8 +160,8 @@ def _restore(node: Any, name: str, file: Any, codecs: dict[str, Codec]) -> Any:
         return tuple(_restore(y, f"{name}.{i}", file, codecs) for i, y in enumerate(node))
     if "dict" in node:
         return {key: _restore(y, f"{name}.{key}", file, codecs) for key, y in node["dict"].items()}
-    if "dtype" in node:
-        value = file.get_tensor(name).view(jnp.dtype(node["dtype"])).reshape(node["shape"])
+    if "array" in node:
+        value = file.get_tensor(name).view(jnp.dtype(node["array"])).reshape(node["shape"])
         return jnp.array(value)  # a copy: steps donate it, and the file's memory is not theirs
     kind = _NODES[node["node"]]
     fields = {}
@@ -204,7 +204,9 @@ def _checked_spec(method: Any) -> tuple[Any, ...] | None:
     if method is None:
         return None
     try:
-        same = from_spec(method.spec) == method and _tuples(json.loads(json.dumps(method.spec))) == method.spec
+        same = (
+            from_spec(method.spec) == method and _tuples(json.loads(json.dumps(method.spec))) == method.spec
+        )
     except (ValueError, TypeError) as error:
         raise InputError(f"this cache cannot be saved: {error}") from error
     if not same:
@@ -235,7 +237,9 @@ def _atomic(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"{path} cannot be written ({why}), expected a file in a writable directory: choose another path") from error
+        raise InputError(
+            f"{path} cannot be written ({why}), expected a file in a writable directory: choose another path"
+        ) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()

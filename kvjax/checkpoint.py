@@ -22,7 +22,7 @@ from kvjax.models.hf import check_dtype
 from kvjax.models.model import Model
 from kvjax.models.placement import leaves, map_leaves, placement
 from kvjax.models.tokenizer import read_text, write_text
-from kvjax.models.transformer import Config, Group, Params, plan, shapes
+from kvjax.models.transformer import Config, Group, Params, check_groups, plan, shapes
 from kvjax.ops.rope import Rope
 
 MARKER = "kvjax.json"
@@ -70,7 +70,7 @@ def load_checkpoint(
         raise InputError(f"{folder} is not a kvjax checkpoint: it has no {MARKER}")
     config, saved, stored = _read_head(folder)
     dtype = check_dtype(stored if dtype is None else dtype)
-    groups = groups or plan(config)
+    groups = check_groups(config, groups or plan(config))
     tree = shapes(config, groups)
     place = placement(tree, sharding)
     if groups == saved:
@@ -111,6 +111,8 @@ def _restore(folder: Path, tree: Params, dtype: Any, place: Any) -> Params:
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             found = checkpointer.metadata(weights).item_metadata
+            if found is None:
+                raise ValueError("Orbax finds no arrays there")
             _check_shapes(folder, tree, found)
             return checkpointer.restore(weights, map_leaves(target, tree))
     except InputError:
@@ -122,11 +124,17 @@ def _restore(folder: Path, tree: Params, dtype: Any, place: Any) -> Params:
 def _check_shapes(folder: Path, tree: Params, found: Any) -> None:
     # Orbax notices too, but only once it is reading, and not by name.
     expected = dict(leaves(tree))
-    stored = {path: tuple(leaf.shape) for path, leaf in leaves({"layers": (), **(found or {})})}
+    stored = {path: tuple(leaf.shape) for path, leaf in leaves({"layers": (), **found})}
     names = sorted(expected.keys() | stored.keys())
-    wrong = [f"{n} (expected {expected.get(n)}, found {stored.get(n)})" for n in names if expected.get(n) != stored.get(n)]
+    wrong = [
+        f"{n} (expected {expected.get(n)}, found {stored.get(n)})"
+        for n in names
+        if expected.get(n) != stored.get(n)
+    ]
     if wrong:
-        raise InputError(f"the weights in {folder} do not fit its {MARKER}: {', '.join(wrong[:8])}: save it again")
+        raise InputError(
+            f"the weights in {folder} do not fit its {MARKER}: {', '.join(wrong[:8])}: save it again"
+        )
 
 
 def _regroup(params: Params, groups: tuple[Group, ...]) -> Params:

@@ -145,6 +145,27 @@ def score_slots(
     return over_layers(one, numbers, view, fresh.observed)
 
 
+def merge_evicted(
+    gm: GroupMethod,
+    view: View,
+    kept: Bool[Array, "Lg B K S"],
+    fresh: Fresh,
+    length: Int[Array, "B"],
+    attention: AttentionSpec,
+) -> View:
+    """The view with every live slot that is not kept folded into the kept ones, as the keep's merge says."""
+    assert gm.keep is not None
+    merge, n = gm.keep.merge, gm.keep.budget.count(length)
+    numbers = gm.first + jnp.arange(view.pos.shape[0], dtype=jnp.int32)
+    slot = jax.lax.broadcasted_iota(jnp.int32, view.pos.shape, 3)
+    leaving = jnp.where((view.pos >= 0) & ~kept, slot, view.pos.shape[-1])
+
+    def one(layer: Array, view: View, kept: Array, leaving: Array, observed: dict[str, Any]) -> View:
+        return merge(view, kept, leaving, Seen(observed, None, length, n, layer, attention))
+
+    return over_layers(one, numbers, view, kept, leaving, fresh.observed)
+
+
 def choose(
     keeps: dict[int, Keep | None], scores: dict[int, Float[Array, "Lg B K S"]], length: Int[Array, "B"]
 ) -> dict[int, Bool[Array, "Lg B K S"]]:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Codec, Slots
 from kvjax.ops.attention import Keys
+from kvjax.ops.rope import Rope
 
 
 class View(NamedTuple):
@@ -47,9 +48,9 @@ class Inputs(NamedTuple):
 class Seen(NamedTuple):
     """What a score may look at besides the slots.
 
-    observed: results of the observations it asked for, by their repr (see `of`). mass: in a decode step, the probability the current
-    query gave each slot [B, K, S] (summed over a group's heads). length: tokens seen, n: slots to keep per
-    head, both [B]. layer: index in the stack. rotate: (x, pos) -> x turned by the model's RoPE.
+    observed: results of the observations it asked for, by their repr (see `of`). mass: in a decode step,
+    the probability the current query gave each slot [B, K, S], summed over a group's heads. length: tokens
+    seen, n: slots to keep per head, both [B]. layer: index in the stack. query: in a decode step, the current query, rotated.
     """
 
     observed: dict[str, Any]
@@ -58,6 +59,7 @@ class Seen(NamedTuple):
     n: Int[Array, "B"]
     layer: int | Array
     attention: AttentionSpec
+    query: Float[Array, "B N 1 H"] | None = None
 
     def of(self, observation: Observation) -> Any:
         """What an observation recorded."""
@@ -65,11 +67,11 @@ class Seen(NamedTuple):
 
 
 class AttentionSpec(NamedTuple):
-    """The model's attention constants that scores need."""
+    """The model's attention constants that scores need; rope is that of the layers that are scored."""
 
     scale: float
     softcap: float | None
-    rotate: Callable[[Array, Array], Array]
+    rope: Rope
 
 
 @runtime_checkable

@@ -14,7 +14,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Cache, Paged, Pages, Segment, Slots, first_empty, gather_pages, write_slots
+from kvjax.cache import (
+    Cache,
+    Codes,
+    Paged,
+    Pages,
+    Segment,
+    Slots,
+    encode,
+    first_empty,
+    gather_pages,
+    write_slots,
+)
 from kvjax.compress import (
     Fresh,
     GroupMethod,
@@ -24,6 +35,7 @@ from kvjax.compress import (
     extend,
     flush,
     group_method,
+    merge_evicted,
     score_slots,
     union,
 )
@@ -65,9 +77,9 @@ class Run(NamedTuple):
     def per_query_head(self) -> bool:
         return self.method.keep is not None and self.method.keep.per_query_head
 
-    def attention_spec(self) -> AttentionSpec:
+    def attention_spec(self, layer: int) -> AttentionSpec:
         c = self.config
-        return AttentionSpec(c.scale, c.attention_softcap, None)  # type: ignore[arg-type]
+        return AttentionSpec(c.scale, c.attention_softcap, c.layer_rope(layer))
 
 
 # --- phases ------------------------------------------------------------------------------------------
@@ -100,6 +112,7 @@ class Prompt(NamedTuple):
 
     fresh: tuple[Fresh, ...]
     context: Context
+    tokens: Int[Array, "B T"]
     logits: Float[Array, "B V"]
 
 
@@ -141,7 +154,7 @@ def observe(
     x, _, fresh = stack(params, tokens, config, attention, states)
     last = jnp.maximum(lengths - 1, 0)
     logits = unembed(params, jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0], config)
-    return Prompt(fresh, context, logits)
+    return Prompt(fresh, context, tokens, logits)
 
 
 def _keys(segment: Segment, index: int | Array, pool: Any) -> Keys:
@@ -155,6 +168,7 @@ def needs_of(run: Run, params: Params, compress: bool = True) -> frozenset:
     for gm in run.groups(params):
         if gm.keep is not None and gm.keep.score is not None and (compress or gm.evicting):
             out |= gm.keep.score.needs
+            out |= gm.keep.merge.needs if gm.keep.merge is not None else frozenset()
     return out
 
 
@@ -182,15 +196,24 @@ def settle(
 
     groups: dict[int, tuple[Segment, ...]] = {}
     views: dict[int, View] = {}
-    scores: dict[int, Array] = {}
     for i, gm in enumerate(gms):
         if pasts[i] and not acting[i]:
             groups[i] = extend(gm, pasts[i], fresh[i], pos)
             continue
         views[i] = union(gm, pasts[i], old_pool, fresh[i], pos)
-        if acting[i]:
-            scores[i] = score_slots(gm, views[i], fresh[i], length, run.attention_spec())
+    if compress and run.method.keep is not None and run.method.keep.probe is not None:
+        fresh = _probed(run, params, prompt, views, fresh)
+    scores = {
+        i: score_slots(gms[i], view, fresh[i], length, run.attention_spec(gms[i].first))
+        for i, view in views.items()
+        if acting[i]
+    }
     kept = choose({i: gms[i].keep for i in scores}, scores, length)
+    for i, stay in kept.items():
+        if gms[i].keep.merge is not None:  # type: ignore[union-attr]
+            views[i] = merge_evicted(
+                gms[i], views[i], stay, fresh[i], length, run.attention_spec(gms[i].first)
+            )
 
     pool = old_pool
     paged = [i for i in scores if gms[i].paged]
@@ -203,6 +226,23 @@ def settle(
             gm = gms[i] if acting[i] else gms[i]._replace(keep=None)
             groups[i] = build(gm, views[i], kept.get(i), tokens, room)
     return Cache(tuple(groups[i] for i in range(len(gms))), length, pool)
+
+
+def _probed(
+    run: Run, params: Params, prompt: Prompt, views: dict[int, View], fresh: list[Fresh]
+) -> list[Fresh]:
+    """The probe's queries over the uncompressed slots: adds the largest attention each slot received."""
+    probe = run.method.keep.probe  # type: ignore[union-attr]
+    pos, length = prompt.context
+    tokens, lengths = probe.tokens(prompt.tokens, (pos >= 0).sum(-1, dtype=jnp.int32))
+    whole = tuple((Slots(*views[i][:4]),) for i in range(len(fresh)))
+    reading = observe(
+        Run(run.config, Method()), params, tokens, lengths, Cache(whole, length), frozenset({Mass("max")})
+    )
+    return [
+        f._replace(observed={**f.observed, repr(probe): r.masses[0]})
+        for f, r in zip(fresh, reading.fresh, strict=True)
+    ]
 
 
 @partial(jax.jit, static_argnames=("run", "tokens_bound", "room", "compress"))
@@ -250,7 +290,7 @@ def step_fn(
         q = rotary(layer, x.q, _query_phase(run, tail.pos[layer.index], at), length)
         out, mass = _attend_segments(run, gm, layer, q, state, cache.pool, at)
         if gm.evicting:
-            state = (*state[:-1], _evict(run, gm, layer, tail, mass, length, append))
+            state = (*state[:-1], _evict(run, gm, layer, tail, mass, q, length, append))
         return out, state, None
 
     x, groups, _ = stack(params, token[:, None], config, attention, cache.groups)
@@ -315,36 +355,54 @@ def wants_mass(gm: GroupMethod) -> bool:
 
 
 def _evict(
-    run: Run, gm: GroupMethod, layer: Layer, slots: Slots, mass: Array | None, length: Array, active: Array
+    run: Run,
+    gm: GroupMethod,
+    layer: Layer,
+    slots: Slots,
+    mass: Float[Array, "B K S"] | None,
+    q: Float[Array, "B N 1 H"],
+    length: Int[Array, "B"],
+    append: Bool[Array, "B"],
 ) -> Slots:
-    """Empties the slot with the lowest score where a head holds more than its budget."""
+    """Empties (or merges away) the slot of the lowest score where a head holds more than its budget."""
     keep = gm.keep
     assert keep is not None and keep.score is not None
     one = slots.layer(layer.index)
     stats = one.stats
     if mass is not None:
-        mass = jnp.where(active[:, None, None], mass, 0.0)
+        mass = jnp.where(append[:, None, None], mass, 0.0)
         stats = {n: x + mass for n, x in stats.items()}
     n = keep.budget.count(length)
     keys = one.keys()
     view = View(keys.k, keys.v, one.pos, one.bias, stats)
-    score = keep.score(view, Seen({}, mass, length, n, layer.number, run.attention_spec())).astype(
-        jnp.float32
-    )
+    seen = Seen({}, mass, length, n, layer.number, run.attention_spec(gm.first), q)
+    score = keep.score(view, seen).astype(jnp.float32)
     for pattern in keep.protect:
         score = jnp.where(pattern(one.pos, length, n), jnp.inf, score)
     score = jnp.where(one.pos < 0, jnp.inf, score)
     # Ties keep the older token, as at the end of a prefill.
     lowest = score == score.min(-1, keepdims=True)
     newest = jnp.where(lowest & (one.pos >= 0), one.pos, -1).max(-1, keepdims=True)
-    over = ((one.pos >= 0).sum(-1) > n[:, None]) & active[:, None]
+    over = ((one.pos >= 0).sum(-1) > n[:, None]) & append[:, None]
     gone = lowest & (one.pos == newest) & over[..., None]
-    index = layer.index
-    return dataclasses.replace(
-        slots,
-        pos=slots.pos.at[index].set(jnp.where(gone, -1, one.pos)),
-        stats={name: slots.stats[name].at[index].set(jnp.where(gone, 0.0, x)) for name, x in stats.items()},
-    )
+    if keep.merge is not None:
+        victim = jnp.where(over, jnp.argmax(gone, -1), one.capacity).astype(jnp.int32)
+        merged = keep.merge(view, (one.pos >= 0) & ~gone, victim[..., None], seen)
+        slots = _replace_layer(slots, layer.index, k=merged.k, v=merged.v, bias=merged.bias)
+    stats = {name: jnp.where(gone, 0.0, x) for name, x in stats.items()}
+    pos = slots.pos.at[layer.index].set(jnp.where(gone, -1, one.pos))
+    new = {name: slots.stats[name].at[layer.index].set(x) for name, x in stats.items()}
+    return dataclasses.replace(slots, pos=pos, stats=new)
+
+
+def _replace_layer(slots: Slots, index: int | Array, **leaves: Array) -> Slots:
+    """One layer's leaves written back; merging stores encoded what the segment encodes."""
+
+    def put(old: Any, new: Array) -> Any:
+        fresh = encode(new, old.codec) if isinstance(old, Codes) else new
+        return jax.tree.map(lambda x, y: x.at[index].set(y), old, fresh)
+
+    return dataclasses.replace(slots, **{n: put(getattr(slots, n), x) for n, x in leaves.items()})
 
 
 def _flush_if_full(gm: GroupMethod, group: tuple[Segment, ...]) -> tuple[Segment, ...]:

@@ -72,8 +72,12 @@ def _prepare(folder: Path, resume: bool) -> dict[str, Any] | None:
     if not found.exists():
         return None
     if not resume:
-        raise InputError(f"{folder} already holds a run: give --resume to continue it, or choose another --out")
+        raise InputError(
+            f"{folder} already holds a run: give --resume to continue it, or choose another --out"
+        )
     try:
         return json.loads(found.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InputError(f"{found} is not readable as JSON: remove the folder or choose another --out") from error
+        raise InputError(
+            f"{found} is not readable as JSON: remove the folder or choose another --out"
+        ) from error

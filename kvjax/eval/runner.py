@@ -38,7 +38,12 @@ def settle(run: Run, params: Params, prompt: Prompt, *, tokens: int, room: int) 
 
 @partial(jax.jit, static_argnames=("run",), donate_argnames=("cache",))
 def ask(
-    run: Run, params: Params, cache: Cache, forced: Int[Array, "B F"], count: Int[Array, "B"], again: Bool[Array, "B"]
+    run: Run,
+    params: Params,
+    cache: Cache,
+    forced: Int[Array, "B F"],
+    count: Int[Array, "B"],
+    again: Bool[Array, "B"],
 ) -> Int[Array, "B F"]:
     """Greedy predictions behind every forced token, fed one by one as in decoding."""
 
@@ -87,7 +92,12 @@ class Runner:
         before = programs()
         start = time.perf_counter()
         out = observe(
-            self.plain, self.model.params, jnp.asarray(rows.prompt), jnp.asarray(rows.length), None, self.needs
+            self.plain,
+            self.model.params,
+            jnp.asarray(rows.prompt),
+            jnp.asarray(rows.length),
+            None,
+            self.needs,
         )
         jax.block_until_ready(out)
         return out, None if programs() > before else time.perf_counter() - start
@@ -114,7 +124,9 @@ class Runner:
         before = programs()
         t2 = time.perf_counter()
         decode = Run(self.model.config, entry.method.decode_part())
-        said = np.asarray(ask(decode, params, cache, *map(jnp.asarray, (rows.forced, rows.count, rows.again))))
+        said = np.asarray(
+            ask(decode, params, cache, *map(jnp.asarray, (rows.forced, rows.count, rows.again)))
+        )
         t3 = time.perf_counter()
         kept_bytes = self.bytes_of(entry, prompt)
         read_bytes = kept_bytes if entry.method.read is None else entry.method.read.bytes_read(kept_bytes)

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 from kvjax.grammar import STEP, Method, chain, check
 from kvjax.methods.eviction import (
     adakv,
+    expected_attention,
     h2o,
+    keepkv,
+    kvzip,
     l2compress,
     pyramidkv,
     random,
@@ -24,6 +27,7 @@ from kvjax.methods.eviction import (
     tova,
 )
 from kvjax.methods.quantisation import fp8, full, int4, int8, kivi
+from kvjax.methods.reading import quest
 
 
 class MethodInfo(NamedTuple):
@@ -74,11 +78,28 @@ TABLE: dict[str, _Row] = {
         adakv, "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference",
         "2407.11550", 2024, "budget-head",
     ),
+    "expected-attention": _Row(
+        expected_attention,
+        "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution",
+        "2510.00636", 2025, "selection-static",
+    ),
+    "kvzip": _Row(
+        kvzip, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", "2505.23416", 2025,
+        "selection-static",
+    ),
+    "keepkv": _Row(
+        keepkv, "KeepKV: Achieving Periodic Lossless KV Cache Compression for Efficient LLM Inference", "2504.09936",
+        2025, "merge-token",
+    ),
     "int8": _Row(int8, "Per-token int8", "", None, "baseline"),
     "int4": _Row(int4, "Per-token int4", "", None, "baseline"),
     "fp8": _Row(fp8, "Per-token float8", "", None, "baseline"),
     "kivi": _Row(
         kivi, "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", "2402.02750", 2024, "quant-mixed"
+    ),
+    "quest": _Row(
+        quest, "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", "2406.10774", 2024,
+        "retrieval-sparse",
     ),
 }  # fmt: skip
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from kvjax.grammar import PREFILL_END, STEP, Budget, Keep, Method
-from kvjax.keep.budget import AcrossHeads, Pyramid, Uniform
+from kvjax.keep.budget import AcrossHeads, AcrossLayers, Pyramid, Uniform
+from kvjax.keep.expected import ExpectedAttention
+from kvjax.keep.merge import ZipMerge
 from kvjax.keep.patterns import Recent, Sink
+from kvjax.keep.probe import ProbeAttention, RepeatContext
 from kvjax.keep.score import AccumulatedAttention, KeyNorm, Pool, Position, Uniformly, WindowAttention
 from kvjax.methods.variant import pick
 
@@ -120,4 +123,61 @@ def adakv(
     pool, reduce, blend = pick(variant, paper=("max", "sum", True), kvpress=("mean", "mean", False))
     score = WindowAttention(window, reduce=reduce) >> Pool(kernel, pool)
     keep = Keep(score, Budget(budget), AcrossHeads(floor, blend), (Recent(window),), page=page)
+    return Method(keep)
+
+
+def expected_attention(
+    budget: Amount,
+    *,
+    future: int = 512,
+    sinks: int = 4,
+    covariance: bool = True,
+    value_norm: bool = True,
+    epsilon: float = 0.0,
+) -> Method:
+    """Expected Attention (Devoto et al., 2025, arXiv:2510.00636): the attention future queries will give.
+
+    See `ExpectedAttention` for the closed form; the first `sinks` tokens stay. Acts at the end of a prefill,
+    as in kvpress.
+    """
+    score = ExpectedAttention(future, sinks, covariance, value_norm, epsilon)
+    return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks),)))
+
+
+def kvzip(
+    budget: Amount,
+    *,
+    sinks: int = 4,
+    uniform: bool = False,
+    page: int = 128,
+    prefix: tuple[int, ...] | None = None,
+) -> Method:
+    """KVzip (Kim et al., 2025, arXiv:2505.23416), section 3: what the model needs to repeat its context.
+
+    The prompt is read a second time over the full cache behind an instruction to repeat it; a slot's score
+    is the largest attention it receives. The best slots of the whole stack stay (uniform=True: of every
+    head). prefix: token ids of the instruction, by default encoded with the model's tokenizer. Deviation:
+    one pass whatever the length, where the paper repeats 2048 tokens at a time; keeps `sinks` as kvpress does.
+    """
+    probe = RepeatContext(prefix)
+    allocate = Uniform() if uniform else AcrossLayers()
+    return Method(
+        Keep(ProbeAttention(probe), Budget(budget), allocate, (Sink(sinks),), probe=probe, page=page)
+    )
+
+
+def keepkv(budget: Amount, *, recent: float = 0.5, threshold: float = 0.8) -> Method:
+    """KeepKV (Tian et al., 2025, arXiv:2504.09936): evicted tokens vote on in the slots they resemble.
+
+    Heavy hitters and recent tokens stay as in H2O; what leaves is merged by `ZipMerge`, which lists the
+    deviations.
+    """
+    keep = Keep(
+        AccumulatedAttention(),
+        Budget(budget),
+        Uniform(),
+        (Recent(recent),),
+        when=STEP,
+        merge=ZipMerge(threshold),
+    )
     return Method(keep)

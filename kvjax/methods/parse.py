@@ -1,9 +1,9 @@
 """Methods as text, the way the command line and saved files name them.
 
-    snapkv                          an id or alias of the table
-    snapkv:window=16,variant=kvpress     with hyper-parameters
-    snapkv+kivi:bits=2              a chain
-    my_file.py:my_method:alpha=3    a function in a file of one's own
+snapkv                          an id or alias of the table
+snapkv:window=16,variant=kvpress     with hyper-parameters
+snapkv+kivi:bits=2              a chain
+my_file.py:my_method:alpha=3    a function in a file of one's own
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ class Builder:
             raise InputError(str(error)) from error
 
 
-def parse_method(
-    text: str, defaults: Mapping[str, Mapping[str, Any]] | None = None
-) -> tuple[str, Builder]:
+def parse_method(text: str, defaults: Mapping[str, Mapping[str, Any]] | None = None) -> tuple[str, Builder]:
     """(label, builder) of a method's text; the label is the text in its plainest form.
 
     defaults: hyper-parameters per method id for what the text leaves out, as presets bind them.
@@ -98,7 +96,8 @@ def parse_method(
     given = [_part(piece.strip(), text) for piece in _JOIN.split(text.strip())]
     label = " + ".join(_label(part) for part in given)
     parts = tuple(
-        part._replace(hyper=_sorted({**(defaults or {}).get(part.name, {}), **dict(part.hyper)})) for part in given
+        part._replace(hyper=_sorted({**(defaults or {}).get(part.name, {}), **dict(part.hyper)}))
+        for part in given
     )
     builder = Builder(label, parts)
     builder(1.0 if builder.takes_budget else None)

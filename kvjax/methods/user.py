@@ -44,7 +44,9 @@ def from_file(name: str, /, **hyper: Any) -> Method:
         raise  # a word of the grammar said what is wrong
     except Exception as error:
         file = str(Path(name.rpartition(":")[0]).expanduser())
-        raise InputError(f"{name} failed: {_what(error, file)}: correct the function and run again") from error
+        raise InputError(
+            f"{name} failed: {_what(error, file)}: correct the function and run again"
+        ) from error
     if not isinstance(built, Method):
         raise InputError(
             f"{name} returned {type(built).__name__}, expected a kvjax.grammar.Method: "
@@ -103,7 +105,9 @@ def _import(path: str, version: tuple[int, int]) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[spec.name]
-        raise InputError(f"{path} failed to import: {_what(error, path)}: correct the file and run again") from error
+        raise InputError(
+            f"{path} failed to import: {_what(error, path)}: correct the file and run again"
+        ) from error
     finally:
         sys.path.remove(folder)
     return module
@@ -135,4 +139,6 @@ def _check_arguments(name: str, function: Callable[..., Any], hyper: dict[str, A
     if needed == ["budget"]:
         raise InputError(f"method {name} needs budget=: a fraction such as 0.25, or a number of slots")
     if needed:
-        raise InputError(f"method {name} needs a value for {', '.join(needed)}: write {name}:{needed[0]}=VALUE")
+        raise InputError(
+            f"method {name} needs a value for {', '.join(needed)}: write {name}:{needed[0]}=VALUE"
+        )

@@ -46,7 +46,9 @@ class Rope:
         if self.kind not in kinds:
             raise ValueError(f"rope kind must be one of {', '.join(kinds)}, got {self.kind!r}")
         if self.rotary_dim is not None and (self.rotary_dim < 2 or self.rotary_dim % 2):
-            raise ValueError(f"rotary_dim must be even and >= 2: channels turn in pairs; got {self.rotary_dim}")
+            raise ValueError(
+                f"rotary_dim must be even and >= 2: channels turn in pairs; got {self.rotary_dim}"
+            )
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Static angular frequencies [H/2] in float64 (for "dynamic": those of a short row)."""

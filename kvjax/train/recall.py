@@ -364,9 +364,8 @@ def _parse_schedule(text: str) -> list[Stage]:
         stages = [part.split(":") for part in text.split(",")]
         return [Stage(float(millions), int(length), int(per_step)) for millions, length, per_step in stages]
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected 'million tokens:length:tokens per step,...' such as 0.5:128:2048,0.6:256:2048, got {text!r}"
-        ) from None
+        form = "million tokens:length:tokens per step,..."
+        raise argparse.ArgumentTypeError(f"expected {form} such as 0.5:128:2048, got {text!r}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> None:

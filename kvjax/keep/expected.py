@@ -1,0 +1,69 @@
+"""Expected attention: scoring keys by the queries that are still to come, in closed form."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.grammar import Observation, Seen, View
+from kvjax.keep.observe import QueryMoments
+from kvjax.keep.score import Word
+from kvjax.ops.rope import angles, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedAttention(Word):
+    """score[j] = (softmax_j(k_j m / sqrt(H) + k_j' C k_j / 2H) + epsilon) * ||v_j|| (arXiv:2510.00636, eq. 7).
+
+    Unrotated queries are taken as Gaussian with the mean and covariance of the prompt's (its first `sinks`
+    left out); m and C are these turned by the RoPE averaged over the next `future` positions. The softmax
+    runs over the slots behind the sinks, the mean over the heads of a group.
+    """
+
+    future: int = 512
+    sinks: int = 4
+    covariance: bool = True
+    value_norm: bool = True
+    epsilon: float = 0.0
+
+    @property
+    def moments(self) -> QueryMoments:
+        return QueryMoments(self.sinks, self.covariance)
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({self.moments})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        mean, cov = seen.of(self.moments)
+        b, heads, s, h = view.k.shape
+        turn = self._average_turn(seen, h)
+        mean = turn(mean).reshape(b, heads, -1, h)
+        k = view.k.astype(jnp.float32)
+        scale = seen.attention.scale
+        logit = jnp.einsum("bkgh,bksh->bkgs", mean, k) * scale
+        if cov is not None:
+            # C = R cov R', one side at a time.
+            cov = jnp.swapaxes(turn(jnp.swapaxes(turn(cov), -1, -2)), -1, -2)
+            cov = cov.reshape(b, heads, -1, h, h)
+            logit = logit + jnp.einsum("bksh,bkghj,bksj->bkgs", k, cov, k) * (scale**2 / 2)
+        open_slots = (view.pos >= self.sinks)[:, :, None]
+        p = jax.nn.softmax(jnp.where(open_slots, logit, -jnp.inf), axis=-1, where=open_slots).mean(2)
+        if not self.value_norm:
+            return p
+        return (p + self.epsilon) * jnp.linalg.norm(view.v.astype(jnp.float32), axis=-1)
+
+    def _average_turn(self, seen: Seen, head_dim: int):
+        """x -> mean over the next `future` positions of RoPE(x); x is [B, N, ..., H]."""
+        pos = seen.length[:, None] + jnp.arange(self.future, dtype=jnp.int32)[None]
+        cos, sin = angles(seen.attention.rope, pos, head_dim, seen.length[:, None])
+        cos, sin = cos.mean(1), sin.mean(1)
+
+        def turn(x: Array) -> Array:
+            at = (x.shape[0], *(1,) * (x.ndim - 2), -1)
+            return rotate(x.astype(jnp.float32), cos.reshape(at), sin.reshape(at))
+
+        return turn

@@ -1,0 +1,99 @@
+"""Merge: what leaves is folded into what stays, and `bias` remembers how many tokens a slot stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.grammar import Observation, Seen, View
+from kvjax.keep.observe import Queries
+
+
+@dataclasses.dataclass(frozen=True)
+class ZipMerge:
+    """KeepKV's merge (arXiv:2504.09936, section 4): votes, and no perturbation of the current output.
+
+    An evicted slot e joins the kept slot c of the most similar key (cosine >= threshold), else it is dropped.
+    With s_i = exp(q k_i / sqrt(H)), votes p_i (1 for a token) and w_i = p_i s_i, everything that meets in c
+    becomes p = sum p_i, v = sum w_i v_i / sum w_i and k = a * sum w_i k_i / sum w_i, where a is such that
+    p exp(q k / sqrt(H)) = sum w_i; the logits carry log p. So the attention of the query q is unchanged.
+
+    Deviations: q is the newest query where the paper predicts s by a moving average; with grouped queries it
+    is their mean; where a would leave [1/2, 2] the key is not scaled and log p carries the difference.
+    """
+
+    threshold: float = 0.8
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({Queries(1)})
+
+    def __call__(
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+    ) -> View:
+        """View with the slots `leaving` (indices; S where there is none) merged into `kept` ones."""
+        b, heads, s = view.pos.shape
+        k, v = view.k.astype(jnp.float32), view.v.astype(jnp.float32)
+        bias = jnp.zeros(view.pos.shape, jnp.float32) if view.bias is None else view.bias
+        real = leaving < s
+        index = jnp.minimum(leaving, s - 1)
+        target, similarity = _nearest(_pick(k, index), k, kept)
+        target = jnp.where(real & (similarity >= self.threshold), target, s)
+
+        query = seen.query if seen.query is not None else seen.of(Queries(1))[0]
+        q = query[:, :, 0].astype(jnp.float32).reshape(b, heads, -1, k.shape[-1]).mean(2)
+        scale = seen.attention.scale
+        log_s = jnp.einsum("bkh,bksh->bks", q, k) * scale
+        log_w = jnp.where(view.pos >= 0, log_s + bias, -jnp.inf)
+        top = jnp.maximum(log_w.max(-1, keepdims=True), -1e30)
+        w = jnp.exp(log_w - top)
+
+        def gather(x: Array) -> Array:
+            """x of a slot plus x of everything that joins it."""
+            joining = _pick(x, index)
+            rows = jax.vmap(jax.vmap(lambda y, t, z: y.at[t].add(z, mode="drop")))
+            return rows(x, target, joining)
+
+        total = jnp.maximum(gather(w), 1e-30)
+        votes = gather(jnp.exp(bias))
+        mean_k = gather(w[..., None] * k) / total[..., None]
+        mean_v = gather(w[..., None] * v) / total[..., None]
+        grown = gather(jnp.ones_like(w)) > 1.5
+        wanted = jnp.log(total) + top - jnp.log(votes)
+        have = jnp.einsum("bkh,bksh->bks", q, mean_k) * scale
+        ratio = wanted / jnp.where(have == 0, 1.0, have)
+        sound = (ratio >= 0.5) & (ratio <= 2.0)
+        stretch = jnp.where(sound, ratio, 1.0)
+        log_p = jnp.log(votes) + jnp.where(sound, 0.0, wanted - have)
+        return view._replace(
+            k=jnp.where(grown[..., None], mean_k * stretch[..., None], k).astype(view.k.dtype),
+            v=jnp.where(grown[..., None], mean_v, v).astype(view.v.dtype),
+            bias=jnp.where(grown, log_p, bias),
+        )
+
+
+def _pick(x: Array, index: Int[Array, "B K E"]) -> Array:
+    extra = (1,) * (x.ndim - 3)
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *extra), axis=2)
+
+
+def _nearest(
+    e: Float[Array, "B K E H"], k: Float[Array, "B K S H"], kept: Bool[Array, "B K S"], strip: int = 128
+) -> tuple[Int[Array, "B K E"], Float[Array, "B K E"]]:
+    """For every leaving key, the kept slot of largest cosine and that cosine; in strips, never [S, S]."""
+
+    def unit(x: Array) -> Array:
+        return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+
+    stay = unit(k)
+
+    def best(part: Array) -> tuple[Array, Array]:
+        cos = jnp.einsum("bkeh,bksh->bkes", unit(part), stay)
+        cos = jnp.where(kept[:, :, None], cos, -jnp.inf)
+        return jnp.argmax(cos, -1).astype(jnp.int32), cos.max(-1)
+
+    parts = [best(e[:, :, i : i + strip]) for i in range(0, e.shape[2], strip)]
+    return jnp.concatenate([p[0] for p in parts], 2), jnp.concatenate([p[1] for p in parts], 2)

@@ -1,0 +1,44 @@
+"""Probes: extra tokens that read the uncompressed cache once, so that their attention can score it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.grammar import Observation, Seen, View
+from kvjax.keep.score import Word
+
+
+@dataclasses.dataclass(frozen=True)
+class RepeatContext:
+    """KVzip's probe (arXiv:2505.23416, section 3.1): an instruction, then the prompt once more.
+
+    prefix holds the token ids of the instruction; None means "the model's tokenizer encodes `text`".
+    """
+
+    prefix: tuple[int, ...] | None = None
+    text: str = "\n\nRepeat the previous context exactly."
+
+    def tokens(
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    ) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
+        """The probe of every row, right-padded, and its length."""
+        prefix = jnp.asarray(self.prefix or (), jnp.int32)
+        head = jnp.broadcast_to(prefix[None], (tokens.shape[0], prefix.shape[0]))
+        return jnp.concatenate([head, tokens], axis=1), lengths + prefix.shape[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeAttention(Word):
+    """score[j] = max_i p_ij over the probe's queries i and the heads of a group, p over cache and probe."""
+
+    probe: RepeatContext
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset()
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        return seen.observed[repr(self.probe)]

@@ -1,0 +1,17 @@
+"""Methods that keep everything and read a part of it."""
+
+from __future__ import annotations
+
+from kvjax.grammar import Budget, Method
+from kvjax.read.pages import PageBounds
+
+
+def quest(budget: float | int, *, page: int = 16, skip_layers: int = 2) -> Method:
+    """Quest (Tang et al., 2024, arXiv:2406.10774), section 3.3: only pages that may matter to this query.
+
+    budget is the share (or number) of tokens visited per decoded token; the first `skip_layers` layers and
+    the newest, not yet full page are always read. Deviation: the query heads of a group share their pages
+    (the largest bound among them decides), since keys and values of a group are stored once. Prompts and
+    several tokens at once are read in full.
+    """
+    return Method(read=PageBounds(Budget(budget), page, skip_layers))

@@ -1,0 +1,1 @@
+"""Read: which slots a query visits."""
