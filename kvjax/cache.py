@@ -93,10 +93,10 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """One pool of pages that layers, rows and heads share.
+    """One pool of pages that rows and heads share, of one layer or of several.
 
-    k, v: [P, page, H] or Codes; pos, bias: [P, page]. owner[p] = (layer * B + row) * K + head, or -1 where
-    a page is free; the pages of a layer are contiguous and in the order of their owners.
+    k, v: [P, page, H] or Codes; pos, bias: [P, page]. owner[p] = (layer * B + row) * K + head with layers
+    counted inside the pool, or -1 where a page is free; pages lie in the order of their owners.
     """
 
     k: Array | Codes
@@ -104,6 +104,7 @@ class Pages:
     pos: Int[Array, "P page"]
     owner: Int[Array, "P"]
     bias: Float[Array, "P page"] | None = None
+    layers: int = dataclasses.field(default=1, metadata=dict(static=True))
 
     @property
     def page_tokens(self) -> int:
@@ -113,13 +114,14 @@ class Pages:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Paged:
-    """A segment whose slots lie in the cache's pool: page m of a (row, head) is table[..., m].
+    """A segment whose slots lie in one of the cache's pools: page m of a (row, head) is table[..., m].
 
-    lengths counts the live slots; `first_layer` is the stack-wide index of the group's first layer.
+    lengths counts the live slots; `pool` is the pool's index and `first_layer` the group's place in it.
     """
 
     table: Int[Array, "Lg B K M"]
     lengths: Int[Array, "Lg B K"]
+    pool: int = dataclasses.field(metadata=dict(static=True))
     first_layer: int = dataclasses.field(metadata=dict(static=True))
 
     def layer(self, index: int | Array) -> Paged:
@@ -139,7 +141,7 @@ class Cache:
 
     groups: tuple[tuple[Segment, ...], ...]
     next: Int[Array, "B"]
-    pool: Pages | None = None
+    pools: tuple[Pages, ...] = ()
     method: Any = dataclasses.field(default=None, metadata=dict(static=True))
     model: str = dataclasses.field(default="", metadata=dict(static=True))
 
@@ -157,15 +159,14 @@ def kept_positions(cache: Cache) -> list[Int[Array, "B K S"]]:
     out = []
     for group in cache.groups:
         layers = next(iter(jax.tree.leaves(group[-1]))).shape[0]
-        out += [jnp.concatenate([_positions(s, i, cache.pool) for s in group], -1) for i in range(layers)]
+        out += [jnp.concatenate([_positions(s, i, cache.pools) for s in group], -1) for i in range(layers)]
     return out
 
 
-def _positions(segment: Segment, index: int, pool: Pages | None) -> Int[Array, "B K S"]:
+def _positions(segment: Segment, index: int, pools: tuple[Pages, ...]) -> Int[Array, "B K S"]:
     if isinstance(segment, Slots):
         return segment.pos[index]
-    assert pool is not None
-    return gather_pages(segment.layer(index), pool).pos
+    return gather_pages(segment.layer(index), pools[segment.pool]).pos
 
 
 def gather_pages(segment: Paged, pool: Pages) -> Keys:

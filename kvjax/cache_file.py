@@ -61,7 +61,7 @@ def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
             "this cache was consumed by kvjax.step or generate, expected a live one: save the cache they returned"
         )
     tensors: dict[str, np.ndarray] = {}
-    parts = ("groups", "next", "pool")
+    parts = [field.name for field in dataclasses.fields(cache) if not field.metadata.get("static")]
     tree = {name: _describe(getattr(cache, name), name, tensors) for name in parts}
     metadata = {
         "kind": KIND,
@@ -92,7 +92,7 @@ def load_cache(path: str | os.PathLike[str]) -> Cache:
     codecs = {repr(codec): codec for codec in _codecs(method)}
     with safe_open(path, framework="np") as file, _damage(path):
         tree = {name: _restore(node, name, file, codecs) for name, node in head.tree.items()}
-        return Cache(tree["groups"], tree["next"], tree["pool"], method, head.model)
+        return Cache(**tree, method=method, model=head.model)
 
 
 def read_cache_header(path: str | os.PathLike[str]) -> CacheFile:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from kvjax.errors import InputError
@@ -22,7 +21,7 @@ from kvjax.models.hf import check_dtype
 from kvjax.models.model import Model
 from kvjax.models.placement import leaves, map_leaves, placement
 from kvjax.models.tokenizer import read_text, write_text
-from kvjax.models.transformer import Config, Group, Params, check_groups, plan, shapes
+from kvjax.models.transformer import Config, Group, Params, check_groups, plan, regroup, shapes
 from kvjax.ops.rope import Rope
 
 MARKER = "kvjax.json"
@@ -76,7 +75,7 @@ def load_checkpoint(
     if groups == saved:
         params = _restore(folder, tree, dtype, place)
     else:
-        params = _regroup(_restore(folder, shapes(config, saved), dtype, lambda *_: None), groups)
+        params = regroup(_restore(folder, shapes(config, saved), dtype, lambda *_: None), groups)
         params = map_leaves(lambda path, x: jax.device_put(x, place(path, x.shape)), params)
     return Model(config, params, **read_text(folder)._asdict(), name=folder.resolve().name)
 
@@ -85,7 +84,7 @@ def _read_head(folder: Path) -> tuple[Config, tuple[Group, ...], str]:
     head = read_json(folder / MARKER)
     if head.get("format") != FORMAT:
         raise InputError(
-            f"{folder} is a checkpoint of format {head.get('format')!r}, this kvjax reads {FORMAT}: update kvjax"
+            f"{folder} has checkpoint format {head.get('format')!r}, this kvjax reads {FORMAT}: update kvjax"
         )
     try:
         fields = dict(head["config"])
@@ -135,17 +134,3 @@ def _check_shapes(folder: Path, tree: Params, found: Any) -> None:
         raise InputError(
             f"the weights in {folder} do not fit its {MARKER}: {', '.join(wrong[:8])}: save it again"
         )
-
-
-def _regroup(params: Params, groups: tuple[Group, ...]) -> Params:
-    """The same layers stacked as `groups` says."""
-    layers = [
-        {name: leaf[i] for name, leaf in group.items()}
-        for group in params["layers"]
-        for i in range(next(iter(group.values())).shape[0])
-    ]
-    stacked = tuple(
-        {name: jnp.stack([layer[name] for layer in layers[g.first : g.first + g.size]]) for name in layers[0]}
-        for g in groups
-    )
-    return {**params, "layers": stacked}

@@ -97,7 +97,7 @@ class Fresh(NamedTuple):
 
 
 def union(
-    gm: GroupMethod, past: tuple[Segment, ...], pool: Pages | None, fresh: Fresh, pos: Int[Array, "B T"]
+    gm: GroupMethod, past: tuple[Segment, ...], pools: tuple[Pages, ...], fresh: Fresh, pos: Int[Array, "B T"]
 ) -> View:
     """All slots of a group, old and new, decoded and side by side on the slot axis: [Lg, B, K, S, ...].
 
@@ -107,7 +107,7 @@ def union(
     layers, b, heads, t, _ = fresh.k.shape
     new_pos = jnp.broadcast_to(pos[None, :, None], (layers, b, heads, t))
     mass = fresh.masses[-1] if fresh.masses else jnp.zeros(new_pos.shape, jnp.float32)
-    views = [_decoded(s, pool, stats) for s in past]
+    views = [_decoded(s, pools, stats) for s in past]
     for i, seen in enumerate(fresh.masses[:-1]):
         views[i] = views[i]._replace(stats={n: x + seen for n, x in views[i].stats.items()})
     views.append(View(fresh.k, fresh.v, new_pos, None, {n: mass for n in stats}))
@@ -118,12 +118,11 @@ def union(
     return jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=3), *views)
 
 
-def _decoded(segment: Segment, pool: Pages | None, stats: frozenset[str]) -> View:
+def _decoded(segment: Segment, pools: tuple[Pages, ...], stats: frozenset[str]) -> View:
     if isinstance(segment, Slots):
         old = {n: segment.stats.get(n, jnp.zeros(segment.pos.shape, jnp.float32)) for n in stats}
         return View(*segment.keys(), old)
-    assert pool is not None
-    keys = over_layers(lambda s: gather_pages(s, pool), segment)
+    keys = over_layers(lambda s: gather_pages(s, pools[segment.pool]), segment)
     return View(*keys, {n: jnp.zeros(keys.pos.shape, jnp.float32) for n in stats})
 
 
@@ -303,28 +302,42 @@ def _write_granules(gm: GroupMethod, body: Slots, row: Int[Array, "Lg B K F"], n
 
 def build_group_pages(
     chosen: list[tuple[GroupMethod, View, Bool[Array, "Lg B K S"]]], tokens: int, room: int
-) -> tuple[list[tuple[Segment, ...]], Pages]:
-    """Paged bodies of several groups in one pool, each with a dense tail of `room` slots for new tokens."""
-    gms, views, kept = zip(*chosen, strict=True)
-    keep = gms[0].keep
+) -> tuple[list[tuple[Segment, ...]], tuple[Pages, ...]]:
+    """Paged bodies of groups, each with a dense tail of `room` slots for new tokens.
+
+    One pool for all of them where the allocation moves slots between layers, else one per group.
+    """
+    keep = chosen[0][0].keep
     assert keep is not None
-    layers = sum(v.pos.shape[0] for v in views)
-    _, b, heads, slots = views[0].pos.shape
-    lists = layers * b * heads
-    per_head = min(keep.budget.capacity(tokens), slots)
-    indices, pool = build_pages(
-        kept,
-        views,
-        tuple(gm.first for gm in gms),
-        page=keep.page,
-        pages=pool_pages(lists * per_head, lists, keep.page),
-        codecs=gms[0].codecs,
-    )
-    groups = []
-    for gm, view, index in zip(gms, views, indices, strict=True):
-        empty = Slots(*jax.tree.map(lambda x: x[:, :, :, :0], view[:4]))
-        groups.append((index, _encoded(pad_slots(empty, max(room, 1)), gm)))
-    return groups, pool
+    layers = sum(v.pos.shape[0] for _, v, _ in chosen)
+    _, b, heads, slots = chosen[0][1].pos.shape
+    n = min(keep.budget.capacity(tokens), slots)
+    most = keep.allocate.layer_slots(n, slots, layers, heads)
+    shares, at = [], 0
+    for _, view, _ in chosen:
+        shares.append(sum(most[at : at + view.pos.shape[0]]))
+        at += view.pos.shape[0]
+    batches = [chosen] if keep.allocate.across_layers else [[c] for c in chosen]
+    sizes = [sum(shares)] if keep.allocate.across_layers else shares
+    groups: list[tuple[Segment, ...]] = []
+    pools = []
+    for number, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
+        gms, views, kept = zip(*batch, strict=True)
+        lists = sum(v.pos.shape[0] for v in views) * b * heads
+        pages = pool_pages(b * size, lists, keep.page)
+        indices, pool = build_pages(
+            kept, views, page=keep.page, pages=pages, codecs=gms[0].codecs, number=number
+        )
+        pools.append(pool)
+        groups += [
+            (index, _empty_tail(gm, v, room)) for gm, v, index in zip(gms, views, indices, strict=True)
+        ]
+    return groups, tuple(pools)
+
+
+def _empty_tail(gm: GroupMethod, view: View, room: int) -> Slots:
+    empty = Slots(*jax.tree.map(lambda x: x[:, :, :, :0], view[:4]))
+    return _encoded(pad_slots(empty, max(room, 1)), gm)
 
 
 # --- extending -----------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""The one error that means "the input is at fault": the command line prints it alone and exits with code 2."""
+"""The one error that means "the input is at fault": the command line prints it alone, with exit code 2."""
 
 
 class InputError(ValueError):
-    """Something handed to kvjax cannot be used; the message says what was given, what was expected, what to do.
+    """Something given to kvjax cannot be used; the message says what it was, what was expected, what to do.
 
     >>> raise InputError("budget is 1.5, expected a fraction in (0, 1] or a whole number of slots")
     Traceback (most recent call last):

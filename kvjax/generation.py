@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import steps
-from kvjax.cache import Cache, Paged, Slots
+from kvjax.cache import Cache
 from kvjax.compress import free_slots, reserve
 from kvjax.errors import InputError
 from kvjax.grammar import Method
@@ -353,15 +353,3 @@ def generate(
     return Generated(
         out, jnp.pad(jnp.stack(logprobs, 1), ((0, 0), (0, blank))), _labelled(state, chosen, model)
     )
-
-
-def read_bytes(cache: Cache) -> int:
-    """Bytes of keys and values that one decode step reads (a read method visits fewer than it holds)."""
-    total = 0
-    for group in cache.groups:
-        for segment in group:
-            if isinstance(segment, Slots | Paged):
-                total += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(segment))
-    if cache.pool is not None:
-        total += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.pool))
-    return total

@@ -105,12 +105,23 @@ class Pattern(Protocol):
 
 @runtime_checkable
 class Allocation(Protocol):
-    """Turns a mean budget into one count per layer, row and head; uniform ones keep dense storage."""
+    """Turns a mean budget into one count per layer, row and head.
+
+    uniform ones keep dense storage, the others pages; across_layers: slots move between layers, so all
+    layers share one pool.
+    """
 
     @property
     def uniform(self) -> bool: ...
 
+    @property
+    def across_layers(self) -> bool: ...
+
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]: ...
+
+    def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
+        """Most slots that a row of at most `tokens` tokens keeps in all its heads, per layer (static)."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -129,11 +129,11 @@ def observe(
     start = jnp.zeros_like(lengths) if cache is None else cache.next
     context = positions(tokens, lengths, start)
     states = ((),) * len(params["layers"]) if cache is None else cache.groups
-    pool = None if cache is None else cache.pool
+    pools = () if cache is None else cache.pools
     reduce = next((o.reduce for o in needs if isinstance(o, Mass)), None)
 
     def attention(layer: Layer, x: Projected, state: tuple[Segment, ...]):
-        past = [_keys(s, layer.index, pool) for s in state]
+        past = [_keys(s, layer.index, pools) for s in state]
         phase = context.pos
         if run.rank_phase and past:
             live = (past[-1].pos >= 0).sum(-1, dtype=jnp.int32)
@@ -157,9 +157,9 @@ def observe(
     return Prompt(fresh, context, tokens, logits)
 
 
-def _keys(segment: Segment, index: int | Array, pool: Any) -> Keys:
+def _keys(segment: Segment, index: int | Array, pools: tuple[Pages, ...]) -> Keys:
     one = segment.layer(index)
-    return gather_pages(one, pool) if isinstance(one, Paged) else one.keys()
+    return gather_pages(one, pools[one.pool]) if isinstance(one, Paged) else one.keys()
 
 
 def needs_of(run: Run, params: Params, compress: bool = True) -> frozenset:
@@ -189,7 +189,7 @@ def settle(
     """
     gms = run.groups(params)
     pos, length = prompt.context
-    old_pool = None if cache is None else cache.pool
+    old_pools = () if cache is None else cache.pools
     pasts = ((),) * len(gms) if cache is None else cache.groups
     acting = [gm.keep is not None and (compress or run.config.window(gm.first) is not None) for gm in gms]
     fresh = [_as_stored(run, gm, f) for gm, f in zip(gms, prompt.fresh, strict=True)]
@@ -200,7 +200,7 @@ def settle(
         if pasts[i] and not acting[i]:
             groups[i] = extend(gm, pasts[i], fresh[i], pos)
             continue
-        views[i] = union(gm, pasts[i], old_pool, fresh[i], pos)
+        views[i] = union(gm, pasts[i], old_pools, fresh[i], pos)
     if compress and run.method.keep is not None and run.method.keep.probe is not None:
         fresh = _probed(run, params, prompt, views, fresh)
     scores = {
@@ -215,17 +215,17 @@ def settle(
                 gms[i], views[i], stay, fresh[i], length, run.attention_spec(gms[i].first)
             )
 
-    pool = old_pool
+    pools = old_pools
     paged = [i for i in scores if gms[i].paged]
     if paged:
-        some, pool = build_group_pages([(gms[i], views[i], kept[i]) for i in paged], tokens, room)
+        some, pools = build_group_pages([(gms[i], views[i], kept[i]) for i in paged], tokens, room)
         groups |= dict(zip(paged, some, strict=True))
     for i in views:
         if i not in groups:
             # A keep that was not asked to act yet leaves everything, with the room behind it.
             gm = gms[i] if acting[i] else gms[i]._replace(keep=None)
             groups[i] = build(gm, views[i], kept.get(i), tokens, room)
-    return Cache(tuple(groups[i] for i in range(len(gms))), length, pool)
+    return Cache(tuple(groups[i] for i in range(len(gms))), length, pools)
 
 
 def _probed(
@@ -288,7 +288,7 @@ def step_fn(
         tail = _append(run, layer, tail, k, x.v, jnp.where(append, at, -1))
         state = (*state[:-1], tail)
         q = rotary(layer, x.q, _query_phase(run, tail.pos[layer.index], at), length)
-        out, mass = _attend_segments(run, gm, layer, q, state, cache.pool, at)
+        out, mass = _attend_segments(run, gm, layer, q, state, cache.pools, at)
         if gm.evicting:
             state = (*state[:-1], _evict(run, gm, layer, tail, mass, q, length, append))
         return out, state, None
@@ -313,7 +313,7 @@ def _attend_segments(
     layer: Layer,
     q: Float[Array, "B N 1 H"],
     state: tuple[Segment, ...],
-    pool: Pages | None,
+    pools: tuple[Pages, ...],
     at: Int[Array, "B"],
 ) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B K S"] | None]:
     """One query over the union of a layer's segments; with the mass on the last one where evicting needs it."""
@@ -322,7 +322,7 @@ def _attend_segments(
     for i, segment in enumerate(state):
         one = segment.layer(layer.index)
         if isinstance(one, Paged):
-            assert pool is not None
+            pool = pools[one.pool]
             part = attend_pages(
                 q, one, layer.index, pool, pos, scale=config.scale, softcap=config.attention_softcap
             )

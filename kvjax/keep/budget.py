@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.keep.select import ranks
@@ -15,6 +17,10 @@ class Uniform:
     """Every head of every layer keeps n slots."""
 
     uniform = True
+    across_layers = False
+
+    def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
+        return [heads * n] * layers
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
         return jnp.broadcast_to(n[None, :, None], scores.shape[:3])
@@ -32,6 +38,10 @@ class AcrossHeads:
     floor: float = 0.2
     blend: bool = True
     uniform = False
+    across_layers = False
+
+    def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
+        return [heads * n] * layers
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
         layers, b, k, s = scores.shape
@@ -60,6 +70,10 @@ class AcrossLayers:
     """KVzip (arXiv:2505.23416), non-uniform: the L * K * n best slots of the whole stack stay."""
 
     uniform = False
+    across_layers = True
+
+    def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
+        return [heads * n] * layers
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
         layers, b, k, s = scores.shape
@@ -70,24 +84,42 @@ class AcrossLayers:
 
 @dataclasses.dataclass(frozen=True)
 class Pyramid:
-    """PyramidKV (arXiv:2406.02069): counts fall linearly from the first to the last layer, mean n.
+    """PyramidKV (arXiv:2406.02069, section 4.2): counts fall linearly from the first layer to the last.
 
-    The last layer gets window + (n - window) / beta, the first as much above the mean as the last lies
-    below it, and no layer less than `window`.
+    "paper": beyond a window that every layer keeps, the last layer gets (n - window) / beta slots and the
+    first as much above the mean as the last lies below it, at most what the prompt has; rounded so that the
+    stack keeps L * n. "kvpress": the window counts inside the layer's share, each layer is rounded alone, and
+    budgets too small for the window are uniform.
     """
 
     beta: float = 20.0
     window: int = 0
+    variant: str = "paper"
     uniform = False
+    across_layers = False
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
-        layers = scores.shape[0]
-        spare = jnp.maximum(n - self.window, 0).astype(jnp.float32)[None]
-        low = spare / self.beta
-        step = (2 * spare - 2 * low) / max(layers - 1, 1)
-        share = 2 * spare - low - step * jnp.arange(layers, dtype=jnp.float32)[:, None]
-        share = jnp.where(layers == 1, spare, share)
-        # Rounded running totals keep the stack's total at L * n.
-        total = jnp.round(jnp.cumsum(share, 0)).astype(jnp.int32)
-        count = jnp.diff(total, axis=0, prepend=jnp.zeros_like(total[:1])) + jnp.minimum(n, self.window)[None]
+        length = (scores > -jnp.inf).sum(-1).max((0, 2))
+        count = self._per_layer(jnp, n[None], length[None], scores.shape[0])
         return jnp.broadcast_to(count[..., None], scores.shape[:3])
+
+    def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
+        rows = self._per_layer(np, np.arange(1, n + 1)[None], np.full((1, n), tokens), layers)
+        return [heads * int(x) for x in rows.max(1)]
+
+    def _per_layer(self, xp: Any, n: Any, length: Any, layers: int) -> Any:
+        """Counts [L, B] with the array module xp; n and length are [1, B]."""
+        depth = xp.arange(layers, dtype=xp.float32)[:, None]
+        exact, room = n.astype(xp.float32), length.astype(xp.float32) - self.window
+        inside = self.variant == "kvpress"
+        spare = exact if inside else xp.maximum(exact - self.window, 0)
+        high = xp.minimum(2 * spare - spare / self.beta, room)
+        low = 2 * spare - high
+        share = high - depth * (high - low) / max(layers - 1, 1)
+        if inside:
+            steep = (length >= high) & (high >= low) & (low >= self.window)
+            return xp.where(steep, xp.round(share), exact).astype(xp.int32)
+        # Rounded running totals keep the stack's total at L * n.
+        total = xp.round(xp.cumsum(share if layers > 1 else spare, 0)).astype(xp.int32)
+        count = total - xp.concatenate([xp.zeros_like(total[:1]), total[:-1]])
+        return count + xp.minimum(n, self.window).astype(xp.int32)

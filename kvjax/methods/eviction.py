@@ -91,7 +91,7 @@ def pyramidkv(
     kernel: int = 5,
     beta: float = 20.0,
     page: int = 128,
-    variant: str = "kvpress",
+    variant: str = "paper",
 ) -> Method:
     """PyramidKV (Cai et al., 2024, arXiv:2406.02069), section 4: SnapKV scores, pyramidal layer budgets.
 
@@ -100,7 +100,12 @@ def pyramidkv(
     """
     score, per_head = _window_score(window, kernel, variant)
     keep = Keep(
-        score, Budget(budget), Pyramid(beta, window), (Recent(window),), per_query_head=per_head, page=page
+        score,
+        Budget(budget),
+        Pyramid(beta, window, variant),
+        (Recent(window),),
+        per_query_head=per_head,
+        page=page,
     )
     return Method(keep)
 

@@ -6,7 +6,7 @@ sliding window, not too old. Nothing here asks which method arranged the keys or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -109,21 +109,25 @@ def _log_total(top: Array, total: Array, safe: Array) -> Array:
 def _weighted_values(p: Float[Array, "B K G T S"], keys: Keys, bnt: tuple[int, int, int]) -> Array:
     """sum_j p_j v_j as [B, N, T, V]; whatever lies in an empty slot, NaN included, adds nothing."""
     b, k, g, t, s = p.shape
-    weights = p.reshape(b, k, g * t, s).astype(keys.v.dtype)
+    out = _sum_values(p.reshape(b, k, g * t, s).astype(keys.v.dtype), keys.v, keys.pos)
+    return out.reshape(*bnt, -1)
 
+
+@jax.jit
+def _sum_values(p: Float[Array, "B K R S"], v: Float[Array, "B K S V"], pos: Int[Array, "B #K S"]) -> Array:
     def total(v: Array) -> Array:
-        return jnp.einsum("bkts,bksv->bktv", weights, v, preferred_element_type=jnp.float32)
+        return jnp.einsum("bkrs,bksv->bkrv", p, v, preferred_element_type=jnp.float32)
 
     def cleaned() -> Array:
-        return total(jnp.where((keys.pos >= 0)[..., None], keys.v, jnp.zeros((), keys.v.dtype)))
+        return total(jnp.where((pos >= 0)[..., None], v, jnp.zeros((), v.dtype)))
 
     def repaired() -> Array:
         # 0 * NaN is NaN. XLA on CPU would write a masked copy of v at every call (2.5x the time of a
         # decode step), so there the copy is made only where a NaN shows.
-        out = total(keys.v)
+        out = total(v)
         return jax.lax.cond(jnp.isnan(out).any(), cleaned, lambda: out)
 
-    return jax.lax.platform_dependent(cpu=repaired, default=cleaned).reshape(*bnt, -1)
+    return jax.lax.platform_dependent(cpu=repaired, default=cleaned)
 
 
 def merge(
@@ -144,6 +148,12 @@ def merge(
     return out.astype(parts[0][0].dtype), _log_total(top, total, safe)
 
 
+# Queries per strip, and how many different key prefixes a long prompt is cut into: each prefix is compiled
+# apart and its strips run in a loop, so more prefixes skip more of the causal half and compile longer.
+STRIP = 256
+PREFIXES = 8
+
+
 def causal_attention(
     q: Float[Array, "B N T H"],
     new: Keys,
@@ -154,31 +164,58 @@ def causal_attention(
     window: int | None = None,
     softcap: float | None = None,
     mass: str | None = None,
-    strip: int = 256,
 ) -> tuple[Float[Array, "B N T V"], tuple[Array, ...]]:
     """Attention of T new tokens over `past` sets and over themselves; returns (out, masses).
 
-    Works in strips of queries, so no [T, T] map exists, and a strip never touches the new keys behind its
+    Works in strips of queries, so no [T, T] map exists, and a strip hardly touches the new keys behind its
     last row: the causal half is skipped. Masses come as (one per past set ..., the new set). The new keys
     must lie in the order of the queries.
     """
     t = q.shape[2]
-    outs, new_mass, past_mass = [], None, None
-    for start in range(0, t, strip):
-        stop = min(start + strip, t)
+    join = jnp.maximum if mass == "max" else jnp.add
+    part = -(-t // (PREFIXES * STRIP)) * STRIP
+    outs, total = [], None
+    for start in range(0, t, part):
+        stop = min(start + part, t)
         # Right padding keeps positions increasing along a row, so older strips hide nothing newer.
         first = 0 if window is None else max(0, start - window + 1)
-        part = jax.tree.map(lambda x, a=first, z=stop: x[:, :, a:z], new)
-        out, _, masses = attend(
-            q[:, :, start:stop], (*past, part), q_pos[:, start:stop],
-            scale=scale, window=window, softcap=softcap, mass=mass,
-        )  # fmt: skip
+        seen = jax.tree.map(lambda x, a=first, z=stop: x[:, :, a:z], new)
+
+        def strip(at: tuple[Array, Array], seen: Keys = seen) -> tuple[Array, tuple[Array, ...]]:
+            sets = (*past, seen)
+            out, _, masses = attend(
+                at[0], sets, at[1], scale=scale, window=window, softcap=softcap, mass=mass
+            )
+            return out, masses
+
+        out, masses = _by_strips(strip, q[:, :, start:stop], q_pos[:, start:stop], join)
         outs.append(out)
         if mass is not None:
-            here = jnp.zeros((*part.k.shape[:2], t), jnp.float32).at[:, :, first:stop].set(masses[-1])
-            join = jnp.add if mass == "sum" else jnp.maximum
-            new_mass = here if new_mass is None else join(new_mass, here)
-            old = masses[:-1]
-            past_mass = old if past_mass is None else tuple(map(join, past_mass, old))
-    masses = () if mass is None else (*(past_mass or ()), new_mass)
-    return jnp.concatenate(outs, axis=2), masses
+            here = jnp.zeros((*new.k.shape[:2], t), jnp.float32).at[:, :, first:stop].set(masses[-1])
+            masses = (*masses[:-1], here)
+            total = masses if total is None else tuple(map(join, total, masses))
+    return jnp.concatenate(outs, axis=2), total or ()
+
+
+def _by_strips(
+    strip: Callable[[tuple[Array, Array]], tuple[Array, tuple[Array, ...]]],
+    q: Float[Array, "B N T H"],
+    q_pos: Int[Array, "B T"],
+    join: Callable[[Array, Array], Array],
+) -> tuple[Float[Array, "B N T V"], tuple[Array, ...]]:
+    """strip over every STRIP queries, masses joined; a remainder that is not a whole strip goes at once."""
+    b, n, t, h = q.shape
+    if t <= STRIP or t % STRIP:
+        return strip((q, q_pos))
+    rows = jnp.moveaxis(q.reshape(b, n, t // STRIP, STRIP, h), 2, 0)
+    pos = jnp.moveaxis(q_pos.reshape(b, t // STRIP, STRIP), 1, 0)
+    shapes = jax.eval_shape(strip, (rows[0], pos[0]))[1]
+
+    def body(masses: tuple[Array, ...], at: tuple[Array, Array]) -> tuple[tuple[Array, ...], Array]:
+        out, new = strip(at)
+        return tuple(map(join, masses, new)), out
+
+    # Masses are never negative, so zero starts a sum and a maximum alike.
+    zero = tuple(jnp.zeros(m.shape, m.dtype) for m in shapes)
+    masses, outs = jax.lax.scan(body, zero, (rows, pos))
+    return jnp.moveaxis(outs, 0, 2).reshape(b, n, t, -1), masses

@@ -7,6 +7,8 @@ pages that exist, whoever owns them.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +32,13 @@ def pool_pages(slots: int, heads: int, page: int) -> int:
 def build_pages(
     kept: tuple[Bool[Array, "Lg B K S"], ...],
     views: tuple[View, ...],
-    first_layers: tuple[int, ...],
     *,
     page: int,
     pages: int,
     codecs: tuple[Codec | None, Codec | None],
+    number: int,
 ) -> tuple[tuple[Paged, ...], Pages]:
-    """Moves the kept slots of every group into one pool, in slot order; one Paged index per group."""
+    """Moves the kept slots of some groups into pool `number`, in slot order; one Paged index per group."""
     counts = jnp.concatenate([m.sum(-1, dtype=jnp.int32) for m in kept])
     need = -(-counts.reshape(-1) // page)
     ends = jnp.cumsum(need, dtype=jnp.int32)
@@ -53,12 +55,13 @@ def build_pages(
         move(tuple(v.pos for v in views), -1),
         owner,
         None if views[0].bias is None else move(tuple(v.bias for v in views), 0),  # type: ignore[arg-type]
+        counts.shape[0],
     )
     most = -(-min(max(m.shape[-1] for m in kept), pages * page) // page)
     table = jnp.minimum(start[..., None] + jnp.arange(most, dtype=jnp.int32)[None, None, None], pages - 1)
     indices, at = [], 0
-    for m, first in zip(kept, first_layers, strict=True):
-        indices.append(Paged(table[at : at + m.shape[0]], counts[at : at + m.shape[0]], first))
+    for m in kept:
+        indices.append(Paged(table[at : at + m.shape[0]], counts[at : at + m.shape[0]], number, at))
         at += m.shape[0]
     return tuple(indices), pool
 
@@ -94,8 +97,8 @@ def attend_pages(
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
     """Attention of a few queries over one layer's pages; returns (out, lse).
 
-    Walks the layer's pages in blocks and keeps an online softmax per (row, head): the trip count is data,
-    so a layer with fewer pages costs less.
+    A pool of one layer is read at once. In a pool of several, the layer's pages are walked in blocks with an
+    online softmax: the trip count is data, so a layer with fewer pages costs less.
     """
     b, n, t, h = q.shape
     kv_heads = segment.table.shape[-2]
@@ -103,50 +106,68 @@ def attend_pages(
     queries = q.reshape(lists, rows, h)
     # Queries of one list share their positions across the group.
     pos = jnp.broadcast_to(q_pos[:, None, None, :], (b, kv_heads, n // kv_heads, t)).reshape(lists, rows)
-    owners = jnp.where(pool.owner < 0, FREE, pool.owner)
-    base = (segment.first_layer + layer) * lists
-    ends = jnp.searchsorted(owners, jnp.stack([base, base + lists]).astype(jnp.int32)).astype(jnp.int32)
-    total = pool.owner.shape[0]
-    block = min(total, max(1, WALK_TOKENS // pool.page_tokens))
+    visit = partial(_visit_block, queries=queries, q_pos=pos, scale=scale, softcap=softcap)
     width = dense(jax.tree.map(lambda x: x[:1], pool.v)).shape[-1]
-
-    def visit(i: int | Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        # The last block is shifted back to stay inside the pool; pages seen before are masked out.
-        first = ends[0] + i * block
-        at = jnp.minimum(first, total - block)
-        take = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at, block), pool)
-        number = at + jnp.arange(block, dtype=jnp.int32)
-        fresh = (number >= first) & (number < ends[1])
-        who = jnp.where(fresh, take.owner - base, lists).astype(jnp.int32)
-        return _visit_block(carry, take, who, fresh, queries, pos, scale, softcap)
-
-    none = jnp.full((lists, rows), NEG_INF)
-    carry = (none, jnp.zeros((lists, rows)), jnp.zeros((lists, rows, width)))
-    blocks = -(-(ends[1] - ends[0]) // block)
-    top, weight, out = jax.lax.fori_loop(0, blocks, visit, carry)
+    carry = (jnp.full((lists, rows), NEG_INF), jnp.zeros((lists, rows)), jnp.zeros((lists, rows, width)))
+    if pool.layers == 1:
+        top, weight, out = visit(carry, pool, jnp.where(pool.owner < 0, lists, pool.owner))
+    else:
+        top, weight, out = _walk(visit, carry, pool, (segment.first_layer + layer) * lists, lists)
     safe = jnp.where(weight == 0, 1.0, weight)
     lse = jnp.where(weight == 0, NEG_INF, top + jnp.log(safe))
     out = (out / safe[..., None]).astype(q.dtype)
     return out.reshape(b, n, t, width), lse.reshape(b, n, t)
 
 
-def _visit_block(carry, pages: Pages, who, fresh, queries, q_pos, scale, softcap):
-    """Folds a block of pages into the running (max, weight, weighted values) of their lists."""
+Carry = tuple[Array, Array, Array]
+
+
+def _walk(
+    visit: Callable[[Carry, Pages, Array], Carry], carry: Carry, pool: Pages, base: int | Array, lists: int
+) -> Carry:
+    """`visit` over the pages owned by lists base .. base + lists - 1, block by block."""
+    owners = jnp.where(pool.owner < 0, FREE, pool.owner)
+    bounds = jnp.stack([jnp.asarray(base, jnp.int32), jnp.asarray(base + lists, jnp.int32)])
+    ends = jnp.searchsorted(owners, bounds).astype(jnp.int32)
+    total = pool.owner.shape[0]
+    block = min(total, max(1, WALK_TOKENS // pool.page_tokens))
+
+    def body(i: Array, carry: Carry) -> Carry:
+        # The last block is shifted back to stay inside the pool; pages seen before are left out.
+        first = ends[0] + i * block
+        at = jnp.minimum(first, total - block)
+        pages = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at, block), pool)
+        number = at + jnp.arange(block, dtype=jnp.int32)
+        mine = (number >= first) & (number < ends[1])
+        return visit(carry, pages, jnp.where(mine, pages.owner - base, lists).astype(jnp.int32))
+
+    return jax.lax.fori_loop(0, -(-(ends[1] - ends[0]) // block), body, carry)
+
+
+def _visit_block(
+    carry: Carry,
+    pages: Pages,
+    who: Int[Array, "P"],
+    *,
+    queries: Float[Array, "L R H"],
+    q_pos: Int[Array, "L R"],
+    scale: float,
+    softcap: float | None,
+) -> Carry:
+    """Folds pages into the running (max, weight, weighted values) of their lists; who = lists means nobody."""
     top, weight, out = carry
     lists = queries.shape[0]
     mine = jnp.minimum(who, lists - 1)
     k, v = dense(pages.k), dense(pages.v)
-    # 0 * NaN is NaN: what lies in an empty slot must not reach the sum.
-    v = jnp.where((pages.pos >= 0)[..., None], v, jnp.zeros((), v.dtype))
     s = jnp.einsum("prh,pjh->prj", queries[mine], k, preferred_element_type=jnp.float32) * scale
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)
     if pages.bias is not None:
         s = s + pages.bias[:, None, :]
     key = pages.pos[:, None, :]
-    s = jnp.where((key >= 0) & (key <= q_pos[mine][..., None]) & fresh[:, None, None], s, NEG_INF)
-    page_top = s.max(-1)
-    new_top = jnp.maximum(top, jax.ops.segment_max(page_top, who, lists, mode="drop"))
+    seen = (key >= 0) & (key <= q_pos[mine][..., None]) & (who < lists)[:, None, None]
+    s = jnp.where(seen, s, NEG_INF)
+    new_top = jnp.maximum(top, jax.ops.segment_max(s.max(-1), who, lists, mode="drop"))
     safe_top = jnp.where(new_top == NEG_INF, 0.0, new_top)
     p = jnp.exp(s - safe_top[mine][..., None])
     add = jnp.einsum("prj,pjv->prv", p.astype(v.dtype), v, preferred_element_type=jnp.float32)

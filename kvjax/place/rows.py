@@ -36,19 +36,25 @@ def fork(cache: Cache, copies: int) -> Cache:
 
 @partial(jax.jit, static_argnames="copies")
 def _fork(cache: Cache, copies: int) -> Cache:
-    pool, tables = cache.pool, [s for group in cache.groups for s in group if isinstance(s, Paged)]
-    if pool is not None and tables:
-        forked, pool = fork_pages(tuple(tables), pool, cache.next.shape[0], copies)
-        tables = list(forked)
-    pages = iter(tables)
+    rows, pools = cache.next.shape[0], []
+    tables = {}
+    for number, pool in enumerate(cache.pools):
+        mine = tuple(s for s in _paged(cache) if s.pool == number)
+        forked, pool = fork_pages(mine, pool, rows, copies)
+        tables |= {(number, s.first_layer): s for s in forked}
+        pools.append(pool)
 
     def copy(segment: Segment) -> Segment:
         if isinstance(segment, Paged):
-            return next(pages)
+            return tables[segment.pool, segment.first_layer]
         return jax.tree.map(lambda x: jnp.repeat(x, copies, axis=1), segment)
 
     groups = tuple(tuple(copy(s) for s in group) for group in cache.groups)
-    return dataclasses.replace(cache, groups=groups, next=jnp.repeat(cache.next, copies), pool=pool)
+    return dataclasses.replace(cache, groups=groups, next=jnp.repeat(cache.next, copies), pools=tuple(pools))
+
+
+def _paged(cache: Cache) -> list[Paged]:
+    return [segment for group in cache.groups for segment in group if isinstance(segment, Paged)]
 
 
 def reset_rows(cache: Cache, rows: Array | np.ndarray | Sequence[bool]) -> Cache:
@@ -76,11 +82,9 @@ def reset_rows(cache: Cache, rows: Array | np.ndarray | Sequence[bool]) -> Cache
 @jax.jit
 def _reset(cache: Cache, rows: Bool[Array, "B"]) -> Cache:
     groups = tuple(tuple(_emptied(s, rows) for s in group) for group in cache.groups)
-    pool = cache.pool
-    if pool is not None:
-        heads = next(s.table.shape[2] for group in cache.groups for s in group if isinstance(s, Paged))
-        pool = _emptied_pages(pool, rows, heads)
-    return dataclasses.replace(cache, groups=groups, next=jnp.where(rows, 0, cache.next), pool=pool)
+    heads = {s.pool: s.table.shape[2] for s in _paged(cache)}
+    pools = tuple(_emptied_pages(pool, rows, heads[i]) for i, pool in enumerate(cache.pools))
+    return dataclasses.replace(cache, groups=groups, next=jnp.where(rows, 0, cache.next), pools=pools)
 
 
 def _emptied(segment: Segment, rows: Bool[Array, "B"]) -> Segment:

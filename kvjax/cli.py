@@ -1,0 +1,127 @@
+"""The `kvjax` command: reads arguments, calls a subcommand, turns errors of the input into one line and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NoReturn
+
+from kvjax.errors import InputError
+
+COMMANDS = ("compare", "methods", "generate", "inspect", "info")
+BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code; `--help` and `--version` raise SystemExit.
+
+    >>> main(["methods", "--jsn"])
+    2
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except InputError as error:
+        return _complain(str(error))
+    except ValueError as error:
+        # Words of the grammar refuse their values so; a ValueError from elsewhere is a bug and keeps its traceback.
+        if not _deliberate(error.__traceback__):
+            raise
+        return _complain(f"{error}: see `kvjax {words[0]} --help`")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        _silence_stdout()
+        return BROKEN_PIPE
+
+
+def _run(words: list[str]) -> int:
+    parser = make_parser()
+    if not words:
+        parser.print_help()
+        return 0
+    if not words[0].startswith("-") and words[0] not in COMMANDS:
+        near = difflib.get_close_matches(words[0], COMMANDS, 1)
+        hint = f"did you mean {near[0]}?" if near else "see `kvjax --help`"
+        raise InputError(f"unknown command {words[0]!r}, expected one of {', '.join(COMMANDS)}: {hint}")
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        options = re.findall(r"--[a-z-]+", args.parser.format_help())
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], options, 1)
+        hint = f"did you mean {near[0]}?" if near else f"see `{args.parser.prog} --help`"
+        raise InputError(f"unknown argument {unknown[0]!r}, expected those of `{args.parser.prog}`: {hint}")
+    args.run(args)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of every subcommand; each one's `run` is in its namespace."""
+    parser = _Parser(
+        prog="kvjax",
+        description="KV-cache compression for decoders: run methods, compare them, look inside.",
+        epilog="Start with: kvjax compare. Each command has its own --help.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(metavar="COMMAND", parser_class=_Parser)
+    for name in COMMANDS:
+        module = importlib.import_module(f"kvjax.commands.{name}")
+        command = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=module.HELP[0].upper() + module.HELP[1:] + ".",
+            epilog=module.EXAMPLE,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run, parser=command)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, like every other error of the input, and takes no abbreviations."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}: see `{self.prog} --help`")
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        import kvjax
+
+        print(f"kvjax {kvjax.__version__}")
+        parser.exit()
+
+
+def _complain(message: str) -> int:
+    line = "kvjax: error: " + " ".join(message.split())
+    red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    print(f"\x1b[31m{line}\x1b[0m" if red else line, file=sys.stderr)
+    return BAD_INPUT
+
+
+def _deliberate(traceback: TracebackType | None) -> bool:
+    """Whether the innermost frame is ours or a user's method: then the message was written to be read."""
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    name = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))
+    return name.startswith(("kvjax.", "kvjax_user_"))
+
+
+def _silence_stdout() -> None:
+    """Nobody reads any more: what is still buffered must not fail again when Python exits."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        pass

@@ -1,0 +1,93 @@
+"""`kvjax compare`: every method on the same model, tokens and bytes."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from kvjax.commands.options import add_model, whole
+
+HELP = "run methods side by side on the same questions and print quality against measured bytes"
+EXAMPLE = """examples:
+  kvjax compare
+  kvjax compare --methods snapkv adakv kivi:bits=4 snapkv+int4 --budgets 0.5 0.25
+  kvjax compare --methods my_file.py:my_method --tasks get --samples 20 --out results
+  kvjax compare --model path/to/model --text book.txt"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help="ids (see `kvjax methods`), with hyper-parameters as snapkv:window=16, chained as snapkv+kivi, or "
+        "your own as my_file.py:my_method (default: all)",
+    )
+    parser.add_argument(
+        "--budgets",
+        nargs="+",
+        metavar="BUDGET",
+        help="what is kept: a fraction of the tokens, or whole slots per head (default: 0.5 0.25 0.125)",
+    )
+    parser.add_argument(
+        "--tasks", nargs="+", metavar="TASK", help="what is asked (default: all of the model's)"
+    )
+    parser.add_argument(
+        "--protocol",
+        nargs="+",
+        default=["agnostic", "aware"],
+        choices=("agnostic", "aware", "multi-turn"),
+        help="when the question is seen: after compression, before it, or several in turn "
+        "(default: agnostic aware)",
+    )
+    parser.add_argument("--samples", type=whole(1), metavar="N", help="contexts per protocol")
+    parser.add_argument("--length", type=whole(1), metavar="T", help="tokens per context")
+    parser.add_argument("--text", metavar="FILE", help="measure likelihood on this text instead of asking")
+    parser.add_argument("--out", metavar="DIR", help="where results go (default: kvjax-results/TIME)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of the questions (default: 0)")
+    parser.add_argument(
+        "--preset",
+        metavar="NAME|FILE",
+        help="hyper-parameters of the methods: short, long or a .gin file (default: by --length)",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    from kvjax.errors import InputError
+    from kvjax.methods.parse import parse_budget
+
+    if args.resume and args.out is None:
+        raise InputError(
+            "--resume was given without --out, expected the directory of the run to go on with: add --out DIR"
+        )
+    budgets = args.budgets and [parse_budget(b) for b in args.budgets]
+    methods = args.methods and [_method(text, args) for text in args.methods]
+    from kvjax.eval.compare import compare
+
+    compare(
+        model=args.model,
+        methods=methods,
+        budgets=budgets,
+        tasks=args.tasks,
+        protocols=tuple(args.protocol),
+        samples=args.samples,
+        length=args.length,
+        text=args.text,
+        out=args.out,
+        resume=args.resume,
+        seed=args.seed,
+        **({} if args.preset is None else {"preset": args.preset}),
+    )
+
+
+def _method(text: str, args: argparse.Namespace) -> Any:
+    """What `compare` takes for a method: an id of the table, or (label, takes a budget, builder)."""
+    from kvjax.gin_bindings import load_preset
+    from kvjax.methods import TABLE
+    from kvjax.methods.parse import parse_method
+
+    preset = args.preset or ("short" if (args.length or 512) <= 1024 else "long")
+    label, build = parse_method(text, load_preset(preset))
+    return label if label in TABLE else (label, build.takes_budget, build)

@@ -1,0 +1,84 @@
+"""`kvjax info`: what this machine and installation are, and what will run on them."""
+
+from __future__ import annotations
+
+import argparse
+
+HELP = "print versions, devices, memory, and which code paths will run"
+EXAMPLE = "example:\n  kvjax info"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It takes none."""
+
+
+def run(args: argparse.Namespace) -> None:
+    import jax
+
+    from kvjax.commands.terminal import console, pairs
+
+    platform = jax.default_backend()
+    rows = [
+        ("versions", _versions()),
+        ("python", _python()),
+        ("platform", platform),
+        *(("device" if i == 0 else "", text) for i, text in enumerate(_devices())),
+        ("memory", _memory()),
+        ("cores", _cores()),
+        ("attention", f"plain jax.numpy, compiled by XLA for {platform}"),
+        ("Pallas kernels", "none yet, the XLA path runs"),
+        ("layers", "one after another" if platform == "cpu" else "stacked, one scan over equal layers"),
+    ]
+    console().print(pairs(rows))
+
+
+def _versions() -> str:
+    from importlib.metadata import version
+
+    import kvjax
+
+    names = ("jax", "jaxlib", "numpy", "safetensors", "tokenizers")
+    return ", ".join([f"kvjax {kvjax.__version__}", *(f"{name} {version(name)}" for name in names)])
+
+
+def _python() -> str:
+    import platform
+
+    return f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+
+
+def _devices() -> list[str]:
+    """One line per kind of device."""
+    from collections import Counter
+
+    import jax
+
+    from kvjax.commands.terminal import size
+
+    lines = []
+    for (kind, platform), count in Counter((d.device_kind, d.platform) for d in jax.devices()).items():
+        device = next(d for d in jax.local_devices() if d.device_kind == kind)
+        stats = (device.memory_stats() if platform != "cpu" else None) or {}
+        memory = f", {size(stats['bytes_limit'])} each" if "bytes_limit" in stats else ""
+        lines.append(f"{count} x {kind}{f' ({platform})' if kind != platform else ''}{memory}")
+    return lines
+
+
+def _memory() -> str:
+    import psutil
+
+    from kvjax.commands.terminal import size
+
+    memory = psutil.virtual_memory()
+    return f"{size(memory.available)} available of {size(memory.total)}"
+
+
+def _cores() -> str:
+    import os
+
+    import psutil
+
+    usable = (
+        len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count()
+    )
+    return f"{usable} usable of {os.cpu_count()}"

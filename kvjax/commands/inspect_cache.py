@@ -1,0 +1,101 @@
+"""What a saved cache holds, from its header and positions: keys and values are not read, its method is not built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+from safetensors import safe_open
+
+from kvjax.cache_file import CacheFile, read_cache_header
+from kvjax.commands.terminal import BOX, console, pairs, size
+
+_PARTS = {"k": "keys", "v": "values", "pos": "positions", "table": "page tables", "lengths": "page tables"}
+_PARTS |= {"owner": "page tables", "next": "positions"}
+
+
+def print_cache(path: str) -> None:
+    """Prints method, model, rows, live slots and bytes of a cache file; InputError where it is none."""
+    head = read_cache_header(path)
+    leaves = list(_leaves(head.tree, ""))
+    total = sum(count for _, count in leaves)
+    with safe_open(path, framework="np") as file:
+        seen = file.get_tensor("next")
+        live = np.concatenate([x.ravel() for x in _live(head.tree, file)])
+    out = console()
+    rows = [
+        ("cache", path),
+        ("method", _method(head)),
+        ("model", f"fingerprint {head.model or 'none'}"),
+        ("written by", f"kvjax {head.kvjax}"),
+        (
+            "rows",
+            f"{len(seen)}, tokens seen: {', '.join(map(str, seen[:16]))}{', ...' if len(seen) > 16 else ''}",
+        ),
+        ("live slots", f"{live.mean():.1f} per head and layer, from {live.min()} to {live.max()}"),
+        ("segments", ", ".join(dict.fromkeys(_segments(head.tree)))),
+    ]
+    out.print(pairs(rows))
+    out.print()
+    table = Table(box=BOX, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("part")
+    table.add_column("bytes", justify="right")
+    table.add_column("%", justify="right")
+    sums: dict[str, int] = {}
+    for part, count in leaves:
+        sums[part] = sums.get(part, 0) + count
+    for part, count in [*sums.items(), ("all", total)]:
+        style = "bold" if part == "all" else ""
+        table.add_row(
+            Text(part, style), Text(size(count), style), Text(f"{100 * count / max(total, 1):.1f}", style)
+        )
+    out.print(table)
+
+
+def _method(head: CacheFile) -> str:
+    def words(spec: Any) -> str:
+        name, hyper = spec
+        if hyper and hyper[0] == "chain":
+            return " + ".join(words(part) for part in hyper[1:])
+        return f"{name}{':' if hyper else ''}{','.join(f'{k}={v}' for k, v in hyper)}"
+
+    return "none" if head.spec is None else words(head.spec)
+
+
+def _leaves(node: Any, place: str) -> Iterator[tuple[str, int]]:
+    """(part, bytes) of every array of a saved tree."""
+    if isinstance(node, list):
+        for child in node:
+            yield from _leaves(child, place)
+    elif isinstance(node, dict) and "node" not in node and "array" in node:
+        yield _PARTS.get(place, place), int(np.prod(node["shape"])) * jnp.dtype(node["array"]).itemsize
+    elif isinstance(node, dict):
+        for name, child in node.items():
+            # Whatever lies below keys, values or statistics is counted with them.
+            below = place if place in ("k", "v", "stats", "summary") or name in ("dict", "data") else name
+            yield from _leaves(child, below)
+
+
+def _live(tree: dict[str, Any], file: Any) -> Iterator[np.ndarray]:
+    """Live slots [Lg, B, K] of every group."""
+    for g, group in enumerate(tree["groups"]):
+        counts = []
+        for s, segment in enumerate(group):
+            name = f"groups.{g}.{s}"
+            paged = segment["node"] == "Paged"
+            counts.append(
+                file.get_tensor(f"{name}.lengths") if paged else (file.get_tensor(f"{name}.pos") >= 0).sum(-1)
+            )
+        yield np.sum(counts, axis=0)
+
+
+def _segments(tree: dict[str, Any]) -> Iterator[str]:
+    for group in tree["groups"]:
+        for segment in group:
+            paged = segment["node"] == "Paged"
+            node = tree["pools"][segment["pool"]] if paged else segment
+            yield f"{'pages' if paged else 'slots'} ({node['k'].get('array') or node['k']['codec']['codec']})"

@@ -1,0 +1,60 @@
+"""Bytes of caches before any exists: shapes of the real prefill, from a config alone."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import steps
+from kvjax.cache import Cache, nbytes
+from kvjax.generation import bucket
+from kvjax.grammar import Method
+from kvjax.models.transformer import Config, Params, plan, shapes
+from kvjax.steps import Run
+
+
+class Sizes:
+    """Shapes of one row's caches after a prompt of `tokens` tokens; the prompt is traced once for all methods.
+
+    needs: the methods that will be asked about.
+
+    >>> config = Config(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)
+    >>> Sizes(config, "float32", 64, [Method()]).nbytes(Method())  # k, v and pos: 2 * 64 * (8 + 8 + 1) * 4, and next
+    8708
+    """
+
+    def __init__(self, config: Config, dtype: Any, tokens: int, methods: list[Method]):
+        self.config, self.tokens = config, bucket(tokens)
+        # Stacked layers trace in the time of one; the bytes are the same.
+        self.params = abstract_params(config, dtype)
+        needs = (steps.needs_of(Run(config, m), self.params) for m in methods)
+        observe = partial(steps.observe, Run(config, Method()), cache=None, needs=frozenset().union(*needs))
+        ids = jax.ShapeDtypeStruct((1, self.tokens), jnp.int32)
+        self.prompt = jax.eval_shape(observe, self.params, ids, jax.ShapeDtypeStruct((1,), jnp.int32))
+
+    def cache(self, method: Method, room: int = 0) -> Cache:
+        """The cache's shapes with room for `room` more tokens.
+
+        Raises ValueError where the method cannot run on this model.
+        """
+        settle = partial(
+            steps.settle, Run(self.config, method), cache=None, tokens=self.tokens, room=room, compress=True
+        )
+        return jax.eval_shape(settle, self.params, self.prompt)
+
+    def nbytes(self, method: Method, room: int = 0) -> int:
+        """Bytes of that cache, everything counted."""
+        return nbytes(self.cache(method, room))
+
+
+def abstract_params(config: Config, dtype: Any) -> Params:
+    """Shapes of a model's parameters, its layers stacked."""
+    tree = shapes(config, plan(config, stacked=True))
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)),
+        tree,
+        is_leaf=lambda x: isinstance(x, tuple) and bool(x) and isinstance(x[0], int),
+    )

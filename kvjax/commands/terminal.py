@@ -1,0 +1,43 @@
+"""How the subcommands print: one console, one kind of table, sizes in units that people read."""
+
+from __future__ import annotations
+
+import os
+
+from rich.box import SIMPLE_HEAD as BOX
+from rich.console import Console
+from rich.table import Table
+
+_UNATTENDED_COLUMNS = 140
+
+__all__ = ["BOX", "console", "pairs", "size"]
+
+
+def console() -> Console:
+    """Standard output; 140 columns wide where it is no terminal, because nothing limits a pipe or a file."""
+    out = Console(highlight=False)
+    attended = out.is_terminal or "COLUMNS" in os.environ
+    return out if attended else Console(highlight=False, width=_UNATTENDED_COLUMNS)
+
+
+def pairs(rows: list[tuple[str, str]]) -> Table:
+    """Names on the left, what they are on the right."""
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def size(count: float) -> str:
+    """Bytes in the unit that leaves one to three digits before the point.
+
+    >>> size(512), size(1536), size(3 * 2**20)
+    ('512 B', '1.5 KiB', '3.0 MiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
