@@ -23,6 +23,7 @@ from kvjax.cache import (
     dense,
     encode,
     gather_pages,
+    nbytes,
     pad_slots,
     write_rows,
     write_slots,
@@ -99,7 +100,7 @@ class Fresh(NamedTuple):
 def union(
     gm: GroupMethod, past: tuple[Segment, ...], pools: tuple[Pages, ...], fresh: Fresh, pos: Int[Array, "B T"]
 ) -> View:
-    """All slots of a group, old and new, decoded and side by side on the slot axis: [Lg, B, K, S, ...].
+    """All slots of a group, old and new, decoded and in position order, empty ones last: [Lg, B, K, S, ...].
 
     Statistics that the keep's score remembers start from, and grow by, the mass observed on each slot.
     """
@@ -115,7 +116,12 @@ def union(
         views = [w._replace(bias=jnp.zeros(w.pos.shape)) if w.bias is None else w for w in views]
     if len(views) == 1:
         return views[0]
-    return jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=3), *views)
+    both = jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=3), *views)
+    # Smoothing looks at neighbours, granules are filled in order, and ties go to the older token.
+    order = jnp.argsort(jnp.where(both.pos < 0, jnp.iinfo(jnp.int32).max, both.pos), axis=3, stable=True)
+    return jax.tree.map(
+        lambda x: jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 4)), axis=3), both
+    )
 
 
 def _decoded(segment: Segment, pools: tuple[Pages, ...], stats: frozenset[str]) -> View:
@@ -211,11 +217,19 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
     # The tail is filled as if everything were new, then flushed into an empty body.
     tail = _sized(slots, capacity)
     granules = max((capacity - gm.residual) // gm.granule, 1)
-    body = _encoded(_sized(jax.tree.map(jnp.zeros_like, slots), granules * gm.granule), gm)
-    body = dataclasses.replace(body, pos=jnp.full_like(body.pos, -1))
-    if gm.read is not None:
-        body = dataclasses.replace(body, summary=gm.read.summarise(dense(body.k)))
-    return flush(gm, body, tail)
+    return flush(gm, _empty_body(gm, tail, granules * gm.granule), tail)
+
+
+def _empty_body(gm: GroupMethod, like: Slots, capacity: int) -> Slots:
+    """An encoded body of empty slots; made from shapes, since encoding constants stalls the compiler."""
+
+    def make(slots: Slots) -> Slots:
+        body = _encoded(_sized(slots, capacity), gm)
+        summary = {} if gm.read is None else gm.read.summarise(dense(body.k))
+        return dataclasses.replace(body, summary=summary)
+
+    body = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make, like))
+    return dataclasses.replace(body, pos=jnp.full_like(body.pos, -1))
 
 
 def _take(view: View, kept: Bool[Array, "Lg B K S"], capacity: int) -> Slots:
@@ -402,3 +416,13 @@ def _pad_granules(body: Slots, granules: int, granule: int) -> Slots:
 
     padded = jax.tree.map(grow, body)
     return dataclasses.replace(padded, pos=grow(body.pos, -1))
+
+
+def unread_bytes(gm: GroupMethod, group: tuple[Segment, ...]) -> int:
+    """Bytes of keys and values that a decode step leaves unread because a read method visits some pages."""
+    if gm.read is None:
+        return 0
+    body = group[0]
+    assert isinstance(body, Slots)
+    visited = gm.read.pages_visited(body.capacity) * gm.granule
+    return nbytes((body.k, body.v)) * (body.capacity - visited) // body.capacity

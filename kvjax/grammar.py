@@ -220,6 +220,10 @@ class Read(Protocol):
         """Per page of slots, what `visit` ranks pages by: arrays [*b, S / granule, ...]."""
         ...
 
+    def pages_visited(self, slots: int) -> int:
+        """Most pages of a body of `slots` slots that one query visits (static)."""
+        ...
+
     def visit(self, q: Float[Array, "B N T H"], body: Slots, length: Int[Array, "B"]) -> Keys:
         """The slots that these queries attend to."""
         ...

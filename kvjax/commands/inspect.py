@@ -86,9 +86,9 @@ def find_config(name: str) -> tuple[Config, Path | None]:
         folder = SHIPPED / name
     elif "/" in name:
         with contextlib.suppress(Exception):  # `load` below says what is wrong
-            from huggingface_hub import hf_hub_download
+            from huggingface_hub import snapshot_download
 
-            folder = Path(hf_hub_download(name, "config.json")).parent
+            folder = Path(snapshot_download(name, allow_patterns=["*.json"]))
     if folder is None or (folder / MARKER).is_file():
         return load(name).config, folder
     if not (folder / "config.json").is_file():

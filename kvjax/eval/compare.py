@@ -173,7 +173,7 @@ def _run(plan: _Plan, log: UnitLog, console: Console) -> Runner:
             if not todo:
                 continue
             prompt, observe_s = runner.prompt(rows)
-            full_bytes = runner.bytes_of(plan.entries[0], prompt)
+            full_bytes, _ = runner.bytes_of(plan.entries[0], prompt)
             for entry in todo:
                 budget = "" if entry.budget is None else f" {entry.budget}"
                 progress.update(bar, description=f"{entry.label}{budget}, {protocol}")

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax import steps
 from kvjax.cache import Cache, kept_positions, nbytes
+from kvjax.compress import unread_bytes
 from kvjax.eval.cellplan import Entry
 from kvjax.eval.rows import Rows
 from kvjax.eval.suite import Suite
@@ -36,7 +37,7 @@ def settle(run: Run, params: Params, prompt: Prompt, *, tokens: int, room: int) 
     return steps.settle(run, params, prompt, None, tokens=tokens, room=room, compress=True)
 
 
-@partial(jax.jit, static_argnames=("run",), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("run",))
 def ask(
     run: Run,
     params: Params,
@@ -85,7 +86,7 @@ class Runner:
         self.plain = Run(model.config, Method())
         needs = (steps.needs_of(bare_run(model, e.method), model.params) for e in entries)
         self.needs = frozenset().union(*needs)
-        self.bytes: dict[Entry, int] = {}
+        self.bytes: dict[Entry, tuple[int, int]] = {}
 
     def prompt(self, rows: Rows) -> tuple[Prompt, float | None]:
         """The shared prefill of a batch and its seconds."""
@@ -102,13 +103,19 @@ class Runner:
         jax.block_until_ready(out)
         return out, None if programs() > before else time.perf_counter() - start
 
-    def bytes_of(self, entry: Entry, prompt: Prompt) -> int:
-        """Measured bytes per row of a cell's cache at the end of prefill, without room for more tokens."""
+    def bytes_of(self, entry: Entry, prompt: Prompt) -> tuple[int, int]:
+        """Measured bytes per row: held at the end of prefill, without room, and read by one decode step."""
         if entry not in self.bytes:
             run = bare_run(self.model, entry.method)
             build = partial(settle, run, tokens=self.tokens, room=0)
-            shape = jax.eval_shape(build, self.model.params, prompt)
-            self.bytes[entry] = nbytes(shape) // prompt.context.length.shape[0]
+            cache = jax.eval_shape(build, self.model.params, prompt)
+            rows = prompt.context.length.shape[0]
+            held = nbytes(cache)
+            unread = sum(
+                unread_bytes(gm, group)
+                for gm, group in zip(run.groups(self.model.params), cache.groups, strict=True)
+            )
+            self.bytes[entry] = held // rows, (held - unread) // rows
         return self.bytes[entry]
 
     def unit(self, entry: Entry, prompt: Prompt, rows: Rows, protocol: str, full_bytes: int) -> Unit:
@@ -128,8 +135,7 @@ class Runner:
             ask(decode, params, cache, *map(jnp.asarray, (rows.forced, rows.count, rows.again)))
         )
         t3 = time.perf_counter()
-        kept_bytes = self.bytes_of(entry, prompt)
-        read_bytes = kept_bytes if entry.method.read is None else entry.method.read.bytes_read(kept_bytes)
+        kept_bytes, read_bytes = self.bytes_of(entry, prompt)
         seconds = (t1 - t0 + t3 - t2) / len(rows.turns)
         out = [
             {

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.grammar import Budget
 from kvjax.keep.select import ranks
 
 
@@ -32,7 +33,7 @@ class AcrossHeads:
 
     floor is the share of n that every head keeps. blend=True is Algorithm 1's safeguard,
     count = (1 - floor) * flat count + floor * n, rounded so that the layer's total stays; blend=False gives
-    every head its best floor * n slots first and fills up from the flat ranking (kvpress).
+    every head its best max(1, floor * n) slots first and fills up from the flat ranking (kvpress).
     """
 
     floor: float = 0.2
@@ -47,7 +48,9 @@ class AcrossHeads:
         layers, b, k, s = scores.shape
         safe = (n * round(self.floor * 1000)) // 1000
         if not self.blend:
-            scores = jnp.where(ranks(scores) < safe[None, :, None, None], jnp.inf, scores)
+            safe = jnp.maximum(safe, 1) if self.floor > 0 else safe
+            safely = (ranks(scores) < safe[None, :, None, None]) & (scores > -jnp.inf)
+            scores = jnp.where(safely, jnp.inf, scores)
         live = (scores > -jnp.inf).sum(-1)
         flat = ranks(scores.reshape(layers, b, k * s)).reshape(scores.shape)
         count = ((flat < (k * n)[None, :, None, None]) & (scores > -jnp.inf)).sum(-1)
@@ -89,37 +92,90 @@ class Pyramid:
     "paper": beyond a window that every layer keeps, the last layer gets (n - window) / beta slots and the
     first as much above the mean as the last lies below it, at most what the prompt has; rounded so that the
     stack keeps L * n. "kvpress": the window counts inside the layer's share, each layer is rounded alone, and
-    budgets too small for the window are uniform.
+    budgets too small for the window are uniform; its mean is the budget before it is floored, so it wants
+    `budget` (with `beta` a whole number the counts are exact at any length).
     """
 
     beta: float = 20.0
     window: int = 0
     variant: str = "paper"
+    budget: Budget | None = None
     uniform = False
     across_layers = False
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
-        length = (scores > -jnp.inf).sum(-1).max((0, 2))
-        count = self._per_layer(jnp, n[None], length[None], scores.shape[0])
+        live = (scores > -jnp.inf).sum(-1, dtype=jnp.int32).max((0, 2))
+        if self.variant == "kvpress":
+            count = self._kvpress(n[None], self._floored_off(live, n)[None], live[None], scores.shape[0])
+        else:
+            count = self._paper(jnp, n[None], live[None], scores.shape[0])
         return jnp.broadcast_to(count[..., None], scores.shape[:3])
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
-        rows = self._per_layer(np, np.arange(1, n + 1)[None], np.full((1, n), tokens), layers)
-        return [heads * int(x) for x in rows.max(1)]
+        mean = np.arange(1, n + 1)[None]
+        if self.variant == "kvpress":
+            # A pyramid exists where its last layer keeps the window; its counts move one way with its height.
+            whole = mean + 0.999
+            high = np.minimum(
+                np.minimum(2 - 1 / self.beta, 2 - self.window / whole) * whole, tokens - self.window
+            )
+            depth = np.arange(layers)[:, None] / max(layers - 1, 1)
+            rows = np.ceil(np.maximum(high - 2 * depth * (high - whole), whole))
+        else:
+            # For a given mean the counts move one way with the length.
+            lengths = (mean, np.full_like(mean, tokens))
+            rows = np.concatenate([self._paper(np, mean, length, layers) for length in lengths], 1)
+        return [heads * min(int(x), tokens) for x in rows.max(1)]
 
-    def _per_layer(self, xp: Any, n: Any, length: Any, layers: int) -> Any:
-        """Counts [L, B] with the array module xp; n and length are [1, B]."""
-        depth = xp.arange(layers, dtype=xp.float32)[:, None]
-        exact, room = n.astype(xp.float32), length.astype(xp.float32) - self.window
-        inside = self.variant == "kvpress"
-        spare = exact if inside else xp.maximum(exact - self.window, 0)
-        high = xp.minimum(2 * spare - spare / self.beta, room)
+    def _floored_off(self, length: Int[Array, "B"], n: Int[Array, "B"]) -> Float[Array, "B"]:
+        """What flooring took off ratio * length, where n came from it."""
+        ratio = None if self.budget is None else self.budget.ratio
+        if ratio is None:
+            return jnp.zeros(n.shape, jnp.float32)
+        whole, rest = jnp.divmod(length * ratio.numerator, ratio.denominator)
+        return jnp.where(whole == n, rest.astype(jnp.float32) / ratio.denominator, 0.0)
+
+    def _paper(self, xp: Any, n: Any, length: Any, layers: int) -> Any:
+        """Counts [L, B] with the array module xp; n and length are integers [1, B]."""
+        depth = xp.arange(layers, dtype=xp.int32)[:, None].astype(xp.float32)
+        whole = xp.maximum(n - self.window, 0).astype(xp.int32)
+        spare = whole.astype(xp.float32)
+        high = xp.minimum(2 * spare - spare / self.beta, (length - self.window).astype(xp.float32))
         low = 2 * spare - high
         share = high - depth * (high - low) / max(layers - 1, 1)
-        if inside:
-            steep = (length >= high) & (high >= low) & (low >= self.window)
-            return xp.where(steep, xp.round(share), exact).astype(xp.int32)
         # Rounded running totals keep the stack's total at L * n.
-        total = xp.round(xp.cumsum(share if layers > 1 else spare, 0)).astype(xp.int32)
-        count = total - xp.concatenate([xp.zeros_like(total[:1]), total[:-1]])
-        return count + xp.minimum(n, self.window).astype(xp.int32)
+        total = xp.round(xp.cumsum(share, 0)).astype(xp.int32)
+        total = xp.concatenate([xp.zeros_like(total[:1]), total[:-1], layers * whole])
+        return total[1:] - total[:-1] + xp.minimum(n, self.window).astype(xp.int32)
+
+    def _kvpress(
+        self, n: Int[Array, "1 B"], part: Float[Array, "1 B"], length: Int[Array, "1 B"], layers: int
+    ) -> Int[Array, "L B"]:
+        """Counts of the mean n + part; numbers are (integer, small float): float32 alone rounds at 10^5."""
+
+        def floating(x: Array) -> Array:
+            return x.astype(jnp.float32)
+
+        depth = jnp.arange(layers, dtype=jnp.int32)[:, None]
+        few = jnp.floor(floating(n) / self.beta).astype(jnp.int32)
+        low = (few, (floating(n) - floating(few) * self.beta + part) / self.beta)
+        high = (2 * n - few, 2 * part - low[1])
+        room = length - self.window
+        full = floating(high[0] - room) + high[1] >= 0
+        low = (jnp.where(full, 2 * n - room, low[0]), jnp.where(full, 2 * part, low[1]))
+        high = (jnp.where(full, room, high[0]), jnp.where(full, 0.0, high[1]))
+        steep = floating(length - high[0]) - high[1] >= 0
+        steep &= floating(high[0] - low[0]) + (high[1] - low[1]) >= 0
+        steep &= floating(low[0] - self.window) + low[1] >= 0
+        steps = max(layers - 1, 1)
+        fall, left = jnp.divmod(depth * (high[0] - low[0]), steps)
+        rest = high[1] - (floating(left) + floating(depth) * (high[1] - low[1])) / steps
+        return jnp.where(steep, _round(high[0] - fall, rest), jnp.maximum(_round(n, part), 1))
+
+
+def _round(whole: Int[Array, "l B"], part: Float[Array, "l B"]) -> Int[Array, "l B"]:
+    """whole + part to the nearest integer, halves to the even one."""
+    base = jnp.floor(part)
+    whole, part = whole + base.astype(jnp.int32), part - base
+    up = (part > 0.5) | ((part == 0.5) & (whole % 2 == 1))
+    return whole + up.astype(jnp.int32)

@@ -64,7 +64,8 @@ class Pooled(Word):
         return self.score.stats
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        return self.pool(self.score(view, seen))
+        beyond = -jnp.inf if self.pool.kind == "max" else 0.0
+        return self.pool(jnp.where(view.pos < 0, beyond, self.score(view, seen)))
 
 
 @dataclasses.dataclass(frozen=True)

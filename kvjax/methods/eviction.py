@@ -102,7 +102,7 @@ def pyramidkv(
     keep = Keep(
         score,
         Budget(budget),
-        Pyramid(beta, window, variant),
+        Pyramid(beta, window, variant, Budget(budget)),
         (Recent(window),),
         per_query_head=per_head,
         page=page,
