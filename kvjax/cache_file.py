@@ -1,7 +1,7 @@
 """A cache as one file: safetensors, with what the arrays mean as JSON in its header.
 
 The header names the tree (segment kinds, fields, codecs), the method that filled the cache and the model it
-belongs to; no code is stored. A method of a user's own file is imported from that file when the cache is loaded.
+belongs to; no code is stored. A method of a user's own file is imported from there when the cache is loaded.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
     """
     if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(cache)):
         raise InputError(
-            "this cache was consumed by kvjax.step or generate, expected a live one: save the cache they returned"
+            "this cache was consumed by kvjax.step or generate, expected a live one: save what they returned"
         )
     tensors: dict[str, np.ndarray] = {}
     parts = [field.name for field in dataclasses.fields(cache) if not field.metadata.get("static")]
@@ -118,8 +118,8 @@ def read_cache_header(path: str | os.PathLike[str]) -> CacheFile:
     with _damage(path):
         if int(metadata["format"]) > FORMAT:
             raise InputError(
-                f"{path} has cache format {metadata['format']} (written by kvjax {metadata['kvjax']}), expected at "
-                f"most {FORMAT}, which kvjax {kvjax.__version__} reads: update kvjax"
+                f"{path} has cache format {metadata['format']} (written by kvjax {metadata['kvjax']}), "
+                f"expected at most {FORMAT}, which kvjax {kvjax.__version__} reads: update kvjax"
             )
         spec = _tuples(json.loads(metadata["method"]))
         return CacheFile(metadata["kvjax"], metadata["model"], spec, json.loads(metadata["tree"]))
@@ -178,8 +178,9 @@ def _restore(node: Any, name: str, file: Any, codecs: dict[str, Codec]) -> Any:
 def _codec(name: str, codecs: dict[str, Codec]) -> Codec:
     if name not in codecs:
         raise InputError(
-            f"the codes were written by {name}, but the method here stores with {', '.join(codecs) or 'no codec'}: "
-            "load the cache with the kvjax (or method file) that saved it, or prefill again"
+            f"the codes were written by {name}, but the method here stores with "
+            f"{', '.join(codecs) or 'no codec'}: load it with the kvjax (or method file) that saved it, or "
+            "prefill again"
         )
     return codecs[name]
 
@@ -254,5 +255,6 @@ def _damage(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except (KeyError, TypeError, ValueError, SafetensorError) as error:
         raise InputError(
-            f"{path} is damaged ({type(error).__name__}: {error}), expected what kvjax.save_cache wrote: save it again"
+            f"{path} is damaged ({type(error).__name__}: {error}), expected what kvjax.save_cache wrote: "
+            "save it again"
         ) from error

@@ -1,4 +1,4 @@
-"""The `kvjax` command: reads arguments, calls a subcommand, turns errors of the input into one line and exit code 2."""
+"""The `kvjax` command: reads arguments, runs a command, answers wrong input in one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         return _complain(str(error))
     except ValueError as error:
-        # Words of the grammar refuse their values so; a ValueError from elsewhere is a bug and keeps its traceback.
+        # Words of the grammar refuse their values so; from elsewhere it is a bug and keeps its traceback.
         if not _deliberate(error.__traceback__):
             raise
         return _complain(f"{error}: see `kvjax {words[0]} --help`")

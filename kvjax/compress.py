@@ -172,8 +172,8 @@ def merge_evicted(
 
 
 def choose(
-    keeps: dict[int, Keep | None], scores: dict[int, Float[Array, "Lg B K S"]], length: Int[Array, "B"]
-) -> dict[int, Bool[Array, "Lg B K S"]]:
+    keeps: dict[int, Keep | None], scores: dict[int, Float[Array, "_ B K S"]], length: Int[Array, "B"]
+) -> dict[int, Bool[Array, "_ B K S"]]:
     """Which slots stay, per group; counts are shared over all layers that follow the same keep."""
     chosen: dict[int, Array] = {}
     for keep in dict.fromkeys(keeps.values()):
@@ -315,7 +315,7 @@ def _write_granules(gm: GroupMethod, body: Slots, row: Int[Array, "Lg B K F"], n
 
 
 def build_group_pages(
-    chosen: list[tuple[GroupMethod, View, Bool[Array, "Lg B K S"]]], tokens: int, room: int
+    chosen: list[tuple[GroupMethod, View, Bool[Array, "_ B K S"]]], tokens: int, room: int
 ) -> tuple[list[tuple[Segment, ...]], tuple[Pages, ...]]:
     """Paged bodies of groups, each with a dense tail of `room` slots for new tokens.
 

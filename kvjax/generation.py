@@ -111,7 +111,7 @@ def _check_cache(model: Model, cache: Cache) -> None:
         )
 
 
-def _bare(cache: Cache) -> Cache:
+def bare_cache(cache: Cache) -> Cache:
     """The cache without its labels, so that programs are shared by everything of the same layout."""
     return dataclasses.replace(cache, method=None, model="")
 
@@ -180,7 +180,7 @@ def prefill(
             cache = _with_room(run, model, cache, width + room_here)
         here, cache = steps.prefill(
             run, model.params, jnp.asarray(piece.tokens), jnp.asarray(piece.lengths),
-            None if cache is None else _bare(cache),
+            None if cache is None else bare_cache(cache),
             tokens_bound=bound, room=room_here, compress=compress,
         )  # fmt: skip
         # A row that ended in an earlier chunk keeps the logits of its own last token.
@@ -234,7 +234,7 @@ def step(
                 "or call prefill(model, tokens, cache=cache, room=...), which makes room"
             )
     call = steps.step if append else steps.step_keeping
-    logits, new = call(run, model.params, _bare(cache), token, jnp.full(token.shape, append))
+    logits, new = call(run, model.params, bare_cache(cache), token, jnp.full(token.shape, append))
     return logits, _labelled(new, chosen, model)
 
 
@@ -337,7 +337,7 @@ def generate(
     stops = jnp.asarray(list(model.stop_ids if stop is None else stop) or [-1], jnp.int32)
     chosen = cache.method
     run = Run(model.config, chosen.decode_part())
-    state, done, written, logprobs = _bare(cache), jnp.zeros((rows,), bool), [], []
+    state, done, written, logprobs = bare_cache(cache), jnp.zeros((rows,), bool), [], []
     for i in range(max_new_tokens):
         active = ~done
         token, shown, logprob, done = _sample(sampler, logits, keys, jnp.full((rows,), i), done, stops)

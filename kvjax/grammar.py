@@ -22,7 +22,7 @@ from kvjax.ops.rope import Rope
 
 
 class View(NamedTuple):
-    """One layer's slots as a method sees them, decoded, in position order when fresh from a prompt."""
+    """One layer's slots as a method sees them, decoded; in position order, except in a decode step."""
 
     k: Float[Array, "B K S H"]
     v: Float[Array, "B K S V"]

@@ -1,14 +1,15 @@
 """Files of a checkpoint directory: JSON, safetensors, and directories that appear whole or not at all.
 
-Safetensors are read here rather than through the library of that name: a memory map gives any rows of a tensor
-in any dtype without a copy, which is what sharded loading wants, and a file cut short is noticed before
-anything is read. What the tensors mean is the business of `hf.py`.
+Safetensors are read here rather than through the library of that name: a memory map gives any rows of a
+tensor in any dtype without a copy, which is what sharded loading wants, and a file cut short is noticed
+before anything is read. What the tensors mean is the business of `hf.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -22,6 +23,7 @@ import numpy as np
 from kvjax.errors import InputError
 
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+_LONGEST_HEADER = 10**8  # the format's own limit: beyond it the file is something else
 _CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 
 
@@ -78,35 +80,44 @@ def read_header(path: Path) -> dict[str, Stored]:
     """
     try:
         size = path.stat().st_size
-        with open(path, "rb") as file:
-            start = file.read(8)
-            length = int.from_bytes(start, "little")
-            if start == b"version ":
-                raise InputError(
-                    f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder"
-                )
-            if len(start) == 8 and length <= size - 8:
-                header = json.loads(file.read(length))
-            elif size < 8 or length < 2**40:
-                raise InputError(_truncated(path, size, f"at least {8 + length if size >= 8 else 8}"))
-            else:
-                raise ValueError("no header length")
+        header, start = _json_header(path, size)
         header.pop("__metadata__", None)
-        entries = {n: (e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for n, e in header.items()}
+        spans = {name: (int(a), int(b)) for name, e in header.items() for a, b in [e["data_offsets"]]}
+        stored = {
+            n: Stored(path, e["dtype"], tuple(e["shape"]), start + spans[n][0]) for n, e in header.items()
+        }
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{path} is not a safetensors file (its header cannot be read): fetch it again"
-        ) from error
-    expected = 8 + length + max((stop for *_, stop in entries.values()), default=0)
+        raise InputError(f"{path} is no safetensors file (its header is broken): fetch it again") from error
+    expected = start + max((stop for _, stop in spans.values()), default=0)
     if size < expected:
         raise InputError(_truncated(path, size, str(expected)))
-    return {
-        n: Stored(path, code, shape, 8 + length + first) for n, (code, shape, first, _) in entries.items()
-    }
+    for name, tensor in stored.items():
+        width = np.dtype(DTYPES[tensor.code]).itemsize if tensor.code in DTYPES else None
+        if width is not None and math.prod(tensor.shape) * width != spans[name][1] - spans[name][0]:
+            raise InputError(f"{path} is broken: {name} has another size than its shape says; fetch it again")
+    return stored
+
+
+def _json_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
+    """(the JSON at the start of a safetensors file, where its data start)."""
+    with open(path, "rb") as file:
+        start = file.read(8)
+        if start == b"version ":
+            raise InputError(
+                f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder"
+            )
+        if len(start) < 8:
+            raise InputError(_truncated(path, size, "at least 8"))
+        length = int.from_bytes(start, "little")
+        if length <= size - 8:
+            return json.loads(file.read(length)), 8 + length
+        if length > _LONGEST_HEADER:
+            raise ValueError("not the length of a header")
+        raise InputError(_truncated(path, size, f"at least {8 + length}"))
 
 
 def _truncated(path: Path, size: int, expected: str) -> str:

@@ -15,12 +15,12 @@ from kvjax.models.files import DTYPES, Stored
 from kvjax.models.transformer import Config, layer_shapes, shapes
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
-_NO_PARAMETERS = ("rotary_emb.inv_freq", "self_attn.masked_bias")
+_NO_PARAMETERS = ("rotary_emb.inv_freq",)
 _OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")
 
 
 class Part(NamedTuple):
-    """A parameter inside a tensor: name of the leaf, its layer (None outside the layers), rows [start, stop)."""
+    """A parameter inside a tensor: its leaf, its layer (None outside the layers), rows [start, stop)."""
 
     leaf: str
     layer: int | None
@@ -118,7 +118,9 @@ def match(config: Config, found: Mapping[str, Stored]) -> dict[str, Stored]:
         for n, t in expected.items()
         if n in stored and stored[n].shape != t.shape
     ]
-    dtypes = [f"{hf_name(n)} ({stored[n].code})" for n in expected if n in stored and stored[n].code not in DTYPES]
+    dtypes = [
+        f"{hf_name(n)} ({stored[n].code})" for n in expected if n in stored and stored[n].code not in DTYPES
+    ]
     complaints = [
         f"{len(names)} {what}: {_some(names)}"
         for what, names in (

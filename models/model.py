@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,8 @@ _forward = jax.jit(forward, static_argnames="config")
 class Model:
     """A decoder with its weights. Calling it gives the logits [B, T, V] of every token, without a cache.
 
-    chat_template and stop_ids come from the checkpoint's files; tokenizer may be None.
+    chat_template, stop_ids and special_tokens ("bos_token" -> its text ...) come from the checkpoint's files;
+    tokenizer is a `tokenizers.Tokenizer` or None.
     """
 
     config: Config
@@ -28,6 +30,7 @@ class Model:
     tokenizer: Any = None
     chat_template: str | None = None
     stop_ids: tuple[int, ...] = ()
+    special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
     name: str = "model"
     fingerprint: str = ""
 
@@ -35,7 +38,9 @@ class Model:
         if not self.fingerprint:
             object.__setattr__(self, "fingerprint", fingerprint(self.config, self.params))
 
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    def __call__(
+        self, tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]]
+    ) -> Float[Array, "B T V"]:
         return _forward(self.params, jnp.asarray(tokens, jnp.int32), self.config)
 
 
@@ -43,6 +48,8 @@ def fingerprint(config: Config, params: Params) -> str:
     """A short name of what a cache belongs to: the config and the first numbers of every parameter."""
     digest = hashlib.sha256(repr(config).encode())
     for leaf in jax.tree.leaves(params):
-        head = np.asarray(jax.device_get(leaf[(0,) * (leaf.ndim - 1)][:16]), dtype=np.float32)
+        # On CPU an array is read in place; elsewhere only its head is fetched.
+        source = np.asarray(leaf) if {d.platform for d in leaf.devices()} == {"cpu"} else leaf
+        head = np.asarray(source[(0,) * (leaf.ndim - 1)][:16], dtype=np.float32)
         digest.update(head.tobytes())
     return digest.hexdigest()[:16]

@@ -18,7 +18,6 @@ from kvjax.models.files import read_json
 from kvjax.models.model import Model
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
-FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
 class Text(NamedTuple):
@@ -55,7 +54,8 @@ def read_text(folder: Path) -> Text:
 
 
 def _token_text(token: Any) -> str | None:
-    return token.get("content") if isinstance(token, Mapping) else token
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None
 
 
 def _as_ids(value: Any) -> list[int]:
@@ -76,11 +76,14 @@ def write_text(model: Model, folder: Path) -> None:
     """Writes the tokenizer's files of a model, as far as it has them."""
     stops = list(model.stop_ids)
     if stops:
-        _write_json(folder / "generation_config.json", {"eos_token_id": stops if len(stops) > 1 else stops[0]})
+        _write_json(
+            folder / "generation_config.json", {"eos_token_id": stops if len(stops) > 1 else stops[0]}
+        )
     if model.chat_template is not None:
         (folder / "chat_template.jinja").write_text(model.chat_template, encoding="utf-8")
     if model.tokenizer is not None:
         model.tokenizer.save(str(folder / "tokenizer.json"))
+    if model.tokenizer is not None or model.special_tokens:
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **model.special_tokens}
         _write_json(folder / "tokenizer_config.json", settings)
 
@@ -93,7 +96,7 @@ def _write_json(path: Path, data: Any) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`, which marks the assistant's words for training: renders them."""
+    """`{% generation %} ... {% endgeneration %}` marks the assistant's words for training: renders them."""
 
     tags = {"generation"}
 
@@ -107,7 +110,9 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def render_chat(model: Model, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+def render_chat(
+    model: Model, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+) -> str:
     """The text of a conversation in the model's own chat format; see `chat`."""
     if model.chat_template is None:
         raise InputError(f"{model.name} has no chat template: give it plain text, or load a chat model")
@@ -119,7 +124,6 @@ def render_chat(model: Model, messages: Sequence[Mapping[str, Any]], add_generat
         "raise_exception": _refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),
     }
-    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
     environment.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
     try:
         return environment.from_string(model.chat_template).render(
@@ -130,10 +134,14 @@ def render_chat(model: Model, messages: Sequence[Mapping[str, Any]], add_generat
             **model.special_tokens,
         )
     except TemplateError as error:
-        raise InputError(f"the chat template of {model.name} does not accept these messages: {error}") from error
+        raise InputError(
+            f"the chat template of {model.name} does not accept these messages: {error}"
+        ) from error
 
 
-def chat(model: Model, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+def chat(
+    model: Model, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+) -> list[int]:
     """Token ids of a conversation, `messages` being dicts with "role" and "content", ready to be answered.
 
     Raises InputError where the model has no tokenizer or no chat template, or the template refuses.

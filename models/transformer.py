@@ -7,12 +7,13 @@ The file knows nothing of caches or methods: every layer hands its rotated queri
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kvjax.ops.attention import Keys, causal_attention
@@ -112,6 +113,18 @@ def plan(config: Config, stacked: bool | None = None) -> tuple[Group, ...]:
     return tuple(Group(a, b - a) for a, b in zip(cuts, [*cuts[1:], config.layers], strict=True))
 
 
+def check_groups(config: Config, groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    """`groups`, unless they miss or repeat a layer or stack layers of different windows: then ValueError."""
+    if [i for g in groups for i in range(g.first, g.first + g.size)] != list(range(config.layers)):
+        raise ValueError(
+            f"groups must name layers 0 to {config.layers - 1} once each and in order, got {groups}"
+        )
+    for g in groups:
+        if len({config.window(g.first + i) for i in range(g.size)}) > 1:
+            raise ValueError(f"{g} stacks layers of different windows, which only plan() keeps apart")
+    return groups
+
+
 # --- parameters --------------------------------------------------------------------------------------
 
 
@@ -150,24 +163,56 @@ def shapes(config: Config, groups: tuple[Group, ...] | None = None) -> Params:
 def init(
     config: Config, key: Array, dtype: Any = jnp.float32, groups: tuple[Group, ...] | None = None
 ) -> Params:
-    """Random parameters: matrices with variance 1 / fan-in, norms at one, biases at zero."""
-    tree = shapes(config, groups)
-    leaves, treedef = jax.tree.flatten_with_path(
-        tree, is_leaf=lambda x: isinstance(x, tuple) and x and isinstance(x[0], int)
-    )
-    matrix = nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
-    out = []
-    for i, (path, shape) in enumerate(leaves):
-        name = str(getattr(path[-1], "key", path[-1]))
+    """Random parameters: matrices with variance 1 / fan-in, norms at one, biases at zero.
+
+    The same key gives the same numbers whatever the `groups`.
+    """
+    tree = shapes(config, plan(config, stacked=False))
+    layers = tree.pop("layers")
+    out = _draw(jax.random.fold_in(key, 0), tuple(tree.items()), config, jnp.dtype(dtype).name)
+    layer = tuple(layer_shapes(config).items())
+    drawn = [
+        _draw(jax.random.fold_in(key, 1 + i), layer, config, jnp.dtype(dtype).name)
+        for i in range(len(layers))
+    ]
+    out["layers"] = tuple(jax.tree.map(lambda w: w[None], p) for p in drawn)
+    return regroup(out, check_groups(config, groups or plan(config)))
+
+
+# Random numbers cost a third of a second per shape to compile, so one flat draw serves all equal layers.
+@functools.partial(jax.jit, static_argnames=("sizes", "config", "dtype"))
+def _draw(key: Array, sizes: tuple[tuple[str, tuple[int, ...]], ...], config: Config, dtype: str) -> Params:
+    count = sum(math.prod(shape) for _, shape in sizes if len(shape) == 2)
+    noise, start = jax.random.normal(key, (count,), jnp.float32), 0
+    out: Params = {}
+    for name, shape in sizes:
         if name.endswith("norm"):
-            out.append(jnp.full(shape, 1.0 - config.norm_offset, dtype))
+            out[name] = jnp.full(shape, 1.0 - config.norm_offset, dtype)
         elif name.endswith("bias"):
-            out.append(jnp.zeros(shape, dtype))
+            out[name] = jnp.zeros(shape, dtype)
         else:
-            scale = config.d_model**-0.5 if name == "embed" else 1.0
-            use = nnx.initializers.normal(scale) if name == "embed" else matrix
-            out.append(use(jax.random.fold_in(key, i), shape, dtype))
-    return jax.tree.unflatten(treedef, out)
+            stop = start + math.prod(shape)
+            fan_in = shape[1] if name == "embed" else shape[0]
+            out[name] = (noise[start:stop].reshape(shape) * fan_in**-0.5).astype(dtype)
+            start = stop
+    return out
+
+
+def regroup(params: Params, groups: tuple[Group, ...]) -> Params:
+    """The same parameters with their layers stacked as `groups` says."""
+    sizes = [next(iter(group.values())).shape[0] for group in params["layers"]]
+    if sizes == [g.size for g in groups]:
+        return params
+    layers = [
+        {name: leaf[i] for name, leaf in group.items()}
+        for group, size in zip(params["layers"], sizes, strict=True)
+        for i in range(size)
+    ]
+    stacked = tuple(
+        {name: jnp.stack([layers[g.first + i][name] for i in range(g.size)]) for name in layers[0]}
+        for g in groups
+    )
+    return {**params, "layers": stacked}
 
 
 # --- forward -----------------------------------------------------------------------------------------
@@ -184,7 +229,7 @@ class Layer(NamedTuple):
     """Which layer is speaking: its group, its index inside it (traced when stacked) and its constants."""
 
     group: int
-    index: int | Array
+    index: int | Array  # pyright: ignore[reportIncompatibleMethodOverride]
     number: int | Array
     window: int | None
     rope: Rope

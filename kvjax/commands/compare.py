@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from kvjax.commands.options import add_model, whole
@@ -21,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         nargs="+",
         metavar="METHOD",
-        help="ids (see `kvjax methods`), with hyper-parameters as snapkv:window=16, chained as snapkv+kivi, or "
-        "your own as my_file.py:my_method (default: all)",
+        help="ids (see `kvjax methods`), with hyper-parameters as snapkv:window=16, chained as snapkv+kivi, "
+        "or your own as my_file.py:my_method (default: all)",
     )
     parser.add_argument(
         "--budgets",
@@ -62,6 +63,8 @@ def run(args: argparse.Namespace) -> None:
         raise InputError(
             "--resume was given without --out, expected the directory of the run to go on with: add --out DIR"
         )
+    if args.text is not None and not Path(args.text).is_file():
+        raise InputError(f"--text {args.text} is no file, expected a text to read: check the path")
     budgets = args.budgets and [parse_budget(b) for b in args.budgets]
     methods = args.methods and [_method(text, args) for text in args.methods]
     from kvjax.eval.compare import compare

@@ -1,4 +1,4 @@
-"""What a saved cache holds, from its header and positions: keys and values are not read, its method is not built."""
+"""What a saved cache holds, from its header and positions: no keys or values are read, no method is built."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 from safetensors import safe_open
 
-from kvjax.cache_file import CacheFile, read_cache_header
-from kvjax.commands.terminal import BOX, console, pairs, size
+from kvjax.cache_file import read_cache_header
+from kvjax.commands.terminal import BOX, console, name_of, pairs, size
 
 _PARTS = {"k": "keys", "v": "values", "pos": "positions", "table": "page tables", "lengths": "page tables"}
 _PARTS |= {"owner": "page tables", "next": "positions"}
@@ -29,7 +29,7 @@ def print_cache(path: str) -> None:
     out = console()
     rows = [
         ("cache", path),
-        ("method", _method(head)),
+        ("method", "none" if head.spec is None else name_of(head.spec)),
         ("model", f"fingerprint {head.model or 'none'}"),
         ("written by", f"kvjax {head.kvjax}"),
         (
@@ -54,16 +54,6 @@ def print_cache(path: str) -> None:
             Text(part, style), Text(size(count), style), Text(f"{100 * count / max(total, 1):.1f}", style)
         )
     out.print(table)
-
-
-def _method(head: CacheFile) -> str:
-    def words(spec: Any) -> str:
-        name, hyper = spec
-        if hyper and hyper[0] == "chain":
-            return " + ".join(words(part) for part in hyper[1:])
-        return f"{name}{':' if hyper else ''}{','.join(f'{k}={v}' for k, v in hyper)}"
-
-    return "none" if head.spec is None else words(head.spec)
 
 
 def _leaves(node: Any, place: str) -> Iterator[tuple[str, int]]:

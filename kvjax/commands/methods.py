@@ -12,9 +12,9 @@ EXAMPLE = """examples:
 
 _WIDE_COLUMNS = 110
 _LEGEND = (
-    "Second line: what a method decides (keep, store, read, place), when it acts (prefill, decode, both), its family, "
-    "its paper. budget: a fraction of the tokens kept, or slots per head. Write snapkv:window=16 to set a "
-    "hyper-parameter, snapkv+kivi to chain, my_file.py:my_method for your own."
+    "Second line: what a method decides (keep, store, read, place), when it acts (prefill, decode, both), "
+    "its family, its paper. budget: a fraction of the tokens kept, or slots per head. Write snapkv:window=16 "
+    "to set a hyper-parameter, snapkv+kivi to chain, my_file.py:my_method for your own."
 )
 
 

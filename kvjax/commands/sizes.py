@@ -17,12 +17,10 @@ from kvjax.steps import Run
 
 
 class Sizes:
-    """Shapes of one row's caches after a prompt of `tokens` tokens; the prompt is traced once for all methods.
-
-    needs: the methods that will be asked about.
+    """Shapes of one row's caches after a prompt of `tokens` tokens, which is traced once for all `methods`.
 
     >>> config = Config(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)
-    >>> Sizes(config, "float32", 64, [Method()]).nbytes(Method())  # k, v and pos: 2 * 64 * (8 + 8 + 1) * 4, and next
+    >>> Sizes(config, "float32", 64, [Method()]).nbytes(Method())  # 2 layers x 64 x (8 + 8 + 1) x 4 B, next
     8708
     """
 

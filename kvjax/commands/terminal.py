@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from rich.box import SIMPLE_HEAD as BOX
 from rich.console import Console
@@ -10,7 +11,7 @@ from rich.table import Table
 
 _UNATTENDED_COLUMNS = 140
 
-__all__ = ["BOX", "console", "pairs", "size"]
+__all__ = ["BOX", "console", "name_of", "pairs", "size"]
 
 
 def console() -> Console:
@@ -30,7 +31,7 @@ def pairs(rows: list[tuple[str, str]]) -> Table:
     return table
 
 
-def size(count: float) -> str:
+def size(count: int | float) -> str:
     """Bytes in the unit that leaves one to three digits before the point.
 
     >>> size(512), size(1536), size(3 * 2**20)
@@ -41,3 +42,15 @@ def size(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def name_of(spec: tuple[Any, ...]) -> str:
+    """A method's spec as `--method` takes it.
+
+    >>> name_of(("snapkv + int8", ("chain", ("snapkv", (("budget", 0.5),)), ("int8", ()))))
+    'snapkv:budget=0.5 + int8'
+    """
+    name, hyper = spec
+    if hyper and hyper[0] == "chain":
+        return " + ".join(name_of(part) for part in hyper[1:])
+    return name + (":" + ",".join(f"{k}={v}" for k, v in hyper) if hyper else "")

@@ -94,22 +94,37 @@ def subjects(context: Context, task: str) -> list[tuple[int, ...]]:
     return [()]
 
 
-def _ask_copy(rng: np.random.Generator, context: Context) -> Question:
-    """Repeat a span after its first four tokens; a cue that occurs twice has no right answer: try again."""
+def _repeated_cues(context: Context) -> np.ndarray:
+    """1 where the four tokens from a position on stand elsewhere in the context too."""
     ids = np.asarray(context.tokens, np.int64)
     cues = (ids[:-3] << 24) | (ids[1:-2] << 16) | (ids[2:-1] << 8) | ids[3:]
-    start = length = 0
-    for _ in range(16):
-        length = min(int(rng.integers(*COPY_TOKENS)), len(ids) - CUE_TOKENS - 1)
-        start = int(rng.integers(1, len(ids) - CUE_TOKENS - length + 1))
-        if (cues == cues[start]).sum() == 1:
-            break
+    _, where, counts = np.unique(cues, return_inverse=True, return_counts=True)
+    return (counts[where] > 1).astype(np.int64)
+
+
+def _ask_copy(rng: np.random.Generator, context: Context, *, clear: bool) -> Question:
+    """Repeat a span after its first four tokens, which occur once in the context if possible.
+
+    clear: only spans with the fewest places where the last four tokens leave open what comes next.
+    """
+    length = min(int(rng.integers(*COPY_TOKENS)), len(context.tokens) - CUE_TOKENS - 1)
+    repeated = _repeated_cues(context)
+    last = len(context.tokens) - CUE_TOKENS - length
+    if clear:
+        doubts = np.convolve(repeated, np.ones(length, np.int64), "valid")[1 : last + 1]
+    else:
+        doubts = repeated[1 : last + 1]
+    start = 1 + int(rng.choice(np.flatnonzero(doubts == doubts.min())))
     cut, end = start + CUE_TOKENS, start + CUE_TOKENS + length
     return Question((COPY, *context.tokens[start:cut]), context.tokens[cut:end], ((start, end),))
 
 
-def ask(rng: np.random.Generator, context: Context, task: str, subject: tuple[int, ...]) -> Question:
+def ask(
+    rng: np.random.Generator, context: Context, task: str, subject: tuple[int, ...], *, clear: bool = False
+) -> Question:
     """The question of a task about one of its `subjects`, with the answer that the context gives.
+
+    clear: ask `copy` only for spans in which any four tokens settle what comes next (evaluation).
 
     >>> from kvjax.eval.recall import make_context
     >>> context = make_context(np.random.default_rng(0), 128, density=0.35)
@@ -118,7 +133,7 @@ def ask(rng: np.random.Generator, context: Context, task: str, subject: tuple[in
     (3, 4)
     """
     if task == "copy":
-        return _ask_copy(rng, context)
+        return _ask_copy(rng, context, clear=clear)
     if task == "mode":
         votes = [r for r in context.records if r.kind == "tag"]
         winner = int(np.bincount([r.content[0] for r in votes]).argmax())
@@ -250,7 +265,7 @@ def context_samples(tasks: Sequence[str], *, seed: int, index: int, tokens: int)
         options = subjects(context, task)
         order = np.random.default_rng([seed, crc32(task.encode()), index, 1]).permutation(len(options))
         rng = np.random.default_rng([seed, crc32(task.encode()), index, 2, turn])
-        question = ask(rng, context, task, options[order[turn % len(options)]])
+        question = ask(rng, context, task, options[order[turn % len(options)]], clear=True)
         name = f"{task}-{tokens}-s{seed}-i{index}-q{turn}-{_group_id(tasks):08x}"
         samples.append(Sample(name, task, context.tokens, question.prompt, question.answer, question.spans))
     return samples

@@ -84,8 +84,8 @@ def parse_method(text: str, defaults: Mapping[str, Mapping[str, Any]] | None = N
 
     defaults: hyper-parameters per method id for what the text leaves out, as presets bind them.
 
-    Raises InputError for whatever the builder would refuse at any budget: unknown methods and hyper-parameters
-    (with the nearest name), wrong values, parts that cannot be chained, missing files and functions.
+    Raises InputError for whatever the builder would refuse at any budget: unknown methods and
+    hyper-parameters (with the nearest name), wrong values, parts that cannot be chained, missing files.
 
     >>> label, build = parse_method("snapkv+kivi:bits=4", {"snapkv": {"window": 8}})
     >>> label, build.takes_budget
@@ -115,13 +115,16 @@ def parse_budget(text: str) -> float | int:
     value = _value(text)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise InputError(
-            f"budget {text!r} is not a number, expected a fraction in (0, 1] such as 0.25 or a number of slots "
-            "such as 256"
+            f"budget {text!r} is not a number, expected a fraction in (0, 1] such as 0.25 or a number of "
+            "slots such as 256"
         )
     try:
         Budget(value)
     except ValueError as error:
-        raise InputError(str(error)) from error
+        hint = (
+            "" if "did you mean" in str(error) else ": write a fraction such as 0.25 or a number such as 256"
+        )
+        raise InputError(f"{error}{hint}") from error
     return value
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,7 +58,7 @@ def from_file(name: str, /, **hyper: Any) -> Method:
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function that `path/to/file.py:function` names; the file is imported once, and again when it changes.
+    """The function that `path/to/file.py:function` names; the file is imported again when it has changed.
 
     Raises InputError where the file or the function is missing, or the file fails to import.
     """
@@ -89,7 +89,7 @@ def _module(file: str) -> ModuleType:
     return _import(os.path.realpath(path), (state.st_mtime_ns, state.st_size))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _import(path: str, version: tuple[int, int]) -> ModuleType:
     """The module of a file; one per version, so that equal methods stay equal in one process."""
     digest = hashlib.sha256(f"{path}{version}".encode()).hexdigest()[:12]

@@ -30,7 +30,7 @@ def pool_pages(slots: int, heads: int, page: int) -> int:
 
 
 def build_pages(
-    kept: tuple[Bool[Array, "Lg B K S"], ...],
+    kept: tuple[Bool[Array, "_ B K S"], ...],
     views: tuple[View, ...],
     *,
     page: int,
@@ -132,7 +132,7 @@ def _walk(
     total = pool.owner.shape[0]
     block = min(total, max(1, WALK_TOKENS // pool.page_tokens))
 
-    def body(i: Array, carry: Carry) -> Carry:
+    def body(i: int | Array, carry: Carry) -> Carry:
         # The last block is shifted back to stay inside the pool; pages seen before are left out.
         first = ends[0] + i * block
         at = jnp.minimum(first, total - block)

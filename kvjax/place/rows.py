@@ -70,13 +70,13 @@ def reset_rows(cache: Cache, rows: Array | np.ndarray | Sequence[bool]) -> Cache
     >>> reset_rows(cache, jnp.array([True, False])).next.tolist()
     [0, 2]
     """
-    rows = jnp.asarray(rows)
-    if rows.shape != cache.next.shape or rows.dtype != jnp.bool_:
+    which = jnp.asarray(rows)
+    if which.shape != cache.next.shape or which.dtype != jnp.bool_:
         raise InputError(
-            f"rows is {rows.dtype}{list(rows.shape)}, expected one boolean per row, bool[{cache.next.shape[0]}]: "
-            "true where a row is to be emptied"
+            f"rows is {which.dtype}{list(which.shape)}, expected one boolean per row, "
+            f"bool[{cache.next.shape[0]}]: true where a row is to be emptied"
         )
-    return _reset(cache, rows)
+    return _reset(cache, which)
 
 
 @jax.jit

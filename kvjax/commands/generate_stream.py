@@ -1,0 +1,124 @@
+"""Generation as `kvjax generate` shows it: token by token, with the seconds of compiling kept apart."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax import monitoring
+from rich.console import Console
+from tokenizers.decoders import DecodeStream
+
+from kvjax.cache import Cache, nbytes
+from kvjax.commands.sizes import Sizes
+from kvjax.commands.terminal import name_of, pairs, size
+from kvjax.errors import InputError
+from kvjax.generation import Sampler, generate
+from kvjax.grammar import Method
+from kvjax.models.model import Model
+from kvjax.models.tokenizer import chat as encode_chat
+
+
+def stream(
+    model: Model, ids: list[int], method: Method | None, sampler: Sampler, new: int, seed: int
+) -> None:
+    """Prints up to `new` tokens behind `ids` as they come, then what that took."""
+    with Clock() as clock:
+        printer = Printer(model, clock)
+        out = generate(
+            model,
+            [ids],
+            method=method,
+            max_new_tokens=new,
+            sampler=sampler,
+            key=jax.random.key(seed),
+            on_token=printer,
+        )
+    print(flush=True)
+    _print_report(model, len(ids), new, printer, out.cache)
+
+
+def encode(model: Model, text: str, chat: bool) -> list[int]:
+    """The token ids of a prompt, or of a conversation that it opens."""
+    if model.tokenizer is None:
+        raise InputError(f"{model.name} has no tokenizer, expected token ids: pass them as --tokens 1,2,3")
+    try:
+        if chat:
+            return encode_chat(model, [{"role": "user", "content": text}])
+        return model.tokenizer.encode(text).ids
+    except InputError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        words = sorted(model.tokenizer.get_vocab().items(), key=lambda item: item[1])
+        unknown = next((w for w in text.split() if model.tokenizer.token_to_id(w) is None), None)
+        what = f"knows no word {unknown!r}" if unknown else f"cannot read this prompt ({error})"
+        some = ", ".join([w for w, _ in words if w.isalpha()][:6])
+        raise InputError(
+            f"the tokenizer of {model.name} {what}, expected words such as {some}: "
+            "see `kvjax generate --help`"
+        ) from error
+
+
+class Clock:
+    """Seconds since its block began, and how many of them went into tracing and compiling."""
+
+    def __enter__(self) -> Clock:
+        self.start, self.compiling = time.perf_counter(), 0.0
+        monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            self.compiling += duration_secs
+
+    def running(self) -> float:
+        """Seconds since the start without those of compiling."""
+        return time.perf_counter() - self.start - self.compiling
+
+
+class Printer:
+    """Prints every token as it comes and notes when it did."""
+
+    def __init__(self, model: Model, clock: Clock):
+        self.model, self.clock = model, clock
+        self.seconds: list[float] = []
+        self.decoder: Any = None
+        if model.tokenizer is not None:
+            self.decoder = DecodeStream(skip_special_tokens=True)
+
+    def __call__(self, index: int, token: np.ndarray) -> None:
+        self.seconds.append(self.clock.running())
+        id = int(token[0])
+        if self.decoder is None:
+            piece = f"{',' if index else ''}{id}"
+        else:
+            piece = "" if id in self.model.stop_ids else self.decoder.step(self.model.tokenizer, id)
+        print(piece or "", end="", flush=True)
+
+
+def _print_report(model: Model, prompt: int, new: int, printer: Printer, cache: Cache) -> None:
+    """What was read, written, compiled and held, on standard error: standard output is the text alone."""
+    seconds = printer.seconds
+    speed = f", {(len(seconds) - 1) / (seconds[-1] - seconds[0]):.0f} tokens/s" if len(seconds) > 1 else ""
+    dtype = jax.tree.leaves(model.params)[0].dtype
+    full = Sizes(model.config, dtype, prompt, [Method()]).nbytes(Method(), room=new)
+    kept = nbytes(cache)
+    held = f"{size(kept)}, {100 * kept / full:.1f}% of the full cache's {size(full)}"
+    rows = [
+        ("read", f"{_tokens(prompt)}, the first answer after {1000 * seconds[0]:.0f} ms"),
+        ("wrote", f"{_tokens(len(seconds))}{speed}"),
+        ("compiled", f"in {printer.clock.compiling:.1f} s, not counted above"),
+        ("cache", f"{held} ({name_of(cache.method.spec)})"),
+    ]
+    out = Console(stderr=True, highlight=False)
+    out.print()
+    out.print(pairs(rows))
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' if count != 1 else ''}"

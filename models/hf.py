@@ -1,0 +1,288 @@
+"""Hugging Face directories to models and back: config.json, safetensors shards, tokenizer files.
+
+Weights go tensor by tensor from a memory map into the stacked arrays of the plan, each device reading only
+the rows it holds, so that the model is never in memory twice. Which files say what is in `hf_config.py`,
+`hf_tensors.py` and `tokenizer.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvjax.errors import InputError
+from kvjax.models.files import Stored, atomic_folder, check_folder, read_header, read_json, write_safetensors
+from kvjax.models.hf_config import config_from_hf, config_to_hf
+from kvjax.models.hf_tensors import Part, hf_name, match, short_name, tensors
+from kvjax.models.model import Model
+from kvjax.models.placement import leaves, map_leaves, placement
+from kvjax.models.tokenizer import read_text, write_text
+from kvjax.models.transformer import Config, Group, Params, check_groups, plan, shapes
+
+LARGE_BYTES = 10**9
+SHARD_BYTES = 5 * 10**9
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+def load_hf(
+    path: str | os.PathLike[str],
+    *,
+    dtype: Any = jnp.float32,
+    sharding: Any = None,
+    groups: tuple[Group, ...] | None = None,
+    progress: bool = True,
+) -> Model:
+    """Loads a Hugging Face directory (config.json, safetensors, tokenizer files) into `dtype`.
+
+    sharding: where the parameters go: one `jax.sharding.Sharding` for all, a function (path, shape) ->
+    Sharding with paths such as "embed" or "layers.0.q", or a tree of Shardings like the parameters. groups:
+    how layers are stacked, `plan(config)` unless given. progress: a bar for models beyond 1 GB.
+
+    Raises InputError that says what is wrong with the directory, naming tensors that are missing, extra or
+    wrongly shaped, before any weight is read.
+
+    >>> from kvjax.models.load import SHIPPED
+    >>> load_hf(SHIPPED / "recall-tiny")(jnp.zeros((1, 4), jnp.int32)).shape
+    (1, 4, 220)
+    """
+    dtype = check_dtype(dtype)
+    folder = check_folder(path)
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f"{folder} is not a model directory: it has no config.json (it has {_contents(folder)})"
+        )
+    config = config_from_hf(read_json(folder / "config.json"))
+    found = _headers(folder)
+    config = _untie(config, found)
+    stored = match(config, found)
+    text = read_text(folder)
+    params = _read_params(config, stored, dtype, sharding, groups, progress)
+    return Model(config, params, **text._asdict(), name=folder.resolve().name)
+
+
+def check_dtype(dtype: Any) -> np.dtype:
+    """The dtype of a model's parameters; InputError unless it is a float that models run in."""
+    with contextlib.suppress(TypeError):
+        if (known := jnp.dtype(dtype)).name in _FLOATS:
+            return known
+    raise InputError(f"dtype {dtype!r} is not one a model runs in, expected {', '.join(_FLOATS)}")
+
+
+def _contents(folder: Path) -> str:
+    names = sorted(f.name for f in folder.iterdir())
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "") or "no files"
+
+
+def _headers(folder: Path) -> dict[str, Stored]:
+    """Every tensor of the directory, from its one file, the shards of its index, or all its safetensors."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return read_header(single)
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, Mapping):
+            raise InputError(
+                f"{index} has no weight_map: fetch it again, or remove it to read every safetensors file"
+            )
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+        absent = [f.name for f in files if not f.is_file()]
+        if absent:
+            raise InputError(
+                f"{folder} lacks {', '.join(absent)}, named in {index.name}: fetch the missing shards"
+            )
+    else:
+        # Mistral ships a second copy of its weights under that name.
+        files = [f for f in sorted(folder.glob("*.safetensors")) if not f.name.startswith("consolidated")]
+    if not files:
+        raise InputError(
+            f"{folder} has no safetensors (it has {_contents(folder)}): save the model with "
+            "`save_pretrained(..., safe_serialization=True)` in transformers, and load that directory"
+        )
+    out: dict[str, Stored] = {}
+    for file in files:
+        for name, tensor in read_header(file).items():
+            if name in out:
+                raise InputError(
+                    f"{name} is in {out[name].file.name} and in {file.name}: remove one of the files"
+                )
+            out[name] = tensor
+    return out
+
+
+def _untie(config: Config, found: Mapping[str, Stored]) -> Config:
+    """`config` untied where the checkpoint has an output matrix that differs from the embeddings."""
+    by_short = {short_name(name): tensor for name, tensor in found.items()}
+    embed, unembed = (by_short.get(name) for name in ("embed_tokens.weight", "lm_head.weight"))
+    if not config.tied or embed is None or unembed is None:
+        return config
+    same = embed.shape == unembed.shape and np.array_equal(embed.array(), unembed.array())
+    return config if same else dataclasses.replace(config, tied=False)
+
+
+# --- reading -----------------------------------------------------------------------------------------
+
+
+def _read_params(
+    config: Config,
+    stored: Mapping[str, Stored],
+    dtype: np.dtype,
+    sharding: Any,
+    groups: tuple[Group, ...] | None,
+    progress: bool,
+) -> Params:
+    groups = check_groups(config, groups or plan(config))
+    places = _places(config, stored)
+    tree = shapes(config, groups)
+    total = sum(int(np.prod(s)) for _, s in leaves(tree)) * dtype.itemsize
+    placed = placement(tree, sharding)
+    with _bar(total, progress) as advance:
+
+        def leaf(path: str, shape: tuple[int, ...]) -> jax.Array:
+            def read(index: Any) -> np.ndarray:
+                return _read_leaf(path, shape, groups, places, index, dtype)
+
+            where = placed(path, shape)
+            if where is None:
+                out = jax.device_put(read((slice(None),) * len(shape)))
+            else:
+                out = jax.make_array_from_callback(shape, where, read)
+            advance(out.nbytes)
+            return out
+
+        return map_leaves(leaf, tree)
+
+
+def _places(
+    config: Config, stored: Mapping[str, Stored]
+) -> dict[tuple[str, int | None], tuple[Stored, Part]]:
+    """(leaf, layer) -> the stored tensor it lies in, and where."""
+    return {
+        (part.leaf, part.layer): (stored[name], part)
+        for name, tensor in tensors(config).items()
+        for part in tensor.parts
+    }
+
+
+def _read_leaf(
+    path: str,
+    shape: tuple[int, ...],
+    groups: tuple[Group, ...],
+    places: Mapping[tuple[str, int | None], tuple[Stored, Part]],
+    index: tuple[slice, ...],
+    dtype: np.dtype,
+) -> np.ndarray:
+    """The piece `index` of a leaf, in our orientation and layer stacking."""
+    out = np.empty([len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)], dtype)
+    if not path.startswith("layers."):
+        _copy(out, *places[path, None], index, transpose=path == "unembed")
+        return out
+    _, group, name = path.split(".")
+    layers = range(groups[int(group)].first, groups[int(group)].first + shape[0])
+    for row, layer in zip(out, layers[index[0]], strict=True):
+        _copy(row, *places[name, layer], index[1:], transpose=row.ndim == 2)
+    return out
+
+
+def _copy(out: np.ndarray, stored: Stored, part: Part, index: tuple[slice, ...], transpose: bool) -> None:
+    source = stored.array()[part.start : part.stop]
+    if not transpose:
+        out[...] = source[index]
+        return
+    source = source[index[::-1]]
+    # In blocks of rows: a plain transposed copy of a large matrix misses the processor's cache at every step.
+    for start in range(0, source.shape[0], 256):
+        out[:, start : start + 256] = source[start : start + 256].T
+
+
+@contextlib.contextmanager
+def _bar(total: int, wanted: bool) -> Iterator[Callable[[int], None]]:
+    console = Console(stderr=True)
+    if not wanted or total < LARGE_BYTES or not console.is_terminal:
+        yield lambda done: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading weights", total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+# --- writing -----------------------------------------------------------------------------------------
+
+
+def save_hf(model: Model, path: str | os.PathLike[str], *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes a model as a Hugging Face directory that transformers loads; appears whole or not at all.
+
+    Weights keep their dtype, in one file or, beyond `shard_bytes`, in several with an index. An older save at
+    `path` is replaced.
+
+    Raises InputError where `path` holds something else or cannot be written, or where no class of
+    transformers computes what the model's config says.
+    """
+    data = config_to_hf(model.config)
+    dtype = model.params["embed"].dtype
+    stops = list(model.stop_ids)
+    # Absent, the classes would fill in ids of their own vocabulary.
+    data |= {"bos_token_id": _special_id(model, "bos_token"), "pad_token_id": _special_id(model, "pad_token")}
+    data |= {"eos_token_id": stops if len(stops) > 1 else next(iter(stops), None), "torch_dtype": dtype.name}
+    sizes = {hf_name(name): tensor.shape for name, tensor in tensors(model.config).items()}
+    fetch = _fetcher(model)
+    with atomic_folder(path, "config.json") as folder:
+        (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n")
+        write_text(model, folder)
+        files = _split(sizes, dtype.itemsize, shard_bytes)
+        for file, names in files.items():
+            write_safetensors(folder / file, {n: sizes[n] for n in names}, dtype, fetch)
+        if len(files) > 1:
+            total = sum(int(np.prod(s)) for s in sizes.values()) * dtype.itemsize
+            index = {n: file for file, names in files.items() for n in names}
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+            (folder / "model.safetensors.index.json").write_text(text + "\n")
+
+
+def _special_id(model: Model, name: str) -> int | None:
+    token = model.special_tokens.get(name)
+    return None if model.tokenizer is None or token is None else model.tokenizer.token_to_id(token)
+
+
+def _fetcher(model: Model) -> Callable[[str], np.ndarray]:
+    """Full tensor name -> the tensor as the checkpoint keeps it."""
+    params, table, layer_at = model.params, tensors(model.config), []
+    for group in params["layers"]:
+        layer_at += [(group, i) for i in range(next(iter(group.values())).shape[0])]
+
+    def part(part: Part) -> np.ndarray:
+        if part.layer is None:
+            value = np.asarray(params[part.leaf])
+            return value.T if part.leaf == "unembed" else value
+        group, i = layer_at[part.layer]
+        return np.asarray(group[part.leaf][i]).T
+
+    return lambda name: np.concatenate([part(p) for p in table[short_name(name)].parts])
+
+
+def _split(sizes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> dict[str, list[str]]:
+    """File name -> its tensors, in order, no file beyond `limit` bytes unless a single tensor is."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, shape in sizes.items():
+        size = int(np.prod(shape)) * itemsize
+        if used + size > limit and shards[-1]:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    n = len(shards)
+    return {f"model-{i + 1:05d}-of-{n:05d}.safetensors": names for i, names in enumerate(shards)}

@@ -1,0 +1,258 @@
+"""Prefill and decode speed of kvjax, beside transformers + kvpress where they are installed.
+
+One random Llama, one prompt, the same thread count for both; rounds alternate between the libraries, so that
+whatever else the machine does falls on both. Reports medians of CPU seconds (with one thread: the wall time of
+an idle core), compile seconds apart, and the floor: (weights + cache) / measured read bandwidth.
+
+    python scripts/bench.py --tokens 4096 16384 --json bench.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+METHODS = {
+    "none": ("full", {}, None),
+    "knorm": ("l2compress", {"skip_layers": 0}, "KnormPress"),
+    "snapkv": ("snapkv", {"variant": "kvpress"}, "SnapKVPress"),
+    "adakv": ("adakv", {"variant": "kvpress"}, "AdaKVPress"),
+    "h2o": ("h2o", {}, "ObservedAttentionPress"),
+    "kivi": ("kivi", {}, None),
+    "quest": ("quest", {}, None),
+}
+LLAMA = dict(layers=8, d_model=512, heads=8, kv_heads=4, d_ff=1408, vocab=8192)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--ratio", type=float, default=0.5, help="share of the slots kept")
+    parser.add_argument("--decode", type=int, default=24, help="tokens decoded per round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", help="where to write the figures")
+    return parser.parse_args()
+
+
+def timed(f: Callable[[], Any]) -> tuple[Any, float, float]:
+    """(result, wall seconds, CPU seconds)."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    out = f()
+    return out, time.perf_counter() - wall, time.process_time() - cpu
+
+
+class Ours:
+    """kvjax on the random Llama: prefill(method) and decode(cache)."""
+
+    def __init__(self, ratio: float, decode: int):
+        import jax
+
+        from kvjax.models.model import Model
+        from kvjax.models.transformer import Config, init
+
+        config = Config(head_dim=LLAMA["d_model"] // LLAMA["heads"], max_positions=65536, **LLAMA)
+        self.model = Model(config, init(config, jax.random.key(0)), name="random-llama")
+        self.ratio, self.decode_tokens = ratio, decode
+
+    def method(self, name: str) -> Any:
+        import kvjax
+        from kvjax.methods import takes_budget
+
+        id, hyper, _ = METHODS[name]
+        return kvjax.method(id, **hyper, **({"budget": self.ratio} if takes_budget(id) else {}))
+
+    def prefill(self, name: str, tokens: Any) -> Any:
+        import jax
+
+        import kvjax
+
+        logits, cache = kvjax.prefill(
+            self.model, tokens, method=self.method(name), room=self.decode_tokens * 8
+        )
+        jax.block_until_ready((logits, cache))
+        return cache
+
+    def decode(self, name: str, cache: Any, start: int) -> Any:
+        """Greedy decoding as a host loop over the jitted step; returns the cache that holds the tokens."""
+        import jax.numpy as jnp
+
+        from kvjax import steps
+        from kvjax.generation import bare_cache
+
+        run = steps.Run(self.model.config, self.method(name).decode_part())
+        token, append, state = jnp.asarray([3], jnp.int32), jnp.ones((1,), bool), bare_cache(cache)
+        for _ in range(self.decode_tokens):
+            logits, state = steps.step(run, self.model.params, state, token, append)
+            token = jnp.argmax(logits, -1).astype(jnp.int32)
+        token.block_until_ready()
+        return state
+
+    def bytes(self, cache: Any, name: str) -> int:
+        import kvjax
+
+        return kvjax.nbytes(cache)
+
+    def weight_bytes(self) -> int:
+        import kvjax
+
+        return kvjax.nbytes(self.model.params) - self.model.params["embed"].nbytes
+
+
+class Theirs:
+    """transformers + kvpress on a Llama of the same shape."""
+
+    def __init__(self, ratio: float, decode: int, threads: int):
+        import torch
+        import transformers
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        transformers.logging.set_verbosity_error()
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=LLAMA["vocab"],
+            hidden_size=LLAMA["d_model"],
+            intermediate_size=LLAMA["d_ff"],
+            num_hidden_layers=LLAMA["layers"],
+            num_attention_heads=LLAMA["heads"],
+            num_key_value_heads=LLAMA["kv_heads"],
+            max_position_embeddings=65536,
+        )
+        config._attn_implementation = "sdpa"
+        self.model = LlamaForCausalLM(config).eval()
+        self.ratio, self.decode_tokens = ratio, decode
+
+    def press(self, name: str) -> Any:
+        import kvpress
+
+        press = METHODS[name][2]
+        if press is None:
+            return None
+        removed = 1 - self.ratio
+        if press == "AdaKVPress":
+            return kvpress.AdaKVPress(kvpress.SnapKVPress(removed))
+        return getattr(kvpress, press)(removed)
+
+    def prefill(self, name: str, tokens: Any) -> Any:
+        import contextlib
+
+        import torch
+        from transformers import DynamicCache
+
+        # Observed attention needs the attention map, which only the eager path has.
+        self.model.set_attn_implementation("eager" if name == "h2o" else "sdpa")
+        for layer in self.model.model.layers:
+            layer.self_attn.masked_key_indices = None
+        cache, press = DynamicCache(), self.press(name)
+        with torch.no_grad(), contextlib.nullcontext() if press is None else press(self.model):
+            self.model.model(input_ids=torch.tensor(tokens), past_key_values=cache)
+        return cache
+
+    def decode(self, name: str, cache: Any, start: int) -> Any:
+        import torch
+
+        token = torch.tensor([[3]])
+        with torch.no_grad():
+            for i in range(self.decode_tokens):
+                position = torch.tensor([[start + i]])
+                out = self.model(input_ids=token, past_key_values=cache, position_ids=position)
+                token = out.logits[0, -1].argmax().view(1, 1)
+        return cache
+
+    def bytes(self, cache: Any, name: str) -> int:
+        return sum(
+            x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values)
+        )
+
+
+def read_bandwidth() -> float:
+    """Bytes per second of one thread reading 256 MB, the best of five."""
+    import numpy as np
+
+    x = np.ones(2**25, np.float64)
+    return max(x.nbytes / timed(x.sum)[2] for _ in range(5))
+
+
+def measure(side: Any, name: str, tokens: Any, rounds: list[dict[str, Any]]) -> None:
+    """One round: a prefill and a decode, each after a first call that compiles."""
+    start = tokens.shape[1]
+    found: dict[str, Any] = {}
+    if not rounds:
+        cache, found["first_prefill_s"], _ = timed(lambda: side.prefill(name, tokens))
+        cache, found["first_decode_s"], _ = timed(lambda: side.decode(name, cache, start))
+    cache, found["prefill_wall_s"], found["prefill_cpu_s"] = timed(lambda: side.prefill(name, tokens))
+    found["bytes"] = side.bytes(cache, name)
+    _, found["decode_wall_s"], found["decode_cpu_s"] = timed(lambda: side.decode(name, cache, start))
+    rounds.append(found)
+
+
+def row(side: Any, name: str, tokens: int, rounds: list[dict[str, Any]], bandwidth: float) -> dict[str, Any]:
+    """Medians of the rounds as one row of the table."""
+
+    def median(key: str) -> float:
+        return statistics.median(r[key] for r in rounds)
+
+    decode = median("decode_cpu_s") / side.decode_tokens
+    prefill = median("prefill_cpu_s")
+    out = {
+        "library": "kvjax" if isinstance(side, Ours) else "kvpress",
+        "method": name,
+        "tokens": tokens,
+        "prefill_s": round(prefill, 3),
+        "decode_tokens_per_s": round(1 / decode, 1),
+        "cache_mib": round(rounds[0]["bytes"] / 2**20, 1),
+        "compile_s": round(rounds[0]["first_prefill_s"] - rounds[0]["prefill_wall_s"], 1),
+    }
+    if isinstance(side, Ours):
+        floor = (side.weight_bytes() + rounds[0]["bytes"]) / bandwidth
+        out["floor_tokens_per_s"] = round(1 / floor, 1)
+    return out
+
+
+def main() -> None:
+    args = arguments()
+    if args.threads == 1:
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
+    sides: list[Any] = [Ours(args.ratio, args.decode)]
+    try:
+        sides.append(Theirs(args.ratio, args.decode, args.threads))
+    except ImportError as error:
+        print(f"without transformers + kvpress ({error}): install '.[parity]' to compare")
+    bandwidth, rows = read_bandwidth(), []
+    console = Console()
+    for tokens in args.tokens:
+        prompt = np.random.default_rng(0).integers(1, LLAMA["vocab"], (1, tokens))
+        rounds: dict[tuple[int, str], list[dict[str, Any]]] = {}
+        for _ in range(args.rounds):
+            for name in args.methods:
+                for i, side in enumerate(sides):
+                    if i == 1 and METHODS[name][2] is None and name != "none":
+                        continue
+                    with console.status(f"{tokens} tokens, {name}, {type(side).__name__}"):
+                        measure(side, name, prompt, rounds.setdefault((i, name), []))
+        rows += [row(sides[i], name, tokens, r, bandwidth) for (i, name), r in rounds.items()]
+    columns = list(dict.fromkeys(k for r in rows for k in r))
+    table = Table(*columns)
+    for r in rows:
+        table.add_row(*(str(r.get(c, "")) for c in columns))
+    console.print(table)
+    console.print(f"{platform.processor() or platform.machine()}, {args.threads} thread(s), read bandwidth {bandwidth / 1e9:.1f} GB/s")
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as f:
+            json.dump({"arguments": vars(args), "bandwidth": bandwidth, "rows": rows}, f, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Random checkpoints built and run by transformers (eager attention, float32)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def build(case: dict[str, Any], folder: Path, seed: int = 0) -> Any:
+    """A model of the class that config.json `case` names, with random weights; writes its config.json."""
+    (folder / "config.json").write_text(json.dumps(case))
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    gemma = case["model_type"].startswith("gemma")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim == 2:
+                # Steep attention and spread logits: a wrong mask or angle must show.
+                value = noise * (1.0 if "embed" in name else 1.5) * weight.shape[-1] ** -0.5
+            else:
+                value = 0.3 * noise + (1.0 if "norm" in name and not gemma else 0.0)
+            weight.copy_(value.to(torch.bfloat16).float())
+    return model
+
+
+def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """Logits [B, T, V] in float32."""
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens).long(), use_cache=False).logits.float().numpy()
+
+
+def greedy(model: Any, tokens: np.ndarray, count: int) -> np.ndarray:
+    """`tokens` [B, T] with `count` greedy tokens behind them."""
+    for _ in range(count):
+        best = logits(model, tokens)[:, -1].argmax(-1)
+        tokens = np.concatenate([tokens, best[:, None].astype(tokens.dtype)], axis=1)
+    return tokens

@@ -1,0 +1,43 @@
+"""Patterns protect slots by position alone, per row."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.keep.patterns import Recent, Sink
+
+LENGTH, N = np.array([12, 5, 3]), np.array([6, 4, 3])
+
+
+def protected(pattern, rng):
+    """(positions, mask) of shuffled slots of three rows of unequal length, some of them empty."""
+    pos = np.stack([[rng.permutation(16) for _ in range(2)] for _ in LENGTH]).astype(np.int32)
+    pos[pos >= LENGTH[:, None, None]] = -1
+    mask = pattern(jnp.asarray(pos), jnp.asarray(LENGTH), jnp.asarray(N))
+    return pos, np.asarray(mask) & (pos >= 0)
+
+
+def kept_sets(pos, mask):
+    return [
+        [set(p[m].tolist()) for p, m in zip(row, keep, strict=True)]
+        for row, keep in zip(pos, mask, strict=True)
+    ]
+
+
+def test_sinks_are_the_first_tokens_of_every_row(rng):
+    pos, mask = protected(Sink(4), rng)
+    assert kept_sets(pos, mask) == [[{0, 1, 2, 3}] * 2, [{0, 1, 2, 3}] * 2, [{0, 1, 2}] * 2]
+    assert not np.asarray(Sink(4)(jnp.full((1, 1, 3), -1), jnp.asarray([3]), jnp.asarray([2]))).any()
+
+
+def test_recent_tokens_are_counted_from_each_rows_own_end(rng):
+    pos, mask = protected(Recent(4), rng)
+    assert kept_sets(pos, mask) == [[{8, 9, 10, 11}] * 2, [{1, 2, 3, 4}] * 2, [{0, 1, 2}] * 2]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.34])
+def test_a_fraction_of_recent_tokens_is_a_share_of_the_budget(rng, share):
+    pos, mask = protected(Recent(share), rng)
+    for row, (length, n) in enumerate(zip(LENGTH, N, strict=True)):
+        want = set(range(length - int(n * share + 1e-9), length))
+        assert kept_sets(pos, mask)[row] == [want] * 2

@@ -1,0 +1,396 @@
+"""Hugging Face directories: what is loaded computes what transformers computes, and survives the way back."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from kvjax.checkpoint import load_checkpoint, save_checkpoint
+from kvjax.errors import InputError
+from kvjax.models import hf
+from kvjax.models.hf import load_hf, save_hf
+from kvjax.models.hf_config import config_from_hf, config_to_hf
+from kvjax.models.load import load, shipped
+from kvjax.models.model import Model
+from kvjax.models.tokenizer import chat
+from kvjax.models.transformer import Config, Group, init, plan
+from kvjax.ops.rope import Rope
+from tests import hf_fixtures
+from tests.hf_fixtures import BAR, NAMES, relative_error
+
+
+def directory(name, tmp_path, **options):
+    fixture = hf_fixtures.read(name)
+    return hf_fixtures.write(fixture, tmp_path / name, **options), fixture
+
+
+def assert_same_params(a: Model, b: Model):
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), a.params, b.params)
+
+
+# --- loading -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_those_of_transformers(name, tmp_path):
+    folder, fixture = directory(name, tmp_path)
+    assert relative_error(load_hf(folder)(fixture.tokens), fixture.logits) <= BAR
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_shards_load_like_one_file(index, tmp_path):
+    one, fixture = directory("qwen3", tmp_path / "one")
+    many, _ = directory("qwen3", tmp_path / "many", shards=3, index=index)
+    assert_same_params(load_hf(one), load_hf(many))
+
+
+@pytest.mark.parametrize("source", [np.float16, np.float64, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", jnp.float16])
+def test_every_dtype_is_converted_once(source, dtype, tmp_path):
+    folder, fixture = directory("llama", tmp_path)
+    weights = {name: w.astype(source) for name, w in fixture.weights.items()}
+    save_file(weights, folder / "model.safetensors")
+    model = load_hf(folder, dtype=dtype)
+    expected = weights["model.layers.1.mlp.down_proj.weight"].T.astype(jnp.dtype(dtype))
+    np.testing.assert_array_equal(model.params["layers"][1]["down"][0], expected, strict=True)
+    assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype(dtype)}
+
+
+def test_bfloat16_logits_stay_near_float32(tmp_path):
+    folder, fixture = directory("gemma3_text", tmp_path)
+    out = load_hf(folder, dtype=jnp.bfloat16)(fixture.tokens)
+    assert out.dtype == jnp.float32
+    assert relative_error(out, fixture.logits) < 0.1
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3"])
+def test_stacked_layers_compute_the_same(name, tmp_path):
+    folder, fixture = directory(name, tmp_path)
+    config = load_hf(folder).config
+    groups = plan(config, stacked=True)
+    model = load_hf(folder, groups=groups)
+    assert [g["q"].shape[0] for g in model.params["layers"]] == [g.size for g in groups]
+    assert relative_error(model(fixture.tokens), fixture.logits) <= BAR
+
+
+def mesh_of_four() -> Mesh:
+    return Mesh(np.array(jax.devices()[:4]), ("model",))
+
+
+def tensor_parallel(path: str, shape: tuple[int, ...]) -> NamedSharding:
+    """Matrices over their output dimension where it divides, all else replicated."""
+    split = len(shape) == 3 and shape[-1] % 4 == 0
+    return NamedSharding(mesh_of_four(), P(None, None, "model") if split else P())
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_each_device_reads_its_piece(shards, tmp_path):
+    folder, fixture = directory("phi3", tmp_path, shards=shards)
+    plain, model = load_hf(folder), load_hf(folder, sharding=tensor_parallel)
+    assert_same_params(plain, model)
+    up = model.params["layers"][0]["up"]
+    assert {s.data.shape for s in up.addressable_shards} == {(1, 24, 7)}
+    assert relative_error(model(fixture.tokens), fixture.logits) <= BAR
+
+
+def test_sharding_may_be_a_tree_or_one_for_all(tmp_path):
+    folder, _ = directory("olmo2", tmp_path)
+    plain = load_hf(folder)
+    everywhere = NamedSharding(mesh_of_four(), P())
+    for sharding in (everywhere, jax.tree.map(lambda _: everywhere, plain.params)):
+        model = load_hf(folder, sharding=sharding)
+        assert {leaf.sharding for leaf in jax.tree.leaves(model.params)} == {everywhere}
+        assert_same_params(plain, model)
+    with pytest.raises(InputError, match="norm"):
+        load_hf(folder, sharding={"embed": everywhere, "layers": ()})
+
+
+def test_large_models_show_a_bar(tmp_path, monkeypatch, capsys):
+    folder, _ = directory("llama", tmp_path)
+    monkeypatch.setattr(hf, "LARGE_BYTES", 0)
+    load_hf(folder)
+    assert capsys.readouterr().err == ""  # not a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    load_hf(folder)
+    assert "loading weights" in capsys.readouterr().err
+    load_hf(folder, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_multimodal_checkpoint_loads_its_language_model(tmp_path):
+    text = hf_fixtures.read("gemma3_text")
+    weights = {f"language_model.{name}": w for name, w in text.weights.items()}
+    weights |= {
+        "vision_tower.blocks.0.weight": np.zeros(3, np.float32),
+        "multi_modal_projector.w": np.zeros(2),
+    }
+    config = {"model_type": "gemma3", "text_config": text.config, "vision_config": {}, "eos_token_id": [1, 6]}
+    model = load_hf(hf_fixtures.write(text._replace(weights=weights, config=config), tmp_path))
+    assert model.stop_ids == (1, 6)
+    assert relative_error(model(text.tokens), text.logits) <= BAR
+
+
+def test_an_output_matrix_beside_tied_embeddings_counts_if_it_differs(tmp_path):
+    fixture = hf_fixtures.read("llama_mqa_tied")
+    embed = fixture.weights["model.embed_tokens.weight"]
+    for name, lm_head in (("copy", embed), ("other", 2 * embed)):
+        weights = fixture.weights | {"lm_head.weight": lm_head}
+        model = load_hf(hf_fixtures.write(fixture._replace(weights=weights), tmp_path / name))
+        assert model.config.tied == (name == "copy")
+        assert relative_error(model(fixture.tokens), fixture.logits * (1 if name == "copy" else 2)) <= BAR
+
+
+def test_buffers_that_are_no_parameters_are_passed_over(tmp_path):
+    fixture = hf_fixtures.read("llama")
+    weights = fixture.weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    folder = hf_fixtures.write(fixture._replace(weights=weights), tmp_path)
+    assert relative_error(load_hf(folder)(fixture.tokens), fixture.logits) <= BAR
+
+
+# --- config.json -------------------------------------------------------------------------------------
+
+
+def test_the_old_and_the_new_spelling_of_rotary_scaling_agree():
+    sizes = dict(
+        model_type="llama", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    sizes |= dict(intermediate_size=8, max_position_embeddings=4096)
+    params = dict(factor=4.0, original_max_position_embeddings=1024)
+    old = config_from_hf({**sizes, "rope_theta": 5e5, "rope_scaling": {"type": "yarn", **params}})
+    new = config_from_hf({**sizes, "rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, **params}})
+    assert old == new
+    assert old.rope == Rope(theta=5e5, kind="yarn", factor=4.0, original_max=1024)
+
+
+def test_a_sparse_gemma_3_config_is_filled_from_its_class():
+    text = dict(model_type="gemma3_text", hidden_size=2560, intermediate_size=10240, num_hidden_layers=34)
+    text |= dict(rope_scaling={"factor": 8.0, "rope_type": "linear"}, sliding_window=1024)
+    config = config_from_hf({"model_type": "gemma3", "text_config": text})
+    assert (config.vocab, config.heads, config.kv_heads, config.head_dim) == (262208, 8, 4, 256)
+    assert config.windows[:7] == (1024, 1024, 1024, 1024, 1024, None, 1024)
+    assert config.rope == Rope(theta=1e6, kind="linear", factor=8.0)
+    assert config.rope_local == Rope(theta=1e4)
+    assert config.tied and config.max_positions == 131072
+
+
+def test_a_window_of_null_is_no_window_and_a_missing_one_the_class_default():
+    sizes = dict(
+        model_type="mistral", vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=8
+    )
+    sizes |= dict(intermediate_size=8)
+    assert config_from_hf({**sizes, "sliding_window": None}).windows == ()
+    assert config_from_hf(sizes).windows == (4096, 4096)
+
+
+def test_scaling_that_stretches_the_context_raises_the_longest_prompt():
+    sizes = dict(
+        model_type="qwen2", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    sizes |= dict(intermediate_size=8, max_position_embeddings=32768)
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert config_from_hf({**sizes, "rope_scaling": scaling}).max_positions == 131072
+    assert (
+        config_from_hf({**sizes, "rope_scaling": {"type": "dynamic", "factor": 2.0}}).max_positions == 65536
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_configs_survive_the_way_to_json_and_back(name):
+    config = config_from_hf(hf_fixtures.read(name).config)
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+
+
+@pytest.mark.parametrize("channels", [15 * 2, 31 * 2])
+def test_a_partial_rotation_survives_rounding(channels):
+    config = Config(16, 8, 1, 1, 1, 78, 8, rope=Rope(rotary_dim=channels), family="phi3", norm_eps=1e-5)
+    assert config_from_hf(config_to_hf(config) | {"head_dim": 78}).rope.rotary_dim == channels
+
+
+# --- saving ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_tensors_are_those_that_were_loaded(name, tmp_path):
+    folder, fixture = directory(name, tmp_path)
+    model = load_hf(folder)
+    save_hf(model, tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == fixture.weights.keys()
+    for tensor, value in fixture.weights.items():
+        np.testing.assert_array_equal(saved[tensor], value, strict=True)
+    again = load_hf(tmp_path / "saved")
+    assert again.config == model.config
+    assert_same_params(again, model)
+
+
+def test_large_models_are_saved_in_shards(tmp_path):
+    folder, fixture = directory("llama", tmp_path)
+    model = load_hf(folder, dtype=jnp.bfloat16, groups=(Group(0, 3),))
+    save_hf(model, tmp_path / "saved", shard_bytes=8000)
+    index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
+    files = sorted(f.name for f in (tmp_path / "saved").glob("*.safetensors"))
+    assert len(files) > 2 and sorted(set(index["weight_map"].values())) == files
+    assert max((tmp_path / "saved" / f).stat().st_size for f in files) < 8000 + 4000  # and their headers
+    assert index["metadata"]["total_size"] == 2 * sum(w.size for w in fixture.weights.values())
+    assert_same_params(load_hf(tmp_path / "saved", dtype=jnp.bfloat16, groups=(Group(0, 3),)), model)
+
+
+def test_a_save_replaces_an_older_one_and_nothing_else(tmp_path):
+    model = load_hf(directory("llama", tmp_path)[0])
+    other = load_hf(directory("olmo2", tmp_path)[0])
+    save_hf(model, tmp_path / "out")
+    save_hf(other, tmp_path / "out")
+    assert load_hf(tmp_path / "out").config == other.config
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["llama", "olmo2", "out"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep me")
+    with pytest.raises(InputError, match="holds no config.json"):
+        save_hf(model, tmp_path / "mine")
+
+
+def test_a_failed_save_leaves_the_older_one(tmp_path, monkeypatch):
+    model = load_hf(directory("llama", tmp_path)[0])
+    save_hf(model, tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+
+    def fail(*_, **__):
+        raise RuntimeError("disk full")
+
+    monkeypatch.setattr(hf, "write_safetensors", fail)
+    with pytest.raises(RuntimeError):
+        save_hf(model, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["llama", "out"]
+
+
+def test_what_no_class_of_transformers_computes_is_refused():
+    config = Config(vocab=16, d_model=8, layers=1, heads=1, kv_heads=1, head_dim=8, d_ff=8, qk_norm="head")
+    with pytest.raises(InputError, match="qk_norm = 'head'"):
+        config_to_hf(config)
+
+
+# --- tokenizer and chat ------------------------------------------------------------------------------
+
+TEMPLATE = """{{ bos_token }} {% for message in messages %}
+<{{ message['role'] }}> {% generation %}{{ message['content'] }}{% endgeneration %} {{ eos_token }}
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def chatty(tmp_path, **files):
+    """A small Llama with a tokenizer; `files` overrides tokenizer_config and generation_config."""
+    folder, _ = directory("llama_mqa_tied", tmp_path)
+    words = ["<s>", "</s>", "<user>", "<assistant>", "hello", "world", "<end>"]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | files.pop("tokenizer_config", {})))
+    for name, data in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(data))
+    return folder
+
+
+def test_chat_renders_the_template_of_the_checkpoint(tmp_path):
+    model = load_hf(chatty(tmp_path))
+    messages = [{"role": "user", "content": "hello world"}]
+    text = "<s> <user> hello world </s> <assistant>"
+    assert [model.tokenizer.id_to_token(i) for i in chat(model, messages)] == text.split()
+    assert chat(model, messages, add_generation_prompt=False) == [0, 2, 4, 5, 1]
+
+
+def test_stop_ids_come_from_every_file_that_names_them(tmp_path):
+    model = load_hf(chatty(tmp_path, generation_config={"eos_token_id": [6, 3]}))
+    assert model.stop_ids == (1, 3, 6)
+
+
+def test_the_default_of_several_named_templates_is_used(tmp_path):
+    templates = [{"name": "tools", "template": "no"}, {"name": "default", "template": "hello"}]
+    model = load_hf(chatty(tmp_path, tokenizer_config={"chat_template": templates}))
+    assert chat(model, []) == [4]
+
+
+def test_a_template_file_wins_over_the_tokenizer_config(tmp_path):
+    folder = chatty(tmp_path)
+    (folder / "chat_template.jinja").write_text("world")
+    assert chat(load_hf(folder), []) == [5]
+
+
+def test_text_files_survive_saving(tmp_path):
+    model = load_hf(chatty(tmp_path, generation_config={"eos_token_id": 6}))
+    save_hf(model, tmp_path / "saved")
+    save_checkpoint(model, tmp_path / "checkpoint")
+    for again in (load_hf(tmp_path / "saved"), load_checkpoint(tmp_path / "checkpoint")):
+        assert (again.stop_ids, again.chat_template) == (model.stop_ids, model.chat_template)
+        assert again.special_tokens == model.special_tokens
+        assert again.tokenizer.to_str() == model.tokenizer.to_str()
+
+
+def test_chat_says_what_it_lacks(tmp_path):
+    folder = chatty(
+        tmp_path, tokenizer_config={"chat_template": "{{ raise_exception('roles must alternate') }}"}
+    )
+    model = load_hf(folder)
+    with pytest.raises(InputError, match="roles must alternate"):
+        chat(model, [])
+    with pytest.raises(InputError, match="no chat template"):
+        chat(dataclasses.replace(model, chat_template=None), [])
+    with pytest.raises(InputError, match=r"no tokenizer\.json"):
+        chat(dataclasses.replace(model, tokenizer=None), [])
+
+
+def test_a_template_cannot_leave_its_sandbox(tmp_path):
+    attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    model = load_hf(chatty(tmp_path, tokenizer_config={"chat_template": attack}))
+    with pytest.raises(InputError, match="unsafe"):
+        chat(model, [])
+
+
+# --- one door ----------------------------------------------------------------------------------------
+
+
+def test_the_shipped_model_loads_by_name():
+    assert "recall-tiny" in shipped()
+    model = load("recall-tiny", dtype=jnp.bfloat16)
+    assert (model.name, model.config.vocab) == ("recall-tiny", 220)
+    assert model.tokenizer.encode("<get> brave otter").ids == [3, 12, 64]
+
+
+def test_load_takes_directories_of_both_kinds(tmp_path):
+    folder, _ = directory("gemma2", tmp_path)
+    model = load(folder)
+    save_checkpoint(model, tmp_path / "checkpoint")
+    again = load(str(tmp_path / "checkpoint"))
+    assert again.config == model.config and again.fingerprint == model.fingerprint
+    assert_same_params(again, model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_checkpoints_load_in_any_stacking_dtype_and_sharding(dtype, tmp_path):
+    folder, fixture = directory("gemma3_text", tmp_path)
+    config = load_hf(folder).config
+    save_checkpoint(load_hf(folder, groups=plan(config, stacked=True)), tmp_path / "checkpoint")
+    for groups in (plan(config, stacked=True), plan(config, stacked=False)):
+        for sharding in (None, SingleDeviceSharding(jax.devices()[1]), tensor_parallel):
+            model = load_checkpoint(tmp_path / "checkpoint", dtype=dtype, sharding=sharding, groups=groups)
+            assert_same_params(model, load_hf(folder, dtype=dtype, groups=groups))
+            place = tensor_parallel if callable(sharding) else lambda path, shape, s=sharding: s
+            if sharding is not None:
+                assert model.params["norm"].sharding == place("norm", model.params["norm"].shape)
+
+
+def test_checkpoints_hold_what_no_class_of_transformers_computes(tmp_path):
+    config = Config(
+        32, 16, 2, 2, 1, 8, 16, qk_norm="head", windows=(4, None), rope_local=Rope(kind="yarn", factor=2.0)
+    )
+    model = Model(config, init(config, jax.random.key(0)))
+    save_checkpoint(model, tmp_path / "checkpoint")
+    assert load(tmp_path / "checkpoint").config == config
+    assert load_checkpoint(tmp_path / "checkpoint").params["embed"].dtype == jnp.float32

@@ -1,0 +1,333 @@
+"""Everything that can be wrong with a model directory gets one clear error before any weight is read."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from kvjax.checkpoint import load_checkpoint, save_checkpoint
+from kvjax.errors import InputError
+from kvjax.models.hf import load_hf, save_hf
+from kvjax.models.load import load
+from tests import hf_fixtures
+
+
+@pytest.fixture
+def fixture():
+    return hf_fixtures.read("llama")
+
+
+@pytest.fixture
+def folder(fixture, tmp_path):
+    """A good Llama directory, to be spoiled."""
+    return hf_fixtures.write(fixture, tmp_path / "model")
+
+
+def edit_config(folder, **fields):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+# --- paths -------------------------------------------------------------------------------------------
+
+
+def test_missing_path(tmp_path):
+    with pytest.raises(InputError, match="nowhere does not exist, expected a model directory"):
+        load(tmp_path / "nowhere")
+
+
+def test_missing_name_suggests_a_shipped_one():
+    with pytest.raises(InputError, match="did you mean the shipped model recall-tiny"):
+        load("recall-tinny")
+
+
+def test_a_file_points_to_its_directory(folder):
+    with pytest.raises(InputError, match=r"is a file, expected a model directory: pass .*model instead"):
+        load(folder / "model.safetensors")
+
+
+def test_unreadable_directory(folder, monkeypatch):
+    def deny(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", deny)  # permissions themselves do not stop root
+    with pytest.raises(
+        InputError, match=r"model cannot be read \(Permission denied\): check its permissions"
+    ):
+        load(folder)
+
+
+def test_an_unreadable_file_is_an_input_error(folder):
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to(folder / "gone.json")
+    with pytest.raises(InputError, match=r"config\.json"):
+        load(folder)
+
+
+def test_dangling_link(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(InputError, match="link does not exist"):
+        load(tmp_path / "link")
+
+
+def test_not_a_model_directory(tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(
+        InputError, match=r"not a model directory: it has no config\.json \(it has notes\.txt\)"
+    ):
+        load(tmp_path)
+
+
+def test_no_network(monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(*_, **__):
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(InputError, match="no network.*hf download meta-llama/Llama-3.2-1B --local-dir DIR"):
+        load("meta-llama/Llama-3.2-1B")
+
+
+# --- config.json -------------------------------------------------------------------------------------
+
+
+def test_unsupported_model_type_lists_the_supported(folder):
+    edit_config(folder, model_type="qwen2_moe")
+    with pytest.raises(
+        InputError, match="'qwen2_moe' is not supported .*qwen2.*llama, mistral, .*olmo2, gemma3"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size = None, expected a positive whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        ({"num_key_value_heads": 4}, "6 query heads cannot share 4 KV heads"),
+        ({"head_dim": 7}, "even head_dim, got 7"),
+        ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported, expected one of silu"),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 4.0}},
+            "'longrope' is not supported, expected one of def",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "'llama3' in config.json lacks low_freq_factor",
+        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention"], "use_sliding_window": True},
+            "1 entries for 3",
+        ),
+        ({"model_type": "gemma2", "layer_types": ["chunked"] * 3}, "layer_types names chunked"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "causal decoders only"),
+    ],
+)
+def test_settings_that_cannot_be_built(fields, message, folder):
+    if fields.get("model_type"):
+        edit_config(folder, sliding_window=4)
+    edit_config(folder, **fields)
+    with pytest.raises(InputError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.json", '{"model_type": "lla'),
+        ("config.json", "[1, 2]"),
+        ("tokenizer_config.json", "{,}"),
+        ("generation_config.json", ""),
+        ("tokenizer.json", '{"model": 3}'),
+    ],
+)
+def test_broken_json_names_the_file(file, text, folder):
+    (folder / file).write_text(text)
+    with pytest.raises(InputError, match=file.replace(".", r"\.")):
+        load(folder)
+
+
+# --- tensors -----------------------------------------------------------------------------------------
+
+
+def test_missing_extra_and_wrongly_shaped_tensors_are_named_together(fixture, tmp_path):
+    weights = dict(fixture.weights)
+    del weights["model.layers.1.mlp.up_proj.weight"], weights["lm_head.weight"]
+    weights["model.layers.3.mlp.up_proj.weight"] = np.zeros((2, 2), np.float32)
+    weights["model.norm.weight"] = np.zeros(7, np.float32)
+    with pytest.raises(InputError) as error:
+        load(hf_fixtures.write(fixture._replace(weights=weights), tmp_path))
+    message = str(error.value)
+    assert "2 missing: lm_head.weight, model.layers.1.mlp.up_proj.weight;" in message
+    assert "1 not expected: model.layers.3.mlp.up_proj.weight;" in message
+    assert "1 of another shape: model.norm.weight (expected [20], found [7])" in message
+
+
+def test_a_fused_tensor_is_checked_as_a_whole(tmp_path):
+    fixture = hf_fixtures.read("phi3")
+    config = fixture.config | {"num_key_value_heads": 3}
+    with pytest.raises(InputError, match=r"qkv_proj.weight \(expected \[72, 24\], found \[40, 24\]\)"):
+        load(hf_fixtures.write(fixture._replace(config=config), tmp_path))
+
+
+def test_a_long_list_of_names_is_cut(folder):
+    edit_config(folder, num_hidden_layers=9)
+    with pytest.raises(InputError, match="and 88 more"):
+        load(folder)
+
+
+def test_unknown_dtype(fixture, tmp_path):
+    weights = fixture.weights | {"model.norm.weight": np.zeros(20, np.int8)}
+    with pytest.raises(InputError, match=r"dtype other than .*BF16: model.norm.weight \(I8\)"):
+        load(hf_fixtures.write(fixture._replace(weights=weights), tmp_path))
+
+
+def test_a_dtype_no_model_runs_in(folder):
+    for dtype in ("int8", "float65", jnp.float64):
+        with pytest.raises(InputError, match="expected float32, float16, bfloat16"):
+            load(folder, dtype=dtype)
+
+
+# --- weight files ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 200, -1, -5000])
+def test_truncated_safetensors(keep, folder):
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:keep])
+    with pytest.raises(InputError, match=rf"model\.safetensors is truncated: {len(whole[:keep])} bytes"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer.*git lfs pull"),
+        (b"<!DOCTYPE html><html>not found</html>", "no safetensors file"),
+        (b"\x02\0\0\0\0\0\0\0[]", "no safetensors file"),
+    ],
+)
+def test_what_only_looks_like_safetensors(content, message, folder):
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        load(folder)
+
+
+def test_a_tensor_whose_bytes_do_not_fit_its_shape(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"shape":[80,20]', b'"shape":[20,20]'))
+    with pytest.raises(InputError, match="another size than its shape says"):
+        load(folder)
+
+
+def test_no_safetensors(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match="has no safetensors .*pytorch_model.bin.*safe_serialization"):
+        load(folder)
+
+
+def test_a_shard_that_the_index_names_is_missing(fixture, tmp_path):
+    folder = hf_fixtures.write(fixture, tmp_path, shards=3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(InputError, match="lacks model-00002-of-00003.safetensors"):
+        load(folder)
+
+
+def test_an_index_without_its_map(fixture, tmp_path):
+    folder = hf_fixtures.write(fixture, tmp_path, shards=2)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(InputError, match="has no weight_map"):
+        load(folder)
+
+
+def test_a_tensor_in_two_files(folder):
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    shutil.copy(folder / "a.safetensors", folder / "b.safetensors")
+    with pytest.raises(InputError, match=r"is in a\.safetensors and in b\.safetensors"):
+        load(folder)
+
+
+def test_mistrals_second_copy_is_no_error(fixture, folder):
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    save_file({"other.names": np.zeros(3)}, folder / "consolidated.safetensors")
+    assert hf_fixtures.relative_error(load(folder)(fixture.tokens), fixture.logits) <= hf_fixtures.BAR
+
+
+# --- checkpoints -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(folder, tmp_path):
+    save_checkpoint(load_hf(folder), tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def test_a_newer_checkpoint(checkpoint):
+    head = json.loads((checkpoint / "kvjax.json").read_text())
+    (checkpoint / "kvjax.json").write_text(json.dumps(head | {"format": 9}))
+    with pytest.raises(InputError, match="format 9, this kvjax reads 1"):
+        load(checkpoint)
+
+
+def test_a_checkpoint_with_an_unknown_setting(checkpoint):
+    head = json.loads((checkpoint / "kvjax.json").read_text())
+    head["config"]["surprise"] = 1
+    (checkpoint / "kvjax.json").write_text(json.dumps(head))
+    with pytest.raises(InputError, match="does not describe a model.*surprise"):
+        load(checkpoint)
+
+
+def test_a_checkpoint_without_its_weights(checkpoint):
+    shutil.rmtree(checkpoint / "params")
+    with pytest.raises(InputError, match="has no weights"):
+        load(checkpoint)
+
+
+def test_a_checkpoint_with_broken_weights(checkpoint):
+    (checkpoint / "params" / "_METADATA").write_text("{")
+    with pytest.raises(InputError, match="weights in .* cannot be read"):
+        load(checkpoint)
+
+
+def test_a_checkpoint_with_weights_of_another_shape(checkpoint):
+    head = json.loads((checkpoint / "kvjax.json").read_text())
+    head["config"]["d_ff"] = 14
+    (checkpoint / "kvjax.json").write_text(json.dumps(head))
+    with pytest.raises(
+        InputError, match=r"layers.0.down \(expected \(1, 14, 20\), found \(1, 28, 20\)\), layers"
+    ):
+        load(checkpoint)
+
+
+def test_no_checkpoint(folder):
+    with pytest.raises(InputError, match=r"not a kvjax checkpoint: it has no kvjax\.json"):
+        load_checkpoint(folder)
+
+
+# --- writing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", [save_hf, save_checkpoint])
+def test_unwritable_output(save, folder):
+    model = load_hf(folder)
+    with pytest.raises(InputError, match="cannot be written"):
+        save(model, folder / "config.json" / "out")
+    with pytest.raises(InputError, match="exists and holds no"):
+        save(model, folder / "config.json")
+
+
+def test_a_config_that_transformers_has_not_leaves_no_files(folder, tmp_path):
+    model = load_hf(folder)
+    odd = dataclasses.replace(model, config=dataclasses.replace(model.config, embed_scale=2.0))
+    with pytest.raises(InputError, match="no embed_scale = 2.0: use save_checkpoint"):
+        save_hf(odd, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

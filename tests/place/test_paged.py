@@ -1,0 +1,181 @@
+"""Pages: attention over any split of slots into pages equals dense attention over the same slots."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache import Cache, dense, encode, gather_pages, kept_positions, nbytes
+from kvjax.grammar import View
+from kvjax.place import paged
+from kvjax.place.paged import build_pages, fork_pages, pool_pages
+from kvjax.store.affine import Affine
+
+B, N, K, S, H, T = 3, 4, 2, 23, 8, 2
+GROUPS = (2, 1)  # layers of each group
+LAYERS = ((0, 1), (1, 0))  # those that attend: (group, layer in it)
+SCALE, CAP = 0.3, 2.0
+Q_POS = np.array([[30, 31], [25, 26], [11, 12]], np.int32)
+
+
+def make_views(rng, bias=True):
+    """Slots of two groups of layers, with unordered positions."""
+    views = []
+    for layers in GROUPS:
+        shape = (layers, B, K, S)
+        k, v = (jnp.asarray(rng.normal(size=(*shape, H)), jnp.float32) for _ in range(2))
+        pos = jnp.asarray(rng.integers(0, 30, shape), jnp.int32)
+        extra = jnp.asarray(rng.normal(size=shape), jnp.float32) if bias else None
+        views.append(View(k, v, pos, extra, {}))
+    return tuple(views)
+
+
+def make_kept(rng, share=0.4):
+    """Unequal lengths per head; one head keeps nothing, one everything."""
+    kept = [rng.random((layers, B, K, S)) < rng.uniform(0, 2 * share, (layers, B, K, 1)) for layers in GROUPS]
+    kept[0][1, 0, 1], kept[0][1, 2, 0], kept[1][0, 1, 0] = False, True, False
+    return tuple(jnp.asarray(k) for k in kept)
+
+
+def build(kept, views, page, codec=None, spare=0):
+    total = sum(int(k.sum()) for k in kept)
+    pages = pool_pages(total, sum(GROUPS) * B * K, page) + spare
+    make = jax.jit(build_pages, static_argnames=("page", "pages", "codecs", "number"))
+    return make(kept, views, page=page, pages=pages, codecs=(codec, codec), number=0)
+
+
+def attend(q, tables, pool, q_pos=Q_POS):
+    """(out, lse) of LAYERS, over pages."""
+
+    @jax.jit
+    def run(q, tables, pool, q_pos):
+        return [
+            paged.attend_pages(q, tables[g].layer(i), i, pool, q_pos, scale=SCALE, softcap=CAP)
+            for g, i in LAYERS
+        ]
+
+    return run(q, tables, pool, jnp.asarray(q_pos))
+
+
+def attend_dense(q, views, kept):
+    """(out, lse) of LAYERS in float64, slot by slot."""
+    found = []
+    for g, i in LAYERS:
+        k, v, pos = (np.asarray(x, np.float64)[i] for x in views[g][:3])
+        s = np.einsum("bkgth,bksh->bkgts", np.asarray(q, np.float64).reshape(B, K, N // K, T, H), k)
+        s = CAP * np.tanh(s * SCALE / CAP)
+        if views[g].bias is not None:
+            s = s + np.asarray(views[g].bias, np.float64)[i][:, :, None, None]
+        seen = np.asarray(kept[g])[i][:, :, None] & (pos[:, :, None] <= Q_POS[:, None, :, None])
+        w = np.where(seen[:, :, None], np.exp(s), 0)
+        total = w.sum(-1)
+        out = np.einsum("bkgts,bksh->bkgth", w, v) / np.where(total == 0, 1, total)[..., None]
+        with np.errstate(divide="ignore"):
+            found.append((out.reshape(B, N, T, H), np.log(total).reshape(B, N, T)))
+    return found
+
+
+def close(got, want, atol=1e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), got, want)
+
+
+@pytest.fixture
+def q(rng):
+    return jnp.asarray(rng.normal(size=(B, N, T, H)), jnp.float32)
+
+
+@pytest.mark.parametrize("page, spare", [(1, 0), (3, 5), (16, 2)])
+def test_attention_over_pages_equals_dense_attention(rng, q, page, spare):
+    views, kept = make_views(rng), make_kept(rng)
+    got = attend(q, *build(kept, views, page, spare=spare))
+    close(got, attend_dense(q, views, kept))
+    # The heads that hold nothing: row 0, head 1 of the first layer, row 1, head 0 of the second.
+    assert (got[0][0][0, N // K :] == 0).all() and (got[0][1][0, N // K :] == -jnp.inf).all()
+    assert (got[1][1][1, : N // K] == -jnp.inf).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_a_layer_may_be_walked_in_blocks_of_any_size(rng, q, monkeypatch, tokens):
+    views, kept = make_views(rng), make_kept(rng)
+    monkeypatch.setattr(paged, "WALK_TOKENS", tokens)
+    close(attend(q, *build(kept, views, 3, spare=5)), attend_dense(q, views, kept))
+
+
+def test_a_pool_of_one_layer_is_read_at_once(rng, q, monkeypatch):
+    views, kept = make_views(rng, bias=False), make_kept(rng)
+    pages = pool_pages(int(kept[1].sum()), B * K, 3) + 1
+    (table,), pool = build_pages(kept[1:], views[1:], page=3, pages=pages, codecs=(None, None), number=0)
+    monkeypatch.setattr(paged, "_walk", None)
+    one = jax.jit(lambda q, table, pool: paged.attend_pages(
+        q, table.layer(0), 0, pool, jnp.asarray(Q_POS), scale=SCALE, softcap=CAP
+    ))  # fmt: skip
+    close([one(q, table, pool)], attend_dense(q, views, kept)[1:])
+
+
+def test_pages_may_hold_codes(rng, q):
+    views, kept, codec = make_views(rng), make_kept(rng), Affine(8)
+    tables, pool = build(kept, views, 3, codec)
+    rounded = tuple(v._replace(k=dense(encode(v.k, codec)), v=dense(encode(v.v, codec))) for v in views)
+    close(attend(q, tables, pool), attend_dense(q, rounded, kept))
+    # Eight channels of one byte, a float16 scale and zero per token.
+    assert nbytes((pool.k, pool.v)) == 2 * pool.pos.size * (H + 4)
+
+
+def test_nothing_in_free_pages_or_dead_slots_reaches_an_output(rng, q):
+    views, kept = make_views(rng), make_kept(rng)
+    tables, pool = build(kept, views, 3, spare=5)
+    empty, owned = pool.pos < 0, pool.owner >= 0
+    assert empty[owned].any() and (~owned).sum() >= 5
+    poisoned = {"k": jnp.where(empty[..., None], jnp.nan, pool.k)}
+    poisoned["v"] = jnp.where(empty[..., None], 1e30, pool.v)
+    poisoned["bias"] = jnp.where(empty, jnp.nan, pool.bias)
+    close(attend(q, tables, dataclasses.replace(pool, **poisoned)), attend_dense(q, views, kept))
+
+
+def test_pages_lie_in_the_order_of_their_owners_and_hold_the_kept_slots_in_slot_order(rng):
+    views, kept = make_views(rng), make_kept(rng)
+    tables, pool = build(kept, views, 3, spare=5)
+    gathered = jax.jit(
+        lambda tables, pool: [[gather_pages(t.layer(i), pool) for i in range(len(t.table))] for t in tables]
+    )(tables, pool)
+    kept, views, tables, pool, gathered = jax.device_get((kept, views, tables, pool, gathered))
+    used = pool.owner[pool.owner >= 0]
+    assert (np.diff(used) >= 0).all() and (pool.owner[len(used) :] == -1).all()
+    for table, layers, view, keep in zip(tables, gathered, views, kept, strict=True):
+        np.testing.assert_array_equal(table.lengths, keep.sum(-1))
+        for layer, b, h in np.ndindex(keep.shape[:3]):
+            mine = pool.owner == ((table.first_layer + layer) * B + b) * K + h
+            pos, stay = pool.pos[mine].reshape(-1), keep[layer, b, h]
+            np.testing.assert_array_equal(pos[pos >= 0], view.pos[layer, b, h][stay])
+            assert mine.sum() == -(-stay.sum() // 3)
+            keys = layers[layer]
+            np.testing.assert_array_equal(keys.k[b, h, : stay.sum()], view.k[layer, b, h][stay])
+            assert (keys.pos[b, h, stay.sum() :] == -1).all()
+
+
+def test_bytes_follow_the_slots_that_are_kept(rng):
+    views, kept, page = make_views(rng, bias=False), make_kept(rng, share=0.2), 3
+    tables, pool = build(kept, views, page)
+    lists, slots = sum(GROUPS) * B * K, sum(int(k.sum()) for k in kept)
+    most = (slots + lists * (page - 1)) // page
+    assert pool.owner.shape[0] == most
+    # Keys, values and a position per slot, an owner per page; a table row and a length per list.
+    assert nbytes(pool) == most * (page * (2 * H * 4 + 4) + 4)
+    assert nbytes(tables) == lists * (-(-min(S, most * page) // page) * 4 + 4)
+
+
+def test_forked_rows_attend_as_the_row_they_come_from(rng, q):
+    views, kept, copies = make_views(rng), make_kept(rng), 3
+    tables, pool = build(kept, views, 3, spare=5)
+    forked, many = jax.jit(fork_pages, static_argnums=(2, 3))(tables, pool, B, copies)
+    used = np.asarray(many.owner)[np.asarray(many.owner) >= 0]
+    assert (np.diff(used) >= 0).all() and len(used) == copies * (np.asarray(pool.owner) >= 0).sum()
+    got = attend(jnp.repeat(q, copies, axis=0), forked, many, np.repeat(Q_POS, copies, axis=0))
+    want = attend_dense(q, views, kept)
+    close(got, [tuple(np.repeat(x, copies, axis=0) for x in pair) for pair in want])
+    cache = Cache(tuple((t,) for t in forked), jnp.zeros(B * copies, jnp.int32), (many,))
+    base = Cache(tuple((t,) for t in tables), jnp.zeros(B, jnp.int32), (pool,))
+    for mine, original in zip(kept_positions(cache), kept_positions(base), strict=True):
+        np.testing.assert_array_equal(mine, np.repeat(original, copies, axis=0))

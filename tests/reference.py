@@ -1,0 +1,208 @@
+"""The decoder and its slots once more, in float64 numpy and one row at a time: what methods are held against.
+
+Nothing here is shared with the code under test. Slots are plain lists of tokens; attention is a loop over heads.
+"""
+
+import numpy as np
+
+
+def float64_layers(params):
+    """(one dict per layer, the rest of the parameters), whatever the layers' grouping."""
+    layers = []
+    for group in params["layers"]:
+        for i in range(len(group["q"])):
+            layers.append({name: np.asarray(w[i], np.float64) for name, w in group.items()})
+    rest = {n: np.asarray(w, np.float64) for n, w in params.items() if n != "layers"}
+    return layers, rest
+
+
+def rms_norm(x, weight, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def rope(x, pos, theta):
+    """x [..., S, H] turned by pos [S]; channel i pairs with channel i + H / 2."""
+    half = x.shape[-1] // 2
+    angle = np.asarray(pos, np.float64)[:, None] * theta ** (-np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
+
+
+def softmax(s):
+    w = np.exp(s - s.max(-1, keepdims=True))
+    return w / w.sum(-1, keepdims=True)
+
+
+class Decoder:
+    """A Llama of `kvjax.models` in float64."""
+
+    def __init__(self, model):
+        self.config, (self.layers, self.rest) = model.config, float64_layers(model.params)
+
+    def project(self, layer, x):
+        """Unrotated queries [N, T, H], keys [K, T, H] and values of hidden states x [T, D]."""
+        c = self.config
+        h = rms_norm(x, layer["attn_norm"], c.norm_eps)
+        split = lambda y, n: y.reshape(len(x), n, c.head_dim).swapaxes(0, 1)  # noqa: E731
+        return split(h @ layer["q"], c.heads), split(h @ layer["k"], c.kv_heads), split(h @ layer["v"], c.kv_heads)
+
+    def finish(self, layer, x, out):
+        """The residual stream behind attention `out` [N, T, H] and the MLP."""
+        x = x + out.swapaxes(0, 1).reshape(len(x), -1) @ layer["o"]
+        h = rms_norm(x, layer["mlp_norm"], self.config.norm_eps)
+        gate = h @ layer["gate"]
+        return x + (gate / (1 + np.exp(-gate)) * (h @ layer["up"])) @ layer["down"]
+
+    def logits(self, x):
+        return rms_norm(x, self.rest["norm"], self.config.norm_eps) @ self.rest["unembed"]
+
+
+class Prompt:
+    """A prompt read with full attention. Per layer: q, raw q [N, T, H], k, raw k, v [K, T, H], p [N, T, T]."""
+
+    def __init__(self, decoder, tokens):
+        c, self.decoder, self.length = decoder.config, decoder, len(tokens)
+        self.group, pos = c.heads // c.kv_heads, np.arange(len(tokens))
+        self.q, self.raw_q, self.k, self.raw_k, self.v, self.p = [], [], [], [], [], []
+        x = decoder.rest["embed"][np.asarray(tokens)]
+        for i, layer in enumerate(decoder.layers):
+            raw_q, raw_k, v = decoder.project(layer, x)
+            q, k = rope(raw_q, pos, c.rope.theta), rope(raw_k, pos, c.rope.theta)
+            s = q @ np.repeat(k, self.group, 0).swapaxes(1, 2) / np.sqrt(c.head_dim)
+            window = c.windows[i] if c.windows else None
+            hidden = pos[None] > pos[:, None]
+            if window is not None:
+                hidden |= pos[:, None] - pos[None] >= window
+            p = softmax(np.where(hidden, -np.inf, s))
+            for name, value in zip(("q", "raw_q", "k", "raw_k", "v", "p"), (q, raw_q, k, raw_k, v, p), strict=True):
+                getattr(self, name).append(value)
+            x = decoder.finish(layer, x, p @ np.repeat(v, self.group, 0))
+        self.all_logits = decoder.logits(x)
+
+
+class Row:
+    """A row that decodes over explicit slots.
+
+    kept: per layer, a boolean [lists, T] of the prompt's tokens that stay; lists are the KV heads, or the
+    query heads where every one of them selects alone. phase: "position" or "rank" of a slot in its list.
+    """
+
+    def __init__(self, prompt, kept, phase="position"):
+        self.decoder, self.next, self.phase = prompt.decoder, prompt.length, phase
+        self.slots = []
+        for layer, keep in enumerate(kept):
+            share = len(keep) // prompt.decoder.config.kv_heads
+            mass = prompt.p[layer].sum(1).reshape(len(keep), -1, prompt.length).sum(1)
+            self.slots.append([
+                [
+                    dict(pos=j, k=prompt.raw_k[layer][i // share][j], v=prompt.v[layer][i // share][j], mass=mass[i][j])
+                    for j in np.flatnonzero(keep[i])
+                ]
+                for i in range(len(keep))
+            ])  # fmt: skip
+
+    def positions(self):
+        """Per layer and list, the set of positions held."""
+        return [[{s["pos"] for s in slots} for slots in lists] for lists in self.slots]
+
+    def step(self, token, append=True, victim=None):
+        """Logits of one token. victim(lists, length) -> index of the slot that leaves each list, or None."""
+        c, at = self.decoder.config, self.next if append else self.next - 1
+        x = self.decoder.rest["embed"][[token]]
+        for number, (layer, lists) in enumerate(zip(self.decoder.layers, self.slots, strict=True)):
+            raw_q, raw_k, v = self.decoder.project(layer, x)
+            group, share = c.heads // len(lists), len(lists) // c.kv_heads
+            window = c.windows[number] if c.windows else None
+            outs = []
+            for i, slots in enumerate(lists):
+                if append:
+                    slots.append(dict(pos=at, k=raw_k[i // share][0], v=v[i // share][0], mass=0.0))
+                pos = np.array([s["pos"] for s in slots])
+                ranked = self.phase == "rank"
+                phases, mine = (pos.argsort().argsort(), len(pos) - 1) if ranked else (pos, at)
+                k = rope(np.stack([s["k"] for s in slots]), phases, c.rope.theta)
+                q = rope(raw_q[i * group : (i + 1) * group], [mine], c.rope.theta)[:, 0]
+                s = q @ k.T / np.sqrt(c.head_dim)
+                if window is not None:
+                    s = np.where(at - pos >= window, -np.inf, s)
+                p = softmax(s)
+                outs.append(p @ np.stack([s["v"] for s in slots]))
+                for slot, now in zip(slots, p.sum(0), strict=True):
+                    slot["now"] = now
+                    slot["mass"] += now if append else 0.0
+            if append and victim is not None:
+                for slots, leaves in zip(lists, victim(lists, at + 1), strict=True):
+                    if leaves is not None:
+                        del slots[leaves]
+            x = self.decoder.finish(layer, x, np.concatenate(outs)[:, None])
+        self.next += append
+        return self.decoder.logits(x)[0]
+
+
+# --- which slots of a prompt stay -----------------------------------------------------------------------
+
+
+def best(score, count):
+    """Boolean [.., S]: the `count` largest, the earlier of equal ones."""
+    order = np.argsort(-score, axis=-1, kind="stable")
+    rank = np.argsort(order, axis=-1, kind="stable")
+    return rank < np.asarray(count)[..., None]
+
+
+def pool(x, kernel, kind):
+    """Smoothing over `kernel` neighbours, with zeros beyond the ends."""
+    half = kernel // 2
+    padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(half, half)])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=-1)
+    return windows.mean(-1) if kind == "mean" else windows.max(-1)
+
+
+def window_score(prompt, layer, window, kernel, *, reduce="sum", kind="max", per_query_head=False):
+    """SnapKV: what the last `window` queries give each older token, smoothed; the window itself is infinite."""
+    p = getattr(prompt.p[layer][:, -window:], reduce)(1)
+    if not per_query_head:
+        p = p.reshape(-1, prompt.group, prompt.length).mean(1)
+    p[:, -window:] = 0
+    score = pool(p, kernel, kind)
+    score[:, -window:] = np.inf
+    return score
+
+
+# --- which slot leaves in a decode step -----------------------------------------------------------------
+
+
+def _worst(slots, key, spared):
+    """The slot of the lowest key among those not spared; the newer of equal ones."""
+    able = [i for i, s in enumerate(slots) if not spared(s)]
+    return min(able, key=lambda i: (key(slots[i]), -slots[i]["pos"]))
+
+
+def h2o_victim(count, recent=0.5):
+    def victim(lists, length):
+        n = count(length)
+        spared = lambda s: s["pos"] >= length - int(n * recent)  # noqa: E731
+        return [_worst(s, lambda x: x["mass"], spared) if len(s) > n else None for s in lists]
+
+    return victim
+
+
+def tova_victim(count):
+    """One token leaves all heads of the layer: the one with the least attention of the newest query."""
+
+    def victim(lists, length):
+        if len(lists[0]) <= count(length):
+            return [None] * len(lists)
+        mean = np.mean([[slot["now"] for slot in slots] for slots in lists], axis=0)
+        return [int(np.argmin(mean))] * len(lists)
+
+    return victim
+
+
+def sink_victim(count, sinks=4):
+    def victim(lists, length):
+        return [
+            _worst(s, lambda x: x["pos"], lambda x: x["pos"] < sinks) if len(s) > count(length) else None
+            for s in lists
+        ]
+
+    return victim

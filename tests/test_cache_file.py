@@ -1,0 +1,265 @@
+"""A saved cache comes back bit for bit, compiles nothing, and says what is wrong when it cannot come back."""
+
+import dataclasses
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import kvjax
+from kvjax import cache_file, steps
+from kvjax.cache import Cache, Slots
+from kvjax.errors import InputError
+from kvjax.grammar import Budget, Keep, Method, Store
+from kvjax.keep.budget import Uniform
+from kvjax.keep.patterns import Recent
+from kvjax.keep.score import KeyNorm
+from kvjax.methods.user import from_file
+from kvjax.models.model import Model
+from kvjax.models.transformer import Config, init, plan
+from kvjax.store.affine import Affine
+
+CONFIG = Config(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)
+PROMPT = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1, 8, 2]]
+
+
+def make_model(seed: int = 0, dtype=jnp.float32, stacked: bool = False) -> Model:
+    return Model(CONFIG, init(CONFIG, jax.random.key(seed), dtype, plan(CONFIG, stacked)))
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return make_model()
+
+
+def filled(model: Model, method: Method) -> Cache:
+    return kvjax.prefill(model, PROMPT, method=method, room=4)[1]
+
+
+METHODS = {
+    "full": lambda: kvjax.method("full"),
+    "h2o, statistics": lambda: kvjax.method("h2o", budget=0.5),
+    "fp8": lambda: kvjax.method("fp8", kind="e5m2"),
+    "kivi, body and residual": lambda: kvjax.method("kivi", bits=2, group=4, residual=4),
+    "adakv + int4, coded pages": lambda: kvjax.chain(
+        kvjax.method("adakv", budget=0.5, window=2, page=4), kvjax.method("int4", group=8)
+    ),
+}
+
+
+def assert_same_bits(a: Cache, b: Cache):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape and not y.weak_type
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.mark.parametrize("build", METHODS.values(), ids=METHODS.keys())
+def test_a_loaded_cache_has_the_same_bits_and_continues_without_compiling(build, model, tmp_path):
+    cache = filled(model, build())
+    kvjax.save_cache(tmp_path / "a.cache", cache)
+    loaded = kvjax.load_cache(tmp_path / "a.cache")
+    assert_same_bits(cache, loaded)
+    assert os.listdir(tmp_path) == ["a.cache"]
+
+    token = jnp.array([3, 4], jnp.int32)
+    expected, cache = kvjax.step(model, cache, token)
+    programs = steps.step._cache_size()
+    actual, loaded = kvjax.step(model, loaded, token)
+    assert steps.step._cache_size() == programs
+    np.testing.assert_array_equal(actual, expected)
+    assert_same_bits(cache, loaded)
+
+
+def test_bfloat16_and_stacked_layers_come_back(tmp_path):
+    cache = filled(make_model(dtype=jnp.bfloat16, stacked=True), kvjax.method("full"))
+    assert jax.tree.leaves(cache)[0].dtype == jnp.bfloat16 and len(cache.groups) == 1
+    kvjax.save_cache(tmp_path / "a.cache", cache)
+    assert_same_bits(cache, kvjax.load_cache(tmp_path / "a.cache"))
+
+
+def test_every_field_of_slots_comes_back(tmp_path, rng):
+    def values(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    slots = Slots(
+        values(1, 2, 1, 4, 8), values(1, 2, 1, 4, 6), jnp.zeros((1, 2, 1, 4), jnp.int32),
+        bias=values(1, 2, 1, 4), stats={"mass": values(1, 2, 1, 4)}, summary={"low": values(1, 2, 1, 2, 8)},
+    )  # fmt: skip
+    empty = dataclasses.replace(slots, k=values(1, 2, 1, 0, 8), v=values(1, 2, 1, 0, 6), bias=None, stats={})
+    cache = Cache(((slots, empty),), jnp.array([4, 2], jnp.int32))
+    kvjax.save_cache(tmp_path / "a.cache", cache)
+    loaded = kvjax.load_cache(tmp_path / "a.cache")
+    assert_same_bits(cache, loaded)
+    assert loaded.method is None
+
+
+def test_the_method_of_a_users_file_is_built_from_that_file(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import dataclasses\n"
+        "from kvjax.methods import chain, l2compress\n"
+        "from kvjax.store.affine import Affine\n"
+        "from kvjax.grammar import Store\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Mine(Affine):\n"
+        "    pass\n"
+        "def mine(budget, bits=8):\n"
+        "    return chain(l2compress(budget), Store(Mine(bits), Mine(bits)))\n"
+    )
+    cache = filled(model, from_file("mine.py:mine", budget=0.5, bits=4))
+    kvjax.save_cache("a.cache", cache)
+    assert_same_bits(cache, kvjax.load_cache("a.cache"))
+
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(
+        InputError, match=r"a\.cache was filled by a method that cannot be built: mine\.py cannot be read"
+    ):
+        kvjax.load_cache("a.cache")
+
+
+def test_a_cache_of_another_model_is_refused(model, tmp_path):
+    kvjax.save_cache(tmp_path / "a.cache", filled(model, kvjax.method("full")))
+    loaded, other = kvjax.load_cache(tmp_path / "a.cache"), make_model(seed=1)
+    with pytest.raises(InputError, match="filled by another model"):
+        kvjax.step(other, loaded, jnp.array([1, 2], jnp.int32))
+    with pytest.raises(InputError, match="filled by another model"):
+        kvjax.prefill(other, PROMPT, cache=loaded)
+
+
+# --- what cannot be saved --------------------------------------------------------------------------------
+
+
+def blank(method: Method | None = None) -> Cache:
+    """The smallest cache there is."""
+    zeros = jnp.zeros((1, 1, 1, 1, 2))
+    return Cache(
+        ((Slots(zeros, zeros, jnp.zeros((1, 1, 1, 1), jnp.int32)),),), jnp.zeros(1, jnp.int32), method=method
+    )
+
+
+def test_an_older_file_stays_whole_until_the_new_one_is(tmp_path, monkeypatch):
+    path = tmp_path / "a.cache"
+    kvjax.save_cache(path, blank())
+    before = path.read_bytes()
+
+    def cut(tensors, file, metadata):
+        file.write_bytes(before[:40])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(cache_file, "save_file", cut)
+        kvjax.save_cache(path, blank())
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["a.cache"]
+    kvjax.save_cache(path, blank())
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "a.cache", tmp_path):
+        with pytest.raises(
+            InputError, match=r"cannot be written \(.+\), expected .* writable directory: choose"
+        ):
+            kvjax.save_cache(path, blank())
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_method_that_its_spec_does_not_build_is_refused(tmp_path):
+    protected = kvjax.method("l2compress", budget=0.5).protecting(Recent(1))
+    with pytest.raises(InputError, match="builds another method"):
+        kvjax.save_cache(tmp_path / "a", blank(protected))
+    unnamed = kvjax.chain(Keep(KeyNorm(), Budget(0.5), Uniform()), Store(Affine(8), Affine(8)))
+    with pytest.raises(InputError, match="not built by a name"):
+        kvjax.save_cache(tmp_path / "a", blank(unnamed))
+
+
+def test_a_consumed_cache_is_refused(model, tmp_path):
+    cache = filled(model, kvjax.method("full"))
+    kvjax.step(model, cache, jnp.array([1, 2], jnp.int32))
+    with pytest.raises(InputError, match="consumed by kvjax.step"):
+        kvjax.save_cache(tmp_path / "a", cache)
+
+
+# --- what cannot be loaded -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "a.cache"
+    kvjax.save_cache(path, blank(kvjax.method("int8")))
+    return path
+
+
+def rewrite(path, **changes: str):
+    """The same file with other metadata."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as file:
+        tensors = {name: file.get_tensor(name).copy() for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    save_file(tensors, path, metadata | changes)
+
+
+def test_a_missing_file_and_a_directory_are_named(tmp_path):
+    with pytest.raises(
+        InputError, match="nowhere does not exist, expected a file that kvjax.save_cache wrote"
+    ):
+        kvjax.load_cache(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="is a directory, expected a file"):
+        kvjax.load_cache(tmp_path)
+
+
+def test_files_of_other_kinds_are_refused(tmp_path):
+    (tmp_path / "text").write_text("what is this? a shopping list")
+    with pytest.raises(InputError, match="safetensors file.*expected a whole file that kvjax.save_cache"):
+        kvjax.load_cache(tmp_path / "text")
+    save_file({"x": np.zeros(2, np.float32)}, tmp_path / "weights")
+    with pytest.raises(InputError, match="is a safetensors file but no cache, expected .* kvjax.load"):
+        kvjax.load_cache(tmp_path / "weights")
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, -1])
+def test_a_truncated_file_says_so(saved, keep):
+    saved.write_bytes(saved.read_bytes()[:keep])
+    with pytest.raises(InputError, match="is truncated: .* bytes.*expected a whole file"):
+        kvjax.load_cache(saved)
+
+
+def test_a_newer_format_asks_for_an_update(saved):
+    rewrite(saved, format="2", kvjax="9.0")
+    with pytest.raises(
+        InputError, match=r"format 2 \(written by kvjax 9.0\), expected at most 1.*: update kvjax"
+    ):
+        kvjax.load_cache(saved)
+
+
+def test_a_damaged_header_says_so(saved):
+    rewrite(saved, tree="{")
+    with pytest.raises(InputError, match="is damaged .*: save it again"):
+        kvjax.load_cache(saved)
+
+
+def test_a_tree_that_names_absent_arrays_says_so(saved):
+    array = {"array": "int32", "shape": [1]}
+    rewrite(saved, tree=json.dumps({"groups": [], "next": array, "pools": [None, array]}))
+    with pytest.raises(InputError, match="is damaged .*pools.1"):
+        kvjax.load_cache(saved)
+
+
+def test_a_method_that_no_longer_exists_is_named(saved):
+    rewrite(saved, method='["snapkw", []]')
+    with pytest.raises(
+        InputError, match="method that cannot be built: unknown method 'snapkw': did you mean 'snapkv'"
+    ):
+        kvjax.load_cache(saved)
+
+
+def test_codes_of_another_codec_are_refused(model, saved):
+    kvjax.save_cache(saved, filled(model, kvjax.method("int8")))
+    rewrite(saved, method='["int4", [["group", 8]]]')
+    with pytest.raises(InputError, match=r"codes were written by Affine\(bits=8.*stores with Affine\(bits=4"):
+        kvjax.load_cache(saved)
