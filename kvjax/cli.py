@@ -8,6 +8,7 @@ import importlib
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NoReturn
@@ -55,10 +56,11 @@ def _run(words: list[str]) -> int:
         raise InputError(f"unknown command {words[0]!r}, expected one of {', '.join(COMMANDS)}: {hint}")
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        options = re.findall(r"--[a-z-]+", args.parser.format_help())
+        asked = getattr(args, "parser", parser)
+        options = re.findall(r"--[a-z-]+", asked.format_help())
         near = difflib.get_close_matches(unknown[0].partition("=")[0], options, 1)
-        hint = f"did you mean {near[0]}?" if near else f"see `{args.parser.prog} --help`"
-        raise InputError(f"unknown argument {unknown[0]!r}, expected those of `{args.parser.prog}`: {hint}")
+        hint = f"did you mean {near[0]}?" if near else f"see `{asked.prog} --help`"
+        raise InputError(f"unknown argument {unknown[0]!r}, expected those of `{asked.prog}`: {hint}")
     args.run(args)
     return 0
 
@@ -77,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(
             name,
             help=module.HELP,
-            description=module.HELP[0].upper() + module.HELP[1:] + ".",
+            description=textwrap.fill(f"{module.HELP[0].upper()}{module.HELP[1:]}.", 79),
             epilog=module.EXAMPLE,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

@@ -1,6 +1,6 @@
-"""The decoder and its slots once more, in float64 numpy and one row at a time: what methods are held against.
+"""The decoder and its slots once more, in float64 numpy and row by row: what methods are held against.
 
-Nothing here is shared with the code under test. Slots are plain lists of tokens; attention is a loop over heads.
+Nothing here is shared with the code under test. Slots are lists of tokens; attention is a loop over heads.
 """
 
 import numpy as np
@@ -44,7 +44,11 @@ class Decoder:
         c = self.config
         h = rms_norm(x, layer["attn_norm"], c.norm_eps)
         split = lambda y, n: y.reshape(len(x), n, c.head_dim).swapaxes(0, 1)  # noqa: E731
-        return split(h @ layer["q"], c.heads), split(h @ layer["k"], c.kv_heads), split(h @ layer["v"], c.kv_heads)
+        return (
+            split(h @ layer["q"], c.heads),
+            split(h @ layer["k"], c.kv_heads),
+            split(h @ layer["v"], c.kv_heads),
+        )
 
     def finish(self, layer, x, out):
         """The residual stream behind attention `out` [N, T, H] and the MLP."""
@@ -58,10 +62,10 @@ class Decoder:
 
 
 class Prompt:
-    """A prompt read with full attention. Per layer: q, raw q [N, T, H], k, raw k, v [K, T, H], p [N, T, T]."""
+    """A prompt read with full attention: per layer q, raw_q [N, T, H], k, raw_k, v [K, T, H], p [N, T, T]."""
 
     def __init__(self, decoder, tokens):
-        c, self.decoder, self.length = decoder.config, decoder, len(tokens)
+        c, self.decoder, self.tokens, self.length = decoder.config, decoder, list(tokens), len(tokens)
         self.group, pos = c.heads // c.kv_heads, np.arange(len(tokens))
         self.q, self.raw_q, self.k, self.raw_k, self.v, self.p = [], [], [], [], [], []
         x = decoder.rest["embed"][np.asarray(tokens)]
@@ -74,7 +78,9 @@ class Prompt:
             if window is not None:
                 hidden |= pos[:, None] - pos[None] >= window
             p = softmax(np.where(hidden, -np.inf, s))
-            for name, value in zip(("q", "raw_q", "k", "raw_k", "v", "p"), (q, raw_q, k, raw_k, v, p), strict=True):
+            for name, value in zip(
+                ("q", "raw_q", "k", "raw_k", "v", "p"), (q, raw_q, k, raw_k, v, p), strict=True
+            ):
                 getattr(self, name).append(value)
             x = decoder.finish(layer, x, p @ np.repeat(v, self.group, 0))
         self.all_logits = decoder.logits(x)
@@ -93,9 +99,10 @@ class Row:
         for layer, keep in enumerate(kept):
             share = len(keep) // prompt.decoder.config.kv_heads
             mass = prompt.p[layer].sum(1).reshape(len(keep), -1, prompt.length).sum(1)
+            raw, v = prompt.raw_k[layer], prompt.v[layer]
             self.slots.append([
                 [
-                    dict(pos=j, k=prompt.raw_k[layer][i // share][j], v=prompt.v[layer][i // share][j], mass=mass[i][j])
+                    dict(pos=j, k=raw[i // share][j], v=v[i // share][j], mass=mass[i][j])
                     for j in np.flatnonzero(keep[i])
                 ]
                 for i in range(len(keep))
@@ -158,7 +165,7 @@ def pool(x, kernel, kind):
 
 
 def window_score(prompt, layer, window, kernel, *, reduce="sum", kind="max", per_query_head=False):
-    """SnapKV: what the last `window` queries give each older token, smoothed; the window itself is infinite."""
+    """SnapKV: what the last `window` queries give each older token, smoothed; infinite for the window."""
     p = getattr(prompt.p[layer][:, -window:], reduce)(1)
     if not per_query_head:
         p = p.reshape(-1, prompt.group, prompt.length).mean(1)

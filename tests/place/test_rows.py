@@ -21,7 +21,8 @@ METHODS = {
     "h2o": lambda: kvjax.method("h2o", budget=0.5),
     "int8": lambda: kvjax.method("int8"),
     "kivi": lambda: kvjax.method("kivi", bits=2, group=4, residual=4),
-    "adakv": lambda: kvjax.method("adakv", budget=0.5, window=2, page=4),
+    "adakv, a pool per layer": lambda: kvjax.method("adakv", budget=0.5, window=2, page=4),
+    "kvzip, one pool": lambda: kvjax.method("kvzip", budget=0.5, sinks=1, page=4),
 }
 every_method = pytest.mark.parametrize("build", METHODS.values(), ids=METHODS.keys())
 
@@ -71,7 +72,7 @@ def test_copies_continue_as_if_each_had_been_prefilled(build, model, rng):
 
 
 def test_a_fork_leaves_its_source_usable_and_one_copy_changes_nothing(model):
-    cache = filled(model, PROMPT, METHODS["adakv"]())
+    cache = filled(model, PROMPT, METHODS["adakv, a pool per layer"]())
     same = fork(cache, 1)
     assert jax.tree.structure(same) == jax.tree.structure(cache)
     for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(cache), strict=True):
@@ -84,7 +85,7 @@ def test_all_rows_of_a_fork_cost_the_same(model):
         assert kvjax.nbytes(fork(cache, 3)) == 3 * kvjax.nbytes(cache)
 
 
-@pytest.mark.parametrize("name", ["full", "h2o", "kivi", "adakv"])
+@pytest.mark.parametrize("name", ["full", "h2o", "kivi", "adakv, a pool per layer"])
 def test_an_emptied_row_starts_again_and_the_others_go_on(name, model):
     more = [[9, 9, 8, 7, 9, 3, 2], [4, 6, 2, 6, 4, 3, 3]]
     cache = filled(model, PROMPT, METHODS[name]())
@@ -103,7 +104,7 @@ def test_an_emptied_row_starts_again_and_the_others_go_on(name, model):
 
 
 def test_an_emptied_row_can_be_stepped_from_its_first_token(model):
-    cache = reset_rows(filled(model, PROMPT, METHODS["adakv"]()), np.array([True, False]))
+    cache = reset_rows(filled(model, PROMPT, METHODS["adakv, a pool per layer"]()), np.array([True, False]))
     actual, _ = kvjax.step(model, cache, [7, 1])
     np.testing.assert_allclose(actual[0], model(jnp.array([[7]], jnp.int32))[0, 0], rtol=1e-5, atol=1e-5)
 

@@ -1,0 +1,83 @@
+"""`kvjax inspect`: sizes are those of the real prefill, and need no weights."""
+
+import inspect
+import json
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvjax
+from kvjax import steps
+from kvjax.cache import nbytes
+from kvjax.cli import main
+from kvjax.commands.inspect_model import find_config, model_rows
+from kvjax.commands.sizes import Sizes
+from kvjax.methods import TABLE, method
+from kvjax.models.load import SHIPPED
+from kvjax.models.transformer import Config, init
+from kvjax.steps import Run
+
+CONFIG = Config(
+    vocab=32, d_model=16, layers=3, heads=4, kv_heads=2, head_dim=32, d_ff=32, windows=(None, 8, None)
+)
+
+
+@pytest.mark.parametrize("id", TABLE)
+def test_sizes_are_those_of_the_prefill(id):
+    small = {"window": 4, "page": 8, "residual": 8, "sinks": 1, "budget": 0.5}
+    known = inspect.signature(TABLE[id].build).parameters
+    made = method(id, **{name: value for name, value in small.items() if name in known})
+    params = jax.eval_shape(lambda key: init(CONFIG, key), jax.random.key(0))
+    ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 64), (1,)))
+    call = partial(steps.prefill, Run(CONFIG, made), tokens_bound=64, room=3, compress=True)
+    _, cache = jax.eval_shape(call, params, ids, length, None)
+    assert Sizes(CONFIG, "float32", 60, [method("full"), made]).nbytes(made, room=3) == nbytes(cache)
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_inspect_shows_a_model_and_its_caches(width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["inspect", "recall-tiny", "--context", "512"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= width
+    assert re.search(r"parameters +815\.74 k, 3\.1 MiB in float32 \(1\.6 MiB on disk\)", out)
+    assert re.search(r"KV per token +2\.0 KiB in float32", out)
+    assert re.search(r"^full +1\.0 MiB +100\.0%", out, re.MULTILINE)
+    assert re.search(r"^random +520\.0 KiB +50\.0% +260\.0 KiB +25\.0%", out, re.MULTILINE)
+
+
+def test_inspect_needs_no_weights_and_names_windows(tmp_path, capsys):
+    config = json.loads((SHIPPED / "recall-tiny" / "config.json").read_text())
+    config |= {"model_type": "mistral", "sliding_window": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rows = dict(model_rows(*find_config(str(tmp_path)), "bfloat16"))
+    assert rows["windows"] == "4 layers keep the newest 64 tokens only, 256 B each"
+    assert rows["parameters"] == "815.74 k, 1.6 MiB in bfloat16"
+
+
+def test_inspect_says_which_method_cannot_run_on_a_model(tmp_path, capsys):
+    config = json.loads((SHIPPED / "recall-tiny" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 24}))
+    assert main(["inspect", str(tmp_path), "--context", "64"]) == 0
+    assert "int4: group=32 must divide the 24 channels of a head" in capsys.readouterr().out
+
+
+def test_inspect_shows_what_a_cache_file_holds(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    model = kvjax.load("recall-tiny")
+    _, cache = kvjax.prefill(model, [[1, 2, 3, 4], [5, 6]], method="int8", room=2)
+    kvjax.save_cache(tmp_path / "a.cache", cache)
+    assert main(["inspect", str(tmp_path / "a.cache")]) == 0
+    out = capsys.readouterr().out
+    for pattern in (
+        r"method +int8",
+        model.fingerprint,
+        r"2, tokens seen: 4, 2",
+        r"3\.0 per head and layer, from 2 to 4",
+    ):
+        assert re.search(pattern, out)
+    total = re.search(r"^all +([\d.]+) KiB +100\.0", out, re.MULTILINE)
+    assert total is not None and float(total[1]) == round(nbytes(cache) / 1024, 1)

@@ -1,0 +1,127 @@
+"""One conversation per method, run once and looked at by many tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from kvjax import steps
+from kvjax.cache import Cache, kept_positions
+from kvjax.models.model import Model
+from kvjax.models.transformer import Config, init
+from kvjax.steps import Run
+from tests.methods.table import BY_LABEL, WINDOWS
+from tests.reference import Decoder, Prompt
+
+B, T, ROOM, VOCAB, LAYERS = 4, 32, 32, 64, 3
+
+CONFIGS = {
+    "4/2": dict(heads=4, kv_heads=2),
+    "6/3": dict(heads=6, kv_heads=3),
+    "windowed": dict(heads=4, kv_heads=2, windows=WINDOWS),
+}
+
+
+@cache
+def model(name: str) -> Model:
+    config = Config(vocab=VOCAB, d_model=32, layers=LAYERS, head_dim=16, d_ff=48, **CONFIGS[name])
+    return Model(config, init(config, jax.random.key(1)))
+
+
+@cache
+def decoder(name: str) -> Decoder:
+    return Decoder(model(name))
+
+
+class Batch(NamedTuple):
+    """Two turns of unequal length, and the tokens of a few steps between them."""
+
+    first: list[list[int]]
+    steps: np.ndarray
+    second: list[list[int]]
+
+
+def draw(seed: int, first: list[int], second: list[int]) -> Batch:
+    rng = np.random.default_rng(seed)
+    turn = lambda lengths: [rng.integers(0, VOCAB, n).tolist() for n in lengths]  # noqa: E731
+    return Batch(turn(first), rng.integers(0, VOCAB, (3, len(first))), turn(second))
+
+
+MAIN = draw(0, [32, 27, 20, 13], [32, 9, 5, 12])
+SHARED = 2  # the row of MAIN that stands among other companions in OTHER
+OTHER = draw(1, [9, 32, 20, 30], [3, 32, 5, 20])
+OTHER.first[SHARED], OTHER.second[SHARED] = MAIN.first[SHARED], MAIN.second[SHARED]
+OTHER.steps[:, SHARED] = MAIN.steps[:, SHARED]
+ALONE = 3  # the row of MAIN that also runs alone, in a smaller bucket
+BATCHES = {
+    "main": MAIN,
+    "other": OTHER,
+    "alone": Batch([MAIN.first[ALONE]], MAIN.steps[:, ALONE:], [MAIN.second[ALONE]]),
+}
+
+
+def step(model: Model, cache: Cache, token: Any, append: bool) -> tuple[jax.Array, Cache]:
+    """One token without giving the cache away, so that a test may use it again."""
+    run = Run(model.config, cache.method.decode_part())
+    bare = dataclasses.replace(cache, method=None, model="")
+    token = jnp.asarray(token, jnp.int32)
+    logits, new = steps.step_keeping(run, model.params, bare, token, jnp.full(token.shape, append))
+    return logits, dataclasses.replace(new, method=cache.method, model=cache.model)
+
+
+def positions(cache: Cache) -> list[list[list[set[int]]]]:
+    """Positions held per layer, row and list."""
+    return [
+        [[set(p[p >= 0].tolist()) for p in lists] for lists in layer]
+        for layer in jax.device_get(kept_positions(cache))
+    ]
+
+
+class Talk(NamedTuple):
+    """What a conversation gave: logits [B, V] and the cache after each of its parts."""
+
+    prompt: tuple[jax.Array, Cache]
+    asked: jax.Array
+    steps: list[tuple[jax.Array, Cache]]
+    second: tuple[jax.Array, Cache]
+
+
+@cache
+def talk(label: str, batch: str = "main") -> Talk:
+    """A prompt, its last token asked again, some steps, and, apart from those, a second turn."""
+    row, data = BY_LABEL[label], BATCHES[batch]
+    m = model(row.model)
+    prompt = kvjax.prefill(m, data.first, method=row.method(), room=ROOM)
+    asked, _ = step(m, prompt[1], [r[-1] for r in data.first], append=False)
+    walked, state = [], prompt[1]
+    for token in data.steps:
+        logits, state = step(m, state, token, append=True)
+        walked.append((logits, state))
+    second = kvjax.prefill(m, data.second, cache=prompt[1], room=8)
+    return Talk(prompt, asked, walked, second)
+
+
+@cache
+def prompt_of(name: str, batch: str, row: int) -> Prompt:
+    """The float64 prompt of one row."""
+    return Prompt(decoder(name), BATCHES[batch].first[row])
+
+
+def kept_of(label: str, prompt: Prompt) -> list[np.ndarray]:
+    """What the table says a prompt leaves: per layer, boolean [lists, T]."""
+    row = BY_LABEL[label]
+    if row.kept is None:
+        return [np.ones((len(k), prompt.length), bool) for k in prompt.k]
+    return row.kept(prompt)
+
+
+def off(got: Any, want: Any) -> float:
+    """The largest difference, relative to the largest value."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.abs(got - want).max() / np.abs(want).max())

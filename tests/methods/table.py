@@ -1,0 +1,376 @@
+"""One row per method: how it is built, what it must keep, what it must cost. `test_battery.py` does the rest.
+
+A new method needs one `Row` in ROWS. Give it the numbers of its paper: `kept` as numpy over a float64 prompt
+(see `tests/reference.py`), `nbytes` as arithmetic over `Sizes`. What does not apply stays at its default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import kvjax
+from kvjax.grammar import Method
+from tests.reference import Prompt, best, h2o_victim, rope, sink_victim, softmax, tova_victim, window_score
+
+WINDOW, KERNEL, PAGE = 4, 3, 4
+SNAP = dict(window=WINDOW, kernel=KERNEL)
+
+
+class Sizes(NamedTuple):
+    """What bytes are a function of: rows, KV heads, query heads, head dim, layers, prompt tokens, room."""
+
+    b: int
+    k: int
+    n: int
+    h: int
+    layers: int
+    tokens: int
+    room: int
+
+
+def count(length: int) -> int:
+    """Slots that the budget of 0.5, which all rows use, leaves of `length` tokens."""
+    return max(1, length // 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What the battery knows about one configuration of a method.
+
+    build: chain of (id, hyper-parameters). kept: prompt -> per layer, boolean [lists, T]; None keeps all.
+    nbytes: Sizes -> bytes of the cache. whole: hyper-parameters under which it keeps everything exactly.
+    error: what its logits may be off by, relative to the largest, once the kept tokens are given; None where
+    no slots describe it (merging, reading in part). victim: what leaves at a decode step. phase: what slots
+    are rotated by. model: which tiny model. moves: whether slots of its cache may be permuted.
+    """
+
+    label: str
+    build: tuple[tuple[str, dict[str, Any]], ...]
+    nbytes: Callable[[Sizes], int]
+    kept: Callable[[Prompt], list[np.ndarray]] | None = None
+    whole: tuple[tuple[str, dict[str, Any]], ...] | None = None
+    error: float | None = 3e-5
+    victim: Callable | None = None
+    phase: str = "position"
+    model: str = "4/2"
+    moves: bool = True
+
+    def method(self, parts: tuple[tuple[str, dict[str, Any]], ...] | None = None) -> Method:
+        made = [kvjax.method(id, **hyper) for id, hyper in parts or self.build]
+        return made[0] if len(made) == 1 else kvjax.chain(*made)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether decoding drops tokens, too."""
+        return self.victim is not None or self.label == "keepkv"
+
+
+def row(label, nbytes, id=None, *, hyper=None, whole=None, **more):
+    """A row of one method; where it takes a budget, that is 0.5, and 1.0 where it keeps everything."""
+    id, hyper = id or label, dict(hyper or {})
+    if kvjax.methods.takes_budget(id):
+        whole, hyper = ((id, hyper | {"budget": 1.0}),), hyper | {"budget": 0.5}
+    return Row(label, ((id, hyper),), nbytes, whole=whole, **more)
+
+
+def chained(label, nbytes, *parts, **more):
+    return Row(label, tuple(parts), nbytes, **more)
+
+
+# --- bytes ---------------------------------------------------------------------------------------------
+
+
+def plain(s: Sizes) -> int:
+    """Bytes of a slot: float32 keys and values, an int32 position."""
+    return 2 * s.h * 4 + 4
+
+
+def dense(slots, heads=None, slot=plain, extra=0):
+    """Every head of every layer holds `slots` slots; 4 bytes per row for the next position."""
+    return lambda s: s.layers * s.b * (heads or s.k) * slots(s) * (slot(s) + extra) + 4 * s.b
+
+
+def everything(s: Sizes) -> int:
+    return s.tokens + s.room
+
+
+def half(s: Sizes) -> int:
+    return count(s.tokens) + s.room
+
+
+def half_and_one(s: Sizes) -> int:
+    """Evicting at every step: the budget of all that may come, and the token that is just attended."""
+    return count(s.tokens + s.room) + 1
+
+
+def paged(kept_per_layer, heads=lambda s: s.k, slot=plain, one_pool=False):
+    """Pools that hold kept_per_layer(s, layer) slots per row in any split over the heads, and dense room."""
+
+    def total(s: Sizes) -> int:
+        lists = s.b * heads(s)
+        slots = [s.b * kept_per_layer(s, i) for i in range(s.layers)]
+        pools = [(sum(slots), lists * s.layers)] if one_pool else [(x, lists) for x in slots]
+        found = 4 * s.b + s.layers * lists * s.room * slot(s)
+        for held, owners in pools:
+            pages = (held + owners * (PAGE - 1)) // PAGE
+            table = -(-min(s.tokens, pages * PAGE) // PAGE)
+            # A page: its slots and its owner. A list: its row of the table and its length.
+            found += pages * (PAGE * slot(s) + 4) + owners * (table * 4 + 4)
+        return found
+
+    return total
+
+
+def split(slots, granule, residual, body_granule, body_slot):
+    """An encoded body of whole granules and a tail of residual + granule plain slots."""
+
+    def total(s: Sizes) -> int:
+        granules = max((slots(s) - residual) // granule, 1)
+        body = granules * (body_granule(s) + granule * body_slot(s))
+        return s.layers * s.b * s.k * (body + (residual + granule) * plain(s)) + 4 * s.b
+
+    return total
+
+
+def coded(bits: int, groups: int = 1):
+    """Bytes of a slot whose tokens are encoded one by one, with a float16 scale and zero per group."""
+    return lambda s: 2 * (s.h * bits // 8 + 4 * groups) + 4
+
+
+def kivi_bytes(bits, slots=everything, group=16, residual=16):
+    # Keys: per granule and channel, `group` codes and two float16. Values: per token, h codes, two per group.
+    return split(
+        slots, group, residual,
+        lambda s: s.h * (group * bits // 8 + 4), lambda s: s.h * bits // 8 + 4 * (s.h // group) + 4,
+    )  # fmt: skip
+
+
+def quest_bytes(s: Sizes) -> int:
+    """The first layer as it is; the others in pages of 8 with two bounds per channel."""
+    rest = s._replace(layers=s.layers - 1)
+    first = dense(everything)(s._replace(layers=1))
+    return first - 4 * s.b + split(everything, 8, 0, lambda s: 2 * s.h * 4, plain)(rest)
+
+
+# --- kept sets -----------------------------------------------------------------------------------------
+
+
+def each_layer(score, protect=lambda prompt: np.zeros(prompt.length, bool), skip=0):
+    """The count(length) best of every list by score(prompt, layer) [lists, T]; `skip` first layers whole."""
+
+    def kept(prompt: Prompt) -> list[np.ndarray]:
+        found = []
+        for i in range(len(prompt.p)):
+            s = np.where(protect(prompt), np.inf, score(prompt, i))
+            found.append(
+                np.ones_like(s, bool) if i < skip else best(s, np.full(len(s), count(prompt.length)))
+            )
+        return found
+
+    return kept
+
+
+def kv_lists(prompt):
+    return len(prompt.k[0])
+
+
+def random_score(prompt, layer):
+    key = jax.random.fold_in(jax.random.key(0), layer)
+    draw = lambda h, j: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, h), j))  # noqa: E731
+    heads, slots = np.indices((kv_lists(prompt), prompt.length))
+    return np.asarray(jax.vmap(draw)(heads.reshape(-1), slots.reshape(-1))).reshape(heads.shape)
+
+
+def position_score(prompt, layer):
+    return np.broadcast_to(np.arange(prompt.length, dtype=float), (kv_lists(prompt), prompt.length))
+
+
+def norm_score(prompt, layer):
+    return -np.sqrt((prompt.k[layer] ** 2).sum(-1))
+
+
+def received(prompt, layer):
+    """All the attention a token has received from the prompt, summed over a group."""
+    return prompt.p[layer].sum(1).reshape(-1, prompt.group, prompt.length).sum(1)
+
+
+def tova_score(prompt, layer):
+    return np.broadcast_to(prompt.p[layer][:, -1].mean(0), (kv_lists(prompt), prompt.length))
+
+
+def expected_score(prompt, layer, sinks=4, future=64):
+    """Expected Attention: queries as Gaussian, RoPE as its average over the next positions (a matrix)."""
+    theta, h = prompt.decoder.config.rope.theta, prompt.k[layer].shape[-1]
+    turn = np.mean([rope(np.eye(h), np.full(h, prompt.length + i), theta) for i in range(future)], 0)
+    found = []
+    for i, k in enumerate(prompt.k[layer]):
+        per_head = []
+        for q in prompt.raw_q[layer][i * prompt.group : (i + 1) * prompt.group, sinks:]:
+            mean, cov = q.mean(0) @ turn, turn.T @ np.cov(q.T, bias=True) @ turn
+            s = k @ mean / np.sqrt(h) + np.einsum("sh,hj,sj->s", k, cov, k) / (2 * h)
+            per_head.append(np.concatenate([np.zeros(sinks), softmax(s[sinks:])]))
+        found.append(np.mean(per_head, 0) * np.sqrt((prompt.v[layer][i] ** 2).sum(-1)))
+    return np.stack(found)
+
+
+def snap(per_query_head=False, **kind):
+    return lambda p, i: window_score(p, i, WINDOW, KERNEL, per_query_head=per_query_head, **kind)
+
+
+def sinks(prompt):
+    return np.arange(prompt.length) < 4
+
+
+def recent_half(prompt):
+    return np.arange(prompt.length) >= prompt.length - count(prompt.length) // 2
+
+
+def pyramid_counts(length, layers, beta=20):
+    """Linear in depth around the mean, the first at most the whole prompt; running totals are rounded."""
+    spare = max(count(length) - WINDOW, 0)
+    high = min(2 * spare - spare / beta, length - WINDOW)
+    shares = np.linspace(high, 2 * spare - high, layers)
+    return np.diff(np.round(np.cumsum(shares)), prepend=0).astype(int) + min(count(length), WINDOW)
+
+
+def pyramid_kept(prompt):
+    counts = pyramid_counts(prompt.length, len(prompt.p))
+    scores = [snap(per_query_head=True)(prompt, i) for i in range(len(counts))]
+    return [best(s, np.full(len(s), c)) for s, c in zip(scores, counts, strict=True)]
+
+
+def flat_counts(scores, total):
+    """How many of the `total` best of all lists' scores [lists, T] each list holds."""
+    order = np.argsort(-scores, axis=None, kind="stable")[:total]
+    return np.bincount(order // scores.shape[-1], minlength=len(scores))
+
+
+def adakv_kept(prompt, floor=0.2):
+    """Counts 0.8 * flat + 0.2 * n, rounded down, the rest of the total to the largest fractions."""
+    found = []
+    for i in range(len(prompt.p)):
+        score, n = snap()(prompt, i), count(prompt.length)
+        exact = np.round((1 - floor) * flat_counts(score, len(score) * n) + floor * n, 9)
+        counts = np.floor(exact).astype(int)
+        short = len(score) * n - counts.sum()
+        counts[np.argsort(-(exact - counts), kind="stable")[:short]] += 1
+        found.append(best(score, counts))
+    return found
+
+
+def adakv_kvpress_kept(prompt, floor=0.2):
+    found = []
+    for i in range(len(prompt.p)):
+        score, n = snap(reduce="mean", kind="mean")(prompt, i), count(prompt.length)
+        safe = best(score, np.full(len(score), max(1, int(floor * n))))
+        counts = flat_counts(np.where(safe, np.inf, score), len(score) * n)
+        found.append(best(score, counts))
+    return found
+
+
+PREFIX = (5, 7, 11)
+
+
+def kvzip_kept(prompt):
+    """The largest attention each token receives while an instruction and the prompt are read behind it."""
+    again = Prompt(prompt.decoder, [*prompt.tokens, *PREFIX, *prompt.tokens])
+    t = prompt.length
+    scores = [p[:, t:, :t].reshape(-1, prompt.group, len(p[0]) - t, t).max((1, 2)) for p in again.p]
+    scores = np.stack([np.where(sinks(prompt), np.inf, s) for s in scores])
+    flat = scores.reshape(-1, t)
+    return list(best(flat.reshape(1, -1), [len(flat) * count(t)]).reshape(scores.shape))
+
+
+def windowed(kept, windows):
+    """Layers with a sliding window hold what the next token will see of it, and no more."""
+
+    def both(prompt):
+        found = kept(prompt)
+        for i, window in enumerate(windows):
+            if window is not None:
+                recent = np.arange(prompt.length) >= prompt.length - (window - 1)
+                found[i] = np.broadcast_to(recent, found[i].shape)
+        return found
+
+    return both
+
+
+WINDOWS = (6, None, 6)
+
+ROWS = [
+    row("full", dense(everything), whole=(("full", {}),)),
+    row("random", dense(half), kept=each_layer(random_score)),
+    row(
+        "sink-recent", dense(half_and_one), kept=each_layer(position_score, sinks), victim=sink_victim(count)
+    ),
+    row(
+        "streamingllm", dense(half_and_one), kept=each_layer(position_score, sinks),
+        victim=sink_victim(count), phase="rank",
+    ),
+    row(
+        "l2compress", lambda s: dense(half)(s) + s.b * s.k * (everything(s) - half(s)) * plain(s),
+        hyper=dict(skip_layers=1), kept=each_layer(norm_score, skip=1),
+    ),
+    row(
+        "h2o", dense(half_and_one, extra=4), kept=each_layer(received, recent_half),
+        victim=h2o_victim(count),
+    ),
+    row("tova", dense(half_and_one), kept=each_layer(tova_score), victim=tova_victim(count)),
+    row(
+        "snapkv", lambda s: dense(half, s.n)(s), hyper=SNAP, kept=each_layer(snap(per_query_head=True))
+    ),
+    row(
+        "snapkv kvpress", dense(half), "snapkv", hyper=SNAP | dict(variant="kvpress"), model="6/3",
+        kept=each_layer(snap(reduce="mean", kind="mean")),
+    ),
+    row(
+        "snapkv windowed", lambda s: dense(half)(s) - 2 * s.b * s.k * (half(s) - WINDOWS[0]) * plain(s),
+        "snapkv", hyper=SNAP | dict(variant="kvpress"), model="windowed",
+        kept=windowed(each_layer(snap(reduce="mean", kind="mean")), WINDOWS),
+    ),
+    row(
+        "pyramidkv", paged(lambda s, i: s.n * int(pyramid_counts(s.tokens, s.layers)[i]), lambda s: s.n),
+        hyper=SNAP | dict(page=PAGE), kept=pyramid_kept,
+    ),
+    row("adakv", paged(lambda s, i: s.k * count(s.tokens)), hyper=SNAP | dict(page=PAGE), kept=adakv_kept),
+    row(
+        "adakv kvpress", paged(lambda s, i: s.k * count(s.tokens)), "adakv",
+        hyper=SNAP | dict(page=PAGE, variant="kvpress"), kept=adakv_kvpress_kept,
+    ),
+    row(
+        "expected-attention", dense(half), hyper=dict(future=64),
+        kept=each_layer(expected_score, sinks),
+    ),
+    row(
+        "kvzip", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
+        hyper=dict(page=PAGE, prefix=PREFIX), kept=kvzip_kept,
+    ),
+    row("keepkv", dense(half_and_one, extra=8), kept=each_layer(received, recent_half), error=None),
+    row("int8", dense(everything, slot=coded(8)), error=0.02),
+    row("int4", dense(everything, slot=coded(4, 2)), hyper=dict(group=8), error=0.3),
+    row("fp8", dense(everything, slot=lambda s: 2 * (s.h + 2) + 4), error=0.1),
+    row(
+        "kivi", kivi_bytes(4), hyper=dict(bits=4, group=16, residual=16), error=0.3, moves=False
+    ),
+    row("quest", quest_bytes, hyper=dict(page=8, skip_layers=1), error=None, moves=False),
+    chained(
+        "snapkv + kivi", kivi_bytes(2, slots=half), ("snapkv", SNAP | dict(budget=0.5, variant="kvpress")),
+        ("kivi", dict(bits=2, group=16, residual=16)), kept=each_layer(snap(reduce="mean", kind="mean")),
+        error=0.8, moves=False,
+    ),
+    chained(
+        "adakv + int4", paged(lambda s, i: s.k * count(s.tokens), slot=coded(4, 2)),
+        ("adakv", SNAP | dict(budget=0.5, page=PAGE)), ("int4", dict(group=8)), kept=adakv_kept, error=0.3,
+    ),
+    chained(
+        "h2o + int8", dense(half_and_one, slot=coded(8), extra=4), ("h2o", dict(budget=0.5)), ("int8", {}),
+        kept=each_layer(received, recent_half), error=0.02, victim=h2o_victim(count),
+    ),
+]  # fmt: skip
+
+BY_LABEL = {r.label: r for r in ROWS}
