@@ -86,6 +86,20 @@ def _batch(model: Model, tokens: Tokens, lengths: Any) -> _Batch:
     return _Batch(padded, length.astype(np.int32))
 
 
+def bind(method: Method, model: Model) -> Method:
+    """The method with what only the model can say: the token ids of a probe's instruction."""
+    keep = method.keep
+    if keep is None or keep.probe is None or keep.probe.prefix is not None:
+        return method
+    ids: tuple[int, ...] = ()
+    if model.tokenizer is not None:
+        text = model.special_tokens.get("repeat_prompt", keep.probe.text)
+        ids = tuple(model.tokenizer.encode(text, add_special_tokens=False).ids)
+    probe = dataclasses.replace(keep.probe, prefix=ids)
+    score = dataclasses.replace(keep.score, probe=probe)  # type: ignore[type-var]
+    return dataclasses.replace(method, keep=dataclasses.replace(keep, probe=probe, score=score))
+
+
 def _check_budget(method: Method, shortest: int) -> None:
     keep = method.keep
     if keep is None:
@@ -145,49 +159,48 @@ def prefill(
     ((1, 220), 4)
     """
     batch = _batch(model, tokens, lengths)
-    if cache is None:
-        chosen = build_method(method) if isinstance(method, str) else (method or Method())
-    else:
-        _check_cache(model, cache)
-        chosen = cache.method or Method()
-        if (
-            method is not None and build_method(method)
-            if isinstance(method, str)
-            else method not in (None, chosen)
-        ):
-            raise InputError(
-                "method= and cache= were both given: a cache continues with the method that filled it"
-            )
-    seen = 0 if cache is None else int(np.max(np.asarray(cache.next)))
-    total = seen + int(batch.lengths.max()) + 0
-    if total > model.config.max_positions:
+    chosen = _method_of(model, method, cache)
+    before = np.zeros(1, np.int32) if cache is None else np.asarray(cache.next)
+    seen, last = int(before.max()), int(before.max() + batch.lengths.max())
+    if last > model.config.max_positions:
         raise InputError(
-            f"the prompt reaches position {total}, this model's last is {model.config.max_positions}: "
+            f"the prompt reaches position {last}, this model's last is {model.config.max_positions}: "
             "shorten the prompt, or use a model with a longer context"
         )
     if compress:
-        _check_budget(
-            chosen, int(batch.lengths.min()) + (0 if cache is None else int(np.asarray(cache.next).min()))
-        )
-    run = Run(model.config, chosen)
+        _check_budget(chosen, int(batch.lengths.min() + before.min()))
+    run = Run(model.config, bind(chosen, model))
     pieces = _chunks(batch, chunk)
     logits = None
     for piece in pieces:
         width = piece.tokens.shape[1]
-        bound = bucket(seen + width) if seen else width
-        room_here = room if piece is pieces[-1] else max(chunk or 0, 1)
+        spare = room if piece is pieces[-1] else width
         if cache is not None:
-            cache = _with_room(run, model, cache, width + room_here)
+            cache = _with_room(run, model, cache, width + spare)
         here, cache = steps.prefill(
             run, model.params, jnp.asarray(piece.tokens), jnp.asarray(piece.lengths),
             None if cache is None else bare_cache(cache),
-            tokens_bound=bound, room=room_here, compress=compress,
+            tokens_bound=bucket(seen + width) if seen else width, room=spare, compress=compress,
         )  # fmt: skip
         # A row that ended in an earlier chunk keeps the logits of its own last token.
         logits = here if logits is None else jnp.where((piece.lengths > 0)[:, None], here, logits)
         seen += width
     assert logits is not None and cache is not None
     return logits, _labelled(cache, chosen, model)
+
+
+def _method_of(model: Model, method: Method | str | None, cache: Cache | None) -> Method:
+    """The method of a prefill: the given one, or that of the cache it continues."""
+    given = build_method(method) if isinstance(method, str) else method
+    if cache is None:
+        return given or Method()
+    _check_cache(model, cache)
+    if given not in (None, cache.method):
+        raise InputError(
+            f"method {given.id!r} and a cache filled by {cache.method.id!r} were both given: "
+            "a cache continues with its own method; leave method= out"
+        )
+    return cache.method or Method()
 
 
 def _chunks(batch: _Batch, chunk: int | None) -> list[_Batch]:
@@ -204,10 +217,10 @@ def _chunks(batch: _Batch, chunk: int | None) -> list[_Batch]:
 
 
 def _with_room(run: Run, model: Model, cache: Cache, tokens: int) -> Cache:
-    """The cache with free slots for `tokens` more tokens in every row."""
+    """The cache with free slots for `tokens` more tokens in every row; grows by whole buckets."""
     gms = run.groups(model.params)
-    free = int(np.asarray(free_slots(gms, cache)).min())
-    return cache if free >= tokens else reserve(gms, cache, tokens - free)
+    short = tokens - int(np.asarray(free_slots(gms, cache)).min())
+    return cache if short <= 0 else reserve(gms, cache, bucket(short))
 
 
 def step(

@@ -201,8 +201,12 @@ def settle(
             groups[i] = extend(gm, pasts[i], fresh[i], pos)
             continue
         views[i] = union(gm, pasts[i], old_pools, fresh[i], pos)
-    if compress and run.method.keep is not None and run.method.keep.probe is not None:
-        fresh = _probed(run, params, prompt, views, fresh)
+    probe = None if run.method.keep is None or not compress else run.method.keep.probe
+    if probe is not None and repr(probe) not in fresh[0].observed:
+        seen = _probe_mass(run, params, prompt, [views[i] for i in range(len(gms))], probe)
+        fresh = [
+            f._replace(observed={**f.observed, repr(probe): m}) for f, m in zip(fresh, seen, strict=True)
+        ]
     scores = {
         i: score_slots(gms[i], view, fresh[i], length, run.attention_spec(gms[i].first))
         for i, view in views.items()
@@ -228,21 +232,27 @@ def settle(
     return Cache(tuple(groups[i] for i in range(len(gms))), length, pools)
 
 
-def _probed(
-    run: Run, params: Params, prompt: Prompt, views: dict[int, View], fresh: list[Fresh]
-) -> list[Fresh]:
-    """The probe's queries over the uncompressed slots: adds the largest attention each slot received."""
-    probe = run.method.keep.probe  # type: ignore[union-attr]
+def _probe_mass(
+    run: Run, params: Params, prompt: Prompt, views: list[View], probe: Any
+) -> list[Float[Array, "Lg B K S"]]:
+    """The largest attention that every uncompressed slot receives from a probe's queries, per group."""
     pos, length = prompt.context
     tokens, lengths = probe.tokens(prompt.tokens, (pos >= 0).sum(-1, dtype=jnp.int32))
-    whole = tuple((Slots(*views[i][:4]),) for i in range(len(fresh)))
-    reading = observe(
-        Run(run.config, Method()), params, tokens, lengths, Cache(whole, length), frozenset({Mass("max")})
+    whole = Cache(tuple((Slots(*view[:4]),) for view in views), length)
+    plain = Run(run.config, Method())
+    reading = observe(plain, params, tokens, lengths, whole, frozenset({Mass("max")}))
+    return [fresh.masses[0] for fresh in reading.fresh]
+
+
+def probed(run: Run, params: Params, prompt: Prompt, probe: Any) -> Prompt:
+    """A prompt read for the first time together with a probe's scores, so that many budgets share them."""
+    gms = run.groups(params)
+    views = [union(gm, (), (), f, prompt.context.pos) for gm, f in zip(gms, prompt.fresh, strict=True)]
+    seen = _probe_mass(run, params, prompt, views, probe)
+    fresh = (
+        f._replace(observed={**f.observed, repr(probe): m}) for f, m in zip(prompt.fresh, seen, strict=True)
     )
-    return [
-        f._replace(observed={**f.observed, repr(probe): r.masses[0]})
-        for f, r in zip(fresh, reading.fresh, strict=True)
-    ]
+    return prompt._replace(fresh=tuple(fresh))
 
 
 @partial(jax.jit, static_argnames=("run", "tokens_bound", "room", "compress"))

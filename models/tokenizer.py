@@ -17,7 +17,8 @@ from kvjax.errors import InputError
 from kvjax.models.files import read_json
 from kvjax.models.model import Model
 
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+# repeat_prompt is kvjax's own: what asks this model to repeat its context (KVzip's probe).
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "repeat_prompt")
 
 
 class Text(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from kvjax.commands.options import add_model, whole
 
@@ -66,12 +65,11 @@ def run(args: argparse.Namespace) -> None:
     if args.text is not None and not Path(args.text).is_file():
         raise InputError(f"--text {args.text} is no file, expected a text to read: check the path")
     budgets = args.budgets and [parse_budget(b) for b in args.budgets]
-    methods = args.methods and [_method(text, args) for text in args.methods]
     from kvjax.eval.compare import compare
 
     compare(
         model=args.model,
-        methods=methods,
+        methods=args.methods,
         budgets=budgets,
         tasks=args.tasks,
         protocols=tuple(args.protocol),
@@ -81,16 +79,5 @@ def run(args: argparse.Namespace) -> None:
         out=args.out,
         resume=args.resume,
         seed=args.seed,
-        **({} if args.preset is None else {"preset": args.preset}),
+        preset=args.preset,
     )
-
-
-def _method(text: str, args: argparse.Namespace) -> Any:
-    """What `compare` takes for a method: an id of the table, or (label, takes a budget, builder)."""
-    from kvjax.gin_bindings import load_preset
-    from kvjax.methods import TABLE
-    from kvjax.methods.parse import parse_method
-
-    preset = args.preset or ("short" if (args.length or 512) <= 1024 else "long")
-    label, build = parse_method(text, load_preset(preset))
-    return label if label in TABLE else (label, build.takes_budget, build)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvjax.generation import bind
 from kvjax.gin_bindings import load_preset
 from kvjax.grammar import Budget, Method
-from kvjax.methods import TABLE, method, resolve, takes_budget
+from kvjax.methods import TABLE
+from kvjax.methods.parse import parse_method
+from kvjax.models.model import Model
 
 # Always there: a method that does not beat these at equal bytes has not shown anything.
 ALWAYS = ("full", "random", "sink-recent")
@@ -22,37 +25,31 @@ class Entry(NamedTuple):
     method: Method
 
 
-# A user's method: its label, whether it takes a budget, and how to build it.
+# A method by other means than its text: its label, whether it takes a budget, and how to build it.
 Custom = tuple[str, bool, Callable[[float | int | None], Method]]
 
 
 def plan_cells(
-    methods: Sequence[str | Custom] | None, budgets: Sequence[float | int] | None, preset: str
+    model: Model, methods: Sequence[str | Custom] | None, budgets: Sequence[float | int] | None, preset: str
 ) -> list[Entry]:
-    """Every (method, budget) of a comparison, the anchors first; ValueError for unknown names or budgets.
+    """Every (method, budget) of a comparison, the anchors first.
 
-    >>> [e.label for e in plan_cells(["kivi"], None, "short")][:2]
-    ['full', 'random']
+    Methods are texts as `parse_method` reads them, or Custom. ValueError for unknown names, hyper-parameters
+    or budgets.
     """
     budgets = tuple(BUDGETS if budgets is None else budgets)
     for b in budgets:
         Budget(b)
     hyper = load_preset(preset)
-    wanted: list[str | Custom] = list(ALWAYS)
-    for m in methods if methods is not None else TABLE:
-        name = resolve(m) if isinstance(m, str) else m
-        if name not in wanted:
-            wanted.append(name)
-    entries = []
-    for item in wanted:
+    found: dict[str, Custom] = {}
+    for item in (*ALWAYS, *(TABLE if methods is None else methods)):
         if isinstance(item, str):
-            label, budgeted = item, takes_budget(item)
-            values = hyper.get(item, {})
-
-            def build(b: float | int | None, item: str = item, values: dict = values) -> Method:
-                return method(item, **values, **({} if b is None else {"budget": b}))
+            label, build = parse_method(item, hyper)
+            found.setdefault(label, (label, build.takes_budget, build))
         else:
-            label, budgeted, build = item
-        for b in budgets if budgeted else (None,):
-            entries.append(Entry(label, b, build(b)))
-    return entries
+            found.setdefault(item[0], item)
+    return [
+        Entry(label, b, bind(build(b), model))
+        for label, budgeted, build in found.values()
+        for b in (budgets if budgeted else (None,))
+    ]

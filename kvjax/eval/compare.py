@@ -8,7 +8,8 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from kvjax.eval.log import UnitLog
 from kvjax.eval.memory import fitting_rows, peak_bytes
 from kvjax.eval.report import print_table, write_frontier, write_report
 from kvjax.eval.rows import PROTOCOLS, Rows, forced_length, make_rows
-from kvjax.eval.runner import Runner, programs
+from kvjax.eval.runner import Runner, Unit, programs
 from kvjax.eval.suite import Recall, Suite
 from kvjax.generation import bucket
 from kvjax.gin_bindings import load_preset
@@ -35,6 +36,7 @@ from kvjax.models.model import Model
 
 SCHEMA = 1
 TASKS = ("get", "chase", "all", "copy", "multikey")
+SAMPLES = 32
 # Rows per batch: enough to fill the matrix units, few enough to stay in a CPU's cache.
 BATCH_ROWS = 40
 
@@ -77,13 +79,13 @@ def compare(
     console = console or Console()
     length = length or 512
     preset = preset or ("short" if length <= 1024 else "long")
-    entries = plan_cells(methods, budgets, preset)
     for p in protocols:
         if p not in PROTOCOLS:
             raise InputError(f"unknown protocol {p!r}: choose from {', '.join(PROTOCOLS)}")
     loaded = load(model) if isinstance(model, str) else model
+    entries = plan_cells(loaded, methods, budgets, preset)
     suite = _suite(loaded, tuple(tasks or TASKS), length, seed)
-    samples = 48 if samples is None else samples
+    samples = SAMPLES if samples is None else samples
     if samples < 1:
         raise InputError(f"samples must be >= 1 contexts, got {samples}")
     plan = _Plan(loaded, suite, entries, tuple(protocols), samples, bucket(length))
@@ -91,11 +93,10 @@ def compare(
     settings = _settings(plan, seed, preset)
     log = UnitLog(folder, settings, resume)
     try:
-        runner = _run(plan, log, console)
-        examples = _examples(plan, runner, log)
+        _run(plan, log, console)
     finally:
         log.close()
-    return _report(plan, log, settings, examples, folder, started, console)
+    return _report(plan, log, settings, folder, started, console)
 
 
 class _Plan(NamedTuple):
@@ -160,60 +161,69 @@ def _key(protocol: str, number: int, entry: Entry) -> str:
     return f"{protocol}/{number}/{entry.label}/{entry.budget!r}"
 
 
-def _run(plan: _Plan, log: UnitLog, console: Console) -> Runner:
+def _run(plan: _Plan, log: UnitLog, console: Console) -> None:
     batches = _batches(plan)
     arrays = _arrays(plan, batches)
     runner = Runner(plan.model, plan.suite, plan.entries, plan.tokens, arrays[0].forced.shape[1])
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("reading", total=len(batches) * len(plan.entries))
+        bar = progress.add_task("reading the first prompts", total=len(batches) * len(plan.entries))
         for (protocol, number, _), rows in zip(batches, arrays, strict=True):
             todo = [e for e in plan.entries if _key(protocol, number, e) not in log.done]
             progress.advance(bar, len(plan.entries) - len(todo))
             if not todo:
                 continue
-            prompt, observe_s = runner.prompt(rows)
+            prompt, read_s = runner.prompt(rows)
             full_bytes, _ = runner.bytes_of(plan.entries[0], prompt)
-            for entry in todo:
+            for entry, unit in _units(runner, todo, prompt, rows, protocol, full_bytes):
                 budget = "" if entry.budget is None else f" {entry.budget}"
-                progress.update(bar, description=f"{entry.label}{budget}, {protocol}")
-                unit = runner.unit(entry, prompt, rows, protocol, full_bytes)
-                log.add(
-                    _key(protocol, number, entry),
-                    {**unit._asdict(), "observe_s": observe_s, "batch": rows.prompt.shape[0]},
-                )
-                progress.advance(bar)
-    return runner
+                progress.update(bar, description=f"{entry.label}{budget}, {protocol}", advance=1)
+                record = {**unit._asdict(), "read_s": read_s, "batch": rows.prompt.shape[0]}
+                log.add(_key(protocol, number, entry), record)
 
 
-def _examples(plan: _Plan, runner: Runner, log: UnitLog) -> list[dict[str, Any]]:
+def _units(
+    runner: Runner, todo: list[Entry], prompt: Any, rows: Rows, protocol: str, full_bytes: int
+) -> Iterator[tuple[Entry, Unit]]:
+    """Units as they finish: new cells two at a time, since compiling is single-threaded, then one by one."""
+
+    def unit(entry: Entry) -> tuple[Entry, Unit]:
+        return entry, runner.unit(entry, prompt, rows, protocol, full_bytes)
+
+    new = [e for e in todo if e not in runner.warm]
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(unit, e) for e in new]
+        try:
+            for done in as_completed(waiting):
+                yield done.result()
+        finally:
+            for future in waiting:
+                future.cancel()
+    for entry in todo:
+        if entry not in new:
+            yield unit(entry)
+
+
+def _examples(plan: _Plan, log: UnitLog) -> list[dict[str, Any]]:
     """The first question of every protocol, with what each method kept of its prompt."""
     found = []
     for protocol in plan.protocols:
-        batches = [b for b in _batches(plan) if b[0] == protocol][:1]
-        (_, number, samples), rows = batches[0], _arrays(plan, batches)[0]
-        prompt, _ = runner.prompt(rows)
-        sample = samples[0][0]
-        ids = rows.prompt[0][: rows.length[0]]
+        batch = next(b for b in _batches(plan) if b[0] == protocol and b[1] == 0)
+        sample, rows = batch[2][0][0], _arrays(plan, [batch])[0]
+        ids = [int(i) for i in rows.prompt[0][: rows.length[0]]]
         need = np.zeros(len(ids), bool)
         for a, b in sample.spans:
             need[a:b] = True
         for entry in plan.entries:
-            unit = log.done[_key(protocol, number, entry)]
+            unit = log.done[_key(protocol, 0, entry)]
             row = next(r for r in unit["rows"] if r["id"] == sample.id)
-            share = runner.kept_share(entry, prompt, 0)[: len(ids)]
             found.append(
                 {
-                    "method": entry.label,
-                    "budget": entry.budget,
-                    "protocol": protocol,
-                    "task": sample.task,
-                    "tokens": plan.suite.words([int(i) for i in ids]),
-                    "kept": [round(float(x), 3) for x in share],
+                    **{k: row[k] for k in ("method", "budget", "protocol", "task")},
+                    **{k: row[k] for k in ("answer", "prediction", "score")},
+                    "tokens": plan.suite.words(ids),
+                    "kept": unit["share"],
                     "needed": [bool(x) for x in need],
-                    "answer": row["answer"],
-                    "prediction": row["prediction"],
-                    "score": row["score"],
                 }
             )
     return found
@@ -223,15 +233,20 @@ def _timings(plan: _Plan, log: UnitLog) -> dict[tuple[str, Any], dict[str, float
     """Median prefill milliseconds per prompt and decoded tokens per second of the batch, compile time apart."""
     out: dict[tuple[str, Any], dict[str, float]] = {}
     for entry in plan.entries:
+        keep = entry.method.keep
+        probe = "" if keep is None or keep.probe is None else repr(keep.probe)
         units = [u for k, u in log.done.items() if k.endswith(f"/{entry.label}/{entry.budget!r}")]
-        observe = [u["observe_s"] / u["batch"] for u in units if u["observe_s"]]
-        settle = [u["settle_s"] / u["batch"] for u in units if u["settle_s"]]
-        speed = [u["steps"] / u["ask_s"] for u in units if u["ask_s"]]
+        timed = [u for u in units if u["seconds"] is not None]
         found = {}
-        if observe and settle:
-            found["prefill_ms"] = 1000 * (statistics.median(observe) + statistics.median(settle))
-        if speed:
-            found["decode_tokens_per_s"] = statistics.median(speed)
+        if any(u["read_s"] for u in timed):
+            read = [
+                (u["read_s"][""] + (u["read_s"][probe] if probe else 0) + u["seconds"]["settle"]) / u["batch"]
+                for u in timed
+                if u["read_s"]
+            ]
+            found["prefill_ms"] = 1000 * statistics.median(read)
+        if timed:
+            found["decode_tokens_per_s"] = statistics.median(u["steps"] / u["seconds"]["ask"] for u in timed)
         out[entry.label, entry.budget] = found
     return out
 
@@ -250,7 +265,6 @@ def _report(
     plan: _Plan,
     log: UnitLog,
     settings: dict[str, Any],
-    examples: list[dict[str, Any]],
     folder: Path,
     started: float,
     console: Console,
@@ -277,7 +291,7 @@ def _report(
     write_atomic(folder / "results.jsonl", "".join(json.dumps(r) + "\n" for r in rows).encode())
     write_atomic(folder / "metrics.json", json.dumps(metrics, indent=1).encode())
     write_frontier(folder / "frontier.png", cells)
-    write_report(folder / "report.html", metrics, cells, examples, timings=timings)
+    write_report(folder / "report.html", metrics, cells, _examples(plan, log), timings=timings)
     print_table(cells, timings, console)
     console.print(
         f"{metrics['compiled_programs']} compiled programs, {metrics['wall_seconds']:.0f} s, peak memory "

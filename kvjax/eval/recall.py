@@ -22,6 +22,8 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+from kvjax.errors import InputError
+
 MARKERS = tuple("<pad> <bos> <set> <get> <add> <.> <chase> <all> <,> <tag> <mode> <copy>".split())
 PAD, BOS, SET, GET, ADD, DOT, CHASE, ALL, COMMA, TAG, MODE, COPY = range(len(MARKERS))
 
@@ -207,7 +209,7 @@ def make_context(
     family: share of the records whose key has one word in common with `Context.target`; 0 means no target.
     values, pointers, seconds: at least so many keys of each kind besides the target.
 
-    Raises ValueError when `tokens` cannot hold what is asked for.
+    Raises InputError when `tokens` cannot hold what is asked for.
 
     >>> context = make_context(np.random.default_rng(0), 128, density=EVAL_DENSITY)
     >>> len(context.tokens), sorted({record.kind for record in context.records})
@@ -215,7 +217,7 @@ def make_context(
     """
     least = min_tokens(values=values, pointers=pointers, seconds=seconds, family=family > 0)
     if tokens < least:
-        raise ValueError(
+        raise InputError(
             f"a recall context with at least {values} value(s), {pointers} pointer(s) and {seconds} second "
             f"value(s) needs {least} tokens or more, got {tokens}: make it longer or ask for fewer records"
         )

@@ -15,6 +15,7 @@ from zlib import crc32
 import numpy as np
 from jaxtyping import Float32, Int, Int8, Int32
 
+from kvjax.errors import InputError
 from kvjax.eval.recall import (
     ALL,
     CHASE,
@@ -179,7 +180,7 @@ def training_batch(
     (1 + index into `TASKS` on answers, 0 elsewhere), each aligned with the token it speaks of. Many questions
     per sequence, as in MQAR (Arora et al., 2023, arXiv:2312.04927).
 
-    Raises ValueError for unknown tasks in `mix` and for a length that is too short (naming the minimum).
+    Raises InputError for unknown tasks in `mix` and for a length that is too short (naming the minimum).
 
     >>> tokens, weights, kinds = training_batch(np.random.default_rng(0), 2, 128)
     >>> tokens.shape
@@ -188,7 +189,7 @@ def training_batch(
     _check_tasks(tuple(mix))
     shortest = 2 * min_tokens(family=True)
     if length < shortest:
-        raise ValueError(f"recall training sequences need {shortest} tokens or more, got length={length}")
+        raise InputError(f"recall training sequences need {shortest} tokens or more, got length={length}")
     tokens = np.zeros((batch, length + 1), np.int32)
     weights = np.zeros((batch, length + 1), np.float32)
     kinds = np.zeros((batch, length + 1), np.int8)
@@ -211,11 +212,11 @@ def training_batch(
 def _check_tasks(tasks: Sequence[str]) -> None:
     known = ", ".join(TASKS)
     if not tasks:
-        raise ValueError(f"no recall task was given: name at least one of {known}")
+        raise InputError(f"no recall task was given: name at least one of {known}")
     for task in tasks:
         if task not in TASKS:
             near = get_close_matches(task, TASKS, n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown recall task {task!r}: did you mean {near!r}? The tasks are {known}")
+            raise InputError(f"unknown recall task {task!r}: did you mean {near!r}? The tasks are {known}")
 
 
 def _group_id(tasks: Sequence[str]) -> int:
@@ -230,7 +231,7 @@ def _shared_context(tasks: Sequence[str], seed: int, index: int, tokens: int) ->
     values, pointers, seconds = (tasks.count(task) for task in ("get", "chase", "all"))
     least = min_tokens(values=values, pointers=pointers, seconds=seconds, family=family > 0)
     if tokens < least:
-        raise ValueError(
+        raise InputError(
             f"{len(tasks)} question(s) ({', '.join(tasks)}) need a recall context of {least} tokens or more, "
             f"got {tokens}: ask for a longer context or for fewer questions"
         )
@@ -249,7 +250,7 @@ def context_samples(tasks: Sequence[str], *, seed: int, index: int, tokens: int)
     """One question per entry of `tasks` about one context of exactly `tokens` ids: one prefill serves all.
 
     A task that occurs several times asks about different records (`mode` and `multikey` have one subject).
-    The context depends on which tasks are given, not on their order. Raises ValueError for unknown tasks, and
+    The context depends on which tasks are given, not on their order. Raises InputError for unknown tasks, and
     for a context too short for the questions (naming the minimum).
 
     >>> get, copy = context_samples(["get", "copy"], seed=0, index=0, tokens=128)
@@ -274,7 +275,7 @@ def context_samples(tasks: Sequence[str], *, seed: int, index: int, tokens: int)
 def sample(task: str, *, seed: int, index: int, tokens: int) -> Sample:
     """Sample `index` of a task over a context of exactly `tokens` ids; a pure function of its arguments.
 
-    Raises ValueError for an unknown task (naming the nearest) and a context that is too short.
+    Raises InputError for an unknown task (naming the nearest) and a context that is too short.
 
     >>> one = sample("get", seed=0, index=3, tokens=128)
     >>> len(one.context), len(one.question), len(one.answer), len(one.spans)
@@ -294,7 +295,7 @@ def conversation(tasks: Sequence[str], *, seed: int, index: int, tokens: int, tu
     """
     _check_tasks(tuple(tasks))
     if turns < 1:
-        raise ValueError(f"a conversation has 1 turn or more, got {turns}")
+        raise InputError(f"a conversation has 1 turn or more, got {turns}")
     around = [tasks[turn % len(tasks)] for turn in range(turns)]
     return context_samples(around, seed=seed, index=index, tokens=tokens)
 

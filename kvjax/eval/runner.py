@@ -31,6 +31,9 @@ from kvjax.steps import Prompt, Run
 observe = jax.jit(steps.observe, static_argnames=("run", "needs"))
 
 
+probed = jax.jit(steps.probed, static_argnames=("run", "probe"))
+
+
 @partial(jax.jit, static_argnames=("run", "tokens", "room"))
 def settle(run: Run, params: Params, prompt: Prompt, *, tokens: int, room: int) -> Cache:
     """The compressed cache of a prompt that was read before."""
@@ -59,17 +62,21 @@ def ask(
 
 
 class Unit(NamedTuple):
-    """What one cell did on one batch: result rows, and seconds per stage (None where compiling hid them)."""
+    """What one cell did on one batch.
+
+    rows: lines of results.jsonl. seconds: per stage, None where compiling hid them. steps: tokens decoded.
+    share: per token of the first prompt, the share of (layer, head) lists that held it.
+    """
 
     rows: list[dict[str, Any]]
-    settle_s: float | None
-    ask_s: float | None
+    seconds: dict[str, float] | None
     steps: int
+    share: list[float]
 
 
 def programs() -> int:
     """How many programs the runner has compiled in this process."""
-    return sum(f._cache_size() for f in (observe, settle, ask))  # type: ignore[attr-defined]
+    return sum(f._cache_size() for f in (observe, probed, settle, ask))  # type: ignore[attr-defined]
 
 
 def bare_run(model: Model, method: Method) -> Run:
@@ -86,22 +93,25 @@ class Runner:
         self.plain = Run(model.config, Method())
         needs = (steps.needs_of(bare_run(model, e.method), model.params) for e in entries)
         self.needs = frozenset().union(*needs)
+        keeps = (e.method.keep for e in entries)
+        self.probes = list(dict.fromkeys(k.probe for k in keeps if k is not None and k.probe is not None))
+        self.warm: set[Entry] = set()
         self.bytes: dict[Entry, tuple[int, int]] = {}
 
-    def prompt(self, rows: Rows) -> tuple[Prompt, float | None]:
-        """The shared prefill of a batch and its seconds."""
-        before = programs()
+    def prompt(self, rows: Rows) -> tuple[Prompt, dict[str, float] | None]:
+        """The shared prefill of a batch, probes included, and the seconds of each (None: it compiled)."""
+        before, seconds = programs(), {}
         start = time.perf_counter()
-        out = observe(
-            self.plain,
-            self.model.params,
-            jnp.asarray(rows.prompt),
-            jnp.asarray(rows.length),
-            None,
-            self.needs,
-        )
+        tokens, length = jnp.asarray(rows.prompt), jnp.asarray(rows.length)
+        out = observe(self.plain, self.model.params, tokens, length, None, self.needs)
         jax.block_until_ready(out)
-        return out, None if programs() > before else time.perf_counter() - start
+        seconds[""] = time.perf_counter() - start
+        for probe in self.probes:
+            start = time.perf_counter()
+            out = probed(self.plain, self.model.params, out, probe)
+            jax.block_until_ready(out)
+            seconds[repr(probe)] = time.perf_counter() - start
+        return out, None if programs() > before else seconds
 
     def bytes_of(self, entry: Entry, prompt: Prompt) -> tuple[int, int]:
         """Measured bytes per row: held at the end of prefill, without room, and read by one decode step."""
@@ -119,57 +129,52 @@ class Runner:
         return self.bytes[entry]
 
     def unit(self, entry: Entry, prompt: Prompt, rows: Rows, protocol: str, full_bytes: int) -> Unit:
-        """Compress, ask and score one cell on one batch."""
+        """Compress, ask and score one cell on one batch. The first time, when it compiles, is not timed."""
         run, params = bare_run(self.model, entry.method), self.model.params
-        before = programs()
-        t0 = time.perf_counter()
+        decode = Run(self.model.config, entry.method.decode_part())
+        start = time.perf_counter()
         cache = settle(run, params, prompt, tokens=self.tokens, room=self.room)
         jax.block_until_ready(cache)
-        t1 = time.perf_counter()
-        compiled_settle = programs() > before
+        settled = time.perf_counter()
         kept = [np.asarray(p) for p in kept_positions(cache)]
-        before = programs()
-        t2 = time.perf_counter()
-        decode = Run(self.model.config, entry.method.decode_part())
-        said = np.asarray(
-            ask(decode, params, cache, *map(jnp.asarray, (rows.forced, rows.count, rows.again)))
-        )
-        t3 = time.perf_counter()
+        asked = time.perf_counter()
+        said = ask(decode, params, cache, *map(jnp.asarray, (rows.forced, rows.count, rows.again)))
+        said = np.asarray(said)
+        seconds = {"settle": settled - start, "ask": time.perf_counter() - asked}
         kept_bytes, read_bytes = self.bytes_of(entry, prompt)
-        seconds = (t1 - t0 + t3 - t2) / len(rows.turns)
+        common = {
+            "method": entry.label,
+            "budget": entry.budget,
+            "protocol": protocol,
+            "kept_bytes": kept_bytes,
+            "full_bytes": full_bytes,
+            "read_bytes": read_bytes,
+            "seconds": sum(seconds.values()) / len(rows.turns),
+        }
         out = [
-            {
-                "id": sample.id,
-                "method": entry.label,
-                "budget": entry.budget,
-                "task": sample.task,
-                "protocol": protocol,
-                "prediction": " ".join(self.suite.words(prediction)),
-                "answer": " ".join(self.suite.words(sample.answer)),
-                "score": self.suite.score(sample.task, prediction, sample.answer),
-                "kept_bytes": kept_bytes,
-                "full_bytes": full_bytes,
-                "read_bytes": read_bytes,
-                "span_kept": _span_kept(kept, row, sample.spans),
-                "seconds": seconds,
-            }
+            self._row(sample, prediction, common, _span_kept(kept, row, sample.spans))
             for row, turns in enumerate(rows.turns)
             for sample, prediction in _predictions(turns, said[row])
         ]
-        compiled_ask = programs() > before
-        return Unit(
-            out,
-            None if compiled_settle else t1 - t0,
-            None if compiled_ask else t3 - t2,
-            int(rows.count.max()) * rows.prompt.shape[0],
-        )
+        timed = entry in self.warm
+        self.warm.add(entry)
+        share = _held(kept, 0, int(rows.length[0])).mean(0)
+        steps_run = int(rows.count.max()) * rows.prompt.shape[0]
+        return Unit(out, seconds if timed else None, steps_run, [round(float(x), 3) for x in share])
 
-    def kept_share(self, entry: Entry, prompt: Prompt, row: int) -> np.ndarray:
-        """Per token of a prompt, the share of (layer, head) lists that still hold it."""
-        run = bare_run(self.model, entry.method)
-        cache = settle(run, self.model.params, prompt, tokens=self.tokens, room=self.room)
-        held = _held([np.asarray(p) for p in kept_positions(cache)], row, self.tokens)
-        return held.mean(0)
+    def _row(
+        self, sample: Any, prediction: list[int], common: dict[str, Any], span: float | None
+    ) -> dict[str, Any]:
+        """One line of results.jsonl."""
+        return {
+            "id": sample.id,
+            "task": sample.task,
+            **common,
+            "prediction": " ".join(self.suite.words(prediction)),
+            "answer": " ".join(self.suite.words(sample.answer)),
+            "score": self.suite.score(sample.task, prediction, sample.answer),
+            "span_kept": span,
+        }
 
 
 def _predictions(turns: list[tuple[int, Any]], said: np.ndarray) -> Iterator[tuple[Any, list[int]]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvjax.eval import recall_tasks
 
 
+@runtime_checkable
 class Sample(Protocol):
     """One question about one context, as ids; spans are the [start, end) of the context it needs."""
 
@@ -20,6 +21,7 @@ class Sample(Protocol):
     spans: tuple[tuple[int, int], ...]
 
 
+@runtime_checkable
 class Suite(Protocol):
     """A source of rows: each is one context with one question, or several asked in turn."""
 

@@ -28,6 +28,7 @@ import optax
 from jaxtyping import Array, Float, Int
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvjax.errors import InputError
 from kvjax.eval.recall_tasks import TASKS, training_batch
 from kvjax.train.recall_init import Params, RecallSize, circuit_init
 
@@ -267,7 +268,7 @@ def _open_run(folder: Path, settings: dict[str, Any], resume: bool) -> None:
         differing = [name for name in asked if found.get(name) != asked[name]]
         if differing:
             had = ", ".join(f"{name} {found.get(name)} (asked: {asked[name]})" for name in differing)
-            raise ValueError(
+            raise InputError(
                 f"{folder} holds a run with other settings: {had}. Choose another folder to keep it, "
                 f"or start afresh in this one with resume=False (--no-resume)"
             )
@@ -322,7 +323,7 @@ def train(
 
     Everything follows from (seed, schedule, size). With `resume`, a run that was cut continues from its last
     checkpoint, about `checkpoint_seconds` back, to the same weights; a finished run returns at once. Raises
-    ValueError where `out` holds a run with other settings.
+    InputError where `out` holds a run with other settings.
 
     >>> train("runs/recall-0", seed=0)  # doctest: +SKIP
     PosixPath('runs/recall-0/model.npz')
@@ -379,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         print(train(args.out, seed=args.seed, schedule=args.schedule, resume=not args.no_resume))
-    except ValueError as error:
+    except InputError as error:
         parser.error(str(error))
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.errors import InputError
 from kvjax.eval.recall_tasks import TASKS, training_batch
 from kvjax.train import recall
 from kvjax.train.recall import SCHEDULE, Stage, plan, save_weights, train
@@ -66,7 +67,7 @@ def test_a_finished_run_returns_at_once_and_another_is_refused(tmp_path, monkeyp
     before = path.read_bytes()
     monkeypatch.setattr(recall, "training_batch", None)
     assert train(tmp_path, seed=0, schedule=once, size=SIZE).read_bytes() == before
-    with pytest.raises(ValueError, match=r"other settings: seed 0 \(asked: 1\)"):
+    with pytest.raises(InputError, match=r"other settings: seed 0 \(asked: 1\)"):
         train(tmp_path, seed=1, schedule=once, size=SIZE)
     monkeypatch.undo()
     train(tmp_path, seed=1, schedule=once, size=SIZE, resume=False)
