@@ -195,15 +195,15 @@ def write_rows(
     One flat row scatter: it stays in place inside a scan that carries x, where a multi-dimensional index
     would copy the cache.
     """
-    l, b, k, c = slot.shape
+    layers, b, k, c = slot.shape
     s = x.shape[3]
-    lists = layer * b * k + jnp.arange(l * b * k, dtype=jnp.int32)
+    lists = layer * b * k + jnp.arange(layers * b * k, dtype=jnp.int32)
     flat_slot = slot.reshape(-1, c)
     row = jnp.where(
         (flat_slot >= 0) & (flat_slot < s), lists[:, None] * s + flat_slot, np.iinfo(np.int32).max
     )
     flat = x.reshape(-1, *x.shape[4:])
-    rows = new.reshape(l * b * k * c, *x.shape[4:]).astype(x.dtype)
+    rows = new.reshape(layers * b * k * c, *x.shape[4:]).astype(x.dtype)
     return flat.at[row.reshape(-1)].set(rows, mode="drop").reshape(x.shape)
 
 

@@ -24,7 +24,7 @@ import kvjax
 from kvjax.cache import Cache, Codec, Codes, Paged, Pages, Slots
 from kvjax.errors import InputError
 from kvjax.methods.parse import from_spec
-from kvjax.models.files import read_header
+from kvjax.models.files import open_safetensors
 
 KIND = "kvjax cache"
 FORMAT = 1
@@ -105,11 +105,9 @@ def read_cache_header(path: str | os.PathLike[str]) -> CacheFile:
         what = "is a directory" if path.is_dir() else "does not exist"
         raise InputError(f"{path} {what}, expected a file that kvjax.save_cache wrote: check the path")
     try:
-        read_header(path)
+        metadata = open_safetensors(path).metadata() or {}
     except InputError as error:
         raise InputError(f"{error}; expected a whole file that kvjax.save_cache wrote") from error
-    with safe_open(path, framework="np") as file:
-        metadata = file.metadata() or {}
     if metadata.get("kind") != KIND:
         raise InputError(
             f"{path} is a safetensors file but no cache, expected one that kvjax.save_cache wrote: "

@@ -281,11 +281,8 @@ def flush(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
         picked = jnp.take_along_axis(x, source.reshape(*source.shape, *extra), axis=3)
         return jnp.where(used.reshape(*used.shape, *extra), picked, jnp.asarray(fill, x.dtype))
 
-    tail = dataclasses.replace(
-        tail, k=shift(dense(tail.k)), v=shift(dense(tail.v)), pos=shift(tail.pos, -1),
-        bias=None if tail.bias is None else shift(tail.bias), stats={n: shift(x) for n, x in tail.stats.items()},
-    )  # fmt: skip
-    return body, tail
+    rested = jax.tree.map(shift, tail)
+    return body, dataclasses.replace(rested, pos=shift(tail.pos, -1))
 
 
 def _write_granules(gm: GroupMethod, body: Slots, row: Int[Array, "Lg B K F"], new: Slots) -> Slots:

@@ -106,14 +106,11 @@ def _check_budget(method: Method, shortest: int) -> None:
         return
     n = keep.budget.capacity(shortest)
     for pattern in keep.protect:
-        if (
-            isinstance(pattern, Recent)
-            and isinstance(pattern.tokens, int)
-            and n < min(pattern.tokens, shortest)
-        ):
+        window = pattern.tokens if isinstance(pattern, Recent) else 0
+        if isinstance(window, int) and n < min(window, shortest):
             raise InputError(
-                f"{method.id}: the protected window of {pattern.tokens} tokens is larger than the budget of {n} "
-                f"slots (budget={keep.budget.amount!r} of {shortest} tokens): raise the budget or lower window="
+                f"{method.id}: its window of {window} tokens is larger than the budget of {n} slots "
+                f"(budget={keep.budget.amount!r} of {shortest} tokens): raise the budget or lower window="
             )
 
 

@@ -34,7 +34,8 @@ class View(NamedTuple):
 class Inputs(NamedTuple):
     """What a layer computed for its new tokens; observations are functions of it.
 
-    q is rotated, q_raw and k_raw are not; pos is -1 on padding; length counts each row's tokens so far, these included.
+    q is rotated, q_raw and k_raw are not; pos is -1 on padding; length counts each row's tokens so far, these
+    included.
     """
 
     q: Float[Array, "B N T H"]
@@ -50,7 +51,8 @@ class Seen(NamedTuple):
 
     observed: results of the observations it asked for, by their repr (see `of`). mass: in a decode step,
     the probability the current query gave each slot [B, K, S], summed over a group's heads. length: tokens
-    seen, n: slots to keep per head, both [B]. layer: index in the stack. query: in a decode step, the current query, rotated.
+    seen, n: slots to keep per head, both [B]. layer: index in the stack. query: in a decode step, the
+    current query, rotated.
     """
 
     observed: dict[str, Any]
@@ -136,7 +138,8 @@ class Budget:
         if not (whole or (isinstance(a, float) and 0.0 < a <= 1.0)):
             hint = f": did you mean {int(a)} slots or a fraction such as 0.25?" if a and a > 1 else ""
             raise ValueError(
-                f"budget must be a fraction in (0, 1] (float) or a number of slots >= 1 (int), got {a!r}{hint}"
+                "budget must be a fraction in (0, 1] (float) or a number of slots >= 1 (int), "
+                f"got {a!r}{hint}"
             )
 
     @property

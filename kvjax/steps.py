@@ -326,7 +326,7 @@ def _attend_segments(
     pools: tuple[Pages, ...],
     at: Int[Array, "B"],
 ) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B K S"] | None]:
-    """One query over the union of a layer's segments; with the mass on the last one where evicting needs it."""
+    """One query over a layer's segments; also the mass on the last one where evicting needs it."""
     config, pos = run.config, at[:, None]
     sets, parts = [], []
     for i, segment in enumerate(state):
@@ -342,10 +342,10 @@ def _attend_segments(
         else:
             sets.append(_turn_keys(run, layer, one.keys(), at + 1))
     wants = gm.evicting and wants_mass(gm)
+    mass = "sum" if wants else None
     out, lse, masses = attend(
-        q, sets, pos,
-        scale=config.scale, window=layer.window, softcap=config.attention_softcap, mass="sum" if wants else None,
-    )  # fmt: skip
+        q, sets, pos, scale=config.scale, window=layer.window, softcap=config.attention_softcap, mass=mass
+    )
     if parts:
         out, _ = merge([(out, lse), *parts])
     return out, masses[-1] if wants else None

@@ -1,30 +1,29 @@
 """Files of a checkpoint directory: JSON, safetensors, and directories that appear whole or not at all.
 
-Safetensors are read here rather than through the library of that name: a memory map gives any rows of a
-tensor in any dtype without a copy, which is what sharded loading wants, and a file cut short is noticed
-before anything is read. What the tensors mean is the business of `hf.py`.
+What the tensors mean is the business of `hf.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from kvjax.errors import InputError
 
-DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
-_LONGEST_HEADER = 10**8  # the format's own limit: beyond it the file is something else
-_CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+DTYPES = ("F64", "F32", "F16", "BF16")
+"""What parameters are stored in, by their names in safetensors."""
+
+# What the library says of a file that ends too early.
+_ENDS_EARLY = ("header too small", "invalid header length", "not fully covered")
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
@@ -61,86 +60,50 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Stored(NamedTuple):
-    """A tensor in a safetensors file."""
+    """A tensor in an open safetensors file: its name there, dtype and shape; nothing of it is read yet."""
 
-    file: Path
-    code: str
+    path: Path
+    file: safe_open
+    name: str
+    dtype: str
     shape: tuple[int, ...]
-    offset: int
 
-    def array(self) -> np.ndarray:
-        """The tensor as a read-only memory map."""
-        return np.memmap(self.file, np.dtype(DTYPES[self.code]), "r", self.offset, self.shape)
+    def read(self, *index: slice) -> np.ndarray:
+        """A copy of the piece that one slice (step 1) per leading dimension picks; no other rows are read."""
+        spans = [s.indices(n) for s, n in zip(index, self.shape, strict=False)]
+        return self.file.get_slice(self.name)[tuple(slice(start, stop) for start, stop, _ in spans)]
+
+
+def open_safetensors(path: Path) -> safe_open:
+    """An open safetensors file whose header fits its size.
+
+    Raises InputError where it is missing, is something else, or was cut short.
+    """
+    try:
+        return safe_open(path, framework="np")
+    except SafetensorError as error:
+        raise InputError(_damage(path, str(error))) from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Name, dtype, shape and place of every tensor in a safetensors file, checked against the file's size.
-
-    Raises InputError where the file is missing, no safetensors file, or shorter than its header says.
-    """
-    try:
-        size = path.stat().st_size
-        header, start = _json_header(path, size)
-        header.pop("__metadata__", None)
-        spans = {name: (int(a), int(b)) for name, e in header.items() for a, b in [e["data_offsets"]]}
-        stored = {
-            n: Stored(path, e["dtype"], tuple(e["shape"]), start + spans[n][0]) for n, e in header.items()
-        }
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    except InputError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is no safetensors file (its header is broken): fetch it again") from error
-    expected = start + max((stop for _, stop in spans.values()), default=0)
-    if size < expected:
-        raise InputError(_truncated(path, size, str(expected)))
-    for name, tensor in stored.items():
-        width = np.dtype(DTYPES[tensor.code]).itemsize if tensor.code in DTYPES else None
-        if width is not None and math.prod(tensor.shape) * width != spans[name][1] - spans[name][0]:
-            raise InputError(f"{path} is broken: {name} has another size than its shape says; fetch it again")
-    return stored
+    """Every tensor of a safetensors file by name; InputError as for `open_safetensors`."""
+    file = open_safetensors(path)
+    found = ((name, file.get_slice(name)) for name in file.keys())
+    return {n: Stored(path, file, n, piece.get_dtype(), tuple(piece.get_shape())) for n, piece in found}
 
 
-def _json_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
-    """(the JSON at the start of a safetensors file, where its data start)."""
+def _damage(path: Path, why: str) -> str:
     with open(path, "rb") as file:
         start = file.read(8)
-        if start == b"version ":
-            raise InputError(
-                f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder"
-            )
-        if len(start) < 8:
-            raise InputError(_truncated(path, size, "at least 8"))
-        length = int.from_bytes(start, "little")
-        if length <= size - 8:
-            return json.loads(file.read(length)), 8 + length
-        if length > _LONGEST_HEADER:
-            raise ValueError("not the length of a header")
-        raise InputError(_truncated(path, size, f"at least {8 + length}"))
-
-
-def _truncated(path: Path, size: int, expected: str) -> str:
-    return f"{path} is truncated: {size} bytes, its header says {expected}: fetch the file again"
-
-
-def write_safetensors(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: Any, fetch: Callable) -> None:
-    """Writes the tensors `fetch(name) -> array` one by one, so that no second copy of them all is needed."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    dtype, offset = np.dtype(dtype), 0
-    for name, shape in shapes.items():
-        stop = offset + int(np.prod(shape)) * dtype.itemsize
-        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, stop]}
-        offset = stop
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # readers map the data, which must be aligned
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in shapes.items():
-            array = np.ascontiguousarray(fetch(name), dtype)
-            if array.shape != shape:
-                raise ValueError(f"{name} should be {shape}, got {array.shape}")
-            file.write(array.reshape(-1).view(np.uint8).data)
+    if start == b"version ":
+        return f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder"
+    if any(text in why for text in _ENDS_EARLY):
+        return f"{path} is truncated: {path.stat().st_size} bytes, its header says otherwise: fetch the file again"
+    return (
+        f"{path} is no safetensors file, or a damaged one ({why.rpartition('header: ')[2]}): fetch it again"
+    )
 
 
 # --- writing a directory -----------------------------------------------------------------------------

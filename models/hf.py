@@ -1,7 +1,7 @@
 """Hugging Face directories to models and back: config.json, safetensors shards, tokenizer files.
 
-Weights go tensor by tensor from a memory map into the stacked arrays of the plan, each device reading only
-the rows it holds, so that the model is never in memory twice. Which files say what is in `hf_config.py`,
+Weights go block by block from the files into the stacked arrays of the plan, each device reading only the
+rows it holds, so that the model is never in memory twice. Which files say what is in `hf_config.py`,
 `hf_tensors.py` and `tokenizer.py`.
 """
 
@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.numpy import save_file
 
 from kvjax.errors import InputError
-from kvjax.models.files import Stored, atomic_folder, check_folder, read_header, read_json, write_safetensors
+from kvjax.models.files import Stored, atomic_folder, check_folder, read_header, read_json
 from kvjax.models.hf_config import config_from_hf, config_to_hf
 from kvjax.models.hf_tensors import Part, hf_name, match, short_name, tensors
 from kvjax.models.model import Model
@@ -32,6 +33,7 @@ from kvjax.models.transformer import Config, Group, Params, check_groups, plan, 
 
 LARGE_BYTES = 10**9
 SHARD_BYTES = 5 * 10**9
+_BLOCK_ROWS = 256
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
@@ -114,7 +116,7 @@ def _headers(folder: Path) -> dict[str, Stored]:
         for name, tensor in read_header(file).items():
             if name in out:
                 raise InputError(
-                    f"{name} is in {out[name].file.name} and in {file.name}: remove one of the files"
+                    f"{name} is in {out[name].path.name} and in {file.name}: remove one of the files"
                 )
             out[name] = tensor
     return out
@@ -126,8 +128,15 @@ def _untie(config: Config, found: Mapping[str, Stored]) -> Config:
     embed, unembed = (by_short.get(name) for name in ("embed_tokens.weight", "lm_head.weight"))
     if not config.tied or embed is None or unembed is None:
         return config
-    same = embed.shape == unembed.shape and np.array_equal(embed.array(), unembed.array())
+    same = embed.shape == unembed.shape and all(
+        np.array_equal(embed.read(rows), unembed.read(rows)) for rows in _blocks(0, embed.shape[0])
+    )
     return config if same else dataclasses.replace(config, tied=False)
+
+
+def _blocks(start: int, stop: int) -> Iterator[slice]:
+    """[start, stop) in pieces small enough to be in memory beside what they are copied to."""
+    return (slice(i, min(i + _BLOCK_ROWS, stop)) for i in range(start, stop, _BLOCK_ROWS))
 
 
 # --- reading -----------------------------------------------------------------------------------------
@@ -195,14 +204,16 @@ def _read_leaf(
 
 
 def _copy(out: np.ndarray, stored: Stored, part: Part, index: tuple[slice, ...], transpose: bool) -> None:
-    source = stored.array()[part.start : part.stop]
-    if not transpose:
-        out[...] = source[index]
-        return
-    source = source[index[::-1]]
-    # In blocks of rows: a plain transposed copy of a large matrix misses the processor's cache at every step.
-    for start in range(0, source.shape[0], 256):
-        out[:, start : start + 256] = source[start : start + 256].T
+    """Fills `out` with the piece `index` of a parameter, a block of the tensor's rows at a time.
+
+    A transposed copy of a large matrix in one piece would miss the processor's cache at every step.
+    """
+    rows, *columns = index[::-1] if transpose else index
+    first, last, _ = rows.indices(part.stop - part.start)
+    target = out.T if transpose else out
+    for block in _blocks(first, last):
+        piece = stored.read(slice(part.start + block.start, part.start + block.stop), *columns)
+        target[block.start - first : block.stop - first] = piece
 
 
 @contextlib.contextmanager
@@ -242,7 +253,8 @@ def save_hf(model: Model, path: str | os.PathLike[str], *, shard_bytes: int = SH
         write_text(model, folder)
         files = _split(sizes, dtype.itemsize, shard_bytes)
         for file, names in files.items():
-            write_safetensors(folder / file, {n: sizes[n] for n in names}, dtype, fetch)
+            weights = {name: np.ascontiguousarray(fetch(name), dtype) for name in names}
+            save_file(weights, folder / file, metadata={"format": "pt"})
         if len(files) > 1:
             total = sum(int(np.prod(s)) for s in sizes.values()) * dtype.itemsize
             index = {n: file for file, names in files.items() for n in names}

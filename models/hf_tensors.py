@@ -119,7 +119,7 @@ def match(config: Config, found: Mapping[str, Stored]) -> dict[str, Stored]:
         if n in stored and stored[n].shape != t.shape
     ]
     dtypes = [
-        f"{hf_name(n)} ({stored[n].code})" for n in expected if n in stored and stored[n].code not in DTYPES
+        f"{hf_name(n)} ({stored[n].dtype})" for n in expected if n in stored and stored[n].dtype not in DTYPES
     ]
     complaints = [
         f"{len(names)} {what}: {_some(names)}"

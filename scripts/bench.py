@@ -1,8 +1,8 @@
 """Prefill and decode speed of kvjax, beside transformers + kvpress where they are installed.
 
 One random Llama, one prompt, the same thread count for both; rounds alternate between the libraries, so that
-whatever else the machine does falls on both. Reports medians of CPU seconds (with one thread: the wall time of
-an idle core), compile seconds apart, and the floor: (weights + cache) / measured read bandwidth.
+whatever else the machine does falls on both. Reports medians of CPU seconds (with one thread, the wall time
+of an idle core), compile seconds apart, and the floor: (weights + cache) / measured read bandwidth.
 
     python scripts/bench.py --tokens 4096 16384 --json bench.json
 """
@@ -31,7 +31,9 @@ LLAMA = dict(layers=8, d_model=512, heads=8, kv_heads=4, d_ff=1408, vocab=8192)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--ratio", type=float, default=0.5, help="share of the slots kept")
@@ -168,9 +170,7 @@ class Theirs:
         return cache
 
     def bytes(self, cache: Any, name: str) -> int:
-        return sum(
-            x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values)
-        )
+        return sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))
 
 
 def read_bandwidth() -> float:
@@ -248,7 +248,9 @@ def main() -> None:
     for r in rows:
         table.add_row(*(str(r.get(c, "")) for c in columns))
     console.print(table)
-    console.print(f"{platform.processor() or platform.machine()}, {args.threads} thread(s), read bandwidth {bandwidth / 1e9:.1f} GB/s")
+    console.print(
+        f"{platform.processor() or platform.machine()}, {args.threads} thread(s), read bandwidth {bandwidth / 1e9:.1f} GB/s"
+    )
     if args.json:
         with open(args.json, "w", encoding="utf-8") as f:
             json.dump({"arguments": vars(args), "bandwidth": bandwidth, "rows": rows}, f, indent=1)

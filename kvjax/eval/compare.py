@@ -230,7 +230,7 @@ def _examples(plan: _Plan, log: UnitLog) -> list[dict[str, Any]]:
 
 
 def _timings(plan: _Plan, log: UnitLog) -> dict[tuple[str, Any], dict[str, float]]:
-    """Median prefill milliseconds per prompt and decoded tokens per second of the batch, compile time apart."""
+    """Median prefill milliseconds per prompt, decoded tokens per second of a batch; compile time apart."""
     out: dict[tuple[str, Any], dict[str, float]] = {}
     for entry in plan.entries:
         keep = entry.method.keep

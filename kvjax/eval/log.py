@@ -58,7 +58,7 @@ class UnitLog:
 
 
 def _prepare(folder: Path, resume: bool) -> dict[str, Any] | None:
-    """Makes the folder; returns the settings of the run it holds, if any. InputError where it cannot serve."""
+    """Makes the folder; returns the settings of the run it holds. InputError where it cannot serve."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"

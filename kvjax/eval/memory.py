@@ -24,7 +24,7 @@ def free_bytes() -> int:
 
 
 def row_bytes(config: Config, tokens: int, itemsize: int) -> int:
-    """Estimated peak of one row: the prompt's keys and values thrice (as read, chosen, stored), and a strip."""
+    """Estimated peak of one row: its keys and values as read, as chosen and as stored, and a strip."""
     kv = config.layers * config.kv_heads * config.head_dim * 2 * tokens * itemsize
     group = config.heads // config.kv_heads
     strip = config.heads * min(tokens, 256) * tokens * 4 * 3
@@ -37,7 +37,7 @@ def fitting_rows(config: Config, tokens: int, itemsize: int, wanted: int) -> int
     rows = min(wanted, int(free * SHARE) // one)
     if rows < 1:
         raise InputError(
-            f"one prompt of {tokens} tokens needs about {one / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free: "
+            f"a prompt of {tokens} tokens needs about {one / 2**30:.1f} GiB, {free / 2**30:.1f} are free: "
             "shorten --length, or use a smaller model or a larger machine"
         )
     return rows

@@ -16,7 +16,7 @@ from kvjax.ops.rope import angles, rotate
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedAttention(Word):
-    """score[j] = (softmax_j(k_j m / sqrt(H) + k_j' C k_j / 2H) + epsilon) * ||v_j|| (arXiv:2510.00636, eq. 7).
+    """score[j] = (softmax_j(k_j m / sqrt(H) + k_j' C k_j / 2H) + epsilon) ||v_j|| (arXiv:2510.00636).
 
     Unrotated queries are taken as Gaussian with the mean and covariance of the prompt's (its first `sinks`
     left out); m and C are these turned by the RoPE averaged over the next `future` positions. The softmax

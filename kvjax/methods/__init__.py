@@ -7,27 +7,11 @@ import difflib
 import inspect
 import sys
 import types
-from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 from kvjax.grammar import STEP, Method, chain, check
-from kvjax.methods.eviction import (
-    adakv,
-    expected_attention,
-    h2o,
-    keepkv,
-    kvzip,
-    l2compress,
-    pyramidkv,
-    random,
-    sink_recent,
-    snapkv,
-    streamingllm,
-    tova,
-)
-from kvjax.methods.quantisation import fp8, full, int4, int8, kivi
-from kvjax.methods.reading import quest
+from kvjax.methods.table import ALIASES, TABLE
 
 
 class MethodInfo(NamedTuple):
@@ -43,74 +27,6 @@ class MethodInfo(NamedTuple):
     training: bool
 
 
-class _Row(NamedTuple):
-    build: Callable[..., Method]
-    title: str
-    arxiv: str
-    year: int | None
-    family: str
-
-
-TABLE: dict[str, _Row] = {
-    "full": _Row(full, "Full cache", "", None, "baseline"),
-    "random": _Row(random, "Random eviction", "", None, "baseline"),
-    "sink-recent": _Row(sink_recent, "Sinks and recent tokens", "", None, "baseline"),
-    "streamingllm": _Row(
-        streamingllm, "Efficient Streaming Language Models with Attention Sinks", "2309.17453", 2023, "selection-dynamic"
-    ),
-    "l2compress": _Row(
-        l2compress, "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", "2406.11430", 2024,
-        "selection-static",
-    ),
-    "h2o": _Row(
-        h2o, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models", "2306.14048", 2023,
-        "selection-dynamic",
-    ),
-    "tova": _Row(tova, "Transformers are Multi-State RNNs", "2401.06104", 2024, "selection-dynamic"),
-    "snapkv": _Row(
-        snapkv, "SnapKV: LLM Knows What You are Looking for Before Generation", "2404.14469", 2024, "selection-static"
-    ),
-    "pyramidkv": _Row(
-        pyramidkv, "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling", "2406.02069", 2024,
-        "budget-layer",
-    ),
-    "adakv": _Row(
-        adakv, "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference",
-        "2407.11550", 2024, "budget-head",
-    ),
-    "expected-attention": _Row(
-        expected_attention,
-        "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution",
-        "2510.00636", 2025, "selection-static",
-    ),
-    "kvzip": _Row(
-        kvzip, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", "2505.23416", 2025,
-        "selection-static",
-    ),
-    "keepkv": _Row(
-        keepkv, "KeepKV: Achieving Periodic Lossless KV Cache Compression for Efficient LLM Inference", "2504.09936",
-        2025, "merge-token",
-    ),
-    "int8": _Row(int8, "Per-token int8", "", None, "baseline"),
-    "int4": _Row(int4, "Per-token int4", "", None, "baseline"),
-    "fp8": _Row(fp8, "Per-token float8", "", None, "baseline"),
-    "kivi": _Row(
-        kivi, "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache", "2402.02750", 2024, "quant-mixed"
-    ),
-    "quest": _Row(
-        quest, "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", "2406.10774", 2024,
-        "retrieval-sparse",
-    ),
-}  # fmt: skip
-
-ALIASES = {
-    "knorm": "l2compress",
-    "streaming-llm": "streamingllm",
-    "ada-kv": "adakv",
-    "sinkrecent": "sink-recent",
-}
-
-
 def resolve(id: str) -> str:
     """The table's id for an id or alias; ValueError naming the nearest one otherwise."""
     name = ALIASES.get(id.lower().replace("_", "-"), id.lower().replace("_", "-"))
@@ -121,7 +37,7 @@ def resolve(id: str) -> str:
     return name
 
 
-@lru_cache(maxsize=None)
+@cache
 def _build(id: str, hyper: tuple[tuple[str, Any], ...]) -> Method:
     built = dataclasses.replace(TABLE[id].build(**dict(hyper)), spec=(id, hyper))
     check(built)

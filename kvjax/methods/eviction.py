@@ -162,7 +162,7 @@ def kvzip(
     The prompt is read a second time over the full cache behind an instruction to repeat it; a slot's score
     is the largest attention it receives. The best slots of the whole stack stay (uniform=True: of every
     head). prefix: token ids of the instruction, by default encoded with the model's tokenizer. Deviation:
-    one pass whatever the length, where the paper repeats 2048 tokens at a time; keeps `sinks` as kvpress does.
+    one pass whatever the length, where the paper repeats 2048 tokens at a time; `sinks` stay as in kvpress.
     """
     probe = RepeatContext(prefix)
     allocate = Uniform() if uniform else AcrossLayers()

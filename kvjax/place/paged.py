@@ -154,7 +154,7 @@ def _visit_block(
     scale: float,
     softcap: float | None,
 ) -> Carry:
-    """Folds pages into the running (max, weight, weighted values) of their lists; who = lists means nobody."""
+    """Folds pages into the running (max, weight, values) of their lists; who = lists means nobody."""
     top, weight, out = carry
     lists = queries.shape[0]
     mine = jnp.minimum(who, lists - 1)

@@ -76,7 +76,7 @@ class Affine:
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """x ~ fp8(x / scale) * scale with one float16 scale per token: the token's largest value fills the range."""
+    """x ~ fp8(x / scale) * scale, one float16 scale per token: its largest value fills the range."""
 
     kind: str = "e4m3"
 

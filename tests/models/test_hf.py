@@ -264,7 +264,7 @@ def test_a_failed_save_leaves_the_older_one(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("disk full")
 
-    monkeypatch.setattr(hf, "write_safetensors", fail)
+    monkeypatch.setattr(hf, "save_file", fail)
     with pytest.raises(RuntimeError):
         save_hf(model, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
