@@ -100,7 +100,8 @@ def _damage(path: Path, why: str) -> str:
     if start == b"version ":
         return f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder"
     if any(text in why for text in _ENDS_EARLY):
-        return f"{path} is truncated: {path.stat().st_size} bytes, its header says otherwise: fetch the file again"
+        size = path.stat().st_size
+        return f"{path} is truncated: {size} bytes, its header says otherwise: fetch the file again"
     return (
         f"{path} is no safetensors file, or a damaged one ({why.rpartition('header: ')[2]}): fetch it again"
     )

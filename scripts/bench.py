@@ -249,7 +249,8 @@ def main() -> None:
         table.add_row(*(str(r.get(c, "")) for c in columns))
     console.print(table)
     console.print(
-        f"{platform.processor() or platform.machine()}, {args.threads} thread(s), read bandwidth {bandwidth / 1e9:.1f} GB/s"
+        f"{platform.processor() or platform.machine()}, {args.threads} thread(s), "
+        f"read bandwidth {bandwidth / 1e9:.1f} GB/s"
     )
     if args.json:
         with open(args.json, "w", encoding="utf-8") as f:

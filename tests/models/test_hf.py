@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from kvjax.checkpoint import load_checkpoint, save_checkpoint
 from kvjax.errors import InputError
 from kvjax.models import hf
+from kvjax.models.files import Stored
 from kvjax.models.hf import load_hf, save_hf
 from kvjax.models.hf_config import config_from_hf, config_to_hf
 from kvjax.models.load import load, shipped
@@ -99,6 +100,22 @@ def test_each_device_reads_its_piece(shards, tmp_path):
     up = model.params["layers"][0]["up"]
     assert {s.data.shape for s in up.addressable_shards} == {(1, 24, 7)}
     assert relative_error(model(fixture.tokens), fixture.logits) <= BAR
+
+
+def test_a_split_tensor_is_read_once_and_in_blocks(tmp_path, monkeypatch):
+    folder, _ = directory("olmo2", tmp_path)
+    plain, read, pieces = load_hf(folder), Stored.read, []
+
+    def count(stored, *index):
+        pieces.append((stored.name, read(stored, *index)))
+        return pieces[-1][1]
+
+    monkeypatch.setattr(Stored, "read", count)
+    monkeypatch.setattr(hf, "_BLOCK_ROWS", 5)
+    assert_same_params(plain, load_hf(folder, sharding=tensor_parallel))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert sum(piece.size for n, piece in pieces if n == name) == plain.params["layers"][0]["up"].size
+    assert max(len(piece) for _, piece in pieces) == 5
 
 
 def test_sharding_may_be_a_tree_or_one_for_all(tmp_path):

@@ -225,7 +225,7 @@ def test_what_only_looks_like_safetensors(content, message, folder):
 def test_a_tensor_whose_bytes_do_not_fit_its_shape(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes().replace(b'"shape":[80,20]', b'"shape":[20,20]'))
-    with pytest.raises(InputError, match="damaged .invalid shape"):
+    with pytest.raises(InputError, match=r"damaged one \(invalid shape"):
         load(folder)
 
 

@@ -1,0 +1,121 @@
+"""`compare` end to end on the shipped model: small runs, real numbers, kills and resumes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from io import StringIO
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.eval import recall_tasks
+from kvjax.eval.compare import compare
+
+QUIET = {"console": Console(file=StringIO(), width=140)}
+SMALL = {"methods": ["snapkv:variant=kvpress", "int8"], "budgets": [0.25], "tasks": ["get", "copy"], "samples": 4}
+
+
+def without_times(rows):
+    return sorted(
+        (json.dumps({k: v for k, v in row.items() if k != "seconds"}, sort_keys=True) for row in rows)
+    )
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return compare(**SMALL, **QUIET, out=tmp_path_factory.mktemp("runs") / "small")
+
+
+def test_the_full_cache_answers_exactly_as_the_model_without_a_cache(small):
+    model = kvjax.load("recall-tiny")
+    full = {r["id"]: r for r in small.rows if r["method"] == "full" and r["protocol"] == "agnostic"}
+    samples = [
+        s for i in range(4) for s in recall_tasks.context_samples(("get", "copy"), seed=0, index=i, tokens=507)
+    ]
+    assert len(full) == len(samples)
+    for s in samples:
+        text = [*s.context, *s.question, *s.answer]
+        said = np.asarray(model(jnp.asarray([text], jnp.int32)))[0].argmax(-1)
+        start = len(s.context) + len(s.question) - 1
+        words = " ".join(recall_words(said[start : start + len(s.answer)]))
+        assert full[s.id]["prediction"] == words
+
+
+def recall_words(ids):
+    from kvjax.eval.recall import WORDS
+
+    return [WORDS[int(i)] for i in ids]
+
+
+def test_the_files_hold_what_was_returned(small):
+    lines = (small.out / "results.jsonl").read_text().splitlines()
+    assert [json.loads(x) for x in lines] == small.rows
+    metrics = json.loads((small.out / "metrics.json").read_text())
+    assert metrics["schema"] == 1 and metrics["presets"]["name"] == "short"
+    assert {c["method"] for c in metrics["cells"]} >= {"full", "random", "sink-recent", "int8"}
+    assert (small.out / "frontier.png").read_bytes()[:4] == b"\x89PNG"
+    assert "recall-tiny" in (small.out / "report.html").read_text()
+
+
+def test_every_cell_has_its_measured_bytes_and_speeds(small):
+    cells = {(c.method, c.protocol): c for c in small.cells}
+    full = cells["full", "aware"]
+    # Keys, values and positions: 4 layers, 2 heads, 512 slots, 2 x 32 floats and an int32; next once.
+    assert full.kept_bytes == 4 * 2 * 512 * (2 * 32 * 4 + 4) + 4
+    int8 = cells["int8", "aware"]
+    assert int8.kept_bytes == 4 * 2 * 512 * (2 * (32 + 4) + 4) + 4
+    snap = cells["snapkv:variant=kvpress", "aware"]
+    assert snap.kept_bytes == 4 * 2 * 128 * (2 * 32 * 4 + 4) + 4
+    for timing in small.timings.values():
+        assert timing["decode_tokens_per_s"] > 0
+
+
+def test_int8_answers_as_the_full_cache(small):
+    rows = {(r["method"], r["protocol"], r["id"]): r for r in small.rows}
+    for (method, protocol, id), row in rows.items():
+        if method == "int8":
+            assert row["prediction"] == rows["full", protocol, id]["prediction"]
+
+
+def test_a_killed_run_goes_on_without_losing_or_repeating_a_cell(small, tmp_path):
+    out = tmp_path / "killed"
+    args = ["compare", "--methods", *SMALL["methods"], "--budgets", "0.25", "--tasks", *SMALL["tasks"]]
+    command = [sys.executable, "-m", "kvjax", *args, "--samples", "4", "--out", str(out)]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = out / "units.jsonl"
+    deadline = time.time() + 120
+    while time.time() < deadline and not (log.exists() and log.read_text().count("\n") >= 2):
+        assert child.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.05)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    finished = log.read_text().count("\n")
+    assert not (out / "results.jsonl").exists()
+    with open(log, "a", encoding="utf-8") as f:
+        f.write('{"key": "aware/0/torn", "rows": [{"id"')
+    found = compare(**SMALL, **QUIET, out=out, resume=True)
+    assert log.read_text().count("\n") == 2 * 5 and finished >= 2
+    assert without_times(found.rows) == without_times(small.rows)
+
+
+def test_a_run_is_not_resumed_with_other_settings(small):
+    with pytest.raises(InputError, match="budgets|cells|samples"):
+        compare(**{**SMALL, "samples": 5}, **QUIET, out=small.out, resume=True)
+    with pytest.raises(InputError, match="--resume"):
+        compare(**SMALL, **QUIET, out=small.out)
+
+
+def test_multi_turn_asks_every_question_on_one_context(tmp_path):
+    found = compare(
+        methods=["full"], budgets=[0.5], tasks=["get", "chase"], samples=2, protocols=("multi-turn",),
+        out=tmp_path / "turns", **QUIET,
+    )  # fmt: skip
+    full = [r for r in found.rows if r["method"] == "full"]
+    assert len(full) == 2 * 5 and np.mean([r["score"] for r in full]) > 0.8
