@@ -17,12 +17,12 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import steps
 from kvjax.cache import Cache
-from kvjax.compress import free_slots, reserve
 from kvjax.errors import InputError
 from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
 from kvjax.methods import method as build_method
 from kvjax.models.model import Model
+from kvjax.segments import free_slots, reserve
 from kvjax.steps import Run
 
 Tokens = Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int]]

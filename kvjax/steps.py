@@ -26,20 +26,9 @@ from kvjax.cache import (
     gather_pages,
     write_slots,
 )
-from kvjax.compress import (
-    Fresh,
-    GroupMethod,
-    build,
-    build_group_pages,
-    choose,
-    extend,
-    flush,
-    group_method,
-    merge_evicted,
-    score_slots,
-    union,
-)
+from kvjax.choose import Fresh, choose, merge_evicted, score_slots, union
 from kvjax.grammar import AttentionSpec, Inputs, Method, Seen, View
+from kvjax.group import GroupMethod, group_method
 from kvjax.keep.observe import Mass, Queries, RawKeys
 from kvjax.models.transformer import (
     Config,
@@ -54,6 +43,7 @@ from kvjax.models.transformer import (
 )
 from kvjax.ops.attention import Keys, attend, causal_attention, merge
 from kvjax.place.paged import attend_pages
+from kvjax.segments import build, build_group_pages, extend, flush
 
 
 class Run(NamedTuple):

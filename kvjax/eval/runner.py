@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax import steps
 from kvjax.cache import Cache, kept_positions, nbytes
-from kvjax.compress import unread_bytes
 from kvjax.eval.cellplan import Entry
 from kvjax.eval.rows import Rows
 from kvjax.eval.suite import Suite
@@ -26,6 +25,7 @@ from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
 from kvjax.models.model import Model
 from kvjax.models.transformer import Params
+from kvjax.segments import unread_bytes
 from kvjax.steps import Prompt, Run
 
 observe = jax.jit(steps.observe, static_argnames=("run", "needs"))

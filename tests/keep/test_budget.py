@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.compress import pool_pages
+from kvjax.place.paged import pool_pages
 from kvjax.grammar import Budget
 from kvjax.keep.budget import AcrossHeads, AcrossLayers, Pyramid, Uniform
 

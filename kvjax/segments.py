@@ -1,19 +1,16 @@
 """Storage acts: from the slots a method keeps to the segments of a cache.
 
-Three acts: `build` makes a group's segments from chosen slots, `extend` adds new tokens to segments that
-evict nothing, `flush` moves full granules of the newest tokens into the encoded body. Which slots are
-chosen is `choose`; nothing here knows a method by name.
+`build` makes a group's segments from chosen slots, `extend` adds new tokens where nothing is evicted, `flush`
+moves full granules of the newest tokens into an encoded body, `reserve` makes room. No method by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import (
     Cache,
@@ -22,172 +19,16 @@ from kvjax.cache import (
     Slots,
     dense,
     encode,
-    gather_pages,
     nbytes,
     pad_slots,
     write_rows,
     write_slots,
 )
-from kvjax.grammar import STEP, AttentionSpec, Budget, Keep, Method, Seen, View, over_layers
-from kvjax.keep.budget import Uniform
-from kvjax.keep.score import Position
-from kvjax.keep.select import slot_lists, top
+from kvjax.choose import Fresh
+from kvjax.grammar import View
+from kvjax.group import GroupMethod
+from kvjax.keep.select import slot_lists
 from kvjax.place.paged import build_pages, pool_pages
-
-
-class GroupMethod(NamedTuple):
-    """What a sentence means for one group of layers."""
-
-    keep: Keep | None
-    codecs: tuple[Any, Any]
-    granule: int
-    residual: int
-    read: Any
-    first: int
-
-    @property
-    def paged(self) -> bool:
-        return self.keep is not None and not self.keep.allocate.uniform
-
-    @property
-    def evicting(self) -> bool:
-        return self.keep is not None and self.keep.when == STEP
-
-    @property
-    def split(self) -> bool:
-        """Whether the group has an encoded body and a plain tail, rather than one segment."""
-        return not self.paged and (self.granule > 1 or self.residual > 0)
-
-
-def group_method(method: Method, first: int, window: int | None) -> GroupMethod:
-    """The part of a sentence that a group of layers follows.
-
-    Windowed layers keep their window and nothing else (token-wise codecs still encode them); the first
-    `skip_layers` layers keep everything.
-    """
-    keep, store, read = method.keep, method.store, method.read
-    codecs = (None, None) if store is None else (store.keys, store.values)
-    granule = 1 if store is None else store.granule
-    residual = 0 if store is None else store.residual
-    if window is not None:
-        plain = granule > 1 or residual > 0
-        rule = Keep(Position(), Budget(window - 1), Uniform(), when=STEP)
-        return GroupMethod(rule, (None, None) if plain else codecs, 1, 0, None, first)
-    if keep is not None and (first < keep.skip_layers or keep.score is None):
-        keep = None
-    if read is not None and first < read.skip_layers:
-        read = None
-    if read is not None:
-        granule = math.lcm(granule, read.granule)
-    return GroupMethod(keep, codecs, granule, residual, read, first)
-
-
-class Fresh(NamedTuple):
-    """What the layers of a group computed for new tokens: stored keys, values, and what was observed.
-
-    masses: attention mass of (each past segment ..., the new tokens), empty where nobody asked.
-    """
-
-    k: Float[Array, "Lg B K T H"]
-    v: Float[Array, "Lg B K T V"]
-    observed: dict[str, Any]
-    masses: tuple[Float[Array, "Lg B K S"], ...]
-
-
-# --- the union of past and new, and what stays of it ----------------------------------------------------
-
-
-def union(
-    gm: GroupMethod, past: tuple[Segment, ...], pools: tuple[Pages, ...], fresh: Fresh, pos: Int[Array, "B T"]
-) -> View:
-    """All slots of a group, old and new, decoded and in position order, empty ones last: [Lg, B, K, S, ...].
-
-    Statistics that the keep's score remembers start from, and grow by, the mass observed on each slot.
-    """
-    stats = gm.keep.score.stats if gm.keep is not None and gm.keep.score is not None else frozenset()
-    layers, b, heads, t, _ = fresh.k.shape
-    new_pos = jnp.broadcast_to(pos[None, :, None], (layers, b, heads, t))
-    mass = fresh.masses[-1] if fresh.masses else jnp.zeros(new_pos.shape, jnp.float32)
-    views = [_decoded(s, pools, stats) for s in past]
-    for i, seen in enumerate(fresh.masses[:-1]):
-        views[i] = views[i]._replace(stats={n: x + seen for n, x in views[i].stats.items()})
-    views.append(View(fresh.k, fresh.v, new_pos, None, {n: mass for n in stats}))
-    if any(w.bias is not None for w in views):
-        views = [w._replace(bias=jnp.zeros(w.pos.shape)) if w.bias is None else w for w in views]
-    if len(views) == 1:
-        return views[0]
-    both = jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=3), *views)
-    # Smoothing looks at neighbours, granules are filled in order, and ties go to the older token.
-    order = jnp.argsort(jnp.where(both.pos < 0, jnp.iinfo(jnp.int32).max, both.pos), axis=3, stable=True)
-    return jax.tree.map(
-        lambda x: jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 4)), axis=3), both
-    )
-
-
-def _decoded(segment: Segment, pools: tuple[Pages, ...], stats: frozenset[str]) -> View:
-    if isinstance(segment, Slots):
-        old = {n: segment.stats.get(n, jnp.zeros(segment.pos.shape, jnp.float32)) for n in stats}
-        return View(*segment.keys(), old)
-    keys = over_layers(lambda s: gather_pages(s, pools[segment.pool]), segment)
-    return View(*keys, {n: jnp.zeros(keys.pos.shape, jnp.float32) for n in stats})
-
-
-def score_slots(
-    gm: GroupMethod, view: View, fresh: Fresh, length: Int[Array, "B"], attention: AttentionSpec
-) -> Float[Array, "Lg B K S"]:
-    """The keep's scores, +inf where a pattern protects and -inf where a slot is empty."""
-    assert gm.keep is not None and gm.keep.score is not None
-    keep, score = gm.keep, gm.keep.score
-    n = keep.budget.count(length)
-    numbers = gm.first + jnp.arange(view.pos.shape[0], dtype=jnp.int32)
-
-    def one(layer: Array, view: View, observed: dict[str, Any]) -> Float[Array, "B K S"]:
-        s = score(view, Seen(observed, None, length, n, layer, attention)).astype(jnp.float32)
-        for pattern in keep.protect:
-            s = jnp.where(pattern(view.pos, length, n), jnp.inf, s)
-        return jnp.where(view.pos < 0, -jnp.inf, s)
-
-    return over_layers(one, numbers, view, fresh.observed)
-
-
-def merge_evicted(
-    gm: GroupMethod,
-    view: View,
-    kept: Bool[Array, "Lg B K S"],
-    fresh: Fresh,
-    length: Int[Array, "B"],
-    attention: AttentionSpec,
-) -> View:
-    """The view with every live slot that is not kept folded into the kept ones, as the keep's merge says."""
-    assert gm.keep is not None
-    merge, n = gm.keep.merge, gm.keep.budget.count(length)
-    numbers = gm.first + jnp.arange(view.pos.shape[0], dtype=jnp.int32)
-    slot = jax.lax.broadcasted_iota(jnp.int32, view.pos.shape, 3)
-    leaving = jnp.where((view.pos >= 0) & ~kept, slot, view.pos.shape[-1])
-
-    def one(layer: Array, view: View, kept: Array, leaving: Array, observed: dict[str, Any]) -> View:
-        return merge(view, kept, leaving, Seen(observed, None, length, n, layer, attention))
-
-    return over_layers(one, numbers, view, kept, leaving, fresh.observed)
-
-
-def choose(
-    keeps: dict[int, Keep | None], scores: dict[int, Float[Array, "_ B K S"]], length: Int[Array, "B"]
-) -> dict[int, Bool[Array, "_ B K S"]]:
-    """Which slots stay, per group; counts are shared over all layers that follow the same keep."""
-    chosen: dict[int, Array] = {}
-    for keep in dict.fromkeys(keeps.values()):
-        assert keep is not None
-        where = [i for i, k in keeps.items() if k == keep]
-        stacked = jnp.concatenate([scores[i] for i in where])
-        counts = keep.allocate.counts(stacked, keep.budget.count(length))
-        at = 0
-        for i in where:
-            size = scores[i].shape[0]
-            chosen[i] = top(scores[i], counts[at : at + size])
-            at += size
-    return chosen
-
 
 # --- building ------------------------------------------------------------------------------------------
 

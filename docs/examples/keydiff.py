@@ -1,0 +1,38 @@
+"""KeyDiff as a method of one's own: a score, a sentence, nothing else.
+
+    kvjax compare --methods docs/examples/keydiff.py:keydiff snapkv --budgets 0.5 0.25
+
+CONTRIBUTING.md takes these two pieces into the library, step by step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.grammar import Budget, Keep, Method, Seen, View
+from kvjax.keep.budget import Uniform
+from kvjax.keep.score import Word
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyDistinctness(Word):
+    """score[j] = -cos(k_j, mean_i k_i / ||k_i||): keys that point elsewhere (arXiv:2504.15364)."""
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        k = view.k.astype(jnp.float32)
+        unit = k / jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
+        anchor = jnp.where((view.pos >= 0)[..., None], unit, 0.0).sum(2)  # of any length: only its angle counts
+        anchor = anchor / jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
+        return -jnp.einsum("bksh,bkh->bks", unit, anchor)
+
+
+def keydiff(budget: float | int) -> Method:
+    """KeyDiff (Park et al., 2025, arXiv:2504.15364), section 3: keeps the keys least like the mean key.
+
+    Needs no attention, so it costs next to nothing. The paper compresses block by block: that is
+    `kvjax.prefill(..., chunk=block)`; without `chunk` the prompt is compressed once, at its end.
+    """
+    return Method(Keep(KeyDistinctness(), Budget(budget), Uniform()))
