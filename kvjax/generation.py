@@ -40,6 +40,9 @@ def bucket(tokens: int) -> int:
     return -(-tokens // unit) * unit
 
 
+_free_slots = jax.jit(free_slots, static_argnums=0)
+
+
 class _Batch(NamedTuple):
     """Right-padded tokens on the host, with their lengths."""
 
@@ -216,7 +219,7 @@ def _chunks(batch: _Batch, chunk: int | None) -> list[_Batch]:
 def _with_room(run: Run, model: Model, cache: Cache, tokens: int) -> Cache:
     """The cache with free slots for `tokens` more tokens in every row; grows by whole buckets."""
     gms = run.groups(model.params)
-    short = tokens - int(np.asarray(free_slots(gms, cache)).min())
+    short = tokens - int(np.asarray(_free_slots(gms, bare_cache(cache))).min())
     return cache if short <= 0 else reserve(gms, cache, bucket(short))
 
 
@@ -237,7 +240,7 @@ def step(
             f"token must be [B] = [{cache.next.shape[0]}], one id per row, got {list(token.shape)}"
         )
     if append:
-        free = np.asarray(free_slots(run.groups(model.params), cache))
+        free = np.asarray(_free_slots(run.groups(model.params), bare_cache(cache)))
         if (free < 1).any():
             raise InputError(
                 "the cache is full: give prefill(..., room=) the number of tokens you will add, "

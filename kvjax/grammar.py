@@ -304,23 +304,47 @@ def _joined(specs: list[tuple[Any, ...]]) -> tuple[Any, ...] | None:
 def check(method: Method) -> None:
     """Raises ValueError for sentences that cannot work, when they are built and not when they run."""
     keep, store, read = method.keep, method.store, method.read
-    evicting = keep is not None and keep.when == STEP
-    if evicting and store is not None and store.granule > 1:
-        raise ValueError(
-            f"{method.id}: evicting at every step needs a store that encodes tokens one by one; "
-            f"this one encodes {store.granule} together. Use a granule of 1 (int8, int4, fp8)."
-        )
-    if evicting and not keep.allocate.uniform:
-        raise ValueError(f"{method.id}: evicting at every step works with the uniform allocation only")
-    if evicting and read is not None:
-        raise ValueError(f"{method.id}: a read method cannot follow a keep that evicts at every step")
-    if read is not None and keep is not None and not keep.allocate.uniform:
-        raise ValueError(f"{method.id}: a read method needs the same number of slots in every head")
-    if read is not None and store is not None and read.granule % store.granule:
-        raise ValueError(
-            f"{method.id}: the pages that are read ({read.granule} tokens) must be a multiple of what is "
-            f"encoded together ({store.granule})"
-        )
+    granule, residual = (1, 0) if store is None else (store.granule, store.residual)
+    every_step = keep is not None and keep.when == STEP
+    paged = keep is not None and not keep.allocate.uniform
+    together = granule > 1 or residual > 0
+    window = 1
+    if keep is not None and keep.score is not None:
+        window = max((getattr(o, "last", 1) for o in keep.score.needs), default=1)
+    problems = [
+        (
+            every_step and together,
+            "evicting at every step needs a store that encodes tokens one by one, this one encodes "
+            f"{granule} together behind a residual: use int8, int4 or fp8",
+        ),
+        (
+            paged and together,
+            "heads of unequal budgets need a store that encodes tokens one by one, this one encodes "
+            f"{granule} together behind a residual: use int8, int4 or fp8",
+        ),
+        (every_step and paged, "evicting at every step works with the uniform allocation only"),
+        (
+            every_step and window > 1,
+            f"evicting at every step can score by the newest query, not by the last {window}: "
+            "use when=PREFILL_END",
+        ),
+        (
+            every_step and read is not None,
+            "a read method ranks pages of slots that stay put, and this keep evicts at every step",
+        ),
+        (
+            paged and read is not None,
+            "a read method needs the same number of slots in every head, and this keep gives unequal numbers",
+        ),
+        (
+            read is not None and read.granule % granule != 0,
+            f"the pages that are read ({getattr(read, 'granule', 0)} tokens) must be a multiple of the "
+            f"{granule} tokens that are encoded together",
+        ),
+    ]
+    for wrong, why in problems:
+        if wrong:
+            raise ValueError(f"{method.id} cannot work: {why}")
 
 
 def over_layers(f: Callable[..., Any], *args: Any) -> Any:

@@ -7,6 +7,7 @@ moves full granules of the newest tokens into an encoded body, `reserve` makes r
 from __future__ import annotations
 
 import dataclasses
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,8 @@ def _take(view: View, kept: Bool[Array, "Lg B K S"], capacity: int) -> Slots:
 
 
 def _encoded(slots: Slots, gm: GroupMethod) -> Slots:
-    return dataclasses.replace(slots, k=encode(slots.k, gm.codecs[0]), v=encode(slots.v, gm.codecs[1]))
+    k, v = encode(dense(slots.k), gm.codecs[0]), encode(dense(slots.v), gm.codecs[1])
+    return dataclasses.replace(slots, k=k, v=v)
 
 
 def _sized(slots: Slots, capacity: int) -> Slots:
@@ -225,8 +227,8 @@ def free_slots(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "B"]:
     for gm, group in zip(gms, cache.groups, strict=True):
         if gm.evicting:
             continue
-        used = [s for s in group if isinstance(s, Slots)]
-        room = sum((s.pos < 0).sum(-1, dtype=jnp.int32) for s in used)
+        used = [(s.pos < 0).sum(-1, dtype=jnp.int32) for s in group if isinstance(s, Slots)]
+        room = reduce(jnp.add, used)
         # A full body cannot take the granule that a full tail would flush.
         free.append((room - int(gm.split)).min((0, 2)))
     return jnp.stack(free).min(0)

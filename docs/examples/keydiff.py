@@ -24,15 +24,16 @@ class KeyDistinctness(Word):
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         k = view.k.astype(jnp.float32)
         unit = k / jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
-        anchor = jnp.where((view.pos >= 0)[..., None], unit, 0.0).sum(2)  # of any length: only its angle counts
+        # The sum is the mean of another length, and only its direction matters.
+        anchor = jnp.where((view.pos >= 0)[..., None], unit, 0.0).sum(2)
         anchor = anchor / jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
         return -jnp.einsum("bksh,bkh->bks", unit, anchor)
 
 
 def keydiff(budget: float | int) -> Method:
-    """KeyDiff (Park et al., 2025, arXiv:2504.15364), section 3: keeps the keys least like the mean key.
+    """KeyDiff (Park et al., 2025, arXiv:2504.15364): keeps the keys that are least like the mean key.
 
-    Needs no attention, so it costs next to nothing. The paper compresses block by block: that is
-    `kvjax.prefill(..., chunk=block)`; without `chunk` the prompt is compressed once, at its end.
+    It never looks at attention. The paper compresses block by block, which is `prefill(..., chunk=block)`;
+    without `chunk` a prompt is compressed once, at its end.
     """
     return Method(Keep(KeyDistinctness(), Budget(budget), Uniform()))

@@ -42,7 +42,8 @@ class Pool:
             )
 
     def __call__(self, x: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
-        window, pad = (1, 1, self.kernel), ((0, 0), (0, 0), (self.kernel // 2,) * 2)
+        half = self.kernel // 2
+        window, pad = (1, 1, self.kernel), ((0, 0), (0, 0), (half, half))
         if self.kind == "max":
             return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, (1, 1, 1), pad)
         return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, (1, 1, 1), pad) / self.kernel

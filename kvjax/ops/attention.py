@@ -7,6 +7,7 @@ sliding window, not too old. Nothing here asks which method arranged the keys or
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import jax
@@ -92,15 +93,19 @@ def attend(
     top = jnp.stack([s.max(-1).reshape(b, n, t) for s in scores]).max(0)
     top = jax.lax.stop_gradient(jnp.where(top == NEG_INF, 0.0, top))
     weights = [jnp.exp(s - _grouped(top, s)) for s in scores]
-    total = sum(w.sum(-1).reshape(b, n, t) for w in weights)
+    total = jnp.stack([w.sum(-1).reshape(b, n, t) for w in weights]).sum(0)
     safe = jnp.where(total == 0.0, 1.0, total)
-    out = sum(_weighted_values(w, s, (b, n, t)) for w, s in zip(weights, sets, strict=True))
+    out = _sum([_weighted_values(w, s, (b, n, t)) for w, s in zip(weights, sets, strict=True)])
     out = (out / safe[..., None]).astype(q.dtype)
     masses = ()
     if mass is not None:
-        reduce = {"sum": jnp.sum, "max": jnp.max}[mass]
-        masses = tuple(reduce(w / _grouped(safe, w), axis=(2, 3)) for w in weights)
+        over = {"sum": jnp.sum, "max": jnp.max}[mass]
+        masses = tuple(over(w / _grouped(safe, w), axis=(2, 3)) for w in weights)
     return out, _log_total(top, total, safe), masses
+
+
+def _sum(xs: Sequence[Array]) -> Array:
+    return reduce(jnp.add, xs)
 
 
 def _grouped(x: Array, like: Array) -> Array:
@@ -135,7 +140,7 @@ def merge(
     total = w.sum(0)
     safe = jnp.where(total == 0.0, 1.0, total)
     w = w / safe[None]
-    out = sum(wi[..., None] * o.astype(jnp.float32) for wi, (o, _) in zip(w, parts, strict=True))
+    out = _sum([wi[..., None] * o.astype(jnp.float32) for wi, (o, _) in zip(w, parts, strict=True)])
     return out.astype(parts[0][0].dtype), _log_total(top, total, safe)
 
 
