@@ -39,7 +39,8 @@ def union(
 ) -> View:
     """All slots of a group, old and new, decoded and in position order, empty ones last: [Lg, B, K, S, ...].
 
-    Statistics that the keep's score remembers start from, and grow by, the mass observed on each slot.
+    Statistics that the keep's score remembers start from, and grow by, the mass observed on each slot. Where
+    the keep merges, every slot has a bias.
     """
     stats = gm.keep.score.stats if gm.keep is not None and gm.keep.score is not None else frozenset()
     layers, b, heads, t, _ = fresh.k.shape
@@ -49,7 +50,8 @@ def union(
     for i, seen in enumerate(fresh.masses[:-1]):
         views[i] = views[i]._replace(stats={n: x + seen for n, x in views[i].stats.items()})
     views.append(View(fresh.k, fresh.v, new_pos, None, {n: mass for n in stats}))
-    if any(w.bias is not None for w in views):
+    merging = gm.keep is not None and gm.keep.merge is not None
+    if merging or any(w.bias is not None for w in views):
         views = [w._replace(bias=jnp.zeros(w.pos.shape)) if w.bias is None else w for w in views]
     if len(views) == 1:
         return views[0]

@@ -168,7 +168,8 @@ def prefill(
             "shorten the prompt, or use a model with a longer context"
         )
     if compress:
-        _check_budget(chosen, int(batch.lengths.min() + before.min()))
+        first = batch.lengths if chunk is None else np.minimum(batch.lengths, chunk)
+        _check_budget(chosen, int(first.min() + before.min()))
     run = Run(model.config, bind(chosen, model))
     pieces = _chunks(batch, chunk)
     logits = None

@@ -161,6 +161,12 @@ class Budget:
             return jnp.minimum(length, int(self.amount))
         return jnp.maximum(1, length * self.ratio.numerator // self.ratio.denominator)
 
+    def reach(self, slots: int) -> int:
+        """Most tokens of which a head keeps at most `slots`; 2^30 where that is any number."""
+        if self.ratio is None:
+            return 2**30 if int(self.amount) <= slots else slots
+        return ((slots + 1) * self.ratio.denominator - 1) // self.ratio.numerator
+
 
 PREFILL_END = "prefill end"
 STEP = "prefill end and every step"

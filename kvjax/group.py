@@ -34,8 +34,8 @@ class GroupMethod(NamedTuple):
         return not self.paged and (self.granule > 1 or self.residual > 0)
 
 
-def group_method(method: Method, first: int, window: int | None) -> GroupMethod:
-    """The part of a sentence that a group of layers follows.
+def group_method(method: Method, first: int, size: int, window: int | None) -> GroupMethod:
+    """The part of a sentence that the layers first .. first + size - 1, stacked as one group, follow.
 
     Windowed layers keep their window and nothing else (token-wise codecs still encode them); the first
     `skip_layers` layers keep everything.
@@ -48,6 +48,12 @@ def group_method(method: Method, first: int, window: int | None) -> GroupMethod:
         plain = granule > 1 or residual > 0
         rule = Keep(Position(), Budget(window - 1), Uniform(), when=STEP)
         return GroupMethod(rule, (None, None) if plain else codecs, 1, 0, None, first)
+    for part in (keep, read):
+        if part is not None and first < part.skip_layers < first + size:
+            raise ValueError(
+                f"{method.id}: skip_layers={part.skip_layers} ends inside the stacked layers {first} to "
+                f"{first + size - 1}: use {first} or {first + size}, or layers that are not stacked"
+            )
     if keep is not None and (first < keep.skip_layers or keep.score is None):
         keep = None
     if read is not None and first < read.skip_layers:

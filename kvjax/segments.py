@@ -226,6 +226,11 @@ def free_slots(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "B"]:
     free = [jnp.full(cache.next.shape, 2**30, jnp.int32)]
     for gm, group in zip(gms, cache.groups, strict=True):
         if gm.evicting:
+            # A token needs an empty slot before another leaves, and a share of the tokens grows with them.
+            slots = group[-1]
+            assert gm.keep is not None and isinstance(slots, Slots)
+            full = (slots.pos >= 0).all(-1).any((0, 2))
+            free.append(jnp.where(full, 0, gm.keep.budget.reach(slots.capacity - 1) - cache.next))
             continue
         used = [(s.pos < 0).sum(-1, dtype=jnp.int32) for s in group if isinstance(s, Slots)]
         room = reduce(jnp.add, used)

@@ -55,8 +55,9 @@ class Run(NamedTuple):
     def groups(self, params: Params) -> tuple[GroupMethod, ...]:
         out, first = [], 0
         for p in params["layers"]:
-            out.append(group_method(self.method, first, self.config.window(first)))
-            first += next(iter(p.values())).shape[0]
+            size = next(iter(p.values())).shape[0]
+            out.append(group_method(self.method, first, size, self.config.window(first)))
+            first += size
         return tuple(out)
 
     @property
@@ -187,7 +188,7 @@ def settle(
     groups: dict[int, tuple[Segment, ...]] = {}
     views: dict[int, View] = {}
     for i, gm in enumerate(gms):
-        if pasts[i] and not acting[i]:
+        if pasts[i] and not acting[i] and not gm.evicting:
             groups[i] = extend(gm, pasts[i], fresh[i], pos)
             continue
         views[i] = union(gm, pasts[i], old_pools, fresh[i], pos)
@@ -203,6 +204,10 @@ def settle(
         if acting[i]
     }
     kept = choose({i: gms[i].keep for i in scores}, scores, length)
+    if cache is not None:
+        # A row without new tokens, such as one that ended in an earlier chunk, stays as it is.
+        idle = (pos < 0).all(-1)[None, :, None, None]
+        kept = {i: stay | (idle & (views[i].pos >= 0)) for i, stay in kept.items()}
     for i, stay in kept.items():
         if gms[i].keep.merge is not None:  # type: ignore[union-attr]
             views[i] = merge_evicted(

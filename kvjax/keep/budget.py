@@ -105,27 +105,44 @@ class Pyramid:
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
         live = (scores > -jnp.inf).sum(-1, dtype=jnp.int32).max((0, 2))
+        # A cache compressed before holds fewer slots than its row has tokens.
+        length = jnp.maximum(live, self._shortest(jnp, n))
         if self.variant == "kvpress":
-            count = self._kvpress(n[None], self._floored_off(live, n)[None], live[None], scores.shape[0])
+            count = self._kvpress(n[None], self._floored_off(live, n)[None], length[None], scores.shape[0])
         else:
-            count = self._paper(jnp, n[None], live[None], scores.shape[0])
+            count = self._paper(jnp, n[None], length[None], scores.shape[0])
         return jnp.broadcast_to(count[..., None], scores.shape[:3])
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
+        # For a given mean, counts move one way with the length: its ends are enough.
         mean = np.arange(1, n + 1)[None]
-        if self.variant == "kvpress":
-            # A pyramid exists where its last layer keeps the window; its counts move one way with its height.
-            whole = mean + 0.999
-            high = np.minimum(
-                np.minimum(2 - 1 / self.beta, 2 - self.window / whole) * whole, tokens - self.window
-            )
-            depth = np.arange(layers)[:, None] / max(layers - 1, 1)
-            rows = np.ceil(np.maximum(high - 2 * depth * (high - whole), whole))
+        if self.variant == "paper":
+            ends = (self._shortest(np, mean), np.full_like(mean, tokens))
+            rows = [self._paper(np, mean, length, layers) for length in ends]
         else:
-            # For a given mean the counts move one way with the length.
-            lengths = (mean, np.full_like(mean, tokens))
-            rows = np.concatenate([self._paper(np, mean, length, layers) for length in lengths], 1)
-        return [heads * min(int(x), tokens) for x in rows.max(1)]
+            rows = [self._kvpress_most(mean + part, mean, tokens, layers) for part in (0.0, 0.999)]
+        return [heads * min(int(x), tokens) for x in np.concatenate(rows, 1).max(1)]
+
+    def _kvpress_most(self, mean: np.ndarray, n: np.ndarray, tokens: int, layers: int) -> np.ndarray:
+        low, high = (
+            np.minimum(2 * mean - mean / self.beta, length - self.window)
+            for length in (self._shortest(np, n), tokens)
+        )
+        # There is a pyramid from the flat one to the one whose last layer keeps just the window.
+        steepest = 2 * mean - self.window
+        flat = (low < mean) | (high > steepest)
+        high = np.minimum(high, steepest)
+        depth = np.arange(layers)[:, None] / max(layers - 1, 1)
+        shares = [
+            top - 2 * depth * (top - mean) for top in (np.clip(low, mean, np.maximum(high, mean)), high)
+        ]
+        pyramid = np.where(high >= mean, np.maximum(*shares), 0.0)
+        return np.ceil(np.where(flat | (high < mean), np.maximum(pyramid, mean), pyramid))
+
+    def _shortest(self, xp: Any, n: Any) -> Any:
+        """The fewest tokens of which the mean can be n."""
+        ratio = None if self.budget is None else self.budget.ratio
+        return n if ratio is None else xp.where(n == 1, n, -(-n * ratio.denominator // ratio.numerator))
 
     def _floored_off(self, length: Int[Array, "B"], n: Int[Array, "B"]) -> Float[Array, "B"]:
         """What flooring took off ratio * length, where n came from it."""

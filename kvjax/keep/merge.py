@@ -57,11 +57,12 @@ class ZipMerge:
             rows = jax.vmap(jax.vmap(lambda y, t, z: y.at[t].add(z, mode="drop")))
             return rows(x, target, joining)
 
-        total = jnp.maximum(gather(w), 1e-30)
+        grown = gather(jnp.ones_like(w)) > 1.5
+        # What nothing joins is not divided: its weight may be 0, and the gradient of 0 / 0 is not finite.
+        total = jnp.where(grown, jnp.maximum(gather(w), 1e-30), 1.0)
         votes = gather(jnp.exp(bias))
         mean_k = gather(w[..., None] * k) / total[..., None]
         mean_v = gather(w[..., None] * v) / total[..., None]
-        grown = gather(jnp.ones_like(w)) > 1.5
         wanted = jnp.log(total) + top - jnp.log(votes)
         have = jnp.einsum("bkh,bksh->bks", q, mean_k) * scale
         ratio = wanted / jnp.where(have == 0, 1.0, have)
@@ -86,7 +87,8 @@ def _nearest(
     """For every leaving key, the kept slot of largest cosine and that cosine; in strips, never [S, S]."""
 
     def unit(x: Array) -> Array:
-        return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+        # An empty slot's key is zero, where the gradient of a norm is not finite.
+        return x * jax.lax.rsqrt(jnp.maximum((x * x).sum(-1, keepdims=True), 1e-24))
 
     stay = unit(k)
 

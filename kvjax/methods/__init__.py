@@ -11,6 +11,22 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from kvjax.grammar import STEP, Method, chain, check
+from kvjax.methods.eviction import (
+    adakv,
+    expected_attention,
+    h2o,
+    keepkv,
+    kvzip,
+    l2compress,
+    pyramidkv,
+    random,
+    sink_recent,
+    snapkv,
+    streamingllm,
+    tova,
+)
+from kvjax.methods.quantisation import fp8, full, int4, int8, kivi
+from kvjax.methods.reading import quest
 from kvjax.methods.table import ALIASES, TABLE
 
 
@@ -92,4 +108,31 @@ class _CallableModule(types.ModuleType):
 
 sys.modules[__name__].__class__ = _CallableModule
 
-__all__ = ["ALIASES", "TABLE", "MethodInfo", "chain", "method", "methods", "resolve", "takes_budget"]
+__all__ = [
+    "ALIASES",
+    "TABLE",
+    "MethodInfo",
+    "adakv",
+    "chain",
+    "expected_attention",
+    "fp8",
+    "full",
+    "h2o",
+    "int4",
+    "int8",
+    "keepkv",
+    "kivi",
+    "kvzip",
+    "l2compress",
+    "method",
+    "methods",
+    "pyramidkv",
+    "quest",
+    "random",
+    "resolve",
+    "sink_recent",
+    "snapkv",
+    "streamingllm",
+    "takes_budget",
+    "tova",
+]

@@ -57,7 +57,8 @@ def build_pages(
         None if views[0].bias is None else move(tuple(v.bias for v in views), 0),  # type: ignore[arg-type]
         counts.shape[0],
     )
-    most = -(-min(max(m.shape[-1] for m in kept), pages * page) // page)
+    # As wide for a small pool as for a large one: layers that are chosen among together must look alike.
+    most = -(-max(m.shape[-1] for m in kept) // page)
     table = jnp.minimum(start[..., None] + jnp.arange(most, dtype=jnp.int32)[None, None, None], pages - 1)
     indices, at = [], 0
     for m in kept:

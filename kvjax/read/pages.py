@@ -18,7 +18,8 @@ class PageBounds:
     """Quest (arXiv:2406.10774, section 3.3): visit the pages whose keys could score highest.
 
     A page's bound is sum_c max(q_c low_c, q_c high_c) with the channel-wise minimum and maximum of its keys.
-    The heads of a group visit the same pages, those of the largest bound among them.
+    The heads of a group visit the same pages, those of the largest bound among them. The budget counts over
+    the body; the tail behind it is read in any case.
     """
 
     budget: Budget
@@ -55,7 +56,9 @@ class PageBounds:
         bounds = jnp.where(live, self.bounds(q, body.summary), -jnp.inf)
         count = self.pages_visited(body.capacity)
         best, index = jax.lax.top_k(bounds, count)
-        wanted = -(-self.budget.count(length) // page)
+        # Counted over the body, whose capacity bounds it, so that a row reads the same alone and in a batch.
+        tokens = live.sum(-1, dtype=jnp.int32).max(-1) * page
+        wanted = -(-self.budget.count(tokens) // page)
         use = (best > -jnp.inf) & (jnp.arange(count, dtype=jnp.int32)[None, None] < wanted[:, None, None])
 
         def pick(x: Array) -> Array:

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.place.paged import pool_pages
 from kvjax.grammar import Budget
 from kvjax.keep.budget import AcrossHeads, AcrossLayers, Pyramid, Uniform
+from kvjax.place.paged import pool_pages
 
 L, B, K, S = 4, 3, 3, 40
 LENGTHS = np.array([40, 31, 17])

@@ -15,6 +15,7 @@ import numpy as np
 
 import kvjax
 from kvjax.grammar import Method
+from kvjax.methods import takes_budget
 from tests.reference import Prompt, best, h2o_victim, rope, sink_victim, softmax, tova_victim, window_score
 
 WINDOW, KERNEL, PAGE = 4, 3, 4
@@ -73,7 +74,7 @@ class Row:
 def row(label, nbytes, id=None, *, hyper=None, whole=None, **more):
     """A row of one method; where it takes a budget, that is 0.5, and 1.0 where it keeps everything."""
     id, hyper = id or label, dict(hyper or {})
-    if kvjax.methods.takes_budget(id):
+    if takes_budget(id):
         whole, hyper = ((id, hyper | {"budget": 1.0}),), hyper | {"budget": 0.5}
     return Row(label, ((id, hyper),), nbytes, whole=whole, **more)
 
@@ -118,9 +119,8 @@ def paged(kept_per_layer, heads=lambda s: s.k, slot=plain, one_pool=False):
         found = 4 * s.b + s.layers * lists * s.room * slot(s)
         for held, owners in pools:
             pages = (held + owners * (PAGE - 1)) // PAGE
-            table = -(-min(s.tokens, pages * PAGE) // PAGE)
             # A page: its slots and its owner. A list: its row of the table and its length.
-            found += pages * (PAGE * slot(s) + 4) + owners * (table * 4 + 4)
+            found += pages * (PAGE * slot(s) + 4) + owners * (s.tokens // PAGE * 4 + 4)
         return found
 
     return total
@@ -151,9 +151,9 @@ def kivi_bytes(bits, slots=everything, group=16, residual=16):
 
 
 def quest_bytes(s: Sizes) -> int:
-    """The first layer as it is; the others in pages of 8 with two bounds per channel."""
-    rest = s._replace(layers=s.layers - 1)
-    first = dense(everything)(s._replace(layers=1))
+    """The first two layers as they are; the others in pages of 8 with two bounds per channel."""
+    rest = s._replace(layers=s.layers - 2)
+    first = dense(everything)(s._replace(layers=2))
     return first - 4 * s.b + split(everything, 8, 0, lambda s: 2 * s.h * 4, plain)(rest)
 
 
@@ -263,16 +263,6 @@ def adakv_kept(prompt, floor=0.2):
     return found
 
 
-def adakv_kvpress_kept(prompt, floor=0.2):
-    found = []
-    for i in range(len(prompt.p)):
-        score, n = snap(reduce="mean", kind="mean")(prompt, i), count(prompt.length)
-        safe = best(score, np.full(len(score), max(1, int(floor * n))))
-        counts = flat_counts(np.where(safe, np.inf, score), len(score) * n)
-        found.append(best(score, counts))
-    return found
-
-
 PREFIX = (5, 7, 11)
 
 
@@ -313,8 +303,8 @@ ROWS = [
         victim=sink_victim(count), phase="rank",
     ),
     row(
-        "l2compress", lambda s: dense(half)(s) + s.b * s.k * (everything(s) - half(s)) * plain(s),
-        hyper=dict(skip_layers=1), kept=each_layer(norm_score, skip=1),
+        "l2compress", lambda s: dense(half)(s) + 2 * s.b * s.k * (everything(s) - half(s)) * plain(s),
+        hyper=dict(skip_layers=2), kept=each_layer(norm_score, skip=2), model="deep",
     ),
     row(
         "h2o", dense(half_and_one, extra=4), kept=each_layer(received, recent_half),
@@ -335,13 +325,9 @@ ROWS = [
     ),
     row(
         "pyramidkv", paged(lambda s, i: s.n * int(pyramid_counts(s.tokens, s.layers)[i]), lambda s: s.n),
-        hyper=SNAP | dict(page=PAGE), kept=pyramid_kept,
+        hyper=SNAP | dict(page=PAGE), kept=pyramid_kept, model="deep",
     ),
     row("adakv", paged(lambda s, i: s.k * count(s.tokens)), hyper=SNAP | dict(page=PAGE), kept=adakv_kept),
-    row(
-        "adakv kvpress", paged(lambda s, i: s.k * count(s.tokens)), "adakv",
-        hyper=SNAP | dict(page=PAGE, variant="kvpress"), kept=adakv_kvpress_kept,
-    ),
     row(
         "expected-attention", dense(half), hyper=dict(future=64),
         kept=each_layer(expected_score, sinks),
@@ -353,11 +339,11 @@ ROWS = [
     row("keepkv", dense(half_and_one, extra=8), kept=each_layer(received, recent_half), error=None),
     row("int8", dense(everything, slot=coded(8)), error=0.02),
     row("int4", dense(everything, slot=coded(4, 2)), hyper=dict(group=8), error=0.3),
-    row("fp8", dense(everything, slot=lambda s: 2 * (s.h + 2) + 4), error=0.1),
+    row("fp8", dense(everything, slot=lambda s: 2 * (s.h + 2) + 4), error=0.2),
     row(
         "kivi", kivi_bytes(4), hyper=dict(bits=4, group=16, residual=16), error=0.3, moves=False
     ),
-    row("quest", quest_bytes, hyper=dict(page=8, skip_layers=1), error=None, moves=False),
+    row("quest", quest_bytes, hyper=dict(page=8, skip_layers=2), error=None, moves=False, model="deep"),
     chained(
         "snapkv + kivi", kivi_bytes(2, slots=half), ("snapkv", SNAP | dict(budget=0.5, variant="kvpress")),
         ("kivi", dict(bits=2, group=16, residual=16)), kept=each_layer(snap(reduce="mean", kind="mean")),

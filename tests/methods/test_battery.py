@@ -16,7 +16,6 @@ from kvjax.steps import Run
 from tests.methods.battery import (
     ALONE,
     BATCHES,
-    LAYERS,
     MAIN,
     ROOM,
     SHARED,
@@ -36,6 +35,13 @@ from tests.reference import Row as Slotwise
 
 LABELS = [r.label for r in ROWS]
 every = pytest.mark.parametrize("label", LABELS)
+
+
+def some(*labels):
+    """Costly checks of all methods: these in the plain suite, the others with -m slow."""
+    assert set(labels) <= set(LABELS)
+    rows = [pytest.param(x, marks=() if x in labels else pytest.mark.slow) for x in LABELS]
+    return pytest.mark.parametrize("label", rows)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -60,6 +66,11 @@ def test_a_prompt_leaves_the_tokens_that_the_method_says(label):
         want = kept_of(label, prompt_of(BY_LABEL[label].model, "main", b))
         for layer, keep in enumerate(want):
             assert found[layer][b] == [set(np.flatnonzero(k).tolist()) for k in keep], (layer, b, len(tokens))
+
+
+def same(label):
+    """What equal numbers may differ by: float noise moves a code to its neighbour now and then."""
+    return 1e-5 if BY_LABEL[label].method().store is None else 2e-3
 
 
 def slotwise(label, b):
@@ -161,7 +172,7 @@ def test_other_data_of_the_same_shapes_compiles_nothing(label):
     assert [f._cache_size() for f in (steps.prefill, steps.step_keeping)] == compiled
 
 
-@every
+@some("h2o", "adakv")
 def test_without_jit_the_numbers_are_the_same(label):
     done, data, m = talk(label, "alone"), BATCHES["alone"], model(BY_LABEL[label].model)
     with jax.disable_jit():
@@ -169,31 +180,43 @@ def test_without_jit_the_numbers_are_the_same(label):
         asked, _ = step(m, cache, [data.first[0][-1]], append=False)
     assert positions(cache) == positions(done.prompt[1])
     assert off(logits, done.prompt[0]) < 1e-5
-    assert off(asked, done.asked) < 1e-5
+    assert off(asked, done.asked) < same(label)
 
 
 # --- rows and slots -----------------------------------------------------------------------------------
 
 
-def test_rows_do_not_depend_on_their_companions_or_bucket_is_about_real_differences():
+def test_the_batches_compared_below_differ_in_companions_and_in_bucket():
     lengths = {name: [len(r) for r in b.first] for name, b in BATCHES.items()}
     assert lengths["main"] != lengths["other"] and lengths["main"][SHARED] == lengths["other"][SHARED]
     assert lengths["alone"] == [lengths["main"][ALONE]]
 
 
-@every
-@pytest.mark.parametrize("batch, mine, its", [("other", SHARED, SHARED), ("alone", ALONE, 0)])
-def test_a_row_is_the_same_among_other_rows_and_alone(label, batch, mine, its):
-    main, other = talk(label), talk(label, batch)
+def compare_rows(label, mine, other, its):
+    """The conversation of row `mine` of the main batch and that of row `its` of another one."""
+    main = talk(label)
     pairs = [
         (main.prompt, other.prompt),
         *zip(main.steps, other.steps, strict=True),
         (main.second, other.second),
     ]
-    assert off(other.asked[its], main.asked[mine]) < 1e-5
+    assert off(other.asked[its], main.asked[mine]) < same(label)
     for (logits, cache), (want, twin) in pairs:
-        assert off(want[its], logits[mine]) < 1e-5
+        assert off(want[its], logits[mine]) < same(label)
         assert [lists[mine] for lists in positions(cache)] == [lists[its] for lists in positions(twin)]
+
+
+@every
+def test_a_row_is_the_same_among_other_rows(label):
+    compare_rows(label, SHARED, talk(label, "other"), SHARED)
+
+
+@some(
+    "streamingllm", "h2o", "tova", "snapkv", "snapkv windowed", "adakv", "pyramidkv", "kvzip", "keepkv",
+    "kivi", "quest",
+)  # fmt: skip
+def test_a_row_is_the_same_alone_and_in_a_smaller_bucket(label):
+    compare_rows(label, ALONE, talk(label, "alone"), 0)
 
 
 @pytest.mark.parametrize("label", [r.label for r in ROWS if r.moves])
@@ -212,7 +235,7 @@ def test_the_order_of_slots_does_not_matter(label):
     )
     for token, (logits, twin) in zip(MAIN.steps, done.steps, strict=True):
         got, mixed = step(m, mixed, token, append=True)
-        assert off(got, logits) < 1e-5
+        assert off(got, logits) < same(label)
         assert positions(mixed) == positions(twin)
 
 
@@ -244,7 +267,7 @@ def test_bytes_are_those_of_the_claim_before_and_after_running(label):
     row = BY_LABEL[label]
     m, cache = model(row.model), talk(label).prompt[1]
     c = m.config
-    sizes = Sizes(B, c.kv_heads, c.heads, c.head_dim, LAYERS, T, ROOM)
+    sizes = Sizes(B, c.kv_heads, c.heads, c.head_dim, c.layers, T, ROOM)
     assert nbytes(cache) == row.nbytes(sizes)
     shape = jax.ShapeDtypeStruct
     _, planned = jax.eval_shape(
@@ -273,7 +296,7 @@ def heads_split(path, x):
     )
 
 
-@every
+@some("snapkv", "h2o", "adakv", "kvzip", "snapkv + kivi")
 def test_stacked_sharded_and_scanned_decoding_equals_the_plain_one(label):
     row, done = BY_LABEL[label], talk(label)
     m = model(row.model)
@@ -281,7 +304,7 @@ def test_stacked_sharded_and_scanned_decoding_equals_the_plain_one(label):
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, heads), ("rows", "heads"), auto, devices=jax.devices()[: 2 * heads])
     params = spread(regroup(m.params, plan(m.config, stacked=True)), mesh, heads_split)
-    assert len(params["layers"]) < LAYERS or row.model == "windowed"
+    assert len(params["layers"]) < m.config.layers or row.model == "windowed"
     tokens = np.zeros((B, T), np.int32)
     for b, r in enumerate(MAIN.first):
         tokens[b, : len(r)] = r
@@ -310,11 +333,11 @@ def test_stacked_sharded_and_scanned_decoding_equals_the_plain_one(label):
         return jax.lax.scan(body, cache, tokens)
 
     cache, logits = decode(params, cache, jnp.asarray(MAIN.steps, jnp.int32))
-    assert off(logits, jnp.stack([x for x, _ in done.steps])) < 1e-5
+    assert off(logits, jnp.stack([x for x, _ in done.steps])) < same(label)
     assert positions(cache) == positions(done.steps[-1][1])
 
 
-@every
+@some("snapkv", "keepkv", "kvzip", "snapkv + kivi")
 def test_gradients_through_a_compressed_cache_are_finite(label):
     row = BY_LABEL[label]
     config = dataclasses.replace(model(row.model).config, layers=2, windows=())

@@ -1,0 +1,86 @@
+"""What the numbers of `compare` must show, on three seeds of the shipped model and 200 samples or more.
+
+Slow: about five minutes. `pytest -m slow tests/eval/test_claims.py`.
+"""
+
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import kvjax
+from kvjax.eval.compare import compare
+
+pytestmark = pytest.mark.slow
+SEEDS = Path(__file__).parents[1] / "fixtures" / "recall_seeds"
+METHODS = ["snapkv:variant=kvpress", "h2o", "kvzip", "int8", "int4"]
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory):
+    """(method, budget, protocol) -> {task: mean score over the seeds}."""
+    found = {}
+    models = ["recall-tiny", *sorted(str(p) for p in SEEDS.iterdir())]
+    assert len(models) == 3
+    for i, model in enumerate(models):
+        out = tmp_path_factory.mktemp("claims") / str(i)
+        run = compare(
+            model=model, methods=METHODS, budgets=[0.5, 0.25], samples=72, out=out,
+            console=Console(file=StringIO(), width=140),
+        )  # fmt: skip
+        for cell in run.cells:
+            for task, score in cell.tasks.items():
+                found.setdefault((cell.method, cell.budget, cell.protocol), {}).setdefault(task, []).append(
+                    score.mean
+                )
+    return {key: {t: float(np.mean(s)) for t, s in tasks.items()} for key, tasks in found.items()}
+
+
+def get(cells, method, budget, protocol):
+    return cells[method, budget, protocol]["get"]
+
+
+def test_the_full_cache_reaches_the_bars_of_the_shipped_model(cells):
+    for protocol in ("agnostic", "aware"):
+        full = cells["full", None, protocol]
+        assert full["get"] >= 0.97 and full["chase"] >= 0.9 and full["all"] >= 0.85 and full["copy"] >= 0.9
+
+
+def test_snapkv_that_knows_the_question_beats_the_anchors_and_h2o_on_retrieval(cells):
+    snap = get(cells, "snapkv:variant=kvpress", 0.25, "aware")
+    middle = [get(cells, m, 0.25, "aware") for m in ("sink-recent", "h2o")]
+    assert snap > max(middle) and min(middle) > get(cells, "random", 0.25, "aware")
+
+
+def test_snapkv_loses_25_points_when_the_question_comes_after_compression(cells):
+    aware, agnostic = (get(cells, "snapkv:variant=kvpress", 0.25, p) for p in ("aware", "agnostic"))
+    assert aware - agnostic >= 0.25
+
+
+def test_kvzip_keeps_what_nobody_has_asked_about_yet(cells):
+    assert get(cells, "kvzip", 0.5, "agnostic") >= 0.70
+
+
+def test_sink_recent_answers_about_its_window_and_nothing_else(cells):
+    # Records are spread evenly, so the share that lies inside the window is about the budget.
+    for budget in (0.5, 0.25):
+        assert abs(get(cells, "sink-recent", budget, "agnostic") - budget) <= 0.12
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_quantised_caches_stay_within_three_points_of_the_full_cache(cells, method):
+    for protocol in ("agnostic", "aware"):
+        for task, score in cells["full", None, protocol].items():
+            assert cells[method, None, protocol][task] >= score - 0.03, (protocol, task)
+
+
+def test_retrieval_holds_at_1920_tokens(tmp_path):
+    run = compare(
+        methods=[], tasks=["get"], samples=40, length=1925, protocols=("agnostic",), out=tmp_path / "long",
+        budgets=[0.5], console=Console(file=StringIO(), width=140),
+    )  # fmt: skip
+    full = next(c for c in run.cells if c.method == "full")
+    assert full.tasks["get"].mean >= 0.95
+    assert kvjax.load("recall-tiny").config.max_positions >= 2048

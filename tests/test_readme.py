@@ -1,0 +1,72 @@
+"""The README says what is so: its commands parse, its Python runs and prints what its comments say."""
+
+import re
+import shlex
+from pathlib import Path
+
+import jax
+import pytest
+
+import kvjax
+from kvjax.cli import make_parser
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+COMMANDS = sorted(set(re.findall(r"(?:^|`|&& )(kvjax(?: [^`\n]+)?)(?=`|\n)", README, re.MULTILINE)))
+
+
+@pytest.mark.parametrize("command", ["kvjax compare", "pytest"])
+def test_one_line_does_all_the_setting_up(command):
+    assert f"```\npip install -e '.[dev]' && {command}\n```" in README
+
+
+@pytest.fixture
+def fast_compilation():
+    """Speed of the compiled code is no matter here, that of the compiler is."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.usefixtures("fast_compilation")
+def test_the_first_block_runs_and_prints_its_comments(capsys):
+    exec(compile(BLOCKS[0], "README.md", "exec"), {})
+    sizes, first, second = capsys.readouterr().out.splitlines()
+    kept = re.findall(r"\d+", re.fullmatch(r"\d+ bytes; (.*) tokens per head", sizes)[1])
+    assert sum(map(int, kept)) == len(kept) * (33 // 2)
+    assert BLOCKS[0].count(f"  # {first}\n") == BLOCKS[0].count(f"  # {second}\n") == 1
+
+
+def test_the_second_block_is_snapkv():
+    names = {}
+    exec(compile(BLOCKS[1], "README.md", "exec"), names)
+    for hyper in ({}, {"window": 16, "kernel": 7}):
+        assert names["snapkv"](0.25, **hyper).keep == kvjax.method("snapkv", budget=0.25, **hyper).keep
+    assert len(BLOCKS) == 2
+
+
+def test_the_chain_in_the_text_is_a_method():
+    (line,) = re.findall(r"`(kvjax\.chain\(.*?\))`", README)
+    assert eval(line).id == "snapkv + kivi"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_parse(command):
+    make_parser().parse_args(shlex.split(command)[1:])
+
+
+def test_the_commands_were_found():
+    assert {"kvjax compare", "kvjax methods", "kvjax inspect DIR", "kvjax compare --model DIR"} <= {*COMMANDS}
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+)
+def test_what_is_linked_or_named_exists(page):
+    text = (ROOT / page).read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    paths = re.findall(r"`((?:kvjax|models|tests|docs|configs|scripts)/[\w/.-]+)`", text)
+    absent = [x for x in links if not ((ROOT / page).parent / x).exists()]
+    absent += [x for x in paths if not (ROOT / x).exists()]
+    assert not absent
