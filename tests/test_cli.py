@@ -89,7 +89,7 @@ def test_compare_without_arguments_leaves_the_defaults(compared):
     (call,) = compared
     assert call == dict(
         model="recall-tiny", methods=None, budgets=None, tasks=None, protocols=("agnostic", "aware"),
-        samples=None, length=None, text=None, out=None, resume=False, seed=0,
+        samples=None, length=None, text=None, out=None, resume=False, seed=0, preset=None,
     )  # fmt: skip
 
 
@@ -101,12 +101,8 @@ def test_compare_passes_everything_on(compared, tmp_path):
     )
     assert main(words.split()) == 0
     (call,) = compared
-    plain, (label, budgeted, build) = call.pop("methods")
-    assert (plain, label, budgeted) == ("l2compress", "snapkv + kivi:bits=4", True)
-    # The preset fills in what the text leaves out.
-    assert build(0.5).spec[1][2] == ("kivi", (("bits", 4), ("group", 32), ("residual", 128)))
     assert call == dict(
-        model="m", budgets=[0.5, 64], tasks=["get"], protocols=("aware",), samples=3, length=600,
+        model="m", methods=["knorm", "snapkv+kivi:bits=4"], budgets=[0.5, 64], tasks=["get"], protocols=("aware",), samples=3, length=600,
         text=f"{tmp_path}/a.txt", out="o", resume=True, seed=5, preset="long",
     )  # fmt: skip
 
@@ -175,7 +171,7 @@ BAD = {
         "no hyper-parameter",
         "did you mean 'window'",
     ),
-    "combination": ("compare --methods h2o+kivi", r"h2o \+ kivi", "tokens one by one", "Use a granule of 1"),
+    "combination": ("compare --methods h2o+kivi", r"h2o \+ kivi", "tokens one by one", "use int8"),
     "method file": (
         "compare --methods {dir}/no.py:f",
         r"no\.py cannot be read",

@@ -211,17 +211,12 @@ def stream_text(
                     done[_key(number, entry)] = unit
                 else:
                     log.add(_key(number, entry), unit)
-    rows = [row for number in range(len(batches)) for e in entries for row in done[_key(number, e)]["rows"]]
-    return [_summary([r for r in rows if _same(r, e)]) for e in entries]
+    numbers = range(len(batches))
+    return [_summary([row for n in numbers for row in done[_key(n, e)]["rows"]]) for e in entries]
 
 
 def _key(number: int, entry: Entry) -> str:
     return f"text/{number}/{entry.label}/{entry.budget!r}"
-
-
-def _same(row: Mapping[str, Any], entry: Entry) -> bool:
-    # repr keeps one slot (1) and the whole cache (1.0) apart.
-    return row["method"] == entry.label and repr(row["budget"]) == repr(entry.budget)
 
 
 def _batches(model: Model, windows: Windows, length: int, steps: int) -> Iterator[tuple[Windows, int]]:

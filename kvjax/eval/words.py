@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -93,7 +94,7 @@ def _vocabulary(reader: Reader) -> _Vocabulary:
     """English words of one token where there are enough, then others of one token, then longer ones."""
     fixed = " ".join([_INTRO, _VALUE, _POINTER, _SECOND_VALUE, *_FILLERS, _COPY, *_NUMBERS])
     fixed += "".join(part for pair in _ASKED.values() for part in pair)
-    for word in fixed.replace("{", " ").replace("}", " ").split():
+    for word in re.sub(r"\{\d?\}", " ", fixed).split():
         if not reader.reads(word):
             raise InputError(
                 f"the tokenizer of {reader.name} cannot write {word!r}, expected one for English text and "
@@ -267,21 +268,30 @@ class Words:
         return (*self.reader.after(_COPY)[0], *words), tuple(context.ids[cut:end].tolist()), ((start, end),)
 
     def _context(self, rng: np.random.Generator, tasks: tuple[str, ...]) -> _Context:
-        """Facts and filler in random order; exactly as long as the longest question leaves room for."""
+        """Facts and filler in random order; as long as the longest question leaves room for."""
         limit = self.length - self._question_tokens(tasks)
         subjects, facts = self._facts(rng, tasks, _DENSITY * limit)
-        costs = [len(self.reader.after(fact.text)[0]) for fact in facts]
-        intro = len(self.reader.bos) + len(self.reader.split(_INTRO)[0])
-        filler = self._filler(rng, limit - intro - sum(costs))
-        while True:
-            texts = [*(fact.text for fact in facts), *filler]
-            order = rng.permutation(len(texts)).tolist()
+        bos, seed = len(self.reader.bos), int(rng.integers(2**32))
+        filler = limit - bos - sum(len(p) for p in self.reader.split(_INTRO, *(f.text for f in facts)))
+        found = None
+        # Tokens of sentences need not add up where a tokenizer joins words with what follows.
+        for _ in range(8):
+            draw = np.random.default_rng(seed)
+            texts = [*(fact.text for fact in facts), *self._filler(draw, filler)]
+            order = draw.permutation(len(texts)).tolist()
             pieces = self.reader.split(_INTRO, *(texts[i] for i in order))
-            ends = np.cumsum([len(self.reader.bos), *(len(p) for p in pieces)])
-            if ends[-1] <= limit or not filler:
+            ends = np.cumsum([bos, *(len(p) for p in pieces)])
+            if ends[-1] <= limit and (found is None or ends[-1] > found[2][-1]):
+                found = order, pieces, ends
+            if ends[-1] == limit:
                 break
-            # A tokenizer that merges across sentences or words: what was added up is not what it makes.
-            filler.pop()
+            filler += int(limit - ends[-1])
+        if found is None:
+            raise InputError(
+                f"the facts asked about do not fit --length {self.length} with the tokenizer of "
+                f"{self.reader.name}: raise it or ask fewer --tasks"
+            )
+        order, pieces, ends = found
         ids = np.array([*self.reader.bos, *itertools.chain(*pieces)], np.int64)
         spans = {
             facts[i]: (int(ends[at + 1]), int(ends[at + 2])) for at, i in enumerate(order) if i < len(facts)

@@ -172,7 +172,7 @@ def test_other_data_of_the_same_shapes_compiles_nothing(label):
     assert [f._cache_size() for f in (steps.prefill, steps.step_keeping)] == compiled
 
 
-@some("h2o", "adakv")
+@some("h2o")
 def test_without_jit_the_numbers_are_the_same(label):
     done, data, m = talk(label, "alone"), BATCHES["alone"], model(BY_LABEL[label].model)
     with jax.disable_jit():
@@ -337,7 +337,7 @@ def test_stacked_sharded_and_scanned_decoding_equals_the_plain_one(label):
     assert positions(cache) == positions(done.steps[-1][1])
 
 
-@some("snapkv", "keepkv", "kvzip", "snapkv + kivi")
+@some("keepkv", "kvzip", "snapkv + kivi")
 def test_gradients_through_a_compressed_cache_are_finite(label):
     row = BY_LABEL[label]
     config = dataclasses.replace(model(row.model).config, layers=2, windows=())

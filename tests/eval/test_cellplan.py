@@ -1,0 +1,43 @@
+"""Cells: texts become sentences, presets fill in what they leave out, anchors are always there."""
+
+import pytest
+
+import kvjax
+from kvjax.eval.cellplan import plan_cells
+from kvjax.methods import TABLE, takes_budget
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kvjax.load("recall-tiny")
+
+
+def test_the_anchors_come_first_and_once(model):
+    entries = plan_cells(model, ["random", "snapkv"], [0.5, 0.25], "short")
+    labels = [(e.label, e.budget) for e in entries]
+    assert labels[0] == ("full", None) and labels.count(("random", 0.5)) == 1
+    assert labels[-2:] == [("snapkv", 0.5), ("snapkv", 0.25)]
+
+
+def test_a_preset_fills_in_what_a_text_leaves_out(model):
+    kivi = plan_cells(model, ["snapkv+kivi:bits=4"], [0.5], "long")[-1].method
+    assert kivi.spec[1][2] == ("kivi", (("bits", 4), ("group", 32), ("residual", 128)))
+    assert kivi.keep.protect[0].tokens == 64
+
+
+def test_kvzip_asks_the_shipped_model_in_its_own_words(model):
+    kvzip = plan_cells(model, ["kvzip"], [0.5], "short")[-1].method
+    assert kvzip.keep.probe.prefix == (model.tokenizer.token_to_id("<copy>"),)
+    assert kvzip.keep.score.probe == kvzip.keep.probe
+
+
+def test_without_methods_everything_in_the_table_runs(model):
+    entries = plan_cells(model, None, [0.5], "short")
+    assert {e.label for e in entries} == set(TABLE)
+    assert all((e.budget is None) != takes_budget(e.label) for e in entries)
+
+
+@pytest.mark.parametrize("budgets", [[0.0], [1.5], [-1], [0]])
+def test_impossible_budgets_are_refused_before_anything_runs(model, budgets):
+    with pytest.raises(ValueError, match="budget"):
+        plan_cells(model, ["snapkv"], budgets, "short")
