@@ -15,8 +15,15 @@ from kvjax.models.model import Model
 from kvjax.models.transformer import Config, init, plan
 from kvjax.steps import Run
 from kvjax.store.affine import Affine
+from tests.compilation import optimised
 
 L, B, K, S, H = 2, 3, 2, 7, 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fast_compilation():
+    with optimised(False):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +146,8 @@ def test_a_decode_step_makes_no_second_cache(hyper, config, stacked):
     )  # fmt: skip
     run = Run(config, method.decode_part())
     lowered = steps.step.lower(run, params, cache, shape((1,), jnp.int32), shape((1,), jnp.bool_))
-    memory = lowered.compile().memory_analysis()
+    with optimised(True):
+        memory = lowered.compile().memory_analysis()
     size = nbytes(cache)
     assert size > 40 * nbytes(params)
     # What a step does not write, such as pages, is read where it lies.
@@ -156,8 +164,7 @@ def newest(cache):
     return np.array([np.asarray(p).max(-1) for p in kept_positions(cache)])
 
 
-@pytest.mark.parametrize("budget", [0.5, 12, 100])
-@pytest.mark.parametrize("id", ["sink-recent", "h2o"])
+@pytest.mark.parametrize("id, budget", [("h2o", 0.5), ("sink-recent", 12), ("sink-recent", 100)])
 def test_a_cache_that_evicts_holds_every_new_token_or_says_that_it_is_full(model, id, budget):
     tokens = np.random.default_rng(0).integers(0, 64, 200)
     _, cache = kvjax.prefill(model, [tokens[:10].tolist()], method=kvjax.method(id, budget=budget), room=6)

@@ -38,7 +38,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     client.execute()
     assert "cpu" in outputs(notebook, "device")
     assert "kvzip" in outputs(notebook, "compare") and pictures(notebook, "frontier")
-    assert "recall-tiny-hf: 503 tokens" in outputs(notebook, "hf-load")
+    assert "recall-tiny-hf: 503 tokens, ending" in outputs(notebook, "hf-load")
     full, snapkv, chained = outputs(notebook, "hf-generate").splitlines()
     assert full.startswith("full") and chained.startswith("snapkv + int8")
     sizes = [int(line.rpartition(" KiB")[0].split()[-1]) for line in (full, snapkv, chained)]

@@ -264,11 +264,11 @@ class Reader(NamedTuple):
             found = self.tokenizer.encode("".join(pieces), add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
             raise self._cannot_read("".join(pieces), error) from error
-        ends = np.array([end for _, end in found.offsets], np.int64)
-        starts = np.array([start for start, _ in found.offsets], np.int64)
-        borders = np.cumsum([len(piece) for piece in pieces])
-        cuts = [int(((starts < border) & (ends <= border)).sum()) for border in borders]
-        return [tuple(found.ids[a:b]) for a, b in itertools.pairwise([0, *cuts[:-1], len(found.ids)])]
+        starts, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T
+        borders = np.cumsum([len(piece) for piece in pieces])[:-1]
+        cuts = np.minimum(np.searchsorted(starts, borders, "left"), np.searchsorted(ends, borders, "right"))
+        ids = found.ids
+        return [tuple(ids[a:b]) for a, b in itertools.pairwise([0, *cuts.tolist(), len(ids)])]
 
     def after(self, *pieces: str) -> list[tuple[int, ...]]:
         """`split` of what stands behind the end of a sentence."""

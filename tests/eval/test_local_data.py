@@ -12,11 +12,11 @@ from kvjax.eval import suite
 from kvjax.eval.local_data import LONGBENCH, read_local
 from kvjax.eval.recall_tasks import Sample
 from kvjax.eval.rows import make_rows
-from kvjax.eval.runner import settle
+from kvjax.eval.runner import observe, settle
 from kvjax.eval.suite import Mixed, OpenSample, generate_answers, make_suite
 from kvjax.grammar import Method
 from kvjax.models.load import load
-from kvjax.steps import Run, observe
+from kvjax.steps import Run
 from tests.eval.test_words import TOKENIZERS, hf_folder
 
 NIAH = {
@@ -241,16 +241,19 @@ def open_sample(ids, question, new):
     return OpenSample("x", "own", tuple(ids), tuple(question), (), ("a",), new)
 
 
-def answers(model, samples, protocol, stop=(-1,)):
+ROWS, WIDTH = 4, 12
+
+
+def answers(model, samples, protocol, stop=-1):
     """Rows through the arrays of the runner: the full cache, then what each row says."""
-    rows = make_rows([[s] for s in samples], protocol, 64, 16, len(samples) + 1)
-    new = suite.row_new_tokens(rows)
+    rows = make_rows([[s] for s in samples], protocol, 64, 16, ROWS)
     run = Run(model.config, Method())
-    prompt = observe(run, model.params, jnp.asarray(rows.prompt), jnp.asarray(rows.length), None, frozenset())
-    width = suite.most_new_tokens([[s] for s in samples])
-    cache = settle(run, model.params, prompt, tokens=64, room=16 + width)
-    arrays = map(jnp.asarray, (rows.forced, rows.count, rows.again, new, np.array(stop, np.int32)))
-    said = np.asarray(generate_answers(run, model.params, cache, *arrays, width=width))
+    lengths, needs = jnp.asarray(rows.length), frozenset()
+    prompt = observe(run, model.params, jnp.asarray(rows.prompt), lengths, None, needs)
+    cache = settle(run, model.params, prompt, tokens=64, room=16 + WIDTH)
+    new, stops = suite.row_new_tokens(rows), np.array([-1, stop], np.int32)
+    arrays = map(jnp.asarray, (rows.forced, rows.count, rows.again, new, stops))
+    said = np.asarray(generate_answers(run, model.params, cache, *arrays, width=WIDTH))
     turns = [(start, sample) for row in rows.turns for start, sample in row]
     return said, [suite.predicted(sample, said[i], start) for i, (start, sample) in enumerate(turns)]
 
@@ -260,12 +263,11 @@ def test_free_answers_are_those_of_greedy_generation(model, rng, protocol):
     draw = lambda n: rng.integers(3, 900, n).tolist()  # noqa: E731
     lengths = [(20, 5, 9), (31, 2, 1), (12, 7, 4)]
     samples = [open_sample(draw(c), draw(q), new) for c, q, new in lengths]
+    assert suite.most_new_tokens([samples]) == 9
     _, found = answers(model, samples, protocol)
-    for sample, said in zip(samples, found, strict=True):
-        out = kvjax.generate(
-            model, [[*sample.context, *sample.question]], max_new_tokens=sample.max_new_tokens, stop=[]
-        )
-        assert said == np.asarray(out.tokens)[0].tolist()
+    out = kvjax.generate(model, [[*s.context, *s.question] for s in samples], max_new_tokens=9, stop=[])
+    expected = [row[: s.max_new_tokens] for row, s in zip(out.tokens.tolist(), samples, strict=True)]
+    assert found == expected
 
 
 def test_forced_answers_are_judged_beside_free_ones(model, rng):
@@ -282,7 +284,7 @@ def test_a_stop_ends_its_row_and_is_not_said(model, rng):
     _, found = answers(model, samples, "agnostic")
     stop = found[0][4]
     cut = [said[: said.index(stop)] if stop in said else said for said in found]
-    said, short = answers(model, samples, "agnostic", stop=(-1, stop))
+    said, short = answers(model, samples, "agnostic", stop=stop)
     assert short == cut and len(short[0]) <= 4
     assert (said[0, len(samples[0].question) - 1 + len(short[0]) :] == -1).all()
 
@@ -291,5 +293,5 @@ def test_forced_answers_may_hold_a_stop(model, rng):
     ids = rng.integers(3, 900, 40).tolist()
     forced = Sample("y", "get", tuple(ids[:25]), tuple(ids[25:30]), tuple(ids[30:36]), ())
     _, (plain,) = answers(model, [forced], "agnostic")
-    _, (said,) = answers(model, [forced], "agnostic", stop=(-1, plain[0]))
+    _, (said,) = answers(model, [forced], "agnostic", stop=plain[0])
     assert said == plain

@@ -13,6 +13,7 @@ from kvjax.cache import Slots, nbytes
 from kvjax.methods import TABLE
 from kvjax.models.transformer import init, plan, regroup
 from kvjax.steps import Run
+from tests.compilation import optimised
 from tests.methods.battery import (
     ALONE,
     BATCHES,
@@ -46,10 +47,8 @@ def some(*labels):
 
 @pytest.fixture(autouse=True, scope="module")
 def fast_compilation():
-    """Speed of the compiled code is no matter here, that of the compiler is."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with optimised(False):
+        yield
 
 
 def test_every_method_has_a_row():
@@ -233,6 +232,9 @@ def test_the_order_of_slots_does_not_matter(label):
     mixed = dataclasses.replace(
         cache, groups=tuple(tuple(shuffle(s) for s in group) for group in cache.groups)
     )
+    got, twin = kvjax.prefill(m, MAIN.second, cache=mixed, room=8)
+    assert off(got, done.second[0]) < same(label)
+    assert positions(twin) == positions(done.second[1])
     for token, (logits, twin) in zip(MAIN.steps, done.steps, strict=True):
         got, mixed = step(m, mixed, token, append=True)
         assert off(got, logits) < same(label)

@@ -1,0 +1,192 @@
+"""Generation: the loop, the sampler, stop tokens, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.generation import Sampler, bucket
+from kvjax.models.model import Model
+from kvjax.models.transformer import Config, init
+from tests.compilation import optimised
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fast_compilation():
+    with optimised(False):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = Config(
+        vocab=32, d_model=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=48, max_positions=64
+    )
+    return Model(config, init(config, jax.random.key(5)))
+
+
+@pytest.fixture(scope="module")
+def greedy(model):
+    return kvjax.generate(model, PROMPTS, max_new_tokens=6)
+
+
+def test_buckets_hold_the_tokens_and_waste_little():
+    sizes = np.arange(1, 3000)
+    buckets = np.array([bucket(int(n)) for n in sizes])
+    assert (buckets >= sizes).all() and (np.diff(buckets) >= 0).all()
+    assert (buckets - sizes < np.maximum(16, sizes / 7)).all()
+    assert len(set(buckets)) < 60
+
+
+def test_greedy_generation_is_the_argmax_of_the_whole_text_at_every_token(model, greedy):
+    for prompt, tokens, logprobs in zip(PROMPTS, greedy.tokens, greedy.logprobs, strict=True):
+        text = [*prompt, *np.asarray(tokens).tolist()]
+        logits = np.asarray(model(np.array([text])), np.float64)[0, len(prompt) - 1 : -1]
+        np.testing.assert_array_equal(logits.argmax(-1), tokens)
+        shifted = logits - logits.max(-1, keepdims=True)
+        want = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+        np.testing.assert_allclose(logprobs, want[np.arange(len(tokens)), tokens], atol=1e-4)
+
+
+def test_a_row_writes_the_same_alone(model, greedy):
+    alone = kvjax.generate(model, PROMPTS[1:], max_new_tokens=6)
+    np.testing.assert_array_equal(alone.tokens[0], greedy.tokens[1])
+
+
+def test_a_row_ends_at_its_stop_token_which_is_in_the_cache(model, greedy):
+    tokens = np.asarray(greedy.tokens)
+    at, stop = 1, int(tokens[0, 1])
+    assert stop not in tokens[0, :at] and stop not in tokens[1]
+    out = kvjax.generate(model, PROMPTS, max_new_tokens=6, stop=[stop])
+    np.testing.assert_array_equal(out.tokens[0], [*tokens[0, : at + 1], *[-1] * (5 - at)])
+    np.testing.assert_array_equal(out.tokens[1], tokens[1])
+    assert (out.logprobs[0, at + 1 :] == 0).all()
+    assert out.cache.next.tolist() == [len(PROMPTS[0]) + at + 1, len(PROMPTS[1]) + 6]
+
+
+def test_generation_ends_early_when_every_row_has_stopped(model, greedy):
+    seen, tokens = [], np.asarray(greedy.tokens)
+    stop = [int(tokens[0, 1]), int(tokens[1, 2])]
+    out = kvjax.generate(
+        model, PROMPTS, max_new_tokens=6, stop=stop, on_token=lambda i, t: seen.append((i, t.tolist()))
+    )
+    assert [i for i, _ in seen] == [0, 1, 2] and out.tokens.shape == (2, 6)
+    assert [t for _, t in seen] == np.asarray(out.tokens).T[:3].tolist()
+
+
+def test_a_conversation_goes_on_with_the_cache_of_what_was_written(model, greedy):
+    more = [[1, 2, 3], [4]]
+    again = kvjax.generate(model, more, cache=greedy.cache, max_new_tokens=2)
+    whole = [[*p, *np.asarray(t).tolist(), *m] for p, t, m in zip(PROMPTS, greedy.tokens, more, strict=True)]
+    fresh = kvjax.generate(model, whole, max_new_tokens=2)
+    np.testing.assert_array_equal(again.tokens, fresh.tokens)
+
+
+# --- sampling -----------------------------------------------------------------------------------------
+
+
+def keys(count):
+    return jax.vmap(lambda i: jax.random.fold_in(jax.random.key(7), i))(jnp.arange(count))
+
+
+def frequencies(sampler, logits, draws=4000):
+    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (draws, len(logits)))
+    tokens, logprobs = jax.jit(lambda x, k: sampler(x, k))(rows, keys(draws))
+    want = np.asarray(logits) - np.log(np.exp(logits).sum())
+    np.testing.assert_allclose(logprobs, want[np.asarray(tokens)], atol=1e-5)
+    return np.bincount(np.asarray(tokens), minlength=len(logits)) / draws
+
+
+LOGITS = np.array([0.5, 2.0, 1.5, -1.0, 1.0])
+
+
+def softmax(x):
+    return np.exp(x) / np.exp(x).sum()
+
+
+@pytest.mark.parametrize(
+    "sampler, allowed",
+    [
+        (Sampler(1.0), [0, 1, 2, 3, 4]),
+        (Sampler(0.5), [0, 1, 2, 3, 4]),
+        (Sampler(1.0, top_k=2), [1, 2]),
+        # The two likeliest have 0.72 of the mass: the third is needed to reach 0.75, the fourth is not.
+        (Sampler(1.0, top_p=0.75), [1, 2, 4]),
+        (Sampler(2.0, top_k=3, top_p=0.99), [1, 2, 4]),
+    ],
+    ids=str,
+)
+def test_draws_follow_the_filtered_softmax(sampler, allowed):
+    mask = np.isin(np.arange(5), allowed)
+    p = softmax(np.where(mask, LOGITS / sampler.temperature, -np.inf))
+    found = frequencies(sampler, LOGITS)
+    assert (found[~mask] == 0).all()
+    assert (np.abs(found - p) < 4 * np.sqrt(p * (1 - p) / 4000) + 1e-9).all()
+
+
+def test_temperature_zero_takes_the_likeliest():
+    assert frequencies(Sampler(), LOGITS, draws=10)[1] == 1
+
+
+def test_draws_are_reproducible_and_differ_between_rows_and_keys(model):
+    same = [PROMPTS[0]] * 3
+    draw = lambda key: np.asarray(  # noqa: E731
+        kvjax.generate(model, same, max_new_tokens=6, sampler=Sampler(1.0), key=jax.random.key(key)).tokens
+    )
+    first = draw(0)
+    np.testing.assert_array_equal(first, draw(0))
+    assert (first != draw(1)).any() and len({tuple(row) for row in first.tolist()}) == 3
+
+
+@pytest.mark.parametrize("wrong", [dict(temperature=-1.0), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5)])
+def test_samplers_that_mean_nothing_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Sampler(**wrong)
+
+
+# --- bad input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tokens, options, message",
+    [
+        ([[1, 99]], {}, r"token id 99 is outside the vocabulary \[0, 32\)"),
+        ([[1, -2]], {}, "token id -2 is outside"),
+        ([[1], []], {}, "a prompt here is empty"),
+        (np.zeros((0, 3), int), {}, "at least one token"),
+        (np.array([1, 2]), {}, r"wrap a single prompt as \[\[...\]\]"),
+        (np.array([[0.5]]), {}, "must be integers"),
+        ([[1] * 65], {}, "position 65, this model's last is 64"),
+        (np.ones((2, 3), int), dict(lengths=[4, 1]), "at most T = 3"),
+        ([[1, 2]], dict(lengths=[2]), "lengths= goes with a padded array"),
+        ([[1] * 20], dict(method="snapkv"), "budget"),
+        ([[1] * 20], dict(chunk=0), "chunk must be"),
+    ],
+)
+def test_prompts_that_cannot_be_read_say_why(model, tokens, options, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.prefill(model, tokens, **options)
+
+
+def test_a_window_larger_than_the_budget_is_refused(model):
+    with pytest.raises(InputError, match="window of 16 tokens is larger than the budget of 10"):
+        kvjax.prefill(model, [[1] * 20], method=kvjax.method("snapkv", budget=0.5, window=16))
+
+
+def test_a_cache_stays_with_its_model_and_its_method(model, greedy):
+    other = Model(model.config, init(model.config, jax.random.key(1)))
+    with pytest.raises(InputError, match="filled by another model"):
+        kvjax.prefill(other, [[1], [2]], cache=greedy.cache)
+    with pytest.raises(InputError, match="a cache continues with"):
+        kvjax.prefill(model, [[1], [2]], cache=greedy.cache, method=kvjax.method("h2o", budget=4))
+    kvjax.prefill(model, [[1], [2]], cache=greedy.cache, method=kvjax.method("full"))
+    kvjax.prefill(model, [[1], [2]], cache=greedy.cache, method="full")
+
+
+def test_more_tokens_than_positions_are_refused(model):
+    with pytest.raises(InputError, match="would reach position 70, this model's last is 64"):
+        kvjax.generate(model, [[1] * 20], max_new_tokens=50)
