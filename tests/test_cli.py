@@ -102,7 +102,8 @@ def test_compare_passes_everything_on(compared, tmp_path):
     assert main(words.split()) == 0
     (call,) = compared
     assert call == dict(
-        model="m", methods=["knorm", "snapkv+kivi:bits=4"], budgets=[0.5, 64], tasks=["get"], protocols=("aware",), samples=3, length=600,
+        model="m", methods=["knorm", "snapkv+kivi:bits=4"], budgets=[0.5, 64],
+        tasks=["get"], protocols=("aware",), samples=3, length=600,
         text=f"{tmp_path}/a.txt", out="o", resume=True, seed=5, preset="long",
     )  # fmt: skip
 

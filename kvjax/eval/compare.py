@@ -28,14 +28,14 @@ from kvjax.eval.memory import fitting_rows, peak_bytes
 from kvjax.eval.report import print_table, write_frontier, write_report
 from kvjax.eval.rows import PROTOCOLS, Rows, forced_length, make_rows
 from kvjax.eval.runner import Runner, Unit, programs
-from kvjax.eval.suite import Recall, Suite
+from kvjax.eval.streaming import compare_text
+from kvjax.eval.suite import LENGTH, Suite, make_suite, most_new_tokens
 from kvjax.generation import bucket
 from kvjax.gin_bindings import load_preset
 from kvjax.models.load import load
 from kvjax.models.model import Model
 
 SCHEMA = 1
-TASKS = ("get", "chase", "all", "copy", "multikey")
 SAMPLES = 32
 # Rows per batch: enough to fill the matrix units, few enough to stay in a CPU's cache.
 BATCH_ROWS = 40
@@ -77,19 +77,37 @@ def compare(
     """
     started = time.time()
     console = console or Console()
-    length = length or 512
-    preset = preset or ("short" if length <= 1024 else "long")
     for p in protocols:
         if p not in PROTOCOLS:
             raise InputError(f"unknown protocol {p!r}: choose from {', '.join(PROTOCOLS)}")
-    loaded = load(model) if isinstance(model, str) else model
-    entries = plan_cells(loaded, methods, budgets, preset)
-    suite = _suite(loaded, tuple(tasks or TASKS), length, seed)
     samples = SAMPLES if samples is None else samples
     if samples < 1:
         raise InputError(f"samples must be >= 1 contexts, got {samples}")
-    plan = _Plan(loaded, suite, entries, tuple(protocols), samples, bucket(length))
+    loaded = load(model) if isinstance(model, str) else model
     folder = Path(out) if out is not None else Path("kvjax-results") / time.strftime("%Y%m%d-%H%M%S")
+    if text is not None:
+        length = length or LENGTH
+        entries = plan_cells(loaded, methods, budgets, preset or ("short" if length <= 1024 else "long"))
+        found = compare_text(
+            loaded,
+            entries,
+            text,
+            folder=folder,
+            length=length,
+            windows=samples,
+            seed=seed,
+            resume=resume,
+            about={"schema": SCHEMA},
+            console=console,
+        )
+        return Comparison([], found, {}, {}, folder)
+    suite = make_suite(loaded, tasks, length=length, seed=seed, contexts=samples)
+    for p in protocols:
+        suite.rows(0, p)
+    preset = preset or ("short" if suite.length <= 1024 else "long")
+    entries = plan_cells(loaded, methods, budgets, preset)
+    samples = min(samples, suite.contexts or samples)
+    plan = _Plan(loaded, suite, entries, tuple(protocols), samples, bucket(suite.length))
     settings = _settings(plan, seed, preset)
     log = UnitLog(folder, settings, resume)
     try:
@@ -108,18 +126,6 @@ class _Plan(NamedTuple):
     tokens: int
 
 
-def _suite(model: Model, tasks: tuple[str, ...], length: int, seed: int) -> Suite:
-    if model.config.vocab != 220:
-        raise InputError("compare on other models than recall-tiny")
-    if length > model.config.max_positions:
-        raise InputError(
-            f"--length {length} reaches beyond the model's {model.config.max_positions} positions: shorten it"
-        )
-    suite = Recall(tasks, length, seed)
-    suite.rows(0, "aware")  # raises for unknown tasks and lengths too short for them
-    return suite
-
-
 def _settings(plan: _Plan, seed: int, preset: str) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
@@ -127,6 +133,7 @@ def _settings(plan: _Plan, seed: int, preset: str) -> dict[str, Any]:
         "fingerprint": plan.model.fingerprint,
         "cells": [[e.label, e.budget, repr(e.method)] for e in plan.entries],
         "tasks": list(plan.suite.tasks),
+        "sources": list(plan.suite.sources),
         "protocols": list(plan.protocols),
         "samples": plan.contexts,
         "length": plan.suite.length,
@@ -164,7 +171,8 @@ def _key(protocol: str, number: int, entry: Entry) -> str:
 def _run(plan: _Plan, log: UnitLog, console: Console) -> None:
     batches = _batches(plan)
     arrays = _arrays(plan, batches)
-    runner = Runner(plan.model, plan.suite, plan.entries, plan.tokens, arrays[0].forced.shape[1])
+    room = arrays[0].forced.shape[1] + max(most_new_tokens(rows) for _, _, rows in batches)
+    runner = Runner(plan.model, plan.suite, plan.entries, plan.tokens, room)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("reading the first prompts", total=len(batches) * len(plan.entries))

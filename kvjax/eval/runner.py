@@ -7,20 +7,18 @@ the unit it was in.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
 
 from kvjax import steps
 from kvjax.cache import Cache, kept_positions, nbytes
 from kvjax.eval.cellplan import Entry
 from kvjax.eval.rows import Rows
-from kvjax.eval.suite import Suite
+from kvjax.eval.suite import Suite, generate_answers, predicted, row_new_tokens
 from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
 from kvjax.models.model import Model
@@ -40,25 +38,7 @@ def settle(run: Run, params: Params, prompt: Prompt, *, tokens: int, room: int) 
     return steps.settle(run, params, prompt, None, tokens=tokens, room=room, compress=True)
 
 
-@partial(jax.jit, static_argnames=("run",))
-def ask(
-    run: Run,
-    params: Params,
-    cache: Cache,
-    forced: Int[Array, "B F"],
-    count: Int[Array, "B"],
-    again: Bool[Array, "B"],
-) -> Int[Array, "B F"]:
-    """Greedy predictions behind every forced token, fed one by one as in decoding."""
-
-    def body(i: Array, carry: tuple[Cache, Array]) -> tuple[Cache, Array]:
-        cache, said = carry
-        append = (i < count) & ~(again & (i == 0))
-        logits, cache = steps.step_fn(run, params, cache, forced[:, i], append)
-        return cache, said.at[:, i].set(jnp.argmax(logits, -1).astype(jnp.int32))
-
-    _, said = jax.lax.fori_loop(0, count.max(), body, (cache, jnp.zeros_like(forced)))
-    return said
+_COMPILED = (observe, probed, settle, generate_answers)
 
 
 class Unit(NamedTuple):
@@ -76,7 +56,7 @@ class Unit(NamedTuple):
 
 def programs() -> int:
     """How many programs the runner has compiled in this process."""
-    return sum(f._cache_size() for f in (observe, probed, settle, ask))  # type: ignore[attr-defined]
+    return sum(f._cache_size() for f in _COMPILED)  # type: ignore[attr-defined]
 
 
 def bare_run(model: Model, method: Method) -> Run:
@@ -138,7 +118,9 @@ class Runner:
         settled = time.perf_counter()
         kept = [np.asarray(p) for p in kept_positions(cache)]
         asked = time.perf_counter()
-        said = ask(decode, params, cache, *map(jnp.asarray, (rows.forced, rows.count, rows.again)))
+        new, stop = row_new_tokens(rows), np.array(self.model.stop_ids or (-1,), np.int32)
+        given = map(jnp.asarray, (rows.forced, rows.count, rows.again, new, stop))
+        said = generate_answers(decode, params, cache, *given, width=self.room - rows.forced.shape[1])
         said = np.asarray(said)
         seconds = {"settle": settled - start, "ask": time.perf_counter() - asked}
         kept_bytes, read_bytes = self.bytes_of(entry, prompt)
@@ -154,32 +136,20 @@ class Runner:
         out = [
             self._row(sample, prediction, common, _span_kept(kept, row, sample.spans))
             for row, turns in enumerate(rows.turns)
-            for sample, prediction in _predictions(turns, said[row])
+            for sample, prediction in ((x, predicted(x, said[row], at)) for at, x in turns)
         ]
         timed = entry in self.warm
         self.warm.add(entry)
         share = _held(kept, 0, int(rows.length[0])).mean(0)
-        steps_run = int(rows.count.max()) * rows.prompt.shape[0]
+        steps_run = int((said >= 0).any(0).sum()) * rows.prompt.shape[0]
         return Unit(out, seconds if timed else None, steps_run, [round(float(x), 3) for x in share])
 
     def _row(
         self, sample: Any, prediction: list[int], common: dict[str, Any], span: float | None
     ) -> dict[str, Any]:
         """One line of results.jsonl."""
-        return {
-            "id": sample.id,
-            "task": sample.task,
-            **common,
-            "prediction": " ".join(self.suite.words(prediction)),
-            "answer": " ".join(self.suite.words(sample.answer)),
-            "score": self.suite.score(sample.task, prediction, sample.answer),
-            "span_kept": span,
-        }
-
-
-def _predictions(turns: list[tuple[int, Any]], said: np.ndarray) -> Iterator[tuple[Any, list[int]]]:
-    for start, sample in turns:
-        yield sample, [int(x) for x in said[start : start + len(sample.answer)]]
+        graded = self.suite.grade(sample, prediction)._asdict()
+        return {"id": sample.id, "task": sample.task, **common, **graded, "span_kept": span}
 
 
 def _held(kept: list[np.ndarray], row: int, tokens: int) -> np.ndarray:

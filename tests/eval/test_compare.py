@@ -19,12 +19,13 @@ from kvjax.eval import recall_tasks
 from kvjax.eval.compare import compare
 
 QUIET = {"console": Console(file=StringIO(), width=140)}
-SMALL = {"methods": ["snapkv:variant=kvpress", "int8"], "budgets": [0.25], "tasks": ["get", "copy"], "samples": 4}
+METHODS = ["snapkv:variant=kvpress", "int8"]
+SMALL = {"methods": METHODS, "budgets": [0.25], "tasks": ["get", "copy"], "samples": 4}
 
 
 def without_times(rows):
     return sorted(
-        (json.dumps({k: v for k, v in row.items() if k != "seconds"}, sort_keys=True) for row in rows)
+        json.dumps({k: v for k, v in row.items() if k != "seconds"}, sort_keys=True) for row in rows
     )
 
 
@@ -36,9 +37,8 @@ def small(tmp_path_factory):
 def test_the_full_cache_answers_exactly_as_the_model_without_a_cache(small):
     model = kvjax.load("recall-tiny")
     full = {r["id"]: r for r in small.rows if r["method"] == "full" and r["protocol"] == "agnostic"}
-    samples = [
-        s for i in range(4) for s in recall_tasks.context_samples(("get", "copy"), seed=0, index=i, tokens=507)
-    ]
+    ask = recall_tasks.context_samples
+    samples = [s for i in range(4) for s in ask(("get", "copy"), seed=0, index=i, tokens=507)]
     assert len(full) == len(samples)
     for s in samples:
         text = [*s.context, *s.question, *s.answer]
