@@ -20,6 +20,7 @@ from kvjax.cache import (
 from kvjax.grammar import AttentionSpec, Keep, Seen, View, over_layers
 from kvjax.group import GroupMethod
 from kvjax.keep.select import top
+from kvjax.ops.attention import Keys
 
 
 class Fresh(NamedTuple):
@@ -67,7 +68,7 @@ def _decoded(segment: Segment, pools: tuple[Pages, ...], stats: frozenset[str]) 
     if isinstance(segment, Slots):
         old = {n: segment.stats.get(n, jnp.zeros(segment.pos.shape, jnp.float32)) for n in stats}
         return View(*segment.keys(), old)
-    keys = over_layers(lambda s: gather_pages(s, pools[segment.pool]), segment)
+    keys: Keys = over_layers(lambda s: gather_pages(s, pools[segment.pool]), segment)
     return View(*keys, {n: jnp.zeros(keys.pos.shape, jnp.float32) for n in stats})
 
 
