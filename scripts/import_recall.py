@@ -62,6 +62,7 @@ def main() -> None:
     args = parser.parse_args()
     config, params = read(args.npz)
     special = {"bos_token": recall.WORDS[recall.BOS], "pad_token": recall.WORDS[recall.PAD]}
+    special["repeat_prompt"] = recall.WORDS[recall.COPY]
     save_hf(Model(config, params, tokenizer=recall.tokenizer(), special_tokens=special), args.out)
 
 
