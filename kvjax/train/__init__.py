@@ -1,0 +1,1 @@
+"""Training: plain optax loops over pure functions, resumable, reproducible from a seed."""
