@@ -181,7 +181,9 @@ def gather_pages(segment: Paged, pool: Pages) -> Keys:
 
     pos = jnp.where(live, pool.pos[segment.table].reshape(b, k, -1), -1)
     bias = None if pool.bias is None else pool.bias[segment.table].reshape(b, k, -1)
-    return Keys(flat(pool.k), flat(pool.v), pos, bias)
+    # A list's last pages may be another row's, whose values may have overflowed.
+    v = flat(pool.v)
+    return Keys(flat(pool.k), jnp.where(live[..., None], v, jnp.zeros((), v.dtype)), pos, bias)
 
 
 # --- writing -----------------------------------------------------------------------------------------

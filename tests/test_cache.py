@@ -9,10 +9,21 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.cache import Slots, encode, first_empty, kept_positions, nbytes, pad_slots, write_rows, write_slots
+from kvjax.cache import (
+    Pages,
+    Slots,
+    encode,
+    first_empty,
+    kept_positions,
+    nbytes,
+    pad_slots,
+    write_rows,
+    write_slots,
+)
 from kvjax.errors import InputError
 from kvjax.models.model import Model
 from kvjax.models.transformer import Config, init, plan
+from kvjax.place.rows import reset_rows
 from kvjax.steps import Run
 from kvjax.store.affine import Affine
 from tests.compilation import optimised
@@ -239,6 +250,38 @@ def test_a_row_without_new_tokens_stays_as_it_is_when_others_are_compressed(mode
         assert got == want
         differences.append(abs(len(want[0]) - len(want[1])))
     assert max(differences) >= 3
+
+
+@pytest.mark.parametrize("id", ["full", "adakv", "int8"])
+def test_a_row_that_overflowed_harms_no_other_row_and_nothing_that_follows_it(model, id):
+    method = kvjax.method(id, **(dict(budget=8, window=2, page=4) if id == "adakv" else {}))
+    rng = np.random.default_rng(0)
+    first, second = rng.integers(0, 64, (2, 2, 20)).tolist()
+    _, cache = kvjax.prefill(model, first, method=method, room=24)
+    want, _ = kvjax.prefill(model, second, cache=cache, room=4)
+    fresh, _ = kvjax.prefill(model, second[:1], room=4)
+
+    def broken(x, first_row):
+        return jnp.where(first_row, jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    def overflow(part):
+        if isinstance(part, Slots):
+            mine = lambda x: (jnp.arange(2) == 0).reshape(1, 2, *(1,) * (x.ndim - 2))  # noqa: E731
+        elif isinstance(part, Pages):
+            owned = (part.owner >= 0) & (part.owner // 2 % 2 == 0)
+            mine = lambda x: owned.reshape(-1, *(1,) * (x.ndim - 1))  # noqa: E731
+        else:
+            return part
+        return dataclasses.replace(part, v=jax.tree.map(lambda x: broken(x, mine(x)), part.v))
+
+    groups = tuple(tuple(overflow(s) for s in group) for group in cache.groups)
+    cache = dataclasses.replace(cache, groups=groups, pools=tuple(overflow(p) for p in cache.pools))
+    got, _ = kvjax.prefill(model, second, cache=cache, room=4)
+    assert np.isnan(got[0]).all()
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-4, atol=1e-5)
+    again, _ = kvjax.prefill(model, second, cache=reset_rows(cache, [True, False]), room=4)
+    np.testing.assert_allclose(again[0], fresh[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(again[1], want[1], rtol=1e-4, atol=1e-5)
 
 
 def test_a_window_that_the_first_chunk_cannot_hold_is_refused(model):

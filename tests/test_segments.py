@@ -1,5 +1,4 @@
-"""Segments that hold an encoded body and a plain tail: what is where, after a prompt, steps and a
-second turn."""
+"""Segments with an encoded body and a plain tail: what lies where after a prompt, steps, a second turn."""
 
 import jax
 import jax.numpy as jnp

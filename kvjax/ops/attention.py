@@ -20,7 +20,8 @@ NEG_INF = float("-inf")
 class Keys(NamedTuple):
     """One set of keys and values to attend to; slots in any order.
 
-    `pos` is -1 where a slot is empty; `bias` is added to the logits (log counts of merged slots).
+    `pos` is -1 where a slot is empty; `bias` is added to the logits (log counts of merged slots). Values of
+    empty slots must be finite, because they are multiplied by zero and not left out.
     """
 
     k: Float[Array, "B K S H"]

@@ -94,9 +94,11 @@ def _emptied(segment: Segment, rows: Bool[Array, "B"]) -> Segment:
     if isinstance(segment, Paged):
         return dataclasses.replace(segment, lengths=clear(segment.lengths))
     assert isinstance(segment, Slots)
-    # Keys and values stay: nothing reads an empty slot. Pages are ranked by their summaries, so these go.
+    # Keys stay: nothing reads them. Values are multiplied by zero, so those of a row that overflowed must go;
+    # and so must summaries, which pages are ranked by.
     return dataclasses.replace(
         segment,
+        v=jax.tree.map(clear, segment.v),
         pos=clear(segment.pos, -1),
         bias=None if segment.bias is None else clear(segment.bias),
         stats={n: clear(x) for n, x in segment.stats.items()},
@@ -108,4 +110,9 @@ def _emptied_pages(pool: Pages, rows: Bool[Array, "B"], heads: int) -> Pages:
     # A free page's owner is -1, which would read as the last row.
     mine = rows[pool.owner // heads % rows.shape[0]] & (pool.owner >= 0)
     bias = None if pool.bias is None else jnp.where(mine[:, None], 0.0, pool.bias)
-    return dataclasses.replace(pool, pos=jnp.where(mine[:, None], -1, pool.pos), bias=bias)
+
+    def clear(x: Array) -> Array:
+        return jnp.where(mine.reshape(-1, *(1,) * (x.ndim - 1)), jnp.zeros((), x.dtype), x)
+
+    pos = jnp.where(mine[:, None], -1, pool.pos)
+    return dataclasses.replace(pool, v=jax.tree.map(clear, pool.v), pos=pos, bias=bias)

@@ -1,0 +1,64 @@
+"""What is static in a run, and the phase and layout that follow from it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.grammar import AttentionSpec, Method
+from kvjax.group import GroupMethod, group_method
+from kvjax.models.transformer import (
+    Config,
+    Layer,
+    Params,
+    rotary,
+)
+from kvjax.ops.attention import Keys
+
+
+class Run(NamedTuple):
+    """What is static in a run: equal values share compiled programs."""
+
+    config: Config
+    method: Method
+
+    def groups(self, params: Params) -> tuple[GroupMethod, ...]:
+        out, first = [], 0
+        for p in params["layers"]:
+            size = next(iter(p.values())).shape[0]
+            out.append(group_method(self.method, first, size, self.config.window(first)))
+            first += size
+        return tuple(out)
+
+    @property
+    def rank_phase(self) -> bool:
+        return self.method.keep is not None and self.method.keep.rank_phase
+
+    @property
+    def per_query_head(self) -> bool:
+        return self.method.keep is not None and self.method.keep.per_query_head
+
+    def attention_spec(self, layer: int) -> AttentionSpec:
+        c = self.config
+        return AttentionSpec(c.scale, c.attention_softcap, c.layer_rope(layer))
+
+
+def ranks_by_position(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
+    """How many live slots hold an older token: the phase of StreamingLLM's cache-relative rotation."""
+    order = jnp.argsort(jnp.where(pos < 0, jnp.iinfo(jnp.int32).max, pos), axis=-1)
+    return jnp.argsort(order, axis=-1).astype(jnp.int32)
+
+
+def turn_keys(run: Run, layer: Layer, keys: Keys, length: Array) -> Keys:
+    if not run.rank_phase:
+        return keys
+    return keys._replace(k=rotary(layer, keys.k, ranks_by_position(keys.pos), length))
+
+
+def per_head(run: Run, window: int | None, x: Array, axis: int = 1) -> Array:
+    """Keys or values repeated for every query head where the method selects per query head."""
+    if not run.per_query_head or window is not None:
+        return x
+    return jnp.repeat(x, run.config.heads // x.shape[axis], axis=axis)
