@@ -8,6 +8,7 @@ nothing else about order. What is kept, how it is encoded and what is read is de
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -131,19 +132,27 @@ class Paged:
 Segment = Slots | Paged
 
 
-@jax.tree_util.register_dataclass
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["groups", "next", "pools"],
+    meta_fields=["method", "model"],
+    drop_fields=["spare"],
+)
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """The whole KV state: explicit, donated, returned. `next[b]` is the position of row b's next token.
 
-    method and model are static and name what filled it: equal methods give equal tree structures.
+    method and model are static and name what filled it: equal methods give equal tree structures. spare is
+    the host's own note of how many more tokens surely fit, so that a step need not ask the device; it is no
+    part of the tree.
     """
 
     groups: tuple[tuple[Segment, ...], ...]
     next: Int[Array, "B"]
     pools: tuple[Pages, ...] = ()
-    method: Any = dataclasses.field(default=None, metadata=dict(static=True))
-    model: str = dataclasses.field(default="", metadata=dict(static=True))
+    method: Any = None
+    model: str = ""
+    spare: int = 0
 
 
 def nbytes(tree: Any) -> int:
@@ -154,19 +163,21 @@ def nbytes(tree: Any) -> int:
     return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def kept_positions(cache: Cache) -> list[Int[Array, "B K S"]]:
-    """Per layer, the token position that each slot holds; -1 = empty. Layers in stack order."""
+def kept_positions(cache: Cache) -> list[Int[np.ndarray, "B K S"]]:
+    """Per layer, the token position that each slot holds; -1 = empty. Layers in stack order, on the host."""
     out = []
     for group in cache.groups:
-        layers = next(iter(jax.tree.leaves(group[-1]))).shape[0]
-        out += [jnp.concatenate([_positions(s, i, cache.pools) for s in group], -1) for i in range(layers)]
+        parts = [_positions(s, cache.pools) for s in group]
+        out += [np.concatenate(layer, -1) for layer in zip(*parts, strict=True)]
     return out
 
 
-def _positions(segment: Segment, index: int, pools: tuple[Pages, ...]) -> Int[Array, "B K S"]:
+def _positions(segment: Segment, pools: tuple[Pages, ...]) -> Int[np.ndarray, "Lg B K S"]:
     if isinstance(segment, Slots):
-        return segment.pos[index]
-    return gather_pages(segment.layer(index), pools[segment.pool]).pos
+        return np.asarray(segment.pos)
+    pos = np.asarray(pools[segment.pool].pos)[np.asarray(segment.table)]
+    pos = pos.reshape(*segment.table.shape[:3], -1)
+    return np.where(np.arange(pos.shape[-1]) < np.asarray(segment.lengths)[..., None], pos, -1)
 
 
 def gather_pages(segment: Paged, pool: Pages) -> Keys:

@@ -61,8 +61,7 @@ def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
             "this cache was consumed by kvjax.step or generate, expected a live one: save what they returned"
         )
     tensors: dict[str, np.ndarray] = {}
-    parts = [field.name for field in dataclasses.fields(cache) if not field.metadata.get("static")]
-    tree = {name: _describe(getattr(cache, name), name, tensors) for name in parts}
+    tree = {name: _describe(getattr(cache, name), name, tensors) for name in ("groups", "next", "pools")}
     metadata = {
         "kind": KIND,
         "format": str(FORMAT),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
 from kvjax.methods import method as build_method
 from kvjax.models.model import Model
+from kvjax.models.transformer import Config
 from kvjax.segments import free_slots, reserve
 from kvjax.steps import Run
 
@@ -89,8 +91,29 @@ def _batch(model: Model, tokens: Tokens, lengths: Any) -> _Batch:
     return _Batch(padded, length.astype(np.int32))
 
 
+@lru_cache(maxsize=1024)
+def _check_codecs(method: Method, config: Config) -> None:
+    """InputError where a codec cannot hold this model's heads, such as groups that do not divide them."""
+    codecs = {} if method.store is None else {"keys": method.store.keys, "values": method.store.values}
+    for name, codec in codecs.items():
+        if codec is None:
+            continue
+        one = jax.ShapeDtypeStruct((codec.granule, config.head_dim), jnp.float32)
+        try:
+            jax.eval_shape(codec.encode, one)
+        except ValueError as error:
+            raise InputError(
+                f"{method.id} cannot store {name} of {config.head_dim} channels: {error}: "
+                "choose other hyper-parameters"
+            ) from error
+
+
 def bind(method: Method, model: Model) -> Method:
-    """The method with what only the model can say: the token ids of a probe's instruction."""
+    """The method with what only the model can say: the token ids of a probe's instruction.
+
+    Raises InputError where the method cannot store this model's keys or values.
+    """
+    _check_codecs(method, model.config)
     keep = method.keep
     if keep is None or keep.probe is None or keep.probe.prefix is not None:
         return method
@@ -233,23 +256,31 @@ def step(
     InputError when the cache has no room left, or belongs to another model.
     """
     _check_cache(model, cache)
-    chosen = cache.method or Method()
-    run = Run(model.config, chosen.decode_part())
-    token = jnp.asarray(token, jnp.int32)
+    run = _decoding(model.config, cache.method)
+    token = token if isinstance(token, jax.Array) else np.asarray(token, np.int32)
     if token.shape != cache.next.shape:
         raise InputError(
             f"token must be [B] = [{cache.next.shape[0]}], one id per row, got {list(token.shape)}"
         )
-    if append:
-        free = np.asarray(_free_slots(run.groups(model.params), bare_cache(cache)))
-        if (free < 1).any():
+    spare = cache.spare
+    if append and spare < 1:
+        spare = int(np.asarray(_free_slots(run.groups(model.params), bare_cache(cache))).min())
+        if spare < 1:
             raise InputError(
                 "the cache is full: give prefill(..., room=) the number of tokens you will add, "
                 "or call prefill(model, tokens, cache=cache, room=...), which makes room"
             )
     call = steps.step if append else steps.step_keeping
-    logits, new = call(run, model.params, bare_cache(cache), token, jnp.full(token.shape, append))
-    return logits, _labelled(new, chosen, model)
+    logits, new = call(run, model.params, bare_cache(cache), token, np.full(token.shape, append))
+    return logits, dataclasses.replace(
+        new, method=cache.method, model=model.fingerprint, spare=spare - append
+    )
+
+
+@lru_cache(maxsize=1024)
+def _decoding(config: Config, method: Method | None) -> Run:
+    """What the steps of a method share; remembered, because building it costs as much as calling them."""
+    return Run(config, (method or Method()).decode_part())
 
 
 # --- generation --------------------------------------------------------------------------------------
@@ -350,7 +381,7 @@ def generate(
     keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.arange(rows))
     stops = jnp.asarray(list(model.stop_ids if stop is None else stop) or [-1], jnp.int32)
     chosen = cache.method
-    run = Run(model.config, chosen.decode_part())
+    run = _decoding(model.config, chosen)
     state, done, written, logprobs = bare_cache(cache), jnp.zeros((rows,), bool), [], []
     for i in range(max_new_tokens):
         active = ~done

@@ -240,12 +240,18 @@ class Read(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A sentence. `spec` names how to build it again: (id, sorted hyper-parameters)."""
+    """A sentence. `spec` says how to build it again: (id, sorted hyper-parameters), or that nothing can."""
 
     keep: Keep | None = None
     store: Store | None = None
     read: Any = None
-    spec: tuple[Any, ...] = ("full", ())
+    spec: tuple[Any, ...] = ()
+
+    def __post_init__(self):
+        parts = (self.keep, self.store, self.read)
+        if not self.spec:
+            spec = ("full", ()) if parts == (None,) * 3 else ("custom", (repr(parts),))
+            object.__setattr__(self, "spec", spec)
 
     @property
     def id(self) -> str:
@@ -296,7 +302,7 @@ def chain(*parts: Keep | Store | Read | Method, spec: tuple[Any, ...] | None = N
                     f"a method has at most one {name}; this chain has two: {found[name]!r} and {piece!r}"
                 )
             found[name] = piece
-    method = Method(**found, spec=spec or _joined(specs) or ("custom", (repr(parts),)))
+    method = Method(**found, spec=spec or _joined(specs) or ())
     check(method)
     return method
 

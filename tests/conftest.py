@@ -5,7 +5,10 @@ Warnings are errors by pyproject.toml. kvjax must not be imported here: the hook
 
 import os
 
-# Inherited by the commands that tests start. `JAX_PLATFORMS=tpu pytest -m tpu` runs on the hardware instead.
+# Both are inherited by the commands that tests start. Tests run a program a few times, so mostly the speed of
+# the compiler counts; `tests.compilation.optimised` is for those that look at what it makes.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# `JAX_PLATFORMS=tpu pytest -m tpu` runs on the hardware instead.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax

@@ -31,12 +31,6 @@ from tests.compilation import optimised
 L, B, K, S, H = 2, 3, 2, 7, 4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def fast_compilation():
-    with optimised(False):
-        yield
-
-
 @pytest.fixture(scope="module")
 def model():
     config = Config(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=48)

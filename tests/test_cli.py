@@ -241,7 +241,7 @@ BAD = {
         "generate --tokens 1 --method int4:group=48",
         "group=48",
         "must divide the 32",
-        "kvjax generate --help",
+        "choose other hyper-parameters",
     ),
     "too long": (
         "generate --tokens 1 --max-new-tokens 4000",

@@ -10,15 +10,8 @@ from kvjax.errors import InputError
 from kvjax.generation import Sampler, bucket
 from kvjax.models.model import Model
 from kvjax.models.transformer import Config, init
-from tests.compilation import optimised
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fast_compilation():
-    with optimised(False):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import re
 import shlex
 from pathlib import Path
 
-import jax
 import pytest
 
 import kvjax
@@ -21,15 +20,6 @@ def test_one_line_does_all_the_setting_up(command):
     assert f"```\npip install -e '.[dev]' && {command}\n```" in README
 
 
-@pytest.fixture
-def fast_compilation():
-    """Speed of the compiled code is no matter here, that of the compiler is."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.mark.usefixtures("fast_compilation")
 def test_the_first_block_runs_and_prints_its_comments(capsys):
     exec(compile(BLOCKS[0], "README.md", "exec"), {})
     sizes, first, second = capsys.readouterr().out.splitlines()

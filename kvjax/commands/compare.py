@@ -31,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is kept: a fraction of the tokens, or whole slots per head (default: 0.5 0.25 0.125)",
     )
     parser.add_argument(
-        "--tasks", nargs="+", metavar="TASK", help="what is asked (default: all of the model's)"
+        "--tasks",
+        nargs="+",
+        metavar="TASK|FILE",
+        help="what is asked: built-in tasks, JSONL files of RULER or LongBench (default: all built-in ones)",
     )
     parser.add_argument(
         "--protocol",

@@ -22,14 +22,14 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.eval.cellplan import Custom, Entry, plan_cells
 from kvjax.eval.cells import Cell, summarise
-from kvjax.eval.files import write_atomic
 from kvjax.eval.log import UnitLog
 from kvjax.eval.memory import fitting_rows, peak_bytes
 from kvjax.eval.report import print_table, write_frontier, write_report
 from kvjax.eval.rows import PROTOCOLS, Rows, forced_length, make_rows
 from kvjax.eval.runner import Runner, Unit, programs
 from kvjax.eval.streaming import compare_text
-from kvjax.eval.suite import LENGTH, Suite, make_suite, most_new_tokens
+from kvjax.eval.suite import LENGTH, Suite, make_suite, most_new_tokens, new_tokens
+from kvjax.files import write_atomic
 from kvjax.generation import bucket
 from kvjax.gin_bindings import load_preset
 from kvjax.models.load import load
@@ -39,6 +39,8 @@ SCHEMA = 1
 SAMPLES = 32
 # Rows per batch: enough to fill the matrix units, few enough to stay in a CPU's cache.
 BATCH_ROWS = 40
+# Batches whose seconds are measured, per cell and number of rows.
+TIMED = 3
 
 
 class Comparison(NamedTuple):
@@ -97,7 +99,7 @@ def compare(
             windows=samples,
             seed=seed,
             resume=resume,
-            about={"schema": SCHEMA},
+            about=_about(loaded),
             console=console,
         )
         return Comparison([], found, {}, {}, folder)
@@ -148,12 +150,25 @@ def _batches(plan: _Plan) -> list[tuple[str, int, list[list[Any]]]]:
     out = []
     for protocol in plan.protocols:
         rows = [plan.suite.rows(i, protocol) for i in range(plan.contexts)]
+        _check_positions(plan.model, protocol, rows)
         size = fitting_rows(plan.model.config, plan.tokens, itemsize, BATCH_ROWS)
         per = max(1, size // max(len(r) for r in rows))
         for number, start in enumerate(range(0, plan.contexts, per)):
             out.append((protocol, number, [r for context in rows[start : start + per] for r in context]))
     # Protocols in turn, so that a look at a half-finished run shows all of them.
     return sorted(out, key=lambda b: b[1])
+
+
+def _check_positions(model: Model, protocol: str, rows: list[list[list[Any]]]) -> None:
+    """InputError where a row, its questions and its answers reach beyond the model's positions."""
+    asked = lambda s: len(s.question) + len(s.answer) + new_tokens(s)  # noqa: E731
+    longest = max(len(row[0].context) + sum(map(asked, row)) for context in rows for row in context)
+    last = model.config.max_positions
+    if longest > last:
+        raise InputError(
+            f"{protocol} prompts with their questions and answers take {longest} tokens, and {model.name} "
+            f"has {last} positions: give a --length that is {longest - last} tokens shorter"
+        )
 
 
 def _arrays(plan: _Plan, batches: list[tuple[str, int, list[list[Any]]]]) -> list[Rows]:
@@ -186,30 +201,39 @@ def _run(plan: _Plan, log: UnitLog, console: Console) -> None:
             for entry, unit in _units(runner, todo, prompt, rows, protocol, full_bytes):
                 budget = "" if entry.budget is None else f" {entry.budget}"
                 progress.update(bar, description=f"{entry.label}{budget}, {protocol}", advance=1)
-                record = {**unit._asdict(), "read_s": read_s, "batch": rows.prompt.shape[0]}
-                log.add(_key(protocol, number, entry), record)
+                log.add(_key(protocol, number, entry), _record(unit, read_s, rows))
+            if len(batches) == 1:
+                # Compiling hid every time: the same once more.
+                progress.update(bar, description="timing")
+                prompt, read_s = runner.prompt(rows)
+                for entry in todo:
+                    unit = runner.unit(entry, prompt, rows, protocol, full_bytes, alone=True)
+                    log.add(_key(protocol, number, entry), _record(unit, read_s, rows))
+
+
+def _record(unit: Unit, read_s: dict[str, float] | None, rows: Rows) -> dict[str, Any]:
+    return {**unit._asdict(), "read_s": read_s, "batch": rows.prompt.shape[0]}
 
 
 def _units(
     runner: Runner, todo: list[Entry], prompt: Any, rows: Rows, protocol: str, full_bytes: int
 ) -> Iterator[tuple[Entry, Unit]]:
-    """Units as they finish: new cells two at a time, since compiling is single-threaded, then one by one."""
+    """Units as they finish: two at a time, but for the runs that are timed, which follow the first one."""
 
-    def unit(entry: Entry) -> tuple[Entry, Unit]:
-        return entry, runner.unit(entry, prompt, rows, protocol, full_bytes)
+    def unit(entry: Entry, alone: bool = False) -> tuple[Entry, Unit]:
+        return entry, runner.unit(entry, prompt, rows, protocol, full_bytes, alone=alone)
 
-    new = [e for e in todo if e not in runner.warm]
+    timed = [e for e in todo if 0 < runner.times_run(e, rows) <= TIMED]
     with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(unit, e) for e in new]
+        waiting = [pool.submit(unit, e) for e in todo if e not in timed]
         try:
             for done in as_completed(waiting):
                 yield done.result()
         finally:
             for future in waiting:
                 future.cancel()
-    for entry in todo:
-        if entry not in new:
-            yield unit(entry)
+    for entry in timed:
+        yield unit(entry, alone=True)
 
 
 def _examples(plan: _Plan, log: UnitLog) -> list[dict[str, Any]]:
@@ -269,6 +293,20 @@ def git_revision() -> str:
         return "unknown"
 
 
+def _about(model: Model) -> dict[str, Any]:
+    """What ran where: the part of metrics.json that all comparisons share."""
+    device = jax.local_devices()[0]
+    return {
+        "schema": SCHEMA,
+        "model": model.name,
+        "fingerprint": model.fingerprint,
+        "device": f"{device.device_kind} ({platform.processor() or platform.machine()})",
+        "dtype": str(jax.tree.leaves(model.params)[0].dtype),
+        "git_revision": git_revision(),
+        "versions": {"kvjax": kvjax.__version__, "jax": jax.__version__, "numpy": np.__version__},
+    }
+
+
 def _report(
     plan: _Plan,
     log: UnitLog,
@@ -279,21 +317,14 @@ def _report(
 ) -> Comparison:
     rows = [row for unit in log.done.values() for row in unit["rows"]]
     cells, timings = summarise(rows), _timings(plan, log)
-    device = jax.local_devices()[0]
     metrics = {
-        "schema": SCHEMA,
-        "model": plan.model.name,
-        "fingerprint": plan.model.fingerprint,
-        "device": f"{device.device_kind} ({platform.processor() or platform.machine()})",
-        "dtype": str(jax.tree.leaves(plan.model.params)[0].dtype),
-        "git_revision": git_revision(),
+        **_about(plan.model),
         "seeds": [settings["seed"]],
         "presets": settings["preset"],
         "settings": settings,
         "compiled_programs": programs(),
         "wall_seconds": round(time.time() - started, 1),
         "peak_bytes": peak_bytes(),
-        "versions": {"kvjax": kvjax.__version__, "jax": jax.__version__, "numpy": np.__version__},
         "cells": [{**dataclasses.asdict(c), **timings.get((c.method, c.budget), {})} for c in cells],
     }
     write_atomic(folder / "results.jsonl", "".join(json.dumps(r) + "\n" for r in rows).encode())

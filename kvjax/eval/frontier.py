@@ -12,8 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kvjax.eval.cells import Cell
-from kvjax.eval.files import write_atomic
 from kvjax.eval.table import PROTOCOLS
+from kvjax.files import write_atomic
 
 # Okabe and Ito's colours, told apart with any kind of colour vision; without yellow, which is lost on white.
 # Their number and the markers' share no divisor, so that colour and marker together repeat late.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import InputError
-from kvjax.eval.files import write_atomic
+from kvjax.files import write_atomic
 
 
 class UnitLog:

@@ -13,10 +13,10 @@ from html import escape
 from typing import Any
 
 from kvjax.eval.cells import Cell, Score, budget_label
-from kvjax.eval.files import write_atomic
 from kvjax.eval.frontier import frontier_png
 from kvjax.eval.page_assets import SCRIPT, STYLE
 from kvjax.eval.table import PROTOCOLS, Timings, byte_unit, interval_names
+from kvjax.files import write_atomic
 
 Example = Mapping[str, Any]
 

@@ -16,10 +16,10 @@ Running methods and timing them belongs in the runner; nothing here measures.
 """
 
 from kvjax.eval.cells import Budget, Cell, Score, budget_label, summarise
-from kvjax.eval.files import write_atomic
 from kvjax.eval.frontier import write_frontier
 from kvjax.eval.page import write_report
 from kvjax.eval.table import print_table
+from kvjax.files import write_atomic
 
 __all__ = [
     "Budget",

@@ -7,6 +7,7 @@ the unit it was in.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -75,7 +76,7 @@ class Runner:
         self.needs = frozenset().union(*needs)
         keeps = (e.method.keep for e in entries)
         self.probes = list(dict.fromkeys(k.probe for k in keeps if k is not None and k.probe is not None))
-        self.warm: set[Entry] = set()
+        self.runs: Counter[tuple[Entry, int]] = Counter()
         self.bytes: dict[Entry, tuple[int, int]] = {}
 
     def prompt(self, rows: Rows) -> tuple[Prompt, dict[str, float] | None]:
@@ -108,15 +109,24 @@ class Runner:
             self.bytes[entry] = held // rows, (held - unread) // rows
         return self.bytes[entry]
 
-    def unit(self, entry: Entry, prompt: Prompt, rows: Rows, protocol: str, full_bytes: int) -> Unit:
-        """Compress, ask and score one cell on one batch. The first time, when it compiles, is not timed."""
+    def times_run(self, entry: Entry, rows: Rows) -> int:
+        """How often a cell ran before on as many rows: the first time compiles and cannot be timed."""
+        return self.runs[entry, rows.prompt.shape[0]]
+
+    def unit(
+        self, entry: Entry, prompt: Prompt, rows: Rows, protocol: str, full_bytes: int, *, alone: bool
+    ) -> Unit:
+        """Compress, ask and score one cell on one batch.
+
+        Timed where it runs alone on the machine, and not for the first time, when it compiles.
+        """
         run, params = bare_run(self.model, entry.method), self.model.params
         decode = Run(self.model.config, entry.method.decode_part())
         start = time.perf_counter()
         cache = settle(run, params, prompt, tokens=self.tokens, room=self.room)
         jax.block_until_ready(cache)
         settled = time.perf_counter()
-        kept = [np.asarray(p) for p in kept_positions(cache)]
+        kept = kept_positions(cache)
         asked = time.perf_counter()
         new, stop = row_new_tokens(rows), np.array(self.model.stop_ids or (-1,), np.int32)
         given = map(jnp.asarray, (rows.forced, rows.count, rows.again, new, stop))
@@ -138,8 +148,8 @@ class Runner:
             for row, turns in enumerate(rows.turns)
             for sample, prediction in ((x, predicted(x, said[row], at)) for at, x in turns)
         ]
-        timed = entry in self.warm
-        self.warm.add(entry)
+        timed = alone and self.times_run(entry, rows) > 0
+        self.runs[entry, rows.prompt.shape[0]] += 1
         share = _held(kept, 0, int(rows.length[0])).mean(0)
         steps_run = int((said >= 0).any(0).sum()) * rows.prompt.shape[0]
         return Unit(out, seconds if timed else None, steps_run, [round(float(x), 3) for x in share])

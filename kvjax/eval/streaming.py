@@ -29,12 +29,12 @@ from kvjax.cache import Cache
 from kvjax.errors import InputError
 from kvjax.eval.cellplan import Entry
 from kvjax.eval.cells import bootstrap_interval, budget_label
-from kvjax.eval.files import write_atomic
 from kvjax.eval.log import UnitLog
 from kvjax.eval.memory import fitting_rows
 from kvjax.eval.rows import Rows
 from kvjax.eval.runner import Runner, bare_run, settle
 from kvjax.eval.suite import LENGTH, Recall, reader_of
+from kvjax.files import write_atomic
 from kvjax.generation import bucket
 from kvjax.grammar import PREFILL_END, Method
 from kvjax.models.model import Model

@@ -1,6 +1,7 @@
 """The table that `kvjax compare` prints: one block per protocol, one line per method and budget."""
 
 import os
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -168,11 +169,25 @@ def _names(cells: Sequence[Cell]) -> list[str]:
     """The first column: a method is named once, a long name over as many of its lines as it needs."""
     names: list[str] = []
     for method in dict.fromkeys(cell.method for cell in cells):
-        lines = textwrap.wrap(method, _NAME_COLUMNS)
+        lines = _name_lines(method)
         rows = sum(cell.method == method for cell in cells)
         last = "\n".join(lines[rows - 1 :])
         names += ([*lines[: rows - 1], last] + [""] * rows)[:rows]
     return names
+
+
+def _name_lines(method: str) -> list[str]:
+    """A label in lines of about `_NAME_COLUMNS`, broken where a reader would; a file goes without its folder.
+
+    >>> _name_lines("docs/examples/keydiff.py:keydiff + int8")
+    ['keydiff.py:', 'keydiff +', 'int8']
+    """
+    lines = [""]
+    for piece in re.split(r"(?<=[\s:,=-])", re.sub(r"[^\s+]*/", "", method)):
+        if lines[-1] and len((lines[-1] + piece).rstrip()) > _NAME_COLUMNS:
+            lines.append("")
+        lines[-1] += piece
+    return [line.rstrip() for line in lines]
 
 
 def _digits(value: float) -> Text:

@@ -7,7 +7,7 @@ sliding window, not too old. Nothing here asks which method arranged the keys or
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -149,6 +149,10 @@ def merge(
 # apart and its strips run in a loop, so more prefixes skip more of the causal half and compile longer.
 STRIP = 256
 PREFIXES = 8
+REMAT_FROM = 1024
+# Beyond so many bytes of scores, a CPU works one KV head at a time: what stays in its cache is faster. Other
+# devices take all heads at once, which may lie on several of them.
+CACHED_BYTES = 2**24
 
 
 def causal_attention(
@@ -168,6 +172,35 @@ def causal_attention(
     last row: the causal half is skipped. Masses come as (one per past set ..., the new set). The new keys
     must lie in the order of the queries.
     """
+    whole = partial(_in_strips, scale=scale, window=window, softcap=softcap, mass=mass)
+    b, n, t, _ = q.shape
+    heads, slots = new.k.shape[1], t + sum(s.k.shape[2] for s in past)
+    if heads == 1 or jax.default_backend() != "cpu" or 4 * b * n * min(t, STRIP) * slots < CACHED_BYTES:
+        return whole(q, new, past, q_pos)
+
+    def split(x: Array) -> Array:
+        per_head = x.reshape(b, heads, -1, *x.shape[2:]) if x.shape[1] >= heads else x[:, None]
+        return jnp.moveaxis(jnp.broadcast_to(per_head, (b, heads, *per_head.shape[2:])), 1, 0)
+
+    def join(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(b, -1, *x.shape[3:])
+
+    parts = jax.tree.map(split, (q, new, tuple(past)))
+    return jax.tree.map(join, jax.lax.map(lambda part: whole(*part, q_pos), parts))
+
+
+def _in_strips(
+    q: Float[Array, "B N T H"],
+    new: Keys,
+    past: Sequence[Keys],
+    q_pos: Int[Array, "B T"],
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    mass: str | None,
+) -> tuple[Float[Array, "B N T V"], tuple[Array, ...]]:
+    """`causal_attention` of all heads at once."""
     t = q.shape[2]
     join = jnp.maximum if mass == "max" else jnp.add
     part = -(-t // (PREFIXES * STRIP)) * STRIP
@@ -178,6 +211,8 @@ def causal_attention(
         first = 0 if window is None else max(0, start - window + 1)
         seen = jax.tree.map(lambda x, a=first, z=stop: x[:, :, a:z], new)
 
+        # A gradient recomputes the probabilities, or a long prompt would keep its whole [T, T] map.
+        @(jax.checkpoint if t >= REMAT_FROM else lambda f: f)
         def strip(at: tuple[Array, Array], seen: Keys = seen) -> tuple[Array, tuple[Array, ...]]:
             sets = (*past, seen)
             out, _, masses = attend(

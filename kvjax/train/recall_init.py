@@ -16,13 +16,13 @@ The residual stream is divided by a random rotation into directions that do not 
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Key
 
-Params = dict[str, Any]
+from kvjax.models.transformer import Config, Params, plan, regroup
+from kvjax.ops.rope import Rope
 
 CONSTANT = 0.5
 """The constant channel of every embedding; the other channels have norm 1 together."""
@@ -32,31 +32,34 @@ _WRITE = 0.3
 _COPY = 0.36
 
 
-@dataclass(frozen=True)
-class RecallSize:
-    """Shape of a plain Llama-style decoder with tied embeddings; the defaults are those of `recall-tiny`."""
+CONFIG = Config(
+    vocab=220,
+    d_model=128,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    d_ff=384,
+    rope=Rope(theta=1e6),
+    norm_eps=1e-6,
+    tied=True,
+    max_positions=2048,
+)
+"""The shape of `recall-tiny`: a plain Llama-style decoder with tied embeddings."""
 
-    vocab: int = 220
-    width: int = 128
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    ffn: int = 384
-    theta: float = 1e6
-    eps: float = 1e-6
 
-    def __post_init__(self):
-        need = 3 * self.head_dim + 2
-        if self.layers < 2 or self.heads < 2 or self.heads % self.kv_heads or self.width < need:
-            raise ValueError(
-                f"the recall circuit needs 2 layers, 2 heads in whole groups and a width of at least "
-                f"3 * head_dim + 2 = {need}, got {self}"
-            )
-        if self.head_dim % 4:
-            raise ValueError(
-                f"the recall circuit halves a head's RoPE pairs: head_dim {self.head_dim} % 4 is not 0"
-            )
+def _check(config: Config) -> None:
+    """Raises ValueError where a decoder has no room for the circuit."""
+    need = 3 * config.head_dim + 2
+    if config.layers < 2 or config.heads < 2 or config.d_model < need:
+        raise ValueError(
+            f"the recall circuit needs 2 layers, 2 heads and a width of at least "
+            f"3 * head_dim + 2 = {need}, got {config}"
+        )
+    if config.head_dim % 4:
+        raise ValueError(
+            f"the recall circuit halves a head's RoPE pairs: head_dim {config.head_dim} % 4 is not 0"
+        )
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,15 @@ class _Directions:
     rest: np.ndarray
 
 
-def _random_params(rng: np.random.Generator, size: RecallSize) -> Params:
+def _random_params(rng: np.random.Generator, config: Config) -> Params:
     """Plain initialisation, float64: inputs keep their scale, outputs to the residual are small by depth."""
-    d, f, n, k = size.width, size.ffn, size.heads * size.head_dim, size.kv_heads * size.head_dim
-    depth = math.sqrt(2 * size.layers)
+    d, f, n, k = (
+        config.d_model,
+        config.d_ff,
+        config.heads * config.head_dim,
+        config.kv_heads * config.head_dim,
+    )
+    depth = math.sqrt(2 * config.layers)
 
     def matrix(rows: int, columns: int, shrink: float = 1.0) -> np.ndarray:
         return rng.normal(size=(rows, columns)) / (math.sqrt(rows) * shrink)
@@ -89,14 +97,14 @@ def _random_params(rng: np.random.Generator, size: RecallSize) -> Params:
             "up": matrix(d, f),
             "down": matrix(f, d, depth),
         }
-        for _ in range(size.layers)
+        for _ in range(config.layers)
     ]
-    return {"embed": rng.normal(size=(size.vocab, d)), "norm": np.ones(d), "layers": layers}
+    return {"embed": rng.normal(size=(config.vocab, d)), "norm": np.ones(d), "layers": layers}
 
 
-def _directions(rng: np.random.Generator, size: RecallSize) -> _Directions:
+def _directions(rng: np.random.Generator, config: Config) -> _Directions:
     """A random orthonormal basis of all channels but the constant one, cut into parts."""
-    h, d = size.head_dim, size.width
+    h, d = config.head_dim, config.d_model
     basis = np.zeros((d, d - 1))
     basis[1:] = np.linalg.qr(rng.normal(size=(d - 1, d - 1)))[0]
     word, before, before2, rest = np.split(basis, [h, 2 * h, 3 * h], axis=1)
@@ -118,23 +126,23 @@ def _write_embedding(params: Params, parts: _Directions) -> None:
     embed[:, 0] = CONSTANT
 
 
-def _write_look_back(params: Params, parts: _Directions, size: RecallSize, look_back: float) -> None:
+def _write_look_back(params: Params, parts: _Directions, config: Config, look_back: float) -> None:
     """Layer 0: head j attends j + 1 tokens back, and heads 0 and 1 write the word they find there.
 
     Queries and keys see the constant channel only, so scores depend on the distance alone: rotated to their
     positions, their product is sum_i cos((distance - j - 1) * frequency_i), which peaks where it should.
     """
-    layer, h, half = params["layers"][0], size.head_dim, size.head_dim // 2
-    frequency = size.theta ** (-np.arange(half) / half)
+    layer, h, half = params["layers"][0], config.head_dim, config.head_dim // 2
+    frequency = config.rope.theta ** (-np.arange(half) / half)
     used = np.arange(half) < min(_SHARP_PAIRS, half)
-    constant = CONSTANT / math.sqrt((1 + CONSTANT**2) / size.width)
+    constant = CONSTANT / math.sqrt((1 + CONSTANT**2) / config.d_model)
     amplitude = math.sqrt(look_back * math.sqrt(h)) / constant
     layer["q"] *= 0.1
     layer["k"] *= 0.1
-    for j in range(size.heads):
+    for j in range(config.heads):
         turn = -(j + 1) * frequency
         _head(layer["q"], j, h)[0] = amplitude * np.concatenate([used * np.cos(turn), used * np.sin(turn)])
-    for j in range(size.kv_heads):
+    for j in range(config.kv_heads):
         _head(layer["k"], j, h)[0] = amplitude * np.concatenate([used, np.zeros(half)])
         _head(layer["v"], j, h)[:] = parts.word
     layer["o"] *= 0.2
@@ -143,33 +151,33 @@ def _write_look_back(params: Params, parts: _Directions, size: RecallSize, look_
     layer["down"] *= 0.1
 
 
-def _feature_sizes(size: RecallSize) -> tuple[float, float]:
+def _feature_sizes(config: Config) -> tuple[float, float]:
     """Typical size of one channel of `word` and of `before` after the norm of layer 1.
 
     The embedding spreads norm 1 over all but the two empty subspaces; two of them are filled by layer 0.
     """
-    spread = 1 / math.sqrt(size.width - 2 * size.head_dim)
+    spread = 1 / math.sqrt(config.d_model - 2 * config.head_dim)
     power = 1 + CONSTANT**2
-    written = _WRITE * spread / math.sqrt(power / size.width)
-    rms = math.sqrt((power + 2 * size.head_dim * written**2) / size.width)
+    written = _WRITE * spread / math.sqrt(power / config.d_model)
+    rms = math.sqrt((power + 2 * config.head_dim * written**2) / config.d_model)
     return spread / rms, written / rms
 
 
-def _write_match(params: Params, parts: _Directions, size: RecallSize, match: float) -> None:
+def _write_match(params: Params, parts: _Directions, config: Config, match: float) -> None:
     """Layer 1: attend to the token after an earlier occurrence of the current one, and copy that token.
 
     Groups of query heads alternate between two conditions on a key: (even) its previous word is the current
     word; (odd) the same, and the words before these agree too, each on half of the channels. Only slow RoPE
     pairs take part: the fast ones turn several times within a context and would scramble the comparison.
     """
-    layer, h, group = params["layers"][1], size.head_dim, size.heads // size.kv_heads
+    layer, h, group = params["layers"][1], config.head_dim, config.heads // config.kv_heads
     half = h // 2
     slow = np.concatenate([np.arange(half // 2, half), half + np.arange(half // 2, half)])
-    now, earlier = _feature_sizes(size)
+    now, earlier = _feature_sizes(config)
     layer["q"] *= 0.1
     layer["k"] *= 0.1
     layer["down"] *= 0.1
-    for j in range(size.kv_heads):
+    for j in range(config.kv_heads):
         n = len(slow)
         first = n if j % 2 == 0 else n // 2
         asks = np.concatenate([parts.word[:, :first], parts.before[:, first:n]], axis=1)
@@ -185,26 +193,27 @@ def _write_match(params: Params, parts: _Directions, size: RecallSize, match: fl
 
 
 def circuit_init(
-    key: Key[Array, ""], size: RecallSize | None = None, *, look_back: float = 8.0, match: float = 9.0
-) -> dict[str, Float[Array, "..."] | list[dict[str, Float[Array, "..."]]]]:
+    key: Key[Array, ""], config: Config = CONFIG, *, look_back: float = 8.0, match: float = 9.0
+) -> Params:
     """Parameters of a decoder that can already look up what followed a pair of words; a function of `key`.
 
     look_back: logits that each of the used RoPE pairs adds at the right distance, in nats.
     match: attention logit of a full match in layer 1, in nats.
 
-    Returns `{"embed" [V, D], "norm" [D], "layers": [{"attn_norm" [D], "q" [D, N*H], "k" [D, K*H],
-    "v" [D, K*H], "o" [N*H, D], "mlp_norm" [D], "gate" [D, F], "up" [D, F], "down" [F, D]}]}` in float32, used
-    as activations @ weight. Raises ValueError where the size has no room for the circuit.
+    Returns float32 parameters of `kvjax.models.transformer`. Raises ValueError where `config` has no room for
+    the circuit.
 
     >>> params = circuit_init(jax.random.key(0))
-    >>> params["embed"].shape, len(params["layers"])
+    >>> params["embed"].shape, CONFIG.layers
     ((220, 128), 4)
     """
-    size = size or RecallSize()
+    _check(config)
     rng = np.random.default_rng(np.asarray(jax.random.bits(key, (4,), "uint32")))
-    params = _random_params(rng, size)
-    parts = _directions(rng, size)
+    params = _random_params(rng, config)
+    parts = _directions(rng, config)
     _write_embedding(params, parts)
-    _write_look_back(params, parts, size, look_back)
-    _write_match(params, parts, size, match)
-    return jax.tree.map(lambda x: jax.numpy.asarray(x, "float32"), params)
+    _write_look_back(params, parts, config, look_back)
+    _write_match(params, parts, config, match)
+    params = jax.tree.map(lambda x: jax.numpy.asarray(x, "float32"), params)
+    one_by_one = tuple(jax.tree.map(lambda w: w[None], layer) for layer in params["layers"])
+    return regroup({**params, "layers": one_by_one}, plan(config))

@@ -18,6 +18,8 @@ from kvjax.errors import InputError
 from kvjax.eval import recall_tasks
 from kvjax.eval.compare import compare
 
+# One process makes the run that all tests look at.
+pytestmark = pytest.mark.xdist_group("compare")
 QUIET = {"console": Console(file=StringIO(), width=140)}
 METHODS = ["snapkv:variant=kvpress", "int8"]
 SMALL = {"methods": METHODS, "budgets": [0.25], "tasks": ["get", "copy"], "samples": 4}

@@ -16,7 +16,8 @@ import scipy.stats
 from matplotlib.axes import Axes
 from rich.console import Console
 
-from kvjax.eval import files, page
+from kvjax import files
+from kvjax.eval import page
 from kvjax.eval.frontier import frontier_png
 from kvjax.eval.report import Cell, print_table, summarise, write_atomic, write_frontier, write_report
 from tests.eval.rows import FULL_BYTES, QUALITY, TASKS, comparison, row, scored

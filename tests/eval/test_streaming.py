@@ -21,6 +21,8 @@ from kvjax.keep.patterns import Recent
 from kvjax.models.load import load
 from tests.eval.test_words import CORPUS, TOKENIZERS, hf_folder
 
+# One process makes the run that all tests look at.
+pytestmark = pytest.mark.xdist_group("streaming")
 LENGTH, STEPS, WINDOWS = 32, 12, 3
 SIZES = {"length": LENGTH, "steps": STEPS, "windows": WINDOWS, "seed": 1}
 

@@ -13,7 +13,6 @@ from kvjax.cache import Slots, nbytes
 from kvjax.methods import TABLE
 from kvjax.models.transformer import init, plan, regroup
 from kvjax.steps import Run
-from tests.compilation import optimised
 from tests.methods.battery import (
     ALONE,
     BATCHES,
@@ -35,20 +34,21 @@ from tests.methods.table import BY_LABEL, ROWS, Sizes
 from tests.reference import Row as Slotwise
 
 LABELS = [r.label for r in ROWS]
-every = pytest.mark.parametrize("label", LABELS)
+
+
+def rows(labels, marks=lambda label: ()):
+    """One test per method; those of a method run in one process, which compiles its conversation once."""
+    group = pytest.mark.xdist_group
+    return pytest.mark.parametrize("label", [pytest.param(x, marks=(group(x), *marks(x))) for x in labels])
+
+
+every = rows(LABELS)
 
 
 def some(*labels):
     """Costly checks of all methods: these in the plain suite, the others with -m slow."""
     assert set(labels) <= set(LABELS)
-    rows = [pytest.param(x, marks=() if x in labels else pytest.mark.slow) for x in LABELS]
-    return pytest.mark.parametrize("label", rows)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fast_compilation():
-    with optimised(False):
-        yield
+    return rows(LABELS, lambda label: () if label in labels else (pytest.mark.slow,))
 
 
 def test_every_method_has_a_row():
@@ -78,7 +78,7 @@ def slotwise(label, b):
     return prompt, Slotwise(prompt, kept_of(label, prompt), row.phase)
 
 
-exact = pytest.mark.parametrize("label", [r.label for r in ROWS if r.error is not None])
+exact = rows([r.label for r in ROWS if r.error is not None])
 
 
 @exact
@@ -136,7 +136,7 @@ def test_a_second_turn_leaves_each_head_a_subset_of_old_and_new_within_the_budge
 # --- identity -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", [r.label for r in ROWS if r.whole is not None])
+@rows([r.label for r in ROWS if r.whole is not None])
 def test_a_budget_that_covers_the_prompt_changes_nothing(label):
     row = BY_LABEL[label]
     m = model(row.model)
@@ -218,7 +218,7 @@ def test_a_row_is_the_same_alone_and_in_a_smaller_bucket(label):
     compare_rows(label, ALONE, talk(label, "alone"), 0)
 
 
-@pytest.mark.parametrize("label", [r.label for r in ROWS if r.moves])
+@rows([r.label for r in ROWS if r.moves])
 def test_the_order_of_slots_does_not_matter(label):
     m, done = model(BY_LABEL[label].model), talk(label)
     cache, rng = done.prompt[1], np.random.default_rng(0)

@@ -22,21 +22,15 @@ from kvjax import steps
 from kvjax.choose import score_slots, union
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import AcrossHeads, Uniform
+from kvjax.keep.observe import Mass
 from kvjax.keep.patterns import Recent
 from kvjax.keep.score import AccumulatedAttention, KeyNorm, WindowAttention, Word
 from kvjax.models.model import Model
 from kvjax.models.transformer import Config
 from kvjax.steps import Run
-from tests.compilation import optimised
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "kvpress_tiny_llama.npz"
 T, ROOM = 256, 32
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fast_compilation():
-    with optimised(False):
-        yield
 
 
 @cache
@@ -149,7 +143,7 @@ def probe_scores(run: Run) -> np.ndarray:
         jnp.asarray(recorded()["ids"], jnp.int32), jnp.asarray([T], jnp.int32)
     )
     bare = dataclasses.replace(cache, method=None, model="")
-    needs = frozenset({steps.Mass("max")})
+    needs = frozenset({Mass("max")})
     reading = jax.jit(lambda p, c: [
         f.masses[0] for f in steps.observe(Run(run.config, Method()), p, tokens, lengths, c, needs).fresh
     ])(model().params, bare)  # fmt: skip

@@ -7,6 +7,7 @@ import pytest
 
 from kvjax.ops import attention
 from kvjax.ops.attention import Keys
+from tests.compilation import optimised
 
 B, N, K, T, H, V = 2, 4, 2, 3, 8, 6
 SCALE = 0.37
@@ -234,3 +235,32 @@ def test_bfloat16_is_accumulated_in_float32(rng):
     want, want_lse, _ = by_hand(q.astype(jnp.bfloat16).astype(jnp.float32), [rounded], q_pos)
     np.testing.assert_allclose(lse, want_lse, atol=1e-4)
     np.testing.assert_allclose(out.astype(jnp.float32), want, atol=2e-2)
+
+
+def test_one_head_at_a_time_is_all_heads_at_once(rng, monkeypatch):
+    t = 40
+    q, k, v = (jnp.asarray(rng.normal(size=(B, h, t, H)), jnp.float32) for h in (N, K, K))
+    pos = jnp.asarray(50 + np.arange(t) + np.zeros((B, 1)), jnp.int32)
+    past = (make_keys(rng, 12, heads=K, bias=True, width=H), make_keys(rng, 5, heads=N, width=H))
+
+    def run():
+        new = Keys(k, v, pos[:, None])
+        return attention.causal_attention(q, new, past, pos, scale=SCALE, window=30, mass="sum")
+
+    want = run()
+    monkeypatch.setattr(attention, "CACHED_BYTES", 0)
+    close(run(), want)
+
+
+def test_the_gradient_of_a_long_prompt_keeps_no_map_of_its_attention():
+    t = 4096
+
+    def loss(q, k, v):
+        pos = jnp.arange(t, dtype=jnp.int32)[None]
+        return attention.causal_attention(q, Keys(k, v, pos[:, None]), (), pos, scale=SCALE)[0].sum()
+
+    x = jax.ShapeDtypeStruct((1, 1, t, H), jnp.float32)
+    lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x)
+    with optimised(True):
+        memory = lowered.compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.3 * 4 * t * t

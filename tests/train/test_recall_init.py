@@ -1,13 +1,14 @@
 """The initialisation of recall-tiny, seen through an independent forward pass in float64 numpy."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 from kvjax.eval.recall_tasks import sample
-from kvjax.train.recall_init import CONSTANT, RecallSize, circuit_init
-
-SIZE = RecallSize()
+from kvjax.models.transformer import shapes
+from kvjax.train.recall_init import CONFIG, CONSTANT, circuit_init
 
 
 def rotate(x, theta):
@@ -18,18 +19,18 @@ def rotate(x, theta):
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
-def attention_maps(params, tokens, size=SIZE):
+def attention_maps(params, tokens, config=CONFIG):
     """Attention probabilities [L, N, T, T] of a plain decoder."""
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    norm = lambda x, w: x / np.sqrt((x * x).mean(-1, keepdims=True) + size.eps) * w  # noqa: E731
-    h, x, maps = size.head_dim, params["embed"][np.asarray(tokens)], []
+    norm = lambda x, w: x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * w  # noqa: E731
+    h, x, maps = config.head_dim, params["embed"][np.asarray(tokens)], []
     future = np.triu(np.ones((len(tokens),) * 2, bool), 1)
-    for layer in params["layers"]:
+    for layer in (jax.tree.map(lambda w: w[0], group) for group in params["layers"]):
         y, heads, outs = norm(x, layer["attn_norm"]), [], []
-        for n in range(size.heads):
-            k = n * size.kv_heads // size.heads
-            query = rotate(y @ layer["q"][:, n * h : (n + 1) * h], size.theta)
-            score = query @ rotate(y @ layer["k"][:, k * h : (k + 1) * h], size.theta).T / np.sqrt(h)
+        for n in range(config.heads):
+            k = n * config.kv_heads // config.heads
+            query = rotate(y @ layer["q"][:, n * h : (n + 1) * h], config.rope.theta)
+            score = query @ rotate(y @ layer["k"][:, k * h : (k + 1) * h], config.rope.theta).T / np.sqrt(h)
             score = np.where(future, -np.inf, score)
             weight = np.exp(score - score.max(-1, keepdims=True))
             heads.append(weight / weight.sum(-1, keepdims=True))
@@ -50,8 +51,8 @@ def params(request):
 def test_layer_0_looks_back(params):
     tokens = sample("get", seed=0, index=0, tokens=256).context
     first = attention_maps(params, tokens)
-    for head in range(SIZE.heads):
-        at = np.arange(SIZE.heads, len(tokens))
+    for head in range(CONFIG.heads):
+        at = np.arange(CONFIG.heads, len(tokens))
         mass = first[0, head, at, at - head - 1]
         assert mass.mean() > 0.5 and mass.min() > 0.3, f"head {head} attends {head + 1} back"
 
@@ -69,8 +70,8 @@ def test_layer_1_finds_the_answer(params):
 
 
 def test_parts_of_the_residual_stream_are_disjoint(params):
-    first, second = params["layers"][0], params["layers"][1]
-    h = SIZE.head_dim
+    first, second = (jax.tree.map(lambda w: w[0], group) for group in params["layers"][:2])
+    h = CONFIG.head_dim
     before, before2 = np.asarray(first["o"][:h]), np.asarray(first["o"][h : 2 * h])
     embed = np.asarray(params["embed"])
     np.testing.assert_allclose(embed[:, 0], CONSTANT)
@@ -83,19 +84,7 @@ def test_parts_of_the_residual_stream_are_disjoint(params):
 
 def test_parameters_have_their_shapes_and_repeat_with_the_key():
     one, two, other = (circuit_init(jax.random.key(seed)) for seed in (3, 3, 4))
-    shapes = jax.tree.map(np.shape, one)
-    assert shapes["embed"] == (220, 128) and shapes["norm"] == (128,) and len(shapes["layers"]) == 4
-    assert shapes["layers"][0] == {
-        "attn_norm": (128,),
-        "q": (128, 128),
-        "k": (128, 64),
-        "v": (128, 64),
-        "o": (128, 128),
-        "mlp_norm": (128,),
-        "gate": (128, 384),
-        "up": (128, 384),
-        "down": (384, 128),
-    }
+    assert jax.tree.map(np.shape, one) == shapes(CONFIG)
     assert sum(x.size for x in jax.tree.leaves(one)) == 815_744
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(one))
     same, differs = (jax.tree.map(lambda a, b: bool((a == b).all()), one, x) for x in (two, other))
@@ -103,12 +92,12 @@ def test_parameters_have_their_shapes_and_repeat_with_the_key():
 
 
 def test_other_sizes():
-    size = RecallSize(vocab=220, width=64, layers=2, heads=2, kv_heads=1, head_dim=16, ffn=32)
-    params = circuit_init(jax.random.key(0), size)
-    maps = attention_maps(params, sample("get", seed=0, index=0, tokens=64).context, size)
+    config = dataclasses.replace(CONFIG, d_model=64, layers=2, heads=2, kv_heads=1, head_dim=16, d_ff=32)
+    params = circuit_init(jax.random.key(0), config)
+    maps = attention_maps(params, sample("get", seed=0, index=0, tokens=64).context, config)
     at = np.arange(4, 64)
     assert maps[0, 1, at, at - 2].mean() > 0.5
     with pytest.raises(ValueError, match="3 \\* head_dim \\+ 2 = 98"):
-        RecallSize(width=64)
+        circuit_init(jax.random.key(0), dataclasses.replace(CONFIG, d_model=64))
     with pytest.raises(ValueError, match="head_dim 6"):
-        RecallSize(head_dim=6)
+        circuit_init(jax.random.key(0), dataclasses.replace(CONFIG, head_dim=6))
