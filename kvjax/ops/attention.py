@@ -185,8 +185,11 @@ def causal_attention(
     def join(x: Array) -> Array:
         return jnp.moveaxis(x, 0, 1).reshape(b, -1, *x.shape[3:])
 
+    def one(part: tuple[Array, Keys, tuple[Keys, ...]]) -> tuple[Array, tuple[Array, ...]]:
+        return whole(part[0], part[1], part[2], q_pos)
+
     parts = jax.tree.map(split, (q, new, tuple(past)))
-    return jax.tree.map(join, jax.lax.map(lambda part: whole(*part, q_pos), parts))
+    return jax.tree.map(join, jax.lax.map(one, parts))
 
 
 def _in_strips(
