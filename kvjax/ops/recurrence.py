@@ -1,0 +1,189 @@
+"""One recurrence behind most linear attentions: a state [K, V] per head that decays, erases and writes.
+
+    S~ = Diag(exp g) S
+    S  = S~ + k (w v - S~' p)'
+    o  = scale S' q
+
+g is the log decay (one per head, or one per key channel), p the erase vector and w the write factor. Linear
+attention, RetNet, GLA, HGRN2, Mamba-2, DeltaNet, Gated DeltaNet, KDA, GDN-2 and Comba are calls of it
+(`kvjax.ops.linear_attention`). `step` is one token, `scan` a sequence token by token, `chunked` the same in
+chunks that are matrix products (DeltaNet, arXiv:2406.06484; Kimi Linear, arXiv:2510.26692, eq. 6-9).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
+from jaxtyping import Array, Bool, Float, Int
+
+# Tokens per chunk: decays of channels are compared pairwise, [C, C, K], those of heads as [C, C].
+CHUNK_VECTOR, CHUNK_SCALAR = 16, 32
+
+
+class Tokens(NamedTuple):
+    """What a sequence feeds the recurrence; the time axis is the second one, heads H are those of the values.
+
+    log_decay: [B, T, H, K] or [B, T, H, 1], at most 0. erase is None where nothing is erased.
+    """
+
+    q: Float[Array, "B T H K"]
+    k: Float[Array, "B T H K"]
+    v: Float[Array, "B T H V"]
+    log_decay: Float[Array, "B T H _"]
+    erase: Float[Array, "B T H K"] | None
+
+
+def tokens_of(
+    q: Float[Array, "B T N K"],
+    k: Float[Array, "B T N K"],
+    v: Float[Array, "B T H V"],
+    log_decay: Float[Array, "B T H *c"] | None = None,
+    *,
+    erase: Float[Array, "B T _ K"] | None = None,
+    write: Float[Array, "B T H *d"] | None = None,
+    scale: float | None = None,
+    mask: Bool[Array, "B T"] | None = None,
+) -> Tokens:
+    """Arguments of a layer in the form of the recurrence, in promote(float32, input).
+
+    Query and key heads are repeated for their groups of value heads. scale: K^-0.5 unless given. Tokens that
+    `mask` leaves out change no state.
+    """
+    dtype = jnp.promote_types(jnp.float32, v.dtype)
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
+    heads = v.shape[2]
+
+    def grouped(x: Array) -> Array:
+        return x if x.shape[2] == heads else jnp.repeat(x, heads // x.shape[2], axis=2)
+
+    q = grouped(q) * jnp.asarray(q.shape[-1] ** -0.5 if scale is None else scale, dtype)
+    k = grouped(k)
+    g = jnp.zeros((*v.shape[:3], 1), dtype) if log_decay is None else log_decay.astype(dtype)
+    g = g[..., None] if g.ndim == 3 else g
+    p = None if erase is None else grouped(erase.astype(dtype))
+    if write is not None:
+        w = write.astype(dtype)
+        v = v * (w[..., None] if w.ndim == 3 else w)
+    if mask is not None:
+        real = mask[:, :, None, None]
+        k, v, g = (jnp.where(real, x, jnp.zeros((), dtype)) for x in (k, v, g))
+        p = None if p is None else jnp.where(real, p, jnp.zeros((), dtype))
+    return Tokens(q, k, v, g, p)
+
+
+def zero_state(tokens: Tokens) -> Float[Array, "B H K V"]:
+    b, _, h, k = tokens.k.shape
+    return jnp.zeros((b, h, k, tokens.v.shape[-1]), tokens.v.dtype)
+
+
+def step(
+    state: Float[Array, "B H K V"], token: Tokens
+) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
+    """One token per row, its arrays without the time axis: (output, new state)."""
+    q, k, v, g, p = token
+    state = jnp.exp(g)[..., None] * state
+    u = v if p is None else v - jnp.einsum("bhkv,bhk->bhv", state, p)
+    state = state + k[..., None] * u[..., None, :]
+    return jnp.einsum("bhkv,bhk->bhv", state, q), state
+
+
+def scan(
+    tokens: Tokens, state: Float[Array, "B H K V"] | None = None, segments: Int[Array, "B T"] | None = None
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+    """The recurrence token by token, as it is written; where `segments` changes, it starts from zero."""
+    state = zero_state(tokens) if state is None else state.astype(tokens.v.dtype)
+    fresh = _starts(tokens, segments)
+
+    def body(s: Array, at: tuple[Tokens, Array]) -> tuple[Array, Array]:
+        token, new = at
+        out, s = step(jnp.where(new[:, None, None, None], jnp.zeros((), s.dtype), s), token)
+        return s, out
+
+    by_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, fresh))
+    state, out = jax.lax.scan(body, state, by_time)
+    return jnp.moveaxis(out, 0, 1), state
+
+
+def _starts(tokens: Tokens, segments: Int[Array, "B T"] | None) -> Bool[Array, "B T"]:
+    """Whether a token opens a segment; the first one continues what came before."""
+    b, t = tokens.k.shape[:2]
+    if segments is None:
+        return jnp.zeros((b, t), bool)
+    return jnp.concatenate([jnp.zeros((b, 1), bool), segments[:, 1:] != segments[:, :-1]], 1)
+
+
+def chunked(
+    tokens: Tokens,
+    state: Float[Array, "B H K V"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    *,
+    chunk: int | None = None,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+    """`scan` in chunks of matrix products, at any length."""
+    state = zero_state(tokens) if state is None else state.astype(tokens.v.dtype)
+    b, t = tokens.k.shape[:2]
+    size = chunk or (CHUNK_SCALAR if tokens.log_decay.shape[-1] == 1 else CHUNK_VECTOR)
+    count = -(-t // size)
+    number = jnp.cumsum(_starts(tokens, segments), 1, dtype=jnp.int32)
+
+    def cut(x: Array, mode: str = "constant") -> Array:
+        padded = jnp.pad(x, [(0, 0), (0, count * size - t)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+        return jnp.moveaxis(padded.reshape(b, count, size, *x.shape[2:]), 1, 0)
+
+    # Padding belongs to the last segment; it decays, erases and writes nothing.
+    numbers = cut(number, "edge")
+    chunks = jax.tree.map(lambda x: jnp.swapaxes(cut(x), 2, 3), tokens)
+
+    def body(carry: tuple[Array, Array], at: tuple[Tokens, Array]) -> tuple[tuple[Array, Array], Array]:
+        s, segment = carry
+        one, number = at
+        out, s = _one_chunk(one, s, number, segment)
+        return (s, number[:, -1]), out
+
+    start = (state, jnp.zeros((b,), jnp.int32))
+    (state, _), out = jax.lax.scan(body, start, (chunks, numbers))
+    out = jnp.moveaxis(out, 0, 1).swapaxes(2, 3)  # [B, chunks, C, H, V]
+    return out.reshape(b, count * size, *out.shape[3:])[:, :t], state
+
+
+def _one_chunk(
+    tokens: Tokens, state: Float[Array, "B H K V"], segment: Int[Array, "B C"], before: Int[Array, "B"]
+) -> tuple[Float[Array, "B H C V"], Float[Array, "B H K V"]]:
+    """One chunk, [B, H, C, ...]. `before` is the segment that the entering state belongs to."""
+    q, k, v, g, p = tokens
+    total = jnp.cumsum(g, axis=2)
+    size = g.shape[2]
+    lower = jnp.tril(jnp.ones((1, 1, size, size), bool))
+    same = (segment[:, :, None] == segment[:, None, :])[:, None]
+    entering = jnp.where((segment == before[:, None])[:, None, :, None], jnp.exp(total), 0.0).astype(v.dtype)
+
+    def products(x: Array, mask: Array) -> Array:
+        """x_i' Diag(exp(G_i - G_j)) k_j where mask; only differences, so that no factor overflows."""
+        seen = mask & same
+        if g.shape[-1] == 1:
+            apart = total - jnp.swapaxes(total, 2, 3)
+            decay = jnp.where(seen, jnp.exp(jnp.where(seen, apart, 0.0)), 0.0)
+            return jnp.einsum("bhik,bhjk->bhij", x, k) * decay
+        apart = total[:, :, :, None] - total[:, :, None]
+        decay = jnp.where(seen[..., None], jnp.exp(jnp.where(seen[..., None], apart, 0.0)), 0.0)
+        return jnp.einsum("bhik,bhjk,bhijk->bhij", x, k, decay)
+
+    if p is not None:
+        rest = v - jnp.einsum("bhik,bhkv->bhiv", p * entering, state)
+        v = solve_triangular(
+            products(p, jnp.tril(lower, -1)) + jnp.eye(size, dtype=v.dtype)[None, None],
+            rest,
+            lower=True,
+            unit_diagonal=True,
+        )
+    out = jnp.einsum("bhik,bhkv->bhiv", q * entering, state)
+    out = out + jnp.einsum("bhij,bhjv->bhiv", products(q, lower), v)
+    last = total[:, :, -1:]
+    ends = (segment == segment[:, -1:])[:, None, :, None]
+    kept = jnp.where(ends, jnp.exp(jnp.where(ends, last - total, 0.0)), 0.0).astype(v.dtype)
+    new = jnp.einsum("bhik,bhiv->bhkv", k * kept, v)
+    carried = entering[:, :, -1]
+    return out, carried[..., None] * state + new

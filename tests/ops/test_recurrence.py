@@ -1,0 +1,162 @@
+"""The recurrence of linear attentions: against stored float64 results, and against itself cut in any way."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.ops import linear_attention as ops
+from kvjax.ops.recurrence import Tokens, chunked, scan, step, tokens_of
+from tests.parity.ops_table import OPS
+
+ORACLES = Path(__file__).parents[1] / "fixtures" / "oracles"
+B, T, H, K, V = 2, 41, 3, 6, 5
+
+
+def oracle(name):
+    """(inputs, expected outputs) of a file; its results are float64, stored as float32."""
+    with np.load(ORACLES / f"{name}.npz") as file:
+        arrays = {n: file[n] for n in file.files if n != "meta"}
+    gates = {"g"} if name in ("kda_gate", "hgrn2") else set()
+    want = {n: x for n, x in arrays.items() if n.startswith(("o", "final", "g_")) or n in gates}
+    return {n: x for n, x in arrays.items() if n not in want}, want
+
+
+def rms(got, want):
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    return np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2))
+
+
+def draw(rng, *, vector=True, erase=True, t=T):
+    """Random tokens: unit keys, log decays between -2 and 0."""
+    q, k = (rng.normal(size=(B, t, H, K)) for _ in range(2))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    v = rng.normal(size=(B, t, H, V))
+    g = -2 * rng.random((B, t, H, K if vector else 1))
+    beta = rng.random((B, t, H, 1))
+    return Tokens(*(jnp.asarray(x, jnp.float32) for x in (q, k, beta * v, g, beta * k)[: 5 if erase else 4]),
+                  *(() if erase else (None,)))  # fmt: skip
+
+
+def by_hand(tokens, state):
+    """Token by token in float64 numpy, from the equation."""
+    q, k, v, g, p = (None if x is None else np.asarray(x, np.float64) for x in tokens)
+    state, out = np.array(state, np.float64), np.zeros(v.shape)
+    for b, t, h in np.ndindex(*v.shape[:3]):
+        s = np.exp(g[b, t, h])[:, None] * state[b, h]
+        if p is not None:
+            s = s - np.outer(k[b, t, h], s.T @ p[b, t, h])
+        state[b, h] = s + np.outer(k[b, t, h], v[b, t, h])
+        out[b, t, h] = state[b, h].T @ q[b, t, h]
+    return out, state
+
+
+def test_every_oracle_has_a_function():
+    assert {path.stem for path in ORACLES.iterdir()} == set(OPS)
+
+
+@pytest.mark.parametrize("recurrent", [False, True], ids=["chunked", "recurrent"])
+@pytest.mark.parametrize("name", OPS)
+def test_float32_results_are_those_of_the_oracle(name, recurrent):
+    inputs, want = oracle(name)
+    got = jax.jit(lambda x: OPS[name](x, recurrent=recurrent))(jax.tree.map(jnp.asarray, inputs))
+    assert got.keys() == want.keys()
+    for key, x in want.items():
+        assert got[key].dtype == np.float32 and rms(got[key], x) < 1e-6, key
+
+
+@pytest.mark.parametrize("name", ["gla", "kda", "mamba2_ssd"])
+def test_bfloat16_inputs_keep_a_float32_state(name):
+    inputs, want = oracle(name)
+    half = {n: jnp.asarray(x, jnp.float32 if "state" in n else jnp.bfloat16) for n, x in inputs.items()}
+    if name == "mamba2_ssd":  # D x is added to the output, whose dtype is the state's
+        half["x"], half["D"] = (half[n].astype(jnp.float32) for n in ("x", "D"))
+    with jax.numpy_dtype_promotion("standard"):
+        got = OPS[name](half)
+    assert got["final_state"].dtype == np.float32
+    assert all(rms(got[n], want[n]) < 1e-2 for n in want)
+
+
+@pytest.mark.parametrize("vector", [False, True], ids=["scalar decay", "vector decay"])
+@pytest.mark.parametrize("erase", [False, True], ids=["writes", "erases"])
+def test_float64_results_are_exact_in_every_form(rng, vector, erase):
+    with jax.enable_x64(True):
+        tokens = jax.tree.map(lambda x: x.astype(jnp.float64), draw(rng, vector=vector, erase=erase))
+        state = jnp.asarray(rng.normal(size=(B, H, K, V)))
+        want = by_hand(tokens, state)
+        for form in (scan, chunked, lambda *a: chunked(*a, chunk=7)):
+            for got, x in zip(form(tokens, state), want, strict=True):
+                assert rms(got, x) < 1e-10
+
+
+def test_a_step_is_one_token_of_the_scan(rng):
+    tokens = draw(rng)
+    state = jnp.zeros((B, H, K, V), jnp.float32)
+    want, _ = scan(tokens)
+    for t in range(5):
+        out, state = step(state, jax.tree.map(lambda x, t=t: x[:, t], tokens))
+        np.testing.assert_allclose(out, want[:, t], atol=1e-6)
+
+
+@pytest.mark.parametrize("cut", [1, 16, 30])
+def test_a_sequence_may_be_cut_anywhere(rng, cut):
+    tokens = draw(rng)
+    want, last = chunked(tokens)
+    first, state = chunked(jax.tree.map(lambda x: x[:, :cut], tokens))
+    second, state = chunked(jax.tree.map(lambda x: x[:, cut:], tokens), state)
+    np.testing.assert_allclose(jnp.concatenate([first, second], 1), want, atol=2e-6)
+    np.testing.assert_allclose(state, last, atol=2e-6)
+
+
+@pytest.mark.parametrize("vector", [False, True], ids=["scalar decay", "vector decay"])
+def test_packed_segments_are_each_alone(rng, vector):
+    tokens = draw(rng, vector=vector)
+    ends = [[9, 33, T], [20, 21, T]]
+    segments = jnp.asarray([np.searchsorted(e, np.arange(T), side="right") for e in ends], jnp.int32)
+    state = jnp.asarray(rng.normal(size=(B, H, K, V)), jnp.float32)
+    for form in (scan, chunked):
+        got, last = form(tokens, state, segments)
+        cuts = [(b, *cut) for b in range(B) for cut in zip([0, *ends[b]], ends[b], strict=False)]
+        for row, start, stop in cuts:
+            alone = jax.tree.map(lambda x, r=row, a=start, z=stop: x[r : r + 1, a:z], tokens)
+            want, end = scan(alone, state[row : row + 1] if start == 0 else None)
+            np.testing.assert_allclose(got[row : row + 1, start:stop], want, atol=3e-6)
+            if stop == T:
+                np.testing.assert_allclose(last[row : row + 1], end, atol=3e-6)
+
+
+def test_masked_tokens_leave_the_state_unchanged(rng):
+    q, k, v, g, _ = draw(rng)
+    beta = jnp.asarray(rng.random((B, T, H)), jnp.float32)
+    real = jnp.arange(T)[None] < jnp.asarray([[T], [T - 11]])
+    _, got = ops.gated_delta_rule(q, k, v, g, beta, mask=real)
+    _, want = ops.gated_delta_rule(*(x[1:, : T - 11] for x in (q, k, v, g, beta)))
+    np.testing.assert_allclose(got[1:], want, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["gla_strong_decay", "kda_strong_decay"])
+@pytest.mark.parametrize("recurrent", [False, True], ids=["chunked", "recurrent"])
+def test_gradients_stay_finite_under_strong_decay_and_agree(name, recurrent):
+    inputs = jax.tree.map(jnp.asarray, oracle(name)[0])
+
+    def loss(x, recurrent):
+        return sum((y**2).sum() for y in OPS[name](x, recurrent=recurrent).values())
+
+    got = jax.jit(jax.grad(loss), static_argnums=1)(inputs, recurrent)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
+    want = jax.jit(jax.grad(loss), static_argnums=1)(inputs, True)
+    for key, x in want.items():
+        assert rms(got[key], x) < 1e-5, key
+
+
+def test_keys_serve_a_group_of_value_heads(rng):
+    q, k = (jnp.asarray(rng.normal(size=(B, T, 1, K)), jnp.float32) for _ in range(2))
+    v = jnp.asarray(rng.normal(size=(B, T, H, V)), jnp.float32)
+    shared = tokens_of(q, k, v)
+    assert shared.k.shape == (B, T, H, K) and shared.log_decay.shape == (B, T, H, 1)
+    out, _ = chunked(shared)
+    for h in range(H):
+        one, _ = chunked(tokens_of(q, k, v[:, :, h : h + 1]))
+        np.testing.assert_allclose(out[:, :, h : h + 1], one, atol=1e-6)
