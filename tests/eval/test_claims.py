@@ -1,6 +1,6 @@
 """What the numbers of `compare` must show, on three seeds of the small model and 200 samples or more.
 
-Slow: about ten minutes. `pytest -m slow tests/eval/test_claims.py`.
+Slow: about five minutes. `pytest -m slow tests/eval/test_claims.py`.
 """
 
 from io import StringIO
