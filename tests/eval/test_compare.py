@@ -121,3 +121,8 @@ def test_multi_turn_asks_every_question_on_one_context(tmp_path):
     )  # fmt: skip
     full = [r for r in found.rows if r["method"] == "full"]
     assert len(full) == 2 * 5 and np.mean([r["score"] for r in full]) > 0.8
+
+
+def test_a_conversation_beyond_the_last_position_is_refused_before_any_work(tmp_path):
+    with pytest.raises(InputError, match="multi-turn prompts .* has 2048 positions: give a --length"):
+        compare(methods=["full"], protocols=("multi-turn",), length=2040, samples=1, out=tmp_path, **QUIET)
