@@ -14,25 +14,31 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.ops.dtypes import wide
+
 NEG_INF = float("-inf")
 
 
 class Keys(NamedTuple):
     """One set of keys and values to attend to; slots in any order.
 
-    `pos` is -1 where a slot is empty; `bias` is added to the logits (log counts of merged slots). Values of
-    empty slots must be finite, because they are multiplied by zero and not left out.
+    `pos` is -1 where a slot is empty, and None for slots outside the sequence, which every query sees (sinks,
+    learned keys). `bias` is added to the logits (log counts of merged slots). Values of empty slots must be
+    finite, because they are multiplied by zero and not left out.
     """
 
     k: Float[Array, "B K S H"]
     v: Float[Array, "B K S V"]
-    pos: Int[Array, "B #K S"]
+    pos: Int[Array, "B #K S"] | None
     bias: Float[Array, "B K S"] | None = None
 
 
-def visible(q_pos: Int[Array, "B T"], k_pos: Int[Array, "B K S"], window: int | None = None) -> Array:
+def visible(q_pos: Int[Array, "B T"], k_pos: Int[Array, "B K S"] | None, window: int | None = None) -> Array:
     """Boolean mask [B, K, T, S]: which key each query may see. Queries with position -1 see nothing."""
-    q, k = q_pos[:, None, :, None], k_pos[:, :, None, :]
+    q = q_pos[:, None, :, None]
+    if k_pos is None:
+        return q >= 0
+    k = k_pos[:, :, None, :]
     seen = (k >= 0) & (k <= q)
     return seen if window is None else seen & (k > q - window)
 
@@ -46,7 +52,7 @@ def logits(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Float[Array, "B K G T S"]:
-    """Masked attention logits in float32, -inf where a key is not visible.
+    """Masked attention logits in promote(float32, q), -inf where a key is not visible.
 
     `softcap` is Gemma 2's c * tanh(s / c) (arXiv:2408.00118), applied before the bias and the mask.
     """
@@ -63,10 +69,10 @@ def logits(
 
 
 def _products(rows: Float[Array, "B K R H"], k: Float[Array, "B K S H"]) -> Float[Array, "B K R S"]:
-    """q k' in float32. With few rows XLA on CPU reads keys a fifth faster as the left operand."""
+    """q k' in promote(float32, q). With few rows XLA on CPU reads keys a fifth faster as the left operand."""
     if rows.shape[2] > 8:
-        return jnp.einsum("bkrh,bksh->bkrs", rows, k, preferred_element_type=jnp.float32)
-    return jnp.swapaxes(jnp.einsum("bksh,bkrh->bksr", k, rows, preferred_element_type=jnp.float32), 2, 3)
+        return jnp.einsum("bkrh,bksh->bkrs", rows, k, preferred_element_type=wide(rows))
+    return jnp.swapaxes(jnp.einsum("bksh,bkrh->bksr", k, rows, preferred_element_type=wide(rows)), 2, 3)
 
 
 def attend(
@@ -123,7 +129,7 @@ def _weighted_values(p: Float[Array, "B K G T S"], keys: Keys, bnt: tuple[int, i
     """sum_j p_j v_j as [B, N, T, V]."""
     b, k, g, t, s = p.shape
     weights = p.reshape(b, k, g * t, s).astype(keys.v.dtype)
-    out = jnp.einsum("bkts,bksv->bktv", weights, keys.v, preferred_element_type=jnp.float32)
+    out = jnp.einsum("bkts,bksv->bktv", weights, keys.v, preferred_element_type=wide(keys.v))
     return out.reshape(*bnt, -1)
 
 
@@ -141,7 +147,7 @@ def merge(
     total = w.sum(0)
     safe = jnp.where(total == 0.0, 1.0, total)
     w = w / safe[None]
-    out = _sum([wi[..., None] * o.astype(jnp.float32) for wi, (o, _) in zip(w, parts, strict=True)])
+    out = _sum([wi[..., None] * o.astype(wide(o)) for wi, (o, _) in zip(w, parts, strict=True)])
     return out.astype(parts[0][0].dtype), _log_total(top, total, safe)
 
 
@@ -226,7 +232,7 @@ def _in_strips(
         out, masses = _by_strips(strip, q[:, :, start:stop], q_pos[:, start:stop], join)
         outs.append(out)
         if mass is not None:
-            here = jnp.zeros((*new.k.shape[:2], t), jnp.float32).at[:, :, first:stop].set(masses[-1])
+            here = jnp.zeros((*new.k.shape[:2], t), masses[-1].dtype).at[:, :, first:stop].set(masses[-1])
             masses = (*masses[:-1], here)
             total = masses if total is None else tuple(map(join, total, masses))
     return jnp.concatenate(outs, axis=2), total or ()

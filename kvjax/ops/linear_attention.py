@@ -1,7 +1,12 @@
 """Linear attentions as calls of one recurrence: what each paper decays, erases and writes.
 
-Every function takes q, k [B, T, N, K] and v [B, T, H, V] (H a multiple of N) and returns (o [B, T, H, V], the
-final state [B, H, K, V]); `initial_state`, `segments`, `mask` and `recurrent` are those of `run`.
+Every function returns (o [B, T, H, V], final state [B, H, K, V]) in promote(float32, input). All take
+
+* scale: what o is multiplied by, K^-0.5 unless given (or unless the paper has none);
+* mask: tokens that it leaves out (padding) change no state;
+
+and, by keyword, what `run` takes: initial_state, segments and recurrent. One token with recurrent=True is a
+step of decoding. H is a multiple of N: query and key heads serve groups of value heads.
 """
 
 from __future__ import annotations
@@ -10,98 +15,279 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.ops.dtypes import wide
+from kvjax.ops.features import normalised
 from kvjax.ops.recurrence import Tokens, chunked, scan, tokens_of
 
-Output = tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]
+QK = Float[Array, "B T N K"]
+Values = Float[Array, "B T H V"]
+PerHead = Float[Array, "B T H"]
+PerChannel = Float[Array, "B T H K"]
+Mask = Bool[Array, "B T"] | None
+State = Float[Array, "B H K V"]
+Output = tuple[Values, State]
 
 
-def run(tokens: Tokens, initial_state: Any = None, segments: Any = None, recurrent: bool = False) -> Output:
-    """The recurrence in chunks, or token by token."""
+def run(
+    tokens: Tokens,
+    initial_state: State | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    recurrent: bool = False,
+) -> Output:
+    """The recurrence in chunks of matrix products, or token by token where `recurrent`.
+
+    It starts from initial_state (zeros where None), and from zeros again wherever `segments` changes.
+    """
     return (scan if recurrent else chunked)(tokens, initial_state, segments)
 
 
-def linear_attention(q, k, v, *, scale=None, mask=None, **how: Any) -> Output:
-    """S += k v' (Katharopoulos et al., 2020, arXiv:2006.16236), without a normaliser."""
+def linear_attention(
+    q: QK, k: QK, v: Values, *, scale: float | None = None, mask: Mask = None, **how: Any
+) -> Output:
+    """S = S + k v', o = scale S' q, without a normaliser.
+
+    Transformers are RNNs (Katharopoulos et al., 2020, arXiv:2006.16236, eq. 18-20) with the identity as the
+    feature map; a norm after it takes the normaliser's place, as in RetNet.
+
+    >>> x = jax.random.normal(jax.random.key(0), (1, 5, 2, 4))
+    >>> whole, _ = linear_attention(x, x, x)
+    >>> first, state = linear_attention(x[:, :3], x[:, :3], x[:, :3])
+    >>> rest, _ = linear_attention(x[:, 3:], x[:, 3:], x[:, 3:], initial_state=state, recurrent=True)
+    >>> bool(jnp.allclose(jnp.concatenate([first, rest], 1), whole, atol=1e-5))
+    True
+    """
     return run(tokens_of(q, k, v, scale=scale, mask=mask), **how)
 
 
-def normalised_linear_attention(q, k, v, *, initial_state=None, mask=None, **how: Any):
-    """phi(q)' S / phi(q)' z with S += phi(k) v', z += phi(k), phi = elu + 1 (arXiv:2006.16236, eq. 16-20).
+def normalised_linear_attention(
+    q: QK, k: QK, v: Values, *, initial_state: Array | None = None, mask: Mask = None, **how: Any
+) -> tuple[Values, Float[Array, "B H K W"]]:
+    """phi(q)' S / phi(q)' z with S = S + phi(k) v', z = z + phi(k) and phi = elu + 1.
 
-    z is carried as one more value channel of ones, so states are [B, H, K, V + 1]; 1e-10 keeps 0 / 0 finite.
+    Transformers are RNNs (Katharopoulos et al., 2020, arXiv:2006.16236, eq. 16-20). z is one more value
+    channel of ones, so states are [B, H, K, V + 1]; 1e-10 keeps 0 / 0 finite. o has no scale.
+
+    >>> x = jax.random.normal(jax.random.key(0), (1, 5, 2, 4))
+    >>> out, state = normalised_linear_attention(x, x, x)
+    >>> bool(jnp.allclose(out[:, 0], x[:, 0], atol=1e-5)), state.shape
+    (True, (1, 2, 4, 5))
     """
-    phi = lambda x: jax.nn.elu(x) + 1  # noqa: E731
-    ones = jnp.ones((*v.shape[:-1], 1), v.dtype)
-    t = tokens_of(phi(q), phi(k), jnp.concatenate([v, ones], -1), scale=1.0, mask=mask)
-    out, state = run(t, initial_state, **how)
-    return out[..., :-1] / (out[..., -1:] + 1e-10), state
+    q, k, v = (x.astype(wide(v)) for x in (q, k, v))
+    phi_q, phi_k = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
+    return normalised(phi_q, phi_k, v, epsilon=1e-10, initial_state=initial_state, mask=mask, **how)
 
 
-def retention(q, k, v, *, scale=None, mask=None, **how: Any) -> Output:
-    """RetNet (Sun et al., 2023, arXiv:2307.08621): S = gamma_h S + k v', gamma_h = 1 - 2^(-5 - h)."""
-    h = jnp.arange(v.shape[2], dtype=jnp.promote_types(jnp.float32, v.dtype))
+def retention(
+    q: QK, k: QK, v: Values, *, scale: float | None = None, mask: Mask = None, **how: Any
+) -> Output:
+    """S = gamma_h S + k v' with the constant gamma_h = 1 - 2^(-5 - h).
+
+    RetNet (Sun et al., 2023, arXiv:2307.08621). q and k come rotated. The paper's row normalisers are
+    positive factors that the norm behind it removes; they are left out.
+
+    >>> x = jnp.ones((1, 2, 1, 1))
+    >>> float(retention(x, x, x)[1][0, 0, 0, 0])
+    1.96875
+    """
+    h = jnp.arange(v.shape[2], dtype=wide(v))
     g = jnp.broadcast_to(jnp.log1p(-jnp.exp2(-5 - h)), v.shape[:3])
     return run(tokens_of(q, k, v, g, scale=scale, mask=mask), **how)
 
 
-def gla(q, k, v, g, *, scale=None, mask=None, **how: Any) -> Output:
-    """GLA (Yang et al., 2023, arXiv:2312.06635): S = e^g S + k v', log decays g [B, T, H] or [B, T, H, K]."""
+def gla(
+    q: QK,
+    k: QK,
+    v: Values,
+    g: PerHead | PerChannel,
+    *,
+    scale: float | None = None,
+    mask: Mask = None,
+    **how: Any,
+) -> Output:
+    """S = Diag(e^g) S + k v' with log decays g <= 0 per head or per key channel.
+
+    Per channel it is gated linear attention (GLA, Yang et al., 2023, arXiv:2312.06635, eq. 3); per head it is
+    the gated retention of YOCO (arXiv:2405.05254) and the core of Mamba-2.
+
+    >>> x = jnp.ones((1, 2, 1, 1))
+    >>> float(gla(x, x, x, jnp.log(0.5) * x)[1][0, 0, 0, 0])
+    1.5
+    """
     return run(tokens_of(q, k, v, g, scale=scale, mask=mask), **how)
 
 
-def hgrn2(q, f, v, lower_bound, *, scale=None, mask=None, **how: Any) -> Output:
-    """HGRN2 (Qin et al., 2024, arXiv:2404.07904): a = lb + (1 - lb) sigmoid(f), k = 1 - a, q = silu(q)."""
+def hgrn2(
+    q: PerChannel,
+    f: PerChannel,
+    v: Values,
+    lower_bound: Float[Array, "H K"],
+    *,
+    scale: float | None = None,
+    mask: Mask = None,
+    **how: Any,
+) -> Output:
+    """GLA with decay a = e^`hgrn2_gate`(f), key 1 - a and query silu(q).
+
+    HGRN2 (Qin et al., 2024, arXiv:2404.07904).
+
+    >>> x = jnp.zeros((1, 3, 1, 2))
+    >>> hgrn2(x, x, x, jnp.full((1, 2), 0.5))[0].shape
+    (1, 3, 1, 2)
+    """
     g = hgrn2_gate(f, lower_bound)
     return gla(jax.nn.silu(q), -jnp.expm1(g), v, g, scale=scale, mask=mask, **how)
 
 
-def hgrn2_gate(f, lower_bound):
-    """Log decay log(lb + (1 - lb) sigmoid(f)) of f [B, T, H, K] with lower bounds [H, K]."""
+def hgrn2_gate(f: PerChannel, lower_bound: Float[Array, "H K"]) -> PerChannel:
+    """Log decay log(lb + (1 - lb) sigmoid(f)), lb in [0, 1] (arXiv:2404.07904).
+
+    >>> hgrn2_gate(jnp.zeros((1, 1, 1, 1)), jnp.full((1, 1), 0.5)).item() == jnp.log(0.75).item()
+    True
+    """
     low = lower_bound[None, None]
     return jnp.log(low + (1 - low) * jax.nn.sigmoid(f))
 
 
-def ssd(x, dt_raw, b, c, a_log, d, dt_bias, *, initial_state=None, mask=None, **how: Any):
-    """Mamba-2 (Dao & Gu, 2024, arXiv:2405.21060): S = e^(-e^A_log dt) S + dt x B', y = S C + D x.
+def ssd(
+    x: Float[Array, "B T H P"],
+    dt_raw: PerHead,
+    b: Float[Array, "B T groups N"],
+    c: Float[Array, "B T groups N"],
+    a_log: Float[Array, "H"],
+    d: Float[Array, "H"],
+    dt_bias: Float[Array, "H"],
+    *,
+    initial_state: Float[Array, "B H P N"] | None = None,
+    mask: Mask = None,
+    **how: Any,
+) -> tuple[Float[Array, "B T H P"], Float[Array, "B H P N"]]:
+    """S = e^(-e^a_log dt) S + dt x b', o = S c + d x with dt = softplus(dt_raw + dt_bias).
 
-    dt = softplus(dt_raw + bias). x [B, T, H, P]; b, c [B, T, groups, N]; states [B, H, P, N], values first.
+    Mamba-2's state-space dual (Dao & Gu, 2024, arXiv:2405.21060, sections 5 and 6). States lie values first.
+
+    >>> x, one = jnp.ones((1, 4, 2, 3)), jnp.ones((1, 4, 1, 5))
+    >>> out, state = ssd(x, x[..., 0], one, one, jnp.zeros(2), jnp.ones(2), jnp.zeros(2))
+    >>> out.shape, state.shape
+    ((1, 4, 2, 3), (1, 2, 3, 5))
     """
     dt = jax.nn.softplus(dt_raw + dt_bias[None, None])
     state = None if initial_state is None else jnp.swapaxes(initial_state, 2, 3)
     t = tokens_of(c, b, x, -jnp.exp(a_log)[None, None] * dt, write=dt, scale=1.0, mask=mask)
     out, state = run(t, state, **how)
-    return out + d[None, None, :, None] * x, jnp.swapaxes(state, 2, 3)
+    return out + (d[None, None, :, None] * x).astype(out.dtype), jnp.swapaxes(state, 2, 3)
 
 
-def delta_rule(q, k, v, beta, *, scale=None, mask=None, **how: Any) -> Output:
-    """DeltaNet (Yang et al., 2024, arXiv:2406.06484): S = (I - beta k k') S + beta k v', with |k| = 1."""
+def delta_rule(
+    q: QK,
+    k: QK,
+    v: Values,
+    beta: PerHead,
+    *,
+    scale: float | None = None,
+    mask: Mask = None,
+    **how: Any,
+) -> Output:
+    """S = S + beta k (v - S' k)': DeltaNet (Yang et al., 2024, arXiv:2406.06484, section 2.2).
+
+    Keys have unit length, beta lies in (0, 1).
+
+    >>> k = jnp.ones((1, 2, 1, 1))
+    >>> float(delta_rule(k, k, jnp.asarray([[[[5.0]], [[7.0]]]]), k[..., 0])[1][0, 0, 0, 0])  # replaced
+    7.0
+    """
     return gated_delta_rule(q, k, v, None, beta, scale=scale, mask=mask, **how)
 
 
-def gated_delta_rule(q, k, v, g, beta, *, scale=None, mask=None, **how: Any) -> Output:
-    """Gated DeltaNet (arXiv:2412.06464; g [B, T, H]) and KDA (arXiv:2510.26692; g [B, T, H, K]).
+def gated_delta_rule(
+    q: QK,
+    k: QK,
+    v: Values,
+    g: PerHead | PerChannel | None,
+    beta: PerHead,
+    *,
+    scale: float | None = None,
+    mask: Mask = None,
+    **how: Any,
+) -> Output:
+    """S~ = Diag(e^g) S, S = S~ + beta k (v - S~' k)', with log decays g <= 0.
 
-    S~ = e^g S, S = S~ + beta k (v - S~' k)'. beta in (0, 2) gives negative eigenvalues.
+    Per head it is Gated DeltaNet (Yang et al., 2024, arXiv:2412.06464, eq. 10), per key channel Kimi Delta
+    Attention (KDA, arXiv:2510.26692, eq. 1). Keys have unit length; beta up to 2 gives negative eigenvalues.
+
+    >>> k = jnp.ones((1, 3, 1, 2)) * 0.5**0.5
+    >>> gated_delta_rule(k, k, k, -k, k[..., 0])[0].shape
+    (1, 3, 1, 2)
     """
     return comba(q, k, v, k, g, beta, scale=scale, mask=mask, **how)
 
 
-def kda_gate(x, a_log, dt_bias, *, lower_bound: float | None = None):
-    """KDA's log decay of x [B, T, H, K]: -e^A_h softplus(x + b), or bounded: lb sigmoid(e^A_h (x + b))."""
+def kda_gate(
+    x: PerChannel,
+    a_log: Float[Array, "H"],
+    dt_bias: Float[Array, "HK"],
+    *,
+    lower_bound: float | None = None,
+) -> PerChannel:
+    """KDA's log decay: -e^a_log softplus(x + dt_bias), or lower_bound sigmoid(e^a_log (x + dt_bias)).
+
+    The first as in Mamba-2, per channel (arXiv:2510.26692); the bounded form is that of the authors' code.
+    dt_bias holds H * K numbers.
+
+    >>> x, zero = jnp.full((1, 1, 1, 1), 100.0), jnp.zeros(1)
+    >>> kda_gate(x, zero, zero).item(), kda_gate(x, zero, zero, lower_bound=-5.0).item()
+    (-100.0, -5.0)
+    """
     rate = jnp.exp(a_log)[None, None, :, None]
     y = x + dt_bias.reshape(1, 1, *x.shape[2:])
     return -rate * jax.nn.softplus(y) if lower_bound is None else lower_bound * jax.nn.sigmoid(rate * y)
 
 
-def comba(q, k, v, p, g, beta, *, scale=None, mask=None, **how: Any) -> Output:
-    """Comba (arXiv:2506.02475): S = S~ + beta k (v - S~' p)', erasing along p and writing along k."""
+def comba(
+    q: QK,
+    k: QK,
+    v: Values,
+    p: QK,
+    g: PerHead | PerChannel | None,
+    beta: PerHead,
+    *,
+    scale: float | None = None,
+    mask: Mask = None,
+    **how: Any,
+) -> Output:
+    """S~ = Diag(e^g) S, S = S~ + beta k (v - S~' p)': erases along p, writes along k.
+
+    Comba (2025, arXiv:2506.02475), where p is a scaled key; with p = k it is the gated delta rule. The
+    paper's correction of the query by the key is left to the layer.
+
+    >>> k = jnp.ones((1, 3, 1, 2)) * 0.5**0.5
+    >>> comba(k, k, k, 0.5 * k, None, k[..., 0])[1].shape
+    (1, 1, 2, 2)
+    """
     b = beta[..., None]
     per_value_head = jnp.repeat(p, beta.shape[2] // p.shape[2], axis=2)
     return run(tokens_of(q, k, v, g, erase=b * per_value_head, write=beta, scale=scale, mask=mask), **how)
 
 
-def gdn2(q, k, v, g, b, w, *, scale=None, mask=None, **how: Any) -> Output:
-    """GDN-2: S~ = Diag(e^g) S, S = S~ + k (w v - S~' (b k))', with gates b over keys and w over values."""
+def gdn2(
+    q: PerChannel,
+    k: PerChannel,
+    v: Values,
+    g: PerHead | PerChannel | None,
+    b: PerChannel,
+    w: Values,
+    *,
+    scale: float | None = None,
+    mask: Mask = None,
+    **how: Any,
+) -> Output:
+    """S~ = Diag(e^g) S, S = S~ + k (w * v - S~' (b * k))', with gates b over key and w over value channels.
+
+    Gated DeltaNet-2 (Hatamizadeh et al., 2026, arXiv:2605.22791).
+
+    >>> k = jnp.ones((1, 3, 1, 2)) * 0.5**0.5
+    >>> gdn2(k, k, k, None, k, k)[1].shape
+    (1, 1, 2, 2)
+    """
     return run(tokens_of(q, k, v, g, erase=b * k, write=w, scale=scale, mask=mask), **how)

@@ -19,6 +19,9 @@ import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.ops.dtypes import wide
+from kvjax.ops.packing import segment_numbers, segment_starts
+
 # Tokens per chunk: decays of channels are compared pairwise, [C, C, K], those of heads as [C, C].
 CHUNK_VECTOR, CHUNK_SCALAR = 16, 32
 
@@ -52,7 +55,7 @@ def tokens_of(
     Query and key heads are repeated for their groups of value heads. scale: K^-0.5 unless given. Tokens that
     `mask` leaves out change no state.
     """
-    dtype = jnp.promote_types(jnp.float32, v.dtype)
+    dtype = wide(v)
     q, k, v = (x.astype(dtype) for x in (q, k, v))
     heads = v.shape[2]
 
@@ -95,7 +98,7 @@ def scan(
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """The recurrence token by token, as it is written; where `segments` changes, it starts from zero."""
     state = zero_state(tokens) if state is None else state.astype(tokens.v.dtype)
-    fresh = _starts(tokens, segments)
+    fresh = segment_starts(segments, tokens.k.shape[:2])
 
     def body(s: Array, at: tuple[Tokens, Array]) -> tuple[Array, Array]:
         token, new = at
@@ -105,14 +108,6 @@ def scan(
     by_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, fresh))
     state, out = jax.lax.scan(body, state, by_time)
     return jnp.moveaxis(out, 0, 1), state
-
-
-def _starts(tokens: Tokens, segments: Int[Array, "B T"] | None) -> Bool[Array, "B T"]:
-    """Whether a token opens a segment; the first one continues what came before."""
-    b, t = tokens.k.shape[:2]
-    if segments is None:
-        return jnp.zeros((b, t), bool)
-    return jnp.concatenate([jnp.zeros((b, 1), bool), segments[:, 1:] != segments[:, :-1]], 1)
 
 
 def chunked(
@@ -127,7 +122,7 @@ def chunked(
     b, t = tokens.k.shape[:2]
     size = chunk or (CHUNK_SCALAR if tokens.log_decay.shape[-1] == 1 else CHUNK_VECTOR)
     count = -(-t // size)
-    number = jnp.cumsum(_starts(tokens, segments), 1, dtype=jnp.int32)
+    number = segment_numbers(segments, (b, t))
 
     def cut(x: Array, mode: str = "constant") -> Array:
         padded = jnp.pad(x, [(0, 0), (0, count * size - t)] + [(0, 0)] * (x.ndim - 2), mode=mode)
@@ -154,7 +149,10 @@ def _one_chunk(
 ) -> tuple[Float[Array, "B H C V"], Float[Array, "B H K V"]]:
     """One chunk, [B, H, C, ...]. `before` is the segment that the entering state belongs to."""
     q, k, v, g, p = tokens
-    total = jnp.cumsum(g, axis=2)
+    # Sums of multiples of 1/16 are exact: strong decays leave no rounding error in differences of weak ones.
+    coarse = jax.lax.stop_gradient(jnp.round(g * 16) / 16)
+    whole, part = jnp.cumsum(coarse, axis=2), jnp.cumsum(g - coarse, axis=2)
+    total = whole + part
     size = g.shape[2]
     lower = jnp.tril(jnp.ones((1, 1, size, size), bool))
     same = (segment[:, :, None] == segment[:, None, :])[:, None]
@@ -164,10 +162,10 @@ def _one_chunk(
         """x_i' Diag(exp(G_i - G_j)) k_j where mask; only differences, so that no factor overflows."""
         seen = mask & same
         if g.shape[-1] == 1:
-            apart = total - jnp.swapaxes(total, 2, 3)
+            apart = (whole - jnp.swapaxes(whole, 2, 3)) + (part - jnp.swapaxes(part, 2, 3))
             decay = jnp.where(seen, jnp.exp(jnp.where(seen, apart, 0.0)), 0.0)
             return jnp.einsum("bhik,bhjk->bhij", x, k) * decay
-        apart = total[:, :, :, None] - total[:, :, None]
+        apart = (whole[:, :, :, None] - whole[:, :, None]) + (part[:, :, :, None] - part[:, :, None])
         decay = jnp.where(seen[..., None], jnp.exp(jnp.where(seen[..., None], apart, 0.0)), 0.0)
         return jnp.einsum("bhik,bhjk,bhijk->bhij", x, k, decay)
 
@@ -181,9 +179,9 @@ def _one_chunk(
         )
     out = jnp.einsum("bhik,bhkv->bhiv", q * entering, state)
     out = out + jnp.einsum("bhij,bhjv->bhiv", products(q, lower), v)
-    last = total[:, :, -1:]
+    behind = (whole[:, :, -1:] - whole) + (part[:, :, -1:] - part)
     ends = (segment == segment[:, -1:])[:, None, :, None]
-    kept = jnp.where(ends, jnp.exp(jnp.where(ends, last - total, 0.0)), 0.0).astype(v.dtype)
+    kept = jnp.where(ends, jnp.exp(jnp.where(ends, behind, 0.0)), 0.0).astype(v.dtype)
     new = jnp.einsum("bhik,bhiv->bhkv", k * kept, v)
     carried = entering[:, :, -1]
     return out, carried[..., None] * state + new

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.ops.dtypes import wide
+
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
@@ -21,7 +23,8 @@ class Rope:
     default: f_i = theta^(-2i/H). linear: f / factor. llama3, yarn: blends of f and f / factor by
     wavelength (Llama 3.1; YaRN, arXiv:2309.00071, section 3.2 and eq. 22). dynamic: theta grows with the
     row's length beyond `original_max` (NTK-aware scaling), so it is the one kind whose frequencies depend on
-    data. rotary_dim: channels that turn, all unless given.
+    data. none: nothing turns (NoPE). rotary_dim: channels that turn, all unless given; start: the first of
+    them.
 
     Difference from the YaRN paper, as in its authors' code and every library: between the frequencies that
     are kept and those that are divided, the blend is linear in the index i, not in the number of turns.
@@ -40,9 +43,10 @@ class Rope:
     mscale_all_dim: float = 0.0
     truncate: bool = True
     rotary_dim: int | None = None
+    start: int = 0
 
     def __post_init__(self):
-        kinds = ("default", "linear", "dynamic", "llama3", "yarn")
+        kinds = ("default", "linear", "dynamic", "llama3", "yarn", "none")
         if self.kind not in kinds:
             raise ValueError(f"rope kind must be one of {', '.join(kinds)}, got {self.kind!r}")
         if self.rotary_dim is not None and (self.rotary_dim < 2 or self.rotary_dim % 2):
@@ -50,10 +54,14 @@ class Rope:
                 f"rotary_dim must be even and >= 2: channels turn in pairs; got {self.rotary_dim}"
             )
 
+    def turning(self, head_dim: int) -> int:
+        """How many of a head's channels turn."""
+        return 0 if self.kind == "none" else self.rotary_dim or head_dim - self.start
+
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Static angular frequencies [H/2] in float64 (for "dynamic": those of a short row)."""
-        dim = self.rotary_dim or head_dim
-        base = self.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+        dim = self.turning(head_dim)
+        base = self.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / max(dim, 1))
         if self.kind == "linear":
             return base / self.factor
         if self.kind == "llama3":
@@ -101,7 +109,7 @@ def angles(
     """(cos, sin) of every position. `length` (tokens of the row so far) matters to "dynamic" only."""
     freq = _last_axis(rope.frequencies(head_dim), pos.ndim)
     if rope.kind == "dynamic" and length is not None:
-        dim = rope.rotary_dim or head_dim
+        dim = rope.turning(head_dim)
         reach = jnp.maximum(length, rope.original_max).astype(jnp.float32)
         stretch = rope.factor * reach / rope.original_max - (rope.factor - 1)
         theta = rope.theta * stretch ** (dim / (dim - 2))
@@ -115,11 +123,13 @@ def _last_axis(x: np.ndarray, before: int) -> Array:
 
 
 def rotate(
-    x: Float[Array, "*s H"], cos: Float[Array, "*#s h"], sin: Float[Array, "*#s h"]
+    x: Float[Array, "*s H"], cos: Float[Array, "*#s h"], sin: Float[Array, "*#s h"], start: int = 0
 ) -> Float[Array, "*s H"]:
-    """x turned by its angles: pairs (i, i + h) of the first 2h channels; the others pass unchanged."""
+    """x turned by its angles: pairs (i, i + h) of the 2h channels from `start`; the others pass unchanged."""
     half = cos.shape[-1]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    a32, b32 = a.astype(jnp.float32), b.astype(jnp.float32)
-    turned = jnp.concatenate([a32 * cos - b32 * sin, b32 * cos + a32 * sin], -1).astype(x.dtype)
-    return turned if rest.shape[-1] == 0 else jnp.concatenate([turned, rest], -1)
+    a, b = x[..., start : start + half], x[..., start + half : start + 2 * half]
+    a, b, cos, sin = (y.astype(wide(x)) for y in (a, b, cos, sin))
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+    if 2 * half == x.shape[-1]:
+        return turned
+    return jnp.concatenate([x[..., :start], turned, x[..., start + 2 * half :]], -1)

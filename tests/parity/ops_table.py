@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.ops import linear_attention as ops
+from tests.parity.ops import attention, layers, log_linear, memory, rwkv, slots
 
 Arrays = Mapping[str, Any]
 
@@ -70,4 +71,10 @@ OPS: dict[str, Callable[..., Arrays]] = {
     "kda_gate": _gate,
     "gdn2": _call(ops.gdn2, "q", "k", "v", "g", "b", "w"),
     "comba": _call(ops.comba, "q", "k", "v", "p", "g", "beta"),
+    **rwkv.OPS,
+    **log_linear.OPS,
+    **slots.OPS,
+    **memory.OPS,
+    **attention.OPS,
+    **layers.OPS,
 }

@@ -19,8 +19,8 @@ from transformers import (
 
 from kvjax.models.hf import load_hf, save_hf
 from kvjax.models.load import SHIPPED, load
+from kvjax.models.params import plan
 from kvjax.models.tokenizer import render_chat
-from kvjax.models.transformer import plan
 from tests import hf_reference
 from tests.hf_cases import CASES, TOKENS
 from tests.hf_fixtures import BAR, relative_error

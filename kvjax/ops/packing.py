@@ -1,0 +1,27 @@
+"""Packed sequences: where one ends and the next begins."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+def segment_starts(segments: Int[Array, "B T"] | None, shape: tuple[int, ...]) -> Bool[Array, "B T"]:
+    """Whether a token of `shape` [B, T] opens a segment: `segments` changes there.
+
+    A row's first token continues its past.
+
+    >>> segment_starts(jnp.asarray([[4, 4, 7]]), (1, 3)).tolist()
+    [[False, False, True]]
+    """
+    starts = jnp.zeros(shape, bool)
+    return starts if segments is None else starts.at[:, 1:].set(segments[:, 1:] != segments[:, :-1])
+
+
+def segment_numbers(segments: Int[Array, "B T"] | None, shape: tuple[int, ...]) -> Int[Array, "B T"]:
+    """How often `segments` has changed up to each token of a row; 0 everywhere without segments.
+
+    >>> segment_numbers(jnp.asarray([[4, 4, 7]]), (1, 3)).tolist()
+    [[0, 0, 1]]
+    """
+    return jnp.cumsum(segment_starts(segments, shape), 1, dtype=jnp.int32)
