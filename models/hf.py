@@ -23,13 +23,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from safetensors.numpy import save_file
 
 from kvjax.errors import InputError
+from kvjax.models.config import Config
 from kvjax.models.files import Stored, atomic_folder, check_folder, read_header, read_json
 from kvjax.models.hf_config import config_from_hf, config_to_hf
-from kvjax.models.hf_tensors import Part, hf_name, match, short_name, tensors
+from kvjax.models.hf_tensors import Part, hf_name, match, short_name, tensors, top_names
+from kvjax.models.layers import Params
 from kvjax.models.model import Model
+from kvjax.models.params import Group, check_groups, plan, shapes
 from kvjax.models.placement import leaves, map_leaves, placement
 from kvjax.models.tokenizer import read_text, write_text
-from kvjax.models.transformer import Config, Group, Params, check_groups, plan, shapes
 
 LARGE_BYTES = 10**9
 SHARD_BYTES = 5 * 10**9
@@ -125,7 +127,7 @@ def _headers(folder: Path) -> dict[str, Stored]:
 def _untie(config: Config, found: Mapping[str, Stored]) -> Config:
     """`config` untied where the checkpoint has an output matrix that differs from the embeddings."""
     by_short = {short_name(name): tensor for name, tensor in found.items()}
-    embed, unembed = (by_short.get(name) for name in ("embed_tokens.weight", "lm_head.weight"))
+    embed, unembed = (by_short.get(name) for name in (top_names(config)[0], "lm_head.weight"))
     if not config.tied or embed is None or unembed is None:
         return config
     same = embed.shape == unembed.shape and all(
@@ -172,12 +174,13 @@ def _read_params(
         return map_leaves(leaf, tree)
 
 
-def _places(
-    config: Config, stored: Mapping[str, Stored]
-) -> dict[tuple[str, int | None], tuple[Stored, Part]]:
-    """(leaf, layer) -> the stored tensor it lies in, and where."""
+Places = dict[tuple[str, int | None, int | None], tuple[Stored, Part]]
+
+
+def _places(config: Config, stored: Mapping[str, Stored]) -> Places:
+    """(leaf, layer, expert) -> the stored tensor it lies in, and where."""
     return {
-        (part.leaf, part.layer): (stored[name], part)
+        (part.leaf, part.layer, part.expert): (stored[name], part)
         for name, tensor in tensors(config).items()
         for part in tensor.parts
     }
@@ -187,19 +190,23 @@ def _read_leaf(
     path: str,
     shape: tuple[int, ...],
     groups: tuple[Group, ...],
-    places: Mapping[tuple[str, int | None], tuple[Stored, Part]],
+    places: Places,
     index: tuple[slice, ...],
     dtype: np.dtype,
 ) -> np.ndarray:
     """The piece `index` of a leaf, in our orientation and layer stacking."""
     out = np.empty([len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)], dtype)
     if not path.startswith("layers."):
-        _copy(out, *places[path, None], index, transpose=path == "unembed")
+        _copy(out, *places[path, None, None], index, transpose=path == "unembed")
         return out
     _, group, name = path.split(".")
     layers = range(groups[int(group)].first, groups[int(group)].first + shape[0])
     for row, layer in zip(out, layers[index[0]], strict=True):
-        _copy(row, *places[name, layer], index[1:], transpose=row.ndim == 2)
+        if row.ndim < 3:
+            _copy(row, *places[name, layer, None], index[1:], transpose=row.ndim == 2)
+            continue
+        for one, expert in zip(row, range(shape[1])[index[1]], strict=True):
+            _copy(one, *places[name, layer, expert], index[2:], transpose=True)
     return out
 
 
@@ -209,8 +216,16 @@ def _copy(out: np.ndarray, stored: Stored, part: Part, index: tuple[slice, ...],
     A transposed copy of a large matrix in one piece would miss the processor's cache at every step.
     """
     rows, *columns = index[::-1] if transpose else index
-    first, last, _ = rows.indices(part.stop - part.start)
+    if len(stored.shape) > len(index):
+        columns = [slice(0, 1), *columns]  # a convolution's single input channel
+        out = out[:, None]
     target = out.T if transpose else out
+    if part.rows is not None:
+        wanted = part.rows[rows]
+        start, stop = int(wanted.min()), int(wanted.max()) + 1
+        target[...] = stored.read(slice(start, stop), *columns)[wanted - start]
+        return
+    first, last, _ = rows.indices(part.stop - part.start)
     for block in _blocks(first, last):
         piece = stored.read(slice(part.start + block.start, part.start + block.stop), *columns)
         target[block.start - first : block.stop - first] = piece
@@ -246,7 +261,7 @@ def save_hf(model: Model, path: str | os.PathLike[str], *, shard_bytes: int = SH
     # Absent, the classes would fill in ids of their own vocabulary.
     data |= {"bos_token_id": _special_id(model, "bos_token"), "pad_token_id": _special_id(model, "pad_token")}
     data |= {"eos_token_id": stops if len(stops) > 1 else next(iter(stops), None), "torch_dtype": dtype.name}
-    sizes = {hf_name(name): tensor.shape for name, tensor in tensors(model.config).items()}
+    sizes = {hf_name(name, model.config): tensor.shape for name, tensor in tensors(model.config).items()}
     fetch = _fetcher(model)
     with atomic_folder(path, "config.json") as folder:
         (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n")
@@ -278,9 +293,20 @@ def _fetcher(model: Model) -> Callable[[str], np.ndarray]:
             value = np.asarray(params[part.leaf])
             return value.T if part.leaf == "unembed" else value
         group, i = layer_at[part.layer]
-        return np.asarray(group[part.leaf][i]).T
+        value = group[part.leaf][i] if part.expert is None else group[part.leaf][i, part.expert]
+        return np.asarray(value).T
 
-    return lambda name: np.concatenate([part(p) for p in table[short_name(name)].parts])
+    def whole(name: str) -> np.ndarray:
+        tensor = table[short_name(name)]
+        if all(p.rows is None for p in tensor.parts):
+            return np.concatenate([part(p) for p in tensor.parts])
+        values = [part(p) for p in tensor.parts]
+        out = np.empty((tensor.shape[0], *values[0].shape[1:]), values[0].dtype)
+        for p, value in zip(tensor.parts, values, strict=True):
+            out[p.rows] = value
+        return out.reshape(tensor.shape)
+
+    return whole
 
 
 def _split(sizes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> dict[str, list[str]]:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.errors import InputError
-from kvjax.models.transformer import Config
+from kvjax.models.config import Config
+from kvjax.models.hf_mixed import MIXED, Mixed
 from kvjax.ops.rope import Rope
 
 Json = Mapping[str, Any]
@@ -58,8 +59,10 @@ FAMILIES = {
     "phi3": Family("Phi3ForCausalLM", _PLAIN | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}),
     "olmo2": Family("Olmo2ForCausalLM", _PLAIN | {"rms_norm_eps": 1e-5}),
 }
-SUPPORTED = (*FAMILIES, "gemma3")
+SUPPORTED = (*FAMILIES, *MIXED, "gemma3")
 """Every `model_type` that can be loaded; of "gemma3" the language model alone."""
+
+_QWENS = ("qwen2", "qwen3", "qwen3_moe")
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -97,6 +100,7 @@ def config_from_hf(data: Json) -> Config:
     family, data = _family(data)
     d_model, heads = _size(data, "hidden_size"), _size(data, "num_attention_heads")
     head_dim = _size(data, "head_dim") if data.get("head_dim") else d_model // heads
+    head_dim = data.get("qk_rope_head_dim", head_dim)
     rope, rope_local = _ropes(data, head_dim)
     windows = _windows(family, data)
     sizes: dict[str, Any] = dict(
@@ -117,7 +121,12 @@ def config_from_hf(data: Json) -> Config:
         family=family,
     )
     try:
-        return Config(**sizes, **_features(family, data))
+        mixed = MIXED.get(family)
+        return Config(**(sizes | (_features(family, data) if mixed is None else mixed.read(data, rope))))
+    except InputError:
+        raise
+    except KeyError as error:
+        raise InputError(f"config.json lacks {error.args[0]}, which {family} needs") from error
     except (ValueError, TypeError) as error:
         raise InputError(f"config.json describes no model that can be built: {error}") from error
 
@@ -129,7 +138,7 @@ def _family(data: Json) -> tuple[str, dict[str, Any]]:
         text = data.get("text_config")
         outer = {k: data[k] for k in ("tie_word_embeddings", "eos_token_id") if k in data}
         name, data = "gemma3_text", {**outer, **(text if isinstance(text, Mapping) else data)}
-    if name not in FAMILIES:
+    if name not in FAMILIES and name not in MIXED:
         near = difflib.get_close_matches(str(name), SUPPORTED, 1)
         hint = f" (the nearest is {near[0]})" if near else ""
         raise InputError(
@@ -143,7 +152,11 @@ def _family(data: Json) -> tuple[str, dict[str, Any]]:
     if data.get("use_bidirectional_attention"):
         raise InputError("use_bidirectional_attention is set: kvjax runs causal decoders only")
     given = {k: v for k, v in data.items() if v is not None or k in _NULLABLE}
-    return name, {**FAMILIES[name].defaults, **given}
+    return name, {**_row(name).defaults, **given}
+
+
+def _row(family: str) -> Family | Mixed:
+    return FAMILIES[family] if family in FAMILIES else MIXED[family]
 
 
 # Null means "none" for these, not "the default".
@@ -191,9 +204,13 @@ def _features(family: str, data: Json) -> dict[str, Any]:
 
 def _windows(family: str, data: Json) -> tuple[int | None, ...]:
     """Window of every layer; () where none has one."""
+    if family in MIXED and family not in ("mixtral", "qwen3_moe"):
+        return ()
     layers, window = _size(data, "num_hidden_layers"), data.get("sliding_window")
-    kinds = data.get("layer_types") if family not in ("llama", "mistral", "phi3", "olmo2") else None
-    if family in ("llama", "olmo2") or (family in ("qwen2", "qwen3") and not data.get("use_sliding_window")):
+    kinds = (
+        data.get("layer_types") if family not in ("llama", "mistral", "mixtral", "phi3", "olmo2") else None
+    )
+    if family in ("llama", "olmo2") or (family in _QWENS and not data.get("use_sliding_window")):
         window = None
     if window is None:
         return ()
@@ -207,7 +224,7 @@ def _windows(family: str, data: Json) -> tuple[int | None, ...]:
                 f"layer_types {what}, expected full_attention or sliding_attention for every layer"
             )
         slides = [kind == "sliding_attention" for kind in kinds]
-    elif family in ("qwen2", "qwen3"):
+    elif family in _QWENS:
         slides = [i >= data["max_window_layers"] for i in range(layers)]
     elif family in ("gemma2", "gemma3_text"):
         period = data.get("sliding_window_pattern", 2)
@@ -276,11 +293,11 @@ def config_to_hf(config: Config) -> dict[str, Any]:
 
     Raises InputError where no class of transformers computes what `config` says.
     """
-    if config.family not in FAMILIES:
-        raise InputError(f"family {config.family!r} is unknown, expected one of {', '.join(FAMILIES)}")
+    if config.family not in FAMILIES and config.family not in MIXED:
+        raise InputError(f"family {config.family!r} is unknown, expected one of {', '.join(SUPPORTED)}")
     activation = "hidden_activation" if config.family.startswith("gemma") else "hidden_act"
     data: dict[str, Any] = {
-        "architectures": [FAMILIES[config.family].architecture],
+        "architectures": [_row(config.family).architecture],
         "model_type": config.family,
         "vocab_size": config.vocab,
         "hidden_size": config.d_model,
@@ -304,6 +321,13 @@ def config_to_hf(config: Config) -> dict[str, Any]:
         data["query_pre_attn_scalar"] = int(scalar) if scalar.is_integer() else scalar
         data["attn_logit_softcapping"] = config.attention_softcap
         data["final_logit_softcapping"] = config.logit_softcap
+    if config.family in MIXED:
+        try:
+            data |= MIXED[config.family].write(config)
+        except (AttributeError, IndexError) as error:
+            raise InputError(
+                f"family {config.family} of transformers has no such layers: use save_checkpoint instead"
+            ) from error
     back = config_from_hf(data)
     # A longer reach than the model asked for is no loss.
     fields = [f.name for f in dataclasses.fields(Config) if f.name != "max_positions"]
@@ -321,6 +345,8 @@ def _positions(config: Config) -> int:
 
 def _rope_fields(config: Config) -> dict[str, Any]:
     rope, local = config.rope, config.rope_local
+    if rope.kind == "none":
+        return {}
     fields: dict[str, Any] = {"rope_theta": rope.theta}
     if rope.rotary_dim is not None:
         share = rope.rotary_dim / config.head_dim
@@ -354,15 +380,15 @@ def _scaling(rope: Rope) -> dict[str, Any]:
 
 def _window_fields(config: Config) -> dict[str, Any]:
     sizes = sorted({w for w in config.windows if w is not None})
-    if config.family in ("llama", "olmo2"):
+    if config.family in ("llama", "olmo2") or config.family in set(MIXED) - {"mixtral", "qwen3_moe"}:
         return {}
     fields: dict[str, Any] = {"sliding_window": sizes[0] if sizes else None}
-    if config.family in ("mistral", "phi3"):
+    if config.family in ("mistral", "mixtral", "phi3"):
         return fields
     kinds = [
         "full_attention" if config.window(i) is None else "sliding_attention" for i in range(config.layers)
     ]
     fields["layer_types"] = kinds
-    if config.family in ("qwen2", "qwen3"):
+    if config.family in _QWENS:
         fields["use_sliding_window"] = bool(sizes)
     return fields

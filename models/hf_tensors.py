@@ -10,22 +10,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from kvjax.errors import InputError
-from kvjax.models.files import DTYPES, Stored
-from kvjax.models.transformer import Config, layer_shapes, shapes
+import numpy as np
 
-_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+from kvjax.errors import InputError
+from kvjax.models.config import Config
+from kvjax.models.files import DTYPES, Stored
+from kvjax.models.hf_mixed import MIXED
+from kvjax.models.hf_mixed.pieces import Piece
+from kvjax.models.params import layer_shapes, shapes
+
+_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "backbone.")
 _NO_PARAMETERS = ("rotary_emb.inv_freq",)
 _OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")
 
 
 class Part(NamedTuple):
-    """A parameter inside a tensor: its leaf, its layer (None outside the layers), rows [start, stop)."""
+    """A parameter inside a tensor: its leaf, its layer (None outside the layers), rows [start, stop).
+
+    rows: which of those rows are its columns, in order, where it does not have them all in theirs. expert:
+    which expert's it is, where the leaf has an axis of them.
+    """
 
     leaf: str
     layer: int | None
     start: int
     stop: int
+    rows: np.ndarray | None = None
+    expert: int | None = None
 
 
 class Tensor(NamedTuple):
@@ -43,17 +54,41 @@ def tensors(config: Config) -> dict[str, Tensor]:
     (8, 16)
     """
     top = shapes(config)
+    embed, norm = top_names(config)
     out = {
-        "embed_tokens.weight": Tensor(top["embed"], (Part("embed", None, 0, config.vocab),)),
-        "norm.weight": Tensor(top["norm"], (Part("norm", None, 0, config.d_model),)),
+        embed: Tensor(top["embed"], (Part("embed", None, 0, config.vocab),)),
+        norm: Tensor(top["norm"], (Part("norm", None, 0, config.d_model),)),
     }
     if not config.tied:
         out["lm_head.weight"] = _stack(("unembed",), None, {"unembed": top["unembed"]})
+    if config.family in MIXED:
+        for i in range(config.layers):
+            sizes = layer_shapes(config, i)
+            for name, pieces in MIXED[config.family].pieces(config, i):
+                out[f"layers.{i}.{name}"] = _gathered(pieces, i, sizes)
+        return out
     sizes = layer_shapes(config)
     table = _layer_table(config)
     for i in range(config.layers):
         out |= {f"layers.{i}.{name}": _stack(leaves, i, sizes) for name, leaves in table.items()}
     return out
+
+
+def top_names(config: Config) -> tuple[str, str]:
+    """What the embedding and the last norm are called."""
+    if config.family == "mamba2":
+        return "embeddings.weight", "norm_f.weight"
+    return "embed_tokens.weight", "norm.weight"
+
+
+def _gathered(pieces: list[Piece], layer: int, sizes: Mapping[str, tuple[int, ...]]) -> Tensor:
+    """A tensor from its pieces, which may interleave."""
+    total = sum(len(p.rows) for p in pieces)
+    parts = tuple(Part(p.leaf, layer, 0, total, p.rows, p.expert) for p in pieces)
+    first = pieces[0]
+    inner = sizes[first.leaf][0 if first.expert is None else 1 : -1]
+    # A convolution over single channels has an axis of one input channel.
+    return Tensor((total, 1, *inner) if first.leaf == "conv" else (total, *inner), parts)
 
 
 def _layer_table(config: Config) -> dict[str, tuple[str, ...]]:
@@ -90,9 +125,10 @@ def _stack(leaves: tuple[str, ...], layer: int | None, sizes: Mapping[str, tuple
     return Tensor((row, *sizes[leaves[0]][:-1]), tuple(parts))
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, config: Config) -> str:
     """The full name that a causal language model of transformers gives a tensor."""
-    return name if name.startswith("lm_head") else f"model.{name}"
+    room = "backbone" if config.family == "mamba2" else "model"
+    return name if name.startswith("lm_head") else f"{room}.{name}"
 
 
 def short_name(name: str) -> str:
@@ -111,15 +147,17 @@ def match(config: Config, found: Mapping[str, Stored]) -> dict[str, Stored]:
     """
     expected = tensors(config)
     stored = {short_name(name): tensor for name, tensor in found.items() if not _passed_over(name, config)}
-    missing = [hf_name(n) for n in expected if n not in stored]
+    missing = [hf_name(n, config) for n in expected if n not in stored]
     extra = [n for n in found if short_name(n) in stored and short_name(n) not in expected]
     wrong = [
-        f"{hf_name(n)} (expected {list(t.shape)}, found {list(stored[n].shape)})"
+        f"{hf_name(n, config)} (expected {list(t.shape)}, found {list(stored[n].shape)})"
         for n, t in expected.items()
         if n in stored and stored[n].shape != t.shape
     ]
     dtypes = [
-        f"{hf_name(n)} ({stored[n].dtype})" for n in expected if n in stored and stored[n].dtype not in DTYPES
+        f"{hf_name(n, config)} ({stored[n].dtype})"
+        for n in expected
+        if n in stored and stored[n].dtype not in DTYPES
     ]
     complaints = [
         f"{len(names)} {what}: {_some(names)}"
@@ -146,7 +184,14 @@ def _passed_over(name: str, config: Config) -> bool:
         name.endswith(_NO_PARAMETERS)
         or (config.tied and name == "lm_head.weight")
         or (config.family == "gemma3_text" and name.startswith(_OTHER_MODALITIES))
+        or (config.family == "deepseek_v3" and _beyond(name, config))
     )
+
+
+def _beyond(name: str, config: Config) -> bool:
+    """Whether a tensor is of a layer behind the last: DeepSeek-V3's extra ones predict further tokens."""
+    parts = name.split(".")
+    return parts[0] == "layers" and parts[1].isdigit() and int(parts[1]) >= config.layers
 
 
 def _some(names: Iterable[str], most: int = 8) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from tests import hf_reference
 from tests.hf_cases import CASES, TOKENS
@@ -27,9 +28,10 @@ def main() -> None:
     for seed, (name, case) in enumerate(CASES.items()):
         with tempfile.TemporaryDirectory() as folder:
             model = hf_reference.build(case, Path(folder), seed)
+            # Saved, because the classes keep experts under other names than checkpoints do.
+            model.save_pretrained(folder)
+            weights = load_file(Path(folder) / "model.safetensors")
         tokens = np.random.default_rng(seed).integers(0, case["vocab_size"], (1, TOKENS)).astype(np.int32)
-        tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-        weights = {n: w for n, w in model.state_dict().items() if n not in tied}
         bits = {n: w.to(torch.bfloat16).view(torch.uint16).numpy() for n, w in weights.items()}
         logits = hf_reference.logits(model, tokens)
         np.savez_compressed(

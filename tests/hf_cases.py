@@ -47,6 +47,34 @@ def _new(kind: str, theta: float = 1000.0, **params: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": theta, **params}
 
 
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+_MLA = {
+    "kv_lora_rank": 12, "q_lora_rank": None, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 7,
+    "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 4,
+}  # fmt: skip
+_ROUTED = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+}  # fmt: skip
+
+
+def _mamba(**fields: Any) -> dict[str, Any]:
+    sizes = {n: _SIZES[n] for n in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    mixer = dict(num_heads=5, head_dim=8, state_size=6, n_groups=1, expand=2, conv_kernel=4, chunk_size=8)
+    return {"model_type": "mamba2", **sizes, **none, **mixer, "layer_norm_epsilon": 1e-4, **fields}
+
+
+def _next(**fields: Any) -> dict[str, Any]:
+    linear = dict(
+        linear_conv_kernel_dim=4, linear_key_head_dim=6, linear_value_head_dim=8, linear_num_value_heads=4
+    )
+    return _case(
+        "qwen3_next", **_EXPERTS, **linear, shared_expert_intermediate_size=10, norm_topk_prob=True,
+        partial_rotary_factor=0.5, rope_theta=1000.0, **fields,
+    ) | {"num_hidden_layers": 4}  # fmt: skip
+
+
 CASES: dict[str, dict[str, Any]] = {
     "llama": _case("llama", attention_bias=True, mlp_bias=True, rope_theta=500.0),
     "llama_mqa_tied": _case("llama", **_MQA, tie_word_embeddings=True),
@@ -144,4 +172,33 @@ CASES: dict[str, dict[str, Any]] = {
     "phi3": _even("phi3", 24, **_THREE, partial_rotary_factor=0.5, sliding_window=11),
     "phi3_full": _even("phi3", 24, sliding_window=None, tie_word_embeddings=True),
     "olmo2": _even("olmo2", 24, rope_theta=5e5),
-}
+    "mixtral": _case(
+        "mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=None, rope_theta=1000.0
+    ),
+    "mixtral_window": _case(
+        "mixtral", **_MQA, num_local_experts=3, num_experts_per_tok=1, sliding_window=7,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_moe": _case(
+        "qwen3_moe", **_EXPERTS, norm_topk_prob=True, decoder_sparse_step=2, rope_theta=1000.0
+    ),
+    "qwen3_moe_dense_first": _case("qwen3_moe", **_EXPERTS, norm_topk_prob=False, mlp_only_layers=[0]),
+    "deepseek_v2": _case(
+        "deepseek_v2", **_MLA, **_ROUTED, topk_method="greedy", first_k_dense_replace=1, rope_theta=1000.0
+    ),
+    "deepseek_v3": _case(
+        "deepseek_v3", **_MLA | {"q_lora_rank": 10}, **_ROUTED, n_group=3, topk_group=2, norm_topk_prob=True,
+        first_k_dense_replace=1,
+        rope_scaling=_new(
+            "yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.8
+        ),
+    ),
+    "deepseek_v3_plain": _case(
+        "deepseek_v3", **_MLA, **_ROUTED, n_group=1, topk_group=1, norm_topk_prob=False, attention_bias=True,
+        first_k_dense_replace=0,
+    ),
+    "mamba2": _mamba(tie_word_embeddings=True),
+    "mamba2_groups": _mamba(n_groups=5, expand=4, num_heads=10, conv_kernel=3),
+    "qwen3_next": _next(linear_num_key_heads=2, mlp_only_layers=[1]),
+    "qwen3_next_pattern": _next(linear_num_key_heads=4, full_attention_interval=2),
+}  # fmt: skip

@@ -25,6 +25,10 @@ def build(case: dict[str, Any], folder: Path, seed: int = 0) -> Any:
             else:
                 value = 0.3 * noise + (1.0 if "norm" in name and not gemma else 0.0)
             weight.copy_(value.to(torch.bfloat16).float())
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                noise = 0.2 * torch.randn(buffer.shape, generator=generator)
+                buffer.copy_(noise.to(torch.bfloat16).float())
     return model
 
 

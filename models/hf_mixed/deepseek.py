@@ -1,0 +1,112 @@
+"""DeepSeek-V2 and V3: latents, and experts of which some are shared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from kvjax.errors import InputError
+from kvjax.models.config import Config
+from kvjax.models.feed_forward import GatedMLP, MoE
+from kvjax.models.hf_mixed.pieces import (
+    Json,
+    Piece,
+    mlp,
+    norms,
+    unpaired,
+    whole,
+)
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.mixers.latent import Latent
+from kvjax.ops.rope import Rope
+
+
+def read_deepseek(data: Json, rope: Rope) -> dict[str, Any]:
+    third = data["model_type"] == "deepseek_v3"
+    if not data.get("rope_interleave", True):
+        raise InputError("rope_interleave = false is not supported: expected channels that turn in pairs")
+    nope, turned = data["qk_nope_head_dim"], data["qk_rope_head_dim"]
+    scale = None
+    if third and rope.kind == "yarn" and rope.mscale_all_dim:
+        scale = (nope + turned) ** -0.5 * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1) ** 2
+    latent = Latent(
+        data["kv_lora_rank"], turned, nope, data["v_head_dim"], q_rank=data.get("q_lora_rank"), scale=scale
+    )
+    grouped = third or data.get("topk_method", "greedy") != "greedy"
+    experts = MoE(
+        data["n_routed_experts"], data["num_experts_per_tok"], data["moe_intermediate_size"],
+        scores="sigmoid" if third else "softmax",
+        normalise=third and bool(data["norm_topk_prob"]),
+        scale=float(data["routed_scaling_factor"]),
+        groups=(data.get("n_group") or 1) if grouped else 1,
+        top_groups=(data.get("topk_group") or 1) if grouped else 1,
+        shared=data["moe_intermediate_size"] * (data.get("n_shared_experts") or 0),
+    )  # fmt: skip
+    layers, dense = data["num_hidden_layers"], data["first_k_dense_replace"]
+    bias = bool(data.get("attention_bias", False))
+    return {
+        "mixers": (latent,) * layers,
+        "mlps": tuple(GatedMLP() if i < dense else experts for i in range(layers)),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "head_dim": turned,
+        "kv_heads": data["num_attention_heads"],
+    }
+
+
+def write_deepseek(config: Config) -> dict[str, Any]:
+    latent = config.mixers[0]
+    words = [w for w in config.mlps if isinstance(w, MoE)]
+    out: dict[str, Any] = {
+        "kv_lora_rank": latent.rank,
+        "q_lora_rank": latent.q_rank,
+        "qk_rope_head_dim": latent.rope_dim,
+        "qk_nope_head_dim": latent.nope_dim,
+        "v_head_dim": latent.value_dim,
+        "first_k_dense_replace": config.layers - len(words),
+    }
+    if words:
+        moe = words[0]
+        out |= {
+            "n_routed_experts": moe.experts,
+            "num_experts_per_tok": moe.top,
+            "moe_intermediate_size": moe.width,
+            "n_shared_experts": moe.shared // moe.width or None,
+            "routed_scaling_factor": moe.scale,
+            "norm_topk_prob": moe.normalise,
+            "n_group": moe.groups,
+            "topk_group": moe.top_groups,
+        }
+        if config.family == "deepseek_v2":
+            out["topk_method"] = "greedy" if moe.groups == 1 else "group_limited_greedy"
+    return out
+
+
+def deepseek(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+    word = mixer_of(config, layer)
+    sizes, turned = word.shapes(config), word.rope_dim
+    width = word.nope_dim + turned
+    within = np.concatenate([np.arange(word.nope_dim), word.nope_dim + unpaired(turned)])
+    heads = (np.arange(config.heads)[:, None] * width + within[None]).ravel()
+    down = np.concatenate([np.arange(word.rank), word.rank + unpaired(turned)])
+    yield from norms(config)
+    if word.q_rank is None:
+        yield "self_attn.q_proj.weight", [Piece("q", heads)]
+    else:
+        yield "self_attn.q_a_proj.weight", whole("q_down", word.q_rank)
+        yield "self_attn.q_a_layernorm.weight", whole("q_latent_norm", word.q_rank)
+        yield "self_attn.q_b_proj.weight", [Piece("q_up", heads)]
+        if "q_down_bias" in sizes:
+            yield "self_attn.q_a_proj.bias", whole("q_down_bias", word.q_rank)
+    yield "self_attn.kv_a_proj_with_mqa.weight", [Piece("kv_down", down)]
+    if "kv_down_bias" in sizes:
+        yield "self_attn.kv_a_proj_with_mqa.bias", [Piece("kv_down_bias", down)]
+    yield "self_attn.kv_a_layernorm.weight", whole("latent_norm", word.rank)
+    yield "self_attn.kv_b_proj.weight", whole("kv_up", sizes["kv_up"][-1])
+    yield "self_attn.o_proj.weight", whole("o", config.d_model)
+    if "o_bias" in sizes:
+        yield "self_attn.o_proj.bias", whole("o_bias", config.d_model)
+    yield from mlp(config, layer, "shared_experts")

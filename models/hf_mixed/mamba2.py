@@ -1,0 +1,66 @@
+"""Mamba-2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from kvjax.errors import InputError
+from kvjax.models.config import Config
+from kvjax.models.feed_forward import NoMLP
+from kvjax.models.hf_mixed.pieces import (
+    Json,
+    Piece,
+    behind,
+    whole,
+)
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.mixers.recurrent import Mamba2
+from kvjax.ops.rope import Rope
+
+
+def read_mamba2(data: Json, rope: Rope) -> dict[str, Any]:
+    if data["use_bias"] or not data["use_conv_bias"]:
+        raise InputError("use_bias = true or use_conv_bias = false is not supported for mamba2")
+    low, high = (x["__float__"] if isinstance(x, dict) else x for x in data["time_step_limit"])
+    if float(low) != 0 or not math.isinf(float(high)):
+        raise InputError(
+            f"time_step_limit {data['time_step_limit']} is not supported, expected 0 and infinity"
+        )
+    word = Mamba2(
+        data["num_heads"], data["state_size"], data["head_dim"], data["n_groups"], conv=data["conv_kernel"]
+    )
+    layers = data["num_hidden_layers"]
+    return {
+        "mixers": (word,) * layers,
+        "mlps": (NoMLP(),) * layers,
+        "rope": Rope(kind="none"),
+        "norm_eps": float(data["layer_norm_epsilon"]),
+    }
+
+
+def write_mamba2(config: Config) -> dict[str, Any]:
+    word = config.mixers[0]
+    return {
+        "num_heads": word.heads,
+        "state_size": word.key_dim,
+        "head_dim": word.value_dim,
+        "n_groups": word.key_heads,
+        "conv_kernel": word.conv,
+        "expand": word.heads * word.value_dim / config.d_model,
+        "layer_norm_epsilon": config.norm_eps,
+    }
+
+
+def mamba2(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+    word = mixer_of(config, layer)
+    sizes = word.shapes(config)
+    yield "norm.weight", whole("attn_norm", config.d_model)
+    yield "mixer.in_proj.weight", behind({leaf: sizes[leaf][-1] for leaf in ("z", "xbc", "dt")})
+    yield "mixer.conv1d.weight", whole("conv", sizes["conv"][-1])
+    yield "mixer.conv1d.bias", whole("conv_bias", sizes["conv"][-1])
+    names = {"dt_bias": "dt_bias", "A_log": "a_log", "D": "skip", "norm.weight": "out_norm"}
+    for name, leaf in names.items():
+        yield f"mixer.{name}", whole(leaf, sizes[leaf][-1])
+    yield "mixer.out_proj.weight", whole("o", config.d_model)

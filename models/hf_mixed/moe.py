@@ -1,0 +1,79 @@
+"""Attention with experts: Mixtral and Qwen3-MoE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvjax.models.config import Config
+from kvjax.models.feed_forward import GatedMLP, MoE
+from kvjax.models.hf_mixed.pieces import (
+    Json,
+    Piece,
+    attention,
+    experts,
+    mlp,
+    norms,
+)
+from kvjax.ops.rope import Rope
+
+
+def read_mixtral(data: Json, rope: Rope) -> dict[str, Any]:
+    word = MoE(data["num_local_experts"], data["num_experts_per_tok"], data["intermediate_size"])
+    return {"mlps": (word,) * data["num_hidden_layers"]}
+
+
+def write_mixtral(config: Config) -> dict[str, Any]:
+    word = config.mlps[0]
+    return {"num_local_experts": word.experts, "num_experts_per_tok": word.top}
+
+
+def mixtral(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+    yield from norms(config)
+    yield from attention(config, layer)
+    yield from experts(config, layer, "block_sparse_moe", ("w1", "w3", "w2"))
+
+
+def _sparse(data: Json) -> list[bool]:
+    """Which layers have experts, in the words of the Qwen families."""
+    dense, step = data.get("mlp_only_layers") or [], data.get("decoder_sparse_step", 1)
+    return [
+        i not in dense and _count(data) > 0 and (i + 1) % step == 0 for i in range(data["num_hidden_layers"])
+    ]
+
+
+def _count(data: Json) -> int:
+    """The number of experts, which transformers 5 writes under another name."""
+    return data["num_local_experts"] if "num_local_experts" in data else data["num_experts"]
+
+
+def qwen_experts(data: Json, **shared: Any) -> tuple[Any, ...]:
+    word = MoE(
+        _count(data), data["num_experts_per_tok"], data["moe_intermediate_size"],
+        normalise=bool(data["norm_topk_prob"]), **shared,
+    )  # fmt: skip
+    return tuple(word if sparse else GatedMLP() for sparse in _sparse(data))
+
+
+def write_qwen_experts(config: Config) -> dict[str, Any]:
+    words = [w for w in config.mlps if isinstance(w, MoE)]
+    first = words[0]
+    return {
+        "num_experts": first.experts,
+        "num_experts_per_tok": first.top,
+        "moe_intermediate_size": first.width,
+        "norm_topk_prob": first.normalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, w in enumerate(config.mlps) if not isinstance(w, MoE)],
+    }
+
+
+def read_qwen3_moe(data: Json, rope: Rope) -> dict[str, Any]:
+    bias = bool(data.get("attention_bias", False))
+    return {"qk_norm": "head", "qkv_bias": bias, "o_bias": bias, "mlps": qwen_experts(data)}
+
+
+def qwen3_moe(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+    yield from norms(config)
+    yield from attention(config, layer)
+    yield from mlp(config, layer)

@@ -1,0 +1,105 @@
+"""What the families share: pieces of tensors, and the names of attention, norms and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvjax.models.config import Config
+from kvjax.models.feed_forward import MoE, mlp_of
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.ops.rope import Rope
+
+Json = Mapping[str, Any]
+
+
+class Piece(NamedTuple):
+    """A parameter inside a tensor: which rows are its columns; of one expert, where it has them."""
+
+    leaf: str
+    rows: np.ndarray
+    expert: int | None = None
+
+
+class Mixed(NamedTuple):
+    """A family: its class in transformers, defaults of its config.json, and what sets it apart.
+
+    read: config.json -> fields of `Config` beside the common sizes. write: the way back. pieces: (config,
+    layer) -> the names of that layer's tensors, each with the parameters in it.
+    """
+
+    architecture: str
+    defaults: dict[str, Any]
+    read: Callable[[Json, Rope], dict[str, Any]]
+    write: Callable[[Config], dict[str, Any]]
+    pieces: Callable[[Config, int], Iterator[tuple[str, list[Piece]]]]
+
+
+def whole(leaf: str, count: int, expert: int | None = None) -> list[Piece]:
+    return [Piece(leaf, np.arange(count), expert)]
+
+
+def behind(parts: Mapping[str, int]) -> list[Piece]:
+    """Parameters one behind the other."""
+    out, start = [], 0
+    for leaf, count in parts.items():
+        out.append(Piece(leaf, np.arange(start, start + count)))
+        start += count
+    return out
+
+
+def unpaired(size: int) -> np.ndarray:
+    """Order of channels that turn in pairs (2 i, 2 i + 1), as our pairs (i, i + size / 2)."""
+    return np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2)])
+
+
+def experts(
+    config: Config, layer: int, room: str, names: tuple[str, str, str]
+) -> Iterator[tuple[str, list[Piece]]]:
+    """Tensors of a mixture of experts in `room`, whose experts call gate, up and down `names`."""
+    moe = mlp_of(config, layer)
+    yield f"{room}.gate.weight", whole("router", moe.experts)
+    widths = (moe.width, moe.width, config.d_model)
+    for e in range(moe.experts):
+        for leaf, name, width in zip(("gate", "up", "down"), names, widths, strict=True):
+            yield f"{room}.experts.{e}.{name}.weight", whole(f"experts_{leaf}", width, e)
+
+
+def mlp(config: Config, layer: int, shared: str = "") -> Iterator[tuple[str, list[Piece]]]:
+    """A gated MLP, or experts with a shared one called `shared`, under `mlp`."""
+    word, d = mlp_of(config, layer), config.d_model
+    names = ("gate_proj", "up_proj", "down_proj")
+    if not isinstance(word, MoE):
+        for leaf, name, width in zip(
+            ("gate", "up", "down"), names, (config.d_ff, config.d_ff, d), strict=True
+        ):
+            yield f"mlp.{name}.weight", whole(leaf, width)
+        return
+    yield from experts(config, layer, "mlp", names)
+    if word.scores == "sigmoid":
+        yield "mlp.gate.e_score_correction_bias", whole("router_bias", word.experts)
+    if word.shared:
+        for leaf, name, width in zip(
+            ("gate", "up", "down"), names, (word.shared, word.shared, d), strict=True
+        ):
+            yield f"mlp.{shared}.{name}.weight", whole(f"shared_{leaf}", width)
+    if word.shared_gate:
+        yield "mlp.shared_expert_gate.weight", whole("shared_switch", 1)
+
+
+def attention(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+    sizes = mixer_of(config, layer).shapes(config)
+    for leaf in ("q", "k", "v", "o"):
+        yield f"self_attn.{leaf}_proj.weight", whole(leaf, sizes[leaf][-1])
+        if f"{leaf}_bias" in sizes:
+            yield f"self_attn.{leaf}_proj.bias", whole(f"{leaf}_bias", sizes[leaf][-1])
+    for leaf in ("q_norm", "k_norm"):
+        if leaf in sizes:
+            yield f"self_attn.{leaf}.weight", whole(leaf, sizes[leaf][-1])
+
+
+def norms(config: Config) -> Iterator[tuple[str, list[Piece]]]:
+    yield "input_layernorm.weight", whole("attn_norm", config.d_model)
+    yield "post_attention_layernorm.weight", whole("mlp_norm", config.d_model)

@@ -1,0 +1,108 @@
+"""Qwen3-Next: gated deltas, gated attention and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from kvjax.errors import InputError
+from kvjax.models.config import Config
+from kvjax.models.feed_forward import MoE
+from kvjax.models.hf_mixed.moe import qwen_experts, write_qwen_experts
+from kvjax.models.hf_mixed.pieces import (
+    Json,
+    Piece,
+    attention,
+    behind,
+    mlp,
+    norms,
+    whole,
+)
+from kvjax.models.mixers.attention import Attention, mixer_of
+from kvjax.models.mixers.recurrent import GatedDelta
+from kvjax.ops.rope import Rope
+
+
+def read_qwen3_next(data: Json, rope: Rope) -> dict[str, Any]:
+    linear = GatedDelta(
+        data["linear_num_value_heads"], data["linear_key_head_dim"], data["linear_value_head_dim"],
+        data["linear_num_key_heads"], conv=data["linear_conv_kernel_dim"],
+    )  # fmt: skip
+    layers = data["num_hidden_layers"]
+    every = data.get("full_attention_interval") or 4
+    kinds = data.get("layer_types") or [
+        "linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)
+    ]
+    unknown = sorted(set(kinds) - {"linear_attention", "full_attention"})
+    if unknown or len(kinds) != layers:
+        raise InputError(
+            f"layer_types {kinds} must name linear_attention or full_attention for each of {layers} layers"
+        )
+    bias = bool(data.get("attention_bias", False))
+    return {
+        "mixers": tuple(linear if kind == "linear_attention" else Attention(gate=True) for kind in kinds),
+        "mlps": qwen_experts(data, shared=data["shared_expert_intermediate_size"], shared_gate=True),
+        "qk_norm": "head",
+        "norm_offset": 1.0,
+        "qkv_bias": bias,
+        "o_bias": bias,
+    }
+
+
+def write_qwen3_next(config: Config) -> dict[str, Any]:
+    words = [m for m in config.mixers if isinstance(m, GatedDelta)]
+    experts = [w for w in config.mlps if isinstance(w, MoE)]
+    linear = words[0]
+    kinds = ["linear_attention" if isinstance(m, GatedDelta) else "full_attention" for m in config.mixers]
+    return write_qwen_experts(config) | {
+        "linear_num_value_heads": linear.heads,
+        "linear_num_key_heads": linear.key_heads,
+        "linear_key_head_dim": linear.key_dim,
+        "linear_value_head_dim": linear.value_dim,
+        "linear_conv_kernel_dim": linear.conv,
+        "shared_expert_intermediate_size": experts[0].shared,
+        "layer_types": kinds,
+    }
+
+
+def qwen3_next(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+    word = mixer_of(config, layer)
+    yield from norms(config)
+    if isinstance(word, Attention):
+        for name, pieces in attention(config, layer):
+            # A head's queries and its gate lie one behind the other.
+            if name.startswith("self_attn.q_proj"):
+                rows = (
+                    np.arange(config.heads)[:, None] * 2 * config.head_dim + np.arange(config.head_dim)[None]
+                )
+                gate = "attn_gate" if name.endswith("weight") else "attn_gate_bias"
+                pieces = [Piece(pieces[0].leaf, rows.ravel()), Piece(gate, rows.ravel() + config.head_dim)]
+            yield name, pieces
+    else:
+        yield from _gated_delta(word, config)
+    yield from mlp(config, layer, "shared_expert")
+
+
+def _gated_delta(word: GatedDelta, config: Config) -> Iterator[tuple[str, list[Piece]]]:
+    """One key head behind the other: its q, its k, and the v and z of its value heads; then its b and a."""
+    group, k, v = word.heads // word.key_heads, word.key_dim, word.value_dim
+    parts = {"q": k, "k": k, "v": group * v, "out_gate": group * v}
+    width = sum(parts.values())
+    pieces = behind(parts)
+    heads = np.arange(word.key_heads)[:, None]
+    yield (
+        "linear_attn.in_proj_qkvz.weight",
+        [Piece(p.leaf, (heads * width + p.rows[None]).ravel()) for p in pieces],
+    )
+    gates = behind({"beta": group, "decay": group})
+    yield (
+        "linear_attn.in_proj_ba.weight",
+        [Piece(p.leaf, (heads * 2 * group + p.rows[None]).ravel()) for p in gates],
+    )
+    sizes = word.shapes(config)
+    names = {"dt_bias": "dt_bias", "A_log": "a_log", "norm.weight": "out_norm", "conv1d.weight": "conv"}
+    for name, leaf in names.items():
+        yield f"linear_attn.{name}", whole(leaf, sizes[leaf][-1])
+    yield "linear_attn.out_proj.weight", whole("o", config.d_model)
