@@ -62,17 +62,18 @@ def encode(x: Array, codec: Codec | None) -> Array | Codes:
 class Slots:
     """Unordered slots of Lg layers.
 
-    k, v: [Lg, B, K, S, H] or Codes. pos: token position per slot, -1 = empty. bias: added to the logits.
-    stats: what a method remembers per slot; moves with the slots. summary: what a read method keeps per
-    page of slots.
+    k, v: [Lg, B, K, S, H] or Codes; v is None where the values are the first `shared` channels of the keys
+    (latents). pos: token position per slot, -1 = empty. bias: added to the logits. stats: what a method
+    remembers per slot; moves with the slots. summary: what a read method keeps per page of slots.
     """
 
     k: Array | Codes
-    v: Array | Codes
+    v: Array | Codes | None
     pos: Int[Array, "Lg B K S"]
     bias: Float[Array, "Lg B K S"] | None = None
     stats: dict[str, Float[Array, "Lg B K S"]] = dataclasses.field(default_factory=dict)
     summary: dict[str, Array] = dataclasses.field(default_factory=dict)
+    shared: int = dataclasses.field(default=0, metadata=dict(static=True))
 
     @property
     def capacity(self) -> int:
@@ -88,7 +89,8 @@ class Slots:
 
     def keys(self) -> Keys:
         """What attention reads; leading axes as they are."""
-        return Keys(dense(self.k), dense(self.v), self.pos, self.bias)
+        k = dense(self.k)
+        return Keys(k, k[..., : self.shared] if self.v is None else dense(self.v), self.pos, self.bias)
 
 
 @jax.tree_util.register_dataclass
@@ -96,16 +98,21 @@ class Slots:
 class Pages:
     """One pool of pages that rows and heads share, of one layer or of several.
 
-    k, v: [P, page, H] or Codes; pos, bias: [P, page]. owner[p] = (layer * B + row) * K + head with layers
-    counted inside the pool, or -1 where a page is free; pages lie in the order of their owners.
+    k, v: [P, page, H] or Codes (v None: the first `shared` channels of k); pos, bias: [P, page]. owner[p] =
+    (layer * B + row) * K + head with layers counted inside the pool, or -1 where a page is free; pages lie in
+    the order of their owners.
     """
 
     k: Array | Codes
-    v: Array | Codes
+    v: Array | Codes | None
     pos: Int[Array, "P page"]
     owner: Int[Array, "P"]
     bias: Float[Array, "P page"] | None = None
     layers: int = dataclasses.field(default=1, metadata=dict(static=True))
+    shared: int = dataclasses.field(default=0, metadata=dict(static=True))
+
+    def values(self) -> Array:
+        return dense(self.k)[..., : self.shared] if self.v is None else dense(self.v)
 
     @property
     def page_tokens(self) -> int:
@@ -129,7 +136,28 @@ class Paged:
         return jax.tree.map(lambda x: x[index], self)
 
 
-Segment = Slots | Paged
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What Lg layers without slots carry from token to token: arrays [Lg, B, ...] by name, or Codes."""
+
+    data: dict[str, Array | Codes]
+
+    def layer(self, index: int | Array) -> dict[str, Array]:
+        """The plain arrays of one layer, without the Lg axis."""
+        return {n: dense(x)[index] for n, x in self.data.items()}
+
+    def replaced(self, index: int | Array, new: dict[str, Array]) -> State:
+        """The same states with those of one layer written, encoded as they were."""
+
+        def put(old: Array | Codes, x: Array) -> Array | Codes:
+            fresh = encode(x, old.codec) if isinstance(old, Codes) else x.astype(old.dtype)
+            return jax.tree.map(lambda a, b: a.at[index].set(b), old, fresh)
+
+        return State({n: put(x, new[n]) for n, x in self.data.items()})
+
+
+Segment = Slots | Paged | State
 
 
 @partial(
@@ -164,7 +192,10 @@ def nbytes(tree: Any) -> int:
 
 
 def kept_positions(cache: Cache) -> list[Int[np.ndarray, "B K S"]]:
-    """Per layer, the token position that each slot holds; -1 = empty. Layers in stack order, on the host."""
+    """Per layer, the token position that each slot holds; -1 = empty. Layers in stack order, on the host.
+
+    K and S are 0 where a layer carries a state instead of slots.
+    """
     out = []
     for group in cache.groups:
         parts = [_positions(s, cache.pools) for s in group]
@@ -173,6 +204,9 @@ def kept_positions(cache: Cache) -> list[Int[np.ndarray, "B K S"]]:
 
 
 def _positions(segment: Segment, pools: tuple[Pages, ...]) -> Int[np.ndarray, "Lg B K S"]:
+    if isinstance(segment, State):
+        layers, rows = jax.tree.leaves(segment.data)[0].shape[:2]
+        return np.full((layers, rows, 0, 0), -1, np.int32)
     if isinstance(segment, Slots):
         return np.asarray(segment.pos)
     pos = np.asarray(pools[segment.pool].pos)[np.asarray(segment.table)]
@@ -186,15 +220,16 @@ def gather_pages(segment: Paged, pool: Pages) -> Keys:
     page = pool.page_tokens
     live = jnp.arange(m * page)[None, None] < segment.lengths[..., None]
 
-    def flat(x: Array | Codes) -> Array:
-        rows = jax.tree.map(lambda leaf: leaf[segment.table], x)
-        return dense(rows).reshape(b, k, m * page, -1)
+    mine = jax.tree.map(lambda leaf: leaf[segment.table], pool)
 
-    pos = jnp.where(live, pool.pos[segment.table].reshape(b, k, -1), -1)
-    bias = None if pool.bias is None else pool.bias[segment.table].reshape(b, k, -1)
+    def flat(x: Array) -> Array:
+        return x.reshape(b, k, m * page, -1)
+
+    pos = jnp.where(live, mine.pos.reshape(b, k, -1), -1)
+    bias = None if mine.bias is None else mine.bias.reshape(b, k, -1)
     # A list's last pages may be another row's, whose values may have overflowed.
-    v = flat(pool.v)
-    return Keys(flat(pool.k), jnp.where(live[..., None], v, jnp.zeros((), v.dtype)), pos, bias)
+    v = flat(mine.values())
+    return Keys(flat(dense(mine.k)), jnp.where(live[..., None], v, jnp.zeros((), v.dtype)), pos, bias)
 
 
 # --- writing -----------------------------------------------------------------------------------------
@@ -231,7 +266,7 @@ def write_slots(
     slots: Slots,
     slot: Int[Array, "l B K C"],
     k: Float[Array, "l B K C H"],
-    v: Float[Array, "l B K C V"],
+    v: Float[Array, "l B K C V"] | None,
     pos: Int[Array, "l B K C"],
     *,
     bias: Float[Array, "l B K C"] | None = None,
@@ -255,7 +290,7 @@ def write_slots(
     return dataclasses.replace(
         slots,
         k=put(slots.k, k),
-        v=put(slots.v, v),
+        v=None if slots.v is None or v is None else put(slots.v, v),
         pos=write_rows(slots.pos, slot, pos, layer),
         bias=None
         if slots.bias is None

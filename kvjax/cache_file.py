@@ -21,14 +21,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 import kvjax
-from kvjax.cache import Cache, Codec, Codes, Paged, Pages, Slots
+from kvjax.cache import Cache, Codec, Codes, Paged, Pages, Slots, State
 from kvjax.errors import InputError
 from kvjax.methods.parse import from_spec
 from kvjax.models.files import open_safetensors
 
 KIND = "kvjax cache"
 FORMAT = 1
-_NODES = {node.__name__: node for node in (Slots, Paged, Pages, Codes)}
+_NODES = {node.__name__: node for node in (Slots, Paged, Pages, Codes, State)}
 # What safetensors' numpy side reads back; other dtypes are written as their bytes.
 _PLAIN = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "float32")
 
@@ -163,7 +163,9 @@ def _restore(node: Any, name: str, file: Any, codecs: dict[str, Codec]) -> Any:
     kind = _NODES[node["node"]]
     fields = {}
     for field in dataclasses.fields(kind):
-        value = node[field.name]
+        value = (
+            node[field.name] if field.default is dataclasses.MISSING else node.get(field.name, field.default)
+        )
         if not field.metadata.get("static"):
             value = _restore(value, f"{name}.{field.name}", file, codecs)
         elif isinstance(value, dict):

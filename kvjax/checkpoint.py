@@ -6,7 +6,6 @@ libraries use `kvjax.models.hf.save_hf`.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -16,13 +15,15 @@ import jax
 import orbax.checkpoint as ocp
 
 from kvjax.errors import InputError
+from kvjax.models.config import Config
+from kvjax.models.config_json import config_from_json, config_to_json
 from kvjax.models.files import atomic_folder, check_folder, read_json
 from kvjax.models.hf import check_dtype
+from kvjax.models.layers import Params
 from kvjax.models.model import Model
+from kvjax.models.params import Group, check_groups, plan, regroup, shapes
 from kvjax.models.placement import leaves, map_leaves, placement
 from kvjax.models.tokenizer import read_text, write_text
-from kvjax.models.transformer import Config, Group, Params, check_groups, plan, regroup, shapes
-from kvjax.ops.rope import Rope
 
 MARKER = "kvjax.json"
 FORMAT = 1
@@ -44,7 +45,7 @@ def save_checkpoint(model: Model, path: str | os.PathLike[str]) -> None:
     """
     sizes = [next(iter(group.values())).shape[0] for group in model.params["layers"]]
     dtype = model.params["embed"].dtype.name
-    head = {"format": FORMAT, "config": dataclasses.asdict(model.config), "groups": sizes, "dtype": dtype}
+    head = {"format": FORMAT, "config": config_to_json(model.config), "groups": sizes, "dtype": dtype}
     with atomic_folder(path, MARKER) as folder:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder / _WEIGHTS, model.params)
@@ -87,13 +88,10 @@ def _read_head(folder: Path) -> tuple[Config, tuple[Group, ...], str]:
             f"{folder} has checkpoint format {head.get('format')!r}, this kvjax reads {FORMAT}: update kvjax"
         )
     try:
-        fields = dict(head["config"])
-        fields["windows"] = tuple(fields["windows"])
-        for name in ("rope", "rope_local"):
-            fields[name] = fields[name] and Rope(**fields[name])
+        config = config_from_json(head["config"])
         sizes = head["groups"]
         groups = tuple(Group(sum(sizes[:i]), size) for i, size in enumerate(sizes))
-        return Config(**fields), groups, head["dtype"]
+        return config, groups, head["dtype"]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{folder / MARKER} does not describe a model ({error}): save it again") from error
 

@@ -5,6 +5,7 @@ Nothing here moves a slot; that is `kvjax.segments`.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import (
+    Paged,
     Pages,
     Segment,
     Slots,
@@ -20,19 +22,21 @@ from kvjax.cache import (
 from kvjax.grammar import AttentionSpec, Keep, Seen, View, over_layers
 from kvjax.group import GroupMethod
 from kvjax.keep.select import top
-from kvjax.ops.attention import Keys
 
 
 class Fresh(NamedTuple):
     """What the layers of a group computed for new tokens: stored keys, values, and what was observed.
 
-    masses: attention mass of (each past segment ..., the new tokens), empty where nobody asked.
+    v is None where the values are not stored (`GroupMethod.shared`). masses: attention mass of (each past
+    segment ..., the new tokens), empty where nobody asked. readers: what was observed in the layers that read
+    these slots; masses include theirs. k is None in those layers themselves.
     """
 
-    k: Float[Array, "Lg B K T H"]
-    v: Float[Array, "Lg B K T V"]
+    k: Float[Array, "Lg B K T H"] | None
+    v: Float[Array, "Lg B K T V"] | None
     observed: dict[str, Any]
     masses: tuple[Float[Array, "Lg B K S"], ...]
+    readers: tuple[dict[str, Any], ...] = ()
 
 
 def union(
@@ -44,13 +48,15 @@ def union(
     the keep merges, every slot has a bias.
     """
     stats = gm.keep.score.stats if gm.keep is not None and gm.keep.score is not None else frozenset()
+    assert fresh.k is not None
     layers, b, heads, t, _ = fresh.k.shape
     new_pos = jnp.broadcast_to(pos[None, :, None], (layers, b, heads, t))
     mass = fresh.masses[-1] if fresh.masses else jnp.zeros(new_pos.shape, jnp.float32)
     views = [_decoded(s, pools, stats) for s in past]
     for i, seen in enumerate(fresh.masses[:-1]):
         views[i] = views[i]._replace(stats={n: x + seen for n, x in views[i].stats.items()})
-    views.append(View(fresh.k, fresh.v, new_pos, None, {n: mass for n in stats}))
+    values = fresh.k[..., : gm.shared] if fresh.v is None else fresh.v
+    views.append(View(fresh.k, values, new_pos, None, {n: mass for n in stats}))
     merging = gm.keep is not None and gm.keep.merge is not None
     if merging or any(w.bias is not None for w in views):
         views = [w._replace(bias=jnp.zeros(w.pos.shape)) if w.bias is None else w for w in views]
@@ -67,15 +73,20 @@ def union(
 def _decoded(segment: Segment, pools: tuple[Pages, ...], stats: frozenset[str]) -> View:
     if isinstance(segment, Slots):
         old = {n: segment.stats.get(n, jnp.zeros(segment.pos.shape, jnp.float32)) for n in stats}
-        return View(*segment.keys(), old)
-    keys: Keys = over_layers(lambda s: gather_pages(s, pools[segment.pool]), segment)
-    return View(*keys, {n: jnp.zeros(keys.pos.shape, jnp.float32) for n in stats})
+        keys = segment.keys()
+        return View(keys.k, keys.v, segment.pos, segment.bias, old)
+    assert isinstance(segment, Paged)
+    k, v, pos, bias = over_layers(lambda s: gather_pages(s, pools[segment.pool]), segment)
+    return View(k, v, pos, bias, {n: jnp.zeros(pos.shape, jnp.float32) for n in stats})
 
 
 def score_slots(
     gm: GroupMethod, view: View, fresh: Fresh, length: Int[Array, "B"], attention: AttentionSpec
 ) -> Float[Array, "Lg B K S"]:
-    """The keep's scores, +inf where a pattern protects and -inf where a slot is empty."""
+    """The keep's scores, +inf where a pattern protects and -inf where a slot is empty.
+
+    Slots that several layers read have the sum of the scores that each reader gives them.
+    """
     assert gm.keep is not None and gm.keep.score is not None
     keep, score = gm.keep, gm.keep.score
     n = keep.budget.count(length)
@@ -87,7 +98,8 @@ def score_slots(
             s = jnp.where(pattern(view.pos, length, n), jnp.inf, s)
         return jnp.where(view.pos < 0, -jnp.inf, s)
 
-    return over_layers(one, numbers, view, fresh.observed)
+    each = [over_layers(one, numbers, view, seen) for seen in (fresh.observed, *fresh.readers)]
+    return reduce(jnp.add, each)
 
 
 def merge_evicted(
@@ -114,11 +126,13 @@ def merge_evicted(
 def choose(
     keeps: dict[int, Keep | None], scores: dict[int, Float[Array, "_ B K S"]], length: Int[Array, "B"]
 ) -> dict[int, Bool[Array, "_ B K S"]]:
-    """Which slots stay, per group; counts are shared over all layers that follow the same keep."""
+    """Which slots stay, per group; counts are shared over all layers with the same keep and heads."""
     chosen: dict[int, Array] = {}
-    for keep in dict.fromkeys(keeps.values()):
+    alike = {i: (keep, scores[i].shape[1:]) for i, keep in keeps.items()}
+    for kind in dict.fromkeys(alike.values()):
+        keep = kind[0]
         assert keep is not None
-        where = [i for i, k in keeps.items() if k == keep]
+        where = [i for i, other in alike.items() if other == kind]
         stacked = jnp.concatenate([scores[i] for i in where])
         counts = keep.allocate.counts(stacked, keep.budget.count(length))
         at = 0

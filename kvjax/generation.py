@@ -19,11 +19,12 @@ from jaxtyping import Array, Float, Int
 from kvjax import steps
 from kvjax.cache import Cache
 from kvjax.errors import InputError
+from kvjax.fit import check_fit
 from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
 from kvjax.methods import method as build_method
+from kvjax.models.config import Config
 from kvjax.models.model import Model
-from kvjax.models.transformer import Config
 from kvjax.segments import free_slots, reserve
 from kvjax.steps import Run
 
@@ -91,29 +92,12 @@ def _batch(model: Model, tokens: Tokens, lengths: Any) -> _Batch:
     return _Batch(padded, length.astype(np.int32))
 
 
-@lru_cache(maxsize=1024)
-def _check_codecs(method: Method, config: Config) -> None:
-    """InputError where a codec cannot hold this model's heads, such as groups that do not divide them."""
-    codecs = {} if method.store is None else {"keys": method.store.keys, "values": method.store.values}
-    for name, codec in codecs.items():
-        if codec is None:
-            continue
-        one = jax.ShapeDtypeStruct((codec.granule, config.head_dim), jnp.float32)
-        try:
-            jax.eval_shape(codec.encode, one)
-        except ValueError as error:
-            raise InputError(
-                f"{method.id} cannot store {name} of {config.head_dim} channels: {error}: "
-                "choose other hyper-parameters"
-            ) from error
-
-
 def bind(method: Method, model: Model) -> Method:
     """The method with what only the model can say: the token ids of a probe's instruction.
 
-    Raises InputError where the method cannot store this model's keys or values.
+    Raises InputError where the method does not fit what this model's layers keep.
     """
-    _check_codecs(method, model.config)
+    check_fit(method, model.config)
     keep = method.keep
     if keep is None or keep.probe is None or keep.probe.prefix is not None:
         return method

@@ -11,7 +11,12 @@ from kvjax.keep.score import Position
 
 
 class GroupMethod(NamedTuple):
-    """What a sentence means for one group of layers."""
+    """What a sentence means for one group of layers.
+
+    shared: channels of the keys that are the values too, which are then not stored; None where they are
+    stored. kind: "slots", "state" (the layers carry a state instead; codecs[0] encodes its matrices) or
+    "reads" (they read another layer's slots and have none).
+    """
 
     keep: Keep | None
     codecs: tuple[Any, Any]
@@ -19,6 +24,8 @@ class GroupMethod(NamedTuple):
     residual: int
     read: Any
     first: int
+    shared: int | None = None
+    kind: str = "slots"
 
     @property
     def paged(self) -> bool:
@@ -34,20 +41,25 @@ class GroupMethod(NamedTuple):
         return not self.paged and (self.granule > 1 or self.residual > 0)
 
 
-def group_method(method: Method, first: int, size: int, window: int | None) -> GroupMethod:
+def group_method(
+    method: Method, first: int, size: int, window: int | None, shared: int | None = None, kind: str = "slots"
+) -> GroupMethod:
     """The part of a sentence that the layers first .. first + size - 1, stacked as one group, follow.
 
-    Windowed layers keep their window and nothing else (token-wise codecs still encode them); the first
-    `skip_layers` layers keep everything.
+    Windowed layers keep their window and nothing else (all of it, so that the last token can be asked again),
+    recurrent ones their state; codecs that encode token by token encode both. The first `skip_layers` layers
+    keep everything.
     """
     keep, store, read = method.keep, method.store, method.read
     codecs = (None, None) if store is None else (store.keys, store.values)
     granule = 1 if store is None else store.granule
     residual = 0 if store is None else store.residual
-    if window is not None:
-        plain = granule > 1 or residual > 0
-        rule = Keep(Position(), Budget(window - 1), Uniform(), when=STEP)
-        return GroupMethod(rule, (None, None) if plain else codecs, 1, 0, None, first)
+    if kind == "reads":
+        return GroupMethod(None, (None, None), 1, 0, None, first, shared, kind)
+    if window is not None or kind == "state":
+        plain = (None, None) if granule > 1 or residual > 0 else codecs
+        rule = None if window is None else Keep(Position(), Budget(window), Uniform(), when=STEP)
+        return GroupMethod(rule, plain, 1, 0, None, first, shared, kind)
     for part in (keep, read):
         if part is not None and first < part.skip_layers < first + size:
             raise ValueError(
@@ -60,4 +72,4 @@ def group_method(method: Method, first: int, size: int, window: int | None) -> G
         read = None
     if read is not None:
         granule = math.lcm(granule, read.granule)
-    return GroupMethod(keep, codecs, granule, residual, read, first)
+    return GroupMethod(keep, codecs, granule, residual, read, first, shared)

@@ -51,9 +51,9 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
     kept = live if kept is None else kept & live
     whole = kept.shape[-1] <= capacity and gm.keep is None
     if whole and not gm.split:
-        plain = Slots(view.k, view.v, view.pos, view.bias, view.stats)
+        plain = whole_slots(gm, view)
         return (_encoded(pad_slots(plain, capacity - plain.capacity), gm),)
-    slots = _take(view, kept, capacity)
+    slots = _take(gm, view, kept, capacity)
     if not gm.split:
         return (_encoded(slots, gm),)
     # The tail is filled as if everything were new, then flushed into an empty body.
@@ -74,7 +74,13 @@ def _empty_body(gm: GroupMethod, like: Slots, capacity: int) -> Slots:
     return dataclasses.replace(body, pos=jnp.full_like(body.pos, -1))
 
 
-def _take(view: View, kept: Bool[Array, "Lg B K S"], capacity: int) -> Slots:
+def whole_slots(gm: GroupMethod, view: View) -> Slots:
+    """All slots of a view as they are; values that lie in the keys are not stored again."""
+    v = view.v if gm.shared is None else None
+    return Slots(view.k, v, view.pos, view.bias, view.stats, shared=gm.shared or 0)
+
+
+def _take(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], capacity: int) -> Slots:
     """The kept slots in slot order, `capacity` of them, empty ones behind."""
     index, used = slot_lists(kept, capacity)
 
@@ -83,14 +89,13 @@ def _take(view: View, kept: Bool[Array, "Lg B K S"], capacity: int) -> Slots:
         i, u = (y.reshape(*y.shape, *(1,) * extra) for y in (index, used))
         return jnp.where(u, jnp.take_along_axis(x, i, axis=3), jnp.asarray(fill, x.dtype))
 
-    bias = None if view.bias is None else pick(view.bias, 0)
-    stats = {n: pick(x, 0) for n, x in view.stats.items()}
-    return Slots(pick(view.k, 0), pick(view.v, 0), pick(view.pos, -1), bias, stats)
+    taken = jax.tree.map(lambda x: pick(x, 0), whole_slots(gm, view))
+    return dataclasses.replace(taken, pos=pick(view.pos, -1))
 
 
 def _encoded(slots: Slots, gm: GroupMethod) -> Slots:
-    k, v = encode(dense(slots.k), gm.codecs[0]), encode(dense(slots.v), gm.codecs[1])
-    return dataclasses.replace(slots, k=k, v=v)
+    v = None if slots.v is None else encode(dense(slots.v), gm.codecs[1])
+    return dataclasses.replace(slots, k=encode(dense(slots.k), gm.codecs[0]), v=v)
 
 
 def _sized(slots: Slots, capacity: int) -> Slots:
@@ -139,7 +144,8 @@ def _write_granules(gm: GroupMethod, body: Slots, row: Int[Array, "Lg B K F"], n
             old.shape
         )
 
-    k, v = encode(dense(new.k), gm.codecs[0]), encode(dense(new.v), gm.codecs[1])
+    k = encode(dense(new.k), gm.codecs[0])
+    v = None if new.v is None else encode(dense(new.v), gm.codecs[1])
     summary = body.summary
     if gm.read is not None:
         fresh = gm.read.summarise(dense(k))
@@ -147,7 +153,7 @@ def _write_granules(gm: GroupMethod, body: Slots, row: Int[Array, "Lg B K F"], n
     return dataclasses.replace(
         body,
         k=jax.tree.map(put, body.k, k),
-        v=jax.tree.map(put, body.v, v),
+        v=None if body.v is None else jax.tree.map(put, body.v, v),
         pos=put(body.pos, new.pos),
         bias=None if body.bias is None else put(body.bias, new.bias),  # type: ignore[arg-type]
         summary=summary,
@@ -180,7 +186,13 @@ def build_group_pages(
         lists = sum(v.pos.shape[0] for v in views) * b * heads
         pages = pool_pages(b * size, lists, keep.page)
         indices, pool = build_pages(
-            kept, views, page=keep.page, pages=pages, codecs=gms[0].codecs, number=number
+            kept,
+            views,
+            page=keep.page,
+            pages=pages,
+            codecs=gms[0].codecs,
+            number=number,
+            shared=gms[0].shared,
         )
         pools.append(pool)
         groups += [
@@ -190,7 +202,7 @@ def build_group_pages(
 
 
 def _empty_tail(gm: GroupMethod, view: View, room: int) -> Slots:
-    empty = Slots(*jax.tree.map(lambda x: x[:, :, :, :0], view[:4]))
+    empty = dataclasses.replace(jax.tree.map(lambda x: x[:, :, :, :0], whole_slots(gm, view)), stats={})
     return _encoded(pad_slots(empty, max(room, 1)), gm)
 
 
@@ -201,6 +213,7 @@ def extend(
     gm: GroupMethod, past: tuple[Segment, ...], fresh: Fresh, pos: Int[Array, "B T"]
 ) -> tuple[Segment, ...]:
     """New tokens behind what a group holds; nothing is evicted. The last segment must have room."""
+    assert fresh.k is not None
     layers, b, heads, t, _ = fresh.k.shape
     where = jnp.broadcast_to(pos[None, :, None], (layers, b, heads, t))
     tail = past[-1]
@@ -225,6 +238,8 @@ def free_slots(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "B"]:
     """Per row, how many more tokens fit; a large number where every group makes room by itself."""
     free = [jnp.full(cache.next.shape, 2**30, jnp.int32)]
     for gm, group in zip(gms, cache.groups, strict=True):
+        if gm.kind != "slots":
+            continue
         if gm.evicting:
             # A token needs an empty slot before another leaves, and a share of the tokens grows with them.
             slots = group[-1]
@@ -243,7 +258,7 @@ def reserve(gms: tuple[GroupMethod, ...], cache: Cache, room: int) -> Cache:
     """The cache with `room` more empty slots per head in every group that does not evict."""
 
     def grow(gm: GroupMethod, group: tuple[Segment, ...]) -> tuple[Segment, ...]:
-        if gm.evicting:
+        if gm.evicting or gm.kind != "slots":
             return group
         if not gm.split:
             return (*group[:-1], pad_slots(group[-1], room))  # type: ignore[arg-type]

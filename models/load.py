@@ -14,7 +14,7 @@ from kvjax.errors import InputError
 from kvjax.models.files import check_folder
 from kvjax.models.hf import load_hf
 from kvjax.models.model import Model
-from kvjax.models.transformer import Group
+from kvjax.models.params import Group
 
 SHIPPED = Path(__file__).parent / "zoo"
 _WANTED = ("*.json", "*.safetensors", "*.jinja")

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.models.transformer import Config, Params, forward
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.transformer import forward
 
 _forward = jax.jit(forward, static_argnames="config")
 

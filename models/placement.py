@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax
 
 from kvjax.errors import InputError
-from kvjax.models.transformer import Params
+from kvjax.models.layers import Params
 
 
 def map_leaves(f: Callable[[str, Any], Any], tree: Params) -> Params:

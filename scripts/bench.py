@@ -65,8 +65,9 @@ class Ours:
     def __init__(self, ratio: float, decode: int):
         import jax
 
+        from kvjax.models.config import Config
         from kvjax.models.model import Model
-        from kvjax.models.transformer import Config, init
+        from kvjax.models.params import init
 
         config = Config(head_dim=LLAMA["d_model"] // LLAMA["heads"], max_positions=65536, **LLAMA)
         self.model = Model(config, init(config, jax.random.key(0)), name="random-llama")

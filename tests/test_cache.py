@@ -21,8 +21,9 @@ from kvjax.cache import (
     write_slots,
 )
 from kvjax.errors import InputError
+from kvjax.models.config import Config
 from kvjax.models.model import Model
-from kvjax.models.transformer import Config, init, plan
+from kvjax.models.params import init, plan
 from kvjax.place.rows import reset_rows
 from kvjax.steps import Run
 from kvjax.store.affine import Affine

@@ -19,8 +19,9 @@ from kvjax.keep.budget import Uniform
 from kvjax.keep.patterns import Recent
 from kvjax.keep.score import KeyNorm
 from kvjax.methods.user import from_file
+from kvjax.models.config import Config
 from kvjax.models.model import Model
-from kvjax.models.transformer import Config, init, plan
+from kvjax.models.params import init, plan
 from kvjax.store.affine import Affine
 
 CONFIG = Config(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)

@@ -1,7 +1,10 @@
 """The examples of docs/examples run, and compute what they say."""
 
+import importlib.util
+import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -9,6 +12,9 @@ import kvjax
 from kvjax.grammar import AttentionSpec, Seen, View
 from kvjax.methods.parse import parse_method
 from kvjax.methods.user import from_file
+from kvjax.models.config import Config
+from kvjax.models.model import Model
+from kvjax.models.params import init
 from kvjax.ops.rope import Rope
 from tests.methods import test_kvpress as kvpress
 from tests.methods.battery import MAIN, model, positions, prompt_of
@@ -65,3 +71,20 @@ def test_keydiff_chains_with_a_store_from_one_text():
 def test_contributing_shows_the_example_as_it_is():
     code = FILE.read_text().partition('"""\n\n')[2]
     assert code and code in (ROOT / "CONTRIBUTING.md").read_text()
+    layer = (ROOT / "docs" / "examples" / "hgrn2.py").read_text().partition('"""\n\n')[2]
+    assert layer and layer in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_the_architecture_of_contributing_decodes_what_it_computes(rng):
+    spec = importlib.util.spec_from_file_location("hgrn2_example", ROOT / "docs" / "examples" / "hgrn2.py")
+    example = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = example
+    spec.loader.exec_module(example)
+    config = Config(40, 16, 2, 4, 2, 8, 24, mixers=(example.Hgrn2(2, 6, 5),) * 2)
+    layered = Model(config, init(config, jax.random.key(0)))
+    tokens = rng.integers(0, 40, (2, 9))
+    whole = layered(tokens)
+    logits, cache = kvjax.prefill(layered, tokens[:, :8], room=2)
+    np.testing.assert_allclose(logits, whole[:, 7], atol=1e-5)
+    np.testing.assert_allclose(kvjax.step(layered, cache, tokens[:, 8])[0], whole[:, 8], atol=1e-5)
+    assert kvjax.nbytes(cache.groups) == 2 * 2 * (2 * 6 * 5) * 4

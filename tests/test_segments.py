@@ -6,8 +6,9 @@ import pytest
 
 import kvjax
 from kvjax.cache import encode
+from kvjax.models.config import Config
 from kvjax.models.model import Model
-from kvjax.models.transformer import Config, init
+from kvjax.models.params import init
 
 GROUP, RESIDUAL, ROOM = 8, 11, 40
 

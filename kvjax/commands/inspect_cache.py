@@ -25,7 +25,7 @@ def print_cache(path: str) -> None:
     total = sum(count for _, count in leaves)
     with safe_open(path, framework="np") as file:
         seen = file.get_tensor("next")
-        live = np.concatenate([x.ravel() for x in _live(head.tree, file)])
+        live = np.concatenate([np.zeros(0, np.int32), *(x.ravel() for x in _live(head.tree, file))])
     out = console()
     rows = [
         ("cache", path),
@@ -36,7 +36,12 @@ def print_cache(path: str) -> None:
             "rows",
             f"{len(seen)}, tokens seen: {', '.join(map(str, seen[:16]))}{', ...' if len(seen) > 16 else ''}",
         ),
-        ("live slots", f"{live.mean():.1f} per head and layer, from {live.min()} to {live.max()}"),
+        (
+            "live slots",
+            f"{live.mean():.1f} per head and layer, from {live.min()} to {live.max()}"
+            if live.size
+            else "none: no layer keeps slots",
+        ),
         ("segments", ", ".join(dict.fromkeys(_segments(head.tree)))),
     ]
     out.print(pairs(rows))
@@ -66,13 +71,22 @@ def _leaves(node: Any, place: str) -> Iterator[tuple[str, int]]:
     elif isinstance(node, dict):
         for name, child in node.items():
             # Whatever lies below keys, values or statistics is counted with them.
-            below = place if place in ("k", "v", "stats", "summary") or name in ("dict", "data") else name
+            whole = place in ("k", "v", "stats", "summary", "states")
+            below = (
+                "states"
+                if node.get("node") == "State"
+                else place
+                if whole or name in ("dict", "data")
+                else name
+            )
             yield from _leaves(child, below)
 
 
 def _live(tree: dict[str, Any], file: Any) -> Iterator[np.ndarray]:
-    """Live slots [Lg, B, K] of every group."""
+    """Live slots [Lg, B, K] of every group that has slots."""
     for g, group in enumerate(tree["groups"]):
+        if any(segment["node"] == "State" for segment in group):
+            continue
         counts = []
         for s, segment in enumerate(group):
             name = f"groups.{g}.{s}"
@@ -86,6 +100,9 @@ def _live(tree: dict[str, Any], file: Any) -> Iterator[np.ndarray]:
 def _segments(tree: dict[str, Any]) -> Iterator[str]:
     for group in tree["groups"]:
         for segment in group:
+            if segment["node"] == "State":
+                yield "states"
+                continue
             paged = segment["node"] == "Paged"
             node = tree["pools"][segment["pool"]] if paged else segment
             yield f"{'pages' if paged else 'slots'} ({node['k'].get('array') or node['k']['codec']['codec']})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -21,10 +22,12 @@ from kvjax.gin_bindings import load_preset
 from kvjax.grammar import Method
 from kvjax.methods import TABLE
 from kvjax.methods.parse import parse_method
+from kvjax.models.config import Config
 from kvjax.models.files import check_folder, read_json
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.load import SHIPPED, load, shipped
-from kvjax.models.transformer import Config
+from kvjax.models.mixer import SlotShape
+from kvjax.models.mixers.attention import mixer_of
 
 BUDGETS = (0.5, 0.25)
 
@@ -80,8 +83,10 @@ def model_rows(config: Config, folder: Path | None, dtype: str) -> list[tuple[st
     files = list(folder.glob("*.safetensors")) if folder else []
     disk = f" ({size(sum(f.stat().st_size for f in files))} on disk)" if files else ""
     windows = [w for w in config.windows if w is not None]
-    whole = config.layers - len(windows)
-    per_layer = 2 * config.kv_heads * config.head_dim * item
+    mixers = [mixer_of(config, i) for i in range(config.layers)]
+    slots = [m.slots(config) if m.source is None else None for m in mixers]
+    kept = Counter(s for i, s in enumerate(slots) if s is not None and config.window(i) is None)
+    per_layer = {s: s.heads * (s.key + (0 if s.shared else s.value)) * item for s in slots if s is not None}
     rows = [
         ("family", config.family),
         ("layers", f"{config.layers} of width {config.d_model}, MLP {config.d_ff}"),
@@ -91,16 +96,32 @@ def model_rows(config: Config, folder: Path | None, dtype: str) -> list[tuple[st
         ("parameters", f"{_count(count)}, {size(count * item)} in {dtype}{disk}"),
         (
             "KV per token",
-            f"{size(whole * per_layer)} in {dtype}: 2 x {whole} layers x {config.kv_heads} heads x "
-            f"{config.head_dim} channels x {item} B",
+            f"{size(sum(n * per_layer[s] for s, n in kept.items()))} in {dtype}: "
+            + (" + ".join(_layers_words(s, n, item) for s, n in kept.items()) or "no layer keeps slots"),
         ),
     ]
+    readers = [m.source for m in mixers if m.source is not None]
+    if readers:
+        owners = ", ".join(map(str, sorted(set(readers))))
+        rows.append(("shared", f"{len(readers)} layers keep nothing and read the slots of {owners}"))
+    states = [m.state(config) for m in mixers if m.state(config)]
+    if states:
+        numbers = sum(int(np.prod(shape)) for state in states for shape in state.values())
+        rows.append(("state", f"{len(states)} layers carry {numbers} numbers per row, whatever its length"))
     if windows:
         sizes = ", ".join(str(w) for w in sorted(set(windows)))
-        rows.append(
-            ("windows", f"{len(windows)} layers keep the newest {sizes} tokens only, {size(per_layer)} each")
-        )
+        costs = ", ".join(size(x) for x in sorted({per_layer[s] for s in slots if s is not None}))
+        rows.append(("windows", f"{len(windows)} layers keep the newest {sizes} tokens only, {costs} each"))
     return rows
+
+
+def _layers_words(slots: SlotShape, layers: int, item: int) -> str:
+    """How the bytes of some equal layers come about."""
+    if slots.shared:
+        return f"{layers} layers x {slots.key} channels (latents) x {item} B"
+    if slots.key == slots.value:
+        return f"2 x {layers} layers x {slots.heads} heads x {slots.key} channels x {item} B"
+    return f"{layers} layers x {slots.heads} heads x ({slots.key} + {slots.value}) channels x {item} B"
 
 
 def _count(number: int) -> str:
@@ -125,15 +146,16 @@ def cache_table(config: Config, dtype: str, tokens: int) -> tuple[Table, str]:
     table.add_column("method", no_wrap=True)
     for header in ("no budget", *(f"budget {b}" for b in BUDGETS)):
         table.add_column(header, justify="right", no_wrap=True)
-    refused: list[str] = []
+    refused: dict[str, list[str]] = {}
 
     def cell(method: Method | None) -> Text:
         if method is None:
             return Text("")
         try:
             count = sizes.nbytes(method)
-        except ValueError as error:
-            refused.append(f"{method.id}: {error}")
+        except (ValueError, InputError) as error:
+            who = refused.setdefault(str(error).removeprefix(method.id).lstrip(": "), [])
+            who += [] if method.id in who else [method.id]
             return Text("–", style="dim")
         return Text.assemble(size(count), (f"{100 * count / full:7.1f}%", "dim"))
 
@@ -144,4 +166,4 @@ def cache_table(config: Config, dtype: str, tokens: int) -> tuple[Table, str]:
         "are those of the real prefill, without room for new tokens. Read methods keep every token, their "
         f"budget is what a step visits. Hyper-parameters: preset {preset}."
     )
-    return table, "\n".join([note, *(f"– {line}" for line in dict.fromkeys(refused))])
+    return table, "\n".join([note, *(f"– {', '.join(who)}: {why}" for why, who in refused.items())])

@@ -10,9 +10,12 @@ import jax.numpy as jnp
 
 from kvjax import steps
 from kvjax.cache import Cache, nbytes
+from kvjax.fit import check_fit
 from kvjax.generation import bucket
 from kvjax.grammar import Method
-from kvjax.models.transformer import Config, Params, plan, shapes
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.params import plan, shapes
 from kvjax.steps import Run
 
 
@@ -36,8 +39,9 @@ class Sizes:
     def cache(self, method: Method, room: int = 0) -> Cache:
         """The cache's shapes with room for `room` more tokens.
 
-        Raises ValueError where the method cannot run on this model.
+        Raises ValueError or InputError where the method cannot run on this model.
         """
+        check_fit(method, self.config)
         settle = partial(
             steps.settle, Run(self.config, method), cache=None, tokens=self.tokens, room=room, compress=True
         )

@@ -8,7 +8,8 @@ import jax
 import psutil
 
 from kvjax.errors import InputError
-from kvjax.models.transformer import Config
+from kvjax.models.config import Config
+from kvjax.models.mixers.attention import mixer_of
 
 # Share of the free memory a comparison may plan to use; the rest is for compilation and the system.
 SHARE = 0.6
@@ -25,8 +26,9 @@ def free_bytes() -> int:
 
 def row_bytes(config: Config, tokens: int, itemsize: int) -> int:
     """Estimated peak of one row: its keys and values as read, as chosen and as stored, and a strip."""
-    kv = config.layers * config.kv_heads * config.head_dim * 2 * tokens * itemsize
-    group = config.heads // config.kv_heads
+    slots = [mixer_of(config, i).slots(config) for i in range(config.layers)]
+    kv = sum(s.heads * (s.key + s.value) for s in slots if s is not None) * tokens * itemsize
+    group = max((config.heads // s.heads for s in slots if s is not None and not s.shared), default=1)
     strip = config.heads * min(tokens, 256) * tokens * 4 * 3
     return kv * (2 + group) + strip + tokens * config.d_model * itemsize * 8 + config.vocab * 4
 

@@ -22,8 +22,8 @@ from kvjax.eval.rows import Rows
 from kvjax.eval.suite import Suite, generate_answers, predicted, row_new_tokens
 from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
+from kvjax.models.layers import Params
 from kvjax.models.model import Model
-from kvjax.models.transformer import Params
 from kvjax.segments import unread_bytes
 from kvjax.steps import Prompt, Run
 

@@ -37,8 +37,8 @@ from kvjax.eval.suite import LENGTH, Recall, reader_of
 from kvjax.files import write_atomic
 from kvjax.generation import bucket
 from kvjax.grammar import PREFILL_END, Method
+from kvjax.models.layers import Params
 from kvjax.models.model import Model
-from kvjax.models.transformer import Params
 from kvjax.steps import Prompt, Run
 
 STEPS = 128

@@ -25,8 +25,8 @@ from kvjax.cache import Cache
 from kvjax.errors import InputError
 from kvjax.eval import recall, recall_tasks
 from kvjax.eval.rows import Rows
+from kvjax.models.layers import Params
 from kvjax.models.model import Model
-from kvjax.models.transformer import Params
 from kvjax.steps import Run
 
 TASKS = ("get", "chase", "all", "copy", "multikey")

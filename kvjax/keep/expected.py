@@ -64,6 +64,6 @@ class ExpectedAttention(Word):
 
         def turn(x: Array) -> Array:
             at = (x.shape[0], *(1,) * (x.ndim - 2), -1)
-            return rotate(x.astype(jnp.float32), cos.reshape(at), sin.reshape(at))
+            return rotate(x.astype(jnp.float32), cos.reshape(at), sin.reshape(at), seen.attention.rope.start)
 
         return turn

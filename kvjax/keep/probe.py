@@ -34,6 +34,8 @@ class RepeatContext:
 class ProbeAttention(Word):
     """score[j] = max_i p_ij over the probe's queries i and the heads of a group, p over cache and probe."""
 
+    looks = False
+
     probe: RepeatContext
 
     @property

@@ -14,7 +14,12 @@ from kvjax.ops.attention import Keys, logits
 
 
 class Word:
-    """What scores share: nothing needed and nothing remembered unless said, and `>>`."""
+    """What scores share: nothing needed and nothing remembered unless said, and `>>`.
+
+    looks: whether the score reads stored keys or values, not only positions and attention received.
+    """
+
+    looks = True
 
     @property
     def needs(self) -> frozenset[Observation]:
@@ -55,6 +60,10 @@ class Pooled(Word):
 
     score: Score
     pool: Pool
+
+    @property
+    def looks(self) -> bool:  # type: ignore[override]
+        return getattr(self.score, "looks", True)
 
     @property
     def needs(self) -> frozenset[Observation]:
@@ -120,6 +129,8 @@ class AccumulatedAttention(Word):
     per_query=True divides by the number of queries that could see the slot.
     """
 
+    looks = False
+
     per_query: bool = False
 
     @property
@@ -142,6 +153,8 @@ class AccumulatedAttention(Word):
 class Position(Word):
     """Newer is better: what a sliding window keeps."""
 
+    looks = False
+
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         return view.pos.astype(jnp.float32)
 
@@ -160,6 +173,8 @@ class Uniformly(Word):
 
     So a row draws the same alone as in a batch.
     """
+
+    looks = False
 
     seed: int = 0
 

@@ -37,8 +37,12 @@ def build_pages(
     pages: int,
     codecs: tuple[Codec | None, Codec | None],
     number: int,
+    shared: int | None = None,
 ) -> tuple[tuple[Paged, ...], Pages]:
-    """Moves the kept slots of some groups into pool `number`, in slot order; one Paged index per group."""
+    """Moves the kept slots of some groups into pool `number`, in slot order; one Paged index per group.
+
+    shared: as in `Pages`; values are then not stored.
+    """
     counts = jnp.concatenate([m.sum(-1, dtype=jnp.int32) for m in kept])
     need = -(-counts.reshape(-1) // page)
     ends = jnp.cumsum(need, dtype=jnp.int32)
@@ -51,11 +55,12 @@ def build_pages(
 
     pool = Pages(
         encode(move(tuple(v.k for v in views), 0), codecs[0]),
-        encode(move(tuple(v.v for v in views), 0), codecs[1]),
+        None if shared is not None else encode(move(tuple(v.v for v in views), 0), codecs[1]),
         move(tuple(v.pos for v in views), -1),
         owner,
         None if views[0].bias is None else move(tuple(v.bias for v in views), 0),  # type: ignore[arg-type]
         counts.shape[0],
+        shared or 0,
     )
     # As wide for a small pool as for a large one: layers that are chosen among together must look alike.
     most = -(-max(m.shape[-1] for m in kept) // page)
@@ -108,7 +113,7 @@ def attend_pages(
     # Queries of one list share their positions across the group.
     pos = jnp.broadcast_to(q_pos[:, None, None, :], (b, kv_heads, n // kv_heads, t)).reshape(lists, rows)
     visit = partial(_visit_block, queries=queries, q_pos=pos, scale=scale, softcap=softcap)
-    width = dense(jax.tree.map(lambda x: x[:1], pool.v)).shape[-1]
+    width = jax.eval_shape(pool.values).shape[-1]
     carry = (jnp.full((lists, rows), NEG_INF), jnp.zeros((lists, rows)), jnp.zeros((lists, rows, width)))
     if pool.layers == 1:
         top, weight, out = visit(carry, pool, jnp.where(pool.owner < 0, lists, pool.owner))
@@ -159,7 +164,7 @@ def _visit_block(
     top, weight, out = carry
     lists = queries.shape[0]
     mine = jnp.minimum(who, lists - 1)
-    k, v = dense(pages.k), dense(pages.v)
+    k, v = dense(pages.k), pages.values()
     s = jnp.einsum("prh,pjh->prj", queries[mine], k, preferred_element_type=jnp.float32) * scale
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from kvjax.cache import Cache, Paged, Pages, Segment, Slots
+from kvjax.cache import Cache, Paged, Pages, Segment, Slots, State
 from kvjax.errors import InputError
 from kvjax.place.paged import fork_pages
 
@@ -93,11 +93,14 @@ def _emptied(segment: Segment, rows: Bool[Array, "B"]) -> Segment:
 
     if isinstance(segment, Paged):
         return dataclasses.replace(segment, lengths=clear(segment.lengths))
+    if isinstance(segment, State):
+        return jax.tree.map(clear, segment)
     assert isinstance(segment, Slots)
     # Keys stay: nothing reads them. Values are multiplied by zero, so those of a row that overflowed must go;
     # and so must summaries, which pages are ranked by.
     return dataclasses.replace(
         segment,
+        k=jax.tree.map(clear, segment.k) if segment.v is None else segment.k,
         v=jax.tree.map(clear, segment.v),
         pos=clear(segment.pos, -1),
         bias=None if segment.bias is None else clear(segment.bias),
@@ -115,4 +118,5 @@ def _emptied_pages(pool: Pages, rows: Bool[Array, "B"], heads: int) -> Pages:
         return jnp.where(mine.reshape(-1, *(1,) * (x.ndim - 1)), jnp.zeros((), x.dtype), x)
 
     pos = jnp.where(mine[:, None], -1, pool.pos)
-    return dataclasses.replace(pool, v=jax.tree.map(clear, pool.v), pos=pos, bias=bias)
+    k = jax.tree.map(clear, pool.k) if pool.v is None else pool.k
+    return dataclasses.replace(pool, k=k, v=jax.tree.map(clear, pool.v), pos=pos, bias=bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +16,24 @@ from kvjax.cache import (
     Pages,
     Segment,
     Slots,
+    State,
     encode,
     first_empty,
+    gather_pages,
     write_slots,
 )
 from kvjax.grammar import Seen, View
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass, Queries
-from kvjax.models.transformer import (
-    Layer,
-    Params,
-    Projected,
-    rotary,
-    stack,
-    unembed,
-)
-from kvjax.ops.attention import attend, merge
+from kvjax.models.layers import Params
+from kvjax.models.mixer import Layer, Memory, Projected, Step
+from kvjax.models.mixers.attention import lending, mixer_of
+from kvjax.models.transformer import decode_layers, rotary, unembed
+from kvjax.ops import attention as ops
+from kvjax.ops.attention import Keys
 from kvjax.place.paged import attend_pages
 from kvjax.segments import flush
-from kvjax.steps.run import Run, per_head, turn_keys
+from kvjax.steps.run import Run, repeated, turn_keys
 
 
 def step_fn(
@@ -47,23 +46,35 @@ def step_fn(
     """
     config = run.config
     gms = run.groups(params)
+    owner = {gm.first: gm for gm in gms}
     at = jnp.where(append, cache.next, cache.next - 1)
     length = at + 1
 
-    def attention(layer: Layer, x: Projected, state: tuple[Segment, ...]):
+    def attend(layer: Layer, x: Projected, state: tuple[Segment, ...]):
         gm = gms[layer.group]
-        tail = state[-1]
-        assert isinstance(tail, Slots)
-        k = x.k if run.rank_phase else rotary(layer, x.k, at[:, None], length)
-        tail = _append(run, layer, tail, k, x.v, jnp.where(append, at, -1))
-        state = (*state[:-1], tail)
-        q = rotary(layer, x.q, _query_phase(run, tail.pos[layer.index], at), length)
-        out, mass = _attend_segments(run, gm, layer, q, state, cache.pools, at)
+        if x.k is not None:
+            k = x.k if run.rank_phase else rotary(layer, x.k, at[:, None], length)
+            v = None if x.v is None else repeated(run, gm.first, x.v)
+            state = _append(layer, state, repeated(run, gm.first, k), v, jnp.where(append, at, -1))
+        past = _past(owner, gm, layer, state)
+        phase = _query_phase(run, _tail(past.state).pos[past.index], at)
+        x = x._replace(q=rotary(layer, x.q, phase, length))
+        out, mass = _attend_segments(run, past, layer, x, cache.pools, at)
+        if layer.lends or x.k is None:
+            return out, state, (mass, x.q)
         if gm.evicting:
-            state = (*state[:-1], _evict(run, gm, layer, tail, mass, q, length, append))
+            state = (*state[:-1], _evict(run, gm, layer, _tail(state), mass, x.q, length, append))
         return out, state, None
 
-    x, groups, _ = stack(params, token[:, None], config, attention, cache.groups)
+    def recur(layer: Layer, step: Step, state: tuple[Segment, ...]):
+        past = state[0]
+        assert isinstance(past, State)
+        out, new = step(past.layer(layer.index), append[:, None])
+        return out, (past.replaced(layer.index, new),), None
+
+    memory = Memory(at[:, None], attend, recur)
+    x, groups, seen = decode_layers(params, token[:, None], config, memory, cache.groups)
+    groups = _evict_lent(run, gms, groups, seen, length, append)
     groups = tuple(_flush_if_full(gm, g) for gm, g in zip(gms, groups, strict=True))
     new = dataclasses.replace(cache, groups=groups, next=jnp.where(append, length, cache.next))
     return unembed(params, x[:, 0], config), new
@@ -77,45 +88,110 @@ def _query_phase(run: Run, pos: Int[Array, "B K S"], at: Int[Array, "B"]) -> Arr
     return jnp.repeat(live - 1, run.config.heads // live.shape[1], axis=1)[..., None]
 
 
+class Past(NamedTuple):
+    """The slots a layer attends to, its own or those of the layer it reads, and what its method does there.
+
+    values: segments whose values replace those of `state`. above: as in `Given`.
+    """
+
+    gm: GroupMethod
+    index: int | Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    state: tuple[Segment, ...]
+    values: tuple[Slots, ...] | None = None
+    above: bool = False
+
+
+def _past(owner: dict[int, GroupMethod], gm: GroupMethod, layer: Layer, state: tuple[Segment, ...]) -> Past:
+    """What a layer of group `gm` attends to; owner: the group that every first layer stands in."""
+    given = layer.given
+    if given is not None and layer.mixer.source is not None:
+        return Past(owner[layer.mixer.source], given.index, given.state, above=given.above)
+    values = None if given is None else tuple(s.layer(given.index) for s in given.state)
+    return Past(gm, layer.index, state, values)
+
+
 def _attend_segments(
-    run: Run,
-    gm: GroupMethod,
-    layer: Layer,
-    q: Float[Array, "B N 1 H"],
-    state: tuple[Segment, ...],
-    pools: tuple[Pages, ...],
-    at: Int[Array, "B"],
+    run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"]
 ) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B K S"] | None]:
     """One query over a layer's segments; also the mass on the last one where evicting needs it."""
-    config, pos = run.config, at[:, None]
+    config, gm, pos = run.config, past.gm, at[:, None]
+    q, expand = x.q, x.expand
+    unreadable = expand if expand is not None and expand.outputs is None else None
     sets, parts = [], []
-    for i, segment in enumerate(state):
-        one = segment.layer(layer.index)
-        if isinstance(one, Paged):
-            pool = pools[one.pool]
+    for i, segment in enumerate(past.state):
+        assert not isinstance(segment, State)
+        one = segment.layer(past.index)
+        if isinstance(one, Paged) and unreadable is not None:
+            sets.append(gather_pages(one, pools[one.pool]))
+        elif isinstance(one, Paged):
             part = attend_pages(
-                q, one, layer.index, pool, pos, scale=config.scale, softcap=config.attention_softcap
+                q, one, past.index, pools[one.pool], pos, scale=layer.scale, softcap=config.attention_softcap
             )
             parts.append(part)
         elif gm.read is not None and i == 0:
             sets.append(gm.read.visit(q, one, at + 1))
         else:
             sets.append(turn_keys(run, layer, one.keys(), at + 1))
+    if past.values is not None:
+        sets = [a._replace(v=b.keys().v) for a, b in zip(sets, past.values, strict=True)]
+    if past.above:
+        sets = [s._replace(pos=jnp.where(s.pos >= 0, s.pos + 1, -1)) for s in sets]
+    if unreadable is not None:
+        q = unreadable.queries(q)
+        sets = [Keys(*unreadable.keys(s.k, s.v), s.pos, s.bias) for s in sets]
+    sets = sets if x.extra is None else [x.extra, *sets]
     wants = gm.evicting and wants_mass(gm)
-    mass = "sum" if wants else None
-    out, lse, masses = attend(
-        q, sets, pos, scale=config.scale, window=layer.window, softcap=config.attention_softcap, mass=mass
-    )
+    out, lse, masses = ops.attend(
+        q, sets, pos, scale=layer.scale, window=layer.window, softcap=config.attention_softcap,
+        mass="sum" if wants else None,
+    )  # fmt: skip
     if parts:
-        out, _ = merge([(out, lse), *parts])
-    return out, masses[-1] if wants else None
+        out, _ = ops.merge([(out, lse), *parts])
+    if expand is not None and expand.outputs is not None:
+        out = expand.outputs(out)
+    if not wants:
+        return out, None
+    heads = _tail(past.state).kv_heads
+    return out, masses[-1].reshape(at.shape[0], heads, -1, masses[-1].shape[-1]).sum(2)
 
 
-def _append(run: Run, layer: Layer, tail: Slots, k: Array, v: Array, pos: Int[Array, "B"]) -> Slots:
-    k, v = per_head(run, layer.window, k), per_head(run, layer.window, v)
+def _append(
+    layer: Layer, state: tuple[Segment, ...], k: Array, v: Array | None, pos: Int[Array, "B"]
+) -> tuple[Segment, ...]:
+    tail = _tail(state)
     slot = jnp.where(pos[:, None] >= 0, first_empty(tail.pos[layer.index]), -1)[None, ..., None]
     spread = jnp.broadcast_to(pos[None, :, None, None], slot.shape)
-    return write_slots(tail, slot, k[None], v[None], spread, layer=layer.index)
+    v = None if v is None else v[None]
+    return (*state[:-1], write_slots(tail, slot, k[None], v, spread, layer=layer.index))
+
+
+def _tail(state: tuple[Segment, ...]) -> Slots:
+    """The segment that new tokens go to."""
+    assert isinstance(state[-1], Slots)
+    return state[-1]
+
+
+def _evict_lent(
+    run: Run,
+    gms: tuple[GroupMethod, ...],
+    groups: tuple[tuple[Segment, ...], ...],
+    seen: tuple[Any, ...],
+    length: Int[Array, "B"],
+    append: Bool[Array, "B"],
+) -> tuple[tuple[Segment, ...], ...]:
+    """Slots that other layers read are evicted behind the last of them, by the mass of all."""
+    out = list(groups)
+    for i, gm in enumerate(gms):
+        if gm.first not in lending(run.config) or not gm.evicting:
+            continue
+        mass, q = jax.tree.map(lambda x: x[0], seen[i])
+        for j, reader in enumerate(gms):
+            if mass is not None and mixer_of(run.config, reader.first).source == gm.first:
+                mass = mass + seen[j][0].sum(0)
+        mixer = mixer_of(run.config, gm.first)
+        layer = Layer(i, 0, gm.first, None, mixer.rope(run.config, gm.first), mixer, run.config)
+        out[i] = (*groups[i][:-1], _evict(run, gm, layer, _tail(groups[i]), mass, q, length, append))
+    return tuple(out)
 
 
 def wants_mass(gm: GroupMethod) -> bool:

@@ -15,31 +15,31 @@ from kvjax.cache import (
     Pages,
     Segment,
     Slots,
+    State,
+    encode,
     gather_pages,
 )
 from kvjax.choose import Fresh, choose, merge_evicted, score_slots, union
 from kvjax.grammar import Inputs, Method, View
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass, RawKeys
-from kvjax.models.transformer import (
-    Context,
-    Layer,
-    Params,
-    Projected,
-    positions,
-    rotary,
-    stack,
-    unembed,
-)
-from kvjax.ops.attention import Keys, causal_attention
-from kvjax.segments import build, build_group_pages, extend
-from kvjax.steps.run import Run, per_head, turn_keys
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.mixer import Layer, Memory, Projected, Step
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.transformer import Context, attend_new, decode_layers, new_keys, positions, rotary, unembed
+from kvjax.ops.attention import Keys
+from kvjax.segments import build, build_group_pages, extend, whole_slots
+from kvjax.steps.run import Run, repeated, turn_keys
 
 
 class Prompt(NamedTuple):
-    """Everything a prefill computed, before anything was compressed: one Fresh per group."""
+    """Everything a prefill computed, before anything was compressed.
 
-    fresh: tuple[Fresh, ...]
+    fresh: per group a Fresh, the new states, or None where the layers read others' slots.
+    """
+
+    fresh: tuple[Fresh | dict[str, Array] | None, ...]
     context: Context
     tokens: Int[Array, "B T"]
     logits: Float[Array, "B V"]
@@ -61,32 +61,70 @@ def observe(
     pools = () if cache is None else cache.pools
     reduce = next((o.reduce for o in needs if isinstance(o, Mass)), None)
 
-    def attention(layer: Layer, x: Projected, state: tuple[Segment, ...]):
-        past = [_keys(s, layer.index, pools) for s in state]
+    def attend(layer: Layer, x: Projected, state: tuple[Segment, ...]):
+        past = _past(layer, x, state, pools)
         phase = context.pos
         if run.rank_phase and past:
-            live = (past[-1].pos >= 0).sum(-1, dtype=jnp.int32)
+            held = past[-1].pos
+            assert held is not None
+            live = (held >= 0).sum(-1, dtype=jnp.int32)
             phase = live[..., None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, None]
-        group = config.heads // config.kv_heads
+        group = x.q.shape[1] // phase.shape[1] if phase.ndim == 3 else 1
         q = rotary(layer, x.q, jnp.repeat(phase, group, axis=1) if phase.ndim == 3 else phase, context.length)
-        k = rotary(layer, x.k, phase, context.length)
-        new = Keys(k, x.v, context.pos[:, None])
+        k = None if x.k is None else rotary(layer, x.k, phase, context.length)
         past = [turn_keys(run, layer, keys, context.length) for keys in past]
-        out, masses = causal_attention(
-            q, new, past, context.pos,
-            scale=config.scale, window=layer.window, softcap=config.attention_softcap, mass=reduce,
-        )  # fmt: skip
-        inputs = Inputs(q, x.q, x.k, x.hidden, context.pos, context.length)
+        new = new_keys(layer, k, x.v, context.pos)
+        out, masses = attend_new(layer, x, q, new, past, context.pos, mass=reduce)
+        inputs = Inputs(q, x.q, new.k if x.k is None else x.k, x.hidden, context.pos, context.length)
         observed = {repr(o): o(inputs) for o in needs if not isinstance(o, Mass)}
         return out, state, Fresh(k, x.v, observed, masses)
 
-    x, _, fresh = stack(params, tokens, config, attention, states)
+    def recur(layer: Layer, step: Step, state: tuple[Segment, ...]):
+        past = state[0] if state else None
+        assert past is None or isinstance(past, State)
+        out, new = step(None if past is None else past.layer(layer.index), context.pos >= 0)
+        return out, state, new
+
+    x, _, found = decode_layers(params, tokens, config, Memory(context.pos, attend, recur), states)
     last = jnp.maximum(lengths - 1, 0)
     logits = unembed(params, jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0], config)
-    return Prompt(fresh, context, tokens, logits)
+    return Prompt(_by_owner(run.groups(params), config, found, reduce), context, tokens, logits)
+
+
+def _by_owner(
+    gms: tuple[GroupMethod, ...], config: Config, found: tuple[Any, ...], reduce: str | None
+) -> tuple[Fresh | dict[str, Array] | None, ...]:
+    """What layers without slots of their own observed, handed to the layers whose slots they read."""
+    out: list[Any] = list(found)
+    group_of = {gm.first: i for i, gm in enumerate(gms)}
+    join = jnp.maximum if reduce == "max" else jnp.add
+    for i, gm in enumerate(gms):
+        if gm.kind != "reads":
+            continue
+        source = group_of[mixer_of(config, gm.first).source]
+        for layer in range(jax.tree.leaves(out[i])[0].shape[0] if jax.tree.leaves(out[i]) else 0):
+            seen = jax.tree.map(lambda x, at=layer: x[at : at + 1], out[i])
+            own = out[source]
+            masses = tuple(map(join, own.masses, seen.masses))
+            out[source] = own._replace(masses=masses, readers=(*own.readers, seen.observed))
+        out[i] = None
+    return tuple(out)
+
+
+def _past(layer: Layer, x: Projected, state: tuple[Segment, ...], pools: tuple[Pages, ...]) -> list[Keys]:
+    """What a layer attends to beside the new tokens: its own slots, those of the layer it reads, or both."""
+    given = layer.given
+    if given is None:
+        return [_keys(s, layer.index, pools) for s in state]
+    theirs = [_keys(s, given.index, pools) for s in given.state]
+    if x.k is None:
+        return theirs
+    mine = [_keys(s, layer.index, pools) for s in state]
+    return [a._replace(v=b.v) for a, b in zip(mine, theirs, strict=True)]
 
 
 def _keys(segment: Segment, index: int | Array, pools: tuple[Pages, ...]) -> Keys:
+    assert not isinstance(segment, State)
     one = segment.layer(index)
     return gather_pages(one, pools[one.pool]) if isinstance(one, Paged) else one.keys()
 
@@ -103,9 +141,22 @@ def needs_of(run: Run, params: Params, compress: bool = True) -> frozenset:
 
 def _as_stored(run: Run, gm: GroupMethod, fresh: Fresh) -> Fresh:
     """Keys and values as the method stores them: unrotated for ranks, repeated for per-query-head lists."""
+    assert fresh.k is not None
     k = fresh.observed[repr(RawKeys())] if run.rank_phase else fresh.k
-    window = run.config.window(gm.first)
-    return fresh._replace(k=per_head(run, window, k, 2), v=per_head(run, window, fresh.v, 2))
+    v = None if fresh.v is None else repeated(run, gm.first, fresh.v, 2)
+    return fresh._replace(k=repeated(run, gm.first, k, 2), v=v)
+
+
+def _no_slots(layers: int, rows: int) -> Slots:
+    """What layers hold that read another one's slots: nothing, in the shape of slots."""
+    empty = jnp.zeros((layers, rows, 0, 0, 0))
+    return Slots(empty, None, jnp.zeros((layers, rows, 0, 0), jnp.int32))
+
+
+def _state(gm: GroupMethod, new: dict[str, Array]) -> State:
+    """States as the method stores them: a codec encodes matrices, vectors stay as they are."""
+    codec = gm.codecs[0]
+    return State({n: encode(x, codec if x.ndim >= 5 else None) for n, x in new.items()})
 
 
 def settle(
@@ -121,21 +172,23 @@ def settle(
     old_pools = () if cache is None else cache.pools
     pasts = ((),) * len(gms) if cache is None else cache.groups
     acting = [gm.keep is not None and (compress or run.config.window(gm.first) is not None) for gm in gms]
-    fresh = [_as_stored(run, gm, f) for gm, f in zip(gms, prompt.fresh, strict=True)]
 
+    fresh: dict[int, Fresh] = {}
     groups: dict[int, tuple[Segment, ...]] = {}
     views: dict[int, View] = {}
-    for i, gm in enumerate(gms):
+    for i, (gm, new) in enumerate(zip(gms, prompt.fresh, strict=True)):
+        if not isinstance(new, Fresh):
+            size = next(iter(params["layers"][i].values())).shape[0]
+            groups[i] = (_no_slots(size, pos.shape[0]) if new is None else _state(gm, new),)
+            continue
+        fresh[i] = _as_stored(run, gm, new)
         if pasts[i] and not acting[i] and not gm.evicting:
             groups[i] = extend(gm, pasts[i], fresh[i], pos)
             continue
         views[i] = union(gm, pasts[i], old_pools, fresh[i], pos)
     probe = None if run.method.keep is None or not compress else run.method.keep.probe
-    if probe is not None and repr(probe) not in fresh[0].observed:
-        seen = _probe_mass(run, params, prompt, [views[i] for i in range(len(gms))], probe)
-        fresh = [
-            f._replace(observed={**f.observed, repr(probe): m}) for f, m in zip(fresh, seen, strict=True)
-        ]
+    if probe is not None and any(repr(probe) not in f.observed for f in fresh.values()):
+        fresh = _with_probe(run, params, prompt, fresh, views, probe)
     scores = {
         i: score_slots(gms[i], view, fresh[i], length, run.attention_spec(gms[i].first))
         for i, view in views.items()
@@ -165,27 +218,38 @@ def settle(
     return Cache(tuple(groups[i] for i in range(len(gms))), length, pools)
 
 
-def _probe_mass(
-    run: Run, params: Params, prompt: Prompt, views: list[View], probe: Any
-) -> list[Float[Array, "Lg B K S"]]:
-    """The largest attention that every uncompressed slot receives from a probe's queries, per group."""
+def _with_probe(
+    run: Run,
+    params: Params,
+    prompt: Prompt,
+    fresh: dict[int, Fresh],
+    views: dict[int, View],
+    probe: Any,
+) -> dict[int, Fresh]:
+    """`fresh` with the largest attention that every uncompressed slot receives from a probe's queries."""
     pos, length = prompt.context
     tokens, lengths = probe.tokens(prompt.tokens, (pos >= 0).sum(-1, dtype=jnp.int32))
-    whole = Cache(tuple((Slots(*view[:4]),) for view in views), length)
-    plain = Run(run.config, Method())
-    reading = observe(plain, params, tokens, lengths, whole, frozenset({Mass("max")}))
-    return [fresh.masses[0] for fresh in reading.fresh]
+    gms = run.groups(params)
+    whole = {i: (whole_slots(gms[i], view),) for i, view in views.items()}
+    states = {i: (State(dict(new)),) for i, new in enumerate(prompt.fresh) if isinstance(new, dict)}
+    groups = tuple((whole | states).get(i, ()) for i in range(len(gms)))
+    reading = observe(
+        Run(run.config, Method()), params, tokens, lengths, Cache(groups, length), frozenset({Mass("max")})
+    )
+    out = {}
+    for i, f in fresh.items():
+        seen = {repr(probe): reading.fresh[i].masses[0]}  # type: ignore[union-attr]
+        out[i] = f._replace(observed=f.observed | seen, readers=tuple(r | seen for r in f.readers))
+    return out
 
 
 def probed(run: Run, params: Params, prompt: Prompt, probe: Any) -> Prompt:
     """A prompt read for the first time together with a probe's scores, so that many budgets share them."""
     gms = run.groups(params)
-    views = [union(gm, (), (), f, prompt.context.pos) for gm, f in zip(gms, prompt.fresh, strict=True)]
-    seen = _probe_mass(run, params, prompt, views, probe)
-    fresh = (
-        f._replace(observed={**f.observed, repr(probe): m}) for f, m in zip(prompt.fresh, seen, strict=True)
-    )
-    return prompt._replace(fresh=tuple(fresh))
+    fresh = {i: f for i, f in enumerate(prompt.fresh) if isinstance(f, Fresh)}
+    views = {i: union(gms[i], (), (), f, prompt.context.pos) for i, f in fresh.items()}
+    fresh = _with_probe(run, params, prompt, fresh, views, probe)
+    return prompt._replace(fresh=tuple(fresh.get(i, f) for i, f in enumerate(prompt.fresh)))
 
 
 @partial(jax.jit, static_argnames=("run", "tokens_bound", "room", "compress"))

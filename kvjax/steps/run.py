@@ -9,12 +9,11 @@ from jaxtyping import Array, Int
 
 from kvjax.grammar import AttentionSpec, Method
 from kvjax.group import GroupMethod, group_method
-from kvjax.models.transformer import (
-    Config,
-    Layer,
-    Params,
-    rotary,
-)
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.mixer import Layer
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.transformer import rotary
 from kvjax.ops.attention import Keys
 
 
@@ -28,7 +27,11 @@ class Run(NamedTuple):
         out, first = [], 0
         for p in params["layers"]:
             size = next(iter(p.values())).shape[0]
-            out.append(group_method(self.method, first, size, self.config.window(first)))
+            mixer = mixer_of(self.config, first)
+            slots = mixer.slots(self.config)
+            shared = slots.value if slots is not None and slots.shared else None
+            kind = "state" if slots is None else "slots" if mixer.source is None else "reads"
+            out.append(group_method(self.method, first, size, self.config.window(first), shared, kind))
             first += size
         return tuple(out)
 
@@ -42,7 +45,9 @@ class Run(NamedTuple):
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         c = self.config
-        return AttentionSpec(c.scale, c.attention_softcap, c.layer_rope(layer))
+        return AttentionSpec(
+            mixer_of(c, layer).slots(c).scale, c.attention_softcap, mixer_of(c, layer).rope(c, layer)
+        )
 
 
 def ranks_by_position(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
@@ -52,13 +57,17 @@ def ranks_by_position(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
 
 
 def turn_keys(run: Run, layer: Layer, keys: Keys, length: Array) -> Keys:
-    if not run.rank_phase:
+    if not run.rank_phase or keys.pos is None:
         return keys
     return keys._replace(k=rotary(layer, keys.k, ranks_by_position(keys.pos), length))
 
 
-def per_head(run: Run, window: int | None, x: Array, axis: int = 1) -> Array:
-    """Keys or values repeated for every query head where the method selects per query head."""
-    if not run.per_query_head or window is not None:
+def repeated(run: Run, layer: int, x: Array, axis: int = 1) -> Array:
+    """Keys or values repeated for every query head where the method selects per query head.
+
+    Windowed layers select nothing, and latents serve all heads at once.
+    """
+    slots = mixer_of(run.config, layer).slots(run.config)
+    if not run.per_query_head or run.config.window(layer) is not None or slots.shared:
         return x
     return jnp.repeat(x, run.config.heads // x.shape[axis], axis=axis)

@@ -32,9 +32,11 @@ from kvjax.eval import recall
 from kvjax.eval.compare import compare
 from kvjax.eval.recall_tasks import TASKS, training_batch
 from kvjax.files import write_atomic
+from kvjax.models.config import Config
 from kvjax.models.hf import save_hf
+from kvjax.models.layers import Params
 from kvjax.models.model import Model
-from kvjax.models.transformer import Config, Params, forward
+from kvjax.models.transformer import forward
 from kvjax.train.recall_init import CONFIG, circuit_init
 from kvjax.train.run_folder import LOG, clock, load_state, open_run, save_state, trim_log
 

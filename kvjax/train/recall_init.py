@@ -21,7 +21,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, Key
 
-from kvjax.models.transformer import Config, Params, plan, regroup
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.params import plan, regroup
 from kvjax.ops.rope import Rope
 
 CONSTANT = 0.5

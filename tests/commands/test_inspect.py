@@ -12,13 +12,17 @@ import pytest
 import kvjax
 from kvjax import steps
 from kvjax.cache import nbytes
+from kvjax.checkpoint import save_checkpoint
 from kvjax.cli import main
 from kvjax.commands.inspect_model import find_config, model_rows
 from kvjax.commands.sizes import Sizes
 from kvjax.methods import TABLE, method
+from kvjax.models.config import Config
 from kvjax.models.load import SHIPPED
-from kvjax.models.transformer import Config, init
+from kvjax.models.model import Model
+from kvjax.models.params import init
 from kvjax.steps import Run
+from tests.models import architectures
 
 CONFIG = Config(
     vocab=32, d_model=16, layers=3, heads=4, kv_heads=2, head_dim=32, d_ff=32, windows=(None, 8, None)
@@ -81,3 +85,25 @@ def test_inspect_shows_what_a_cache_file_holds(tmp_path, monkeypatch, capsys):
         assert re.search(pattern, out)
     total = re.search(r"^all +([\d.]+) KiB +100\.0", out, re.MULTILINE)
     assert total is not None and float(total[1]) == round(nbytes(cache) / 1024, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mla", r"KV per token +128 B in float32: 2 layers x 16 channels .latents. x 4 B"),
+        ("yoco", r"shared +2 layers keep nothing and read the slots of 1"),
+        ("kda", r"state +2 layers carry 392 numbers per row"),
+    ],
+)
+def test_inspect_says_what_an_architecture_keeps(tmp_path, capsys, name, words):
+    config = architectures.TABLE[name].config
+    model = Model(config, init(config, jax.random.key(0)))
+    save_checkpoint(model, tmp_path / "model")
+    assert main(["inspect", str(tmp_path / "model"), "--context", "64"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(words, out)
+    assert ("no layer of this model keeps slots" in out) == (name == "kda")
+    _, cache = kvjax.prefill(model, [[1, 2, 3]], room=2)
+    kvjax.save_cache(tmp_path / "a.cache", cache)
+    assert main(["inspect", str(tmp_path / "a.cache")]) == 0
+    assert ("none: no layer keeps slots" in capsys.readouterr().out) == (name == "kda")

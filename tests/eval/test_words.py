@@ -10,10 +10,11 @@ from kvjax.errors import InputError
 from kvjax.eval import recall, words
 from kvjax.eval.suite import TASKS, Recall, make_suite, reader_of
 from kvjax.eval.words import Words, make_words
+from kvjax.models.config import Config
 from kvjax.models.hf import save_hf
 from kvjax.models.load import load
 from kvjax.models.model import Model
-from kvjax.models.transformer import Config, init
+from kvjax.models.params import init
 
 CORPUS = [
     words._INTRO,

@@ -13,8 +13,9 @@ import numpy as np
 import kvjax
 from kvjax import steps
 from kvjax.cache import Cache, kept_positions
+from kvjax.models.config import Config
 from kvjax.models.model import Model
-from kvjax.models.transformer import Config, init
+from kvjax.models.params import init
 from kvjax.steps import Run
 from tests.methods.table import BY_LABEL, WINDOWS
 from tests.reference import Decoder, Prompt

@@ -277,13 +277,13 @@ def kvzip_kept(prompt):
 
 
 def windowed(kept, windows):
-    """Layers with a sliding window hold what the next token will see of it, and no more."""
+    """Layers with a sliding window hold what the last token, asked again, sees of it, and no more."""
 
     def both(prompt):
         found = kept(prompt)
         for i, window in enumerate(windows):
             if window is not None:
-                recent = np.arange(prompt.length) >= prompt.length - (window - 1)
+                recent = np.arange(prompt.length) >= prompt.length - window
                 found[i] = np.broadcast_to(recent, found[i].shape)
         return found
 
@@ -319,7 +319,7 @@ ROWS = [
         kept=each_layer(snap(reduce="mean", kind="mean")),
     ),
     row(
-        "snapkv windowed", lambda s: dense(half)(s) - 2 * s.b * s.k * (half(s) - WINDOWS[0]) * plain(s),
+        "snapkv windowed", lambda s: dense(half)(s) - 2 * s.b * s.k * (half(s) - WINDOWS[0] - 1) * plain(s),
         "snapkv", hyper=SNAP | dict(variant="kvpress"), model="windowed",
         kept=windowed(each_layer(snap(reduce="mean", kind="mean")), WINDOWS),
     ),

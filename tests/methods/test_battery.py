@@ -11,7 +11,7 @@ import kvjax
 from kvjax import steps
 from kvjax.cache import Slots, nbytes
 from kvjax.methods import TABLE
-from kvjax.models.transformer import init, plan, regroup
+from kvjax.models.params import init, plan, regroup
 from kvjax.steps import Run
 from tests.methods.battery import (
     ALONE,

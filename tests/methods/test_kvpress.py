@@ -25,8 +25,8 @@ from kvjax.keep.budget import AcrossHeads, Uniform
 from kvjax.keep.observe import Mass
 from kvjax.keep.patterns import Recent
 from kvjax.keep.score import AccumulatedAttention, KeyNorm, WindowAttention, Word
+from kvjax.models.config import Config
 from kvjax.models.model import Model
-from kvjax.models.transformer import Config
 from kvjax.steps import Run
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "kvpress_tiny_llama.npz"

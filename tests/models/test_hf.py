@@ -16,13 +16,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from kvjax.checkpoint import load_checkpoint, save_checkpoint
 from kvjax.errors import InputError
 from kvjax.models import hf
+from kvjax.models.config import Config
 from kvjax.models.files import Stored
 from kvjax.models.hf import load_hf, save_hf
 from kvjax.models.hf_config import config_from_hf, config_to_hf
 from kvjax.models.load import load, shipped
 from kvjax.models.model import Model
+from kvjax.models.params import Group, init, plan
 from kvjax.models.tokenizer import chat
-from kvjax.models.transformer import Config, Group, init, plan
 from kvjax.ops.rope import Rope
 from tests import hf_fixtures
 from tests.hf_fixtures import BAR, NAMES, relative_error

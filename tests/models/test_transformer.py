@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.models.config import Config
 from kvjax.models.model import Model
-from kvjax.models.transformer import Config, Group, check_groups, forward, init, layer_shapes, plan, shapes
+from kvjax.models.params import Group, check_groups, init, layer_shapes, plan, shapes
+from kvjax.models.transformer import forward
 from kvjax.ops.rope import Rope
 
 SMALL = Config(

@@ -9,8 +9,9 @@ import kvjax
 from kvjax.cache import Cache
 from kvjax.errors import InputError
 from kvjax.grammar import Method
+from kvjax.models.config import Config
 from kvjax.models.model import Model
-from kvjax.models.transformer import Config, init
+from kvjax.models.params import init
 from kvjax.place.rows import fork, reset_rows
 
 CONFIG = Config(vocab=32, d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=32)

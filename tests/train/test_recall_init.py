@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax.eval.recall_tasks import sample
-from kvjax.models.transformer import shapes
+from kvjax.models.params import shapes
 from kvjax.train.recall_init import CONFIG, CONSTANT, circuit_init
 
 

@@ -1,0 +1,39 @@
+"""HGRN2's layer: the worked example of CONTRIBUTING.md for an architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.models.config import Config
+from kvjax.models.layers import Params, Shapes, linear
+from kvjax.models.mixer import Layer, Memory, State
+from kvjax.models.mixers.recurrent import Recurrent
+from kvjax.ops.linear_attention import hgrn2
+
+
+@dataclasses.dataclass(frozen=True)
+class Hgrn2(Recurrent):
+    """HGRN2 (Qin et al., 2024, arXiv:2404.07904): decay a = lb + (1 - lb) sigmoid(x W), key 1 - a."""
+
+    lower_bound: float = 0.1
+
+    def shapes(self, config: Config) -> Shapes:
+        d, keys, values = config.d_model, self.heads * self.key_dim, self.heads * self.value_dim
+        shapes: Shapes = {"q": (d, keys), "forget": (d, keys), "v": (d, values), "o": (values, d)}
+        return shapes | {"out_norm": (self.value_dim,)}
+
+    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+        q, f, v = self.split(*(linear(p, name, x) for name in ("q", "forget", "v")))
+        low = jnp.full((self.heads, self.key_dim), self.lower_bound)
+
+        def step(past: State | None, mask: Array) -> tuple[Array, State]:
+            start = None if past is None else past["S"]
+            out, new = hgrn2(q, f, v, low, mask=mask, initial_state=start)
+            return out, {"S": new}
+
+        out, state, collected = memory.recur(layer, step, state)
+        return linear(p, "o", self.joined(p, out, layer.config, x)), state, collected

@@ -1,0 +1,80 @@
+"""Which methods fit which model: what a sentence asks of slots, and what the layers' slots are."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.errors import InputError
+from kvjax.grammar import Method
+from kvjax.models.config import Config
+from kvjax.models.mixer import SlotShape
+from kvjax.models.mixers.attention import mixer_of
+
+
+@lru_cache(maxsize=1024)
+def check_fit(method: Method, config: Config) -> None:
+    """InputError where a method cannot act on what the model's layers keep, saying which and why.
+
+    Codecs must be able to hold every kind of key, value and state; scores that look at keys need keys that a
+    query can meet; what is merged must be stored; and a model without slots has nothing to keep or to read.
+    """
+    _check_codecs(method, config)
+    keep, read = method.keep, method.read
+    if keep is None and read is None:
+        return
+    own = [mixer_of(config, i) for i in range(config.layers)]
+    slots = [m.slots(config) for m in own if m.source is None and m.slots(config) is not None]
+    if not slots:
+        _refuse(method, "no layer of this model keeps slots, its states have a constant size", "int8 or int4")
+    if any(m.value_source is not None for m in own):
+        _refuse(
+            method,
+            "its layers share the values of one layer slot by slot, and would choose differently",
+            "a store method",
+        )
+    factors = any(s.factors for s in slots)
+    looks = keep is not None and keep.score is not None and getattr(keep.score, "looks", True)
+    if factors and (looks or read is not None or (keep is not None and keep.rank_phase)):
+        _refuse(
+            method,
+            "the model stores factors, and the method scores, ranks or rotates stored keys",
+            "h2o, sink-recent, kvzip or a store method",
+        )
+    if keep is not None and keep.merge is not None and any(s.shared or s.factors for s in slots):
+        _refuse(method, "it merges keys and values apart, and the model stores one latent for both", "snapkv")
+
+
+def _refuse(method: Method, why: str, instead: str) -> None:
+    raise InputError(f"{method.id} does not fit this model: {why}. Use {instead} here")
+
+
+def _check_codecs(method: Method, config: Config) -> None:
+    codecs = {} if method.store is None else {"keys": method.store.keys, "values": method.store.values}
+    for name, codec in codecs.items():
+        if codec is None:
+            continue
+        for width in _stored_widths(config, name):
+            one = jax.ShapeDtypeStruct((codec.granule, width), jnp.float32)
+            try:
+                jax.eval_shape(codec.encode, one)
+            except ValueError as error:
+                raise InputError(
+                    f"{method.id} cannot store {name} of {width} channels: {error}: "
+                    "choose other hyper-parameters"
+                ) from error
+
+
+def _stored_widths(config: Config, name: str) -> set[int]:
+    """Channels of every kind of key or value (and of a state's matrices, which the keys' codec encodes)."""
+    out = set()
+    for layer in range(config.layers):
+        mixer = mixer_of(config, layer)
+        slots: SlotShape | None = mixer.slots(config)
+        if slots is not None and not (slots.shared and name == "values"):
+            out.add(slots.key if name == "keys" else slots.value)
+        elif slots is None and name == "keys":
+            out |= {shape[-1] for shape in mixer.state(config).values() if len(shape) >= 3}
+    return out

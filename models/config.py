@@ -1,0 +1,97 @@
+"""Sizes and constants of a decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvjax.models.layers import ACTIVATIONS
+from kvjax.ops.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes and constants of a decoder; names follow the alphabet of `kvjax`.
+
+    windows: per layer, the number of newest tokens a query sees, or None for all. rope_local: the rotation
+    of the windowed layers where it differs. norm_offset: RMSNorm multiplies by (offset + weight).
+    norms: "pre" (before attention and MLP), "post" (after, OLMo 2) or "both" (Gemma). qk_norm: "" or
+    "head" (RMSNorm over H) or "full" (over all heads together). query_scale: logits multiply by this.
+
+    mixers: what mixes the tokens of each layer, words of `kvjax.models.mixers`; empty means attention with
+    the heads above in every layer. mlps: the feed-forward of each layer, words of
+    `kvjax.models.feed_forward`; empty means the gated MLP of width d_ff.
+
+    Raises ValueError where sizes do not go together.
+    """
+
+    vocab: int
+    d_model: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    d_ff: int
+    rope: Rope = Rope()
+    rope_local: Rope | None = None
+    windows: tuple[int | None, ...] = ()
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    norms: str = "pre"
+    qk_norm: str = ""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    activation: str = "silu"
+    embed_scale: float = 1.0
+    query_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    tied: bool = False
+    max_positions: int = 8192
+    family: str = "llama"
+    mixers: tuple[Any, ...] = ()
+    mlps: tuple[Any, ...] = ()
+
+    def __post_init__(self):
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly")
+        for name in ("windows", "mixers", "mlps"):
+            given = getattr(self, name)
+            if given and len(given) != self.layers:
+                raise ValueError(f"{name} names {len(given)} layers, the model has {self.layers}")
+        if self.head_dim % 2:
+            raise ValueError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
+        if self.norms not in ("pre", "post", "both") or self.qk_norm not in ("", "head", "full"):
+            raise ValueError(f"unknown norms={self.norms!r} or qk_norm={self.qk_norm!r}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {sorted(ACTIVATIONS)}, got {self.activation!r}")
+        for word in (*self.mixers, *self.mlps):
+            word.check(self)
+        for i, mixer in enumerate(self.mixers):
+            self._check_source(i, mixer)
+
+    def _check_source(self, layer: int, mixer: Any) -> None:
+        """ValueError where a layer reads slots that are not there, or unlike its own."""
+        for at in (mixer.source, mixer.value_source):
+            if at is None:
+                continue
+            other = self.mixers[at]
+            if at == layer or other.source is not None or other.slots(self) is None:
+                raise ValueError(f"layer {layer} reads layer {at}, which has no slots of its own to read")
+            mine, theirs = mixer.slots(self), other.slots(self)
+            if mixer.source is not None and mine._replace(scale=theirs.scale) != theirs:
+                raise ValueError(f"layer {layer} reads layer {at}, whose slots differ: {theirs}, not {mine}")
+        if mixer.value_source is not None and mixer.value_source > layer:
+            raise ValueError(f"layer {layer} reads the values of layer {mixer.value_source} above it")
+
+    @property
+    def scale(self) -> float:
+        """What attention logits multiply by, unless a mixer has a scale of its own."""
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+    def layer_rope(self, layer: int) -> Rope:
+        return self.rope if self.window(layer) is None or self.rope_local is None else self.rope_local

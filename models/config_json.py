@@ -1,0 +1,85 @@
+"""A `Config` as JSON and back: plain fields, and for every layer the words for its mixer and feed-forward."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.models.config import Config
+from kvjax.models.feed_forward import MLP, GatedMLP, MoE, NoMLP
+from kvjax.models.mixers.attention import Attention
+from kvjax.models.mixers.latent import Latent
+from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.tensor_product import TensorProduct
+from kvjax.ops.rope import Rope
+
+MIXERS = {
+    word.__name__: word
+    for word in (
+        Attention,
+        Latent,
+        TensorProduct,
+        Retention,
+        GatedLinear,
+        GatedDelta,
+        KimiDelta,
+        Mamba2,
+    )
+}
+MLPS = {word.__name__: word for word in (GatedMLP, MLP, NoMLP, MoE)}
+
+
+def config_to_json(config: Config) -> dict[str, Any]:
+    """The fields of a config as JSON takes them; a layer's words as {"word": its name, field: value, ...}.
+
+    >>> config = Config(32, 16, 1, 2, 1, 8, 32, mixers=(Attention(gate=True),))
+    >>> config_to_json(config)["mixers"]
+    [{'word': 'Attention', 'gate': True}]
+    """
+    out = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    for name in ("rope", "rope_local"):
+        out[name] = out[name] and dataclasses.asdict(out[name])
+    return out | {name: [_word(word) for word in out[name]] for name in ("mixers", "mlps")}
+
+
+def _word(word: Any) -> dict[str, Any]:
+    fields = {f.name: getattr(word, f.name) for f in dataclasses.fields(word)}
+    defaults = {f.name: f.default for f in dataclasses.fields(word)}
+    return {"word": type(word).__name__} | {n: x for n, x in fields.items() if x != defaults[n]}
+
+
+def config_from_json(data: Mapping[str, Any]) -> Config:
+    """The config that `config_to_json` wrote.
+
+    Raises ValueError for unknown words, with the nearest one, and for fields or sizes that do not fit.
+
+    >>> config = Config(32, 16, 1, 2, 1, 8, 32, mixers=(Attention(gate=True),))
+    >>> config_from_json(config_to_json(config)) == config
+    True
+    """
+    fields = dict(data)
+    fields["windows"] = tuple(fields.get("windows", ()))
+    for name in ("rope", "rope_local"):
+        fields[name] = fields.get(name) and Rope(**fields[name])
+    fields["mixers"] = tuple(_read(word, MIXERS, "mixer") for word in fields.get("mixers", ()))
+    fields["mlps"] = tuple(_read(word, MLPS, "feed-forward") for word in fields.get("mlps", ()))
+    try:
+        return Config(**fields)
+    except TypeError as error:
+        raise ValueError(f"the fields are not those of a model: {error}") from error
+
+
+def _read(data: Mapping[str, Any], words: Mapping[str, Any], what: str) -> Any:
+    given = dict(data)
+    name = given.pop("word", None)
+    if name not in words:
+        near = difflib.get_close_matches(str(name), words, 1)
+        hint = f" (the nearest is {near[0]})" if near else ""
+        raise ValueError(f"{name!r} is no {what}{hint}: expected one of {', '.join(words)}")
+    try:
+        return words[name](**given)
+    except TypeError as error:
+        known = ", ".join(f.name for f in dataclasses.fields(words[name]))
+        raise ValueError(f"{name} takes {known}; {error}") from error

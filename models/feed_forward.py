@@ -1,0 +1,167 @@
+"""Feed-forwards: the gated MLP, and a mixture of experts that tokens choose."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.models.config import Config
+from kvjax.models.layers import ACTIVATIONS, Params, Shapes, linear
+from kvjax.ops.dtypes import wide
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedMLP:
+    """down(act(x gate) * (x up)) (GLU variants, arXiv:2002.05202), of width `width` or the config's d_ff."""
+
+    width: int | None = None
+
+    def check(self, config: Config) -> None:
+        pass
+
+    def shapes(self, config: Config) -> Shapes:
+        d, f = config.d_model, self.width or config.d_ff
+        shapes: Shapes = {"gate": (d, f), "up": (d, f), "down": (f, d)}
+        if config.mlp_bias:
+            shapes |= {"gate_bias": (f,), "up_bias": (f,), "down_bias": (d,)}
+        return shapes
+
+    def __call__(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Float[Array, "B T D"]:
+        act = ACTIVATIONS[config.activation]
+        return linear(p, "down", act(linear(p, "gate", x)) * linear(p, "up", x))
+
+
+@dataclasses.dataclass(frozen=True)
+class MLP:
+    """down(act(x up)), without a gate."""
+
+    def check(self, config: Config) -> None:
+        pass
+
+    def shapes(self, config: Config) -> Shapes:
+        d, f = config.d_model, config.d_ff
+        shapes: Shapes = {"up": (d, f), "down": (f, d)}
+        return shapes | ({"up_bias": (f,), "down_bias": (d,)} if config.mlp_bias else {})
+
+    def __call__(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Float[Array, "B T D"]:
+        return linear(p, "down", ACTIVATIONS[config.activation](linear(p, "up", x)))
+
+
+@dataclasses.dataclass(frozen=True)
+class NoMLP:
+    """Nothing: layers that only mix, such as Mamba's."""
+
+    def check(self, config: Config) -> None:
+        pass
+
+    def shapes(self, config: Config) -> Shapes:
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class MoE:
+    """`top` of `experts` gated MLPs of width `width` per token, and `shared` more that every token visits.
+
+    scores: "softmax" over all experts (Mixtral, arXiv:2401.04088; Qwen3-MoE; DeepSeek-V2, arXiv:2405.04434)
+    or "sigmoid" with a learned bias that only the choice sees (DeepSeek-V3, arXiv:2412.19437, eq. 12-16).
+    normalise: chosen weights sum to one. scale: they are then multiplied by this. groups, top_groups: experts
+    lie in equal groups, and only those of the best `top_groups` can be chosen (by the best expert of a group,
+    or for "sigmoid" by the sum of its best two). shared: width of the shared expert; shared_gate: it
+    multiplies by sigmoid(x w) (Qwen3-Next).
+
+    No token is dropped: tokens are sorted by expert and each expert's rows are one ragged matrix product.
+    """
+
+    experts: int
+    top: int
+    width: int
+    scores: str = "softmax"
+    normalise: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    shared: int = 0
+    shared_gate: bool = False
+
+    def check(self, config: Config) -> None:
+        if not 1 <= self.top <= self.experts:
+            raise ValueError(f"top={self.top} experts of {self.experts} cannot be chosen")
+        if self.experts % self.groups or not 1 <= self.top_groups <= self.groups:
+            raise ValueError(
+                f"{self.experts} experts in {self.groups} groups, of which {self.top_groups}: expected equal "
+                "groups and no more of them than there are"
+            )
+        if self.top > self.experts // self.groups * self.top_groups:
+            raise ValueError(
+                f"{self.top_groups} groups of {self.experts // self.groups} hold fewer than {self.top}"
+            )
+        if self.scores not in ("softmax", "sigmoid"):
+            raise ValueError(f"scores must be softmax or sigmoid, got {self.scores!r}")
+
+    def shapes(self, config: Config) -> Shapes:
+        d, e, f = config.d_model, self.experts, self.width
+        shapes: Shapes = {"router": (d, e), "experts_gate": (e, d, f), "experts_up": (e, d, f)}
+        shapes["experts_down"] = (e, f, d)
+        if self.scores == "sigmoid":
+            shapes["router_bias"] = (e,)
+        if self.shared:
+            s = self.shared
+            shapes |= {"shared_gate": (d, s), "shared_up": (d, s), "shared_down": (s, d)}
+        if self.shared_gate:
+            shapes["shared_switch"] = (d, 1)
+        return shapes
+
+    def __call__(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Float[Array, "B T D"]:
+        act, flat = ACTIVATIONS[config.activation], x.reshape(-1, x.shape[-1])
+        chosen, weight = self.route(p, flat)
+        out = self._experts(p, flat, chosen, weight, act)
+        if self.shared:
+            y = (act(flat @ p["shared_gate"]) * (flat @ p["shared_up"])) @ p["shared_down"]
+            out = out + (y * jax.nn.sigmoid(flat @ p["shared_switch"]) if self.shared_gate else y)
+        return out.reshape(x.shape)
+
+    def route(self, p: Params, x: Float[Array, "R D"]) -> tuple[Int[Array, "R top"], Float[Array, "R top"]]:
+        """The chosen experts of every token and their weights, in float32."""
+        dtype = wide(x)
+        logits = x.astype(dtype) @ p["router"].astype(dtype)
+        soft = self.scores == "softmax"
+        score = jax.nn.softmax(logits) if soft else jax.nn.sigmoid(logits)
+        choice = score if soft else score + p["router_bias"].astype(dtype)[None]
+        if self.groups > 1:
+            per = choice.reshape(-1, self.groups, self.experts // self.groups)
+            rank = per.max(-1) if soft else jax.lax.top_k(per, 2)[0].sum(-1)
+            _, best = jax.lax.top_k(rank, self.top_groups)
+            open_groups = jax.nn.one_hot(best, self.groups, dtype=dtype).sum(1) > 0
+            # The published routers fill with zero, below every score but not below a biased one.
+            choice = jnp.where(
+                jnp.repeat(open_groups, self.experts // self.groups, 1), choice, jnp.zeros((), dtype)
+            )
+        _, chosen = jax.lax.top_k(choice, self.top)
+        weight = jnp.take_along_axis(score, chosen, axis=1)
+        if self.normalise:
+            weight = weight / (weight.sum(-1, keepdims=True) + (0.0 if soft else 1e-20))
+        return chosen.astype(jnp.int32), weight * jnp.asarray(self.scale, dtype)
+
+    def _experts(self, p: Params, x: Array, chosen: Array, weight: Array, act: Any) -> Float[Array, "R D"]:
+        """sum_e weight_e expert_e(x): rows sorted by expert, one ragged product per matrix."""
+        expert = chosen.reshape(-1)
+        order = jnp.argsort(expert, stable=True)
+        rows = x[order // self.top]
+        sizes = jnp.bincount(expert, length=self.experts).astype(jnp.int32)
+        hidden = act(jax.lax.ragged_dot(rows, p["experts_gate"], sizes))
+        hidden = hidden * jax.lax.ragged_dot(rows, p["experts_up"], sizes)
+        out = jax.lax.ragged_dot(hidden, p["experts_down"], sizes)
+        out = out * weight.reshape(-1)[order][:, None].astype(out.dtype)
+        return jnp.zeros_like(x).at[order // self.top].add(out)
+
+
+GATED_MLP = GatedMLP()
+
+
+def mlp_of(config: Config, layer: int) -> Any:
+    """The feed-forward of a layer."""
+    return config.mlps[layer] if config.mlps else GATED_MLP

@@ -1,0 +1,48 @@
+"""What mixers and feed-forwards are made of: norms, linear maps, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from kvjax.ops.dtypes import wide
+
+Params = dict[str, Any]
+Shapes = dict[str, tuple[int, ...]]
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+}
+
+
+def last_axis(weight: Array, like: Array) -> Array:
+    """A vector as a weight on the last axis of `like`."""
+    return weight.reshape((1,) * (like.ndim - weight.ndim) + weight.shape)
+
+
+def rms_norm(x: Array, weight: Array | None, eps: float, offset: float = 0.0) -> Array:
+    """RMSNorm (arXiv:1910.07467) in promote(float32, x): x / rms(x) * (offset + weight), or no weight."""
+    y = x.astype(wide(x))
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    if weight is not None:
+        y = y * last_axis(offset + weight.astype(y.dtype), y)
+    return y.astype(x.dtype)
+
+
+def l2_norm(x: Array, eps: float = 1e-6) -> Array:
+    """x / sqrt(sum x^2 + eps) over the last axis, in float32 or wider."""
+    y = x.astype(wide(x))
+    return (y * jax.lax.rsqrt((y * y).sum(-1, keepdims=True) + eps)).astype(x.dtype)
+
+
+def linear(p: Params, name: str, x: Array) -> Array:
+    """x W + b with W = p[name], and b = p[name_bias] where there is one."""
+    y = x @ p[name]
+    bias = p.get(name + "_bias")
+    return y if bias is None else y + last_axis(bias, y)

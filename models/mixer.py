@@ -1,0 +1,154 @@
+"""Mixers: what carries tokens' information to later tokens in one layer, and how it meets its past.
+
+A mixer is a frozen dataclass, static and hashable. It knows its parameters and its equation; it does not know
+where its past lies. That is the business of the `Memory` it is handed: slots are appended to and attended by
+`attend`, a recurrent state is fetched, stepped and put back by `recur`. So one mixer serves training without
+a cache, a prefill and a decode step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.models.config import Config
+from kvjax.models.layers import Params, Shapes
+from kvjax.ops.attention import Keys
+from kvjax.ops.rope import Rope
+
+
+class Given(NamedTuple):
+    """What a layer that reads another one's slots is handed: that layer's past and what it just projected.
+
+    state, index: the source's group of segments and its place in them; None without a cache. k, v: its new
+    keys, rotated, and values (None: the first channels of the keys); None in a step, whose past holds them.
+    above: the source stands above the reader, which then sees no key of its own token.
+    """
+
+    state: Any
+    index: int
+    k: Float[Array, "B K T F"] | None
+    v: Float[Array, "B K T V"] | None
+    above: bool
+
+
+class Layer(NamedTuple):
+    """Which layer is speaking: its group, its index inside it (traced when stacked) and its constants.
+
+    lends: other layers read its slots. given: what the layer that this one reads has. first_values: values of
+    the new tokens in layer 0, where some mixer asks for them.
+    """
+
+    group: int
+    index: int | Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    number: int | Array
+    window: int | None
+    rope: Rope
+    mixer: Any
+    config: Config
+    lends: bool = False
+    given: Given | None = None
+    first_values: Array | None = None
+
+    @property
+    def scale(self) -> float:
+        """What attention logits multiply by."""
+        return self.mixer.slots(self.config).scale
+
+
+class SlotShape(NamedTuple):
+    """What one token costs in a layer that keeps slots.
+
+    heads: lists of slots. key, value: channels per slot; shared: the values are the first `value` channels of
+    the keys (or another layer's, if `value` is 0) and are not stored. scale: what logits multiply by.
+    factors: what is stored are no keys that a query could meet, but what they are made from.
+    """
+
+    heads: int
+    key: int
+    value: int
+    scale: float
+    shared: bool = False
+    factors: bool = False
+
+
+class Expand(NamedTuple):
+    """Another form of the same attention: queries from rotated ones, keys and values from stored ones.
+
+    outputs: what the stored form's output is in this one, for a single query, which reads what is stored;
+    None where the stored form cannot be attended to.
+    """
+
+    queries: Callable[[Array], Array]
+    keys: Callable[[Array, Array], tuple[Array, Array]]
+    outputs: Callable[[Array], Array] | None
+
+
+class Projected(NamedTuple):
+    """What a layer asks with and stores for its new tokens, before rotation, and the input it came from.
+
+    k is None where the layer reads another one's slots, v where the values are the first channels of the keys
+    or another layer's. expand: the form that is attended to where it is not the stored one. extra: keys and
+    values outside the sequence, which every query sees.
+    """
+
+    q: Float[Array, "B N T H"]
+    k: Float[Array, "B K T F"] | None
+    v: Float[Array, "B K T V"] | None
+    hidden: Float[Array, "B T D"]
+    expand: Expand | None = None
+    extra: Keys | None = None
+
+
+State = dict[str, Array]
+# (the layer's state or None, which tokens are real) -> (output, new state)
+Step = Callable[[State | None, Bool[Array, "B T"]], tuple[Array, State]]
+
+
+class Memory(NamedTuple):
+    """How a layer meets its past; both return (output, new state of the layer's group, what to collect).
+
+    pos: positions of the new tokens, -1 on padding. attend: (layer, projections, state) with output
+    [B, N, T, V]. recur: (layer, step, state) with the output of the step.
+    """
+
+    pos: Int[Array, "B T"]
+    attend: Callable[[Layer, Projected, Any], tuple[Array, Any, Any]]
+    recur: Callable[[Layer, Step, Any], tuple[Array, Any, Any]]
+
+
+class Mixer(Protocol):
+    """What every mixer offers."""
+
+    source: int | None
+    """The layer whose slots are read, where they are not the layer's own."""
+    value_source: int | None
+    """The layer whose values are read beside the layer's own keys; else None."""
+
+    def check(self, config: Config) -> None:
+        """Raises ValueError where it does not fit the model."""
+        ...
+
+    def shapes(self, config: Config) -> Shapes:
+        """Name and shape of every parameter; matrices multiply from the right."""
+        ...
+
+    def slots(self, config: Config) -> SlotShape | None:
+        """The slots that the layer attends to; None where it keeps a state of constant size instead."""
+        ...
+
+    def rope(self, config: Config, layer: int) -> Rope:
+        """How queries and stored keys turn with their positions."""
+        ...
+
+    def state(self, config: Config) -> Shapes:
+        """Name and shape of what a row carries where the layer keeps no slots; empty elsewhere."""
+        ...
+
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        """(output, new state, collected)."""
+        ...

@@ -1,0 +1,1 @@
+"""One file per family of mixers; the protocol is `kvjax.models.mixer`."""

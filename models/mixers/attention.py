@@ -1,0 +1,128 @@
+"""Softmax attention with MHA, GQA or MQA heads, rotary positions, QK norms and biases."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.models.config import Config
+from kvjax.models.layers import Params, Shapes, linear, rms_norm
+from kvjax.models.mixer import Layer, Memory, Projected, SlotShape
+from kvjax.ops.attention import Keys
+from kvjax.ops.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """The heads, norms and biases that the config says.
+
+    source: the layer whose keys and values are read; this one then has none of its own (CLA,
+    arXiv:2405.12981; MLKV, arXiv:2406.09297; YOCO, arXiv:2405.05254; LCKV, arXiv:2405.10637, whose source
+    lies above). value_source: own keys, but the values of that layer (SVFormer, arXiv:2410.17897). value_mix:
+    values are (1 - mix) v + mix v_0 with those of layer 0 (ResFormer, same paper, 0.5). gate: the heads'
+    outputs multiply by sigmoid(x W) before the output map (Gated Attention, arXiv:2505.06708; Qwen3-Next).
+    sink: a learned logit per query head that takes attention and gives nothing (GPT-OSS).
+    """
+
+    source: int | None = None
+    value_source: int | None = None
+    value_mix: float | None = None
+    gate: bool = False
+    sink: bool = False
+
+    def check(self, config: Config) -> None:
+        for name in ("source", "value_source"):
+            at = getattr(self, name)
+            if at is not None and not 0 <= at < config.layers:
+                raise ValueError(f"{name}={at} names no layer of 0 to {config.layers - 1}")
+        if self.source is not None and (self.value_source is not None or self.value_mix is not None):
+            raise ValueError("a layer with a source has no values: leave value_source and value_mix out")
+
+    def shapes(self, config: Config) -> Shapes:
+        d, h = config.d_model, config.head_dim
+        n, k = config.heads * h, config.kv_heads * h
+        shapes: Shapes = {"q": (d, n), "k": (d, k), "v": (d, k), "o": (n, d)}
+        absent = "kv" if self.source is not None else "v" if self.value_source is not None else ""
+        shapes = {name: shape for name, shape in shapes.items() if name not in absent}
+        if self.gate:
+            shapes["attn_gate"] = (d, n)
+            shapes |= {"attn_gate_bias": (n,)} if config.qkv_bias else {}
+        if config.qk_norm:
+            head = config.qk_norm == "head"
+            shapes |= {f"{x}_norm": (h if head else shapes[x][1],) for x in "qk" if x in shapes}
+        if config.qkv_bias:
+            shapes |= {f"{x}_bias": (shapes[x][1],) for x in "qkv" if x in shapes}
+        if config.o_bias:
+            shapes |= {"o_bias": (d,)}
+        if self.sink:
+            shapes |= {"sink_bias": (config.heads,)}
+        return shapes
+
+    def slots(self, config: Config) -> SlotShape:
+        own = self.value_source is None
+        value = config.head_dim if own else 0
+        return SlotShape(config.kv_heads, config.head_dim, value, config.scale, shared=not own)
+
+    def rope(self, config: Config, layer: int) -> Rope:
+        return config.layer_rope(layer)
+
+    def state(self, config: Config) -> Shapes:
+        return {}
+
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        b, t, _ = x.shape
+        projected = self.project(p, x, layer.config)
+        if self.value_mix is not None and projected.v is not None and layer.first_values is not None:
+            mixed = (1 - self.value_mix) * projected.v + self.value_mix * layer.first_values
+            projected = projected._replace(v=mixed)
+        out, state, collected = memory.attend(layer, projected, state)
+        out = jnp.swapaxes(out, 1, 2).reshape(b, t, -1)
+        if self.gate:
+            out = out * jax.nn.sigmoid(linear(p, "attn_gate", x))
+        return linear(p, "o", out), state, collected
+
+    def project(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Projected:
+        """Queries, keys and values, QK-normalised where the model does so, not yet rotated."""
+        q, k, v = (self._heads(p, name, x, config) for name in "qkv")
+        extra = _sink(p["sink_bias"], x.shape[0], config) if self.sink else None
+        return Projected(q, k, v, x, extra=extra)
+
+    def _heads(self, p: Params, name: str, x: Float[Array, "B T D"], config: Config) -> Any:
+        """One projection as heads [B, heads, T, H]; None where the layer has no such projection."""
+        if name not in p:
+            return None
+        y, norm = linear(p, name, x), p.get(name + "_norm")
+        if norm is not None and config.qk_norm == "full":
+            y = rms_norm(y, norm, config.norm_eps, config.norm_offset)
+        y = y.reshape(*x.shape[:2], -1, config.head_dim)
+        if norm is not None and config.qk_norm == "head":
+            y = rms_norm(y, norm, config.norm_eps, config.norm_offset)
+        return jnp.swapaxes(y, 1, 2)
+
+
+def _sink(logit: Float[Array, "N"], rows: int, config: Config) -> Keys:
+    """One slot per query head with the given logit and nothing to give."""
+    nothing = jnp.zeros((rows, config.heads, 1, config.head_dim), logit.dtype)
+    bias = jnp.broadcast_to(logit.astype(jnp.float32)[None, :, None], nothing.shape[:3])
+    return Keys(nothing, nothing, None, bias)
+
+
+ATTENTION = Attention()
+
+
+def mixer_of(config: Config, layer: int) -> Any:
+    """The mixer of a layer."""
+    return config.mixers[layer] if config.mixers else ATTENTION
+
+
+def lending(config: Config) -> frozenset[int]:
+    """The layers whose slots, or values, other layers read."""
+    mixers = [mixer_of(config, i) for i in range(config.layers)]
+    both = [m.source for m in mixers] + [m.value_source for m in mixers]
+    return frozenset(s for s in both if s is not None)

@@ -1,0 +1,133 @@
+"""Multi-head latent attention: one latent and one rotary key per token, for all heads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.models.config import Config
+from kvjax.models.layers import Params, Shapes, linear, rms_norm
+from kvjax.models.mixer import Expand, Layer, Memory, Projected, SlotShape
+from kvjax.ops.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """MLA (DeepSeek-V2, arXiv:2405.04434, eq. 9-19): the cache holds c (`rank` wide) and k_r (`rope_dim`).
+
+        c = norm(x W_dc), k_r = RoPE(x W_kr), k_h = [c W_uk_h ; k_r], v_h = c W_uv_h
+
+    Prefill expands c to keys and values per head. Decoding absorbs W_uk into the query, q~_h = W_uk_h q_h,
+    and W_uv into the output: it attends to the stored [c ; k_r] as one KV head whose values are its first
+    channels.
+
+    q_rank: the queries come from a latent of this width too (None: from x). nope_dim, rope_dim: channels of a
+    head that do not turn and that do; value_dim: channels of a head's values. turns: False leaves out the
+    rotation (the NoPE layers of Kimi Linear, arXiv:2510.26692). scale: (nope_dim + rope_dim)^-0.5 unless
+    given. source: the layer whose latents are read, with up-projections of one's own (CLLA,
+    arXiv:2410.15252). eps: of the latents' norms.
+    """
+
+    rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    q_rank: int | None = None
+    turns: bool = True
+    scale: float | None = None
+    source: int | None = None
+    eps: float = 1e-6
+
+    value_source = None
+
+    def check(self, config: Config) -> None:
+        for name in ("rank", "rope_dim", "nope_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim must be even: channels turn in pairs; got {self.rope_dim}")
+        whole = config.heads * (self.nope_dim + self.value_dim)
+        if self.rank > whole:
+            raise ValueError(
+                f"rank={self.rank} is larger than the {whole} channels of keys and values that it compresses"
+            )
+
+    def shapes(self, config: Config) -> Shapes:
+        d, n, width = config.d_model, config.heads, self.nope_dim + self.rope_dim
+        shapes: Shapes = {
+            "kv_up": (self.rank, n * (self.nope_dim + self.value_dim)),
+            "o": (n * self.value_dim, d),
+        }
+        if self.source is None:
+            shapes |= {"kv_down": (d, self.rank + self.rope_dim), "latent_norm": (self.rank,)}
+        if config.o_bias:
+            shapes["o_bias"] = (d,)
+        if config.o_bias and self.source is None:
+            shapes["kv_down_bias"] = (self.rank + self.rope_dim,)
+        if self.q_rank is None:
+            return shapes | {"q": (d, n * width)}
+        if config.qkv_bias:
+            shapes["q_down_bias"] = (self.q_rank,)
+        return shapes | {
+            "q_down": (d, self.q_rank),
+            "q_latent_norm": (self.q_rank,),
+            "q_up": (self.q_rank, n * width),
+        }
+
+    def slots(self, config: Config) -> SlotShape:
+        scale = (self.nope_dim + self.rope_dim) ** -0.5 if self.scale is None else self.scale
+        return SlotShape(1, self.rank + self.rope_dim, self.rank, scale, shared=True)
+
+    def rope(self, config: Config, layer: int) -> Rope:
+        if not self.turns:
+            return Rope(kind="none")
+        return dataclasses.replace(config.layer_rope(layer), rotary_dim=self.rope_dim, start=self.rank)
+
+    def state(self, config: Config) -> Shapes:
+        return {}
+
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        config = layer.config
+        b, t, _ = x.shape
+        n, nope = config.heads, self.nope_dim
+        up = p["kv_up"].reshape(self.rank, n, nope + self.value_dim)
+        to_key, to_value = up[..., :nope], up[..., nope:]
+        q = jnp.swapaxes(self._queries(p, x, config).reshape(b, t, n, -1), 1, 2)
+        absorbed = jnp.einsum("bntd,rnd->bntr", q[..., :nope], to_key)
+
+        def queries(turned: Float[Array, "B N T H"]) -> Array:
+            return jnp.concatenate([q[..., :nope], turned[..., self.rank :]], -1)
+
+        def keys(k: Float[Array, "B 1 S H"], v: Array) -> tuple[Array, Array]:
+            c = k[:, 0, :, : self.rank]
+            turned = jnp.broadcast_to(k[..., self.rank :], (b, n, k.shape[2], self.rope_dim))
+            expanded = jnp.einsum("bsr,rnd->bnsd", c, to_key)
+            return jnp.concatenate([expanded, turned], -1), jnp.einsum("bsr,rnd->bnsd", c, to_value)
+
+        def outputs(out: Float[Array, "B N T R"]) -> Array:
+            return jnp.einsum("bntr,rnd->bntd", out, to_value)
+
+        asked = jnp.concatenate([absorbed, q[..., nope:]], -1)
+        stored = self._stored(p, x, config)
+        projected = Projected(asked, stored, None, x, expand=Expand(queries, keys, outputs))
+        out, state, collected = memory.attend(layer, projected, state)
+        out = jnp.swapaxes(out, 1, 2).reshape(b, t, -1)
+        return linear(p, "o", out), state, collected
+
+    def _stored(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Array | None:
+        """[c ; k_r] of the new tokens, not yet rotated; None where another layer's are read."""
+        if self.source is not None:
+            return None
+        down = linear(p, "kv_down", x)
+        latent = rms_norm(down[..., : self.rank], p["latent_norm"], self.eps)
+        return jnp.concatenate([latent, down[..., self.rank :]], -1)[:, None]
+
+    def _queries(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Array:
+        if self.q_rank is None:
+            return linear(p, "q", x)
+        return linear(p, "q_up", rms_norm(linear(p, "q_down", x), p["q_latent_norm"], self.eps))

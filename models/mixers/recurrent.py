@@ -1,0 +1,258 @@
+"""Linear attentions with a state of constant size: decays, deltas, short convolutions, gated norms."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kvjax.models.config import Config
+from kvjax.models.layers import Params, Shapes, l2_norm, linear, rms_norm
+from kvjax.models.mixer import Layer, Memory, State
+from kvjax.ops import linear_attention as ops
+from kvjax.ops.convolution import short_conv
+from kvjax.ops.rope import Rope, angles, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrent:
+    """What the mixers here share: heads, and a state `S` [heads, key_dim, value_dim] in float32.
+
+    groups: query and key heads, each serving heads / groups value heads (None: as many).
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    groups: int | None = None
+
+    source = value_source = None
+
+    @property
+    def key_heads(self) -> int:
+        return self.groups or self.heads
+
+    def check(self, config: Config) -> None:
+        if self.heads % self.key_heads:
+            raise ValueError(f"{self.key_heads} key heads cannot serve {self.heads} value heads evenly")
+
+    def slots(self, config: Config) -> None:
+        return None
+
+    def rope(self, config: Config, layer: int) -> Rope:
+        return Rope(kind="none")
+
+    def state(self, config: Config) -> Shapes:
+        return {"S": (self.heads, self.key_dim, self.value_dim)}
+
+    def shapes(self, config: Config) -> Shapes:
+        d, keys, values = config.d_model, self.key_heads * self.key_dim, self.heads * self.value_dim
+        return {
+            "q": (d, keys),
+            "k": (d, keys),
+            "v": (d, values),
+            "o": (values, d),
+            "out_norm": (self.value_dim,),
+        }
+
+    def split(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        """Flat projections as heads."""
+        b, t = q.shape[:2]
+        keys, values = (b, t, self.key_heads, self.key_dim), (b, t, self.heads, self.value_dim)
+        return q.reshape(keys), k.reshape(keys), v.reshape(values)
+
+    def joined(self, p: Params, out: Float[Array, "B T H V"], config: Config, like: Array) -> Array:
+        """The norm of every head, then all heads side by side in the dtype of the layer."""
+        return rms_norm(out, p["out_norm"], config.norm_eps).astype(like.dtype).reshape(*like.shape[:2], -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention(Recurrent):
+    """RetNet's layer (arXiv:2307.08621): rotated q and k, constant decays, norm per head, swish gate.
+
+    With `gated`, the decay is YOCO's gated retention (arXiv:2405.05254): log sigmoid(x W) / 16 per head. The
+    angles are those of the config's rotation; RetNet's own differ in their frequencies.
+    """
+
+    gated: bool = False
+
+    def shapes(self, config: Config) -> Shapes:
+        shapes = super().shapes(config) | {"out_gate": (config.d_model, self.heads * self.value_dim)}
+        return shapes | ({"decay": (config.d_model, self.heads)} if self.gated else {})
+
+    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+        config = layer.config
+        q, k, v = self.split(*(linear(p, name, x) for name in "qkv"))
+        cos, sin = angles(config.rope, memory.pos[..., None], self.key_dim)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+
+        def step(past: State | None, mask: Bool[Array, "B T"]) -> tuple[Array, State]:
+            start = None if past is None else past["S"]
+            if self.gated:
+                g = jax.nn.log_sigmoid((x @ p["decay"]).astype(jnp.float32)) / 16
+                out, new = ops.gla(q, k, v, g, mask=mask, initial_state=start)
+            else:
+                out, new = ops.retention(q, k, v, mask=mask, initial_state=start)
+            return out, {"S": new}
+
+        out, state, collected = memory.recur(layer, step, state)
+        y = self.joined(p, out, config, x) * jax.nn.silu(x @ p["out_gate"])
+        return linear(p, "o", y), state, collected
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedLinear(Recurrent):
+    """GLA's layer (arXiv:2312.06635, section 4.4): a decay per key channel from a low rank, swish gate."""
+
+    rank: int = 16
+
+    def shapes(self, config: Config) -> Shapes:
+        d, keys = config.d_model, self.heads * self.key_dim
+        decay = {"decay_down": (d, self.rank), "decay_up": (self.rank, keys), "decay_up_bias": (keys,)}
+        return super().shapes(config) | decay | {"out_gate": (d, self.heads * self.value_dim)}
+
+    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+        q, k, v = self.split(*(linear(p, name, x) for name in "qkv"))
+        low = linear(p, "decay_up", x @ p["decay_down"]).reshape(q.shape)
+        g = jax.nn.log_sigmoid(low.astype(jnp.float32)) / 16
+
+        def step(past: State | None, mask: Bool[Array, "B T"]) -> tuple[Array, State]:
+            out, new = ops.gla(q, k, v, g, mask=mask, initial_state=None if past is None else past["S"])
+            return out, {"S": new}
+
+        out, state, collected = memory.recur(layer, step, state)
+        y = self.joined(p, out, layer.config, x) * jax.nn.silu(x @ p["out_gate"])
+        return linear(p, "o", y), state, collected
+
+
+@dataclasses.dataclass(frozen=True)
+class _Delta(Recurrent):
+    """Delta rules behind a short convolution over q, k and v, with keys and queries of unit length."""
+
+    conv: int = 4
+
+    def shapes(self, config: Config) -> Shapes:
+        width = 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+        more = {"beta": (config.d_model, self.heads), "conv": (self.conv, width)}
+        return super().shapes(config) | more
+
+    def state(self, config: Config) -> Shapes:
+        width = 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+        return super().state(config) | {"tail": (self.conv, width)}
+
+    def run(
+        self, p: Params, x: Array, g: Array, layer: Layer, memory: Memory, state: Any
+    ) -> tuple[Float[Array, "B T H V"], Any, Any]:
+        """o of the gated delta rule with log decays g, per head or per key channel."""
+        flat = jnp.concatenate([linear(p, name, x) for name in "qkv"], -1)
+        beta = jax.nn.sigmoid((x @ p["beta"]).astype(jnp.float32))
+        keys = self.key_heads * self.key_dim
+
+        def step(past: State | None, mask: Bool[Array, "B T"]) -> tuple[Array, State]:
+            tail, start = (None, None) if past is None else (past["tail"], past["S"])
+            y, tail = short_conv(flat, p["conv"], tail=tail, mask=mask)
+            y = jax.nn.silu(y)
+            q, k, v = self.split(y[..., :keys], y[..., keys : 2 * keys], y[..., 2 * keys :])
+            out, new = ops.gated_delta_rule(
+                l2_norm(q), l2_norm(k), v, g, beta, mask=mask, initial_state=start
+            )
+            return out, {"S": new, "tail": tail}
+
+        return memory.recur(layer, step, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDelta(_Delta):
+    """Gated DeltaNet's layer (arXiv:2412.06464, as in Qwen3-Next): one decay per value head, swish gate.
+
+    g = -e^a_log softplus(x W + dt_bias); the norm of a head multiplies by silu(x W_z).
+    """
+
+    def shapes(self, config: Config) -> Shapes:
+        d = config.d_model
+        decay: Shapes = {"decay": (d, self.heads), "a_log": (self.heads,), "dt_bias": (self.heads,)}
+        return super().shapes(config) | decay | {"out_gate": (d, self.heads * self.value_dim)}
+
+    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+        rate = jnp.exp(p["a_log"].astype(jnp.float32))[None, None]
+        dt = (x @ p["decay"]).astype(jnp.float32) + p["dt_bias"].astype(jnp.float32)[None, None]
+        out, state, collected = self.run(p, x, -rate * jax.nn.softplus(dt), layer, memory, state)
+        gate = jax.nn.silu((x @ p["out_gate"]).astype(jnp.float32))
+        y = (self.joined(p, out, layer.config, x).astype(jnp.float32) * gate).astype(x.dtype)
+        return linear(p, "o", y), state, collected
+
+
+@dataclasses.dataclass(frozen=True)
+class KimiDelta(_Delta):
+    """KDA's layer (Kimi Linear, arXiv:2510.26692, section 4): a decay per key channel, sigmoid gate.
+
+    Decay and gate come from a low rank, value_dim unless given; the decay as `kvjax.ops` `kda_gate` says.
+    """
+
+    rank: int | None = None
+    lower_bound: float | None = None
+
+    def shapes(self, config: Config) -> Shapes:
+        d, r = config.d_model, self.rank or self.value_dim
+        keys, values = self.heads * self.key_dim, self.heads * self.value_dim
+        shapes: Shapes = {
+            "decay_down": (d, r),
+            "decay_up": (r, keys),
+            "a_log": (self.heads,),
+            "dt_bias": (keys,),
+        }
+        gate: Shapes = {"out_gate_down": (d, r), "out_gate_up": (r, values), "out_gate_up_bias": (values,)}
+        return super().shapes(config) | shapes | gate
+
+    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+        low = (x @ p["decay_down"] @ p["decay_up"]).astype(jnp.float32)
+        low = low.reshape(*x.shape[:2], self.heads, self.key_dim)
+        a_log, bias = (p[name].astype(jnp.float32) for name in ("a_log", "dt_bias"))
+        g = ops.kda_gate(low, a_log, bias, lower_bound=self.lower_bound)
+        out, state, collected = self.run(p, x, g, layer, memory, state)
+        gate = jax.nn.sigmoid(linear(p, "out_gate_up", x @ p["out_gate_down"]))
+        return linear(p, "o", self.joined(p, out, layer.config, x) * gate), state, collected
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2(Recurrent):
+    """Mamba-2's layer (arXiv:2405.21060): heads of `value_dim` channels, `key_dim` states, `groups` of B, C.
+
+    x, B and C pass one short convolution with a bias; y is normalised over all channels after it was
+    multiplied by silu(z).
+    """
+
+    conv: int = 4
+
+    def shapes(self, config: Config) -> Shapes:
+        d, inner, bc = config.d_model, self.heads * self.value_dim, self.key_heads * self.key_dim
+        shapes: Shapes = {"z": (d, inner), "xbc": (d, inner + 2 * bc), "dt": (d, self.heads), "o": (inner, d)}
+        shapes |= {"conv": (self.conv, inner + 2 * bc), "conv_bias": (inner + 2 * bc,), "out_norm": (inner,)}
+        return shapes | {name: (self.heads,) for name in ("a_log", "dt_bias", "skip")}
+
+    def state(self, config: Config) -> Shapes:
+        width = self.heads * self.value_dim + 2 * self.key_heads * self.key_dim
+        return {"S": (self.heads, self.value_dim, self.key_dim), "tail": (self.conv, width)}
+
+    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+        b, t, _ = x.shape
+        flat, dt, z = x @ p["xbc"], (x @ p["dt"]).astype(jnp.float32), x @ p["z"]
+        inner, bc = self.heads * self.value_dim, self.key_heads * self.key_dim
+        a_log, skip, bias = (p[name].astype(jnp.float32) for name in ("a_log", "skip", "dt_bias"))
+
+        def step(past: State | None, mask: Bool[Array, "B T"]) -> tuple[Array, State]:
+            tail, start = (None, None) if past is None else (past["tail"], past["S"])
+            y, tail = short_conv(flat, p["conv"], p["conv_bias"], tail=tail, mask=mask)
+            y = jax.nn.silu(y)
+            values = y[..., :inner].reshape(b, t, self.heads, self.value_dim)
+            keys = y[..., inner : inner + bc].reshape(b, t, self.key_heads, self.key_dim)
+            queries = y[..., inner + bc :].reshape(keys.shape)
+            out, new = ops.ssd(values, dt, keys, queries, a_log, skip, bias, mask=mask, initial_state=start)
+            return out, {"S": new, "tail": tail}
+
+        out, state, collected = memory.recur(layer, step, state)
+        y = out.astype(x.dtype).reshape(b, t, inner) * jax.nn.silu(z)
+        return linear(p, "o", rms_norm(y, p["out_norm"], layer.config.norm_eps)), state, collected

@@ -1,0 +1,88 @@
+"""Tensor product attention: the cache holds the factors of keys and values, not keys and values."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.models.config import Config
+from kvjax.models.layers import Params, Shapes, linear
+from kvjax.models.mixer import Expand, Layer, Memory, Projected, SlotShape
+from kvjax.ops.rope import Rope, angles, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorProduct:
+    """TPA (Zhang et al., 2025, arXiv:2501.06425): q, k and v of all heads are sums of outer products.
+
+        k = 1/R sum_r a_r(x) (x) b_r(x), a_r over heads, b_r over channels, linear in x; likewise q and v
+
+    The rotation turns the b factors of queries and keys alone, so what is stored never turns again: per
+    token, (key_rank + value_rank) * (heads + head_dim) numbers. Attention expands the factors it reads, in
+    prefill and in decoding; methods that score stored keys against queries, or rotate them by rank, do not
+    fit factors.
+    """
+
+    q_rank: int
+    key_rank: int
+    value_rank: int
+
+    source = value_source = None
+
+    def check(self, config: Config) -> None:
+        for name in ("q_rank", "key_rank", "value_rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.key_rank > config.head_dim or self.value_rank > config.head_dim:
+            raise ValueError(
+                f"ranks {self.key_rank} and {self.value_rank} must not exceed head_dim {config.head_dim}: "
+                "more factors than channels store more than keys and values do"
+            )
+
+    def shapes(self, config: Config) -> Shapes:
+        d, n, h = config.d_model, config.heads, config.head_dim
+        ranks = {"q": self.q_rank, "k": self.key_rank, "v": self.value_rank}
+        factors = {f"{name}_factors": (d, rank * (n + h)) for name, rank in ranks.items()}
+        return factors | {"o": (n * h, d)}
+
+    def slots(self, config: Config) -> SlotShape:
+        width = config.heads + config.head_dim
+        return SlotShape(1, self.key_rank * width, self.value_rank * width, config.scale, factors=True)
+
+    def rope(self, config: Config, layer: int) -> Rope:
+        return Rope(kind="none")
+
+    def state(self, config: Config) -> Shapes:
+        return {}
+
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        config = layer.config
+        b, t, _ = x.shape
+        cos, sin = angles(config.rope, memory.pos[..., None], config.head_dim)
+        q_a, q_b = self._factors(linear(p, "q_factors", x), self.q_rank, config)
+        q = jnp.einsum("btrn,btrh->bnth", q_a, rotate(q_b, cos, sin)) / self.q_rank
+        k_a, k_b = self._factors(linear(p, "k_factors", x), self.key_rank, config)
+        k = jnp.concatenate([k_a.reshape(b, t, -1), rotate(k_b, cos, sin).reshape(b, t, -1)], -1)
+
+        def whole(stored: Float[Array, "B 1 S F"], rank: int) -> Float[Array, "B N S H"]:
+            a, c = self._factors(stored[:, 0], rank, config)
+            return jnp.einsum("bsrn,bsrh->bnsh", a, c) / rank
+
+        def keys(k: Array, v: Array) -> tuple[Array, Array]:
+            return whole(k, self.key_rank), whole(v, self.value_rank)
+
+        v = linear(p, "v_factors", x)[:, None]
+        projected = Projected(q, k[:, None], v, x, expand=Expand(lambda turned: turned, keys, None))
+        out, state, collected = memory.attend(layer, projected, state)
+        return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(b, t, -1)), state, collected
+
+    def _factors(self, x: Float[Array, "B S F"], rank: int, config: Config) -> tuple[Array, Array]:
+        """(a [B, S, R, N], b [B, S, R, H]) from a row of stored numbers."""
+        heads = rank * config.heads
+        a = x[..., :heads].reshape(*x.shape[:2], rank, config.heads)
+        return a, x[..., heads:].reshape(*x.shape[:2], rank, config.head_dim)

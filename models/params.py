@@ -1,0 +1,153 @@
+"""Parameters: their shapes, their first values, and how equal layers are stacked."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from kvjax.models.config import Config
+from kvjax.models.feed_forward import NoMLP, mlp_of
+from kvjax.models.layers import Params, Shapes
+from kvjax.models.mixers.attention import lending, mixer_of
+
+
+class Group(NamedTuple):
+    """A run of equal layers, stacked: layers `first` .. `first + size - 1`."""
+
+    first: int
+    size: int
+
+
+def layer_kind(config: Config, layer: int) -> tuple[Any, ...]:
+    """What must be equal in layers that are stacked."""
+    return config.window(layer), mixer_of(config, layer), mlp_of(config, layer)
+
+
+def plan(config: Config, stacked: bool | None = None) -> tuple[Group, ...]:
+    """How the layers are stacked: one by one on CPU, in maximal runs of equal layers elsewhere.
+
+    XLA on CPU copies a layer's slice of stacked weights and caches at every step; on TPU one scan over the
+    stack compiles fast and copies nothing. The first two layers always stand apart, because several methods
+    leave them alone, and so do layers whose slots others read.
+    """
+    if stacked is None:
+        stacked = jax.default_backend() != "cpu"
+    if not stacked:
+        return tuple(Group(i, 1) for i in range(config.layers))
+    cuts = [0]
+    for i in range(1, config.layers):
+        alone = {i, i - 1} & lending(config)
+        if i == 2 or alone or layer_kind(config, i) != layer_kind(config, i - 1):
+            cuts.append(i)
+    return tuple(Group(a, b - a) for a, b in zip(cuts, [*cuts[1:], config.layers], strict=True))
+
+
+def check_groups(config: Config, groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    """`groups`, unless they miss or repeat a layer or stack layers of different kinds: then ValueError."""
+    if [i for g in groups for i in range(g.first, g.first + g.size)] != list(range(config.layers)):
+        raise ValueError(
+            f"groups must name layers 0 to {config.layers - 1} once each and in order, got {groups}"
+        )
+    for g in groups:
+        if len({layer_kind(config, g.first + i) for i in range(g.size)}) > 1:
+            raise ValueError(
+                f"{g} stacks layers of different windows, mixers or feed-forwards: plan() keeps them apart"
+            )
+        if g.size > 1 and lending(config) & set(range(g.first, g.first + g.size)):
+            raise ValueError(f"{g} stacks a layer whose slots others read: plan() keeps it apart")
+    return groups
+
+
+def layer_shapes(config: Config, layer: int = 0) -> Shapes:
+    """Name and shape of every parameter of one layer; weights multiply from the right."""
+    mlp = mlp_of(config, layer)
+    shapes = {**mixer_of(config, layer).shapes(config), **mlp.shapes(config)}
+    halves = ("attn",) if isinstance(mlp, NoMLP) else ("attn", "mlp")
+    if config.norms in ("pre", "both"):
+        shapes |= {f"{half}_norm": (config.d_model,) for half in halves}
+    if config.norms in ("post", "both"):
+        shapes |= {f"{half}_post_norm": (config.d_model,) for half in halves}
+    return shapes
+
+
+def shapes(config: Config, groups: tuple[Group, ...] | None = None) -> Params:
+    """The tree of parameter shapes; the layers as one dict per group, stacked on a leading axis."""
+    tree: Params = {"embed": (config.vocab, config.d_model), "norm": (config.d_model,)}
+    if not config.tied:
+        tree["unembed"] = (config.d_model, config.vocab)
+    tree["layers"] = tuple(
+        {n: (g.size, *s) for n, s in layer_shapes(config, g.first).items()} for g in groups or plan(config)
+    )
+    return tree
+
+
+def init(
+    config: Config, key: Array, dtype: Any = jnp.float32, groups: tuple[Group, ...] | None = None
+) -> Params:
+    """Random parameters: matrices with variance 1 / fan-in, norms at one, biases at zero.
+
+    Decay rates (`a_log`, `dt_bias`) start as in Mamba-2. The same key gives the same numbers whatever the
+    `groups`.
+    """
+    tree = shapes(config, plan(config, stacked=False))
+    layers = tree.pop("layers")
+    name = jnp.dtype(dtype).name
+    out = _draw(jax.random.fold_in(key, 0), tuple(tree.items()), config, name)
+    drawn = [
+        _draw(jax.random.fold_in(key, 1 + i), tuple(layer_shapes(config, i).items()), config, name)
+        for i in range(len(layers))
+    ]
+    out["layers"] = tuple(jax.tree.map(lambda w: w[None], p) for p in drawn)
+    return regroup(out, check_groups(config, groups or plan(config)))
+
+
+# Random numbers cost a third of a second per shape to compile, so one flat draw serves all equal layers.
+@functools.partial(jax.jit, static_argnames=("sizes", "config", "dtype"))
+def _draw(key: Array, sizes: tuple[tuple[str, tuple[int, ...]], ...], config: Config, dtype: str) -> Params:
+    count = sum(math.prod(shape) for _, shape in sizes if len(shape) >= 2)
+    noise, start = jax.random.normal(key, (count,), jnp.float32), 0
+    out: Params = {}
+    for name, shape in sizes:
+        if name.endswith("norm"):
+            out[name] = jnp.full(shape, 1.0 - config.norm_offset, dtype)
+        elif name in ("a_log", "dt_bias"):
+            out[name] = _decays(name, shape).astype(dtype)
+        elif len(shape) < 2:
+            out[name] = jnp.zeros(shape, dtype)
+        else:
+            stop = start + math.prod(shape)
+            fan_in = shape[1] if name == "embed" else shape[-2]
+            out[name] = (noise[start:stop].reshape(shape) * fan_in**-0.5).astype(dtype)
+            start = stop
+    return out
+
+
+def _decays(name: str, shape: tuple[int, ...]) -> Array:
+    """a_log = log of 1 .. 16; dt_bias such that softplus gives 0.001 .. 0.1, evenly in the logarithm."""
+    share = jnp.linspace(0.0, 1.0, math.prod(shape)).reshape(shape)
+    if name == "a_log":
+        return jnp.log(1 + 15 * share)
+    dt = jnp.exp(math.log(1e-3) + share * math.log(1e2))
+    return dt + jnp.log(-jnp.expm1(-dt))
+
+
+def regroup(params: Params, groups: tuple[Group, ...]) -> Params:
+    """The same parameters with their layers stacked as `groups` says."""
+    sizes = [next(iter(group.values())).shape[0] for group in params["layers"]]
+    if sizes == [g.size for g in groups]:
+        return params
+    layers = [
+        {name: leaf[i] for name, leaf in group.items()}
+        for group, size in zip(params["layers"], sizes, strict=True)
+        for i in range(size)
+    ]
+    stacked = tuple(
+        {name: jnp.stack([layers[g.first + i][name] for i in range(g.size)]) for name in layers[g.first]}
+        for g in groups
+    )
+    return {**params, "layers": stacked}

@@ -1,0 +1,81 @@
+"""The architectures that the shared battery runs, each with what its cache must cost.
+
+A row: the config, and the numbers that a cache of one row must hold for every token and apart from tokens, by
+the architecture's own formula. Positions (int32, one per slot list) are counted apart.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from kvjax.models.config import Config
+from kvjax.models.feed_forward import MoE, NoMLP
+from kvjax.models.mixers.attention import Attention
+from kvjax.models.mixers.latent import Latent
+from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.tensor_product import TensorProduct
+from kvjax.ops.rope import Rope
+
+SMALL = Config(
+    vocab=40, d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=24, rope=Rope(theta=100.0)
+)
+
+
+class Row(NamedTuple):
+    """per_token: numbers per token of all layers; lists: slot lists; constant: numbers at any length."""
+
+    config: Config
+    per_token: int
+    lists: int
+    constant: int = 0
+
+
+def with_layers(*mixers, **options) -> Config:
+    return dataclasses.replace(SMALL, mixers=mixers, layers=len(mixers), **options)
+
+
+MLA = Latent(rank=12, rope_dim=4, nope_dim=6, value_dim=10)
+MLA_Q = dataclasses.replace(MLA, q_rank=9)
+TPA = TensorProduct(q_rank=3, key_rank=2, value_rank=1)
+KDA = KimiDelta(heads=2, key_dim=6, value_dim=5, rank=3)
+MAMBA = Mamba2(heads=4, key_dim=6, value_dim=5, groups=2)
+CHOOSY = MoE(experts=4, top=2, width=8)
+
+KV = 2 * 2 * 8  # keys and values of SMALL's two KV heads
+TABLE = {
+    "gqa": Row(SMALL, 2 * KV, 4),
+    "mqa": Row(dataclasses.replace(SMALL, kv_heads=1), 2 * 2 * 8, 2),
+    "gated attention": Row(with_layers(*[Attention(gate=True)] * 2), 2 * KV, 4),
+    "sinks": Row(with_layers(*[Attention(sink=True)] * 2, windows=(None, 6)), KV, 2, 7 * KV + 14),
+    "mla": Row(with_layers(MLA, MLA_Q), 2 * (12 + 4), 2),
+    "mla nope": Row(with_layers(dataclasses.replace(MLA, turns=False), MLA), 2 * (12 + 4), 2),
+    "tpa": Row(with_layers(TPA, TPA), 2 * (2 + 1) * (4 + 8), 2),
+    "retnet": Row(with_layers(*[Retention(2, 6, 5)] * 2), 0, 0, 2 * 2 * 6 * 5),
+    "gated retention": Row(with_layers(*[Retention(2, 6, 5, gated=True)] * 2), 0, 0, 2 * 2 * 6 * 5),
+    "gla": Row(with_layers(*[GatedLinear(2, 6, 5, rank=3)] * 2), 0, 0, 2 * 2 * 6 * 5),
+    "gated deltanet": Row(
+        with_layers(*[GatedDelta(4, 6, 5, groups=2)] * 2), 0, 0, 2 * (4 * 6 * 5 + 4 * (2 * 12 + 20))
+    ),
+    "kda": Row(with_layers(KDA, KDA), 0, 0, 2 * (2 * 6 * 5 + 4 * (2 * 12 + 10))),
+    "mamba-2": Row(
+        with_layers(MAMBA, MAMBA, mlps=(NoMLP(), NoMLP())), 0, 0, 2 * (4 * 5 * 6 + 4 * (20 + 2 * 12))
+    ),
+    "kimi linear": Row(
+        with_layers(KDA, KDA, KDA, dataclasses.replace(MLA, turns=False)),
+        12 + 4, 1, 3 * (2 * 6 * 5 + 4 * (2 * 12 + 10)),
+    ),  # fmt: skip
+    "mamba-2 hybrid": Row(
+        with_layers(MAMBA, Attention(), MAMBA, mlps=(NoMLP(), CHOOSY, NoMLP())),
+        KV, 2, 2 * (4 * 5 * 6 + 4 * (20 + 2 * 12)),
+    ),  # fmt: skip
+    "cla-2": Row(with_layers(Attention(), Attention(source=0), Attention(), Attention(source=2)), 2 * KV, 4),
+    "mlkv": Row(with_layers(Attention(), *[Attention(source=0)] * 3), KV, 2),
+    "yoco": Row(
+        with_layers(Attention(), Attention(), *[Attention(source=1)] * 2, windows=(5, None, None, None)),
+        KV, 2, 6 * KV + 12,
+    ),  # fmt: skip
+    "lckv": Row(with_layers(Attention(), Attention(source=3), Attention(source=3), Attention()), 2 * KV, 4),
+    "clla": Row(with_layers(MLA, dataclasses.replace(MLA, source=0)), 12 + 4, 1),
+    "svformer": Row(with_layers(Attention(), *[Attention(value_source=0)] * 2), KV + 2 * KV // 2, 6),
+    "resformer": Row(with_layers(Attention(), *[Attention(value_mix=0.5)] * 2), 3 * KV, 6),
+    "moe": Row(dataclasses.replace(SMALL, mlps=(CHOOSY, CHOOSY)), 2 * KV, 4),
+}  # fmt: skip
