@@ -70,9 +70,15 @@ class Config:
             word.check(self)
         for i, mixer in enumerate(self.mixers):
             self._check_source(i, mixer)
+            if not mixer.shapes(self) and self.mlps and not self.mlps[i].shapes(self):
+                raise ValueError(f"layer {i} has neither a mixer nor a feed-forward: leave it out")
 
     def _check_source(self, layer: int, mixer: Any) -> None:
         """ValueError where a layer reads slots that are not there, or unlike its own."""
+        if mixer.kv_input is not None and mixer.kv_input >= layer:
+            raise ValueError(
+                f"layer {layer} projects from the input of layer {mixer.kv_input}, expected one below"
+            )
         for at in (mixer.source, mixer.value_source):
             if at is None:
                 continue

@@ -10,6 +10,8 @@ from typing import Any
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MLP, GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention
+from kvjax.models.mixers.dropped import Dropped
+from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
 from kvjax.models.mixers.tensor_product import TensorProduct
@@ -19,6 +21,8 @@ MIXERS = {
     word.__name__: word
     for word in (
         Attention,
+        Dropped,
+        HeadMaps,
         Latent,
         TensorProduct,
         Retention,
@@ -78,6 +82,8 @@ def _read(data: Mapping[str, Any], words: Mapping[str, Any], what: str) -> Any:
         near = difflib.get_close_matches(str(name), words, 1)
         hint = f" (the nearest is {near[0]})" if near else ""
         raise ValueError(f"{name!r} is no {what}{hint}: expected one of {', '.join(words)}")
+    # JSON knows lists only; words hold tuples.
+    given = {n: tuple(x) if isinstance(x, list) else x for n, x in given.items()}
     try:
         return words[name](**given)
     except TypeError as error:

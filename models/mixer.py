@@ -37,8 +37,9 @@ class Given(NamedTuple):
 class Layer(NamedTuple):
     """Which layer is speaking: its group, its index inside it (traced when stacked) and its constants.
 
-    lends: other layers read its slots. given: what the layer that this one reads has. first_values: values of
-    the new tokens in layer 0, where some mixer asks for them.
+    lends: other layers read its slots. given: what the layer that this one reads has. first_values: values
+    of the new tokens in layer 0, where some mixer asks for them. kv_hidden: the hidden state that keys and
+    values come from, where it is not the layer's own input. pos: positions of the layer's queries.
     """
 
     group: int
@@ -51,6 +52,8 @@ class Layer(NamedTuple):
     lends: bool = False
     given: Given | None = None
     first_values: Array | None = None
+    kv_hidden: Array | None = None
+    pos: Any = None
 
     @property
     def scale(self) -> float:
@@ -111,12 +114,15 @@ class Memory(NamedTuple):
     """How a layer meets its past; both return (output, new state of the layer's group, what to collect).
 
     pos: positions of the new tokens, -1 on padding. attend: (layer, projections, state) with output
-    [B, N, T, V]. recur: (layer, step, state) with the output of the step.
+    [B, N, T, V]. recur: (layer, step, state) with the output of the step. last: index of each row's last new
+    token, where only that one's logits are wanted and nothing is observed: layers that keep nothing of their
+    inputs then see no other.
     """
 
     pos: Int[Array, "B T"]
     attend: Callable[[Layer, Projected, Any], tuple[Array, Any, Any]]
     recur: Callable[[Layer, Step, Any], tuple[Array, Any, Any]]
+    last: Int[Array, "B"] | None = None
 
 
 class Mixer(Protocol):
@@ -126,6 +132,8 @@ class Mixer(Protocol):
     """The layer whose slots are read, where they are not the layer's own."""
     value_source: int | None
     """The layer whose values are read beside the layer's own keys; else None."""
+    kv_input: int | None
+    """The layer whose input keys and values come from, where it is not the layer's own; else None."""
 
     def check(self, config: Config) -> None:
         """Raises ValueError where it does not fit the model."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import NoMLP, mlp_of
+from kvjax.models.feed_forward import mlp_of
 from kvjax.models.layers import Params, Shapes
 from kvjax.models.mixers.attention import lending, mixer_of
 
@@ -65,9 +65,9 @@ def check_groups(config: Config, groups: tuple[Group, ...]) -> tuple[Group, ...]
 
 def layer_shapes(config: Config, layer: int = 0) -> Shapes:
     """Name and shape of every parameter of one layer; weights multiply from the right."""
-    mlp = mlp_of(config, layer)
-    shapes = {**mixer_of(config, layer).shapes(config), **mlp.shapes(config)}
-    halves = ("attn",) if isinstance(mlp, NoMLP) else ("attn", "mlp")
+    words = {"attn": mixer_of(config, layer).shapes(config), "mlp": mlp_of(config, layer).shapes(config)}
+    shapes = {**words["attn"], **words["mlp"]}
+    halves = [half for half, own in words.items() if own]
     if config.norms in ("pre", "both"):
         shapes |= {f"{half}_norm": (config.d_model,) for half in halves}
     if config.norms in ("post", "both"):

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import NoMLP, mlp_of
+from kvjax.models.feed_forward import mlp_of
 from kvjax.models.layers import Params, rms_norm
 from kvjax.models.mixer import Given, Layer, Memory, Projected, Step
 from kvjax.models.mixers.attention import lending, mixer_of
-from kvjax.ops.attention import Keys, causal_attention
+from kvjax.ops.attention import Keys, attend, causal_attention
 from kvjax.ops.dtypes import wide
 from kvjax.ops.rope import angles, rotate
 
@@ -46,10 +46,12 @@ def block(
     def norm(name: str, y: Array) -> Array:
         return rms_norm(y, p[name], config.norm_eps, config.norm_offset) if name in p else y
 
-    with jax.named_scope("attention"):
-        out, state, collected = layer.mixer(p, norm("attn_norm", x), layer, memory, state)
-        x = x + norm("attn_post_norm", out)
-    if isinstance(mlp, NoMLP):
+    collected = None
+    if layer.mixer.shapes(config):
+        with jax.named_scope("attention"):
+            out, state, collected = layer.mixer(p, norm("attn_norm", x), layer, memory, state)
+            x = x + norm("attn_post_norm", out)
+    if not mlp.shapes(config):
         return x, state, collected
     with jax.named_scope("mlp"):
         x = x + norm("mlp_post_norm", mlp(p, norm("mlp_norm", x), config))
@@ -63,8 +65,10 @@ def stack(
     memory: Memory,
     states: tuple[Any, ...],
     above: dict[int, Given] | None = None,
-) -> tuple[Float[Array, "B T D"], tuple[Any, ...], tuple[Any, ...]]:
-    """All layers: returns (hidden, new states, what the memory collected), one per group.
+) -> tuple[Float[Array, "B _ D"], tuple[Any, ...], tuple[Any, ...]]:
+    """All layers: returns (hidden, new states, what the memory collected), the last two one per group.
+
+    hidden is that of every new token, or of each row's last one where all that is left needs no other.
 
     A group's state is carried whole through its layers (never as scan inputs and outputs, which would make a
     second cache); what is collected is stacked on a leading layer axis. above: what layers that are read from
@@ -72,20 +76,25 @@ def stack(
     """
     x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
     first_values = _first_values(params, x, config)
-    lends, passed = lending(config), dict(above or {})
+    lends, passed, hidden = lending(config), dict(above or {}), {}
     new_states, collected, first = [], [], 0
     for g, (p, state) in enumerate(zip(params["layers"], states, strict=True)):
         size = next(iter(p.values())).shape[0]
         mixer, mlp = mixer_of(config, first), mlp_of(config, first)
+        hidden[first] = x
+        if memory.last is not None and ends_early(config, first):
+            x, memory = _last_only(x, memory)
         reads = mixer.value_source if mixer.source is None else mixer.source
         kind = Layer(g, 0, first, config.window(first), mixer.rope(config, first), mixer, config)
         kind = kind._replace(
             lends=first in lends,
             given=None if reads is None else passed[reads],
             first_values=first_values if getattr(mixer, "value_mix", None) is not None else None,
+            kv_hidden=None if mixer.kv_input is None else hidden[mixer.kv_input],
+            pos=memory.pos,
         )
 
-        def body(carry, inputs, kind=kind, mlp=mlp):
+        def body(carry, inputs, kind=kind, mlp=mlp, memory=memory):
             x, state = carry
             p, index = inputs
             layer = kind._replace(index=index, number=kind.number + index)
@@ -103,6 +112,24 @@ def stack(
             passed[first] = _given(state, out)
         first += size
     return x, tuple(new_states), tuple(collected)
+
+
+def ends_early(config: Config, first: int) -> bool:
+    """Whether layers `first` and above need no hidden state but the last token's to answer it.
+
+    They keep nothing of their own inputs: they read slots from below, or project theirs from a hidden state
+    below (YOCO, arXiv:2405.05254; SwiftKV, arXiv:2410.03960).
+    """
+    mixers = [mixer_of(config, i) for i in range(first, config.layers)]
+    below = ((m.source, m.kv_input) for m in mixers)
+    return all(any(at is not None and at <= first for at in pair) for pair in below)
+
+
+def _last_only(x: Float[Array, "B T D"], memory: Memory) -> tuple[Float[Array, "B 1 D"], Memory]:
+    last = memory.last
+    assert last is not None
+    pos = jnp.take_along_axis(memory.pos, last[:, None], axis=1)
+    return jnp.take_along_axis(x, last[:, None, None], axis=1), memory._replace(pos=pos, last=None)
 
 
 def _given(state: Any, collected: Any, above: bool = False) -> Given:
@@ -124,7 +151,7 @@ def _first_values(params: Params, x: Float[Array, "B T D"], config: Config) -> A
 
 def decode_layers(
     params: Params, tokens: Int[Array, "B T"], config: Config, memory: Memory, states: tuple[Any, ...]
-) -> tuple[Float[Array, "B T D"], tuple[Any, ...], tuple[Any, ...]]:
+) -> tuple[Float[Array, "B _ D"], tuple[Any, ...], tuple[Any, ...]]:
     """`stack`, also where layers read from above (LCKV, arXiv:2405.10637).
 
     There a token sees the keys of earlier tokens only, so they are a fixed point of the stack: T - 1 passes
@@ -208,6 +235,17 @@ def attend_new(
         q = x.expand.queries(q)
         sets = [Keys(*x.expand.keys(s.k, s.v), s.pos, s.bias) for s in sets]
     extra = [] if x.extra is None else [x.extra]
+    if q.shape[2] != sets[-1].k.shape[2]:
+        # A prefill that ends early: one query over keys that are not only its own.
+        out, _, _ = attend(
+            q,
+            (*extra, *sets),
+            pos,
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.config.attention_softcap,
+        )
+        return out, ()
     out, masses = causal_attention(
         q,
         sets[-1],
@@ -256,10 +294,10 @@ def hidden(
     context = positions(tokens, lengths, jnp.zeros_like(lengths))
 
     def attend(layer: Layer, x: Projected, state: None):
-        q = rotary(layer, x.q, context.pos, context.length)
+        q = rotary(layer, x.q, layer.pos, context.length)
         k = None if x.k is None else rotary(layer, x.k, context.pos, context.length)
         new = new_keys(layer, k, x.v, context.pos)
-        out, _ = attend_new(layer, x, q, new, (), context.pos)
+        out, _ = attend_new(layer, x, q, new, (), layer.pos)
         return out, None, Lent(new.k, x.v) if layer.lends else None
 
     def recur(layer: Layer, step: Step, state: None):

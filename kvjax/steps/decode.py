@@ -81,11 +81,11 @@ def step_fn(
 
 
 def _query_phase(run: Run, pos: Int[Array, "B K S"], at: Int[Array, "B"]) -> Array:
-    """What the query is rotated by: its position, or its rank among the live slots, per query head."""
+    """What the query is rotated by: its position, or how many live slots are older, per query head."""
     if not run.rank_phase:
         return at[:, None]
-    live = (pos >= 0).sum(-1, dtype=jnp.int32)
-    return jnp.repeat(live - 1, run.config.heads // live.shape[1], axis=1)[..., None]
+    older = ((pos >= 0) & (pos < at[:, None, None])).sum(-1, dtype=jnp.int32)
+    return jnp.repeat(older, run.config.heads // older.shape[1], axis=1)[..., None]
 
 
 class Past(NamedTuple):

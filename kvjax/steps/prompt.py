@@ -63,7 +63,7 @@ def observe(
 
     def attend(layer: Layer, x: Projected, state: tuple[Segment, ...]):
         past = _past(layer, x, state, pools)
-        phase = context.pos
+        phase = layer.pos
         if run.rank_phase and past:
             held = past[-1].pos
             assert held is not None
@@ -71,10 +71,11 @@ def observe(
             phase = live[..., None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, None]
         group = x.q.shape[1] // phase.shape[1] if phase.ndim == 3 else 1
         q = rotary(layer, x.q, jnp.repeat(phase, group, axis=1) if phase.ndim == 3 else phase, context.length)
+        phase = context.pos if phase is layer.pos else phase
         k = None if x.k is None else rotary(layer, x.k, phase, context.length)
         past = [turn_keys(run, layer, keys, context.length) for keys in past]
         new = new_keys(layer, k, x.v, context.pos)
-        out, masses = attend_new(layer, x, q, new, past, context.pos, mass=reduce)
+        out, masses = attend_new(layer, x, q, new, past, layer.pos, mass=reduce)
         inputs = Inputs(q, x.q, new.k if x.k is None else x.k, x.hidden, context.pos, context.length)
         observed = {repr(o): o(inputs) for o in needs if not isinstance(o, Mass)}
         return out, state, Fresh(k, x.v, observed, masses)
@@ -85,9 +86,11 @@ def observe(
         out, new = step(None if past is None else past.layer(layer.index), context.pos >= 0)
         return out, state, new
 
-    x, _, found = decode_layers(params, tokens, config, Memory(context.pos, attend, recur), states)
     last = jnp.maximum(lengths - 1, 0)
-    logits = unembed(params, jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0], config)
+    memory = Memory(context.pos, attend, recur, None if needs else last)
+    x, _, found = decode_layers(params, tokens, config, memory, states)
+    x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+    logits = unembed(params, x, config)
     return Prompt(_by_owner(run.groups(params), config, found, reduce), context, tokens, logits)
 
 

@@ -23,24 +23,34 @@ class Attention:
     source: the layer whose keys and values are read; this one then has none of its own (CLA,
     arXiv:2405.12981; MLKV, arXiv:2406.09297; YOCO, arXiv:2405.05254; LCKV, arXiv:2405.10637, whose source
     lies above). value_source: own keys, but the values of that layer (SVFormer, arXiv:2410.17897). value_mix:
-    values are (1 - mix) v + mix v_0 with those of layer 0 (ResFormer, same paper, 0.5). gate: the heads'
-    outputs multiply by sigmoid(x W) before the output map (Gated Attention, arXiv:2505.06708; Qwen3-Next).
-    sink: a learned logit per query head that takes attention and gives nothing (GPT-OSS).
+    values are (1 - mix) v + mix v_0 with those of layer 0 (ResFormer, same paper, 0.5). kv_input: keys and
+    values are projected from the input of that layer, below (SwiftKV, arXiv:2410.03960).
+
+    gate: the heads' outputs multiply by sigmoid(x W) before the output map (Gated Attention,
+    arXiv:2505.06708; Qwen3-Next). sink: a learned logit per query head that takes attention and gives nothing
+    (GPT-OSS). kv_bias: one learned key and value per KV head that every query sees (Massive Activations,
+    arXiv:2402.17762).
     """
 
     source: int | None = None
     value_source: int | None = None
     value_mix: float | None = None
+    kv_input: int | None = None
     gate: bool = False
     sink: bool = False
+    kv_bias: bool = False
 
     def check(self, config: Config) -> None:
-        for name in ("source", "value_source"):
+        for name in ("source", "value_source", "kv_input"):
             at = getattr(self, name)
             if at is not None and not 0 <= at < config.layers:
                 raise ValueError(f"{name}={at} names no layer of 0 to {config.layers - 1}")
         if self.source is not None and (self.value_source is not None or self.value_mix is not None):
             raise ValueError("a layer with a source has no values: leave value_source and value_mix out")
+        if self.sink and self.kv_bias:
+            raise ValueError("sink and kv_bias are two ways to give attention elsewhere: choose one")
+        if self.kv_input is not None and (self.source is not None or config.norms == "post"):
+            raise ValueError("kv_input needs keys and values of its own, and a norm before attention")
 
     def shapes(self, config: Config) -> Shapes:
         d, h = config.d_model, config.head_dim
@@ -60,6 +70,8 @@ class Attention:
             shapes |= {"o_bias": (d,)}
         if self.sink:
             shapes |= {"sink_bias": (config.heads,)}
+        if self.kv_bias:
+            shapes |= {"extra_k": (config.kv_heads, h), "extra_v": (config.kv_heads, h)}
         return shapes
 
     def slots(self, config: Config) -> SlotShape:
@@ -77,7 +89,10 @@ class Attention:
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         b, t, _ = x.shape
-        projected = self.project(p, x, layer.config)
+        below = layer.kv_hidden
+        if below is not None:
+            below = rms_norm(below, p["attn_norm"], layer.config.norm_eps, layer.config.norm_offset)
+        projected = self.project(p, x, layer.config, below)
         if self.value_mix is not None and projected.v is not None and layer.first_values is not None:
             mixed = (1 - self.value_mix) * projected.v + self.value_mix * layer.first_values
             projected = projected._replace(v=mixed)
@@ -87,10 +102,19 @@ class Attention:
             out = out * jax.nn.sigmoid(linear(p, "attn_gate", x))
         return linear(p, "o", out), state, collected
 
-    def project(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Projected:
-        """Queries, keys and values, QK-normalised where the model does so, not yet rotated."""
-        q, k, v = (self._heads(p, name, x, config) for name in "qkv")
+    def project(
+        self, p: Params, x: Float[Array, "B T D"], config: Config, below: Float[Array, "B S D"] | None = None
+    ) -> Projected:
+        """Queries, keys and values, QK-normalised where the model does so, not yet rotated.
+
+        below: what keys and values are projected from, where it is not x.
+        """
+        source = x if below is None else below
+        q, k, v = (
+            self._heads(p, name, y, config) for name, y in zip("qkv", (x, source, source), strict=True)
+        )
         extra = _sink(p["sink_bias"], x.shape[0], config) if self.sink else None
+        extra = _learned(p, x.shape[0]) if self.kv_bias else extra
         return Projected(q, k, v, x, extra=extra)
 
     def _heads(self, p: Params, name: str, x: Float[Array, "B T D"], config: Config) -> Any:
@@ -113,6 +137,15 @@ def _sink(logit: Float[Array, "N"], rows: int, config: Config) -> Keys:
     return Keys(nothing, nothing, None, bias)
 
 
+def _learned(p: Params, rows: int) -> Keys:
+    """One learned key and value per KV head."""
+    k, v = (
+        jnp.broadcast_to(p[n][None, :, None], (rows, p[n].shape[0], 1, p[n].shape[1]))
+        for n in ("extra_k", "extra_v")
+    )
+    return Keys(k, v, None)
+
+
 ATTENTION = Attention()
 
 
@@ -122,7 +155,6 @@ def mixer_of(config: Config, layer: int) -> Any:
 
 
 def lending(config: Config) -> frozenset[int]:
-    """The layers whose slots, or values, other layers read."""
+    """The layers whose slots, values or input other layers use."""
     mixers = [mixer_of(config, i) for i in range(config.layers)]
-    both = [m.source for m in mixers] + [m.value_source for m in mixers]
-    return frozenset(s for s in both if s is not None)
+    return frozenset(at for m in mixers for at in (m.source, m.value_source, m.kv_input) if at is not None)

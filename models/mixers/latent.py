@@ -41,7 +41,7 @@ class Latent:
     source: int | None = None
     eps: float = 1e-6
 
-    value_source = None
+    value_source = kv_input = None
 
     def check(self, config: Config) -> None:
         for name in ("rank", "rope_dim", "nope_dim", "value_dim"):

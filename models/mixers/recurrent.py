@@ -29,7 +29,7 @@ class Recurrent:
     value_dim: int
     groups: int | None = None
 
-    source = value_source = None
+    source = value_source = kv_input = None
 
     @property
     def key_heads(self) -> int:

@@ -30,7 +30,7 @@ class TensorProduct:
     key_rank: int
     value_rank: int
 
-    source = value_source = None
+    source = value_source = kv_input = None
 
     def check(self, config: Config) -> None:
         for name in ("q_rank", "key_rank", "value_rank"):

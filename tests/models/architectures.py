@@ -10,6 +10,8 @@ from typing import NamedTuple
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MoE, NoMLP
 from kvjax.models.mixers.attention import Attention
+from kvjax.models.mixers.dropped import Dropped
+from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
 from kvjax.models.mixers.tensor_product import TensorProduct
@@ -77,5 +79,11 @@ TABLE = {
     "clla": Row(with_layers(MLA, dataclasses.replace(MLA, source=0)), 12 + 4, 1),
     "svformer": Row(with_layers(Attention(), *[Attention(value_source=0)] * 2), KV + 2 * KV // 2, 6),
     "resformer": Row(with_layers(Attention(), *[Attention(value_mix=0.5)] * 2), 3 * KV, 6),
+    "kv bias": Row(with_layers(*[Attention(kv_bias=True)] * 2), 2 * KV, 4),
+    "swiftkv": Row(with_layers(Attention(), Attention(), *[Attention(kv_input=1)] * 2), 4 * KV, 8),
+    "attention dropped": Row(with_layers(Attention(), Dropped(), Attention()), 2 * KV, 4),
+    "unequal groups": Row(with_layers(*[HeadMaps((0, 1, 2, 3), (0, 1, 1, 1), (0, 1, 1, 1))] * 2), 2 * KV, 2),
+    "dha": Row(with_layers(*[HeadMaps((0, 1, 2, 3), (0, 0, 1, 1), (0, 1, 2, 2))] * 2), 2 * (2 + 3) * 8, 2),
+    "gqkva": Row(with_layers(*[HeadMaps((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 0, 1))] * 2), 2 * KV, 2),
     "moe": Row(dataclasses.replace(SMALL, mlps=(CHOOSY, CHOOSY)), 2 * KV, 4),
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """What every architecture must do: decode what it computes, cost what it says, compose."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,15 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import steps
 from kvjax.errors import InputError
+from kvjax.grammar import Method
+from kvjax.keep.observe import Mass
 from kvjax.models.model import Model
 from kvjax.models.params import init, plan
 from kvjax.models.transformer import forward
 from kvjax.place.rows import fork, reset_rows
+from kvjax.steps import Run
 from tests.models.architectures import TABLE
 
 T, ROOM = 13, 16
@@ -142,7 +147,8 @@ KEEPS = {
     "kvzip": dict(page=4),
     "adakv": SMALL_WINDOW | dict(page=4, variant="kvpress"),
 }
-SLOTTED = [n for n, row in TABLE.items() if row.lists and n not in ("svformer", "tpa")]
+APART = ("svformer", "tpa", "unequal groups", "dha", "gqkva")
+SLOTTED = [n for n, row in TABLE.items() if row.lists and n not in APART]
 
 
 @pytest.mark.parametrize("name", ["mla", "yoco", "kimi linear", "cla-2", "lckv", "sinks"])
@@ -191,11 +197,26 @@ def test_a_store_encodes_slots_and_states_and_costs_fewer_bytes(name, store, tok
         ("kda", "snapkv", "no layer of this model keeps slots"),
         ("tpa", "snapkv", "the model stores factors"),
         ("tpa", "quest", "the model stores factors"),
+        ("dha", "tova", "the model stores factors"),
         ("tpa", "streamingllm", "the model stores factors"),
         ("svformer", "h2o", "share the values of one layer"),
         ("mla", "keepkv", "it merges keys and values apart"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_runs(name, method, why, tokens):
+    hyper = SMALL_WINDOW if method == "snapkv" else {}
     with pytest.raises(InputError, match=why):
-        kvjax.prefill(build(name), tokens, method=kvjax.method(method, budget=0.5), room=ROOM)
+        kvjax.prefill(build(name), tokens, method=kvjax.method(method, budget=0.5, **hyper), room=ROOM)
+
+
+@pytest.mark.parametrize("name", ["yoco", "swiftkv"])
+def test_a_prefill_runs_layers_that_keep_nothing_for_the_last_token_only(name):
+    model = build(name)
+
+    def flops(needs):
+        call = partial(steps.observe, Run(model.config, Method()), cache=None, needs=needs)
+        ids, length = jnp.zeros((1, 64), jnp.int32), jnp.full((1,), 64, jnp.int32)
+        return jax.jit(call).lower(model.params, ids, length).compile().cost_analysis()["flops"]
+
+    # Of four layers two keep nothing; what is observed needs all of them. Keys and values stay.
+    assert flops(frozenset()) < (0.75 if name == "swiftkv" else 0.62) * flops(frozenset({Mass()}))

@@ -1,0 +1,84 @@
+"""Attention whose query, key and value heads are paired by index maps instead of equal groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvjax.models.config import Config
+from kvjax.models.layers import Params, Shapes, linear
+from kvjax.models.mixer import Expand, Layer, Memory, Projected, SlotShape
+from kvjax.ops.rope import Rope, angles, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadMaps:
+    """Head i asks with query head q_of[i], reads key head k_of[i] and value head v_of[i].
+
+    Unequal groups are k_of = v_of: AsymGQA, QCQA (arXiv:2406.10247) and key-driven GQA (arXiv:2408.08454),
+    whose searches give such maps. DHA (arXiv:2406.06567) has two different ones. GQKVA (arXiv:2311.03426)
+    pairs every query group with every key and value group, so that q_of repeats too.
+
+    All heads of a token share one slot, so methods that choose tokens per KV head, or score stored keys, do
+    not fit. Keys are stored rotated.
+    """
+
+    q_of: tuple[int, ...]
+    k_of: tuple[int, ...]
+    v_of: tuple[int, ...]
+
+    source = value_source = kv_input = None
+
+    def check(self, config: Config) -> None:
+        maps = {name: getattr(self, name) for name in ("q_of", "k_of", "v_of")}
+        if len({len(m) for m in maps.values()}) != 1:
+            raise ValueError(f"the maps must name as many heads each, got {[len(m) for m in maps.values()]}")
+        for name, m in maps.items():
+            if not m or sorted(set(m)) != list(range(max(m) + 1)):
+                raise ValueError(f"{name}={m} must use every head from 0 on, and no others")
+
+    def _count(self, name: str) -> int:
+        return max(getattr(self, f"{name}_of")) + 1
+
+    def shapes(self, config: Config) -> Shapes:
+        d, h = config.d_model, config.head_dim
+        return {x: (d, self._count(x) * h) for x in "qkv"} | {"o": (len(self.q_of) * h, d)}
+
+    def slots(self, config: Config) -> SlotShape:
+        keys, values = (self._count(x) * config.head_dim for x in "kv")
+        return SlotShape(1, keys, values, config.scale, factors=True)
+
+    def rope(self, config: Config, layer: int) -> Rope:
+        return Rope(kind="none")
+
+    def state(self, config: Config) -> Shapes:
+        return {}
+
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        config = layer.config
+        b, t, _ = x.shape
+        cos, sin = angles(config.rope, memory.pos[..., None], config.head_dim)
+        q, k = (
+            rotate(linear(p, name, x).reshape(b, t, -1, config.head_dim), cos, sin, config.rope.start)
+            for name in "qk"
+        )
+
+        def chosen(stored: Float[Array, "B 1 S F"], heads: tuple[int, ...]) -> Float[Array, "B N S H"]:
+            split = stored[:, 0].reshape(b, -1, stored.shape[-1] // config.head_dim, config.head_dim)
+            return jnp.swapaxes(split[:, :, np.array(heads)], 1, 2)
+
+        def keys(k: Array, v: Array) -> tuple[Array, Array]:
+            return chosen(k, self.k_of), chosen(v, self.v_of)
+
+        asked = jnp.swapaxes(q[:, :, np.array(self.q_of)], 1, 2)
+        stored = k.reshape(b, 1, t, -1)
+        expand = Expand(lambda turned: turned, keys, None)
+        projected = Projected(asked, stored, linear(p, "v", x)[:, None], x, expand=expand)
+        out, state, collected = memory.attend(layer, projected, state)
+        return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(b, t, -1)), state, collected
