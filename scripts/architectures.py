@@ -19,6 +19,8 @@ from kvjax.grammar import Method
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import NoMLP
 from kvjax.models.mixers.attention import Attention
+from kvjax.models.mixers.dropped import Dropped
+from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
 from kvjax.models.mixers.tensor_product import TensorProduct
@@ -77,6 +79,10 @@ def rows() -> list[Row]:
     kimi = of([KDA, KDA, KDA, dataclasses.replace(MLA, turns=False)])
     only_mamba = of([MAMBA], mlps=(NoMLP(),) * LAYERS)
     gla = GatedLinear(4, 512, 1024)
+    each = tuple(range(32))
+    # Eight groups of one to twenty-five heads; eight key heads with four value heads.
+    unequal = HeadMaps(each, *[(0, 1, 2, 3, 4, 5, 6, *[7] * 25)] * 2)
+    dha = HeadMaps(each, tuple(i // 4 for i in each), tuple(i // 8 for i in each))
     return [
         Row("MHA", "1706.03762", heads.format(32), mha, "2 L N H", 32 * 4 * kv),
         Row("GQA-8", "2305.13245", heads.format(8), BASE, attention, 32 * kv),
@@ -105,6 +111,18 @@ def rows() -> list[Row]:
             "ResFormer", "2410.17897", "`Attention(value_mix=0.5)`",
             dataclasses.replace(BASE, mixers=resformer), attention, 32 * kv,
         ),
+        Row(
+            "SwiftKV", "2410.03960", "`Attention(kv_input=15)` above",
+            dataclasses.replace(BASE, mixers=(*[Attention()] * half, *[Attention(kv_input=half - 1)] * half)),
+            attention, 32 * kv,
+        ),
+        Row(
+            "AttnDrop, 8 of 32", "2406.15786", "`Dropped()`",
+            dataclasses.replace(BASE, mixers=(*[Attention()] * 20, *[Dropped()] * 8, *[Attention()] * 4)),
+            "2 (L - 8) K H", 24 * kv,
+        ),
+        Row("AsymGQA, QCQA", "2406.10247", "`HeadMaps(q, k, k)`", of([unequal]), attention, 32 * kv),
+        Row("DHA, 8 + 4 heads", "2406.06567", "`HeadMaps(q, k, v)`", of([dha]), "L (Kk + Kv) H", 24 * kv),
         Row(
             "Gated attention", "2505.06708", "`Attention(gate=True)`", of([Attention(gate=True)]),
             attention, 32 * kv,
