@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from kvjax.errors import InputError
 from kvjax.grammar import Method
+from kvjax.keep.patterns import Recent
 from kvjax.models.config import Config
 from kvjax.models.mixer import SlotShape
 from kvjax.models.mixers.attention import mixer_of
@@ -45,6 +46,21 @@ def check_fit(method: Method, config: Config) -> None:
         )
     if keep is not None and keep.merge is not None and any(s.shared or s.factors for s in slots):
         _refuse(method, "it merges keys and values apart, and the model stores one latent for both", "snapkv")
+
+
+def check_budget(method: Method, tokens: int) -> None:
+    """InputError where the window that a method protects is larger than its budget of `tokens` tokens."""
+    keep = method.keep
+    if keep is None:
+        return
+    n = keep.budget.capacity(tokens)
+    for pattern in keep.protect:
+        window = pattern.tokens if isinstance(pattern, Recent) else 0
+        if isinstance(window, int) and n < min(window, tokens):
+            raise InputError(
+                f"{method.id}: its window of {window} tokens is larger than the budget of {n} slots "
+                f"(budget={keep.budget.amount!r} of {tokens} tokens): raise the budget or lower window="
+            )
 
 
 def _refuse(method: Method, why: str, instead: str) -> None:

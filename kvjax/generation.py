@@ -19,9 +19,8 @@ from jaxtyping import Array, Float, Int
 from kvjax import steps
 from kvjax.cache import Cache
 from kvjax.errors import InputError
-from kvjax.fit import check_fit
+from kvjax.fit import check_budget, check_fit
 from kvjax.grammar import Method
-from kvjax.keep.patterns import Recent
 from kvjax.methods import method as build_method
 from kvjax.models.config import Config
 from kvjax.models.model import Model
@@ -110,20 +109,6 @@ def bind(method: Method, model: Model) -> Method:
     return dataclasses.replace(method, keep=dataclasses.replace(keep, probe=probe, score=score))
 
 
-def _check_budget(method: Method, shortest: int) -> None:
-    keep = method.keep
-    if keep is None:
-        return
-    n = keep.budget.capacity(shortest)
-    for pattern in keep.protect:
-        window = pattern.tokens if isinstance(pattern, Recent) else 0
-        if isinstance(window, int) and n < min(window, shortest):
-            raise InputError(
-                f"{method.id}: its window of {window} tokens is larger than the budget of {n} slots "
-                f"(budget={keep.budget.amount!r} of {shortest} tokens): raise the budget or lower window="
-            )
-
-
 def _check_cache(model: Model, cache: Cache) -> None:
     if cache.model and cache.model != model.fingerprint:
         raise InputError(
@@ -176,7 +161,7 @@ def prefill(
         )
     if compress:
         first = batch.lengths if chunk is None else np.minimum(batch.lengths, chunk)
-        _check_budget(chosen, int(first.min() + before.min()))
+        check_budget(chosen, int(first.min() + before.min()))
     run = Run(model.config, bind(chosen, model))
     pieces = _chunks(batch, chunk)
     logits = None

@@ -30,6 +30,7 @@ from kvjax.eval.runner import Runner, Unit, programs
 from kvjax.eval.streaming import compare_text
 from kvjax.eval.suite import LENGTH, Suite, make_suite, most_new_tokens, new_tokens
 from kvjax.files import write_atomic
+from kvjax.fit import check_budget
 from kvjax.generation import bucket
 from kvjax.gin_bindings import load_preset
 from kvjax.models.load import load
@@ -151,6 +152,9 @@ def _batches(plan: _Plan) -> list[tuple[str, int, list[list[Any]]]]:
     for protocol in plan.protocols:
         rows = [plan.suite.rows(i, protocol) for i in range(plan.contexts)]
         _check_positions(plan.model, protocol, rows)
+        longest = max(len(row[0].context) for context in rows for row in context)
+        for entry in plan.entries:
+            check_budget(entry.method, longest)
         size = fitting_rows(plan.model.config, plan.tokens, itemsize, BATCH_ROWS)
         per = max(1, size // max(len(r) for r in rows))
         for number, start in enumerate(range(0, plan.contexts, per)):

@@ -126,3 +126,9 @@ def test_multi_turn_asks_every_question_on_one_context(tmp_path):
 def test_a_conversation_beyond_the_last_position_is_refused_before_any_work(tmp_path):
     with pytest.raises(InputError, match="multi-turn prompts .* has 2048 positions: give a --length"):
         compare(methods=["full"], protocols=("multi-turn",), length=2040, samples=1, out=tmp_path, **QUIET)
+
+
+def test_a_window_larger_than_a_budget_is_refused_before_any_work(tmp_path):
+    with pytest.raises(InputError, match="window of 16 tokens is larger than the budget of 8 slots"):
+        kvjax.compare(methods=["snapkv"], budgets=[8], samples=1, out=tmp_path / "run")
+    assert not list(tmp_path.rglob("results.jsonl"))
