@@ -281,8 +281,8 @@ class Method:
 def chain(*parts: Keep | Store | Read | Method, spec: tuple[Any, ...] | None = None) -> Method:
     """One method from its parts: at most one keep, one store and one read, in that order.
 
-    >>> from kvjax.methods import snapkv, kivi
-    >>> chain(snapkv(budget=0.25), kivi(bits=2)).id
+    >>> from kvjax.methods import method
+    >>> chain(method("snapkv", budget=0.25), method("kivi", bits=2)).id
     'snapkv + kivi'
     """
     found: dict[str, Any] = {}

@@ -1,0 +1,128 @@
+"""A trained model as the start of another architecture: the first step of uptraining."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.mixers.attention import Attention, mixer_of
+from kvjax.models.mixers.dropped import Dropped
+from kvjax.models.params import plan, regroup
+
+Weights = Float[Array, "L K"]
+
+
+def pool_heads(
+    params: Params,
+    config: Config,
+    kv_heads: int,
+    k_weights: Weights | None = None,
+    v_weights: Weights | None = None,
+) -> tuple[Params, Config]:
+    """Fewer KV heads, each the mean of a group of neighbours: GQA's conversion (arXiv:2305.13245).
+
+    With weights [layers, KV heads], a new head is their weighted sum instead (WGQA, arXiv:2407.10855): train
+    them through this function, from 1 / group size on; the result decodes as plain GQA, so they cost nothing
+    later. Every layer must be plain attention. Raises ValueError where the heads do not divide or the weights
+    do not fit.
+
+    >>> import jax
+    >>> from kvjax.models.params import init
+    >>> config = Config(vocab=32, d_model=16, layers=1, heads=4, kv_heads=4, head_dim=4, d_ff=32)
+    >>> pooled, smaller = pool_heads(init(config, jax.random.key(0)), config, 2)
+    >>> smaller.kv_heads, pooled["layers"][0]["k"].shape
+    (2, (1, 16, 8))
+    """
+    if kv_heads < 1 or config.kv_heads % kv_heads:
+        raise ValueError(f"{config.kv_heads} KV heads cannot become {kv_heads} equal groups")
+    if any(mixer_of(config, i) != Attention() for i in range(config.layers)):
+        raise ValueError("pooling heads is defined for models whose layers are all plain attention")
+    for name, w in (("k_weights", k_weights), ("v_weights", v_weights)):
+        if w is not None and w.shape != (config.layers, config.kv_heads):
+            raise ValueError(f"{name} has shape {w.shape}, expected [{config.layers}, {config.kv_heads}]")
+    group = config.kv_heads // kv_heads
+    layers = []
+    for i, p in enumerate(_one_by_one(params, config)["layers"]):
+        new = dict(p)
+        for leaf, w in (("k", k_weights), ("v", v_weights)):
+            share = (
+                jnp.full((config.kv_heads,), 1 / group, p[leaf].dtype)
+                if w is None
+                else w[i].astype(p[leaf].dtype)
+            )
+            for name in (leaf, f"{leaf}_bias"):
+                if name in p:
+                    new[name] = _pooled(p[name], share, group, config.head_dim)
+        layers.append(new)
+    smaller = dataclasses.replace(config, kv_heads=kv_heads)
+    return regroup({**params, "layers": tuple(layers)}, plan(smaller)), smaller
+
+
+def _pooled(w: Array, share: Float[Array, "K"], group: int, head_dim: int) -> Array:
+    heads = w.reshape(*w.shape[:-1], -1, group, head_dim)
+    weight = share.reshape((1,) * (w.ndim - 1) + (-1, group, 1))
+    return (heads * weight).sum(-2).reshape(*w.shape[:-1], -1)
+
+
+def share_layers(params: Params, config: Config, sources: Sequence[int]) -> tuple[Params, Config]:
+    """Layers that read the keys and values of another; sources[i] = i keeps its own (CLA, MLKV).
+
+    A source projects with the mean of its own and its readers' matrices (MLKV, arXiv:2406.09297). Every layer
+    must be plain attention. Raises ValueError for sources that are not there or read others.
+
+    >>> import jax
+    >>> from kvjax.models.params import init
+    >>> config = Config(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)
+    >>> shared, smaller = share_layers(init(config, jax.random.key(0)), config, [0, 0])
+    >>> smaller.mixers[1].source, sorted(shared["layers"][1])[:3]
+    (0, ['attn_norm', 'down', 'gate'])
+    """
+    if len(sources) != config.layers:
+        raise ValueError(f"sources names {len(sources)} layers, the model has {config.layers}")
+    if any(mixer_of(config, i) != Attention() for i in range(config.layers)):
+        raise ValueError("sharing layers is defined for models whose layers are all plain attention")
+    mixers = tuple(Attention(source=None if s == i else s) for i, s in enumerate(sources))
+    smaller = dataclasses.replace(config, mixers=mixers)
+    old = _one_by_one(params, config)["layers"]
+    layers = []
+    for i, p in enumerate(old):
+        new = {
+            n: w for n, w in p.items() if i == sources[i] or n not in ("k", "v", "k_bias", "v_bias", "k_norm")
+        }
+        readers = [old[j] for j, s in enumerate(sources) if s == i]
+        for name in ("k", "v", "k_bias", "v_bias"):
+            if name in new:
+                new[name] = sum((r[name] for r in readers[1:]), readers[0][name]) / len(readers)
+        layers.append(new)
+    return regroup({**params, "layers": tuple(layers)}, plan(smaller)), smaller
+
+
+def drop_attention(params: Params, config: Config, layers: Sequence[int]) -> tuple[Params, Config]:
+    """The model without the mixers of some layers, and without their KV (arXiv:2406.15786).
+
+    Raises ValueError where a layer is not there or another one reads it.
+
+    >>> import jax
+    >>> from kvjax.models.params import init
+    >>> config = Config(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)
+    >>> drop_attention(init(config, jax.random.key(0)), config, [1])[1].mixers[1]
+    Dropped()
+    """
+    absent = [i for i in layers if not 0 <= i < config.layers]
+    if absent:
+        raise ValueError(f"layers {absent} are not of 0 to {config.layers - 1}")
+    kept = tuple(Dropped() if i in layers else mixer_of(config, i) for i in range(config.layers))
+    smaller = dataclasses.replace(config, mixers=kept)
+    gone = {i: {*mixer_of(config, i).shapes(config), "attn_norm", "attn_post_norm"} for i in layers}
+    old = _one_by_one(params, config)["layers"]
+    new = tuple({n: w for n, w in p.items() if n not in gone.get(i, ())} for i, p in enumerate(old))
+    return regroup({**params, "layers": new}, plan(smaller)), smaller
+
+
+def _one_by_one(params: Params, config: Config) -> Params:
+    return regroup(params, plan(config, stacked=False))

@@ -1,0 +1,103 @@
+"""Conversions against their definitions, head by head and layer by layer."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.models.config import Config
+from kvjax.models.params import init
+from kvjax.models.transformer import forward
+from kvjax.train.convert import drop_attention, pool_heads, share_layers
+
+CONFIG = Config(40, 12, 3, 6, 6, 4, 20, qkv_bias=True)
+
+
+@pytest.fixture(scope="module")
+def params():
+    noise = np.random.default_rng(0)
+    made = init(CONFIG, jax.random.key(0))
+    return jax.tree.map(lambda x: jnp.asarray(x + 0.3 * noise.standard_normal(x.shape), jnp.float32), made)
+
+
+def heads(x):
+    return np.asarray(x, np.float64).reshape(*x.shape[:-1], -1, CONFIG.head_dim)
+
+
+def test_a_pooled_head_is_the_mean_of_its_group(params):
+    pooled, config = pool_heads(params, CONFIG, 2)
+    for old, new in zip(params["layers"], pooled["layers"], strict=True):
+        for name in ("k", "v", "k_bias", "v_bias"):
+            want = np.stack([heads(old[name])[..., 3 * g : 3 * g + 3, :].mean(-2) for g in range(2)], -2)
+            np.testing.assert_allclose(heads(new[name]), want, atol=1e-6)
+    assert config == dataclasses.replace(CONFIG, kv_heads=2)
+
+
+def test_weights_make_it_a_weighted_sum_and_have_gradients(params):
+    weights = jnp.asarray(np.random.default_rng(1).random((3, 6)), jnp.float32)
+    pooled, config = pool_heads(params, CONFIG, 3, v_weights=weights)
+    old, new = params["layers"][1]["v"], pooled["layers"][1]["v"]
+    want = sum(np.asarray(weights)[1, 2 + i] * heads(old)[..., 2 + i, :] for i in range(2))
+    np.testing.assert_allclose(heads(new)[..., 1, :], want, atol=1e-6)
+
+    def loss(w):
+        made, _ = pool_heads(params, CONFIG, 3, w, w)
+        return forward(made, jnp.arange(5, dtype=jnp.int32)[None], config).std()
+
+    assert np.isfinite(jax.grad(loss)(weights)).all() and np.abs(jax.grad(loss)(weights)).max() > 0
+
+
+def test_pooling_equal_heads_changes_nothing(params):
+    def alike(w):
+        return jnp.repeat(w.reshape(*w.shape[:-1], 6, 4)[..., ::3, :], 3, -2).reshape(w.shape)
+
+    same = tuple(
+        {n: alike(w) if n in ("k", "v", "k_bias", "v_bias") else w for n, w in p.items()}
+        for p in params["layers"]
+    )
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 40, (2, 9)), jnp.int32)
+    whole = {**params, "layers": same}
+    pooled, config = pool_heads(whole, CONFIG, 2)
+    np.testing.assert_allclose(forward(pooled, tokens, config), forward(whole, tokens, CONFIG), atol=1e-4)
+
+
+def test_a_source_projects_with_the_mean_of_its_readers(params):
+    shared, config = share_layers(params, CONFIG, [0, 0, 2])
+    old = params["layers"]
+    np.testing.assert_allclose(shared["layers"][0]["k"], (old[0]["k"] + old[1]["k"]) / 2, atol=1e-6)
+    np.testing.assert_array_equal(shared["layers"][2]["v"], old[2]["v"])
+    assert "k" not in shared["layers"][1] and "v_bias" not in shared["layers"][1]
+    assert np.isfinite(forward(shared, jnp.zeros((1, 4), jnp.int32), config)).all()
+
+
+def test_a_dropped_layer_adds_what_its_feed_forward_adds(params):
+    smaller, config = drop_attention(params, CONFIG, [1])
+    silent = tuple(
+        {n: jnp.zeros_like(w) if n == "o" and i == 1 else w for n, w in p.items()}
+        for i, p in enumerate(params["layers"])
+    )
+    tokens = jnp.arange(6, dtype=jnp.int32)[None]
+    want = forward({**params, "layers": silent}, tokens, CONFIG)
+    np.testing.assert_allclose(forward(smaller, tokens, config), want, atol=1e-5)
+    assert not {"q", "k", "v", "o", "attn_norm"} & set(smaller["layers"][1])
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda p: pool_heads(p, CONFIG, 4), "6 KV heads cannot become 4 equal groups"),
+        (lambda p: pool_heads(p, CONFIG, 2, jnp.ones((3, 2))), "k_weights has shape .* expected .3, 6."),
+        (lambda p: share_layers(p, CONFIG, [0, 0]), "sources names 2 layers, the model has 3"),
+        (
+            lambda p: share_layers(p, CONFIG, [0, 0, 1]),
+            "layer 2 reads layer 1, which has no slots of its own",
+        ),
+        (lambda p: share_layers(p, CONFIG, [0, 0, 7]), "source=7 names no layer"),
+        (lambda p: drop_attention(p, CONFIG, [3]), "layers .3. are not of 0 to 2"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(params, call, why):
+    with pytest.raises(ValueError, match=why):
+        call(params)
