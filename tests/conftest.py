@@ -4,6 +4,7 @@ Warnings are errors by pyproject.toml. kvjax must not be imported here: the hook
 """
 
 import os
+from pathlib import Path
 
 # Both are inherited by the commands that tests start. Tests run a program a few times, so mostly the speed of
 # the compiler counts; `tests.compilation.optimised` is for those that look at what it makes.
@@ -25,3 +26,17 @@ install_import_hook("kvjax", "tests.checked")
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+# A process may map 65530 regions of memory, and every compiled program takes several: a few thousand of them
+# end in a crash of the compiler.
+MOST_MAPPINGS = 30_000
+
+
+@pytest.fixture(autouse=True)
+def forgotten_programs():
+    """Drops compiled programs before a process has mapped more memory than it may."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
