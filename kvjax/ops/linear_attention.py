@@ -172,6 +172,7 @@ def ssd(
     >>> out.shape, state.shape
     ((1, 4, 2, 3), (1, 2, 3, 5))
     """
+    x, dt_raw, a_log, d, dt_bias = (y.astype(wide(x)) for y in (x, dt_raw, a_log, d, dt_bias))
     dt = jax.nn.softplus(dt_raw + dt_bias[None, None])
     state = None if initial_state is None else jnp.swapaxes(initial_state, 2, 3)
     t = tokens_of(c, b, x, -jnp.exp(a_log)[None, None] * dt, write=dt, scale=1.0, mask=mask)
@@ -265,8 +266,8 @@ def comba(
     >>> comba(k, k, k, 0.5 * k, None, k[..., 0])[1].shape
     (1, 1, 2, 2)
     """
-    b = beta[..., None]
-    per_value_head = jnp.repeat(p, beta.shape[2] // p.shape[2], axis=2)
+    b = beta.astype(wide(v))[..., None]
+    per_value_head = jnp.repeat(p.astype(wide(v)), beta.shape[2] // p.shape[2], axis=2)
     return run(tokens_of(q, k, v, g, erase=b * per_value_head, write=beta, scale=scale, mask=mask), **how)
 
 
@@ -290,4 +291,7 @@ def gdn2(
     >>> gdn2(k, k, k, None, k, k)[1].shape
     (1, 1, 2, 2)
     """
-    return run(tokens_of(q, k, v, g, erase=b * k, write=w, scale=scale, mask=mask), **how)
+    return run(
+        tokens_of(q, k, v, g, erase=b.astype(wide(v)) * k.astype(wide(v)), write=w, scale=scale, mask=mask),
+        **how,
+    )

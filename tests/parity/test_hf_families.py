@@ -79,7 +79,12 @@ def test_transformers_loads_what_was_saved(name, tmp_path):
     assert type(again) is type(reference)
     assert again.dtype == torch.float32
     tokens = prompt(21, 2)
-    np.testing.assert_array_equal(hf_reference.logits(again, tokens), hf_reference.logits(reference, tokens))
+    found, expected = hf_reference.logits(again, tokens), hf_reference.logits(reference, tokens)
+    if name.startswith("mamba2"):
+        # Their chunks have another size than in the file that was read: it changes the order of sums alone.
+        assert relative_error(found, expected) <= 1e-5
+    else:
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_several_shards_with_an_index(tmp_path):
