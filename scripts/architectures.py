@@ -35,6 +35,9 @@ KDA = KimiDelta(heads=32, key_dim=128, value_dim=128)
 MAMBA = Mamba2(heads=128, key_dim=128, value_dim=64, groups=1)
 STATE = 32 * 128 * 128 * 4
 TAIL = 4 * 3 * 4096 * 2
+# Bytes of keys and values of one token in one layer of BASE, and what all its layers keep.
+KV = 2 * 8 * 128 * 2
+ATTENTION = "2 L K H"
 
 
 class Row(NamedTuple):
@@ -60,38 +63,51 @@ def maps(sources: list[int | None], **options) -> Config:
 
 
 def rows() -> list[Row]:
-    kv = 2 * 8 * 128 * 2
-    half = LAYERS // 2
-    heads = "`heads=32, kv_heads={}`"
-    pairs = [None if i % 2 == 0 else i - 1 for i in range(LAYERS)]
-    yoco = [None] * (half + 1) + [half] * (half - 1)
-    window = tuple(1024 if i < half else None for i in range(LAYERS))
-    lckv = [None, *[LAYERS - 2] * (LAYERS - 3), None, None]
-    attention, linear = "2 L K H", "L h K V, fp32"
-    tails = f"{linear}, + conv tail"
-    mamba = 128 * 64 * 128 * 4 + 4 * (8192 + 256) * 2
+    return head_rows() + shared_rows() + recurrent_rows()
+
+
+def head_rows() -> list[Row]:
+    """What the heads of a layer store."""
+    kv, heads = KV, "`heads=32, kv_heads={}`"
     mha, mqa = (dataclasses.replace(BASE, kv_heads=n) for n in (32, 1))
-    mlkv = maps([None if i % half == 0 else i // half * half for i in range(LAYERS)])
-    clla = tuple(MLA if s is None else dataclasses.replace(MLA, source=s) for s in pairs)
-    after_first = LAYERS - 1
-    svformer = (Attention(), *[Attention(value_source=0)] * after_first)
-    resformer = (Attention(), *[Attention(value_mix=0.5)] * after_first)
-    kimi = of([KDA, KDA, KDA, dataclasses.replace(MLA, turns=False)])
-    only_mamba = of([MAMBA], mlps=(NoMLP(),) * LAYERS)
-    gla = GatedLinear(4, 512, 1024)
     each = tuple(range(32))
     # Eight groups of one to twenty-five heads; eight key heads with four value heads.
     unequal = HeadMaps(each, *[(0, 1, 2, 3, 4, 5, 6, *[7] * 25)] * 2)
     dha = HeadMaps(each, tuple(i // 4 for i in each), tuple(i // 8 for i in each))
     return [
         Row("MHA", "1706.03762", heads.format(32), mha, "2 L N H", 32 * 4 * kv),
-        Row("GQA-8", "2305.13245", heads.format(8), BASE, attention, 32 * kv),
+        Row("GQA-8", "2305.13245", heads.format(8), BASE, ATTENTION, 32 * kv),
         Row("MQA", "1911.02150", heads.format(1), mqa, "2 L H", 32 * kv // 8),
         Row("MLA", "2405.04434", "`Latent(512, 64, 128, 128)`", of([MLA]), "L (R + Rp)", 32 * 576 * 2),
         Row(
             "TPA", "2501.06425", "`TensorProduct(6, 2, 2)`", of([TensorProduct(6, 2, 2)]),
             "L (Rk + Rv) (N + H)", 32 * 4 * 160 * 2,
         ),
+        Row("AsymGQA, QCQA", "2406.10247", "`HeadMaps(q, k, k)`", of([unequal]), ATTENTION, 32 * kv),
+        Row("DHA, 8 + 4 heads", "2406.06567", "`HeadMaps(q, k, v)`", of([dha]), "L (Kk + Kv) H", 24 * kv),
+        Row(
+            "Gated attention", "2505.06708", "`Attention(gate=True)`", of([Attention(gate=True)]),
+            ATTENTION, 32 * kv,
+        ),
+        Row(
+            "Attention with sinks", "2508.10925", "`Attention(sink=True)`", of([Attention(sink=True)]),
+            ATTENTION, 32 * kv,
+        ),
+    ]  # fmt: skip
+
+
+def shared_rows() -> list[Row]:
+    """What layers read from each other, or leave out."""
+    kv, half, after_first = KV, LAYERS // 2, LAYERS - 1
+    pairs = [None if i % 2 == 0 else i - 1 for i in range(LAYERS)]
+    yoco = [None] * (half + 1) + [half] * (half - 1)
+    window = tuple(1024 if i < half else None for i in range(LAYERS))
+    lckv = [None, *[LAYERS - 2] * (LAYERS - 3), None, None]
+    mlkv = maps([None if i % half == 0 else i // half * half for i in range(LAYERS)])
+    clla = tuple(MLA if s is None else dataclasses.replace(MLA, source=s) for s in pairs)
+    svformer = (Attention(), *[Attention(value_source=0)] * after_first)
+    resformer = (Attention(), *[Attention(value_mix=0.5)] * after_first)
+    return [
         Row("CLA-2", "2405.12981", "`Attention(source=i - 1)`", maps(pairs), "2 L/2 K H", 16 * kv),
         Row("MLKV-2", "2406.09297", "`Attention(source=0 or 16)`", mlkv, "2 m K H", 2 * kv),
         Row(
@@ -109,28 +125,30 @@ def rows() -> list[Row]:
         ),
         Row(
             "ResFormer", "2410.17897", "`Attention(value_mix=0.5)`",
-            dataclasses.replace(BASE, mixers=resformer), attention, 32 * kv,
+            dataclasses.replace(BASE, mixers=resformer), ATTENTION, 32 * kv,
         ),
         Row(
             "SwiftKV", "2410.03960", "`Attention(kv_input=15)` above",
             dataclasses.replace(BASE, mixers=(*[Attention()] * half, *[Attention(kv_input=half - 1)] * half)),
-            attention, 32 * kv,
+            ATTENTION, 32 * kv,
         ),
         Row(
             "AttnDrop, 8 of 32", "2406.15786", "`Dropped()`",
             dataclasses.replace(BASE, mixers=(*[Attention()] * 20, *[Dropped()] * 8, *[Attention()] * 4)),
             "2 (L - 8) K H", 24 * kv,
         ),
-        Row("AsymGQA, QCQA", "2406.10247", "`HeadMaps(q, k, k)`", of([unequal]), attention, 32 * kv),
-        Row("DHA, 8 + 4 heads", "2406.06567", "`HeadMaps(q, k, v)`", of([dha]), "L (Kk + Kv) H", 24 * kv),
-        Row(
-            "Gated attention", "2505.06708", "`Attention(gate=True)`", of([Attention(gate=True)]),
-            attention, 32 * kv,
-        ),
-        Row(
-            "Attention with sinks", "2508.10925", "`Attention(sink=True)`", of([Attention(sink=True)]),
-            attention, 32 * kv,
-        ),
+    ]  # fmt: skip
+
+
+def recurrent_rows() -> list[Row]:
+    """States of constant size, and hybrids with them."""
+    kv, linear = KV, "L h K V, fp32"
+    tails = f"{linear}, + conv tail"
+    mamba = 128 * 64 * 128 * 4 + 4 * (8192 + 256) * 2
+    kimi = of([KDA, KDA, KDA, dataclasses.replace(MLA, turns=False)])
+    only_mamba = of([MAMBA], mlps=(NoMLP(),) * LAYERS)
+    gla = GatedLinear(4, 512, 1024)
+    return [
         Row(
             "RetNet", "2307.08621", "`Retention(16, 256, 512)`", of([Retention(16, 256, 512)]),
             linear, 0, 32 * 16 * 256 * 512 * 4,
