@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvjax.commands.options import add_dtype, whole
+from kvjax.commands.options import LONGEST_DEFAULT, add_dtype, whole
 
 HELP = "show a model's shapes and the bytes of its caches under every method, or what a saved cache holds"
 EXAMPLE = """examples:
   kvjax inspect recall-tiny
   kvjax inspect path/to/model --context 32768 --dtype bfloat16
   kvjax inspect saved.cache"""
-LONGEST_DEFAULT = 8192
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

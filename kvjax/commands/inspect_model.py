@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvjax.checkpoint import MARKER
-from kvjax.commands.inspect import LONGEST_DEFAULT
+from kvjax.commands.options import LONGEST_DEFAULT
 from kvjax.commands.sizes import Sizes, abstract_params
 from kvjax.commands.terminal import BOX, console, pairs, size
 from kvjax.errors import InputError

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable
 
 DTYPES = ("float32", "bfloat16", "float16")
+# Tokens in the caches that `inspect` sizes, where the model could hold more and nothing was asked for.
+LONGEST_DEFAULT = 8192
 
 
 def add_model(parser: argparse.ArgumentParser, default: str = "recall-tiny") -> None:
