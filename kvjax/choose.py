@@ -22,6 +22,7 @@ from kvjax.cache import (
 from kvjax.grammar import AttentionSpec, Keep, Seen, View, over_layers
 from kvjax.group import GroupMethod
 from kvjax.keep.select import top
+from kvjax.models.mixer import Scores
 
 
 class Fresh(NamedTuple):
@@ -29,7 +30,8 @@ class Fresh(NamedTuple):
 
     v is None where the values are not stored (`GroupMethod.shared`). masses: attention mass of (each past
     segment ..., the new tokens), empty where nobody asked. readers: what was observed in the layers that read
-    these slots; masses include theirs. k is None in those layers themselves.
+    these slots; masses include theirs. k is None in those layers themselves. scores: attention logits that
+    other layers use.
     """
 
     k: Float[Array, "Lg B K T H"] | None
@@ -37,6 +39,7 @@ class Fresh(NamedTuple):
     observed: dict[str, Any]
     masses: tuple[Float[Array, "Lg B K S"], ...]
     readers: tuple[dict[str, Any], ...] = ()
+    scores: Scores | None = None
 
 
 def union(

@@ -12,7 +12,7 @@ from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
 from kvjax.models.config import Config
 from kvjax.models.mixer import SlotShape
-from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.mixers.attention import mixer_of, weights_source
 
 
 @lru_cache(maxsize=1024)
@@ -36,6 +36,15 @@ def check_fit(method: Method, config: Config) -> None:
             "its layers share the values of one layer slot by slot, and would choose differently",
             "a store method",
         )
+    if any(weights_source(m) is not None for m in own):
+        _refuse(
+            method,
+            "its layers share attention weights slot by slot, and would choose differently",
+            "a store method",
+        )
+    clipped = any(getattr(m, "clip", None) is not None for m in own)
+    if clipped and keep is not None and not keep.allocate.uniform:
+        _refuse(method, "parts of a clipped softmax do not merge, and its pages are attended apart", "snapkv")
     factors = any(s.factors for s in slots)
     looks = keep is not None and keep.score is not None and getattr(keep.score, "looks", True)
     if factors and (looks or read is not None or (keep is not None and keep.rank_phase)):

@@ -20,7 +20,8 @@ class Config:
 
     mixers: what mixes the tokens of each layer, words of `kvjax.models.mixers`; empty means attention with
     the heads above in every layer. mlps: the feed-forward of each layer, words of
-    `kvjax.models.feed_forward`; empty means the gated MLP of width d_ff.
+    `kvjax.models.feed_forward`; empty means the gated MLP of width d_ff. inputs: per layer, a layer
+    below whose input its mixer takes instead of its own, so that both stand side by side; or None.
 
     Raises ValueError where sizes do not go together.
     """
@@ -52,11 +53,12 @@ class Config:
     family: str = "llama"
     mixers: tuple[Any, ...] = ()
     mlps: tuple[Any, ...] = ()
+    inputs: tuple[int | None, ...] = ()
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly")
-        for name in ("windows", "mixers", "mlps"):
+        for name in ("windows", "mixers", "mlps", "inputs"):
             given = getattr(self, name)
             if given and len(given) != self.layers:
                 raise ValueError(f"{name} names {len(given)} layers, the model has {self.layers}")
@@ -73,11 +75,23 @@ class Config:
             if not mixer.shapes(self) and self.mlps and not self.mlps[i].shapes(self):
                 raise ValueError(f"layer {i} has neither a mixer nor a feed-forward: leave it out")
 
+        for i, at in enumerate(self.inputs):
+            if at is not None and not 0 <= at < i:
+                raise ValueError(f"layer {i} takes the input of layer {at}, expected one below")
+            if at is not None and {self.mixers[i].source, self.mixers[i].kv_input} != {None}:
+                raise ValueError(f"layer {i} takes the input of layer {at}, and reads another: choose one")
+
     def _check_source(self, layer: int, mixer: Any) -> None:
         """ValueError where a layer reads slots that are not there, or unlike its own."""
         if mixer.kv_input is not None and mixer.kv_input >= layer:
             raise ValueError(
                 f"layer {layer} projects from the input of layer {mixer.kv_input}, expected one below"
+            )
+        weights = getattr(mixer, "weights_source", None)
+        if weights is not None and (weights >= layer or self.window(weights) != self.window(layer)):
+            raise ValueError(
+                f"layer {layer} takes the attention weights of layer {weights}, expected one below it with "
+                f"the same window: theirs are {self.window(weights)} and {self.window(layer)}"
             )
         for at in (mixer.source, mixer.value_source):
             if at is None:
@@ -88,6 +102,13 @@ class Config:
             mine, theirs = mixer.slots(self), other.slots(self)
             if mixer.source is not None and mine._replace(scale=theirs.scale) != theirs:
                 raise ValueError(f"layer {layer} reads layer {at}, whose slots differ: {theirs}, not {mine}")
+        if mixer.source is not None:
+            mine, theirs = self.window(layer), self.window(mixer.source)
+            if theirs is not None and (mine is None or mine > theirs):
+                raise ValueError(
+                    f"layer {layer} reads layer {mixer.source}, which keeps {theirs} tokens: it would miss "
+                    f"some of its window of {'all' if mine is None else mine}"
+                )
         if mixer.value_source is not None and mixer.value_source > layer:
             raise ValueError(f"layer {layer} reads the values of layer {mixer.value_source} above it")
 

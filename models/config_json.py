@@ -14,6 +14,7 @@ from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct
 from kvjax.ops.rope import Rope
 
@@ -25,6 +26,7 @@ MIXERS = {
         HeadMaps,
         Latent,
         TensorProduct,
+        SharedWeights,
         Retention,
         GatedLinear,
         GatedDelta,
@@ -64,7 +66,8 @@ def config_from_json(data: Mapping[str, Any]) -> Config:
     True
     """
     fields = dict(data)
-    fields["windows"] = tuple(fields.get("windows", ()))
+    for name in ("windows", "inputs"):
+        fields[name] = tuple(fields.get(name, ()))
     for name in ("rope", "rope_local"):
         fields[name] = fields.get(name) and Rope(**fields[name])
     fields["mixers"] = tuple(_read(word, MIXERS, "mixer") for word in fields.get("mixers", ()))

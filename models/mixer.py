@@ -18,13 +18,17 @@ from kvjax.models.layers import Params, Shapes
 from kvjax.ops.attention import Keys
 from kvjax.ops.rope import Rope
 
+# Attention logits over each set of keys, -inf where a key is not visible.
+Scores = tuple[Float[Array, "B N T _"], ...]
+
 
 class Given(NamedTuple):
     """What a layer that reads another one's slots is handed: that layer's past and what it just projected.
 
     state, index: the source's group of segments and its place in them; None without a cache. k, v: its new
     keys, rotated, and values (None: the first channels of the keys); None in a step, whose past holds them.
-    above: the source stands above the reader, which then sees no key of its own token.
+    above: the source stands above the reader, which then sees no key of its own token. scores: its attention
+    logits over each set of keys, where other layers use them.
     """
 
     state: Any
@@ -32,14 +36,17 @@ class Given(NamedTuple):
     k: Float[Array, "B K T F"] | None
     v: Float[Array, "B K T V"] | None
     above: bool
+    scores: Scores | None = None
 
 
 class Layer(NamedTuple):
     """Which layer is speaking: its group, its index inside it (traced when stacked) and its constants.
 
-    lends: other layers read its slots. given: what the layer that this one reads has. first_values: values
+    lends: other layers read its slots. shows: other layers use its attention logits. given: what the layer
+    that this one reads has. shown: the logits of the layer whose weights this one takes. first_values: values
     of the new tokens in layer 0, where some mixer asks for them. kv_hidden: the hidden state that keys and
-    values come from, where it is not the layer's own input. pos: positions of the layer's queries.
+    values come from, and input what the whole mixer takes, where it is not the layer's own input. pos:
+    positions of the layer's queries.
     """
 
     group: int
@@ -50,9 +57,12 @@ class Layer(NamedTuple):
     mixer: Any
     config: Config
     lends: bool = False
+    shows: bool = False
     given: Given | None = None
+    shown: Scores | None = None
     first_values: Array | None = None
     kv_hidden: Array | None = None
+    input: Array | None = None
     pos: Any = None
 
     @property
@@ -94,7 +104,8 @@ class Projected(NamedTuple):
 
     k is None where the layer reads another one's slots, v where the values are the first channels of the keys
     or another layer's. expand: the form that is attended to where it is not the stored one. extra: keys and
-    values outside the sequence, which every query sees.
+    values outside the sequence, which every query sees. rescore: logits [B, N, T, S] from those that the
+    layer is shown, its own rotated queries and stored keys.
     """
 
     q: Float[Array, "B N T H"]
@@ -103,6 +114,7 @@ class Projected(NamedTuple):
     hidden: Float[Array, "B T D"]
     expand: Expand | None = None
     extra: Keys | None = None
+    rescore: Callable[[Array, Array, Array], Array] | None = None
 
 
 State = dict[str, Array]

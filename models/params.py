@@ -25,7 +25,13 @@ class Group(NamedTuple):
 
 def layer_kind(config: Config, layer: int) -> tuple[Any, ...]:
     """What must be equal in layers that are stacked."""
-    return config.window(layer), mixer_of(config, layer), mlp_of(config, layer)
+    beside = config.inputs[layer] if config.inputs else None
+    return config.window(layer), mixer_of(config, layer), mlp_of(config, layer), beside
+
+
+def apart(config: Config) -> frozenset[int]:
+    """The layers that other layers read in any way: they stand alone in their groups."""
+    return lending(config) | {at for at in config.inputs if at is not None}
 
 
 def plan(config: Config, stacked: bool | None = None) -> tuple[Group, ...]:
@@ -33,7 +39,7 @@ def plan(config: Config, stacked: bool | None = None) -> tuple[Group, ...]:
 
     XLA on CPU copies a layer's slice of stacked weights and caches at every step; on TPU one scan over the
     stack compiles fast and copies nothing. The first two layers always stand apart, because several methods
-    leave them alone, and so do layers whose slots others read.
+    leave them alone, and so do layers that others read.
     """
     if stacked is None:
         stacked = jax.default_backend() != "cpu"
@@ -41,7 +47,7 @@ def plan(config: Config, stacked: bool | None = None) -> tuple[Group, ...]:
         return tuple(Group(i, 1) for i in range(config.layers))
     cuts = [0]
     for i in range(1, config.layers):
-        alone = {i, i - 1} & lending(config)
+        alone = {i, i - 1} & apart(config)
         if i == 2 or alone or layer_kind(config, i) != layer_kind(config, i - 1):
             cuts.append(i)
     return tuple(Group(a, b - a) for a, b in zip(cuts, [*cuts[1:], config.layers], strict=True))
@@ -58,8 +64,8 @@ def check_groups(config: Config, groups: tuple[Group, ...]) -> tuple[Group, ...]
             raise ValueError(
                 f"{g} stacks layers of different windows, mixers or feed-forwards: plan() keeps them apart"
             )
-        if g.size > 1 and lending(config) & set(range(g.first, g.first + g.size)):
-            raise ValueError(f"{g} stacks a layer whose slots others read: plan() keeps it apart")
+        if g.size > 1 and apart(config) & set(range(g.first, g.first + g.size)):
+            raise ValueError(f"{g} stacks a layer that others read: plan() keeps it apart")
     return groups
 
 

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import mlp_of
 from kvjax.models.layers import Params, rms_norm
-from kvjax.models.mixer import Given, Layer, Memory, Projected, Step
-from kvjax.models.mixers.attention import lending, mixer_of
-from kvjax.ops.attention import Keys, attend, causal_attention
+from kvjax.models.mixer import Given, Layer, Memory, Projected, Scores, Step
+from kvjax.models.mixers.attention import lending, mixer_of, weights_source
+from kvjax.ops.attention import NEG_INF, Keys, causal_attention, logits, weigh
 from kvjax.ops.dtypes import wide
 from kvjax.ops.rope import angles, rotate
 
@@ -31,10 +31,11 @@ class Context(NamedTuple):
 
 
 class Lent(NamedTuple):
-    """What a layer that others read projected: its rotated keys, and its values where it stores them."""
+    """What a layer that others read leaves: its rotated keys, its values where it stores them, its logits."""
 
     k: Float[Array, "B K T F"]
     v: Float[Array, "B K T V"] | None
+    scores: Scores | None = None
 
 
 def block(
@@ -49,7 +50,8 @@ def block(
     collected = None
     if layer.mixer.shapes(config):
         with jax.named_scope("attention"):
-            out, state, collected = layer.mixer(p, norm("attn_norm", x), layer, memory, state)
+            mixed = x if layer.input is None else layer.input
+            out, state, collected = layer.mixer(p, norm("attn_norm", mixed), layer, memory, state)
             x = x + norm("attn_post_norm", out)
     if not mlp.shapes(config):
         return x, state, collected
@@ -77,6 +79,7 @@ def stack(
     x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
     first_values = _first_values(params, x, config)
     lends, passed, hidden = lending(config), dict(above or {}), {}
+    shows = {weights_source(mixer_of(config, i)) for i in range(config.layers)}
     new_states, collected, first = [], [], 0
     for g, (p, state) in enumerate(zip(params["layers"], states, strict=True)):
         size = next(iter(p.values())).shape[0]
@@ -85,12 +88,16 @@ def stack(
         if memory.last is not None and ends_early(config, first):
             x, memory = _last_only(x, memory)
         reads = mixer.value_source if mixer.source is None else mixer.source
+        weights = weights_source(mixer)
         kind = Layer(g, 0, first, config.window(first), mixer.rope(config, first), mixer, config)
         kind = kind._replace(
             lends=first in lends,
+            shows=first in shows,
             given=None if reads is None else passed[reads],
+            shown=None if weights is None else passed[weights].scores,
             first_values=first_values if getattr(mixer, "value_mix", None) is not None else None,
             kv_hidden=None if mixer.kv_input is None else hidden[mixer.kv_input],
+            input=hidden[config.inputs[first]] if beside(config, first) else None,
             pos=memory.pos,
         )
 
@@ -114,6 +121,11 @@ def stack(
     return x, tuple(new_states), tuple(collected)
 
 
+def beside(config: Config, layer: int) -> bool:
+    """Whether a layer's mixer takes the input of a layer below."""
+    return bool(config.inputs) and config.inputs[layer] is not None
+
+
 def ends_early(config: Config, first: int) -> bool:
     """Whether layers `first` and above need no hidden state but the last token's to answer it.
 
@@ -134,8 +146,10 @@ def _last_only(x: Float[Array, "B T D"], memory: Memory) -> tuple[Float[Array, "
 
 def _given(state: Any, collected: Any, above: bool = False) -> Given:
     """What a lending layer, alone in its group, gives to those that read it."""
-    k, v = (getattr(collected, name, None) for name in "kv")
-    return Given(state, 0, None if k is None else k[0], None if v is None else v[0], above)
+    k, v, scores = (
+        jax.tree.map(lambda x: x[0], getattr(collected, name, None)) for name in ("k", "v", "scores")
+    )
+    return Given(state, 0, k, v, above, scores)
 
 
 def _first_values(params: Params, x: Float[Array, "B T D"], config: Config) -> Array | None:
@@ -225,8 +239,8 @@ def attend_new(
     pos: Int[Array, "B T"],
     *,
     mass: str | None = None,
-) -> tuple[Float[Array, "B N T V"], tuple[Array, ...]]:
-    """Attention of a layer's rotated queries over `past` and the new tokens: (out, masses).
+) -> tuple[Float[Array, "B N T V"], tuple[Array, ...], Scores | None]:
+    """Attention of a layer's rotated queries over `past` and the new tokens: (out, masses, logits to show).
 
     Masses come as (one per past set ..., the new tokens), in the heads that the layer stores.
     """
@@ -235,32 +249,52 @@ def attend_new(
         q = x.expand.queries(q)
         sets = [Keys(*x.expand.keys(s.k, s.v), s.pos, s.bias) for s in sets]
     extra = [] if x.extra is None else [x.extra]
-    if q.shape[2] != sets[-1].k.shape[2]:
-        # A prefill that ends early: one query over keys that are not only its own.
-        out, _, _ = attend(
-            q,
-            (*extra, *sets),
-            pos,
-            scale=layer.scale,
-            window=layer.window,
-            softcap=layer.config.attention_softcap,
-        )
-        return out, ()
-    out, masses = causal_attention(
-        q,
-        sets[-1],
-        (*extra, *sets[:-1]),
-        pos,
-        scale=layer.scale,
-        window=layer.window,
-        softcap=layer.config.attention_softcap,
-        mass=mass,
-    )
+    shown = None
+    # A prefill that ends early has one query over keys that are not only its own.
+    if layer.shows or layer.shown is not None or q.shape[2] != sets[-1].k.shape[2]:
+        out, _, masses, shown = attend_at_once(layer, x, q, [*extra, *sets], pos, mass=mass)
+    else:
+        out, masses = causal_attention(
+            q, sets[-1], (*extra, *sets[:-1]), pos, scale=layer.scale, window=layer.window,
+            softcap=layer.config.attention_softcap, mass=mass, clip=clip_of(layer),
+        )  # fmt: skip
     masses = masses[len(extra) :]
     if x.expand is not None:
         join = jnp.max if mass == "max" else jnp.sum
         masses = tuple(join(m.reshape(m.shape[0], heads, -1, m.shape[-1]), axis=2) for m in masses)
-    return out, masses
+    return out, masses, shown
+
+
+def attend_at_once(
+    layer: Layer,
+    x: Projected,
+    q: Float[Array, "B N T H"],
+    sets: Sequence[Keys],
+    pos: Int[Array, "B T"],
+    *,
+    mass: str | None = None,
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Array, ...], Scores]:
+    """Attention by whole maps of logits, a layer's own or those it is shown: (out, lse, masses, logits)."""
+    if layer.shown is None:
+        softcap = layer.config.attention_softcap
+        scores = [logits(q, s, pos, scale=layer.scale, window=layer.window, softcap=softcap) for s in sets]
+    else:
+        scores = [_rescored(x, z, q, s) for z, s in zip(layer.shown, sets, strict=True)]
+    out, lse, masses = weigh(scores, sets, mass=mass, clip=clip_of(layer))
+    return out.astype(q.dtype), lse, masses, tuple(z.reshape(*q.shape[:3], -1) for z in scores)
+
+
+def _rescored(x: Projected, shown: Float[Array, "B N T S"], q: Array, keys: Keys) -> Array:
+    """Another layer's logits as a mixer puts them right, hidden where they were: [B, K, G, T, S]."""
+    assert x.rescore is not None
+    hidden = jnp.isneginf(shown)
+    scores = jnp.where(hidden, NEG_INF, x.rescore(jnp.where(hidden, 0.0, shown), q, keys.k))
+    return scores.reshape(scores.shape[0], keys.v.shape[1], -1, *scores.shape[2:])
+
+
+def clip_of(layer: Layer) -> tuple[float, float] | None:
+    """(gamma, zeta) of a layer with a clipped softmax."""
+    return getattr(layer.mixer, "clip", None)
 
 
 def positions(tokens: Int[Array, "B T"], lengths: Int[Array, "B"], start: Int[Array, "B"]) -> Context:
@@ -297,8 +331,8 @@ def hidden(
         q = rotary(layer, x.q, layer.pos, context.length)
         k = None if x.k is None else rotary(layer, x.k, context.pos, context.length)
         new = new_keys(layer, k, x.v, context.pos)
-        out, _ = attend_new(layer, x, q, new, (), layer.pos)
-        return out, None, Lent(new.k, x.v) if layer.lends else None
+        out, _, scores = attend_new(layer, x, q, new, (), layer.pos)
+        return out, None, Lent(new.k, x.v, scores if layer.shows else None) if layer.lends else None
 
     def recur(layer: Layer, step: Step, state: None):
         return step(None, context.pos >= 0)[0], None, None

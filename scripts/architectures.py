@@ -1,7 +1,7 @@
 """The table of architectures in docs/architectures.md: what each keeps per token, by formula and measured.
 
 Measured means the bytes of the cache that a real prefill would leave, by shapes alone (`jax.eval_shape`), at
-1024 and at 2048 tokens: the difference is the cost of a token, the rest does not grow.
+2048 and at 4096 tokens: the difference is the cost of a token, the rest does not grow.
 
     python scripts/architectures.py            # prints the table
     python scripts/architectures.py --write    # puts it into docs/architectures.md
@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from kvjax.commands.sizes import Sizes
 from kvjax.grammar import Method
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import NoMLP
+from kvjax.models.feed_forward import GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
@@ -58,7 +60,7 @@ def of(pattern: list, **options) -> Config:
     return dataclasses.replace(BASE, mixers=mixers, **options)
 
 
-def maps(sources: list[int | None], **options) -> Config:
+def maps(sources: Iterable[int | None], **options) -> Config:
     return dataclasses.replace(BASE, mixers=tuple(Attention(source=s) for s in sources), **options)
 
 
@@ -93,6 +95,10 @@ def head_rows() -> list[Row]:
             "Attention with sinks", "2508.10925", "`Attention(sink=True)`", of([Attention(sink=True)]),
             ATTENTION, 32 * kv,
         ),
+        Row(
+            "Clipped softmax", "2306.12929", "`Attention(clip=(-0.001, 1.0))`",
+            of([Attention(clip=(-0.001, 1.0))]), ATTENTION, 32 * kv,
+        ),
     ]  # fmt: skip
 
 
@@ -101,10 +107,15 @@ def shared_rows() -> list[Row]:
     kv, half, after_first = KV, LAYERS // 2, LAYERS - 1
     pairs = [None if i % 2 == 0 else i - 1 for i in range(LAYERS)]
     yoco = [None] * (half + 1) + [half] * (half - 1)
+    gated = Retention(32, 128, 128, gated=True)
     window = tuple(1024 if i < half else None for i in range(LAYERS))
     lckv = [None, *[LAYERS - 2] * (LAYERS - 3), None, None]
     mlkv = maps([None if i % half == 0 else i // half * half for i in range(LAYERS)])
     clla = tuple(MLA if s is None else dataclasses.replace(MLA, source=s) for s in pairs)
+    mix = maps([0, 1][i % 2] if i > 1 else None for i in range(LAYERS))
+    mixed_windows = tuple(1024 if i % 2 else None for i in range(LAYERS))
+    sa = of([Attention(), *[SharedWeights(0)] * after_first])
+    lisa = (Attention(), *[SharedWeights(i, hidden=64, rank=20) for i in range(after_first)])
     svformer = (Attention(), *[Attention(value_source=0)] * after_first)
     resformer = (Attention(), *[Attention(value_mix=0.5)] * after_first)
     return [
@@ -113,6 +124,22 @@ def shared_rows() -> list[Row]:
         Row(
             "YOCO (window)", "2405.05254", "`windows`, `Attention(source=16)`", maps(yoco, windows=window),
             "2 K H + L/2 windows", kv, half * 1025 * kv,
+        ),
+        Row(
+            "YOCO (gated retention)", "2405.05254", "`Retention(..., gated=True)`, `Attention(source=16)`",
+            dataclasses.replace(
+                BASE, mixers=(*[gated] * half, Attention(), *[Attention(source=half)] * (half - 1))
+            ),
+            "2 K H + states", kv, half * 32 * 128 * 128 * 4,
+        ),
+        Row(
+            "MixAttention", "2409.15012", "`windows`, `Attention(source=0 or 1)`",
+            dataclasses.replace(mix, windows=mixed_windows), "2 K H + 1 window", kv, 1025 * kv,
+        ),
+        Row("Shared Attention", "2407.12866", "`SharedWeights(0)`", sa, "(L + 1) K H", 33 * kv // 2),
+        Row(
+            "LISA", "2408.01890", "`SharedWeights(i - 1, 64, 20)`", dataclasses.replace(BASE, mixers=lisa),
+            "2 K H + (L - 1) K (H + r)", kv + 31 * 8 * (128 + 20) * 2,
         ),
         Row("LCKV (sandwich)", "2405.10637", "`Attention(source=30)`", maps(lckv), "2 w K H", 3 * kv),
         Row(
@@ -147,6 +174,15 @@ def recurrent_rows() -> list[Row]:
     mamba = 128 * 64 * 128 * 4 + 4 * (8192 + 256) * 2
     kimi = of([KDA, KDA, KDA, dataclasses.replace(MLA, turns=False)])
     only_mamba = of([MAMBA], mlps=(NoMLP(),) * LAYERS)
+    jamba = of(
+        [MAMBA] * 3 + [Attention()] + [MAMBA] * 4, mlps=(GatedMLP(), MoE(16, 2, 11008)) * (LAYERS // 2)
+    )
+    # Two layers of the skeleton are one of RecurFormer's.
+    few, heads = Attention(heads=4, kv_heads=1), Mamba2(heads=28, key_dim=128, value_dim=128, groups=1)
+    beside = dataclasses.replace(
+        BASE, layers=2 * LAYERS, mixers=(few, heads) * LAYERS, mlps=(NoMLP(), GatedMLP()) * LAYERS,
+        inputs=tuple(None if i % 2 == 0 else i - 1 for i in range(2 * LAYERS)),
+    )  # fmt: skip
     gla = GatedLinear(4, 512, 1024)
     return [
         Row(
@@ -167,6 +203,15 @@ def recurrent_rows() -> list[Row]:
         Row(
             "Mamba-2 hybrid", "2406.07887", "7 `Mamba2` : 1 `Attention()`", of([MAMBA] * 7 + [Attention()]),
             "2 L/8 K H + states", 4 * kv, 28 * mamba,
+        ),
+        Row(
+            "Jamba-like", "2403.19887", "7 `Mamba2` : 1 `Attention()`, `MoE` in every other layer", jamba,
+            "2 L/8 K H + states", 4 * kv, 28 * mamba,
+        ),
+        Row(
+            "RecurFormer, 7 of 8 heads", "2410.12850", "`Attention(heads=4, kv_heads=1)` beside `Mamba2`",
+            beside,
+            "2 L/8 K H + states", 4 * kv, 32 * (28 * 128 * 128 * 4 + 4 * (28 * 128 + 256) * 2),
         ),
     ]  # fmt: skip
 

@@ -84,17 +84,35 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     mass: str | None = None,
+    clip: tuple[float, float] | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Array, ...]]:
     """Exact attention over the union of `keys`; returns (out, lse, masses).
 
     out = sum_j p_j v_j with p = softmax over every visible key of every set; lse = log sum_j exp(s_j),
-    -inf (and out 0) where a query sees nothing. `mass` asks for one [B, K, S] array per set: the
-    probability that each slot received, reduced over the queries and the heads of its group by "sum" or
-    "max"; it costs no second pass over the keys.
+    -inf (and out 0) where a query sees nothing. `mass` and `clip` are those of `weigh`.
     """
     sets = (keys,) if isinstance(keys, Keys) else tuple(keys)
-    b, n, t, _ = q.shape
     scores = [logits(q, s, q_pos, scale=scale, window=window, softcap=softcap) for s in sets]
+    out, lse, masses = weigh(scores, sets, mass=mass, clip=clip)
+    return out.astype(q.dtype), lse, masses
+
+
+def weigh(
+    scores: Sequence[Float[Array, "B _ _ T _"]],
+    sets: Sequence[Keys],
+    *,
+    mass: str | None = None,
+    clip: tuple[float, float] | None = None,
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Array, ...]]:
+    """Values of several sets weighted by the softmax over all their scores: (out, lse, masses).
+
+    scores: logits [B, K, G, T, S] of each set, -inf where a key is not visible. `mass` asks for one [B, K, S]
+    array per set: the probability that each slot received, reduced over the queries and the heads of its
+    group by "sum" or "max"; it costs no second pass over the keys. clip = (gamma, zeta) makes probabilities
+    clip((zeta - gamma) p + gamma, 0, 1), the clipped softmax of arXiv:2306.12929; such parts do not merge.
+    """
+    b, k, g, t, _ = scores[0].shape
+    n = k * g
     # Sets may differ in their number of KV heads (a method may store one slot list per query head), so
     # the normaliser lives at [B, N, T].
     top = jnp.stack([s.max(-1).reshape(b, n, t) for s in scores]).max(0)
@@ -102,13 +120,17 @@ def attend(
     weights = [jnp.exp(s - _grouped(top, s)) for s in scores]
     total = jnp.stack([w.sum(-1).reshape(b, n, t) for w in weights]).sum(0)
     safe = jnp.where(total == 0.0, 1.0, total)
+    norm = safe
+    if clip is not None:
+        gamma, zeta = clip
+        weights = [jnp.clip((zeta - gamma) * (w / _grouped(safe, w)) + gamma, 0.0, 1.0) for w in weights]
+        norm = jnp.ones_like(safe)
     out = _sum([_weighted_values(w, s, (b, n, t)) for w, s in zip(weights, sets, strict=True)])
-    out = (out / safe[..., None]).astype(q.dtype)
     masses = ()
     if mass is not None:
         over = {"sum": jnp.sum, "max": jnp.max}[mass]
-        masses = tuple(over(w / _grouped(safe, w), axis=(2, 3)) for w in weights)
-    return out, _log_total(top, total, safe), masses
+        masses = tuple(over(w / _grouped(norm, w), axis=(2, 3)) for w in weights)
+    return out / norm[..., None], _log_total(top, total, safe), masses
 
 
 def _sum(xs: Sequence[Array]) -> Array:
@@ -171,6 +193,7 @@ def causal_attention(
     window: int | None = None,
     softcap: float | None = None,
     mass: str | None = None,
+    clip: tuple[float, float] | None = None,
 ) -> tuple[Float[Array, "B N T V"], tuple[Array, ...]]:
     """Attention of T new tokens over `past` sets and over themselves; returns (out, masses).
 
@@ -178,7 +201,7 @@ def causal_attention(
     last row: the causal half is skipped. Masses come as (one per past set ..., the new set). The new keys
     must lie in the order of the queries.
     """
-    whole = partial(_in_strips, scale=scale, window=window, softcap=softcap, mass=mass)
+    whole = partial(_in_strips, scale=scale, window=window, softcap=softcap, mass=mass, clip=clip)
     b, n, t, _ = q.shape
     heads, slots = new.k.shape[1], t + sum(s.k.shape[2] for s in past)
     if heads == 1 or jax.default_backend() != "cpu" or 4 * b * n * min(t, STRIP) * slots < CACHED_BYTES:
@@ -208,6 +231,7 @@ def _in_strips(
     window: int | None,
     softcap: float | None,
     mass: str | None,
+    clip: tuple[float, float] | None,
 ) -> tuple[Float[Array, "B N T V"], tuple[Array, ...]]:
     """`causal_attention` of all heads at once."""
     t = q.shape[2]
@@ -225,7 +249,7 @@ def _in_strips(
         def strip(at: tuple[Array, Array], seen: Keys = seen) -> tuple[Array, tuple[Array, ...]]:
             sets = (*past, seen)
             out, _, masses = attend(
-                at[0], sets, at[1], scale=scale, window=window, softcap=softcap, mass=mass
+                at[0], sets, at[1], scale=scale, window=window, softcap=softcap, mass=mass, clip=clip
             )
             return out, masses
 

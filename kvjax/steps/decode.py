@@ -26,11 +26,10 @@ from kvjax.grammar import Seen, View
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass, Queries
 from kvjax.models.layers import Params
-from kvjax.models.mixer import Layer, Memory, Projected, Step
+from kvjax.models.mixer import Layer, Memory, Projected, Scores, Step
 from kvjax.models.mixers.attention import lending, mixer_of
-from kvjax.models.transformer import decode_layers, rotary, unembed
-from kvjax.ops import attention as ops
-from kvjax.ops.attention import Keys
+from kvjax.models.transformer import attend_at_once, decode_layers, rotary, unembed
+from kvjax.ops.attention import Keys, merge
 from kvjax.place.paged import attend_pages
 from kvjax.segments import flush
 from kvjax.steps.run import Run, repeated, turn_keys
@@ -57,11 +56,11 @@ def step_fn(
             v = None if x.v is None else repeated(run, gm.first, x.v)
             state = _append(layer, state, repeated(run, gm.first, k), v, jnp.where(append, at, -1))
         past = _past(owner, gm, layer, state)
-        phase = _query_phase(run, _tail(past.state).pos[past.index], at)
+        phase = _query_phase(run, _tail(past.state).pos[past.index], at, x.q.shape[1])
         x = x._replace(q=rotary(layer, x.q, phase, length))
-        out, mass = _attend_segments(run, past, layer, x, cache.pools, at)
+        out, mass, scores = _attend_segments(run, past, layer, x, cache.pools, at)
         if layer.lends or x.k is None:
-            return out, state, (mass, x.q)
+            return out, state, Asked(mass, x.q, scores if layer.shows else None)
         if gm.evicting:
             state = (*state[:-1], _evict(run, gm, layer, _tail(state), mass, x.q, length, append))
         return out, state, None
@@ -80,12 +79,20 @@ def step_fn(
     return unembed(params, x[:, 0], config), new
 
 
-def _query_phase(run: Run, pos: Int[Array, "B K S"], at: Int[Array, "B"]) -> Array:
+def _query_phase(run: Run, pos: Int[Array, "B K S"], at: Int[Array, "B"], heads: int) -> Array:
     """What the query is rotated by: its position, or how many live slots are older, per query head."""
     if not run.rank_phase:
         return at[:, None]
     older = ((pos >= 0) & (pos < at[:, None, None])).sum(-1, dtype=jnp.int32)
-    return jnp.repeat(older, run.config.heads // older.shape[1], axis=1)[..., None]
+    return jnp.repeat(older, heads // older.shape[1], axis=1)[..., None]
+
+
+class Asked(NamedTuple):
+    """What a layer that lends or reads slots leaves for the end of the step: its mass, query and logits."""
+
+    mass: Float[Array, "B K S"] | None
+    q: Float[Array, "B N 1 H"]
+    scores: Scores | None
 
 
 class Past(NamedTuple):
@@ -112,8 +119,8 @@ def _past(owner: dict[int, GroupMethod], gm: GroupMethod, layer: Layer, state: t
 
 def _attend_segments(
     run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"]
-) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B K S"] | None]:
-    """One query over a layer's segments; also the mass on the last one where evicting needs it."""
+) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B K S"] | None, Scores]:
+    """One query over a layer's segments; the mass on the last one where evicting needs it; the logits."""
     config, gm, pos = run.config, past.gm, at[:, None]
     q, expand = x.q, x.expand
     unreadable = expand if expand is not None and expand.outputs is None else None
@@ -141,18 +148,15 @@ def _attend_segments(
         sets = [Keys(*unreadable.keys(s.k, s.v), s.pos, s.bias) for s in sets]
     sets = sets if x.extra is None else [x.extra, *sets]
     wants = gm.evicting and wants_mass(gm)
-    out, lse, masses = ops.attend(
-        q, sets, pos, scale=layer.scale, window=layer.window, softcap=config.attention_softcap,
-        mass="sum" if wants else None,
-    )  # fmt: skip
+    out, lse, masses, scores = attend_at_once(layer, x, q, sets, pos, mass="sum" if wants else None)
     if parts:
-        out, _ = ops.merge([(out, lse), *parts])
+        out, _ = merge([(out, lse), *parts])
     if expand is not None and expand.outputs is not None:
         out = expand.outputs(out)
     if not wants:
-        return out, None
+        return out, None, scores
     heads = _tail(past.state).kv_heads
-    return out, masses[-1].reshape(at.shape[0], heads, -1, masses[-1].shape[-1]).sum(2)
+    return out, masses[-1].reshape(at.shape[0], heads, -1, masses[-1].shape[-1]).sum(2), scores
 
 
 def _append(
@@ -184,10 +188,10 @@ def _evict_lent(
     for i, gm in enumerate(gms):
         if gm.first not in lending(run.config) or not gm.evicting:
             continue
-        mass, q = jax.tree.map(lambda x: x[0], seen[i])
+        mass, q, _ = jax.tree.map(lambda x: x[0], seen[i])
         for j, reader in enumerate(gms):
             if mass is not None and mixer_of(run.config, reader.first).source == gm.first:
-                mass = mass + seen[j][0].sum(0)
+                mass = mass + seen[j].mass.sum(0)
         mixer = mixer_of(run.config, gm.first)
         layer = Layer(i, 0, gm.first, None, mixer.rope(run.config, gm.first), mixer, run.config)
         out[i] = (*groups[i][:-1], _evict(run, gm, layer, _tail(groups[i]), mass, q, length, append))

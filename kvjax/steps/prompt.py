@@ -75,10 +75,10 @@ def observe(
         k = None if x.k is None else rotary(layer, x.k, phase, context.length)
         past = [turn_keys(run, layer, keys, context.length) for keys in past]
         new = new_keys(layer, k, x.v, context.pos)
-        out, masses = attend_new(layer, x, q, new, past, layer.pos, mass=reduce)
+        out, masses, scores = attend_new(layer, x, q, new, past, layer.pos, mass=reduce)
         inputs = Inputs(q, x.q, new.k if x.k is None else x.k, x.hidden, context.pos, context.length)
         observed = {repr(o): o(inputs) for o in needs if not isinstance(o, Mass)}
-        return out, state, Fresh(k, x.v, observed, masses)
+        return out, state, Fresh(k, x.v, observed, masses, scores=scores if layer.shows else None)
 
     def recur(layer: Layer, step: Step, state: tuple[Segment, ...]):
         past = state[0] if state else None
@@ -98,7 +98,7 @@ def _by_owner(
     gms: tuple[GroupMethod, ...], config: Config, found: tuple[Any, ...], reduce: str | None
 ) -> tuple[Fresh | dict[str, Array] | None, ...]:
     """What layers without slots of their own observed, handed to the layers whose slots they read."""
-    out: list[Any] = list(found)
+    out: list[Any] = [f._replace(scores=None) if isinstance(f, Fresh) else f for f in found]
     group_of = {gm.first: i for i, gm in enumerate(gms)}
     join = jnp.maximum if reduce == "max" else jnp.add
     for i, gm in enumerate(gms):

@@ -67,7 +67,9 @@ def repeated(run: Run, layer: int, x: Array, axis: int = 1) -> Array:
 
     Windowed layers select nothing, and latents serve all heads at once.
     """
-    slots = mixer_of(run.config, layer).slots(run.config)
+    mixer = mixer_of(run.config, layer)
+    slots = mixer.slots(run.config)
     if not run.per_query_head or run.config.window(layer) is not None or slots.shared:
         return x
-    return jnp.repeat(x, run.config.heads // x.shape[axis], axis=axis)
+    heads = getattr(mixer, "heads", None) or run.config.heads
+    return jnp.repeat(x, heads // x.shape[axis], axis=axis)

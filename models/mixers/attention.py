@@ -20,18 +20,23 @@ from kvjax.ops.rope import Rope
 class Attention:
     """The heads, norms and biases that the config says.
 
-    source: the layer whose keys and values are read; this one then has none of its own (CLA,
-    arXiv:2405.12981; MLKV, arXiv:2406.09297; YOCO, arXiv:2405.05254; LCKV, arXiv:2405.10637, whose source
-    lies above). value_source: own keys, but the values of that layer (SVFormer, arXiv:2410.17897). value_mix:
-    values are (1 - mix) v + mix v_0 with those of layer 0 (ResFormer, same paper, 0.5). kv_input: keys and
-    values are projected from the input of that layer, below (SwiftKV, arXiv:2410.03960).
+    heads, kv_heads: as many in this layer, where they are not the config's. source: the layer whose keys and
+    values are read; this one then has none of its own (CLA, arXiv:2405.12981; MLKV, arXiv:2406.09297; YOCO,
+    arXiv:2405.05254; MixAttention, arXiv:2409.15012, whose windowed layers share too; LCKV, arXiv:2405.10637,
+    whose source lies above). value_source: own keys, but the values of that layer (SVFormer,
+    arXiv:2410.17897). value_mix: values are (1 - mix) v + mix v_0 with those of layer 0 (ResFormer, same
+    paper, 0.5). kv_input: keys and values are projected from the input of that layer, below
+    (SwiftKV, arXiv:2410.03960).
 
     gate: the heads' outputs multiply by sigmoid(x W) before the output map (Gated Attention,
     arXiv:2505.06708; Qwen3-Next). sink: a learned logit per query head that takes attention and gives nothing
     (GPT-OSS). kv_bias: one learned key and value per KV head that every query sees (Massive Activations,
-    arXiv:2402.17762).
+    arXiv:2402.17762). clip: (gamma, zeta) of the clipped softmax, clip((zeta - gamma) p + gamma, 0, 1)
+    (Quantizable Transformers, arXiv:2306.12929).
     """
 
+    heads: int | None = None
+    kv_heads: int | None = None
     source: int | None = None
     value_source: int | None = None
     value_mix: float | None = None
@@ -39,8 +44,17 @@ class Attention:
     gate: bool = False
     sink: bool = False
     kv_bias: bool = False
+    clip: tuple[float, float] | None = None
+
+    def count(self, config: Config) -> tuple[int, int]:
+        """Query and KV heads."""
+        heads = self.heads or config.heads
+        return heads, self.kv_heads or min(heads, config.kv_heads)
 
     def check(self, config: Config) -> None:
+        heads, kv_heads = self.count(config)
+        if min(heads, kv_heads) < 1 or heads % kv_heads:
+            raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads evenly")
         for name in ("source", "value_source", "kv_input"):
             at = getattr(self, name)
             if at is not None and not 0 <= at < config.layers:
@@ -51,10 +65,13 @@ class Attention:
             raise ValueError("sink and kv_bias are two ways to give attention elsewhere: choose one")
         if self.kv_input is not None and (self.source is not None or config.norms == "post"):
             raise ValueError("kv_input needs keys and values of its own, and a norm before attention")
+        if self.clip is not None and not (self.clip[0] <= 0 and self.clip[1] >= 1):
+            raise ValueError(f"clip=(gamma, zeta) needs gamma <= 0 and zeta >= 1, got {self.clip}")
 
     def shapes(self, config: Config) -> Shapes:
         d, h = config.d_model, config.head_dim
-        n, k = config.heads * h, config.kv_heads * h
+        heads, kv_heads = self.count(config)
+        n, k = heads * h, kv_heads * h
         shapes: Shapes = {"q": (d, n), "k": (d, k), "v": (d, k), "o": (n, d)}
         absent = "kv" if self.source is not None else "v" if self.value_source is not None else ""
         shapes = {name: shape for name, shape in shapes.items() if name not in absent}
@@ -69,15 +86,15 @@ class Attention:
         if config.o_bias:
             shapes |= {"o_bias": (d,)}
         if self.sink:
-            shapes |= {"sink_bias": (config.heads,)}
+            shapes |= {"sink_bias": (heads,)}
         if self.kv_bias:
-            shapes |= {"extra_k": (config.kv_heads, h), "extra_v": (config.kv_heads, h)}
+            shapes |= {"extra_k": (kv_heads, h), "extra_v": (kv_heads, h)}
         return shapes
 
     def slots(self, config: Config) -> SlotShape:
         own = self.value_source is None
         value = config.head_dim if own else 0
-        return SlotShape(config.kv_heads, config.head_dim, value, config.scale, shared=not own)
+        return SlotShape(self.count(config)[1], config.head_dim, value, config.scale, shared=not own)
 
     def rope(self, config: Config, layer: int) -> Rope:
         return config.layer_rope(layer)
@@ -132,7 +149,7 @@ class Attention:
 
 def _sink(logit: Float[Array, "N"], rows: int, config: Config) -> Keys:
     """One slot per query head with the given logit and nothing to give."""
-    nothing = jnp.zeros((rows, config.heads, 1, config.head_dim), logit.dtype)
+    nothing = jnp.zeros((rows, logit.shape[0], 1, config.head_dim), logit.dtype)
     bias = jnp.broadcast_to(logit.astype(jnp.float32)[None, :, None], nothing.shape[:3])
     return Keys(nothing, nothing, None, bias)
 
@@ -155,6 +172,12 @@ def mixer_of(config: Config, layer: int) -> Any:
 
 
 def lending(config: Config) -> frozenset[int]:
-    """The layers whose slots, values or input other layers use."""
+    """The layers whose slots, values, input or attention weights other layers use."""
     mixers = [mixer_of(config, i) for i in range(config.layers)]
-    return frozenset(at for m in mixers for at in (m.source, m.value_source, m.kv_input) if at is not None)
+    used = [(m.source, m.value_source, m.kv_input, weights_source(m)) for m in mixers]
+    return frozenset(at for several in used for at in several if at is not None)
+
+
+def weights_source(mixer: Any) -> int | None:
+    """The layer whose attention weights a mixer takes, if any."""
+    return getattr(mixer, "weights_source", None)

@@ -8,12 +8,13 @@ import dataclasses
 from typing import NamedTuple
 
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import MoE, NoMLP
+from kvjax.models.feed_forward import GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct
 from kvjax.ops.rope import Rope
 
@@ -40,6 +41,7 @@ MLA_Q = dataclasses.replace(MLA, q_rank=9)
 TPA = TensorProduct(q_rank=3, key_rank=2, value_rank=1)
 KDA = KimiDelta(heads=2, key_dim=6, value_dim=5, rank=3)
 MAMBA = Mamba2(heads=4, key_dim=6, value_dim=5, groups=2)
+HEADS = Mamba2(heads=2, key_dim=6, value_dim=8, groups=1)
 CHOOSY = MoE(experts=4, top=2, width=8)
 
 KV = 2 * 2 * 8  # keys and values of SMALL's two KV heads
@@ -85,5 +87,31 @@ TABLE = {
     "unequal groups": Row(with_layers(*[HeadMaps((0, 1, 2, 3), (0, 1, 1, 1), (0, 1, 1, 1))] * 2), 2 * KV, 2),
     "dha": Row(with_layers(*[HeadMaps((0, 1, 2, 3), (0, 0, 1, 1), (0, 1, 2, 2))] * 2), 2 * (2 + 3) * 8, 2),
     "gqkva": Row(with_layers(*[HeadMaps((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 0, 1))] * 2), 2 * KV, 2),
+    "clipped softmax": Row(with_layers(*[Attention(clip=(-0.1, 1.05))] * 2), 2 * KV, 4),
+    "shared attention": Row(with_layers(Attention(), *[SharedWeights(0)] * 2), 2 * KV, 2 * 3),
+    "lisa": Row(
+        with_layers(Attention(), SharedWeights(0, hidden=6, rank=2), SharedWeights(1, hidden=6, rank=2)),
+        KV + 2 * 2 * (8 + 2), 2 * 3,
+    ),
+    "mixattention": Row(
+        with_layers(
+            Attention(), Attention(), Attention(source=1), Attention(source=0), windows=(None, 6, 6, None)
+        ),
+        KV, 2, 7 * KV + 14,
+    ),
+    "yoco, gated retention": Row(
+        with_layers(Retention(2, 6, 5, gated=True), Attention(), *[Attention(source=1)] * 2), KV, 2, 2 * 6 * 5
+    ),
+    "recurformer": Row(
+        with_layers(
+            Attention(heads=2, kv_heads=1), HEADS, Attention(heads=2, kv_heads=1), HEADS,
+            mlps=(NoMLP(), GatedMLP(), NoMLP(), GatedMLP()), inputs=(None, 0, None, 2),
+        ),
+        KV, 2, 2 * (2 * 8 * 6 + 4 * (16 + 2 * 6)),
+    ),
+    "jamba": Row(
+        with_layers(MAMBA, MAMBA, Attention(), MAMBA, mlps=(GatedMLP(), CHOOSY) * 2),
+        KV, 2, 3 * (4 * 5 * 6 + 4 * (20 + 2 * 12)),
+    ),
     "moe": Row(dataclasses.replace(SMALL, mlps=(CHOOSY, CHOOSY)), 2 * KV, 4),
 }  # fmt: skip
