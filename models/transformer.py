@@ -22,6 +22,9 @@ from kvjax.ops.attention import NEG_INF, Keys, causal_attention, logits, weigh
 from kvjax.ops.dtypes import wide
 from kvjax.ops.rope import angles, rotate
 
+# Ids, or the vectors that a decoder is given in their place.
+Tokens = Int[Array, "B T"] | Float[Array, "B T D"]
+
 
 class Context(NamedTuple):
     """Where the new tokens stand: pos [B, T] (-1 on padding), length [B] tokens so far, these included."""
@@ -62,7 +65,7 @@ def block(
 
 def stack(
     params: Params,
-    tokens: Int[Array, "B T"],
+    tokens: Tokens,
     config: Config,
     memory: Memory,
     states: tuple[Any, ...],
@@ -76,7 +79,9 @@ def stack(
     second cache); what is collected is stacked on a leading layer axis. above: what layers that are read from
     below have to give.
     """
-    x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
+    x = tokens
+    if x.ndim == 2:
+        x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
     first_values = _first_values(params, x, config)
     lends, passed, hidden = lending(config), dict(above or {}), {}
     shows = {weights_source(mixer_of(config, i)) for i in range(config.layers)}
@@ -164,7 +169,7 @@ def _first_values(params: Params, x: Float[Array, "B T D"], config: Config) -> A
 
 
 def decode_layers(
-    params: Params, tokens: Int[Array, "B T"], config: Config, memory: Memory, states: tuple[Any, ...]
+    params: Params, tokens: Tokens, config: Config, memory: Memory, states: tuple[Any, ...]
 ) -> tuple[Float[Array, "B _ D"], tuple[Any, ...], tuple[Any, ...]]:
     """`stack`, also where layers read from above (LCKV, arXiv:2405.10637).
 
@@ -190,11 +195,11 @@ def decode_layers(
 
     lent: dict[int, Any] = {s: (None, None) for s in read_above}
     if tokens.shape[1] > 1:
-        b, t = tokens.shape
+        b, t = tokens.shape[:2]
         start = {}
         for s in read_above:
             slots = mixer_of(config, s).slots(config)
-            dtype = params["embed"].dtype
+            dtype = params["norm"].dtype
             k, v = (jnp.zeros((b, slots.heads, t, width), dtype) for width in (slots.key, slots.value))
             start[s] = (k, None if slots.shared else v)
         lent = jax.lax.scan(lambda x, _: (once(x), None), start, None, length=t - 1)[0]
@@ -297,7 +302,7 @@ def clip_of(layer: Layer) -> tuple[float, float] | None:
     return getattr(layer.mixer, "clip", None)
 
 
-def positions(tokens: Int[Array, "B T"], lengths: Int[Array, "B"], start: Int[Array, "B"]) -> Context:
+def positions(tokens: Tokens, lengths: Int[Array, "B"], start: Int[Array, "B"]) -> Context:
     """Context of right-padded tokens whose rows continue at `start`."""
     t = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     pos = jnp.where(t < lengths[:, None], start[:, None] + t, -1)
@@ -305,7 +310,7 @@ def positions(tokens: Int[Array, "B T"], lengths: Int[Array, "B"], start: Int[Ar
 
 
 def forward(
-    params: Params, tokens: Int[Array, "B T"], config: Config, lengths: Int[Array, "B"] | None = None
+    params: Params, tokens: Tokens, config: Config, lengths: Int[Array, "B"] | None = None
 ) -> Float[Array, "B T V"]:
     """Logits of every token without a cache.
 
@@ -320,10 +325,10 @@ def forward(
 
 
 def hidden(
-    params: Params, tokens: Int[Array, "B T"], config: Config, lengths: Int[Array, "B"] | None = None
+    params: Params, tokens: Tokens, config: Config, lengths: Int[Array, "B"] | None = None
 ) -> Float[Array, "B T D"]:
     """What the last layer leaves of every token, before the last norm, without a cache."""
-    b, t = tokens.shape
+    b, t = tokens.shape[:2]
     lengths = jnp.full((b,), t, jnp.int32) if lengths is None else lengths
     context = positions(tokens, lengths, jnp.zeros_like(lengths))
 

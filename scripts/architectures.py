@@ -12,11 +12,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
+import kvjax
 from kvjax.commands.sizes import Sizes
 from kvjax.grammar import Method
+from kvjax.models.block_transformer import BlockConfig, init, prefill
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention
@@ -48,7 +54,7 @@ class Row(NamedTuple):
     name: str
     paper: str
     select: str
-    config: Config
+    config: Config | BlockConfig
     words: str
     token: int
     constant: int = 0
@@ -164,6 +170,10 @@ def shared_rows() -> list[Row]:
             dataclasses.replace(BASE, mixers=(*[Attention()] * 20, *[Dropped()] * 8, *[Attention()] * 4)),
             "2 (L - 8) K H", 24 * kv,
         ),
+        Row(
+            "Block Transformer", "2406.02657", "`BlockConfig(blocks, tokens, 4)`", block_transformer(),
+            "2 L/2 K H / 4 + one block", 16 * kv // 4, 16 * kv * 5,
+        ),
     ]  # fmt: skip
 
 
@@ -216,6 +226,29 @@ def recurrent_rows() -> list[Row]:
     ]  # fmt: skip
 
 
+def block_transformer() -> BlockConfig:
+    """Half of the layers below, half above, blocks of four tokens."""
+    half = dataclasses.replace(BASE, layers=LAYERS // 2)
+    return BlockConfig(dataclasses.replace(half, vocab=2 * half.d_model), half, length=4, prefix=2)
+
+
+def block_bytes(config: BlockConfig) -> tuple[int, int]:
+    """`measured` of a Block Transformer."""
+
+    def size(tokens: int) -> int:
+        params = jax.eval_shape(lambda key: init(config, key, jnp.bfloat16), jax.random.key(0))
+        ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+        length = jax.ShapeDtypeStruct((1,), jnp.int32)
+        cache = jax.eval_shape(partial(prefill, config=config, method=Method(), room=0), params, ids, length)[
+            1
+        ]
+        positions = [s.pos for c in (cache.blocks, cache.tokens) for g in c.groups for s in g]
+        return kvjax.nbytes(cache) - kvjax.nbytes((positions, cache.open, cache.count)) - 8
+
+    short, long = size(2048), size(4096)
+    return (long - short) // 2048, short - (long - short)
+
+
 def lists(config: Config) -> tuple[int, int]:
     """Slot lists that grow and that do not: each slot also holds its position, 4 bytes."""
     growing = fixed = 0
@@ -230,8 +263,10 @@ def lists(config: Config) -> tuple[int, int]:
     return growing, fixed
 
 
-def measured(config: Config) -> tuple[int, int]:
+def measured(config: Config | BlockConfig) -> tuple[int, int]:
     """(bytes per token, bytes that do not grow) of one row's cache, positions left out."""
+    if isinstance(config, BlockConfig):
+        return block_bytes(config)
     short, long = (Sizes(config, "bfloat16", tokens, [Method()]).nbytes(Method()) for tokens in (2048, 4096))
     growing, fixed = lists(config)
     token = (long - short) // 2048

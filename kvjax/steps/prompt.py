@@ -27,7 +27,16 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.models.transformer import Context, attend_new, decode_layers, new_keys, positions, rotary, unembed
+from kvjax.models.transformer import (
+    Context,
+    Tokens,
+    attend_new,
+    decode_layers,
+    new_keys,
+    positions,
+    rotary,
+    unembed,
+)
 from kvjax.ops.attention import Keys
 from kvjax.segments import build, build_group_pages, extend, whole_slots
 from kvjax.steps.run import Run, repeated, turn_keys
@@ -41,14 +50,14 @@ class Prompt(NamedTuple):
 
     fresh: tuple[Fresh | dict[str, Array] | None, ...]
     context: Context
-    tokens: Int[Array, "B T"]
+    tokens: Tokens
     logits: Float[Array, "B V"]
 
 
 def observe(
     run: Run,
     params: Params,
-    tokens: Int[Array, "B T"],
+    tokens: Tokens,
     lengths: Int[Array, "B"],
     cache: Cache | None,
     needs: frozenset,
@@ -259,7 +268,7 @@ def probed(run: Run, params: Params, prompt: Prompt, probe: Any) -> Prompt:
 def prefill(
     run: Run,
     params: Params,
-    tokens: Int[Array, "B T"],
+    tokens: Tokens,
     lengths: Int[Array, "B"],
     cache: Cache | None,
     *,

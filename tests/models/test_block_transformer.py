@@ -1,0 +1,159 @@
+"""The Block Transformer: against float64 numpy block by block, and its cache against its forward pass."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.models.block_transformer import BlockConfig, BlockTransformer, init
+from kvjax.models.config import Config
+from kvjax.ops.rope import Rope
+from tests.reference import Decoder, rope, softmax
+
+L, P, T = 4, 2, 14
+SIZES = dict(heads=4, kv_heads=2, head_dim=8, d_ff=24, rope=Rope(theta=100.0))
+BLOCKS = Config(vocab=P * 20, d_model=24, layers=2, **SIZES)
+TOKENS = Config(vocab=30, d_model=20, layers=2, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = BlockConfig(BLOCKS, TOKENS, length=L, prefix=P)
+    params = init(config, jax.random.key(0))
+    noise = np.random.default_rng(1)
+    return BlockTransformer(
+        config, jax.tree.map(lambda x: x + jnp.asarray(0.1 * noise.standard_normal(x.shape), x.dtype), params)
+    )
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(0).integers(0, 30, (2, T + 10))
+
+
+@pytest.fixture(scope="module")
+def whole(model, tokens):
+    return np.asarray(model(tokens))
+
+
+def close(got, want):
+    np.testing.assert_allclose(np.asarray(got), want, atol=2e-5 * np.abs(want).max(), rtol=0)
+
+
+class Numpy(Decoder):
+    """A decoder over vectors, one sequence at a time."""
+
+    def __init__(self, config, params):
+        self.config = config
+        self.layers = [{n: np.asarray(w[0], np.float64) for n, w in p.items()} for p in params["layers"]]
+        self.rest = {n: np.asarray(w, np.float64) for n, w in params.items() if n != "layers"}
+
+    def __call__(self, x):
+        c, at = self.config, np.arange(len(x))
+        for layer in self.layers:
+            q, k, v = self.project(layer, x)
+            k, v = (np.repeat(y, c.heads // c.kv_heads, 0) for y in (rope(k, at, c.rope.theta), v))
+            s = rope(q, at, c.rope.theta) @ k.swapaxes(1, 2) / np.sqrt(c.head_dim)
+            x = self.finish(layer, x, softmax(np.where(at[None] > at[:, None], -np.inf, s)) @ v)
+        return self.logits(x)
+
+
+def test_logits_are_those_of_a_loop_over_blocks_in_float64(model, tokens, whole):
+    blocks, inside = (Numpy(c, model.params[n]) for c, n in ((BLOCKS, "blocks"), (TOKENS, "tokens")))
+    narrow, table = np.asarray(model.params["embed"], np.float64), inside.rest["embed"]
+    row, want = tokens[0], []
+    for start in range(0, len(row) + 1, L):
+        prefix = np.asarray(model.params["start"], np.float64)
+        if start:
+            prefix = blocks(narrow[row[:start]].reshape(start // L, -1))[-1].reshape(P, -1)
+        own = row[start : start + L]
+        said = inside(np.concatenate([prefix, table[own]]))[P - 1 :]
+        want += list(said[:L])
+    # What is said of token i + 1 are the logits of token i.
+    close(whole[0], np.stack(want)[1 : len(row) + 1])
+
+
+@pytest.mark.parametrize("lengths", [(T, T), (T, 3), (12, 5)])
+def test_decoding_gives_the_logits_of_the_forward_pass(model, tokens, whole, lengths):
+    lengths = np.array(lengths)
+    logits, cache = model.prefill(tokens[:, :T], lengths=lengths, room=10)
+    close(logits, whole[[0, 1], lengths - 1])
+    for i in range(10):
+        logits, cache = model.step(cache, tokens[[0, 1], lengths + i])
+        close(logits, whole[[0, 1], lengths + i])
+    assert cache.blocks.next.tolist() == ((lengths + 10) // L).tolist()
+    with pytest.raises(InputError, match="the cache is full"):
+        model.step(cache, tokens[:, 0])
+
+
+def test_a_cache_holds_one_slot_per_block_and_one_block(model):
+    _, cache = model.prefill(np.zeros((1, 16), np.int32), room=0)
+    slot = 2 * 2 * 8 * 2 + 2 * 2  # keys and values of two layers with two heads, and positions
+    assert kvjax.nbytes(cache.blocks) == 4 * (16 // L) * slot + 4
+    assert kvjax.nbytes(cache.tokens) == 4 * (P + L - 1) * slot + 4
+    assert kvjax.nbytes(cache) - kvjax.nbytes((cache.blocks, cache.tokens)) == 4 * (L + 1)
+    _, longer = model.prefill(np.zeros((1, 64), np.int32), room=0)
+    assert kvjax.nbytes(longer.tokens) == kvjax.nbytes(cache.tokens)
+
+
+def test_rows_can_be_copied_and_emptied(model, tokens, whole):
+    _, cache = model.prefill(tokens[:, :T], room=10)
+    cache = model.fork(cache, 2)
+    logits, cache = model.step(cache, tokens[[0, 0, 1, 1], T])
+    close(logits, whole[[0, 0, 1, 1], T])
+    cache = model.reset(cache, np.array([False, True, False, True]))
+    rows, at = np.array([0, 0, 1, 1]), np.array([T + 1, 0, T + 1, 0])
+    for i in range(6):
+        logits, cache = model.step(cache, tokens[rows, at + i])
+        close(logits, whole[rows, at + i])
+
+
+def test_methods_compress_the_blocks(model, tokens, whole):
+    snapkv = kvjax.method("snapkv", budget=2, window=1, kernel=1, variant="kvpress")
+    logits, cache = model.prefill(tokens[:, :T], method=snapkv, room=10)
+    close(logits, whole[:, T - 1])  # attention was whole when the prompt was read
+    assert all((p >= 0).sum(-1).max() == 2 for p in kvjax.kept_positions(cache.blocks))
+    for i in range(5):
+        logits, cache = model.step(cache, tokens[:, T + i])
+    assert np.isfinite(np.asarray(logits)).all()
+    _, full = model.prefill(tokens[:, :T], room=10)
+    logits, cache = model.prefill(tokens[:, :T], method=kvjax.method("int8"), room=10)
+    assert kvjax.nbytes(cache) < kvjax.nbytes(full)
+    for i in range(5):
+        logits, cache = model.step(cache, tokens[:, T + i])
+        assert np.abs(np.asarray(logits) - whole[:, T + i]).max() < 0.05 * np.abs(whole).max()
+
+
+def test_gradients_are_finite_and_reach_every_parameter(model, tokens):
+    def loss(params):
+        return jax.nn.log_softmax(dataclasses.replace(model, params=params)(tokens))[..., 0].mean()
+
+    gradient = jax.jit(jax.grad(loss))(model.params)
+    gradient["tokens"].pop("embed"), gradient["tokens"].pop("unembed")
+    assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (dict(length=5), "is no concatenation of 5 tokens"),
+        (dict(prefix=3), "but 3 inputs of the token decoder are 60"),
+        (dict(length=0), "length and prefix must be >= 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(options, why):
+    with pytest.raises(ValueError, match=why):
+        BlockConfig(BLOCKS, TOKENS, **(dict(length=L, prefix=P) | options))
+
+
+def test_bad_input_is_refused_before_anything_runs(model, tokens):
+    with pytest.raises(InputError, match="token ids must lie in"):
+        model.prefill(tokens + 30)
+    with pytest.raises(InputError, match="lengths must be"):
+        model.prefill(tokens, lengths=[0, 3])
+    with pytest.raises(InputError, match="kvzip repeats the prompt's tokens"):
+        model.prefill(tokens, method=kvjax.method("kvzip", budget=0.5))
