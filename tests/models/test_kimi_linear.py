@@ -76,6 +76,8 @@ CASES = {
     | {
         "num_hidden_layers": 4, "tie_word_embeddings": True, "num_shared_experts": 2, "num_expert_group": 3,
         "topk_group": 2, "moe_renormalize": False, "first_k_dense_replace": 2, "moe_layer_freq": 2,
+        # So large that it shows which norms do not use it.
+        "rms_norm_eps": 0.01,
         "linear_attn_config": PUBLISHED["linear_attn_config"]
         | {"kda_layers": [2, 3], "full_attn_layers": [1, 4], "short_conv_kernel_size": 3},
     },
