@@ -268,8 +268,8 @@ def _bar(total: int, wanted: bool) -> Iterator[Callable[[int], None]]:
 def save_hf(model: Model, path: str | os.PathLike[str], *, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes a model as a Hugging Face directory that transformers loads; appears whole or not at all.
 
-    Of Kimi Linear transformers needs the authors' code too, which is not written. Weights keep their dtype, in one file or, beyond `shard_bytes`, in several with an index. An older save at
-    `path` is replaced.
+    Weights keep their dtype, in one file or, beyond `shard_bytes`, in several with an index. An older save at
+    `path` is replaced. For Kimi Linear, transformers needs its authors' code too, which is not written.
 
     Raises InputError where `path` holds something else or cannot be written, or where no class of
     transformers computes what the model's config says.
