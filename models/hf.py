@@ -174,16 +174,16 @@ def _read_params(
         return map_leaves(leaf, tree)
 
 
-Places = dict[tuple[str, int | None, int | None], tuple[Stored, Part]]
+Places = dict[tuple[str, int | None, int | None], list[tuple[Stored, Part]]]
 
 
 def _places(config: Config, stored: Mapping[str, Stored]) -> Places:
-    """(leaf, layer, expert) -> the stored tensor it lies in, and where."""
-    return {
-        (part.leaf, part.layer, part.expert): (stored[name], part)
-        for name, tensor in tensors(config).items()
-        for part in tensor.parts
-    }
+    """(leaf, layer, expert) -> the stored tensors it lies in, and where."""
+    places: Places = {}
+    for name, tensor in tensors(config).items():
+        for part in tensor.parts:
+            places.setdefault((part.leaf, part.layer, part.expert), []).append((stored[name], part))
+    return places
 
 
 def _read_leaf(
@@ -197,17 +197,28 @@ def _read_leaf(
     """The piece `index` of a leaf, in our orientation and layer stacking."""
     out = np.empty([len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)], dtype)
     if not path.startswith("layers."):
-        _copy(out, *places[path, None, None], index, transpose=path == "unembed")
+        [(tensor, part)] = places[path, None, None]
+        _copy(out, tensor, part, index, transpose=path == "unembed")
         return out
     _, group, name = path.split(".")
     layers = range(groups[int(group)].first, groups[int(group)].first + shape[0])
     for row, layer in zip(out, layers[index[0]], strict=True):
         if row.ndim < 3:
-            _copy(row, *places[name, layer, None], index[1:], transpose=row.ndim == 2)
+            _gather(row, places[name, layer, None], index[1:], shape[-1])
             continue
         for one, expert in zip(row, range(shape[1])[index[1]], strict=True):
-            _copy(one, *places[name, layer, expert], index[2:], transpose=True)
+            _gather(one, places[name, layer, expert], index[2:], shape[-1])
     return out
+
+
+def _gather(out: np.ndarray, held: list[tuple[Stored, Part]], index: tuple[slice, ...], columns: int) -> None:
+    """Fills `out` with the piece `index` of a layer's parameter from every tensor that it lies in."""
+    first, last, _ = index[-1].indices(columns)
+    for tensor, part in held:
+        start, stop = max(first, part.columns.start), min(last, part.columns.stop)
+        if start < stop:
+            within = (*index[:-1], slice(start - part.at, stop - part.at))
+            _copy(out[..., start - first : stop - first], tensor, part, within, transpose=out.ndim == 2)
 
 
 def _copy(out: np.ndarray, stored: Stored, part: Part, index: tuple[slice, ...], transpose: bool) -> None:
@@ -216,19 +227,27 @@ def _copy(out: np.ndarray, stored: Stored, part: Part, index: tuple[slice, ...],
     A transposed copy of a large matrix in one piece would miss the processor's cache at every step.
     """
     rows, *columns = index[::-1] if transpose else index
-    if len(stored.shape) > len(index):
-        columns = [slice(0, 1), *columns]  # a convolution's single input channel
-        out = out[:, None]
     target = out.T if transpose else out
     if part.rows is not None:
         wanted = part.rows[rows]
         start, stop = int(wanted.min()), int(wanted.max()) + 1
-        target[...] = stored.read(slice(start, stop), *columns)[wanted - start]
+        target[...] = _read(stored, slice(start, stop), *columns)[wanted - start]
         return
     first, last, _ = rows.indices(part.stop - part.start)
     for block in _blocks(first, last):
-        piece = stored.read(slice(part.start + block.start, part.start + block.stop), *columns)
+        piece = _read(stored, slice(part.start + block.start, part.start + block.stop), *columns)
         target[block.start - first : block.stop - first] = piece
+
+
+def _read(stored: Stored, *index: slice) -> np.ndarray:
+    """`stored.read` where the tensor may have more axes than the parameter, all of length one.
+
+    Such are a convolution's single input channel, and what a decay was broadcast along when it was saved.
+    """
+    thin = [axis for axis, n in enumerate(stored.shape) if n == 1][: len(stored.shape) - len(index)]
+    rest = iter(index)
+    spans = (slice(0, 1) if axis in thin else next(rest) for axis in range(len(stored.shape)))
+    return np.squeeze(stored.read(*spans), tuple(thin))
 
 
 @contextlib.contextmanager
@@ -250,7 +269,7 @@ def save_hf(model: Model, path: str | os.PathLike[str], *, shard_bytes: int = SH
     """Writes a model as a Hugging Face directory that transformers loads; appears whole or not at all.
 
     Weights keep their dtype, in one file or, beyond `shard_bytes`, in several with an index. An older save at
-    `path` is replaced.
+    `path` is replaced. For Kimi Linear, transformers needs its authors' code too, which is not written.
 
     Raises InputError where `path` holds something else or cannot be written, or where no class of
     transformers computes what the model's config says.
@@ -294,14 +313,14 @@ def _fetcher(model: Model) -> Callable[[str], np.ndarray]:
             return value.T if part.leaf == "unembed" else value
         group, i = layer_at[part.layer]
         value = group[part.leaf][i] if part.expert is None else group[part.leaf][i, part.expert]
-        return np.asarray(value).T
+        return np.asarray(value[..., part.columns]).T
 
     def whole(name: str) -> np.ndarray:
         tensor = table[short_name(name)]
         if all(p.rows is None for p in tensor.parts):
             return np.concatenate([part(p) for p in tensor.parts])
         values = [part(p) for p in tensor.parts]
-        out = np.empty((tensor.shape[0], *values[0].shape[1:]), values[0].dtype)
+        out = np.empty((sum(len(v) for v in values), *values[0].shape[1:]), values[0].dtype)
         for p, value in zip(tensor.parts, values, strict=True):
             out[p.rows] = value
         return out.reshape(tensor.shape)

@@ -28,7 +28,8 @@ class Part(NamedTuple):
     """A parameter inside a tensor: its leaf, its layer (None outside the layers), rows [start, stop).
 
     rows: which of those rows are its columns, in order, where it does not have them all in theirs. expert:
-    which expert's it is, where the leaf has an axis of them.
+    which expert's it is, where the leaf has an axis of them. at: the first of the leaf's columns that are
+    there, where it lies in several tensors.
     """
 
     leaf: str
@@ -37,6 +38,12 @@ class Part(NamedTuple):
     stop: int
     rows: np.ndarray | None = None
     expert: int | None = None
+    at: int = 0
+
+    @property
+    def columns(self) -> slice:
+        """The leaf's columns that are there."""
+        return slice(self.at, self.at + (self.stop - self.start if self.rows is None else len(self.rows)))
 
 
 class Tensor(NamedTuple):
@@ -84,8 +91,10 @@ def top_names(config: Config) -> tuple[str, str]:
 def _gathered(pieces: list[Piece], layer: int, sizes: Mapping[str, tuple[int, ...]]) -> Tensor:
     """A tensor from its pieces, which may interleave."""
     total = sum(len(p.rows) for p in pieces)
-    parts = tuple(Part(p.leaf, layer, 0, total, p.rows, p.expert) for p in pieces)
+    parts = tuple(Part(p.leaf, layer, 0, total, p.rows, p.expert, p.at) for p in pieces)
     first = pieces[0]
+    if first.shape is not None:
+        return Tensor(first.shape, parts)
     inner = sizes[first.leaf][0 if first.expert is None else 1 : -1]
     # A convolution over single channels has an axis of one input channel.
     return Tensor((total, 1, *inner) if first.leaf == "conv" else (total, *inner), parts)
@@ -184,12 +193,12 @@ def _passed_over(name: str, config: Config) -> bool:
         name.endswith(_NO_PARAMETERS)
         or (config.tied and name == "lm_head.weight")
         or (config.family == "gemma3_text" and name.startswith(_OTHER_MODALITIES))
-        or (config.family == "deepseek_v3" and _beyond(name, config))
+        or (config.family in ("deepseek_v3", "kimi_linear") and _beyond(name, config))
     )
 
 
 def _beyond(name: str, config: Config) -> bool:
-    """Whether a tensor is of a layer behind the last: DeepSeek-V3's extra ones predict further tokens."""
+    """Whether a tensor is of a layer behind the last: such layers predict further tokens (DeepSeek-V3)."""
     parts = name.split(".")
     return parts[0] == "layers" and parts[1].isdigit() and int(parts[1]) >= config.layers
 

@@ -201,4 +201,9 @@ CASES: dict[str, dict[str, Any]] = {
     "mamba2_groups": _mamba(n_groups=5, expand=4, num_heads=10, conv_kernel=3),
     "qwen3_next": _next(linear_num_key_heads=2, mlp_only_layers=[1]),
     "qwen3_next_pattern": _next(linear_num_key_heads=4, full_attention_interval=2),
+    # Without mscale_all_dim: with it, transformers 5.2 leaves out a factor that the authors have.
+    "deepseek_v2_yarn": _case(
+        "deepseek_v2", **_MLA, **_ROUTED, topk_method="greedy", first_k_dense_replace=1,
+        rope_scaling=_new("yarn", factor=4.0, original_max_position_embeddings=16),
+    ),
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from kvjax.models.hf_mixed.deepseek import deepseek, read_deepseek, write_deepseek
+from kvjax.models.hf_mixed.kimi_linear import kimi_linear, read_kimi_linear, write_kimi_linear
 from kvjax.models.hf_mixed.mamba2 import mamba2, read_mamba2, write_mamba2
 from kvjax.models.hf_mixed.moe import (
     mixtral,
@@ -23,6 +24,11 @@ _DEEPSEEK = _COMMON | {
     "first_k_dense_replace": 0,
     "routed_scaling_factor": 1.0,
 }
+_KIMI = _COMMON | {
+    "moe_router_activation_func": "sigmoid", "moe_renormalize": True, "routed_scaling_factor": 1.0,
+    "num_expert_group": 1, "topk_group": 1, "num_shared_experts": 0, "first_k_dense_replace": 0,
+    "moe_layer_freq": 1,
+}  # fmt: skip
 _MAMBA_2 = {
     "n_groups": 8, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "layer_norm_epsilon": 1e-5,
     "time_step_limit": (0.0, math.inf), "state_size": 128, "head_dim": 64, "num_heads": 128,
@@ -56,5 +62,8 @@ MIXED = {
         read_deepseek, write_deepseek, deepseek,
     ),
     "mamba2": Mixed("Mamba2ForCausalLM", _MAMBA_2, read_mamba2, write_mamba2, mamba2),
+    "kimi_linear": Mixed(
+        "KimiLinearForCausalLM", _KIMI, read_kimi_linear, write_kimi_linear, kimi_linear
+    ),
     "qwen3_next": Mixed("Qwen3NextForCausalLM", _NEXT, read_qwen3_next, write_qwen3_next, qwen3_next),
 }  # fmt: skip

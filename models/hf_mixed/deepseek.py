@@ -1,4 +1,9 @@
-"""DeepSeek-V2 and V3: latents, and experts of which some are shared."""
+"""DeepSeek-V2 and V3: latents, and experts of which some are shared.
+
+Under YaRN with mscale_all_dim, logits multiply by (0.1 mscale_all_dim ln(factor) + 1)^2 beside the usual
+scale, in V2 as in V3: so does the authors' modeling_deepseek.py of both (read in public copies of it), and
+so does vLLM. transformers 5.2 has the factor for V3 alone; its pull request 47435 added it to V2 later.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +35,7 @@ def read_deepseek(data: Json, rope: Rope) -> dict[str, Any]:
         raise InputError("rope_interleave = false is not supported: expected channels that turn in pairs")
     nope, turned = data["qk_nope_head_dim"], data["qk_rope_head_dim"]
     scale = None
-    if third and rope.kind == "yarn" and rope.mscale_all_dim:
+    if rope.kind == "yarn" and rope.mscale_all_dim:
         scale = (nope + turned) ** -0.5 * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1) ** 2
     latent = Latent(
         data["kv_lora_rank"], turned, nope, data["v_head_dim"], q_rank=data.get("q_lora_rank"), scale=scale
@@ -86,13 +91,20 @@ def write_deepseek(config: Config) -> dict[str, Any]:
 
 
 def deepseek(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+    yield from norms(config)
+    yield from latent_attention(config, layer)
+    yield from mlp(config, layer, "shared_experts")
+
+
+def latent_attention(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+    """Tensors of latent attention, whose channels turn in pairs of neighbours, if at all."""
     word = mixer_of(config, layer)
     sizes, turned = word.shapes(config), word.rope_dim
+    order = unpaired(turned) if word.turns else np.arange(turned)
     width = word.nope_dim + turned
-    within = np.concatenate([np.arange(word.nope_dim), word.nope_dim + unpaired(turned)])
+    within = np.concatenate([np.arange(word.nope_dim), word.nope_dim + order])
     heads = (np.arange(config.heads)[:, None] * width + within[None]).ravel()
-    down = np.concatenate([np.arange(word.rank), word.rank + unpaired(turned)])
-    yield from norms(config)
+    down = np.concatenate([np.arange(word.rank), word.rank + order])
     if word.q_rank is None:
         yield "self_attn.q_proj.weight", [Piece("q", heads)]
     else:
@@ -109,4 +121,3 @@ def deepseek(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
     yield "self_attn.o_proj.weight", whole("o", config.d_model)
     if "o_bias" in sizes:
         yield "self_attn.o_proj.bias", whole("o_bias", config.d_model)
-    yield from mlp(config, layer, "shared_experts")

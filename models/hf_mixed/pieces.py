@@ -16,11 +16,17 @@ Json = Mapping[str, Any]
 
 
 class Piece(NamedTuple):
-    """A parameter inside a tensor: which rows are its columns; of one expert, where it has them."""
+    """A parameter inside a tensor: which rows are its columns; of one expert, where it has them.
+
+    at: the first of its columns that are there, where it lies in several tensors. shape: the tensor's, where
+    it is not that of the rows and what a row holds.
+    """
 
     leaf: str
     rows: np.ndarray
     expert: int | None = None
+    at: int = 0
+    shape: tuple[int, ...] | None = None
 
 
 class Mixed(NamedTuple):
@@ -67,8 +73,14 @@ def experts(
             yield f"{room}.experts.{e}.{name}.weight", whole(f"experts_{leaf}", width, e)
 
 
-def mlp(config: Config, layer: int, shared: str = "") -> Iterator[tuple[str, list[Piece]]]:
-    """A gated MLP, or experts with a shared one called `shared`, under `mlp`."""
+def mlp(
+    config: Config,
+    layer: int,
+    shared: str = "",
+    room: str = "mlp",
+    expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[tuple[str, list[Piece]]]:
+    """A gated MLP under `mlp`, or experts with a shared one called `shared` in `room`."""
     word, d = mlp_of(config, layer), config.d_model
     names = ("gate_proj", "up_proj", "down_proj")
     if not isinstance(word, MoE):
@@ -77,16 +89,16 @@ def mlp(config: Config, layer: int, shared: str = "") -> Iterator[tuple[str, lis
         ):
             yield f"mlp.{name}.weight", whole(leaf, width)
         return
-    yield from experts(config, layer, "mlp", names)
+    yield from experts(config, layer, room, expert_names)
     if word.scores == "sigmoid":
-        yield "mlp.gate.e_score_correction_bias", whole("router_bias", word.experts)
+        yield f"{room}.gate.e_score_correction_bias", whole("router_bias", word.experts)
     if word.shared:
         for leaf, name, width in zip(
             ("gate", "up", "down"), names, (word.shared, word.shared, d), strict=True
         ):
-            yield f"mlp.{shared}.{name}.weight", whole(f"shared_{leaf}", width)
+            yield f"{room}.{shared}.{name}.weight", whole(f"shared_{leaf}", width)
     if word.shared_gate:
-        yield "mlp.shared_expert_gate.weight", whole("shared_switch", 1)
+        yield f"{room}.shared_expert_gate.weight", whole("shared_switch", 1)
 
 
 def attention(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:

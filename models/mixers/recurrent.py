@@ -190,10 +190,12 @@ class KimiDelta(_Delta):
     """KDA's layer (Kimi Linear, arXiv:2510.26692, section 4): a decay per key channel, sigmoid gate.
 
     Decay and gate come from a low rank, value_dim unless given; the decay as `kvjax.ops` `kda_gate` says.
+    gate_bias: the gate has a bias (fla's layer; the authors' checkpoints have none).
     """
 
     rank: int | None = None
     lower_bound: float | None = None
+    gate_bias: bool = True
 
     def shapes(self, config: Config) -> Shapes:
         d, r = config.d_model, self.rank or self.value_dim
@@ -204,7 +206,8 @@ class KimiDelta(_Delta):
             "a_log": (self.heads,),
             "dt_bias": (keys,),
         }
-        gate: Shapes = {"out_gate_down": (d, r), "out_gate_up": (r, values), "out_gate_up_bias": (values,)}
+        gate: Shapes = {"out_gate_down": (d, r), "out_gate_up": (r, values)}
+        gate |= {"out_gate_up_bias": (values,)} if self.gate_bias else {}
         return super().shapes(config) | shapes | gate
 
     def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
