@@ -33,7 +33,12 @@ def build(name: str) -> Model:
     return Model(config, params, name=name)
 
 
-@pytest.fixture(scope="module", params=TABLE)
+def alone(names):
+    """One parameter per architecture; with several workers, all its tests run in one and share programs."""
+    return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+
+
+@pytest.fixture(scope="module", params=alone(TABLE))
 def model(request):
     return build(request.param)
 
@@ -88,7 +93,7 @@ def test_the_last_token_can_be_asked_again_from_the_cache(model, tokens, whole):
     close(logits, whole[:, T])
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", alone(TABLE))
 def test_bytes_are_those_of_the_formula(name):
     model, row = build(name), TABLE[name]
     _, cache = kvjax.prefill(model, np.zeros((1, 16), np.int32), room=0)
@@ -150,7 +155,7 @@ APART = ("svformer", "tpa", "unequal groups", "dha", "gqkva", "shared attention"
 SLOTTED = [n for n, row in TABLE.items() if row.lists and n not in APART]
 
 
-@pytest.mark.parametrize("name", ["mla", "yoco", "kimi linear", "cla-2", "lckv", "sinks"])
+@pytest.mark.parametrize("name", alone(["mla", "yoco", "kimi linear", "cla-2", "lckv", "sinks"]))
 @pytest.mark.parametrize("keep", KEEPS)
 def test_a_keep_with_room_for_all_changes_nothing(name, keep, tokens):
     model = build(name)
@@ -161,7 +166,7 @@ def test_a_keep_with_room_for_all_changes_nothing(name, keep, tokens):
     close(kvjax.step(model, cache, tokens[:, T])[0], np.asarray(kvjax.step(model, full, tokens[:, T])[0]))
 
 
-@pytest.mark.parametrize("name", SLOTTED)
+@pytest.mark.parametrize("name", alone(SLOTTED))
 def test_a_keep_keeps_its_budget_in_every_layer_that_has_slots(name, tokens):
     model = build(name)
     method = kvjax.method("snapkv", budget=6, **KEEPS["snapkv"])
@@ -175,7 +180,7 @@ def test_a_keep_keeps_its_budget_in_every_layer_that_has_slots(name, tokens):
 
 
 @pytest.mark.parametrize("store", CHUNKY)
-@pytest.mark.parametrize("name", ["mla", "tpa", "yoco", "kda", "mamba-2 hybrid", "svformer", "lisa"])
+@pytest.mark.parametrize("name", alone(["mla", "tpa", "yoco", "kda", "mamba-2 hybrid", "svformer", "lisa"]))
 def test_a_store_encodes_slots_and_states_and_costs_fewer_bytes(name, store, tokens, request):
     model = build(name)
     whole = np.asarray(model(tokens))
