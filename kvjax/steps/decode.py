@@ -33,7 +33,7 @@ from kvjax.ops import attention as ops
 from kvjax.ops.attention import Keys
 from kvjax.place.paged import attend_pages
 from kvjax.segments import flush
-from kvjax.steps.run import Run, repeated, turn_keys
+from kvjax.steps.run import Run, held, repeated, turn_keys
 
 
 def step_fn(
@@ -72,7 +72,7 @@ def step_fn(
         out, new = step(past.layer(layer.index), append[:, None])
         return out, (past.replaced(layer.index, new),), None
 
-    memory = Memory(at[:, None], attend, recur)
+    memory = Memory(at[:, None], attend, recur, held)
     x, groups, seen = decode_layers(params, token[:, None], config, memory, cache.groups)
     groups = _evict_lent(run, gms, groups, seen, length, append)
     groups = tuple(_flush_if_full(gm, g) for gm, g in zip(gms, groups, strict=True))

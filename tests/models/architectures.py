@@ -8,8 +8,9 @@ import dataclasses
 from typing import NamedTuple
 
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import MoE, NoMLP
+from kvjax.models.feed_forward import GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention
+from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.latent import Latent
@@ -40,6 +41,8 @@ MLA_Q = dataclasses.replace(MLA, q_rank=9)
 TPA = TensorProduct(q_rank=3, key_rank=2, value_rank=1)
 KDA = KimiDelta(heads=2, key_dim=6, value_dim=5, rank=3)
 MAMBA = Mamba2(heads=4, key_dim=6, value_dim=5, groups=2)
+XC = CrossAttention(width=16, kv_heads=4, turns=True)
+CEPE = CrossAttention(width=12)
 CHOOSY = MoE(experts=4, top=2, width=8)
 
 KV = 2 * 2 * 8  # keys and values of SMALL's two KV heads
@@ -85,5 +88,14 @@ TABLE = {
     "unequal groups": Row(with_layers(*[HeadMaps((0, 1, 2, 3), (0, 1, 1, 1), (0, 1, 1, 1))] * 2), 2 * KV, 2),
     "dha": Row(with_layers(*[HeadMaps((0, 1, 2, 3), (0, 0, 1, 1), (0, 1, 2, 2))] * 2), 2 * (2 + 3) * 8, 2),
     "gqkva": Row(with_layers(*[HeadMaps((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 0, 1))] * 2), 2 * KV, 2),
+    # Without a context, which tests/models/test_context.py gives them.
+    "xc-cache": Row(with_layers(XC, Attention(), dataclasses.replace(XC, source=0), Attention()), 2 * KV, 4),
+    "cepe": Row(
+        with_layers(
+            Attention(), CEPE, Attention(), dataclasses.replace(CEPE, source=1),
+            mlps=(NoMLP(), GatedMLP(), NoMLP(), GatedMLP()),
+        ),
+        2 * KV, 4,
+    ),
     "moe": Row(dataclasses.replace(SMALL, mlps=(CHOOSY, CHOOSY)), 2 * KV, 4),
 }  # fmt: skip
