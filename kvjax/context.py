@@ -120,7 +120,8 @@ def hold(run: Run, params: Params, held: Keys, room: int) -> Cache:
 
 def _nothing(run: Run, params: Params, rows: int, room: int) -> Cache:
     """The cache of rows that have read no token: the shapes that a prefill leaves, emptied."""
-    call = partial(steps.prefill, run, tokens_bound=1, room=room, compress=False)
+    # The one token that is traced leaves a slot, too.
+    call = partial(steps.prefill, run, tokens_bound=1, room=max(room - 1, 0), compress=False)
     ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, 1), (rows,)))
     _, shapes = jax.eval_shape(call, params, ids, length, None)
     zeros = jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), shapes)

@@ -333,8 +333,8 @@ def test_what_a_probe_reads_again_sees_the_context(monkeypatch):
         seen.append(cache.groups[0][0].k)
         return observe(run, params, tokens, lengths, cache, needs)
 
-    monkeypatch.setattr(prompt, "observe", spy)
     cache = pair.cache(method=kvjax.method("kvzip", budget=3, page=4))
+    monkeypatch.setattr(prompt, "observe", spy)
     kvjax.prefill(pair.model, PROMPTS[:, :6], cache=cache, room=ROOM)
     # Both hold the very array: nothing else can have given the second one a context.
     assert len(seen) == 2 and seen[0] is seen[1]
@@ -368,7 +368,8 @@ def test_layers_that_see_everything_have_no_window(mixer, why):
         with_layers(Attention(), mixer, windows=(None, 4))
 
 
-def test_contexts_that_do_not_fit_are_refused(pair):
+def test_contexts_that_do_not_fit_are_refused():
+    pair = made("cepe")
     model, encoder = pair.model, pair.encoder
     plain = build(SMALL, 1)
     two = build(with_layers(CEPE, CEPE), 1)
