@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import functools
 import json
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,7 @@ ENCODER = Config(
 )
 # Name: (encoder, layer of the context, tokens per chunk).
 PAIRS = {"xc-cache": (SMALL, 0, None), "cepe": (ENCODER, 1, 5)}
+DOCS = Path(__file__).parents[2] / "docs" / "architectures.md"
 ROOM = 16
 CONTEXTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [7, 9, 3], []]
 PROMPTS = np.array([[2, 7, 1, 8, 2, 8, 1], [1, 4, 1, 4, 2, 1, 3], [5, 7, 7, 2, 1, 5, 6]])
@@ -338,6 +341,13 @@ def test_what_a_probe_reads_again_sees_the_context(monkeypatch):
     kvjax.prefill(pair.model, PROMPTS[:, :6], cache=cache, room=ROOM)
     # Both hold the very array: nothing else can have given the second one a context.
     assert len(seen) == 2 and seen[0] is seen[1]
+
+
+def test_the_example_of_the_documentation_runs():
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    scope = {}
+    exec(next(b for b in blocks if "encode_context" in b), scope)
+    assert scope["cache"].next.tolist() == [3, 1] and scope["cache"].method.id == "int8"
 
 
 # --- what does not fit -----------------------------------------------------------------------------------
