@@ -23,7 +23,7 @@ from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.bidirectional import Bidirectional
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.model import Model
-from kvjax.models.params import init, plan
+from kvjax.models.params import Group, init, plan, regroup
 from kvjax.models.transformer import forward
 from kvjax.place.rows import fork, reset_rows
 from kvjax.steps import prompt
@@ -198,6 +198,20 @@ def test_generate_writes_what_steps_over_the_context_would():
         for _ in range(3):
             tokens.append(int(np.argmax(pair.logits(tokens, context)[-1])))
         assert np.asarray(out.tokens)[row].tolist() == tokens[4:]
+
+
+def test_stacked_readers_and_a_prompt_in_pieces_give_the_same():
+    reads = dataclasses.replace(CEPE, source=0)
+    plain = build(with_layers(CEPE, reads, reads, Attention(), Attention()), 1)
+    groups = (Group(0, 1), Group(1, 2), Group(3, 2))
+    stacked = Model(plain.config, regroup(plain.params, groups))
+    pair = copy.copy(made("cepe"))
+    pair.model = plain
+    want = pair.all_logits()
+    pair.model = stacked
+    logits, cache = kvjax.prefill(stacked, PROMPTS[:, :6], cache=pair.cache(), chunk=4, room=ROOM)
+    close(logits, want[:, 5])
+    close(kvjax.step(stacked, cache, PROMPTS[:, 6])[0], want[:, 6])
 
 
 def test_an_encoder_sees_all_tokens_of_a_row(rng):
