@@ -22,6 +22,7 @@ _HOMES = {
     "prefill": "kvjax.generation",
     "step": "kvjax.generation",
     "generate": "kvjax.generation",
+    "encode_context": "kvjax.context",
     "Sampler": "kvjax.generation",
     "nbytes": "kvjax.cache",
     "kept_positions": "kvjax.cache",

@@ -13,6 +13,7 @@ from kvjax.keep.patterns import Recent
 from kvjax.models.config import Config
 from kvjax.models.mixer import SlotShape
 from kvjax.models.mixers.attention import mixer_of, weights_source
+from kvjax.models.mixers.bidirectional import Bidirectional
 
 
 @lru_cache(maxsize=1024)
@@ -20,14 +21,20 @@ def check_fit(method: Method, config: Config) -> None:
     """InputError where a method cannot act on what the model's layers keep, saying which and why.
 
     Codecs must be able to hold every kind of key, value and state; scores that look at keys need keys that a
-    query can meet; what is merged must be stored; and a model without slots has nothing to keep or to read.
+    query can meet; what is merged must be stored; and a model without slots has nothing to keep or to read. A
+    context is left alone. An encoder, whose tokens see later ones, has no cache.
     """
+    own = [mixer_of(config, i) for i in range(config.layers)]
+    if any(isinstance(m, Bidirectional) for m in own):
+        raise InputError(
+            "this model is an encoder, whose tokens see later ones, so nothing of it can be cached: give "
+            "it to kvjax.encode_context, or call it without a cache"
+        )
     _check_codecs(method, config)
     keep, read = method.keep, method.read
     if keep is None and read is None:
         return
-    own = [mixer_of(config, i) for i in range(config.layers)]
-    slots = [m.slots(config) for m in own if m.source is None and m.slots(config) is not None]
+    slots = [s for m in own if m.source is None and (s := m.slots(config)) is not None and not s.fixed]
     if not slots:
         _refuse(method, "no layer of this model keeps slots, its states have a constant size", "int8 or int4")
     if any(m.value_source is not None for m in own):

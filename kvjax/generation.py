@@ -45,15 +45,15 @@ def bucket(tokens: int) -> int:
 _free_slots = jax.jit(free_slots, static_argnums=0)
 
 
-class _Batch(NamedTuple):
+class Batch(NamedTuple):
     """Right-padded tokens on the host, with their lengths."""
 
     tokens: np.ndarray
     lengths: np.ndarray
 
 
-def _batch(model: Model, tokens: Tokens, lengths: Any) -> _Batch:
-    """Checks and pads a prompt; InputError for anything the model cannot take."""
+def padded(model: Model, tokens: Tokens, lengths: Any, least: int = 1) -> Batch:
+    """Checks and pads a prompt; InputError for what the model cannot take, or rows of fewer than `least`."""
     if isinstance(tokens, list | tuple) and len(tokens) and isinstance(tokens[0], list | tuple):
         if lengths is not None:
             raise InputError(
@@ -74,21 +74,21 @@ def _batch(model: Model, tokens: Tokens, lengths: Any) -> _Batch:
         length = np.full(array.shape[0], array.shape[1]) if lengths is None else np.asarray(lengths)
     if not np.issubdtype(array.dtype, np.integer):
         raise InputError(f"tokens must be integers (token ids), got {array.dtype}")
-    if array.size == 0 or (length < 1).any():
+    if not len(array) or (length < least).any():
         raise InputError("every row needs at least one token; a prompt here is empty")
     if length.shape != array.shape[:1] or (length > array.shape[1]).any():
         raise InputError(f"lengths must be [B] and at most T = {array.shape[1]}, got {length.tolist()}")
     used = array[np.arange(array.shape[1]) < length[:, None]]
-    if used.min() < 0 or used.max() >= model.config.vocab:
-        bad = used[(used < 0) | (used >= model.config.vocab)][0]
+    outside = used[(used < 0) | (used >= model.config.vocab)]
+    if outside.size:
         raise InputError(
-            f"token id {bad} is outside the vocabulary [0, {model.config.vocab}): "
+            f"token id {outside[0]} is outside the vocabulary [0, {model.config.vocab}): "
             "were the tokens made with this model's tokenizer?"
         )
     size = bucket(array.shape[1])
-    padded = np.zeros((array.shape[0], size), np.int32)
-    padded[:, : array.shape[1]] = np.where(np.arange(array.shape[1]) < length[:, None], array, 0)
-    return _Batch(padded, length.astype(np.int32))
+    ids = np.zeros((array.shape[0], size), np.int32)
+    ids[:, : array.shape[1]] = np.where(np.arange(array.shape[1]) < length[:, None], array, 0)
+    return Batch(ids, length.astype(np.int32))
 
 
 def bind(method: Method, model: Model) -> Method:
@@ -122,7 +122,7 @@ def bare_cache(cache: Cache) -> Cache:
     return dataclasses.replace(cache, method=None, model="")
 
 
-def _labelled(cache: Cache, method: Method, model: Model) -> Cache:
+def labelled(cache: Cache, method: Method, model: Model) -> Cache:
     return dataclasses.replace(cache, method=method, model=model.fingerprint)
 
 
@@ -150,8 +150,8 @@ def prefill(
     >>> logits.shape, len(kvjax.kept_positions(cache))
     ((1, 220), 4)
     """
-    batch = _batch(model, tokens, lengths)
-    chosen = _method_of(model, method, cache)
+    batch = padded(model, tokens, lengths)
+    chosen = method_of(model, method, cache)
     before = np.zeros(1, np.int32) if cache is None else np.asarray(cache.next)
     seen, last = int(before.max()), int(before.max() + batch.lengths.max())
     if last > model.config.max_positions:
@@ -179,10 +179,10 @@ def prefill(
         logits = here if logits is None else jnp.where((piece.lengths > 0)[:, None], here, logits)
         seen += width
     assert logits is not None and cache is not None
-    return logits, _labelled(cache, chosen, model)
+    return logits, labelled(cache, chosen, model)
 
 
-def _method_of(model: Model, method: Method | str | None, cache: Cache | None) -> Method:
+def method_of(model: Model, method: Method | str | None, cache: Cache | None) -> Method:
     """The method of a prefill: the given one, or that of the cache it continues."""
     given = build_method(method) if isinstance(method, str) else method
     if cache is None:
@@ -196,7 +196,7 @@ def _method_of(model: Model, method: Method | str | None, cache: Cache | None) -
     return cache.method or Method()
 
 
-def _chunks(batch: _Batch, chunk: int | None) -> list[_Batch]:
+def _chunks(batch: Batch, chunk: int | None) -> list[Batch]:
     if chunk is None or chunk >= batch.tokens.shape[1]:
         return [batch]
     if chunk < 1:
@@ -205,7 +205,7 @@ def _chunks(batch: _Batch, chunk: int | None) -> list[_Batch]:
     for start in range(0, int(batch.lengths.max()), chunk):
         part = batch.tokens[:, start : start + chunk]
         part = np.pad(part, ((0, 0), (0, chunk - part.shape[1])))
-        out.append(_Batch(part, np.clip(batch.lengths - start, 0, chunk).astype(np.int32)))
+        out.append(Batch(part, np.clip(batch.lengths - start, 0, chunk).astype(np.int32)))
     return out
 
 
@@ -365,5 +365,5 @@ def generate(
     blank = max_new_tokens - len(written)
     out = jnp.pad(jnp.stack(written, 1), ((0, 0), (0, blank)), constant_values=-1)
     return Generated(
-        out, jnp.pad(jnp.stack(logprobs, 1), ((0, 0), (0, blank))), _labelled(state, chosen, model)
+        out, jnp.pad(jnp.stack(logprobs, 1), ((0, 0), (0, blank))), labelled(state, chosen, model)
     )

@@ -14,8 +14,9 @@ class GroupMethod(NamedTuple):
     """What a sentence means for one group of layers.
 
     shared: channels of the keys that are the values too, which are then not stored; None where they are
-    stored. kind: "slots", "state" (the layers carry a state instead; codecs[0] encodes its matrices) or
-    "reads" (they read another layer's slots and have none).
+    stored. kind: "slots", "state" (the layers carry a state instead; codecs[0] encodes its matrices), "fixed"
+    (their slots are a context, to which tokens add nothing) or "reads" (they read another layer's slots and
+    have none).
     """
 
     keep: Keep | None
@@ -47,8 +48,8 @@ def group_method(
     """The part of a sentence that the layers first .. first + size - 1, stacked as one group, follow.
 
     Windowed layers keep their window and nothing else (all of it, so that the last token can be asked again),
-    recurrent ones their state; codecs that encode token by token encode both. The first `skip_layers` layers
-    keep everything.
+    recurrent ones their state and others a context; codecs that encode token by token encode all three. The
+    first `skip_layers` layers keep everything.
     """
     keep, store, read = method.keep, method.store, method.read
     codecs = (None, None) if store is None else (store.keys, store.values)
@@ -56,7 +57,7 @@ def group_method(
     residual = 0 if store is None else store.residual
     if kind == "reads":
         return GroupMethod(None, (None, None), 1, 0, None, first, shared, kind)
-    if window is not None or kind == "state":
+    if window is not None or kind in ("state", "fixed"):
         plain = (None, None) if granule > 1 or residual > 0 else codecs
         rule = None if window is None else Keep(Position(), Budget(window), Uniform(), when=STEP)
         return GroupMethod(rule, plain, 1, 0, None, first, shared, kind)

@@ -10,6 +10,8 @@ from typing import Any
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MLP, GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention
+from kvjax.models.mixers.bidirectional import Bidirectional
+from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.latent import Latent
@@ -22,6 +24,8 @@ MIXERS = {
     word.__name__: word
     for word in (
         Attention,
+        Bidirectional,
+        CrossAttention,
         Dropped,
         HeadMaps,
         Latent,

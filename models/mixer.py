@@ -76,7 +76,8 @@ class SlotShape(NamedTuple):
 
     heads: lists of slots. key, value: channels per slot; shared: the values are the first `value` channels of
     the keys (or another layer's, if `value` is 0) and are not stored. scale: what logits multiply by.
-    factors: what is stored are no keys that a query could meet, but what they are made from.
+    factors: what is stored are no keys that a query could meet, but what they are made from. fixed: the slots
+    are filled before any token is read, and tokens add nothing to them (a context).
     """
 
     heads: int
@@ -85,6 +86,7 @@ class SlotShape(NamedTuple):
     scale: float
     shared: bool = False
     factors: bool = False
+    fixed: bool = False
 
 
 class Expand(NamedTuple):
@@ -123,17 +125,19 @@ Step = Callable[[State | None, Bool[Array, "B T"]], tuple[Array, State]]
 
 
 class Memory(NamedTuple):
-    """How a layer meets its past; both return (output, new state of the layer's group, what to collect).
+    """How a layer meets its past. attend and recur return (output, the group's new state, what to collect).
 
     pos: positions of the new tokens, -1 on padding. attend: (layer, projections, state) with output
-    [B, N, T, V]. recur: (layer, step, state) with the output of the step. last: index of each row's last new
-    token, where only that one's logits are wanted and nothing is observed: layers that keep nothing of their
-    inputs then see no other.
+    [B, N, T, V]. recur: (layer, step, state) with the output of the step. held: (layer, state) with the fixed
+    slots of the layer or of the one that it reads, none where nothing filled them. last: index of each row's
+    last new token, where only that one's logits are wanted and nothing is observed: layers that keep nothing
+    of their inputs then see no other.
     """
 
     pos: Int[Array, "B T"]
     attend: Callable[[Layer, Projected, Any], tuple[Array, Any, Any]]
     recur: Callable[[Layer, Step, Any], tuple[Array, Any, Any]]
+    held: Callable[[Layer, Any], list[Keys]]
     last: Int[Array, "B"] | None = None
 
 

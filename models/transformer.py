@@ -310,9 +310,13 @@ def positions(tokens: Tokens, lengths: Int[Array, "B"], start: Int[Array, "B"]) 
 
 
 def forward(
-    params: Params, tokens: Tokens, config: Config, lengths: Int[Array, "B"] | None = None
+    params: Params,
+    tokens: Tokens,
+    config: Config,
+    lengths: Int[Array, "B"] | None = None,
+    context: Keys | None = None,
 ) -> Float[Array, "B T V"]:
-    """Logits of every token without a cache.
+    """Logits of every token without a cache; context: what `kvjax.models.context.encode` made of one.
 
     >>> import jax
     >>> from kvjax.models.params import init
@@ -321,26 +325,33 @@ def forward(
     >>> forward(params, jax.numpy.zeros((1, 5), "int32"), config).shape
     (1, 5, 32)
     """
-    return unembed(params, hidden(params, tokens, config, lengths), config)
+    return unembed(params, hidden(params, tokens, config, lengths, context), config)
 
 
 def hidden(
-    params: Params, tokens: Tokens, config: Config, lengths: Int[Array, "B"] | None = None
+    params: Params,
+    tokens: Tokens,
+    config: Config,
+    lengths: Int[Array, "B"] | None = None,
+    context: Keys | None = None,
 ) -> Float[Array, "B T D"]:
     """What the last layer leaves of every token, before the last norm, without a cache."""
     b, t = tokens.shape[:2]
     lengths = jnp.full((b,), t, jnp.int32) if lengths is None else lengths
-    context = positions(tokens, lengths, jnp.zeros_like(lengths))
+    at = positions(tokens, lengths, jnp.zeros_like(lengths))
 
     def attend(layer: Layer, x: Projected, state: None):
-        q = rotary(layer, x.q, layer.pos, context.length)
-        k = None if x.k is None else rotary(layer, x.k, context.pos, context.length)
-        new = new_keys(layer, k, x.v, context.pos)
+        q = rotary(layer, x.q, layer.pos, at.length)
+        k = None if x.k is None else rotary(layer, x.k, at.pos, at.length)
+        new = new_keys(layer, k, x.v, at.pos)
         out, _, scores = attend_new(layer, x, q, new, (), layer.pos)
         return out, None, Lent(new.k, x.v, scores if layer.shows else None) if layer.lends else None
 
     def recur(layer: Layer, step: Step, state: None):
-        return step(None, context.pos >= 0)[0], None, None
+        return step(None, at.pos >= 0)[0], None, None
+
+    def held(layer: Layer, state: None) -> list[Keys]:
+        return [] if context is None else [context]
 
     nothing = (None,) * len(params["layers"])
-    return decode_layers(params, tokens, config, Memory(context.pos, attend, recur), nothing)[0]
+    return decode_layers(params, tokens, config, Memory(at.pos, attend, recur, held), nothing)[0]

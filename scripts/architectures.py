@@ -19,19 +19,23 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-import kvjax
-from kvjax.commands.sizes import Sizes
+from kvjax.cache import nbytes
+from kvjax.commands.sizes import Sizes, abstract_params
+from kvjax.context import hold
 from kvjax.grammar import Method
 from kvjax.models.block_transformer import BlockConfig, init, prefill
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention
+from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
 from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct
+from kvjax.ops.attention import Keys
+from kvjax.steps import Run
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 START, END = "<!-- table -->", "<!-- end of table -->"
@@ -41,6 +45,8 @@ BASE = Config(vocab=1024, d_model=4096, layers=LAYERS, heads=32, kv_heads=8, hea
 MLA = Latent(rank=512, rope_dim=64, nope_dim=128, value_dim=128, q_rank=1536)
 KDA = KimiDelta(heads=32, key_dim=128, value_dim=128)
 MAMBA = Mamba2(heads=128, key_dim=128, value_dim=64, groups=1)
+XC = CrossAttention(width=4096, kv_heads=32, turns=True)
+CEPE = CrossAttention(width=1024, kv_heads=32)
 STATE = 32 * 128 * 128 * 4
 TAIL = 4 * 3 * 4096 * 2
 # Bytes of keys and values of one token in one layer of BASE, and what all its layers keep.
@@ -71,7 +77,7 @@ def maps(sources: Iterable[int | None], **options) -> Config:
 
 
 def rows() -> list[Row]:
-    return head_rows() + shared_rows() + recurrent_rows()
+    return head_rows() + shared_rows() + recurrent_rows() + context_rows()
 
 
 def head_rows() -> list[Row]:
@@ -226,6 +232,25 @@ def recurrent_rows() -> list[Row]:
     ]  # fmt: skip
 
 
+def context_rows() -> list[Row]:
+    """Decoders with a context: bytes of its tokens. What does not grow is an empty slot in every layer."""
+    reads = dataclasses.replace(XC, source=7)
+    xc = tuple(m for i in range(LAYERS) for m in ([XC if i == 7 else reads] * (i % 8 == 7) + [Attention()]))
+    cepe = (Attention(), CEPE, *[Attention(), dataclasses.replace(CEPE, source=1)] * (LAYERS - 1))
+    mlps = (NoMLP(), GatedMLP()) * LAYERS
+    words = "D of the encoder, per context token"
+    return [
+        Row(
+            "XC-Cache", "2404.15420", "`CrossAttention(4096)` every 8",
+            dataclasses.replace(BASE, layers=len(xc), mixers=xc), words, 4096 * 2, 32 * KV,
+        ),
+        Row(
+            "CEPE", "2402.16617", "`CrossAttention(1024)` behind each `Attention()`",
+            dataclasses.replace(BASE, layers=len(cepe), mixers=cepe, mlps=mlps), words, 1024 * 2, 32 * KV,
+        ),
+    ]  # fmt: skip
+
+
 def block_transformer() -> BlockConfig:
     """Half of the layers below, half above, blocks of four tokens."""
     half = dataclasses.replace(BASE, layers=LAYERS // 2)
@@ -243,7 +268,7 @@ def block_bytes(config: BlockConfig) -> tuple[int, int]:
             1
         ]
         positions = [s.pos for c in (cache.blocks, cache.tokens) for g in c.groups for s in g]
-        return kvjax.nbytes(cache) - kvjax.nbytes((positions, cache.open, cache.count)) - 8
+        return nbytes(cache) - nbytes((positions, cache.open, cache.count)) - 8
 
     short, long = size(2048), size(4096)
     return (long - short) // 2048, short - (long - short)
@@ -255,7 +280,7 @@ def lists(config: Config) -> tuple[int, int]:
     for i in range(config.layers):
         mixer = config.mixers[i] if config.mixers else Attention()
         slots = mixer.slots(config)
-        if slots is None or mixer.source is not None:
+        if slots is None or slots.fixed or mixer.source is not None:
             continue
         window = config.window(i)
         growing += slots.heads if window is None else 0
@@ -273,6 +298,21 @@ def measured(config: Config | BlockConfig) -> tuple[int, int]:
     return token - 4 * growing, short - 2048 * token - 4 * fixed - 4
 
 
+def measured_context(config: Config) -> tuple[int, int]:
+    """(bytes per token of the context, bytes that do not grow) of a cache that holds nothing else."""
+    width = next(s.key for m in config.mixers if (s := m.slots(config)).fixed)
+    params, run = abstract_params(config, "bfloat16"), Run(config, Method())
+
+    def held(tokens: int) -> int:
+        states = jax.ShapeDtypeStruct((1, 1, tokens, width), jnp.bfloat16)
+        keys = Keys(states, states, jax.ShapeDtypeStruct((1, 1, tokens), jnp.int32))
+        return nbytes(jax.eval_shape(lambda p, k: hold(run, p, k, 0), params, keys))
+
+    short, long = held(2048), held(4096)
+    token = (long - short) // 2048
+    return token - 4, short - 2048 * token - 4 * lists(config)[0] - 4
+
+
 def table() -> str:
     lines = [
         "| architecture | arXiv | in a `Config` | numbers kept | bytes per token, formula | measured | "
@@ -280,7 +320,8 @@ def table() -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows():
-        token, constant = measured(row.config)
+        reads = any(m.slots(row.config) is not None and m.slots(row.config).fixed for m in row.config.mixers)
+        token, constant = (measured_context if reads else measured)(row.config)
         lines.append(
             f"| {row.name} | {row.paper} | {row.select} | {row.words} | {row.token:,} | {token:,} | "
             f"{row.constant / 2**20:.2f} | {constant / 2**20:.2f} |"

@@ -85,7 +85,8 @@ def model_rows(config: Config, folder: Path | None, dtype: str) -> list[tuple[st
     windows = [w for w in config.windows if w is not None]
     mixers = [mixer_of(config, i) for i in range(config.layers)]
     slots = [m.slots(config) if m.source is None else None for m in mixers]
-    kept = Counter(s for i, s in enumerate(slots) if s is not None and config.window(i) is None)
+    own = [None if s is None or s.fixed or config.window(i) is not None else s for i, s in enumerate(slots)]
+    kept = Counter(s for s in own if s is not None)
     per_layer = {s: s.heads * (s.key + (0 if s.shared else s.value)) * item for s in slots if s is not None}
     rows = [
         ("family", config.family),
@@ -104,6 +105,10 @@ def model_rows(config: Config, folder: Path | None, dtype: str) -> list[tuple[st
     if readers:
         owners = ", ".join(map(str, sorted(set(readers))))
         rows.append(("shared", f"{len(readers)} layers keep nothing and read the slots of {owners}"))
+    contexts = [s for s in slots if s is not None and s.fixed]
+    if contexts:
+        costs = ", ".join(f"{s.key} channels, {size(per_layer[s])}" for s in contexts)
+        rows.append(("context", f"per token of a context {costs} in {dtype}, whatever reads it"))
     states = [m.state(config) for m in mixers if m.state(config)]
     if states:
         numbers = sum(int(np.prod(shape)) for state in states for shape in state.values())

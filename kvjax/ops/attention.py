@@ -284,3 +284,30 @@ def _by_strips(
     zero = tuple(jnp.zeros(m.shape, m.dtype) for m in shapes)
     masses, outs = jax.lax.scan(body, zero, (rows, pos))
     return jnp.moveaxis(outs, 0, 2).reshape(b, n, t, -1), masses
+
+
+def attend_to_all(
+    q: Float[Array, "B N T H"],
+    sets: Sequence[Keys],
+    q_pos: Int[Array, "B T"],
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Float[Array, "B N T V"]:
+    """Attention of T tokens over every live key of `sets`, later ones too; 0 where there is none.
+
+    Works in strips of queries, so no [T, S] map exists. Queries with position -1 see nothing.
+    """
+    t = q.shape[2]
+    # A key at position 0 is in no query's future.
+    sets = [s if s.pos is None else s._replace(pos=jnp.minimum(s.pos, 0)) for s in sets]
+
+    @(jax.checkpoint if t >= REMAT_FROM else lambda f: f)
+    def strip(at: tuple[Array, Array]) -> tuple[Array, tuple[Array, ...]]:
+        return attend(at[0], sets, at[1], scale=scale, softcap=softcap)[0], ()
+
+    whole = t - t % STRIP
+    cuts = [(a, z) for a, z in ((0, whole), (whole, t)) if a < z]
+    return jnp.concatenate(
+        [_by_strips(strip, q[:, :, a:z], q_pos[:, a:z], jnp.add)[0] for a, z in cuts], axis=2
+    )

@@ -32,7 +32,7 @@ from kvjax.models.transformer import attend_at_once, decode_layers, rotary, unem
 from kvjax.ops.attention import Keys, merge
 from kvjax.place.paged import attend_pages
 from kvjax.segments import flush
-from kvjax.steps.run import Run, repeated, turn_keys
+from kvjax.steps.run import Run, held, repeated, turn_keys
 
 
 def step_fn(
@@ -71,7 +71,7 @@ def step_fn(
         out, new = step(past.layer(layer.index), append[:, None])
         return out, (past.replaced(layer.index, new),), None
 
-    memory = Memory(at[:, None], attend, recur)
+    memory = Memory(at[:, None], attend, recur, held)
     x, groups, seen = decode_layers(params, token[:, None], config, memory, cache.groups)
     groups = _evict_lent(run, gms, groups, seen, length, append)
     groups = tuple(_flush_if_full(gm, g) for gm, g in zip(gms, groups, strict=True))

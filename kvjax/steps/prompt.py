@@ -39,13 +39,13 @@ from kvjax.models.transformer import (
 )
 from kvjax.ops.attention import Keys
 from kvjax.segments import build, build_group_pages, extend, whole_slots
-from kvjax.steps.run import Run, repeated, turn_keys
+from kvjax.steps.run import Run, held, repeated, turn_keys
 
 
 class Prompt(NamedTuple):
     """Everything a prefill computed, before anything was compressed.
 
-    fresh: per group a Fresh, the new states, or None where the layers read others' slots.
+    fresh: per group a Fresh, the new states, or None where the layers add nothing.
     """
 
     fresh: tuple[Fresh | dict[str, Array] | None, ...]
@@ -96,7 +96,7 @@ def observe(
         return out, state, new
 
     last = jnp.maximum(lengths - 1, 0)
-    memory = Memory(context.pos, attend, recur, None if needs else last)
+    memory = Memory(context.pos, attend, recur, held, None if needs else last)
     x, _, found = decode_layers(params, tokens, config, memory, states)
     x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     logits = unembed(params, x, config)
@@ -160,7 +160,7 @@ def _as_stored(run: Run, gm: GroupMethod, fresh: Fresh) -> Fresh:
 
 
 def _no_slots(layers: int, rows: int) -> Slots:
-    """What layers hold that read another one's slots: nothing, in the shape of slots."""
+    """What layers hold that read another one's slots, or no context: nothing, in the shape of slots."""
     empty = jnp.zeros((layers, rows, 0, 0, 0))
     return Slots(empty, None, jnp.zeros((layers, rows, 0, 0), jnp.int32))
 
@@ -191,7 +191,8 @@ def settle(
     for i, (gm, new) in enumerate(zip(gms, prompt.fresh, strict=True)):
         if not isinstance(new, Fresh):
             size = next(iter(params["layers"][i].values())).shape[0]
-            groups[i] = (_no_slots(size, pos.shape[0]) if new is None else _state(gm, new),)
+            before = pasts[i] or (_no_slots(size, pos.shape[0]),)
+            groups[i] = before if new is None else (_state(gm, new),)
             continue
         fresh[i] = _as_stored(run, gm, new)
         if pasts[i] and not acting[i] and not gm.evicting:
@@ -200,7 +201,7 @@ def settle(
         views[i] = union(gm, pasts[i], old_pools, fresh[i], pos)
     probe = None if run.method.keep is None or not compress else run.method.keep.probe
     if probe is not None and any(repr(probe) not in f.observed for f in fresh.values()):
-        fresh = _with_probe(run, params, prompt, fresh, views, probe)
+        fresh = _with_probe(run, params, prompt, fresh, views, probe, pasts)
     scores = {
         i: score_slots(gms[i], view, fresh[i], length, run.attention_spec(gms[i].first))
         for i, view in views.items()
@@ -237,6 +238,7 @@ def _with_probe(
     fresh: dict[int, Fresh],
     views: dict[int, View],
     probe: Any,
+    pasts: tuple[tuple[Segment, ...], ...],
 ) -> dict[int, Fresh]:
     """`fresh` with the largest attention that every uncompressed slot receives from a probe's queries."""
     pos, length = prompt.context
@@ -244,7 +246,8 @@ def _with_probe(
     gms = run.groups(params)
     whole = {i: (whole_slots(gms[i], view),) for i, view in views.items()}
     states = {i: (State(dict(new)),) for i, new in enumerate(prompt.fresh) if isinstance(new, dict)}
-    groups = tuple((whole | states).get(i, ()) for i in range(len(gms)))
+    fixed = {i: pasts[i] for i, new in enumerate(prompt.fresh) if new is None}
+    groups = tuple((whole | states | fixed).get(i, ()) for i in range(len(gms)))
     reading = observe(
         Run(run.config, Method()), params, tokens, lengths, Cache(groups, length), frozenset({Mass("max")})
     )
@@ -260,7 +263,7 @@ def probed(run: Run, params: Params, prompt: Prompt, probe: Any) -> Prompt:
     gms = run.groups(params)
     fresh = {i: f for i, f in enumerate(prompt.fresh) if isinstance(f, Fresh)}
     views = {i: union(gms[i], (), (), f, prompt.context.pos) for i, f in fresh.items()}
-    fresh = _with_probe(run, params, prompt, fresh, views, probe)
+    fresh = _with_probe(run, params, prompt, fresh, views, probe, ((),) * len(gms))
     return prompt._replace(fresh=tuple(fresh.get(i, f) for i, f in enumerate(prompt.fresh)))
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from kvjax.cache import Segment, Slots
 from kvjax.grammar import AttentionSpec, Method
 from kvjax.group import GroupMethod, group_method
 from kvjax.models.config import Config
@@ -30,7 +31,8 @@ class Run(NamedTuple):
             mixer = mixer_of(self.config, first)
             slots = mixer.slots(self.config)
             shared = slots.value if slots is not None and slots.shared else None
-            kind = "state" if slots is None else "slots" if mixer.source is None else "reads"
+            kind = "state" if slots is None else "fixed" if slots.fixed else "slots"
+            kind = kind if mixer.source is None else "reads"
             out.append(group_method(self.method, first, size, self.config.window(first), shared, kind))
             first += size
         return tuple(out)
@@ -48,6 +50,13 @@ class Run(NamedTuple):
         return AttentionSpec(
             mixer_of(c, layer).slots(c).scale, c.attention_softcap, mixer_of(c, layer).rope(c, layer)
         )
+
+
+def held(layer: Layer, state: tuple[Segment, ...]) -> list[Keys]:
+    """The context that a layer holds, or the one that it reads: no set where there is none."""
+    given = layer.given
+    segments, index = (state, layer.index) if given is None else (given.state, given.index)
+    return [s.layer(index).keys() for s in segments if isinstance(s, Slots) and s.capacity]
 
 
 def ranks_by_position(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.models.config import Config
+from kvjax.models.feed_forward import GATED_MLP
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import Attention, mixer_of
+from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.dropped import Dropped
-from kvjax.models.params import plan, regroup
+from kvjax.models.params import init, plan, regroup
 
 Weights = Float[Array, "L K"]
 
@@ -122,6 +124,56 @@ def drop_attention(params: Params, config: Config, layers: Sequence[int]) -> tup
     old = _one_by_one(params, config)["layers"]
     new = tuple({n: w for n, w in p.items() if n not in gone.get(i, ())} for i, p in enumerate(old))
     return regroup({**params, "layers": new}, plan(smaller)), smaller
+
+
+def insert_cross_attention(
+    params: Params, config: Config, before: Sequence[int], word: CrossAttention, key: Array
+) -> tuple[Params, Config]:
+    """New layers of cross-attention and gated MLP before layers `before`: XC-Cache (arXiv:2404.15420).
+
+    The lowest one holds the context, the others read it. Their output maps start at zero, so that the model
+    starts as it was; the paper's code starts them at random. The old parameters are the same arrays: train
+    the new ones alone. Every layer must be plain attention. Raises ValueError where a layer is not there.
+
+    >>> import jax
+    >>> from kvjax.models.params import init
+    >>> config = Config(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)
+    >>> params, wider = insert_cross_attention(
+    ...     init(config, jax.random.key(0)), config, [1], CrossAttention(width=16), jax.random.key(1)
+    ... )
+    >>> [type(mixer).__name__ for mixer in wider.mixers], len(params["layers"])
+    (['Attention', 'CrossAttention', 'Attention'], 3)
+    """
+    absent = [i for i in before if not 0 <= i < config.layers]
+    if absent or not before or len(set(before)) != len(before):
+        raise ValueError(f"before={list(before)} must name layers of 0 to {config.layers - 1}, each once")
+    if any(mixer_of(config, i) != Attention() for i in range(config.layers)):
+        raise ValueError("inserting layers is defined for models whose layers are all plain attention")
+    first = min(before)
+    # The old layers in their new places; None where a new one goes in.
+    order = [i for layer in range(config.layers) for i in [None] * (layer in before) + [layer]]
+    reads = dataclasses.replace(word, source=first)
+    mixers = tuple(
+        Attention() if i is not None else word if at == first else reads for at, i in enumerate(order)
+    )
+    wider = dataclasses.replace(
+        config,
+        layers=len(order),
+        mixers=mixers,
+        windows=tuple(None if i is None else config.window(i) for i in order) if config.windows else (),
+        mlps=tuple(GATED_MLP if i is None else config.mlps[i] for i in order) if config.mlps else (),
+    )
+    fresh = iter(_new_layers(params, wider, len(before), word, key))
+    old = _one_by_one(params, config)["layers"]
+    layers = tuple(next(fresh) if i is None else old[i] for i in order)
+    return regroup({**params, "layers": layers}, plan(wider)), wider
+
+
+def _new_layers(params: Params, config: Config, count: int, word: CrossAttention, key: Array) -> list[Params]:
+    """Random layers of cross-attention and gated MLP whose output maps are zero."""
+    alone = dataclasses.replace(config, layers=count, mixers=(word,) * count, windows=(), mlps=(), vocab=1)
+    made = init(alone, key, params["embed"].dtype, plan(alone, stacked=False))["layers"]
+    return [{n: jnp.zeros_like(w) if n in ("o", "down") else w for n, w in p.items()} for p in made]
 
 
 def _one_by_one(params: Params, config: Config) -> Params:

@@ -93,6 +93,8 @@ def test_inspect_shows_what_a_cache_file_holds(tmp_path, monkeypatch, capsys):
     [
         ("mla", r"KV per token +128 B in float32: 2 layers x 16 channels .latents. x 4 B"),
         ("yoco", r"shared +2 layers keep nothing and read the slots of 1"),
+        ("cepe", r"context +per token of a context 12 channels, 48 B in float32"),
+        ("cepe", r"KV per token +256 B in float32: 2 x 2 layers x 2 heads x 8 channels x 4 B"),
         ("kda", r"state +2 layers carry 392 numbers per row"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention
+from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.latent import Latent
@@ -42,6 +43,8 @@ TPA = TensorProduct(q_rank=3, key_rank=2, value_rank=1)
 KDA = KimiDelta(heads=2, key_dim=6, value_dim=5, rank=3)
 MAMBA = Mamba2(heads=4, key_dim=6, value_dim=5, groups=2)
 HEADS = Mamba2(heads=2, key_dim=6, value_dim=8, groups=1)
+XC = CrossAttention(width=16, kv_heads=4, turns=True)
+CEPE = CrossAttention(width=12)
 CHOOSY = MoE(experts=4, top=2, width=8)
 
 KV = 2 * 2 * 8  # keys and values of SMALL's two KV heads
@@ -112,6 +115,15 @@ TABLE = {
     "jamba": Row(
         with_layers(MAMBA, MAMBA, Attention(), MAMBA, mlps=(GatedMLP(), CHOOSY) * 2),
         KV, 2, 3 * (4 * 5 * 6 + 4 * (20 + 2 * 12)),
+    ),
+    # Without a context, which tests/models/test_context.py gives them.
+    "xc-cache": Row(with_layers(XC, Attention(), dataclasses.replace(XC, source=0), Attention()), 2 * KV, 4),
+    "cepe": Row(
+        with_layers(
+            Attention(), CEPE, Attention(), dataclasses.replace(CEPE, source=1),
+            mlps=(NoMLP(), GatedMLP(), NoMLP(), GatedMLP()),
+        ),
+        2 * KV, 4,
     ),
     "moe": Row(dataclasses.replace(SMALL, mlps=(CHOOSY, CHOOSY)), 2 * KV, 4),
 }  # fmt: skip

@@ -252,6 +252,20 @@ def test_one_head_at_a_time_is_all_heads_at_once(rng, monkeypatch):
     close(run(), want)
 
 
+def test_attending_to_all_asks_every_live_key_in_strips_of_queries(rng):
+    t = attention.STRIP + 3
+    sets = two_sets(rng, highest=400)
+    q, q_pos = jnp.asarray(rng.normal(size=(B, N, t, H)), jnp.float32), np.zeros((B, t), np.int32)
+    q_pos[1, 200:] = -1
+    call = jax.jit(lambda q, sets, pos: attention.attend_to_all(q, sets, pos, scale=SCALE))
+    out = call(q, sets, jnp.asarray(q_pos))
+    # By hand a query sees what is not in its future: ask behind the last key.
+    want, _, _ = by_hand(q, sets, np.where(q_pos < 0, -1, 400))
+    close(out, want)
+    empty = [s._replace(pos=jnp.full_like(s.pos, -1)) for s in sets]
+    assert not np.asarray(call(q, empty, jnp.asarray(q_pos))).any()
+
+
 def test_the_gradient_of_a_long_prompt_keeps_no_map_of_its_attention():
     t = 4096
 

@@ -9,11 +9,14 @@ import pytest
 
 from kvjax.models import transformer
 from kvjax.models.config import Config
+from kvjax.models.context import encode
+from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.params import init
-from kvjax.train.convert import drop_attention, pool_heads, share_layers
+from kvjax.train.convert import drop_attention, insert_cross_attention, pool_heads, share_layers
 
 forward = jax.jit(transformer.forward, static_argnums=2)
 CONFIG = Config(40, 12, 3, 6, 6, 4, 20, qkv_bias=True)
+CROSS = CrossAttention(width=12, turns=True)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +89,23 @@ def test_a_dropped_layer_adds_what_its_feed_forward_adds(params):
     assert not {"q", "k", "v", "o", "attn_norm"} & set(smaller["layers"][1])
 
 
+def test_inserted_layers_add_nothing_until_they_are_trained(params):
+    config = dataclasses.replace(CONFIG, windows=(None, 3, None))
+    new, wider = insert_cross_attention(params, config, [0, 2], CROSS, jax.random.key(1))
+    assert [m.source for m in wider.mixers if isinstance(m, CrossAttention)] == [None, 0]
+    assert wider.windows == (None, None, 3, None, None)
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 40, (2, 9)), jnp.int32)
+    held = encode(params, tokens[:, 3:], config)
+    want = forward(params, tokens, config)
+    np.testing.assert_allclose(forward(new, tokens, wider, context=held), want, atol=1e-5)
+    # Each new layer reads the context once its output map is not zero.
+    for at in (0, 3):
+        one = new["layers"][at] | {"o": jnp.ones_like(new["layers"][at]["o"])}
+        layers = tuple(one if i == at else p for i, p in enumerate(new["layers"]))
+        moved = forward({**new, "layers": layers}, tokens, wider, context=held)
+        assert np.abs(moved - want).max() > 1e-2
+
+
 @pytest.mark.parametrize(
     ("call", "why"),
     [
@@ -98,6 +118,10 @@ def test_a_dropped_layer_adds_what_its_feed_forward_adds(params):
         ),
         (lambda p: share_layers(p, CONFIG, [0, 0, 7]), "source=7 names no layer"),
         (lambda p: drop_attention(p, CONFIG, [3]), "layers .3. are not of 0 to 2"),
+        (
+            lambda p: insert_cross_attention(p, CONFIG, [1, 3], CROSS, jax.random.key(0)),
+            "before=.1, 3. must name layers of 0 to 2, each once",
+        ),
     ],
 )
 def test_what_cannot_be_converted_is_refused(params, call, why):

@@ -1,0 +1,55 @@
+"""Attention in which every token sees all others of its row: the layers of an encoder."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.models.config import Config
+from kvjax.models.layers import Params, Shapes, linear
+from kvjax.models.mixer import Layer, Memory
+from kvjax.models.mixers.attention import ATTENTION
+from kvjax.ops.attention import Keys, attend_to_all
+from kvjax.ops.rope import Rope, angles, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class Bidirectional:
+    """`Attention()` with the config's heads, norms, biases and rotation, but without the causal mask.
+
+    The layers of CEPE's encoder (arXiv:2402.16617). Later tokens change what earlier ones are, so there is
+    nothing to keep: such a model runs without a cache only, as the encoder of a context.
+    """
+
+    source = value_source = kv_input = None
+
+    def check(self, config: Config) -> None:
+        if any(config.window(i) is not None for i, mixer in enumerate(config.mixers) if mixer == self):
+            raise ValueError("a layer whose tokens see all others has a window, expected none")
+
+    def shapes(self, config: Config) -> Shapes:
+        return ATTENTION.shapes(config)
+
+    def slots(self, config: Config) -> None:
+        return None
+
+    def rope(self, config: Config, layer: int) -> Rope:
+        return Rope(kind="none")
+
+    def state(self, config: Config) -> Shapes:
+        return {}
+
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        config, pos = layer.config, memory.pos
+        projected = ATTENTION.project(p, x, config)
+        assert projected.k is not None and projected.v is not None
+        cos, sin = angles(config.rope, pos[:, None], config.head_dim, (pos.max(1) + 1)[:, None, None])
+        q, k = (rotate(y, cos, sin, config.rope.start) for y in (projected.q, projected.k))
+        keys = Keys(k, projected.v, pos[:, None])
+        out = attend_to_all(q, [keys], pos, scale=config.scale, softcap=config.attention_softcap)
+        return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(*x.shape[:2], -1)), state, None

@@ -1,0 +1,95 @@
+"""Cross-attention over the hidden states of a context, which all layers that read it share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.models.config import Config
+from kvjax.models.layers import Params, Shapes, linear
+from kvjax.models.mixer import Layer, Memory, SlotShape
+from kvjax.ops.attention import Keys, attend_to_all
+from kvjax.ops.rope import Rope, angles, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossAttention:
+    """Queries from x, keys and values from the states e of a context: k = e W_k, v = e W_v, no bias.
+
+    XC-Cache (Monteiro et al., 2024, arXiv:2404.15420) and CEPE (Yen et al., 2024, arXiv:2402.16617). The
+    cache holds e, `width` numbers per context token, once for all layers: this layer holds it, or reads that
+    of the layer `source` below. Tokens of the decoder add nothing to it, every one of them sees the whole
+    context, and where there is none the output is zero.
+
+    kv_heads: heads of keys and values (None: the config's). turns: queries turn with their own positions and
+    keys with those of the context, each counted from 0, as in XC-Cache's code for Llama; CEPE's code turns
+    neither. The texts of the papers were not at hand: this follows the authors' code, with RMSNorm where
+    XC-Cache's new layers have LayerNorm, and with weights of each layer's own, which that code shares unless
+    told otherwise.
+    """
+
+    width: int
+    source: int | None = None
+    kv_heads: int | None = None
+    turns: bool = False
+
+    value_source = kv_input = None
+
+    def check(self, config: Config) -> None:
+        if self.width < 1:
+            raise ValueError(f"width is {self.width}, expected the encoder's channels per context token")
+        if config.heads % (self.kv_heads or config.kv_heads):
+            raise ValueError(f"{config.heads} query heads cannot share {self.kv_heads} KV heads evenly")
+        if self.source is not None and not 0 <= self.source < config.layers:
+            raise ValueError(f"source={self.source} names no layer of 0 to {config.layers - 1}")
+        for layer, mixer in enumerate(config.mixers):
+            if mixer == self and config.window(layer) is not None:
+                raise ValueError(f"layer {layer} has a window, expected none: a context is seen whole")
+            if mixer == self and self.source is not None and self.source > layer:
+                raise ValueError(
+                    f"layer {layer} reads the context of layer {self.source}, expected one below"
+                )
+
+    def shapes(self, config: Config) -> Shapes:
+        d, n = config.d_model, config.heads * config.head_dim
+        kv = (self.width, (self.kv_heads or config.kv_heads) * config.head_dim)
+        return {"q": (d, n), "k": kv, "v": kv, "o": (n, d)}
+
+    def slots(self, config: Config) -> SlotShape:
+        return SlotShape(1, self.width, self.width, config.scale, shared=True, factors=True, fixed=True)
+
+    def rope(self, config: Config, layer: int) -> Rope:
+        return Rope(kind="none")
+
+    def state(self, config: Config) -> Shapes:
+        return {}
+
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        config = layer.config
+        q = self._heads(linear(p, "q", x), memory.pos, config)
+        sets = [self._keys(p, held, config) for held in memory.held(layer, state)]
+        if not sets:
+            return jnp.zeros_like(x), state, None
+        out = attend_to_all(q, sets, memory.pos, scale=layer.scale)
+        return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(*x.shape[:2], -1)), state, None
+
+    def _keys(self, p: Params, held: Keys, config: Config) -> Keys:
+        """Keys and values of stored states."""
+        e, pos = held.k[:, 0], held.pos
+        assert pos is not None
+        k, v = self._heads(e @ p["k"], pos[:, 0], config), self._heads(e @ p["v"], None, config)
+        return Keys(k, v, pos)
+
+    def _heads(
+        self, x: Float[Array, "B S F"], pos: Int[Array, "B S"] | None, config: Config
+    ) -> Float[Array, "B X S H"]:
+        """A projection as heads, turned by `pos` where the layer does so."""
+        x = x.reshape(*x.shape[:2], -1, config.head_dim)
+        if self.turns and pos is not None:
+            x = rotate(x, *angles(config.rope, pos[..., None], config.head_dim), config.rope.start)
+        return jnp.swapaxes(x, 1, 2)
