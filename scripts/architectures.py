@@ -19,14 +19,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import nbytes
-from kvjax.commands.sizes import Sizes, abstract_params
+from kvjax import steps
+from kvjax.cache import Cache, Slots, nbytes
+from kvjax.commands.sizes import abstract_params
 from kvjax.context import hold
 from kvjax.grammar import Method
-from kvjax.models.block_transformer import BlockConfig, init, prefill
+from kvjax.models.block_transformer import BlockCache, BlockConfig, init, prefill
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import GatedMLP, MoE, NoMLP
-from kvjax.models.mixers.attention import Attention
+from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.head_maps import HeadMaps
@@ -257,60 +258,35 @@ def block_transformer() -> BlockConfig:
     return BlockConfig(dataclasses.replace(half, vocab=2 * half.d_model), half, length=4, prefix=2)
 
 
-def block_bytes(config: BlockConfig) -> tuple[int, int]:
-    """`measured` of a Block Transformer."""
-
-    def size(tokens: int) -> int:
+def cache_shapes(config: Config | BlockConfig, tokens: int) -> Cache | BlockCache:
+    """The cache that `tokens` tokens leave: of a prompt, or of a context where layers read one."""
+    ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, tokens), (1,)))
+    if isinstance(config, BlockConfig):
         params = jax.eval_shape(lambda key: init(config, key, jnp.bfloat16), jax.random.key(0))
-        ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-        length = jax.ShapeDtypeStruct((1,), jnp.int32)
-        cache = jax.eval_shape(partial(prefill, config=config, method=Method(), room=0), params, ids, length)[
-            1
-        ]
-        positions = [s.pos for c in (cache.blocks, cache.tokens) for g in c.groups for s in g]
-        return nbytes(cache) - nbytes((positions, cache.open, cache.count)) - 8
-
-    short, long = size(2048), size(4096)
-    return (long - short) // 2048, short - (long - short)
-
-
-def lists(config: Config) -> tuple[int, int]:
-    """Slot lists that grow and that do not: each slot also holds its position, 4 bytes."""
-    growing = fixed = 0
-    for i in range(config.layers):
-        mixer = config.mixers[i] if config.mixers else Attention()
-        slots = mixer.slots(config)
-        if slots is None or slots.fixed or mixer.source is not None:
-            continue
-        window = config.window(i)
-        growing += slots.heads if window is None else 0
-        fixed += 0 if window is None else slots.heads * (window + 1)
-    return growing, fixed
+        call = partial(prefill, config=config, method=Method(), room=0)
+        return jax.eval_shape(call, params, ids, length)[1]
+    params, run = abstract_params(config, "bfloat16"), Run(config, Method())
+    slots = [mixer_of(config, i).slots(config) for i in range(config.layers)]
+    width = next((s.key for s in slots if s is not None and s.fixed), None)
+    if width is None:
+        call = partial(steps.prefill, run, tokens_bound=tokens, room=0, compress=True)
+        return jax.eval_shape(call, params, ids, length, None)[1]
+    states = jax.ShapeDtypeStruct((1, 1, tokens, width), jnp.bfloat16)
+    held = Keys(states, states, jax.ShapeDtypeStruct((1, 1, tokens), jnp.int32))
+    return jax.eval_shape(lambda p, k: hold(run, p, k, 0), params, held)
 
 
 def measured(config: Config | BlockConfig) -> tuple[int, int]:
-    """(bytes per token, bytes that do not grow) of one row's cache, positions left out."""
-    if isinstance(config, BlockConfig):
-        return block_bytes(config)
-    short, long = (Sizes(config, "bfloat16", tokens, [Method()]).nbytes(Method()) for tokens in (2048, 4096))
-    growing, fixed = lists(config)
-    token = (long - short) // 2048
-    return token - 4 * growing, short - 2048 * token - 4 * fixed - 4
+    """(bytes per token, bytes that do not grow) of one row's keys, values and states."""
 
+    def size(tokens: int) -> int:
+        cache = cache_shapes(config, tokens)
+        both = (cache.blocks, cache.tokens) if isinstance(cache, BlockCache) else (cache,)
+        segments = [s for one in both for group in one.groups for s in group]
+        return nbytes([(s.k, s.v) if isinstance(s, Slots) else s for s in segments])
 
-def measured_context(config: Config) -> tuple[int, int]:
-    """(bytes per token of the context, bytes that do not grow) of a cache that holds nothing else."""
-    width = next(s.key for m in config.mixers if (s := m.slots(config)).fixed)
-    params, run = abstract_params(config, "bfloat16"), Run(config, Method())
-
-    def held(tokens: int) -> int:
-        states = jax.ShapeDtypeStruct((1, 1, tokens, width), jnp.bfloat16)
-        keys = Keys(states, states, jax.ShapeDtypeStruct((1, 1, tokens), jnp.int32))
-        return nbytes(jax.eval_shape(lambda p, k: hold(run, p, k, 0), params, keys))
-
-    short, long = held(2048), held(4096)
-    token = (long - short) // 2048
-    return token - 4, short - 2048 * token - 4 * lists(config)[0] - 4
+    short, long = size(2048), size(4096)
+    return (long - short) // 2048, short - (long - short)
 
 
 def table() -> str:
@@ -320,8 +296,7 @@ def table() -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows():
-        reads = any(m.slots(row.config) is not None and m.slots(row.config).fixed for m in row.config.mixers)
-        token, constant = (measured_context if reads else measured)(row.config)
+        token, constant = measured(row.config)
         lines.append(
             f"| {row.name} | {row.paper} | {row.select} | {row.words} | {row.token:,} | {token:,} | "
             f"{row.constant / 2**20:.2f} | {constant / 2**20:.2f} |"
