@@ -14,6 +14,7 @@ from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.tensor_product import TensorProduct
 from kvjax.ops.rope import Rope
 
@@ -30,6 +31,9 @@ MIXERS = {
         GatedDelta,
         KimiDelta,
         Mamba2,
+        Rwkv6,
+        Rwkv7,
+        ChannelMix,
     )
 }
 MLPS = {word.__name__: word for word in (GatedMLP, MLP, NoMLP, MoE)}

@@ -75,7 +75,7 @@ def stack(
     below have to give.
     """
     x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
-    first_values = _first_values(params, x, config)
+    first_values = _first_values(params, x, config, memory, states[0])
     lends, passed, hidden = lending(config), dict(above or {}), {}
     new_states, collected, first = [], [], 0
     for g, (p, state) in enumerate(zip(params["layers"], states, strict=True)):
@@ -138,15 +138,18 @@ def _given(state: Any, collected: Any, above: bool = False) -> Given:
     return Given(state, 0, None if k is None else k[0], None if v is None else v[0], above)
 
 
-def _first_values(params: Params, x: Float[Array, "B T D"], config: Config) -> Array | None:
-    """The values of layer 0, where some layer adds them to its own: they depend on the embedding alone."""
+def _first_values(
+    params: Params, x: Float[Array, "B T D"], config: Config, memory: Memory, state: Any
+) -> Array | None:
+    """The values of layer 0, where some layer adds them to its own; the state stays as it was."""
     mixers = [mixer_of(config, i) for i in range(config.layers)]
     if all(getattr(m, "value_mix", None) is None for m in mixers):
         return None
     p = jax.tree.map(lambda w: w[0], params["layers"][0])
     if "attn_norm" in p:
         x = rms_norm(x, p["attn_norm"], config.norm_eps, config.norm_offset)
-    return mixers[0].project(p, x, config).v
+    layer = Layer(0, 0, 0, config.window(0), mixers[0].rope(config, 0), mixers[0], config, pos=memory.pos)
+    return mixers[0].first_values(p, x, layer, memory, state)
 
 
 def decode_layers(

@@ -117,6 +117,12 @@ class Attention:
         extra = _learned(p, x.shape[0]) if self.kv_bias else extra
         return Projected(q, k, v, x, extra=extra)
 
+    def first_values(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
+    ) -> Float[Array, "B K T H"] | None:
+        """What later layers with a `value_mix` add to their values, where this is layer 0."""
+        return self.project(p, x, layer.config).v
+
     def _heads(self, p: Params, name: str, x: Float[Array, "B T D"], config: Config) -> Any:
         """One projection as heads [B, heads, T, H]; None where the layer has no such projection."""
         if name not in p:

@@ -14,6 +14,7 @@ from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.tensor_product import TensorProduct
 from kvjax.ops.rope import Rope
 
@@ -40,6 +41,9 @@ MLA_Q = dataclasses.replace(MLA, q_rank=9)
 TPA = TensorProduct(q_rank=3, key_rank=2, value_rank=1)
 KDA = KimiDelta(heads=2, key_dim=6, value_dim=5, rank=3)
 MAMBA = Mamba2(heads=4, key_dim=6, value_dim=5, groups=2)
+FINCH = Rwkv6(heads=2, head_dim=6, mix_rank=3, decay_rank=4)
+GOOSE = Rwkv7(heads=2, head_dim=6, decay_rank=3, rate_rank=4, gate_rank=5)
+GOSLING = dataclasses.replace(GOOSE, v_rank=2)
 CHOOSY = MoE(experts=4, top=2, width=8)
 
 KV = 2 * 2 * 8  # keys and values of SMALL's two KV heads
@@ -61,6 +65,14 @@ TABLE = {
     "mamba-2": Row(
         with_layers(MAMBA, MAMBA, mlps=(NoMLP(), NoMLP())), 0, 0, 2 * (4 * 5 * 6 + 4 * (20 + 2 * 12))
     ),
+    "rwkv-6": Row(
+        with_layers(FINCH, ChannelMix(gate=True), FINCH, ChannelMix(gate=True), mlps=(NoMLP(),) * 4),
+        0, 0, 2 * (2 * 6 * 6 + 2 * 16 + 2 * 16),
+    ),  # fmt: skip
+    "rwkv-7": Row(
+        with_layers(GOOSE, ChannelMix(), GOSLING, ChannelMix(), GOSLING, ChannelMix(), mlps=(NoMLP(),) * 6),
+        0, 0, 3 * (2 * 6 * 6 + 2 * 16 + 2 * 16),
+    ),  # fmt: skip
     "kimi linear": Row(
         with_layers(KDA, KDA, KDA, dataclasses.replace(MLA, turns=False)),
         12 + 4, 1, 3 * (2 * 6 * 5 + 4 * (2 * 12 + 10)),
