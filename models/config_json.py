@@ -13,7 +13,8 @@ from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.latent import Latent
-from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
+from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Mamba2, Retention
 from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.tensor_product import TensorProduct
 from kvjax.ops.rope import Rope
@@ -28,9 +29,12 @@ MIXERS = {
         TensorProduct,
         Retention,
         GatedLinear,
+        GatedSlot,
         GatedDelta,
         KimiDelta,
         Mamba2,
+        LogLinearDelta,
+        LogLinearMamba2,
         Rwkv6,
         Rwkv7,
         ChannelMix,

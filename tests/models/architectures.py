@@ -13,7 +13,8 @@ from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.latent import Latent
-from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
+from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Mamba2, Retention
 from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.tensor_product import TensorProduct
 from kvjax.ops.rope import Rope
@@ -65,6 +66,15 @@ TABLE = {
     "mamba-2": Row(
         with_layers(MAMBA, MAMBA, mlps=(NoMLP(), NoMLP())), 0, 0, 2 * (4 * 5 * 6 + 4 * (20 + 2 * 12))
     ),
+    "gsa": Row(with_layers(*[GatedSlot(2, 6, 5, count=4)] * 2), 0, 0, 2 * 2 * (6 * 4 + 4 * 5)),
+    "log-linear gated deltanet": Row(
+        with_layers(*[LogLinearDelta(4, 6, 5, groups=2, levels=6)] * 2),
+        0, 0, 2 * (6 * 4 * 6 * 5 + 4 * (2 * 12 + 20)),
+    ),  # fmt: skip
+    "log-linear mamba-2": Row(
+        with_layers(*[LogLinearMamba2(4, 6, 5, groups=2, levels=3)] * 2, mlps=(NoMLP(), NoMLP())),
+        0, 0, 2 * (3 * 4 * 5 * 6 + 4 * (20 + 2 * 12)),
+    ),  # fmt: skip
     "rwkv-6": Row(
         with_layers(FINCH, ChannelMix(gate=True), FINCH, ChannelMix(gate=True), mlps=(NoMLP(),) * 4),
         0, 0, 2 * (2 * 6 * 6 + 2 * 16 + 2 * 16),

@@ -2,42 +2,12 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.models.config import Config
 from kvjax.models.feed_forward import NoMLP
-from kvjax.models.mixer import Layer, Memory
 from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
-
-D, T = 10, 9
-CONFIG = Config(vocab=7, d_model=D, layers=1, heads=2, kv_heads=2, head_dim=4, d_ff=12)
-
-
-def drawn(mixer, rng, config=CONFIG):
-    """Parameters in which every leaf matters, in float64."""
-    return {name: 0.5 * rng.standard_normal(shape) for name, shape in mixer.shapes(config).items()}
-
-
-def run(mixer, p, x, first_values=None):
-    """The mixer's output for one row without a cache, in float32."""
-    pos = jnp.arange(x.shape[0], dtype=jnp.int32)[None]
-
-    def recur(layer, step, state):
-        return step(None, pos >= 0)[0], None, None
-
-    def call(p, x, first_values):
-        layer = Layer(0, 0, 1, None, mixer.rope(CONFIG, 0), mixer, CONFIG, first_values=first_values)
-        return mixer(p, x, layer, Memory(pos, None, recur), None)[0]
-
-    low = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (p, x[None], first_values))
-    return np.asarray(jax.jit(call)(*low)[0])
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
+from tests.models.single import CONFIG, D, T, close, drawn, run, sigmoid
 
 
 def head_norms(o, p, heads, eps=64e-5):
@@ -106,10 +76,6 @@ def channels(p, x, gate):
         out.append(share * (key @ p["v"]))
         last = now
     return np.stack(out)
-
-
-def close(got, want):
-    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max(), rtol=0)
 
 
 def test_rwkv6_is_its_equation_token_by_token(rng):
