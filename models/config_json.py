@@ -11,6 +11,7 @@ from kvjax.models.config import Config
 from kvjax.models.feed_forward import MLP, GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.dropped import Dropped
+from kvjax.models.mixers.goldfinch import FinchC2, Gold
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
@@ -38,6 +39,8 @@ MIXERS = {
         Rwkv6,
         Rwkv7,
         ChannelMix,
+        FinchC2,
+        Gold,
     )
 }
 MLPS = {word.__name__: word for word in (GatedMLP, MLP, NoMLP, MoE)}

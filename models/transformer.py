@@ -92,6 +92,8 @@ def stack(
             first_values=first_values if getattr(mixer, "value_mix", None) is not None else None,
             kv_hidden=None if mixer.kv_input is None else hidden[mixer.kv_input],
             pos=memory.pos,
+            tokens=tokens,
+            embed=params["embed"],
         )
 
         def body(carry, inputs, kind=kind, mlp=mlp, memory=memory):
@@ -236,7 +238,7 @@ def attend_new(
     sets, heads = [*past, new], new.k.shape[1]
     if x.expand is not None:
         q = x.expand.queries(q)
-        sets = [Keys(*x.expand.keys(s.k, s.v), s.pos, s.bias) for s in sets]
+        sets = x.expand.sets(sets)
     extra = [] if x.extra is None else [x.extra]
     if q.shape[2] != sets[-1].k.shape[2]:
         # A prefill that ends early: one query over keys that are not only its own.

@@ -30,7 +30,6 @@ from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.mixers.attention import lending, mixer_of
 from kvjax.models.transformer import decode_layers, rotary, unembed
 from kvjax.ops import attention as ops
-from kvjax.ops.attention import Keys
 from kvjax.place.paged import attend_pages
 from kvjax.segments import flush
 from kvjax.steps.run import Run, repeated, turn_keys
@@ -138,7 +137,7 @@ def _attend_segments(
         sets = [s._replace(pos=jnp.where(s.pos >= 0, s.pos + 1, -1)) for s in sets]
     if unreadable is not None:
         q = unreadable.queries(q)
-        sets = [Keys(*unreadable.keys(s.k, s.v), s.pos, s.bias) for s in sets]
+        sets = unreadable.sets(sets)
     sets = sets if x.extra is None else [x.extra, *sets]
     wants = gm.evicting and wants_mass(gm)
     out, lse, masses = ops.attend(

@@ -31,7 +31,9 @@ class Run(NamedTuple):
             slots = mixer.slots(self.config)
             shared = slots.value if slots is not None and slots.shared else None
             kind = "state" if slots is None else "slots" if mixer.source is None else "reads"
-            out.append(group_method(self.method, first, size, self.config.window(first), shared, kind))
+            gm = group_method(self.method, first, size, self.config.window(first), shared, kind)
+            ids = slots is not None and slots.ids
+            out.append(gm._replace(codecs=(gm.codecs[0], None)) if ids else gm)
             first += size
         return tuple(out)
 

@@ -80,17 +80,19 @@ def lerp(p: Params, name: str, x: Float[Array, "B T D"], before: Float[Array, "B
     return x + (before - x) * p[f"mix_{name}"][None, None]
 
 
-def ddlerp(p: Params, names: str, x: Float[Array, "B T D"], before: Float[Array, "B T D"]) -> list[Array]:
-    """`lerp` for every letter of `names`, whose shares move with the token: mix + tanh(lerp_x A) B.
-
-    Data-dependent linear interpolation (Eagle and Finch, arXiv:2404.05892, eq. 14-16).
-    """
+def shares(p: Params, names: str, x: Float[Array, "B T D"], before: Float[Array, "B T D"]) -> list[Array]:
+    """mix + tanh(lerp_x A) B for every letter of `names`: shares that move with the token."""
     low = jnp.tanh(lerp(p, "x", x, before) @ p["mix_down"]).reshape(*x.shape[:2], len(names), -1)
     moved = jnp.einsum("btnr,nrd->nbtd", low, p["mix_up"])
-    return [x + (before - x) * (p[f"mix_{n}"][None, None] + m) for n, m in zip(names, moved, strict=True)]
+    return [p[f"mix_{n}"][None, None] + m for n, m in zip(names, moved, strict=True)]
 
 
-def ddlerp_shapes(names: str, width: int, rank: int) -> Shapes:
+def ddlerp(p: Params, names: str, x: Float[Array, "B T D"], before: Float[Array, "B T D"]) -> list[Array]:
+    """`lerp` with `shares`: data-dependent linear interpolation (Eagle and Finch, arXiv:2404.05892)."""
+    return [x + (before - x) * share for share in shares(p, names, x, before)]
+
+
+def share_shapes(names: str, width: int, rank: int) -> Shapes:
     mixes: Shapes = {f"mix_{n}": (width,) for n in "x" + names}
     return mixes | {"mix_down": (width, len(names) * rank), "mix_up": (len(names), rank, width)}
 
@@ -145,7 +147,7 @@ class Rwkv6(TimeMix):
 
     def shapes(self, config: Config) -> Shapes:
         d = config.d_model
-        shapes = super().shapes(config) | ddlerp_shapes("wkvrg", d, self.mix_rank)
+        shapes = super().shapes(config) | share_shapes("wkvrg", d, self.mix_rank)
         shapes |= low_rank_shapes("decay", d, self.decay_rank, self.width)
         return shapes | {"out_gate": (d, self.width), "bonus": (self.heads, self.head_dim)}
 

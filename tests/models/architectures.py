@@ -8,9 +8,10 @@ import dataclasses
 from typing import NamedTuple
 
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import MoE, NoMLP
+from kvjax.models.feed_forward import MLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.dropped import Dropped
+from kvjax.models.mixers.goldfinch import FinchC2, Gold
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
@@ -45,6 +46,8 @@ MAMBA = Mamba2(heads=4, key_dim=6, value_dim=5, groups=2)
 FINCH = Rwkv6(heads=2, head_dim=6, mix_rank=3, decay_rank=4)
 GOOSE = Rwkv7(heads=2, head_dim=6, decay_rank=3, rate_rank=4, gate_rank=5)
 GOSLING = dataclasses.replace(GOOSE, v_rank=2)
+FINCH_C2 = FinchC2(heads=2, head_dim=6, mix_rank=3, decay_rank=4, second_rank=2)
+GOLD = Gold(rank=3, mix_rank=2, adapt_rank=4, kv_input=4)
 CHOOSY = MoE(experts=4, top=2, width=8)
 
 KV = 2 * 2 * 8  # keys and values of SMALL's two KV heads
@@ -82,6 +85,16 @@ TABLE = {
     "rwkv-7": Row(
         with_layers(GOOSE, ChannelMix(), GOSLING, ChannelMix(), GOSLING, ChannelMix(), mlps=(NoMLP(),) * 6),
         0, 0, 3 * (2 * 6 * 6 + 2 * 16 + 2 * 16),
+    ),  # fmt: skip
+    "goldfinch": Row(
+        with_layers(
+            *[FINCH_C2, ChannelMix(gate=True)] * 2,
+            GOLD,
+            *[dataclasses.replace(GOLD, source=4, kv_input=None)] * 2,
+            mlps=(*[NoMLP()] * 4, *[MLP()] * 3),
+            kv_heads=4, head_dim=4, activation="relu2", vocab=300,
+        ),
+        3 + 2, 1, 2 * (2 * 6 * 6 + 2 * 16 + 2 * 16),
     ),  # fmt: skip
     "kimi linear": Row(
         with_layers(KDA, KDA, KDA, dataclasses.replace(MLA, turns=False)),
