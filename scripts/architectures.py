@@ -17,12 +17,15 @@ from typing import NamedTuple
 from kvjax.commands.sizes import Sizes
 from kvjax.grammar import Method
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import NoMLP
+from kvjax.models.feed_forward import MLP, NoMLP
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.dropped import Dropped
+from kvjax.models.mixers.goldfinch import FinchC2, Gold
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.latent import Latent
-from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
+from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.tensor_product import TensorProduct
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
@@ -63,7 +66,7 @@ def maps(sources: list[int | None], **options) -> Config:
 
 
 def rows() -> list[Row]:
-    return head_rows() + shared_rows() + recurrent_rows()
+    return head_rows() + shared_rows() + recurrent_rows() + rwkv_rows()
 
 
 def head_rows() -> list[Row]:
@@ -147,7 +150,10 @@ def recurrent_rows() -> list[Row]:
     mamba = 128 * 64 * 128 * 4 + 4 * (8192 + 256) * 2
     kimi = of([KDA, KDA, KDA, dataclasses.replace(MLA, turns=False)])
     only_mamba = of([MAMBA], mlps=(NoMLP(),) * LAYERS)
-    gla = GatedLinear(4, 512, 1024)
+    gla, gsa = GatedLinear(4, 512, 1024), GatedSlot(4, 1024, 1024, count=64)
+    levels = "16 L h K V, fp32, + conv tail"
+    log_mamba = LogLinearMamba2(128, 128, 64, groups=1, levels=16)
+    log_mamba_only = of([log_mamba], mlps=(NoMLP(),) * LAYERS)
     return [
         Row(
             "RetNet", "2307.08621", "`Retention(16, 256, 512)`", of([Retention(16, 256, 512)]),
@@ -155,11 +161,23 @@ def recurrent_rows() -> list[Row]:
         ),
         Row("GLA", "2312.06635", "`GatedLinear(4, 512, 1024)`", of([gla]), linear, 0, 32 * 2**21 * 4),
         Row(
+            "GSA", "2409.07146", "`GatedSlot(4, 1024, 1024, count=64)`", of([gsa]), "L h m (K + V), fp32",
+            0, 32 * 4 * 64 * 2048 * 4,
+        ),
+        Row(
             "Gated DeltaNet", "2412.06464", "`GatedDelta(32, 128, 128)`", of([GatedDelta(32, 128, 128)]),
             tails, 0, 32 * (STATE + TAIL),
         ),
         Row("KDA", "2510.26692", "`KimiDelta(32, 128, 128)`", of([KDA]), tails, 0, 32 * (STATE + TAIL)),
         Row("Mamba-2", "2405.21060", "`Mamba2(128, 128, 64, 1)`", only_mamba, tails, 0, 32 * mamba),
+        Row(
+            "Log-linear Gated DeltaNet", "2506.04761", "`LogLinearDelta(32, 128, 128, levels=16)`",
+            of([LogLinearDelta(32, 128, 128, levels=16)]), levels, 0, 32 * (16 * STATE + TAIL),
+        ),
+        Row(
+            "Log-linear Mamba-2", "2506.04761", "`LogLinearMamba2(128, 128, 64, 1, levels=16)`",
+            log_mamba_only, levels, 0, 32 * (16 * 128 * 64 * 128 * 4 + 4 * (8192 + 256) * 2),
+        ),
         Row(
             "Kimi Linear", "2510.26692", "3 `KimiDelta` : 1 `Latent(turns=False)`", kimi,
             "L/4 (R + Rp) + states", 8 * 576 * 2, 24 * (STATE + TAIL),
@@ -169,6 +187,38 @@ def recurrent_rows() -> list[Row]:
             "2 L/8 K H + states", 4 * kv, 28 * mamba,
         ),
     ]  # fmt: skip
+
+
+def rwkv_rows() -> list[Row]:
+    """RWKV's blocks, each of two layers, and GoldFinch on top of two thirds of them."""
+    words = "L (h K V, fp32, + 4 D)"
+    block = 64 * 64 * 64 * 4 + 4 * 4096 * 2
+    inner = (Rwkv7(64, 64, v_rank=32), ChannelMix())
+    goose = (Rwkv7(64, 64), ChannelMix(), *inner * (LAYERS - 1))
+    below, first = 21, 42
+    gold = (Gold(256, kv_input=first), *[Gold(256, source=first)] * (LAYERS - below - 1))
+    finches = (FinchC2(64, 64), ChannelMix(gate=True)) * below
+    goldfinch = blocks(finches, gold, kv_heads=32, activation="relu2")
+    return [
+        Row(
+            "RWKV-6", "2404.05892", "`Rwkv6(64, 64)`, `ChannelMix(gate=True)`",
+            blocks((Rwkv6(64, 64), ChannelMix(gate=True)) * LAYERS), words, 0, 32 * block,
+        ),
+        Row(
+            "RWKV-7", "2503.14456", "`Rwkv7(64, 64, v_rank=32)`, `ChannelMix()`", blocks(goose), words,
+            0, 32 * block,
+        ),
+        Row(
+            "GoldFinch, 21 + 11", "2407.12077", "`FinchC2(64, 64)`, `ChannelMix`, `Gold(256, source=42)`",
+            goldfinch, "D / 16 + id, + states", (256 + 2) * 2, 21 * block,
+        ),
+    ]  # fmt: skip
+
+
+def blocks(mixes: tuple, attention: tuple = (), **options) -> Config:
+    """BASE with layers that only mix, and above them layers with a feed-forward that has no gate."""
+    mlps = (*[NoMLP()] * len(mixes), *[MLP()] * len(attention))
+    return dataclasses.replace(BASE, layers=len(mlps), mixers=(*mixes, *attention), mlps=mlps, **options)
 
 
 def lists(config: Config) -> tuple[int, int]:

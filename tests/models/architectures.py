@@ -83,7 +83,7 @@ TABLE = {
         0, 0, 2 * (2 * 6 * 6 + 2 * 16 + 2 * 16),
     ),  # fmt: skip
     "rwkv-7": Row(
-        with_layers(GOOSE, ChannelMix(), GOSLING, ChannelMix(), GOSLING, ChannelMix(), mlps=(NoMLP(),) * 6),
+        with_layers(GOOSE, ChannelMix(), GOSLING, GOSLING, ChannelMix(), ChannelMix(), mlps=(NoMLP(),) * 6),
         0, 0, 3 * (2 * 6 * 6 + 2 * 16 + 2 * 16),
     ),  # fmt: skip
     "goldfinch": Row(

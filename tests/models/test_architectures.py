@@ -220,7 +220,6 @@ def test_a_prefill_runs_layers_that_keep_nothing_for_the_last_token_only(name):
         ids, length = jnp.zeros((1, 64), jnp.int32), jnp.full((1,), 64, jnp.int32)
         return jax.jit(call).lower(model.params, ids, length).compile().cost_analysis()["flops"]
 
-    # Of four layers two keep nothing; what is observed needs all of them. Keys and values stay.
-    few, all_of_them = flops(frozenset()), flops(frozenset({Mass()}))
-    print(name, few / all_of_them)
-    assert few < (0.75 if name == "swiftkv" else 0.62) * all_of_them
+    # Of four layers two keep nothing, of GoldFinch's seven three; what is observed needs all. Keys and values
+    # stay.
+    assert flops(frozenset()) < (0.75 if name == "swiftkv" else 0.62) * flops(frozenset({Mass()}))
