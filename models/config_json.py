@@ -13,6 +13,7 @@ from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.goldfinch import FinchC2, Gold
 from kvjax.models.mixers.head_maps import HeadMaps
+from kvjax.models.mixers.infini import Infini
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Mamba2, Retention
@@ -36,6 +37,7 @@ MIXERS = {
         Mamba2,
         LogLinearDelta,
         LogLinearMamba2,
+        Infini,
         Rwkv6,
         Rwkv7,
         ChannelMix,

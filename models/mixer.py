@@ -114,7 +114,7 @@ def with_previous(sets: Sequence[Keys]) -> list[Keys]:
     No token may be missing: a position is then less than the number of all slots.
     """
     k, v = (jnp.concatenate([getattr(s, n) for s in sets], 2) for n in "kv")
-    pos = jnp.concatenate([s.pos for s in sets], -1)
+    pos = jnp.concatenate([s.pos for s in sets if s.pos is not None], -1)
     slot = jax.lax.broadcasted_iota(jnp.int32, pos.shape, 2)
 
     def place(pos: Array, slot: Array) -> Array:

@@ -22,6 +22,7 @@ from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.goldfinch import FinchC2, Gold
 from kvjax.models.mixers.head_maps import HeadMaps
+from kvjax.models.mixers.infini import Infini
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Mamba2, Retention
@@ -177,6 +178,11 @@ def recurrent_rows() -> list[Row]:
         Row(
             "Log-linear Mamba-2", "2506.04761", "`LogLinearMamba2(128, 128, 64, 1, levels=16)`",
             log_mamba_only, levels, 0, 32 * (16 * 128 * 64 * 128 * 4 + 4 * (8192 + 256) * 2),
+        ),
+        Row(
+            "Infini-attention", "2404.07143", "`Infini(32, 128, 128, segment=2048)`",
+            of([Infini(32, 128, 128, segment=2048)]), "L (2 h K (V + 1), fp32, + 2 h s K + D)",
+            0, 32 * (2 * 32 * 128 * 129 * 4 + (2048 * 2 * 32 * 128 + 4096) * 2 + 4),
         ),
         Row(
             "Kimi Linear", "2510.26692", "3 `KimiDelta` : 1 `Latent(turns=False)`", kimi,

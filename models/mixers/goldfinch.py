@@ -49,10 +49,11 @@ class FinchC2(TimeMix):
             r, k, v, w, u = ddlerp(p, "rkvwu", x, before)
             decay = low_rank(p, "decay", w).astype(jnp.float32)
             key = (k @ p["k"]).astype(jnp.float32) * -jnp.expm1(-jnp.exp(decay))
-            heads = self.split(r @ p["r"], key, (v @ p["v"]).astype(jnp.float32), decay)
+            value = (v @ p["v"]).astype(jnp.float32)
+            r, key, value, decay = self.split(r @ p["r"], key, value, decay)
             nothing = jnp.zeros((self.heads, self.head_dim), jnp.float32)
             start = None if past is None else past["S"]
-            out, new = ops.rwkv6(*heads, nothing, mask=mask, initial_state=start)
+            out, new = ops.rwkv6(r, key, value, decay, nothing, mask=mask, initial_state=start)
             second = u @ p["v"] + low_rank(p, "second", u)
             y = out.reshape(second.shape) + second.astype(jnp.float32)
             return group_norm(p, "out_norm", y, 1, EPS).astype(x.dtype) @ p["o"], {"S": new}

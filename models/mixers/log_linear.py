@@ -54,8 +54,10 @@ class LogLinearDelta(GatedDelta):
     def remember(
         self, p: Params, x: Array, fed: tuple[Array, ...], pos: Array, past: State | None, mask: Array
     ) -> tuple[Array, State]:
-        start = memory_of(past, pos)
-        out, new = log_linear_gated_delta(*fed, level_weights(p, x), initial_state=start, mask=mask)
+        q, k, v, g, beta = fed
+        out, new = log_linear_gated_delta(
+            q, k, v, g, beta, level_weights(p, x), initial_state=memory_of(past, pos), mask=mask
+        )
         return out, {"levels": new.levels}
 
 

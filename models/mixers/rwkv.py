@@ -19,6 +19,7 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, group_norm, l2_norm, linear
 from kvjax.models.mixer import Layer, Memory, State
 from kvjax.ops import rwkv as ops
+from kvjax.ops.convolution import answered, token_shift
 from kvjax.ops.rope import Rope
 
 # The authors' models divide by a head's deviation with this eps.
@@ -60,19 +61,10 @@ class Shifted:
             )
             before, shift = token_shift(x, shift, mask)
             y, new = mix(before, past, mask)
-            y = jnp.where(mask[..., None], y, answer[:, None].astype(y.dtype))
-            return y, new | {"shift": shift, "answer": token_shift(y, answer, mask)[1]}
+            y, answer = answered(y, answer, mask)
+            return y, new | {"shift": shift, "answer": answer}
 
         return memory.recur(layer, step, state)
-
-
-def token_shift(
-    x: Float[Array, "B T D"], last: Float[Array, "B D"], mask: Bool[Array, "B T"]
-) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
-    """(the token before each, the last real one); `last` stands before the first. Padding comes last."""
-    line = jnp.concatenate([last[:, None].astype(x.dtype), x], 1)
-    count = mask.sum(1, dtype=jnp.int32)
-    return line[:, :-1], jnp.take_along_axis(line, count[:, None, None], axis=1)[:, 0]
 
 
 def lerp(p: Params, name: str, x: Float[Array, "B T D"], before: Float[Array, "B T D"]) -> Array:

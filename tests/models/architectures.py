@@ -13,6 +13,7 @@ from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.goldfinch import FinchC2, Gold
 from kvjax.models.mixers.head_maps import HeadMaps
+from kvjax.models.mixers.infini import Infini
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Mamba2, Retention
@@ -77,6 +78,10 @@ TABLE = {
     "log-linear mamba-2": Row(
         with_layers(*[LogLinearMamba2(4, 6, 5, groups=2, levels=3)] * 2, mlps=(NoMLP(), NoMLP())),
         0, 0, 2 * (3 * 4 * 5 * 6 + 4 * (20 + 2 * 12)),
+    ),  # fmt: skip
+    "infini": Row(
+        with_layers(Infini(2, 6, 5, segment=4, delta=False), Infini(2, 6, 5, segment=16)),
+        0, 0, sum(2 * 2 * 6 * (5 + 1) + segment * 2 * (6 + 5) + 16 + 1 for segment in (4, 16)),
     ),  # fmt: skip
     "rwkv-6": Row(
         with_layers(FINCH, ChannelMix(gate=True), FINCH, ChannelMix(gate=True), mlps=(NoMLP(),) * 4),

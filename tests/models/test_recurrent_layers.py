@@ -1,10 +1,12 @@
 """Recurrent layers against their equations in float64: sums over tokens where the layers keep a state."""
 
 import numpy as np
+import pytest
 
+from kvjax.models.mixers.infini import Infini
 from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
 from kvjax.models.mixers.recurrent import GatedSlot
-from tests.models.single import D, T, close, drawn, run, sigmoid
+from tests.models.single import CONFIG, D, T, close, drawn, run, sigmoid
 
 
 def silu(x):
@@ -94,3 +96,48 @@ def test_log_linear_deltanet_is_its_product_of_transitions_over_levels(rng):
     gate = silu(x @ p["out_gate"]).reshape(T, heads, values)
     want = (rms(o, p["out_norm"]) * gate).reshape(T, -1) @ p["o"]
     close(run(mixer, p, x), want)
+
+
+def rotated(x, theta=10_000.0):
+    """[T, H] with channels i and i + H / 2 turned by t theta^(-2 i / H)."""
+    half = x.shape[1] // 2
+    angle = np.arange(len(x))[:, None] * theta ** (-np.arange(half) / half)
+    low, high = x[:, :half], x[:, half:]
+    turned = [low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle)]
+    return np.concatenate(turned, 1)
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_infini_attention_is_its_equation_segment_by_segment(rng, delta):
+    heads, keys, values, segment = 2, 4, 3, 4
+    mixer = Infini(heads, keys, values, segment=segment, delta=delta)
+    p, x = drawn(mixer, rng), rng.standard_normal((T, D))
+    out = np.zeros((T, heads, values))
+    for h in range(heads):
+        q, k, v = ((x @ p[n]).reshape(T, heads, -1)[:, h] for n in "qkv")
+        near_q, near_k = rotated(q), rotated(k)
+        phi_q, phi_k = (np.where(a > 0, a + 1, np.exp(a)) for a in (q, k))
+        memory, z, share = np.zeros((keys, values)), np.zeros(keys), sigmoid(p["memory_share"][h])
+        for first in range(0, T, segment):
+            here = range(first, min(first + segment, T))
+            for t in here:
+                weight = np.exp(near_k[first : t + 1] @ near_q[t] / np.sqrt(keys))
+                near = weight @ v[first : t + 1] / weight.sum()
+                far = phi_q[t] @ memory / (phi_q[t] @ z) if first else 0.0
+                out[t, h] = share * far + (1 - share) * near
+            known = [phi_k[t] @ memory / (phi_k[t] @ z) if first and delta else 0.0 for t in here]
+            memory = memory + sum(np.outer(phi_k[t], v[t] - a) for t, a in zip(here, known, strict=True))
+            z = z + phi_k[here].sum(0)
+    close(run(mixer, p, x), out.reshape(T, -1) @ p["o"])
+
+
+@pytest.mark.parametrize("wrong", [dict(groups=1), dict(segment=0), dict(key_dim=3)])
+def test_infini_attention_says_what_it_needs(wrong):
+    fields = dict(heads=2, key_dim=4, value_dim=3) | wrong
+    with pytest.raises(ValueError, match="every head has a memory of its own"):
+        Infini(**fields).check(CONFIG)
+
+
+def test_slots_are_not_shared_between_heads():
+    with pytest.raises(ValueError, match="every head has slots of its own"):
+        GatedSlot(2, 4, 3, groups=1).check(CONFIG)
