@@ -42,7 +42,7 @@ class Layer(NamedTuple):
 
     lends: other layers read its slots. given: what the layer that this one reads has. first_values: values
     of the new tokens in layer 0, where some mixer asks for them. kv_hidden: the hidden state that keys and
-    values come from, where it is not the layer's own input. pos: positions of the layer's queries.
+    values come from, where the mixer names its layer. pos: positions of the layer's queries.
     """
 
     group: int
@@ -176,7 +176,7 @@ class Mixer(Protocol):
     value_source: int | None
     """The layer whose values are read beside the layer's own keys; else None."""
     kv_input: int | None
-    """The layer whose input keys and values come from, where it is not the layer's own; else None."""
+    """The layer whose input keys and values come from, if named: one below, or this one; else None."""
 
     def check(self, config: Config) -> None:
         """Raises ValueError where it does not fit the model."""

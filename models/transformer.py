@@ -120,7 +120,7 @@ def ends_early(config: Config, first: int) -> bool:
     """Whether layers `first` and above need no hidden state but the last token's to answer it.
 
     They keep nothing of their own inputs: they read slots from below, or project theirs from a hidden state
-    below (YOCO, arXiv:2405.05254; SwiftKV, arXiv:2410.03960).
+    that was there before (YOCO, arXiv:2405.05254; SwiftKV, arXiv:2410.03960).
     """
     mixers = [mixer_of(config, i) for i in range(first, config.layers)]
     below = ((m.source, m.kv_input) for m in mixers)

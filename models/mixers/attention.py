@@ -24,7 +24,8 @@ class Attention:
     arXiv:2405.12981; MLKV, arXiv:2406.09297; YOCO, arXiv:2405.05254; LCKV, arXiv:2405.10637, whose source
     lies above). value_source: own keys, but the values of that layer (SVFormer, arXiv:2410.17897). value_mix:
     values are (1 - mix) v + mix v_0 with those of layer 0 (ResFormer, same paper, 0.5). kv_input: keys and
-    values are projected from the input of that layer, below (SwiftKV, arXiv:2410.03960).
+    values are projected from the input of that layer, below (SwiftKV, arXiv:2410.03960) or this one, which
+    then needs no queries but the last token's in a prefill, where all above need no more.
 
     gate: the heads' outputs multiply by sigmoid(x W) before the output map (Gated Attention,
     arXiv:2505.06708; Qwen3-Next). sink: a learned logit per query head that takes attention and gives nothing

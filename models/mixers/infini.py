@@ -55,13 +55,13 @@ class Infini(Recurrent):
     def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
         q, k, v = self.split(*(linear(p, name, x) for name in "qkv"))
         cos, sin = angles(layer.config.rope, memory.pos[..., None], self.key_dim)
-        turned = {"q_local": rotate(q, cos, sin), "k_local": rotate(k, cos, sin)}
+        near_q, near_k = rotate(q, cos, sin), rotate(k, cos, sin)
 
         def step(past: State | None, mask: Bool[Array, "B T"]) -> tuple[Array, State]:
             start = None if past is None else InfiniState(*(past[n] for n in InfiniState._fields))
             out, new = infini_attention(
-                q, k, v, p["memory_share"], segment_tokens=self.segment, delta=self.delta, **turned,
-                initial_state=start, mask=mask,
+                q, k, v, p["memory_share"], segment_tokens=self.segment, delta=self.delta,
+                q_local=near_q, k_local=near_k, initial_state=start, mask=mask,
             )  # fmt: skip
             y = linear(p, "o", out.astype(x.dtype).reshape(*x.shape[:2], -1))
             y, answer = answered(y, jnp.zeros_like(x[:, 0]) if past is None else past["answer"], mask)

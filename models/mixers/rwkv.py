@@ -126,12 +126,13 @@ class TimeMix(Shifted):
 
 @dataclasses.dataclass(frozen=True)
 class Rwkv6(TimeMix):
-    """RWKV-6 "Finch" (Peng et al., 2024, arXiv:2404.05892, section 4): reads, then decays and writes.
+    """RWKV-6 "Finch" (Peng et al., 2024, arXiv:2404.05892): reads, then decays and writes.
 
         r, k, v, g, w = ddlerp(x_t, x_(t-1)) W;  S = Diag(e^-e^w) S + k v'
         y = (SiLU(g) * GroupNorm((S_(t-1) + Diag(u) k v')' r)) W_o
 
-    w comes from a low rank. mix_rank, decay_rank: of the interpolations and of w.
+    w comes from a low rank. mix_rank, decay_rank: of the interpolations and of w. The text of the paper was
+    not at hand: norm and gate are where the authors' code has them.
     """
 
     mix_rank: int = 32
@@ -158,14 +159,15 @@ class Rwkv6(TimeMix):
 
 @dataclasses.dataclass(frozen=True)
 class Rwkv7(TimeMix):
-    """RWKV-7 "Goose" (Peng et al., 2025, arXiv:2503.14456, section 4): a delta rule with its own erase key.
+    """RWKV-7 "Goose" (Peng et al., 2025, arXiv:2503.14456): a delta rule with an erase key of its own.
 
         r, k, v, w, a, g from lerp(x_t, x_(t-1));  v = v + (v_0 - v) sigmoid(low rank of v's lerp)
         kk = (k * k_k) / |k * k_k|;  k = k (1 + (a - 1) k_a)
         S = (Diag(e^w) - (a * kk) kk') S + k v',  y = (g * (GroupNorm(S' r) + (r' Diag(r_k) k) v)) W_o
 
     w, a and g come from low ranks (a through a sigmoid; w as in `kvjax.ops.rwkv`). v_rank: of the share of
-    v_0, the values of layer 0; None in layer 0 itself, and where there is no such share.
+    v_0, the values of layer 0; None in layer 0 itself, and where there is no such share. The text of the
+    paper was not at hand: these are the equations of the authors' code, without its starting values.
     """
 
     decay_rank: int = 64
@@ -178,9 +180,9 @@ class Rwkv7(TimeMix):
         return self.v_rank
 
     def check(self, config: Config) -> None:
-        first = config.mixers[0]
         if self.v_rank is None:
             return
+        first = config.mixers[0]
         if not isinstance(first, Rwkv7) or first.v_rank is not None or first.width != self.width:
             raise ValueError(
                 f"v_rank={self.v_rank} adds the values of layer 0, expected a Rwkv7 there with "

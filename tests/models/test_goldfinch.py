@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
+from kvjax.cache import Codes
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import NoMLP
 from kvjax.models.mixer import with_previous
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.goldfinch import FinchC2, Gold, digits, from_digits, to_digits
+from kvjax.models.model import Model
 from kvjax.models.params import init, plan
 from kvjax.models.transformer import forward
 from kvjax.ops.attention import Keys
@@ -126,6 +129,21 @@ def test_the_token_before_is_found_in_any_set_and_order(rng):
         before = rows[b, t - 1] if t else np.zeros(3)
         np.testing.assert_array_equal(got[b, 0, s], np.concatenate([rows[b, t], before]))
     assert [s.v.shape for s in both] == [(2, 1, 4, 2), (2, 1, 1, 2), (2, 1, 6, 2)]
+
+
+@pytest.mark.parametrize("store", ["int8", "kivi"])
+def test_codecs_leave_token_ids_alone(rng, store):
+    model = Model(CONFIG, init(CONFIG, jax.random.key(0), groups=plan(CONFIG, stacked=False)), name="gold")
+    ids = rng.integers(0, 700, (1, T))
+    method = kvjax.method(store, **(dict(group=2, residual=4) if store == "kivi" else {}))
+    _, cache = kvjax.prefill(model, ids, method=method, room=2)
+    held = {}
+    for part in cache.groups[0]:
+        pos = np.asarray(part.pos).ravel()
+        tokens = np.asarray(from_digits(part.v)).ravel()
+        held |= {int(t): int(token) for t, token in zip(pos, tokens, strict=True) if t >= 0}
+    assert isinstance(cache.groups[0][0].k, Codes)
+    assert [held[t] for t in range(T)] == ids[0].tolist()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
