@@ -52,6 +52,12 @@ def check_fit(method: Method, config: Config) -> None:
     clipped = any(getattr(m, "clip", None) is not None for m in own)
     if clipped and keep is not None and not keep.allocate.uniform:
         _refuse(method, "parts of a clipped softmax do not merge, and its pages are attended apart", "snapkv")
+    if any(s.ids for s in slots):
+        _refuse(
+            method,
+            "its keys are made from a token's slot and the one before it, so none may be left out",
+            "a store method",
+        )
     factors = any(s.factors for s in slots)
     looks = keep is not None and keep.score is not None and getattr(keep.score, "looks", True)
     if factors and (looks or read is not None or (keep is not None and keep.rank_phase)):
@@ -105,7 +111,7 @@ def _stored_widths(config: Config, name: str) -> set[int]:
     for layer in range(config.layers):
         mixer = mixer_of(config, layer)
         slots: SlotShape | None = mixer.slots(config)
-        if slots is not None and not (slots.shared and name == "values"):
+        if slots is not None and not ((slots.shared or slots.ids) and name == "values"):
             out.add(slots.key if name == "keys" else slots.value)
         elif slots is None and name == "keys":
             out |= {shape[-1] for shape in mixer.state(config).values() if len(shape) >= 3}

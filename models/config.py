@@ -83,9 +83,9 @@ class Config:
 
     def _check_source(self, layer: int, mixer: Any) -> None:
         """ValueError where a layer reads slots that are not there, or unlike its own."""
-        if mixer.kv_input is not None and mixer.kv_input >= layer:
+        if mixer.kv_input is not None and mixer.kv_input > layer:
             raise ValueError(
-                f"layer {layer} projects from the input of layer {mixer.kv_input}, expected one below"
+                f"layer {layer} projects from the input of layer {mixer.kv_input}, expected none above it"
             )
         weights = getattr(mixer, "weights_source", None)
         if weights is not None and (weights >= layer or self.window(weights) != self.window(layer)):

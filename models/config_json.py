@@ -13,9 +13,13 @@ from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.bidirectional import Bidirectional
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.dropped import Dropped
+from kvjax.models.mixers.goldfinch import FinchC2, Gold
 from kvjax.models.mixers.head_maps import HeadMaps
+from kvjax.models.mixers.infini import Infini
 from kvjax.models.mixers.latent import Latent
-from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
+from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct
 from kvjax.ops.rope import Rope
@@ -33,9 +37,18 @@ MIXERS = {
         SharedWeights,
         Retention,
         GatedLinear,
+        GatedSlot,
         GatedDelta,
         KimiDelta,
         Mamba2,
+        LogLinearDelta,
+        LogLinearMamba2,
+        Infini,
+        Rwkv6,
+        Rwkv7,
+        ChannelMix,
+        FinchC2,
+        Gold,
     )
 }
 MLPS = {word.__name__: word for word in (GatedMLP, MLP, NoMLP, MoE)}

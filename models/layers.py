@@ -18,6 +18,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "relu2": lambda x: jax.nn.relu(x) ** 2,
 }
 
 
@@ -33,6 +34,18 @@ def rms_norm(x: Array, weight: Array | None, eps: float, offset: float = 0.0) ->
     if weight is not None:
         y = y * last_axis(offset + weight.astype(y.dtype), y)
     return y.astype(x.dtype)
+
+
+def group_norm(p: Params, name: str, x: Array, groups: int, eps: float) -> Array:
+    """GroupNorm (arXiv:1803.08494) of equal parts of the last axis, weight p[name], bias p[name_bias].
+
+    With one group it is LayerNorm (arXiv:1607.06450).
+    """
+    y = x.astype(wide(x)).reshape(*x.shape[:-1], groups, -1)
+    y = y - y.mean(-1, keepdims=True)
+    y = (y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + eps)).reshape(x.shape)
+    weight, bias = (last_axis(p[n].astype(y.dtype), y) for n in (name, name + "_bias"))
+    return (y * weight + bias).astype(x.dtype)
 
 
 def l2_norm(x: Array, eps: float = 1e-6) -> Array:

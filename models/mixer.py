@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.models.config import Config
+from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes
 from kvjax.ops.attention import Keys
 from kvjax.ops.rope import Rope
@@ -45,8 +46,9 @@ class Layer(NamedTuple):
     lends: other layers read its slots. shows: other layers use its attention logits. given: what the layer
     that this one reads has. shown: the logits of the layer whose weights this one takes. first_values: values
     of the new tokens in layer 0, where some mixer asks for them. kv_hidden: the hidden state that keys and
-    values come from, and input what the whole mixer takes, where it is not the layer's own input. pos:
-    positions of the layer's queries.
+    values come from, where the mixer names its layer, and input what the whole mixer takes, where it is not
+    the layer's own. pos: positions of the layer's queries. tokens, embed: what the decoder was given, and its
+    embeddings.
     """
 
     group: int
@@ -64,6 +66,8 @@ class Layer(NamedTuple):
     kv_hidden: Array | None = None
     input: Array | None = None
     pos: Any = None
+    tokens: Array | None = None
+    embed: Array | None = None
 
     @property
     def scale(self) -> float:
@@ -77,7 +81,8 @@ class SlotShape(NamedTuple):
     heads: lists of slots. key, value: channels per slot; shared: the values are the first `value` channels of
     the keys (or another layer's, if `value` is 0) and are not stored. scale: what logits multiply by.
     factors: what is stored are no keys that a query could meet, but what they are made from. fixed: the slots
-    are filled before any token is read, and tokens add nothing to them (a context).
+    are filled before any token is read, and tokens add nothing to them (a context). ids: the values are
+    digits of token ids, which no codec may round, and keys need the slots of earlier tokens too.
     """
 
     heads: int
@@ -87,18 +92,7 @@ class SlotShape(NamedTuple):
     shared: bool = False
     factors: bool = False
     fixed: bool = False
-
-
-class Expand(NamedTuple):
-    """Another form of the same attention: queries from rotated ones, keys and values from stored ones.
-
-    outputs: what the stored form's output is in this one, for a single query, which reads what is stored;
-    None where the stored form cannot be attended to.
-    """
-
-    queries: Callable[[Array], Array]
-    keys: Callable[[Array, Array], tuple[Array, Array]]
-    outputs: Callable[[Array], Array] | None
+    ids: bool = False
 
 
 class Projected(NamedTuple):
@@ -149,7 +143,7 @@ class Mixer(Protocol):
     value_source: int | None
     """The layer whose values are read beside the layer's own keys; else None."""
     kv_input: int | None
-    """The layer whose input keys and values come from, where it is not the layer's own; else None."""
+    """The layer whose input keys and values come from, if named: one below, or this one; else None."""
 
     def check(self, config: Config) -> None:
         """Raises ValueError where it does not fit the model."""

@@ -6,21 +6,20 @@ caller supplies, together with a state that only that memory understands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.models.attending import attend_new, new_keys, rotary
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import mlp_of
 from kvjax.models.layers import Params, rms_norm
 from kvjax.models.mixer import Given, Layer, Memory, Projected, Scores, Step
 from kvjax.models.mixers.attention import lending, mixer_of, weights_source
-from kvjax.ops.attention import NEG_INF, Keys, causal_attention, logits, weigh
+from kvjax.ops.attention import Keys
 from kvjax.ops.dtypes import wide
-from kvjax.ops.rope import angles, rotate
 
 # Ids, or the vectors that a decoder is given in their place.
 Tokens = Int[Array, "B T"] | Float[Array, "B T D"]
@@ -82,7 +81,7 @@ def stack(
     x = tokens
     if x.ndim == 2:
         x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
-    first_values = _first_values(params, x, config)
+    first_values = _first_values(params, x, config, memory, states[0])
     lends, passed, hidden = lending(config), dict(above or {}), {}
     shows = {weights_source(mixer_of(config, i)) for i in range(config.layers)}
     new_states, collected, first = [], [], 0
@@ -104,6 +103,8 @@ def stack(
             kv_hidden=None if mixer.kv_input is None else hidden[mixer.kv_input],
             input=hidden[config.inputs[first]] if beside(config, first) else None,
             pos=memory.pos,
+            tokens=tokens,
+            embed=params.get("embed"),
         )
 
         def body(carry, inputs, kind=kind, mlp=mlp, memory=memory):
@@ -135,7 +136,7 @@ def ends_early(config: Config, first: int) -> bool:
     """Whether layers `first` and above need no hidden state but the last token's to answer it.
 
     They keep nothing of their own inputs: they read slots from below, or project theirs from a hidden state
-    below (YOCO, arXiv:2405.05254; SwiftKV, arXiv:2410.03960).
+    that was there before (YOCO, arXiv:2405.05254; SwiftKV, arXiv:2410.03960).
     """
     mixers = [mixer_of(config, i) for i in range(first, config.layers)]
     below = ((m.source, m.kv_input) for m in mixers)
@@ -157,15 +158,18 @@ def _given(state: Any, collected: Any, above: bool = False) -> Given:
     return Given(state, 0, k, v, above, scores)
 
 
-def _first_values(params: Params, x: Float[Array, "B T D"], config: Config) -> Array | None:
-    """The values of layer 0, where some layer adds them to its own: they depend on the embedding alone."""
+def _first_values(
+    params: Params, x: Float[Array, "B T D"], config: Config, memory: Memory, state: Any
+) -> Array | None:
+    """The values of layer 0, where some layer adds them to its own; the state stays as it was."""
     mixers = [mixer_of(config, i) for i in range(config.layers)]
     if all(getattr(m, "value_mix", None) is None for m in mixers):
         return None
     p = jax.tree.map(lambda w: w[0], params["layers"][0])
     if "attn_norm" in p:
         x = rms_norm(x, p["attn_norm"], config.norm_eps, config.norm_offset)
-    return mixers[0].project(p, x, config).v
+    layer = Layer(0, 0, 0, config.window(0), mixers[0].rope(config, 0), mixers[0], config, pos=memory.pos)
+    return mixers[0].first_values(p, x, layer, memory, state)
 
 
 def decode_layers(
@@ -213,93 +217,6 @@ def unembed(params: Params, x: Float[Array, "*b D"], config: Config) -> Float[Ar
     y = jnp.matmul(x, w, preferred_element_type=wide(x))
     cap = config.logit_softcap
     return y if cap is None else cap * jnp.tanh(y / cap)
-
-
-def rotary(layer: Layer, x: Float[Array, "B X S H"], pos: Array, length: Int[Array, "B"]) -> Array:
-    """x turned by the layer's RoPE; pos [B, S] or [B, X, S]."""
-    pos = pos[:, None] if pos.ndim == 2 else pos
-    cos, sin = angles(layer.rope, pos, x.shape[-1], length[:, None, None])
-    return rotate(x, cos, sin, layer.rope.start)
-
-
-def new_keys(
-    layer: Layer, k: Float[Array, "B K T F"] | None, v: Float[Array, "B K T V"] | None, pos: Int[Array, "B T"]
-) -> Keys:
-    """What the new tokens offer: the layer's own rotated keys and values, or those of the layer it reads."""
-    given = layer.given
-    if given is not None:
-        k, v = (given.k, given.v) if k is None else (k, given.v)
-        # One position later, a key is hidden from its own token alone.
-        pos = jnp.where(pos >= 0, pos + 1, -1) if given.above else pos
-    assert k is not None
-    return Keys(k, k[..., : layer.mixer.slots(layer.config).value] if v is None else v, pos[:, None])
-
-
-def attend_new(
-    layer: Layer,
-    x: Projected,
-    q: Float[Array, "B N T H"],
-    new: Keys,
-    past: Sequence[Keys],
-    pos: Int[Array, "B T"],
-    *,
-    mass: str | None = None,
-) -> tuple[Float[Array, "B N T V"], tuple[Array, ...], Scores | None]:
-    """Attention of a layer's rotated queries over `past` and the new tokens: (out, masses, logits to show).
-
-    Masses come as (one per past set ..., the new tokens), in the heads that the layer stores.
-    """
-    sets, heads = [*past, new], new.k.shape[1]
-    if x.expand is not None:
-        q = x.expand.queries(q)
-        sets = [Keys(*x.expand.keys(s.k, s.v), s.pos, s.bias) for s in sets]
-    extra = [] if x.extra is None else [x.extra]
-    shown = None
-    # A prefill that ends early has one query over keys that are not only its own.
-    if layer.shows or layer.shown is not None or q.shape[2] != sets[-1].k.shape[2]:
-        out, _, masses, shown = attend_at_once(layer, x, q, [*extra, *sets], pos, mass=mass)
-    else:
-        out, masses = causal_attention(
-            q, sets[-1], (*extra, *sets[:-1]), pos, scale=layer.scale, window=layer.window,
-            softcap=layer.config.attention_softcap, mass=mass, clip=clip_of(layer),
-        )  # fmt: skip
-    masses = masses[len(extra) :]
-    if x.expand is not None:
-        join = jnp.max if mass == "max" else jnp.sum
-        masses = tuple(join(m.reshape(m.shape[0], heads, -1, m.shape[-1]), axis=2) for m in masses)
-    return out, masses, shown
-
-
-def attend_at_once(
-    layer: Layer,
-    x: Projected,
-    q: Float[Array, "B N T H"],
-    sets: Sequence[Keys],
-    pos: Int[Array, "B T"],
-    *,
-    mass: str | None = None,
-) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Array, ...], Scores]:
-    """Attention by whole maps of logits, a layer's own or those it is shown: (out, lse, masses, logits)."""
-    if layer.shown is None:
-        softcap = layer.config.attention_softcap
-        scores = [logits(q, s, pos, scale=layer.scale, window=layer.window, softcap=softcap) for s in sets]
-    else:
-        scores = [_rescored(x, z, q, s) for z, s in zip(layer.shown, sets, strict=True)]
-    out, lse, masses = weigh(scores, sets, mass=mass, clip=clip_of(layer))
-    return out.astype(q.dtype), lse, masses, tuple(z.reshape(*q.shape[:3], -1) for z in scores)
-
-
-def _rescored(x: Projected, shown: Float[Array, "B N T S"], q: Array, keys: Keys) -> Array:
-    """Another layer's logits as a mixer puts them right, hidden where they were: [B, K, G, T, S]."""
-    assert x.rescore is not None
-    hidden = jnp.isneginf(shown)
-    scores = jnp.where(hidden, NEG_INF, x.rescore(jnp.where(hidden, 0.0, shown), q, keys.k))
-    return scores.reshape(scores.shape[0], keys.v.shape[1], -1, *scores.shape[2:])
-
-
-def clip_of(layer: Layer) -> tuple[float, float] | None:
-    """(gamma, zeta) of a layer with a clipped softmax."""
-    return getattr(layer.mixer, "clip", None)
 
 
 def positions(tokens: Tokens, lengths: Int[Array, "B"], start: Int[Array, "B"]) -> Context:

@@ -26,13 +26,17 @@ from kvjax.context import hold
 from kvjax.grammar import Method
 from kvjax.models.block_transformer import BlockCache, BlockConfig, init, prefill
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import GatedMLP, MoE, NoMLP
+from kvjax.models.feed_forward import MLP, GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.dropped import Dropped
+from kvjax.models.mixers.goldfinch import FinchC2, Gold
 from kvjax.models.mixers.head_maps import HeadMaps
+from kvjax.models.mixers.infini import Infini
 from kvjax.models.mixers.latent import Latent
-from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
+from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct
 from kvjax.ops.attention import Keys
@@ -78,7 +82,7 @@ def maps(sources: Iterable[int | None], **options) -> Config:
 
 
 def rows() -> list[Row]:
-    return head_rows() + shared_rows() + recurrent_rows() + context_rows()
+    return head_rows() + shared_rows() + recurrent_rows() + rwkv_rows() + context_rows()
 
 
 def head_rows() -> list[Row]:
@@ -200,7 +204,10 @@ def recurrent_rows() -> list[Row]:
         BASE, layers=2 * LAYERS, mixers=(few, heads) * LAYERS, mlps=(NoMLP(), GatedMLP()) * LAYERS,
         inputs=tuple(None if i % 2 == 0 else i - 1 for i in range(2 * LAYERS)),
     )  # fmt: skip
-    gla = GatedLinear(4, 512, 1024)
+    gla, gsa = GatedLinear(4, 512, 1024), GatedSlot(4, 1024, 1024, count=64)
+    levels = "16 L h K V, fp32, + conv tail"
+    log_mamba = LogLinearMamba2(128, 128, 64, groups=1, levels=16)
+    log_mamba_only = of([log_mamba], mlps=(NoMLP(),) * LAYERS)
     return [
         Row(
             "RetNet", "2307.08621", "`Retention(16, 256, 512)`", of([Retention(16, 256, 512)]),
@@ -208,11 +215,28 @@ def recurrent_rows() -> list[Row]:
         ),
         Row("GLA", "2312.06635", "`GatedLinear(4, 512, 1024)`", of([gla]), linear, 0, 32 * 2**21 * 4),
         Row(
+            "GSA", "2409.07146", "`GatedSlot(4, 1024, 1024, count=64)`", of([gsa]), "L h m (K + V), fp32",
+            0, 32 * 4 * 64 * 2048 * 4,
+        ),
+        Row(
             "Gated DeltaNet", "2412.06464", "`GatedDelta(32, 128, 128)`", of([GatedDelta(32, 128, 128)]),
             tails, 0, 32 * (STATE + TAIL),
         ),
         Row("KDA", "2510.26692", "`KimiDelta(32, 128, 128)`", of([KDA]), tails, 0, 32 * (STATE + TAIL)),
         Row("Mamba-2", "2405.21060", "`Mamba2(128, 128, 64, 1)`", only_mamba, tails, 0, 32 * mamba),
+        Row(
+            "Log-linear Gated DeltaNet", "2506.04761", "`LogLinearDelta(32, 128, 128, levels=16)`",
+            of([LogLinearDelta(32, 128, 128, levels=16)]), levels, 0, 32 * (16 * STATE + TAIL),
+        ),
+        Row(
+            "Log-linear Mamba-2", "2506.04761", "`LogLinearMamba2(128, 128, 64, 1, levels=16)`",
+            log_mamba_only, levels, 0, 32 * (16 * 128 * 64 * 128 * 4 + 4 * (8192 + 256) * 2),
+        ),
+        Row(
+            "Infini-attention", "2404.07143", "`Infini(32, 128, 128, segment=2048)`",
+            of([Infini(32, 128, 128, segment=2048)]), "L (2 h K (V + 1), fp32, + 2 h s K + D)",
+            0, 32 * (2 * 32 * 128 * 129 * 4 + (2048 * 2 * 32 * 128 + 4096) * 2 + 4),
+        ),
         Row(
             "Kimi Linear", "2510.26692", "3 `KimiDelta` : 1 `Latent(turns=False)`", kimi,
             "L/4 (R + Rp) + states", 8 * 576 * 2, 24 * (STATE + TAIL),
@@ -250,6 +274,38 @@ def context_rows() -> list[Row]:
             dataclasses.replace(BASE, layers=len(cepe), mixers=cepe, mlps=mlps), words, 1024 * 2, 32 * KV,
         ),
     ]  # fmt: skip
+
+
+def rwkv_rows() -> list[Row]:
+    """RWKV's blocks, each of two layers, and GoldFinch on top of two thirds of them."""
+    words = "L (h K V, fp32, + 4 D)"
+    block = 64 * 64 * 64 * 4 + 4 * 4096 * 2
+    inner = (Rwkv7(64, 64, v_rank=32), ChannelMix())
+    goose = (Rwkv7(64, 64), ChannelMix(), *inner * (LAYERS - 1))
+    below, first = 21, 42
+    gold = (Gold(256, kv_input=first), *[Gold(256, source=first)] * (LAYERS - below - 1))
+    finches = (FinchC2(64, 64), ChannelMix(gate=True)) * below
+    goldfinch = blocks(finches, gold, kv_heads=32, activation="relu2")
+    return [
+        Row(
+            "RWKV-6", "2404.05892", "`Rwkv6(64, 64)`, `ChannelMix(gate=True)`",
+            blocks((Rwkv6(64, 64), ChannelMix(gate=True)) * LAYERS), words, 0, 32 * block,
+        ),
+        Row(
+            "RWKV-7", "2503.14456", "`Rwkv7(64, 64, v_rank=32)`, `ChannelMix()`", blocks(goose), words,
+            0, 32 * block,
+        ),
+        Row(
+            "GoldFinch, 21 + 11", "2407.12077", "`FinchC2(64, 64)`, `ChannelMix`, `Gold(256, source=42)`",
+            goldfinch, "D / 16 + id, + states", (256 + 2) * 2, 21 * block,
+        ),
+    ]  # fmt: skip
+
+
+def blocks(mixes: tuple, attention: tuple = (), **options) -> Config:
+    """BASE with layers that only mix, and above them layers with a feed-forward that has no gate."""
+    mlps = (*[NoMLP()] * len(mixes), *[MLP()] * len(attention))
+    return dataclasses.replace(BASE, layers=len(mlps), mixers=(*mixes, *attention), mlps=mlps, **options)
 
 
 def block_transformer() -> BlockConfig:

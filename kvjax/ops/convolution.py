@@ -1,4 +1,4 @@
-"""The short causal convolution in front of linear attentions, with the tail that decoding carries."""
+"""What recurrent layers carry of the last tokens themselves: a short convolution's tail, a token shift."""
 
 from __future__ import annotations
 
@@ -38,3 +38,35 @@ def short_conv(
         jnp.take_along_axis(y, seen[..., None], axis=1),
         jnp.take_along_axis(line, last[..., None], axis=1),
     )
+
+
+def token_shift(
+    x: Float[Array, "B T C"], last: Float[Array, "B C"], mask: Bool[Array, "B T"]
+) -> tuple[Float[Array, "B T C"], Float[Array, "B C"]]:
+    """(the token before each token, the row's last one); `last` stands before the first.
+
+    Tokens that `mask` leaves out must come last.
+
+    >>> x = jnp.asarray([[[1.0], [2.0], [3.0]]])
+    >>> before, last = token_shift(x, jnp.zeros((1, 1)), jnp.asarray([[True, True, False]]))
+    >>> before[0, :, 0].tolist(), last.item()
+    ([0.0, 1.0, 2.0], 2.0)
+    """
+    line = jnp.concatenate([last[:, None].astype(x.dtype), x], 1)
+    count = mask.sum(1, dtype=jnp.int32)
+    return line[:, :-1], jnp.take_along_axis(line, count[:, None, None], axis=1)[:, 0]
+
+
+def answered(
+    y: Float[Array, "B T C"], last: Float[Array, "B C"], mask: Bool[Array, "B T"]
+) -> tuple[Float[Array, "B T C"], Float[Array, "B C"]]:
+    """(y with `last` where the mask leaves tokens out, y of the row's last real token, else `last`).
+
+    For layers whose state no longer has what its last token read, should that token be asked again.
+
+    >>> y, last = answered(jnp.ones((1, 1, 1)), jnp.full((1, 1), 5.0), jnp.asarray([[False]]))
+    >>> y.item(), last.item()
+    (5.0, 5.0)
+    """
+    left = token_shift(y, last, mask)[1]
+    return jnp.where(mask[..., None], y, last[:, None].astype(y.dtype)), left

@@ -25,11 +25,12 @@ from kvjax.cache import (
 from kvjax.grammar import Seen, View
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass, Queries
+from kvjax.models.attending import attend_at_once, rotary
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Scores, Step
 from kvjax.models.mixers.attention import lending, mixer_of
-from kvjax.models.transformer import attend_at_once, decode_layers, rotary, unembed
-from kvjax.ops.attention import Keys, merge
+from kvjax.models.transformer import decode_layers, unembed
+from kvjax.ops.attention import merge
 from kvjax.place.paged import attend_pages
 from kvjax.segments import flush
 from kvjax.steps.run import Run, held, repeated, turn_keys
@@ -145,7 +146,7 @@ def _attend_segments(
         sets = [s._replace(pos=jnp.where(s.pos >= 0, s.pos + 1, -1)) for s in sets]
     if unreadable is not None:
         q = unreadable.queries(q)
-        sets = [Keys(*unreadable.keys(s.k, s.v), s.pos, s.bias) for s in sets]
+        sets = unreadable.sets(sets)
     sets = sets if x.extra is None else [x.extra, *sets]
     wants = gm.evicting and wants_mass(gm)
     out, lse, masses, scores = attend_at_once(layer, x, q, sets, pos, mass="sum" if wants else None)

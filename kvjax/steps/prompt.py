@@ -23,20 +23,12 @@ from kvjax.choose import Fresh, choose, merge_evicted, score_slots, union
 from kvjax.grammar import Inputs, Method, View
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass, RawKeys
+from kvjax.models.attending import attend_new, new_keys, rotary
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.models.transformer import (
-    Context,
-    Tokens,
-    attend_new,
-    decode_layers,
-    new_keys,
-    positions,
-    rotary,
-    unembed,
-)
+from kvjax.models.transformer import Context, Tokens, decode_layers, positions, unembed
 from kvjax.ops.attention import Keys
 from kvjax.segments import build, build_group_pages, extend, whole_slots
 from kvjax.steps.run import Run, held, repeated, turn_keys

@@ -10,11 +10,11 @@ from jaxtyping import Array, Int
 from kvjax.cache import Segment, Slots
 from kvjax.grammar import AttentionSpec, Method
 from kvjax.group import GroupMethod, group_method
+from kvjax.models.attending import rotary
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.models.transformer import rotary
 from kvjax.ops.attention import Keys
 
 
@@ -33,7 +33,9 @@ class Run(NamedTuple):
             shared = slots.value if slots is not None and slots.shared else None
             kind = "state" if slots is None else "fixed" if slots.fixed else "slots"
             kind = kind if mixer.source is None else "reads"
-            out.append(group_method(self.method, first, size, self.config.window(first), shared, kind))
+            gm = group_method(self.method, first, size, self.config.window(first), shared, kind)
+            ids = slots is not None and slots.ids
+            out.append(gm._replace(codecs=(gm.codecs[0], None)) if ids else gm)
             first += size
         return tuple(out)
 

@@ -25,8 +25,9 @@ class Attention:
     arXiv:2405.05254; MixAttention, arXiv:2409.15012, whose windowed layers share too; LCKV, arXiv:2405.10637,
     whose source lies above). value_source: own keys, but the values of that layer (SVFormer,
     arXiv:2410.17897). value_mix: values are (1 - mix) v + mix v_0 with those of layer 0 (ResFormer, same
-    paper, 0.5). kv_input: keys and values are projected from the input of that layer, below
-    (SwiftKV, arXiv:2410.03960).
+    paper, 0.5). kv_input: keys and values are projected from the input of that layer, below (SwiftKV,
+    arXiv:2410.03960) or this one, which then needs no queries but the last token's in a prefill, where all
+    above need no more.
 
     gate: the heads' outputs multiply by sigmoid(x W) before the output map (Gated Attention,
     arXiv:2505.06708; Qwen3-Next). sink: a learned logit per query head that takes attention and gives nothing
@@ -133,6 +134,12 @@ class Attention:
         extra = _sink(p["sink_bias"], x.shape[0], config) if self.sink else None
         extra = _learned(p, x.shape[0]) if self.kv_bias else extra
         return Projected(q, k, v, x, extra=extra)
+
+    def first_values(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
+    ) -> Float[Array, "B K T H"] | None:
+        """What later layers with a `value_mix` add to their values, where this is layer 0."""
+        return self.project(p, x, layer.config).v
 
     def _heads(self, p: Params, name: str, x: Float[Array, "B T D"], config: Config) -> Any:
         """One projection as heads [B, heads, T, H]; None where the layer has no such projection."""

@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.models.config import Config
+from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, linear
-from kvjax.models.mixer import Expand, Layer, Memory, Projected, SlotShape
+from kvjax.models.mixer import Layer, Memory, Projected, SlotShape
 from kvjax.ops.rope import Rope, angles, rotate
 
 

@@ -15,6 +15,7 @@ from kvjax.models.mixer import Layer, Memory, State
 from kvjax.ops import linear_attention as ops
 from kvjax.ops.convolution import short_conv
 from kvjax.ops.rope import Rope, angles, rotate
+from kvjax.ops.slot_attention import Slots, gsa
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +130,47 @@ class GatedLinear(Recurrent):
 
 
 @dataclasses.dataclass(frozen=True)
+class GatedSlot(Recurrent):
+    """GSA's layer (arXiv:2409.07146): softmax over `count` slots per head, which forget and are written to.
+
+        f = sigmoid(x W_f)^(1 / 8);  K = K Diag(f) + k (1 - f)', V = Diag(f) V + (1 - f) v'
+        y = RMSNorm(silu(V' softmax(K' q))) W_o, with silu on q, k and v
+
+    The text of the paper was not at hand: the activations, the absent scale and the norm over all heads
+    together are those of the library flash-linear-attention.
+    """
+
+    count: int = 64
+
+    def shapes(self, config: Config) -> Shapes:
+        shapes = super().shapes(config) | {"forget": (config.d_model, self.key_heads * self.count)}
+        return shapes | {"out_norm": (self.heads * self.value_dim,)}
+
+    def check(self, config: Config) -> None:
+        if self.groups not in (None, self.heads):
+            raise ValueError(f"every head has slots of its own: leave groups out, got groups={self.groups}")
+
+    def state(self, config: Config) -> Shapes:
+        return {"K": (self.heads, self.key_dim, self.count), "V": (self.heads, self.count, self.value_dim)}
+
+    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+        q, k, v = self.split(*(jax.nn.silu(linear(p, name, x)) for name in "qkv"))
+        low = (x @ p["forget"]).astype(jnp.float32).reshape(*x.shape[:2], self.heads, self.count)
+
+        def step(past: State | None, mask: Bool[Array, "B T"]) -> tuple[Array, State]:
+            start = None if past is None else Slots(past["K"], past["V"])
+            # The op's own mask would leave out the query too, which a token that is asked again has.
+            g = jnp.where(mask[..., None, None], jax.nn.log_sigmoid(low) / 8, 0.0)
+            out, new = gsa(q, k, v, -jnp.expm1(g), g, initial_state=start, scale=1.0)
+            return out, {"K": new.k, "V": new.v}
+
+        out, state, collected = memory.recur(layer, step, state)
+        y = jax.nn.silu(out).reshape(*x.shape[:2], -1)
+        y = rms_norm(y, p["out_norm"], layer.config.norm_eps).astype(x.dtype)
+        return linear(p, "o", y), state, collected
+
+
+@dataclasses.dataclass(frozen=True)
 class _Delta(Recurrent):
     """Delta rules behind a short convolution over q, k and v, with keys and queries of unit length."""
 
@@ -152,16 +194,21 @@ class _Delta(Recurrent):
         keys = self.key_heads * self.key_dim
 
         def step(past: State | None, mask: Bool[Array, "B T"]) -> tuple[Array, State]:
-            tail, start = (None, None) if past is None else (past["tail"], past["S"])
-            y, tail = short_conv(flat, p["conv"], tail=tail, mask=mask)
+            y, tail = short_conv(flat, p["conv"], tail=None if past is None else past["tail"], mask=mask)
             y = jax.nn.silu(y)
             q, k, v = self.split(y[..., :keys], y[..., keys : 2 * keys], y[..., 2 * keys :])
-            out, new = ops.gated_delta_rule(
-                l2_norm(q), l2_norm(k), v, g, beta, mask=mask, initial_state=start
-            )
-            return out, {"S": new, "tail": tail}
+            fed = (l2_norm(q), l2_norm(k), v, g, beta)
+            out, new = self.remember(p, x, fed, memory.pos, past, mask)
+            return out, new | {"tail": tail}
 
         return memory.recur(layer, step, state)
+
+    def remember(
+        self, p: Params, x: Array, fed: tuple[Array, ...], pos: Array, past: State | None, mask: Array
+    ) -> tuple[Array, State]:
+        """(o, new memory) of the recurrence over q, k, v, g and beta."""
+        out, new = ops.gated_delta_rule(*fed, mask=mask, initial_state=None if past is None else past["S"])
+        return out, {"S": new}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,18 +291,26 @@ class Mamba2(Recurrent):
         b, t, _ = x.shape
         flat, dt, z = x @ p["xbc"], (x @ p["dt"]).astype(jnp.float32), x @ p["z"]
         inner, bc = self.heads * self.value_dim, self.key_heads * self.key_dim
-        a_log, skip, bias = (p[name].astype(jnp.float32) for name in ("a_log", "skip", "dt_bias"))
 
         def step(past: State | None, mask: Bool[Array, "B T"]) -> tuple[Array, State]:
-            tail, start = (None, None) if past is None else (past["tail"], past["S"])
+            tail = None if past is None else past["tail"]
             y, tail = short_conv(flat, p["conv"], p["conv_bias"], tail=tail, mask=mask)
             y = jax.nn.silu(y)
             values = y[..., :inner].reshape(b, t, self.heads, self.value_dim)
             keys = y[..., inner : inner + bc].reshape(b, t, self.key_heads, self.key_dim)
             queries = y[..., inner + bc :].reshape(keys.shape)
-            out, new = ops.ssd(values, dt, keys, queries, a_log, skip, bias, mask=mask, initial_state=start)
-            return out, {"S": new, "tail": tail}
+            out, new = self.remember(p, x, (values, dt, keys, queries), memory.pos, past, mask)
+            return out, new | {"tail": tail}
 
         out, state, collected = memory.recur(layer, step, state)
         y = out.astype(x.dtype).reshape(b, t, inner) * jax.nn.silu(z)
         return linear(p, "o", rms_norm(y, p["out_norm"], layer.config.norm_eps)), state, collected
+
+    def remember(
+        self, p: Params, x: Array, fed: tuple[Array, ...], pos: Array, past: State | None, mask: Array
+    ) -> tuple[Array, State]:
+        """(y, new memory) of the recurrence over x, dt, B and C."""
+        rates = (p[name].astype(jnp.float32) for name in ("a_log", "skip", "dt_bias"))
+        start = None if past is None else past["S"]
+        out, new = ops.ssd(*fed, *rates, mask=mask, initial_state=start)
+        return out, {"S": new}

@@ -8,13 +8,17 @@ import dataclasses
 from typing import NamedTuple
 
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import GatedMLP, MoE, NoMLP
+from kvjax.models.feed_forward import MLP, GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.dropped import Dropped
+from kvjax.models.mixers.goldfinch import FinchC2, Gold
 from kvjax.models.mixers.head_maps import HeadMaps
+from kvjax.models.mixers.infini import Infini
 from kvjax.models.mixers.latent import Latent
-from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
+from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct
 from kvjax.ops.rope import Rope
@@ -45,6 +49,11 @@ MAMBA = Mamba2(heads=4, key_dim=6, value_dim=5, groups=2)
 HEADS = Mamba2(heads=2, key_dim=6, value_dim=8, groups=1)
 XC = CrossAttention(width=16, kv_heads=4, turns=True)
 CEPE = CrossAttention(width=12)
+FINCH = Rwkv6(heads=2, head_dim=6, mix_rank=3, decay_rank=4)
+GOOSE = Rwkv7(heads=2, head_dim=6, decay_rank=3, rate_rank=4, gate_rank=5)
+GOSLING = dataclasses.replace(GOOSE, v_rank=2)
+FINCH_C2 = FinchC2(heads=2, head_dim=6, mix_rank=3, decay_rank=4, second_rank=2)
+GOLD = Gold(rank=3, mix_rank=2, adapt_rank=4, kv_input=4)
 CHOOSY = MoE(experts=4, top=2, width=8)
 
 KV = 2 * 2 * 8  # keys and values of SMALL's two KV heads
@@ -66,6 +75,37 @@ TABLE = {
     "mamba-2": Row(
         with_layers(MAMBA, MAMBA, mlps=(NoMLP(), NoMLP())), 0, 0, 2 * (4 * 5 * 6 + 4 * (20 + 2 * 12))
     ),
+    "gsa": Row(with_layers(*[GatedSlot(2, 6, 5, count=4)] * 2), 0, 0, 2 * 2 * (6 * 4 + 4 * 5)),
+    "log-linear gated deltanet": Row(
+        with_layers(*[LogLinearDelta(4, 6, 5, groups=2, levels=6)] * 2),
+        0, 0, 2 * (6 * 4 * 6 * 5 + 4 * (2 * 12 + 20)),
+    ),  # fmt: skip
+    "log-linear mamba-2": Row(
+        with_layers(*[LogLinearMamba2(4, 6, 5, groups=2, levels=3)] * 2, mlps=(NoMLP(), NoMLP())),
+        0, 0, 2 * (3 * 4 * 5 * 6 + 4 * (20 + 2 * 12)),
+    ),  # fmt: skip
+    "infini": Row(
+        with_layers(Infini(2, 6, 5, segment=4, delta=False), Infini(2, 6, 5, segment=16)),
+        0, 0, sum(2 * 2 * 6 * (5 + 1) + segment * 2 * (6 + 5) + 16 + 1 for segment in (4, 16)),
+    ),  # fmt: skip
+    "rwkv-6": Row(
+        with_layers(FINCH, ChannelMix(gate=True), FINCH, ChannelMix(gate=True), mlps=(NoMLP(),) * 4),
+        0, 0, 2 * (2 * 6 * 6 + 2 * 16 + 2 * 16),
+    ),  # fmt: skip
+    "rwkv-7": Row(
+        with_layers(GOOSE, ChannelMix(), GOSLING, GOSLING, ChannelMix(), ChannelMix(), mlps=(NoMLP(),) * 6),
+        0, 0, 3 * (2 * 6 * 6 + 2 * 16 + 2 * 16),
+    ),  # fmt: skip
+    "goldfinch": Row(
+        with_layers(
+            *[FINCH_C2, ChannelMix(gate=True)] * 2,
+            GOLD,
+            *[dataclasses.replace(GOLD, source=4, kv_input=None)] * 2,
+            mlps=(*[NoMLP()] * 4, *[MLP()] * 3),
+            kv_heads=4, head_dim=4, activation="relu2", vocab=300,
+        ),
+        3 + 2, 1, 2 * (2 * 6 * 6 + 2 * 16 + 2 * 16),
+    ),  # fmt: skip
     "kimi linear": Row(
         with_layers(KDA, KDA, KDA, dataclasses.replace(MLA, turns=False)),
         12 + 4, 1, 3 * (2 * 6 * 5 + 4 * (2 * 12 + 10)),

@@ -151,7 +151,7 @@ KEEPS = {
     "kvzip": dict(page=4),
     "adakv": SMALL_WINDOW | dict(page=4, variant="kvpress"),
 }
-APART = ("svformer", "tpa", "unequal groups", "dha", "gqkva", "shared attention", "lisa")
+APART = ("svformer", "tpa", "unequal groups", "dha", "gqkva", "shared attention", "lisa", "goldfinch")
 SLOTTED = [n for n, row in TABLE.items() if row.lists and n not in APART]
 
 
@@ -179,8 +179,11 @@ def test_a_keep_keeps_its_budget_in_every_layer_that_has_slots(name, tokens):
     assert np.isfinite(np.asarray(logits)).all()
 
 
+STORED = ["mla", "tpa", "yoco", "kda", "mamba-2 hybrid", "svformer", "lisa", "goldfinch"]
+
+
 @pytest.mark.parametrize("store", CHUNKY)
-@pytest.mark.parametrize("name", alone(["mla", "tpa", "yoco", "kda", "mamba-2 hybrid", "svformer", "lisa"]))
+@pytest.mark.parametrize("name", alone(STORED))
 def test_a_store_encodes_slots_and_states_and_costs_fewer_bytes(name, store, tokens, request):
     model = build(name)
     whole = np.asarray(model(tokens))
@@ -205,6 +208,8 @@ def test_a_store_encodes_slots_and_states_and_costs_fewer_bytes(name, store, tok
         ("tpa", "streamingllm", "the model stores factors"),
         ("svformer", "h2o", "share the values of one layer"),
         ("mla", "keepkv", "it merges keys and values apart"),
+        ("goldfinch", "h2o", "a token's slot and the one before it, so none may be left out"),
+        ("goldfinch", "quest", "a token's slot and the one before it, so none may be left out"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_runs(name, method, why, tokens):
@@ -213,7 +218,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs(name, method, why, to
         kvjax.prefill(build(name), tokens, method=kvjax.method(method, budget=0.5, **hyper), room=ROOM)
 
 
-@pytest.mark.parametrize("name", ["yoco", "swiftkv"])
+@pytest.mark.parametrize("name", ["yoco", "swiftkv", "goldfinch"])
 def test_a_prefill_runs_layers_that_keep_nothing_for_the_last_token_only(name):
     model = build(name)
 
@@ -222,5 +227,6 @@ def test_a_prefill_runs_layers_that_keep_nothing_for_the_last_token_only(name):
         ids, length = jnp.zeros((1, 64), jnp.int32), jnp.full((1,), 64, jnp.int32)
         return jax.jit(call).lower(model.params, ids, length).compile().cost_analysis()["flops"]
 
-    # Of four layers two keep nothing; what is observed needs all of them. Keys and values stay.
+    # Of four layers two keep nothing, of GoldFinch's seven three; what is observed needs all. Keys and values
+    # stay.
     assert flops(frozenset()) < (0.75 if name == "swiftkv" else 0.62) * flops(frozenset({Mass()}))

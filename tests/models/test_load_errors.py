@@ -113,7 +113,7 @@ def test_unsupported_model_type_lists_the_supported(folder):
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
         ({"num_key_value_heads": 4}, "6 query heads cannot share 4 KV heads"),
         ({"head_dim": 7}, "even head_dim, got 7"),
-        ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported, expected one of silu"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not supported, expected one of silu"),
         (
             {"rope_scaling": {"type": "longrope", "factor": 4.0}},
             "'longrope' is not supported, expected one of def",

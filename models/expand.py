@@ -1,0 +1,61 @@
+"""Slots that are attended to in another form than the one they are stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from kvjax.ops.attention import Keys
+
+
+class Expand(NamedTuple):
+    """Another form of the same attention: queries from rotated ones, keys and values from stored ones.
+
+    outputs: what the stored form's output is in this one, for a single query, which reads what is stored;
+    None where the stored form cannot be attended to. rows: where given, `keys` takes rows(stored keys, stored
+    values) of a token beside those of the token before it.
+    """
+
+    queries: Callable[[Array], Array]
+    keys: Callable[[Array, Array], tuple[Array, Array]]
+    outputs: Callable[[Array], Array] | None
+    rows: Callable[[Array, Array], tuple[Array, Array]] | None = None
+
+    def sets(self, stored: Sequence[Keys]) -> list[Keys]:
+        """The keys and values behind all sets of stored ones."""
+        if self.rows is not None:
+            stored = with_previous([s._replace(**_named(self.rows(s.k, s.v))) for s in stored])
+        return [s._replace(**_named(self.keys(s.k, s.v))) for s in stored]
+
+
+def _named(pair: tuple[Array, Array]) -> dict[str, Array]:
+    return dict(zip("kv", pair, strict=True))
+
+
+def with_previous(sets: Sequence[Keys]) -> list[Keys]:
+    """Every slot's k and v beside those of the token before it, whichever set holds them; zeros if none.
+
+    No token may be missing: a position is then less than the number of all slots.
+    """
+    k, v = (jnp.concatenate([getattr(s, n) for s in sets], 2) for n in "kv")
+    pos = jnp.concatenate([s.pos for s in sets if s.pos is not None], -1)
+    slot = jax.lax.broadcasted_iota(jnp.int32, pos.shape, 2)
+
+    def place(pos: Array, slot: Array) -> Array:
+        return jnp.zeros_like(slot).at[jnp.where(pos >= 0, pos, pos.size)].set(slot, mode="drop")
+
+    slot_of = jax.vmap(jax.vmap(place))(pos, slot)
+    before = jnp.take_along_axis(slot_of, jnp.maximum(pos - 1, 0), axis=-1)[..., None]
+
+    def beside(x: Array) -> Array:
+        previous = jnp.take_along_axis(x, before, axis=2)
+        return jnp.concatenate([x, jnp.where((pos > 0)[..., None], previous, jnp.zeros((), x.dtype))], -1)
+
+    ends = np.cumsum([s.k.shape[2] for s in sets])[:-1]
+    both = zip(jnp.split(beside(k), ends, 2), jnp.split(beside(v), ends, 2), strict=True)
+    return [s._replace(**_named(pair)) for s, pair in zip(sets, both, strict=True)]

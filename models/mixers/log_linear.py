@@ -1,0 +1,87 @@
+"""Log-linear attention: layers whose memory is one state per power of two of distance.
+
+Log-Linear Attention (Guo et al., 2025, arXiv:2506.04761). A layer has `levels` states instead of
+one, and a token weighs what it reads of level l by lambda_l = softplus(scale_l (x W)_l), per head. n tokens
+stay apart as the paper has it while levels >= log2 n + 1; what is further away is on the topmost level. The
+text of the paper was not at hand: lambda is that of flash-linear-attention's log-linear Mamba-2, for both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.models.config import Config
+from kvjax.models.layers import Params, Shapes
+from kvjax.models.mixer import State
+from kvjax.models.mixers.recurrent import GatedDelta, Mamba2
+from kvjax.ops.log_linear import LevelState, log_linear_attention, log_linear_gated_delta
+
+
+def level_shapes(config: Config, heads: int, levels: int) -> Shapes:
+    return {"level": (config.d_model, heads * levels), "level_scale": (heads, levels)}
+
+
+def level_weights(p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T H L"]:
+    """softplus(scale_l (x W)_l), in float32."""
+    scale = p["level_scale"].astype(jnp.float32)
+    return jax.nn.softplus(
+        (x @ p["level"]).astype(jnp.float32).reshape(*x.shape[:2], *scale.shape) * scale[None, None]
+    )
+
+
+def memory_of(past: State | None, pos: Array) -> LevelState | None:
+    """The levels that the tokens before these left; a row counts its tokens by their positions."""
+    return None if past is None else LevelState(past["levels"], pos[:, 0])
+
+
+@dataclasses.dataclass(frozen=True)
+class LogLinearDelta(GatedDelta):
+    """Log-linear Gated DeltaNet: every level is decayed and erased by e^g (I - beta k k')."""
+
+    levels: int = 16
+
+    def shapes(self, config: Config) -> Shapes:
+        return super().shapes(config) | level_shapes(config, self.heads, self.levels)
+
+    def state(self, config: Config) -> Shapes:
+        state = super().state(config)
+        return {"levels": (self.levels, *state["S"]), "tail": state["tail"]}
+
+    def remember(
+        self, p: Params, x: Array, fed: tuple[Array, ...], pos: Array, past: State | None, mask: Array
+    ) -> tuple[Array, State]:
+        q, k, v, g, beta = fed
+        out, new = log_linear_gated_delta(
+            q, k, v, g, beta, level_weights(p, x), initial_state=memory_of(past, pos), mask=mask
+        )
+        return out, {"levels": new.levels}
+
+
+@dataclasses.dataclass(frozen=True)
+class LogLinearMamba2(Mamba2):
+    """Log-linear Mamba-2: every level decays by e^(-e^A dt), and y has D x added."""
+
+    levels: int = 16
+
+    def shapes(self, config: Config) -> Shapes:
+        return super().shapes(config) | level_shapes(config, self.heads, self.levels)
+
+    def state(self, config: Config) -> Shapes:
+        levels = (self.levels, self.heads, self.key_dim, self.value_dim)
+        return {"levels": levels, "tail": super().state(config)["tail"]}
+
+    def remember(
+        self, p: Params, x: Array, fed: tuple[Array, ...], pos: Array, past: State | None, mask: Array
+    ) -> tuple[Array, State]:
+        values, dt, keys, queries = fed
+        a_log, skip, bias = (p[n].astype(jnp.float32)[None, None] for n in ("a_log", "skip", "dt_bias"))
+        values, dt = values.astype(jnp.float32), jax.nn.softplus(dt + bias)
+        out, new = log_linear_attention(
+            queries, keys, values * dt[..., None], -jnp.exp(a_log) * dt, level_weights(p, x),
+            initial_state=memory_of(past, pos), mask=mask,
+        )  # fmt: skip
+        return out + skip[..., None] * values, {"levels": new.levels}
