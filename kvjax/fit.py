@@ -12,7 +12,7 @@ from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
 from kvjax.models.config import Config
 from kvjax.models.mixer import SlotShape
-from kvjax.models.mixers.attention import mixer_of, weights_source
+from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
 
 
@@ -43,13 +43,13 @@ def check_fit(method: Method, config: Config) -> None:
             "its layers share the values of one layer slot by slot, and would choose differently",
             "a store method",
         )
-    if any(weights_source(m) is not None for m in own):
+    if any(m.weights_source is not None for m in own):
         _refuse(
             method,
             "its layers share attention weights slot by slot, and would choose differently",
             "a store method",
         )
-    clipped = any(getattr(m, "clip", None) is not None for m in own)
+    clipped = any(m.clip is not None for m in own)
     if clipped and keep is not None and not keep.allocate.uniform:
         _refuse(method, "parts of a clipped softmax do not merge, and its pages are attended apart", "snapkv")
     if any(s.ids for s in slots):

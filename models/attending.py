@@ -58,7 +58,7 @@ def attend_new(
     else:
         out, masses = causal_attention(
             q, sets[-1], (*extra, *sets[:-1]), pos, scale=layer.scale, window=layer.window,
-            softcap=layer.config.attention_softcap, mass=mass, clip=clip_of(layer),
+            softcap=layer.config.attention_softcap, mass=mass, clip=layer.mixer.clip,
         )  # fmt: skip
     masses = masses[len(extra) :]
     if x.expand is not None:
@@ -82,7 +82,7 @@ def attend_at_once(
         scores = [logits(q, s, pos, scale=layer.scale, window=layer.window, softcap=softcap) for s in sets]
     else:
         scores = [_rescored(x, z, q, s) for z, s in zip(layer.shown, sets, strict=True)]
-    out, lse, masses = weigh(scores, sets, mass=mass, clip=clip_of(layer))
+    out, lse, masses = weigh(scores, sets, mass=mass, clip=layer.mixer.clip)
     return out.astype(q.dtype), lse, masses, tuple(z.reshape(*q.shape[:3], -1) for z in scores)
 
 
@@ -92,8 +92,3 @@ def _rescored(x: Projected, shown: Float[Array, "B N T S"], q: Array, keys: Keys
     hidden = jnp.isneginf(shown)
     scores = jnp.where(hidden, NEG_INF, x.rescore(jnp.where(hidden, 0.0, shown), q, keys.k))
     return scores.reshape(scores.shape[0], keys.v.shape[1], -1, *scores.shape[2:])
-
-
-def clip_of(layer: Layer) -> tuple[float, float] | None:
-    """(gamma, zeta) of a layer with a clipped softmax."""
-    return getattr(layer.mixer, "clip", None)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import steps
 from kvjax.cache import Cache
@@ -285,9 +285,9 @@ class BlockTransformer:
 
     def fork(self, cache: BlockCache, copies: int) -> BlockCache:
         """Every row `copies` times, next to each other."""
-        both = (fork(c, copies) for c in (cache.blocks, cache.tokens))
-        ids, count = (jnp.repeat(x, copies, axis=0) for x in (cache.open, cache.count))
-        return BlockCache(*both, ids, count, cache.method, cache.spare)
+        opened, count = (jnp.repeat(x, copies, axis=0) for x in (cache.open, cache.count))
+        blocks, tokens = fork(cache.blocks, copies), fork(cache.tokens, copies)
+        return dataclasses.replace(cache, blocks=blocks, tokens=tokens, open=opened, count=count)
 
     def reset(self, cache: BlockCache, rows: Bool[Array | np.ndarray, "B"]) -> BlockCache:
         """The cache with the rows where `rows` is true emptied; the others are untouched."""

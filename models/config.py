@@ -87,7 +87,7 @@ class Config:
             raise ValueError(
                 f"layer {layer} projects from the input of layer {mixer.kv_input}, expected none above it"
             )
-        weights = getattr(mixer, "weights_source", None)
+        weights = mixer.weights_source
         if weights is not None and (weights >= layer or self.window(weights) != self.window(layer)):
             raise ValueError(
                 f"layer {layer} takes the attention weights of layer {weights}, expected one below it with "

@@ -9,7 +9,7 @@ a cache, a prefill and a decode step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -135,38 +135,53 @@ class Memory(NamedTuple):
     last: Int[Array, "B"] | None = None
 
 
-class Mixer(Protocol):
-    """What every mixer offers."""
+class Mixer:
+    """What every mixer offers; one is a frozen dataclass of this that overrides what it needs.
 
-    source: int | None
-    """The layer whose slots are read, where they are not the layer's own."""
-    value_source: int | None
-    """The layer whose values are read beside the layer's own keys; else None."""
-    kv_input: int | None
-    """The layer whose input keys and values come from, if named: one below, or this one; else None."""
+    source: the layer whose slots are read, where they are not the layer's own. value_source: the layer whose
+    values are read beside the layer's own keys. kv_input: the layer whose input keys and values come from,
+    one below or this one. weights_source: the layer whose attention weights are taken. value_mix: the layer
+    asks for the values of layer 0. clip: (gamma, zeta) of a clipped softmax.
+    """
+
+    source: int | None = None
+    value_source: int | None = None
+    kv_input: int | None = None
+    weights_source: int | None = None
+    value_mix: float | None = None
+    clip: tuple[float, float] | None = None
 
     def check(self, config: Config) -> None:
         """Raises ValueError where it does not fit the model."""
-        ...
 
     def shapes(self, config: Config) -> Shapes:
         """Name and shape of every parameter; matrices multiply from the right."""
-        ...
+        raise NotImplementedError
 
     def slots(self, config: Config) -> SlotShape | None:
         """The slots that the layer attends to; None where it keeps a state of constant size instead."""
-        ...
+        return None
 
     def rope(self, config: Config, layer: int) -> Rope:
         """How queries and stored keys turn with their positions."""
-        ...
+        return Rope(kind="none")
+
+    def query_heads(self, config: Config) -> int:
+        """Heads that ask, in a layer with slots."""
+        return config.heads
 
     def state(self, config: Config) -> Shapes:
         """Name and shape of what a row carries where the layer keeps no slots; empty elsewhere."""
-        ...
+        return {}
+
+    def first_values(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
+    ) -> Array | None:
+        """What later layers with a `value_mix` add to their values, where this is layer 0."""
+        raise ValueError(f"{type(self).__name__} in layer 0 has no values that other layers could add")
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """(output, new state, collected)."""
-        ...
+        raise NotImplementedError

@@ -17,7 +17,7 @@ from kvjax.models.config import Config
 from kvjax.models.feed_forward import mlp_of
 from kvjax.models.layers import Params, rms_norm
 from kvjax.models.mixer import Given, Layer, Memory, Projected, Scores, Step
-from kvjax.models.mixers.attention import lending, mixer_of, weights_source
+from kvjax.models.mixers.attention import lending, mixer_of
 from kvjax.ops.attention import Keys
 from kvjax.ops.dtypes import wide
 
@@ -83,7 +83,7 @@ def stack(
         x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
     first_values = _first_values(params, x, config, memory, states[0])
     lends, passed, hidden = lending(config), dict(above or {}), {}
-    shows = {weights_source(mixer_of(config, i)) for i in range(config.layers)}
+    shows = {mixer_of(config, i).weights_source for i in range(config.layers)}
     new_states, collected, first = [], [], 0
     for g, (p, state) in enumerate(zip(params["layers"], states, strict=True)):
         size = next(iter(p.values())).shape[0]
@@ -92,14 +92,13 @@ def stack(
         if memory.last is not None and ends_early(config, first):
             x, memory = _last_only(x, memory)
         reads = mixer.value_source if mixer.source is None else mixer.source
-        weights = weights_source(mixer)
         kind = Layer(g, 0, first, config.window(first), mixer.rope(config, first), mixer, config)
         kind = kind._replace(
             lends=first in lends,
             shows=first in shows,
             given=None if reads is None else passed[reads],
-            shown=None if weights is None else passed[weights].scores,
-            first_values=first_values if getattr(mixer, "value_mix", None) is not None else None,
+            shown=None if mixer.weights_source is None else passed[mixer.weights_source].scores,
+            first_values=first_values if mixer.value_mix is not None else None,
             kv_hidden=None if mixer.kv_input is None else hidden[mixer.kv_input],
             input=hidden[config.inputs[first]] if beside(config, first) else None,
             pos=memory.pos,
@@ -163,7 +162,7 @@ def _first_values(
 ) -> Array | None:
     """The values of layer 0, where some layer adds them to its own; the state stays as it was."""
     mixers = [mixer_of(config, i) for i in range(config.layers)]
-    if all(getattr(m, "value_mix", None) is None for m in mixers):
+    if all(m.value_mix is None for m in mixers):
         return None
     p = jax.tree.map(lambda w: w[0], params["layers"][0])
     if "attn_norm" in p:

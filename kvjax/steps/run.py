@@ -82,5 +82,4 @@ def repeated(run: Run, layer: int, x: Array, axis: int = 1) -> Array:
     slots = mixer.slots(run.config)
     if not run.per_query_head or run.config.window(layer) is not None or slots.shared:
         return x
-    heads = getattr(mixer, "heads", None) or run.config.heads
-    return jnp.repeat(x, heads // x.shape[axis], axis=axis)
+    return jnp.repeat(x, mixer.query_heads(run.config) // x.shape[axis], axis=axis)

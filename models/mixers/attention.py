@@ -11,13 +11,13 @@ from jaxtyping import Array, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear, rms_norm
-from kvjax.models.mixer import Layer, Memory, Projected, SlotShape
+from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape
 from kvjax.ops.attention import Keys
 from kvjax.ops.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
+class Attention(Mixer):
     """The heads, norms and biases that the config says.
 
     heads, kv_heads: as many in this layer, where they are not the config's. source: the layer whose keys and
@@ -51,6 +51,9 @@ class Attention:
         """Query and KV heads."""
         heads = self.heads or config.heads
         return heads, self.kv_heads or min(heads, config.kv_heads)
+
+    def query_heads(self, config: Config) -> int:
+        return self.count(config)[0]
 
     def check(self, config: Config) -> None:
         heads, kv_heads = self.count(config)
@@ -99,9 +102,6 @@ class Attention:
 
     def rope(self, config: Config, layer: int) -> Rope:
         return config.layer_rope(layer)
-
-    def state(self, config: Config) -> Shapes:
-        return {}
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
@@ -181,10 +181,5 @@ def mixer_of(config: Config, layer: int) -> Any:
 def lending(config: Config) -> frozenset[int]:
     """The layers whose slots, values, input or attention weights other layers use."""
     mixers = [mixer_of(config, i) for i in range(config.layers)]
-    used = [(m.source, m.value_source, m.kv_input, weights_source(m)) for m in mixers]
+    used = [(m.source, m.value_source, m.kv_input, m.weights_source) for m in mixers]
     return frozenset(at for several in used for at in several if at is not None)
-
-
-def weights_source(mixer: Any) -> int | None:
-    """The layer whose attention weights a mixer takes, if any."""
-    return getattr(mixer, "weights_source", None)

@@ -10,21 +10,19 @@ from jaxtyping import Array, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
-from kvjax.models.mixer import Layer, Memory
+from kvjax.models.mixer import Layer, Memory, Mixer
 from kvjax.models.mixers.attention import ATTENTION
 from kvjax.ops.attention import Keys, attend_to_all
-from kvjax.ops.rope import Rope, angles, rotate
+from kvjax.ops.rope import angles, rotate
 
 
 @dataclasses.dataclass(frozen=True)
-class Bidirectional:
+class Bidirectional(Mixer):
     """`Attention()` with the config's heads, norms, biases and rotation, but without the causal mask.
 
     The layers of CEPE's encoder (arXiv:2402.16617). Later tokens change what earlier ones are, so there is
     nothing to keep: such a model runs without a cache only, as the encoder of a context.
     """
-
-    source = value_source = kv_input = None
 
     def check(self, config: Config) -> None:
         if any(config.window(i) is not None for i, mixer in enumerate(config.mixers) if mixer == self):
@@ -32,15 +30,6 @@ class Bidirectional:
 
     def shapes(self, config: Config) -> Shapes:
         return ATTENTION.shapes(config)
-
-    def slots(self, config: Config) -> None:
-        return None
-
-    def rope(self, config: Config, layer: int) -> Rope:
-        return Rope(kind="none")
-
-    def state(self, config: Config) -> Shapes:
-        return {}
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any

@@ -10,13 +10,13 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
-from kvjax.models.mixer import Layer, Memory, SlotShape
+from kvjax.models.mixer import Layer, Memory, Mixer, SlotShape
 from kvjax.ops.attention import Keys, attend_to_all
-from kvjax.ops.rope import Rope, angles, rotate
+from kvjax.ops.rope import angles, rotate
 
 
 @dataclasses.dataclass(frozen=True)
-class CrossAttention:
+class CrossAttention(Mixer):
     """Queries from x, keys and values from the states e of a context: k = e W_k, v = e W_v, no bias.
 
     XC-Cache (Monteiro et al., 2024, arXiv:2404.15420) and CEPE (Yen et al., 2024, arXiv:2402.16617). The
@@ -35,8 +35,6 @@ class CrossAttention:
     source: int | None = None
     kv_heads: int | None = None
     turns: bool = False
-
-    value_source = kv_input = None
 
     def check(self, config: Config) -> None:
         if self.width < 1:
@@ -60,12 +58,6 @@ class CrossAttention:
 
     def slots(self, config: Config) -> SlotShape:
         return SlotShape(1, self.width, self.width, config.scale, shared=True, factors=True, fixed=True)
-
-    def rope(self, config: Config, layer: int) -> Rope:
-        return Rope(kind="none")
-
-    def state(self, config: Config) -> Shapes:
-        return {}
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any

@@ -15,10 +15,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, group_norm, rms_norm
-from kvjax.models.mixer import Layer, Memory, Projected, SlotShape, State
+from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape, State
 from kvjax.models.mixers.rwkv import TimeMix, ddlerp, low_rank, low_rank_shapes, share_shapes, shares
 from kvjax.ops import rwkv as ops
-from kvjax.ops.rope import Rope
 
 # Of the LayerNorms, as in the authors' code.
 EPS = 1e-5
@@ -63,7 +62,7 @@ class FinchC2(TimeMix):
 
 
 @dataclasses.dataclass(frozen=True)
-class Gold:
+class Gold(Mixer):
     """The layers above (sections 3.2 to 3.4): keys and values rebuilt from one cache for all of them.
 
         c = h W_c, stored with the token's id;  n = RMSNorm(e) with e the token's embedding
@@ -86,8 +85,6 @@ class Gold:
     adapt_rank: int = 64
     source: int | None = None
     kv_input: int | None = None
-
-    value_source = None
 
     def check(self, config: Config) -> None:
         if (self.source is None) == (self.kv_input is None):
@@ -118,12 +115,6 @@ class Gold:
 
     def slots(self, config: Config) -> SlotShape:
         return SlotShape(1, self.rank, digits(config.vocab), config.scale, factors=True, ids=True)
-
-    def rope(self, config: Config, layer: int) -> Rope:
-        return Rope(kind="none")
-
-    def state(self, config: Config) -> Shapes:
-        return {}
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any

@@ -12,12 +12,12 @@ from jaxtyping import Array, Float
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, linear
-from kvjax.models.mixer import Layer, Memory, Projected, SlotShape
-from kvjax.ops.rope import Rope, angles, rotate
+from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape
+from kvjax.ops.rope import angles, rotate
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadMaps:
+class HeadMaps(Mixer):
     """Head i asks with query head q_of[i], reads key head k_of[i] and value head v_of[i].
 
     Unequal groups are k_of = v_of: AsymGQA, QCQA (arXiv:2406.10247) and key-driven GQA (arXiv:2408.08454),
@@ -31,8 +31,6 @@ class HeadMaps:
     q_of: tuple[int, ...]
     k_of: tuple[int, ...]
     v_of: tuple[int, ...]
-
-    source = value_source = kv_input = None
 
     def check(self, config: Config) -> None:
         maps = {name: getattr(self, name) for name in ("q_of", "k_of", "v_of")}
@@ -52,12 +50,6 @@ class HeadMaps:
     def slots(self, config: Config) -> SlotShape:
         keys, values = (self._count(x) * config.head_dim for x in "kv")
         return SlotShape(1, keys, values, config.scale, factors=True)
-
-    def rope(self, config: Config, layer: int) -> Rope:
-        return Rope(kind="none")
-
-    def state(self, config: Config) -> Shapes:
-        return {}
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any

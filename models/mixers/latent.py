@@ -11,12 +11,12 @@ from jaxtyping import Array, Float
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, linear, rms_norm
-from kvjax.models.mixer import Layer, Memory, Projected, SlotShape
+from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape
 from kvjax.ops.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
-class Latent:
+class Latent(Mixer):
     """MLA (DeepSeek-V2, arXiv:2405.04434, eq. 9-19): the cache holds c (`rank` wide) and k_r (`rope_dim`).
 
         c = norm(x W_dc), k_r = RoPE(x W_kr), k_h = [c W_uk_h ; k_r], v_h = c W_uv_h
@@ -41,8 +41,6 @@ class Latent:
     scale: float | None = None
     source: int | None = None
     eps: float = 1e-6
-
-    value_source = kv_input = None
 
     def check(self, config: Config) -> None:
         for name in ("rank", "rope_dim", "nope_dim", "value_dim"):
@@ -86,9 +84,6 @@ class Latent:
         if not self.turns:
             return Rope(kind="none")
         return dataclasses.replace(config.layer_rope(layer), rotary_dim=self.rope_dim, start=self.rank)
-
-    def state(self, config: Config) -> Shapes:
-        return {}
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any

@@ -11,15 +11,15 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, l2_norm, linear, rms_norm
-from kvjax.models.mixer import Layer, Memory, State
+from kvjax.models.mixer import Layer, Memory, Mixer, State
 from kvjax.ops import linear_attention as ops
 from kvjax.ops.convolution import short_conv
-from kvjax.ops.rope import Rope, angles, rotate
+from kvjax.ops.rope import angles, rotate
 from kvjax.ops.slot_attention import Slots, gsa
 
 
 @dataclasses.dataclass(frozen=True)
-class Recurrent:
+class Recurrent(Mixer):
     """What the mixers here share: heads, and a state `S` [heads, key_dim, value_dim] in float32.
 
     groups: query and key heads, each serving heads / groups value heads (None: as many).
@@ -30,8 +30,6 @@ class Recurrent:
     value_dim: int
     groups: int | None = None
 
-    source = value_source = kv_input = None
-
     @property
     def key_heads(self) -> int:
         return self.groups or self.heads
@@ -39,12 +37,6 @@ class Recurrent:
     def check(self, config: Config) -> None:
         if self.heads % self.key_heads:
             raise ValueError(f"{self.key_heads} key heads cannot serve {self.heads} value heads evenly")
-
-    def slots(self, config: Config) -> None:
-        return None
-
-    def rope(self, config: Config, layer: int) -> Rope:
-        return Rope(kind="none")
 
     def state(self, config: Config) -> Shapes:
         return {"S": (self.heads, self.key_dim, self.value_dim)}

@@ -17,10 +17,9 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, group_norm, l2_norm, linear
-from kvjax.models.mixer import Layer, Memory, State
+from kvjax.models.mixer import Layer, Memory, Mixer, State
 from kvjax.ops import rwkv as ops
 from kvjax.ops.convolution import answered, token_shift
-from kvjax.ops.rope import Rope
 
 # The authors' models divide by a head's deviation with this eps.
 EPS = 64e-5
@@ -30,24 +29,13 @@ Mix = Callable[[Float[Array, "B T D"], State | None, Bool[Array, "B T"]], tuple[
 
 
 @dataclasses.dataclass(frozen=True)
-class Shifted:
+class Shifted(Mixer):
     """What the mixers here share: each token is mixed with the one before it.
 
     The state holds the input of a row's last token, `shift`, and the layer's output there, `answer`. RWKV
     needs the first alone; the second is what the last token gets when it is asked again, since the states
     that it read are gone by then.
     """
-
-    source = value_source = kv_input = None
-
-    def check(self, config: Config) -> None:
-        pass
-
-    def slots(self, config: Config) -> None:
-        return None
-
-    def rope(self, config: Config, layer: int) -> Rope:
-        return Rope(kind="none")
 
     def state(self, config: Config) -> Shapes:
         return {"shift": (config.d_model,), "answer": (config.d_model,)}

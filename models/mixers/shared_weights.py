@@ -11,13 +11,13 @@ from jaxtyping import Array, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
-from kvjax.models.mixer import Layer, Memory, Projected, SlotShape
+from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedWeights:
+class SharedWeights(Mixer):
     """Values of one's own under the attention of layer `weights_source`: SA and LISA.
 
     As they are, the weights give Shared Attention (Beyond KV Caching, arXiv:2407.12866): a token costs the
@@ -34,11 +34,9 @@ class SharedWeights:
     Maps of logits [B, N, T, S] are handed from layer to layer, so a prefill holds those of its whole length.
     """
 
-    weights_source: int
+    weights_source: int = dataclasses.field()  # without the default of all mixers
     hidden: int = 0
     rank: int = 0
-
-    source = value_source = kv_input = None
 
     def check(self, config: Config) -> None:
         if not 0 <= self.weights_source < config.layers:
@@ -79,9 +77,6 @@ class SharedWeights:
             return Rope(kind="none")
         turning = config.layer_rope(layer)
         return dataclasses.replace(turning, rotary_dim=self.rank, start=config.head_dim)
-
-    def state(self, config: Config) -> Shapes:
-        return {}
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any

@@ -11,12 +11,12 @@ from jaxtyping import Array, Float
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, linear
-from kvjax.models.mixer import Layer, Memory, Projected, SlotShape
-from kvjax.ops.rope import Rope, angles, rotate
+from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape
+from kvjax.ops.rope import angles, rotate
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorProduct:
+class TensorProduct(Mixer):
     """TPA (Zhang et al., 2025, arXiv:2501.06425): q, k and v of all heads are sums of outer products.
 
         k = 1/R sum_r a_r(x) (x) b_r(x), a_r over heads, b_r over channels, linear in x; likewise q and v
@@ -30,8 +30,6 @@ class TensorProduct:
     q_rank: int
     key_rank: int
     value_rank: int
-
-    source = value_source = kv_input = None
 
     def check(self, config: Config) -> None:
         for name in ("q_rank", "key_rank", "value_rank"):
@@ -52,12 +50,6 @@ class TensorProduct:
     def slots(self, config: Config) -> SlotShape:
         width = config.heads + config.head_dim
         return SlotShape(1, self.key_rank * width, self.value_rank * width, config.scale, factors=True)
-
-    def rope(self, config: Config, layer: int) -> Rope:
-        return Rope(kind="none")
-
-    def state(self, config: Config) -> Shapes:
-        return {}
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
