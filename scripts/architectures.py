@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import steps
+from kvjax.block_transformer import BlockCache, BlockConfig, init, prefill
 from kvjax.cache import Cache, Slots, nbytes
 from kvjax.commands.sizes import abstract_params
 from kvjax.context import hold
 from kvjax.grammar import Method
-from kvjax.models.block_transformer import BlockCache, BlockConfig, init, prefill
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MLP, GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention, mixer_of

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.block_transformer import BlockConfig, BlockTransformer, init
 from kvjax.errors import InputError
-from kvjax.models.block_transformer import BlockConfig, BlockTransformer, init
 from kvjax.models.config import Config
 from kvjax.ops.rope import Rope
 from tests.reference import Decoder, rope, softmax
