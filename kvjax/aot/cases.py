@@ -1,0 +1,109 @@
+"""Programs to compile for TPUs: kernels at the shapes that count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.aot.hardware import Device
+from kvjax.ops.paged_decode import PagePool, tpu_paged_decode
+
+
+class Case(NamedTuple):
+    """A program, its operands' shapes, and what it must move and compute.
+
+    run: takes arrays of `operands`. bytes: what one run must read and write. flops: of its matrix products.
+    cache: bytes of the cache among the operands. kernel: the name of the Pallas call. trips: how often the
+    code at each loop depth of the kernel runs. profiles: whether the compiler can simulate it; it aborts on
+    copies by hand whose sources it cannot tell.
+    """
+
+    run: Callable[..., Any]
+    operands: tuple[Any, ...]
+    bytes: int
+    flops: int
+    cache: int
+    kernel: str
+    trips: dict[str, int]
+    profiles: bool = True
+
+
+BATCH, HEADS, GROUP = 4, 8, 8
+PAYLOADS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "float32": (jnp.float32, ()),
+    "bfloat16": (jnp.bfloat16, ()),
+    "int8": (jnp.int8, ("key_scale", "value_scale")),
+    "int4": (jnp.int4, ("key_scale", "value_scale")),
+    "e5m2": (jnp.float8_e5m2, ("key_scale", "value_scale")),
+    "e4m3": (jnp.float8_e4m3fn, ("key_scale", "value_scale")),
+}
+
+
+def paged_decode(
+    device: Device,
+    payload: str,
+    *,
+    width: int = 128,
+    page: int = 128,
+    slots: int = 32768,
+    step: int | None = None,
+    mass: bool = False,
+    extra: tuple[str, ...] = (),
+) -> Case:
+    """Full lists of `slots` tokens, B = 4, K = 8, G = 8; `step` tokens per step."""
+    dtype, rows = PAYLOADS[payload]
+    rows = (*extra, *rows)
+    lists, pages = BATCH * HEADS, slots // page
+    kind = jnp.float32 if payload == "float32" else jnp.bfloat16
+    total = lists * pages
+    step = step or {"float32": 1024, "bfloat16": 2048}.get(payload, 4096)
+    operands = (
+        jax.ShapeDtypeStruct((BATCH, HEADS * GROUP, 1, width), kind),
+        PagePool(
+            jax.ShapeDtypeStruct((1, total, 2, page, width), dtype),  # type: ignore[arg-type]
+            jax.ShapeDtypeStruct((1, total, len(rows), page), jnp.float32) if rows else None,  # type: ignore[arg-type]
+            rows,
+        ),
+        jax.ShapeDtypeStruct((BATCH, HEADS, pages), jnp.int32),
+        jax.ShapeDtypeStruct((BATCH, HEADS), jnp.int32),
+        jax.ShapeDtypeStruct((BATCH, 1), jnp.int32),
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    run = partial(
+        tpu_paged_decode, scale=width**-0.5, window=None, softcap=None, mass=mass,
+        step=step // page, cores=device.cores, length=slots,
+    )  # fmt: skip
+    bits = 4 if payload == "int4" else jnp.dtype(dtype).itemsize * 8
+    cache = lists * slots * (2 * width * bits // 8 + 4 * len(rows))
+    moved = cache + lists * slots * 4 * mass + 4 * lists * pages
+    small = 2 * int(np.prod(operands[0].shape)) * jnp.dtype(kind).itemsize
+    return Case(
+        run, operands, moved + small, 4 * lists * GROUP * slots * width, cache, "paged_decode",
+        trips={"1": lists, "2": lists * slots // step}, profiles=False,
+    )  # fmt: skip
+
+
+def _registry() -> dict[str, Callable[[Device], Case]]:
+    cases: dict[str, Callable[[Device], Case]] = {}
+    for payload in PAYLOADS:
+        page = 256 if payload == "int4" else 128
+        for width in (128, 256):
+            name = f"paged_decode-{payload}-h{width}"
+            cases[name] = partial(paged_decode, payload=payload, width=width, page=page)
+    for page in (16, 32, 64, 256, 512):
+        cases[f"paged_decode-bfloat16-h128-page{page}"] = partial(
+            paged_decode, payload="bfloat16", page=page, slots=8192
+        )
+    cases["paged_decode-bfloat16-h128-mass"] = partial(paged_decode, payload="bfloat16", mass=True)
+    cases["paged_decode-bfloat16-h128-positions"] = partial(
+        paged_decode, payload="bfloat16", extra=("pos", "bias")
+    )
+    return cases
+
+
+CASES = _registry()

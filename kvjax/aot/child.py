@@ -1,0 +1,61 @@
+"""One case compiled for one topology, in a process of its own: the compiler may abort.
+
+    python -m kvjax.aot.child TOPOLOGY CASE FOLDER profile|plain
+
+prints one line, "AOT " and JSON; the compiler's dumps go to FOLDER. The environment is read when the
+compiler's library is loaded, so it is set before anything imports jax.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+
+
+def main() -> None:
+    topology, name, folder, how = sys.argv[1:5]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    profile = f" --xla_jf_dump_static_llo_profile_to={folder}/profile" if how == "profile" else ""
+    os.environ.update(
+        JAX_PLATFORMS="cpu",
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_WORKER_HOSTNAMES="localhost",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        JAX_ENABLE_COMPILATION_CACHE="false",
+        JAX_DISABLE_MOST_OPTIMIZATIONS="0",
+        XLA_FLAGS="",
+        LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true{profile}",
+    )
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from kvjax.aot import reading
+    from kvjax.aot.cases import CASES
+    from kvjax.aot.hardware import device_of
+
+    case = CASES[name](device_of(topology))
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = Mesh(np.array(devices[:1]), ("x",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), case.operands)
+    # Pallas asks the mesh which generation it lowers for.
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(case.run).lower(*placed).compile()
+    memory, module = compiled.memory_analysis(), compiled.as_text() or ""
+    assert memory is not None
+    found = {
+        "arguments": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "aliases": memory.alias_size_in_bytes,
+        "copies": reading.large_copies(module, case.cache // 4),
+        "staged": reading.staged(module, case.cache // 4),
+    }
+    print("AOT " + json.dumps(found | reading.schedule(folder, case.kernel)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Compiles a case for a topology in a child process, and says how long it would take at least."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from typing import Any
+
+from kvjax.aot.cases import CASES
+from kvjax.aot.hardware import device_of
+from kvjax.errors import InputError
+
+SECONDS = 300
+
+
+def available() -> str:
+    """Why nothing can be compiled for TPUs here; empty where it can."""
+    if find_spec("libtpu") is None:
+        return (
+            "the TPU compiler is not installed: pip install 'kvjax[tpu]' (libtpu, 690 MB; no TPU is needed)"
+        )
+    return ""
+
+
+def probe(topology: str, name: str) -> dict[str, Any]:
+    """What the compiler says of case `name` on a device of `topology`, with the bounds in microseconds.
+
+    bundles_us: issue cycles of the schedule; model_us: the compiler's simulated cycles (None where it has no
+    estimate); hbm_us, mxu_us: bytes and operations at the device's rates; bound_us: the largest, and bound
+    its name. "error" instead where it does not compile.
+
+    Raises InputError for unknown cases, ValueError for unknown topologies.
+    """
+    device = device_of(topology)
+    if name not in CASES:
+        raise InputError(f"unknown case {name!r}: see `kvjax aot --list`")
+    case = CASES[name](device)
+    found: dict[str, Any] = {"error": ""}
+    # The profiler may abort; everything else of the dump comes without it.
+    for how in ("profile", "plain") if device.profiles and case.profiles else ("plain",):
+        if "error" in found:
+            found = _child(topology, name, how)
+    if "error" in found:
+        return found
+    cycles = sum(case.trips.get(depth, 1) * n for depth, n in found["bundles"].items()) / device.cores
+    bounds = {
+        "bundles": cycles / device.clock,
+        "model": (found["cycles"] or 0) / device.clock,
+        "hbm": case.bytes / device.hbm,
+        "mxu": case.flops / device.bf16,
+    }
+    times = {f"{n}_us": round(t * 1e6, 1) for n, t in bounds.items()}
+    times["model_us"] = times["model_us"] if found["cycles"] else None
+    bound = max(bounds, key=lambda n: bounds[n])
+    return found | times | {"bound": bound, "bound_us": times[f"{bound}_us"], "cache": case.cache}
+
+
+def _child(topology: str, name: str, how: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "kvjax.aot.child", topology, name, folder, how]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return {"error": f"not compiled within {SECONDS} s"}
+    for line in done.stdout.splitlines():
+        if line.startswith("AOT "):
+            return json.loads(line[4:])
+    lines = [line for line in done.stderr.splitlines() if "Error" in line or "error" in line]
+    return {"error": (lines or done.stderr.splitlines() or ["the compiler aborted"])[-1][:300]}

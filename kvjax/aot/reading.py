@@ -1,0 +1,96 @@
+"""What can be read out of a compiled module's text and the compiler's dumps."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# A bundle of instructions: its address, perhaps a loop's mark, and one ">" for every loop around it.
+BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*((?:>\s*)*)\{", re.M)
+COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* copy\(")
+SUB_BYTE = {"s4": 4, "u4": 4, "s2": 2, "u2": 2}
+
+
+def array_bytes(dtype: str, shape: str) -> int:
+    """Bytes of an array as HLO writes it.
+
+    >>> array_bytes("bf16", "4,128"), array_bytes("s4", "256"), array_bytes("f8e5m2", "16")
+    (1024, 128, 16)
+    """
+    found = re.search(r"\d+", dtype)
+    bits = SUB_BYTE.get(dtype) or (int(found.group()) if found else 8)
+    return math.prod(int(n) for n in shape.split(",") if n) * bits // 8
+
+
+def large_copies(module: str, least: int) -> int:
+    """Copies of at least `least` bytes in a module's text: a cache that was laid out anew.
+
+    >>> large_copies("%copy.1 = bf16[4,128]{1,0} copy(%a)\\n%copy.2 = f32[2]{0} copy(%b)", 1024)
+    1
+    """
+    return sum(array_bytes(*m.groups()) >= least for m in COPY.finditer(module))
+
+
+def staged(module: str, least: int) -> list[str]:
+    """Operands of Pallas calls, of at least `least` bytes, that XLA moved into VMEM: no HBM is read then."""
+    found = []
+    for call in re.finditer(r"custom-call\(([^)]*)\)[^\n]*tpu_custom_call", module):
+        for name in re.findall(r"%([\w.\-]+)", call.group(1)):
+            made = re.search(rf"^\s*(?:ROOT )?%{re.escape(name)} = (\w+)\[([\d,]*)\](\S*) ", module, re.M)
+            if made and "S(1)" in made.group(3) and array_bytes(made.group(1), made.group(2)) >= least:
+                found.append(name)
+    return found
+
+
+def schedule(folder: str, kernel: str) -> dict[str, Any]:
+    """Bundles per loop depth, spilled stores, VMEM and estimated cycles of a kernel, from the dumps.
+
+    What a dump does not hold is None: cycles where nothing was profiled.
+    """
+    bundles: dict[str, int] = {}
+    for text in _dumps(folder, kernel, "-final_bundles.txt", but="schedule-analysis"):
+        for marks in BUNDLE.findall(text):
+            depth = str(marks.count(">"))
+            bundles[depth] = bundles.get(depth, 0) + 1
+    spills = [
+        _spills(text) for text in _dumps(folder, kernel, "-final_hlo-static-per-bundle-utilization.txt")
+    ]
+    vmem = [_vmem(text, kernel) for text in _dumps(folder, "", "vmem_report.html")]
+    profiled = _dumps(f"{folder}/profile", kernel, ".textproto")
+    cycles = [int(n) for text in profiled for n in re.findall(r"estimated_cycles: (\d+)", text)]
+    return {
+        "bundles": bundles,
+        "spills": sum(spills) if spills else None,
+        "vmem": max(vmem, default=None),
+        "cycles": max(cycles, default=0) or None,
+    }
+
+
+def _dumps(folder: str, kernel: str, ending: str, but: str = "\0") -> Iterator[str]:
+    for path in sorted(Path(folder).glob(f"*{kernel}*{ending}" if kernel else f"*{ending}")):
+        if but not in path.name:
+            yield path.read_text(errors="replace")
+
+
+def _spills(table: str) -> int:
+    """Spilled stores in a table whose second line names the columns and whose rows are bundles."""
+    lines = table.splitlines()
+    column = next((i for i, n in enumerate(lines[1].split(",")) if n.strip() == "VSTORE:SPILL"), None)
+    if column is None:
+        return 0
+    start = next(i for i, line in enumerate(lines) if line.startswith("== UTILIZATION"))
+    rows = (line.split() for line in lines[start + 1 :])
+    return sum(int(row[column]) for row in rows if len(row) > column)
+
+
+def _vmem(report: str, kernel: str) -> int:
+    """Bytes of VMEM that a report gives the kernel's operation."""
+    mark = "const DATA ="
+    data = json.JSONDecoder().raw_decode(report[report.index(mark) + len(mark) :].lstrip())[0]
+    return max(
+        (x["total_size"] for n, x in data["hlo_breakdowns"].items() if n.startswith(kernel)), default=0
+    )

@@ -1,0 +1,76 @@
+"""Kernels through the real TPU compiler, ahead of time: they compile, copy no cache and keep their schedules.
+
+The baseline is what `kvjax aot --all --json tests/aot/baseline.json` found; bundle counts are compared with
+the same compiler only.
+"""
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+from kvjax.aot import probe as module
+from kvjax.aot import reading
+from kvjax.aot.cases import CASES
+from kvjax.aot.hardware import TOPOLOGIES, device_of
+from kvjax.aot.probe import available, probe
+from kvjax.errors import InputError
+
+BASELINE = json.loads((Path(__file__).parent / "baseline.json").read_text())
+ROWS = {(row["case"], row["topology"]): row for row in BASELINE["cases"]}
+# Every payload and every topology at least once; `kvjax aot --all` is the whole.
+PAIRS = [(name, TOPOLOGIES[i % len(TOPOLOGIES)]) for i, name in enumerate(list(CASES)[::2])]
+needs_compiler = pytest.mark.skipif(bool(available()), reason=available())
+
+
+def compiler():
+    try:
+        return version("libtpu")
+    except PackageNotFoundError:
+        return ""
+
+
+@needs_compiler
+@pytest.mark.parametrize(("name", "topology"), PAIRS, ids=lambda x: x)
+def test_a_kernel_compiles_copies_no_cache_and_keeps_its_schedule(name, topology):
+    found = probe(topology, name)
+    assert "error" not in found, found
+    assert found["copies"] == 0 and not found["staged"]
+    assert found["temporaries"] < 0.01 * found["cache"]
+    assert found["vmem"] < 16 * 2**20
+    if compiler() == BASELINE["libtpu"]:
+        known = ROWS[name, topology]
+        assert found["spills"] <= known["spills"] * 1.05
+        assert found["bundles_us"] <= known["bundles_us"] * 1.05
+
+
+@needs_compiler
+def test_what_does_not_compile_is_an_error_and_no_crash(monkeypatch):
+    monkeypatch.setattr(module, "SECONDS", 0.01)
+    assert probe("v5e:2x2", next(iter(CASES))) == {"error": "not compiled within 0.01 s"}
+
+
+def test_every_case_has_a_baseline_on_every_topology():
+    assert set(ROWS) == {(name, topology) for name in CASES for topology in TOPOLOGIES}
+    assert not [row for row in ROWS.values() if "error" in row]
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(InputError, match="unknown case 'none'"):
+        probe("v5e:2x2", "none")
+    for name in ("v9x:2x2", "v5e"):
+        with pytest.raises(ValueError, match="expected a generation and a shape"):
+            device_of(name)
+
+
+def test_a_relayout_of_the_cache_is_counted_and_a_small_copy_is_not():
+    text = """
+      %copy.3 = bf16[32,256,2,128]{3,2,1,0:T(8,128)(2,1)} copy(%p0)
+      %copy.4 = s4[64]{0} copy(%p1)
+      %x = f32[8]{0:S(1)} copy-done(%y)
+      %big = bf16[1024,128]{1,0:T(8,128)S(1)} fusion(%z)
+      %k = f32[8]{0} custom-call(%x, %big), custom_call_target="tpu_custom_call"
+    """
+    assert reading.large_copies(text, 2**20) == 1 and reading.large_copies(text, 1) == 2
+    assert reading.staged(text, 2**16) == ["big"] and reading.staged(text, 2**30) == []
