@@ -92,10 +92,12 @@ def head_rows() -> list[Row]:
     each = tuple(range(32))
     # Eight groups of one to twenty-five heads; eight key heads with four value heads.
     unequal = HeadMaps(each, *[(0, 1, 2, 3, 4, 5, 6, *[7] * 25)] * 2)
+    # Four query heads, each with all eight pairs of key and value heads.
+    gqkva = HeadMaps(tuple(i // 8 for i in each), *[tuple(i % 8 for i in each)] * 2)
     dha = HeadMaps(each, tuple(i // 4 for i in each), tuple(i // 8 for i in each))
     return [
         Row("MHA", "1706.03762", heads.format(32), mha, "2 L N H", 32 * 4 * kv),
-        Row("GQA-8", "2305.13245", heads.format(8), BASE, ATTENTION, 32 * kv),
+        Row("GQA-8; WGQA, fused", "2305.13245, 2407.10855", heads.format(8), BASE, ATTENTION, 32 * kv),
         Row("MQA", "1911.02150", heads.format(1), mqa, "2 L H", 32 * kv // 8),
         Row("MLA", "2405.04434", "`Latent(512, 64, 128, 128)`", of([MLA]), "L (R + Rp)", 32 * 576 * 2),
         Row(
@@ -110,6 +112,11 @@ def head_rows() -> list[Row]:
         ),
         Row(
             "Attention with sinks", "2508.10925", "`Attention(sink=True)`", of([Attention(sink=True)]),
+            ATTENTION, 32 * kv,
+        ),
+        Row("GQKVA, 4 x 8", "2311.03426", "`HeadMaps(q, k, v)`", of([gqkva]), ATTENTION, 32 * kv),
+        Row(
+            "Learned KV bias", "2402.17762", "`Attention(kv_bias=True)`", of([Attention(kv_bias=True)]),
             ATTENTION, 32 * kv,
         ),
         Row(
