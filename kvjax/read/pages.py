@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Slots, dense
+from kvjax.cache import Slots
 from kvjax.grammar import Budget
 from kvjax.ops.attention import Keys
 
@@ -69,5 +69,5 @@ class PageBounds:
             return taken.reshape(*x.shape[:2], count * per, *x.shape[3:])
 
         pos = jnp.where(jnp.repeat(use, page, axis=2), pick(body.pos), -1)
-        k, v = (dense(jax.tree.map(pick, x)) for x in (body.k, body.v))
-        return Keys(k, v, pos, None if body.bias is None else pick(body.bias))
+        k, v, bias = jax.tree.map(pick, (body.k, body.v, body.bias))
+        return dataclasses.replace(body, k=k, v=v, pos=pos, bias=bias).keys()

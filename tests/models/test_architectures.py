@@ -61,9 +61,11 @@ def close(got, want):
 def test_decoding_gives_the_logits_of_the_forward_pass(model, tokens, whole):
     logits, cache = kvjax.prefill(model, tokens[:, :T], room=ROOM)
     close(logits, whole[:, T - 1])
+    before = steps.step._cache_size()
     for t in range(T, T + 8):
         logits, cache = kvjax.step(model, cache, tokens[:, t])
         close(logits, whole[:, t])
+    assert steps.step._cache_size() <= before + 1
 
 
 def test_a_prompt_may_come_in_pieces_of_any_length(model, tokens, whole):
@@ -150,6 +152,7 @@ KEEPS = {
     "streamingllm": dict(sinks=1),
     "kvzip": dict(page=4),
     "adakv": SMALL_WINDOW | dict(page=4, variant="kvpress"),
+    "quest": dict(page=4, skip_layers=0),
 }
 APART = ("svformer", "tpa", "unequal groups", "dha", "gqkva", "shared attention", "lisa", "goldfinch")
 SLOTTED = [n for n, row in TABLE.items() if row.lists and n not in APART]
