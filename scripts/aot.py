@@ -6,16 +6,16 @@ python scripts/aot.py --write    # puts it into docs/kernels.md
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-PAGE, FOUND = ROOT / "docs" / "kernels.md", ROOT / "tests" / "aot" / "baseline.json"
-START, END = "<!-- table -->", "<!-- end of table -->"
+from table_page import print_or_write
+
+FOUND = Path(__file__).parents[1] / "tests" / "aot" / "baseline.json"
 
 
-def table(found: dict) -> str:
+def table() -> str:
+    found = json.loads(FOUND.read_text())
     lines = [
         f"Compiler model, not measured; libtpu {found['libtpu']}, jax {found['jax']}.",
         "",
@@ -34,18 +34,5 @@ def table(found: dict) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true", help="put the table into docs/kernels.md")
-    made = table(json.loads(FOUND.read_text()))
-    if not parser.parse_args().write:
-        print(made)
-        return
-    before, rest = PAGE.read_text().split(START)
-    PAGE.write_text(f"{before}{START}\n{made}\n{END}{rest.split(END)[1]}")
-
-
 if __name__ == "__main__":
-    main()
+    print_or_write(__doc__, "kernels.md", "table", table)

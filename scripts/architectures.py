@@ -9,15 +9,14 @@ Measured means the bytes of the cache that a real prefill would leave, by shapes
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from table_page import print_or_write
 
 from kvjax import steps
 from kvjax.block_transformer import BlockCache, BlockConfig, init, prefill
@@ -42,8 +41,6 @@ from kvjax.models.mixers.tensor_product import TensorProduct
 from kvjax.ops.attention import Keys
 from kvjax.steps import Run
 
-PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
-START, END = "<!-- table -->", "<!-- end of table -->"
 LAYERS = 32
 # Llama-2-7B's sizes: 32 layers of width 4096 with 32 heads of 128 channels.
 BASE = Config(vocab=1024, d_model=4096, layers=LAYERS, heads=32, kv_heads=8, head_dim=128, d_ff=11008)
@@ -367,17 +364,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true", help="put the table into docs/architectures.md")
-    if not parser.parse_args().write:
-        print(table())
-        return
-    before, rest = PAGE.read_text().split(START)
-    PAGE.write_text(f"{before}{START}\n{table()}\n{END}{rest.split(END)[1]}")
-
-
 if __name__ == "__main__":
-    main()
+    print_or_write(__doc__, "architectures.md", "table", table)

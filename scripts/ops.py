@@ -6,21 +6,18 @@ python scripts/ops.py --write    # puts it into docs/architectures.md
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from table_page import print_or_write
 
 from kvjax.cache import nbytes
 from kvjax.ops import features, gau, infini, lattice, log_linear, rwkv, slot_attention, transformer_vq
 from kvjax.ops import linear_attention as linear
 
-PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
-START, END = "<!-- ops -->", "<!-- end of ops -->"
 HEADS = WIDTH = 64
 SLOTS, LEVELS, SEGMENT, CODES = 16, 13, 256, 512
 HKV = HEADS * WIDTH * WIDTH
@@ -117,17 +114,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true", help="put the table into docs/architectures.md")
-    if not parser.parse_args().write:
-        print(table())
-        return
-    before, rest = PAGE.read_text().split(START)
-    PAGE.write_text(f"{before}{START}\n{table()}\n{END}{rest.split(END)[1]}")
-
-
 if __name__ == "__main__":
-    main()
+    print_or_write(__doc__, "architectures.md", "ops", table)

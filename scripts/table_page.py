@@ -1,0 +1,21 @@
+"""What the scripts share that make a table of a page in docs/: print it, or write it between two marks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def print_or_write(about: str | None, page: str, name: str, table: Callable[[], str]) -> None:
+    """Prints `table()`; with --write puts it into docs/`page` between the marks of `name`."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"put the table into docs/{page}")
+    if not parser.parse_args().write:
+        print(table())
+        return
+    start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, rest = (DOCS / page).read_text().split(start)
+    (DOCS / page).write_text(f"{before}{start}\n{table()}\n{end}{rest.split(end)[1]}")
