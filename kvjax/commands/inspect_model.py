@@ -123,7 +123,9 @@ def model_rows(config: Config, folder: Path | None, dtype: str) -> list[tuple[st
 def _layers_words(slots: SlotShape, layers: int, item: int) -> str:
     """How the bytes of some equal layers come about."""
     if slots.shared:
-        return f"{layers} layers x {slots.key} channels (latents) x {item} B"
+        kind = "in one array" if slots.factors else "latents"
+        heads = f" x {slots.heads} heads" if slots.heads > 1 else ""
+        return f"{layers} layers{heads} x {slots.key} channels ({kind}) x {item} B"
     if slots.key == slots.value:
         return f"2 x {layers} layers x {slots.heads} heads x {slots.key} channels x {item} B"
     return f"{layers} layers x {slots.heads} heads x ({slots.key} + {slots.value}) channels x {item} B"

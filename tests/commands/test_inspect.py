@@ -91,6 +91,7 @@ def test_inspect_shows_what_a_cache_file_holds(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("lisa", r"2\s+layers\s+x\s+2\s+heads\s+x\s+10\s+channels\s+.in\s+one\s+array"),
         ("mla", r"KV per token +128 B in float32: 2 layers x 16 channels .latents. x 4 B"),
         ("yoco", r"shared +2 layers keep nothing and read the slots of 1"),
         ("cepe", r"context +per token of a context 12 channels, 48 B in float32"),
