@@ -44,7 +44,7 @@ def main() -> None:
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), case.operands)
     # Pallas asks the mesh which generation it lowers for.
     with jax.set_mesh(mesh):
-        compiled = jax.jit(case.run).lower(*placed).compile()
+        compiled = jax.jit(case.run, donate_argnums=case.donated).lower(*placed).compile()
     memory, module = compiled.memory_analysis(), compiled.as_text() or ""
     assert memory is not None
     found = {

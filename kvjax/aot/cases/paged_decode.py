@@ -1,37 +1,18 @@
-"""Programs to compile for TPUs: kernels at the shapes that count."""
+"""Paged decoding: full lists at the shape that the aims name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
 from kvjax.ops.paged_decode import PagePool, tpu_paged_decode
-
-
-class Case(NamedTuple):
-    """A program, its operands' shapes, and what it must move and compute.
-
-    run: takes arrays of `operands`. bytes: what one run must read and write. flops: of its matrix products.
-    cache: bytes of the cache among the operands. kernel: the name of the Pallas call. trips: how often the
-    code at each loop depth of the kernel runs. profiles: whether the compiler can simulate it; it aborts on
-    copies by hand whose sources it cannot tell.
-    """
-
-    run: Callable[..., Any]
-    operands: tuple[Any, ...]
-    bytes: int
-    flops: int
-    cache: int
-    kernel: str
-    trips: dict[str, int]
-    profiles: bool = True
-
 
 BATCH, HEADS, GROUP = 4, 8, 8
 PAYLOADS: dict[str, tuple[Any, tuple[str, ...]]] = {

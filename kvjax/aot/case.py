@@ -1,0 +1,26 @@
+"""What a case is: a program to compile for a TPU that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Case(NamedTuple):
+    """A program, its operands' shapes, and what it must move and compute.
+
+    run: takes arrays of `operands`. bytes: what one run must read and write. flops: of its matrix products.
+    cache: bytes of the cache among the operands. kernel: the name of the Pallas call. trips: how often the
+    code at each loop depth of the kernel runs. profiles: whether the compiler can simulate it; it aborts on
+    copies by hand whose sources it cannot tell. donated: places of the operands that the program may reuse.
+    """
+
+    run: Callable[..., Any]
+    operands: tuple[Any, ...]
+    bytes: int
+    flops: int
+    cache: int
+    kernel: str
+    trips: dict[str, int]
+    profiles: bool = True
+    donated: tuple[int, ...] = ()

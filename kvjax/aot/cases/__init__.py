@@ -1,0 +1,15 @@
+"""Programs to compile for TPUs: kernels at the shapes that count. One file per operation.
+
+Every module here has a dict `CASES`, from a name that begins with the operation's to a function that makes
+the `Case` for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvjax.aot.case import Case
+from kvjax.aot.cases import paged_decode
+from kvjax.aot.hardware import Device
+
+CASES: dict[str, Callable[[Device], Case]] = {**paged_decode.CASES}
