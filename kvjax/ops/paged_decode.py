@@ -6,9 +6,7 @@ short one, a shared prefix the same entries in several tables, a read method a t
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,32 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.ops.dtypes import wide
+from kvjax.ops.page_pool import SUBLANES, PagePool
 from kvjax.pallas_kernels.paged_decode import kernel_tpu as tpu
 
 NEG_INF = float("-inf")
-LANES, SUBLANES = tpu.LANES, 8
-SIDE_ROWS = ("pos", "key_scale", "value_scale", "bias")
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["pages", "rows"], meta_fields=["names"])
-@dataclasses.dataclass(frozen=True)
-class PagePool:
-    """Pages of all layers: `pages` [L, P, 2, page, W], a page's keys next to its values.
-
-    W is the head's width or, with zeros behind it, a multiple of 128. rows [L, P, C, page], float32: what
-    goes with a page's tokens, named by `names`: "pos" (position; below 0 where a slot is empty), "key_scale"
-    and "value_scale" (codes multiply by them), "bias" (added to the logit). Values of empty slots must be
-    finite up to a list's length; what lies behind it is never read.
-    """
-
-    pages: Array
-    rows: Float[Array, "L P C page"] | None = None
-    names: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        unknown = [n for n in self.names if n not in SIDE_ROWS]
-        if unknown or len(set(self.names)) != len(self.names):
-            raise ValueError(f"names must be some of {', '.join(SIDE_ROWS)}, each once, got {self.names}")
+LANES = tpu.LANES
 
 
 def paged_decode(
@@ -67,18 +44,19 @@ def paged_decode(
     implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
     NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
 
-    >>> k = jnp.ones((1, 2, 2, 4, 8))
+    >>> from kvjax.ops.page_pool import make_pool
+    >>> k = jnp.ones((1, 2, 4, 8))
     >>> table, lengths = jnp.asarray([[[1, 0]]]), jnp.asarray([[6]])
     >>> out, lse, _ = paged_decode(
-    ...     jnp.zeros((1, 1, 1, 8)), PagePool(k), table, lengths, jnp.zeros((1, 1), jnp.int32), scale=1.0
+    ...     jnp.zeros((1, 1, 1, 8)), make_pool(k, k), table, lengths, jnp.zeros((1, 1), jnp.int32), scale=1.0
     ... )
     >>> out[0, 0, 0, 0].item(), round(float(jnp.exp(lse[0, 0, 0])))
     (1.0, 6)
     """
     b, n, _, h = q.shape
-    if table.shape[0] != b or n % table.shape[1] or h > pool.pages.shape[-1]:
+    if table.shape[0] != b or n % table.shape[1] or h > pool.words.shape[-1]:
         raise ValueError(
-            f"q {list(q.shape)}, table {list(table.shape)} and pages {list(pool.pages.shape)} do not fit: "
+            f"q {list(q.shape)}, table {list(table.shape)} and pages {list(pool.words.shape)} do not fit: "
             "expected as many sequences, KV heads that divide the query heads, and pages at least as wide"
         )
     here = "reference" if jax.default_backend() != "tpu" or refusal(pool, q) else "tpu"
@@ -95,11 +73,13 @@ def paged_decode(
 
 def refusal(pool: PagePool, q: Array) -> str:
     """Why the TPU kernel cannot take these operands; empty where it can."""
-    page, width = pool.pages.shape[-2:]
+    width = pool.words.shape[-1]
     if width % LANES:
         return f"pages are {width} wide, expected a multiple of {LANES}: pad them"
-    if page % SUBLANES or (pool.rows is not None and page % LANES):
-        return f"pages of {page} tokens, expected a multiple of {SUBLANES}, with side rows of {LANES}"
+    if pool.rows % SUBLANES:
+        return f"pages of {pool.page} tokens in {pool.payload}, expected more: {SUBLANES} rows of words"
+    if pool.names and pool.page % LANES:
+        return f"pages of {pool.page} tokens with {', '.join(pool.names)}, expected a multiple of {LANES}"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"queries of {q.dtype}, expected float32 or bfloat16"
     return ""
@@ -111,28 +91,35 @@ def _reference(
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     b, n, t, h = q.shape
     heads, dtype = table.shape[1], wide(q)
-    used = jnp.minimum(jnp.maximum(table, 0), pool.pages.shape[1] - 1)
-    both = jnp.moveaxis(pool.pages[layer][used].astype(dtype), 3, 0)
-    slots = used.shape[2] * both.shape[4]
+    used = jnp.minimum(jnp.maximum(table, 0), pool.words.shape[1] - 1)
+    slots = used.shape[2] * pool.page
     live = jnp.arange(slots)[None, None] < lengths[..., None]
-    k, v = (
-        jnp.where(live[..., None], x.reshape(b, heads, slots, -1)[..., :h], jnp.zeros((), dtype))
-        for x in both
-    )
-    side = {}
-    if pool.rows is not None:
-        rows = jnp.moveaxis(pool.rows[layer][used], 3, 0).reshape(-1, b, heads, slots)
-        real = (jnp.where(live, row, 0.0).astype(dtype) for row in rows)
-        side = dict(zip(pool.names, real, strict=True))
+
+    def listed(x: Array) -> Array:
+        return x[layer][used].astype(dtype).reshape(b, heads, slots, *x.shape[3:])
+
+    def tokens(name: str) -> Array:
+        return jnp.where(live, listed(pool.number(name)), 0.0)
+
+    k, v = listed(pool.keys), listed(pool.values)
+    if "channel_scale" in pool.names:
+        scale_of, zero_of = (
+            jnp.repeat(pool.number(name)[layer][used].astype(dtype), pool.page, axis=2)
+            for name in ("channel_scale", "channel_zero")
+        )
+        k = k * scale_of + zero_of
+    k = k * tokens("key_scale")[..., None] if "key_scale" in pool.names else k
+    k = k + tokens("key_zero")[..., None] if "key_zero" in pool.names else k
+    v = v * tokens("value_scale")[..., None] if "value_scale" in pool.names else v
+    v = v + tokens("value_zero")[..., None] if "value_zero" in pool.names else v
+    k, v = (jnp.where(live[..., None], x[..., :h], 0.0) for x in (k, v))
     grouped = q.astype(dtype).reshape(b, heads, n // heads, t, h)
     z = jnp.einsum("bkgth,bksh->bkgts", grouped, k) * scale
-    lane = lambda row: row[:, :, None, None]  # noqa: E731
-    z = z * lane(side["key_scale"]) if "key_scale" in side else z
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)
-    z = z + lane(side["bias"]) if "bias" in side else z
-    seen = lane(live)
-    if "pos" in side:
-        asked, pos = q_pos[:, None, None, :, None].astype(dtype), lane(side["pos"])
+    z = z + tokens("bias")[:, :, None, None] if "bias" in pool.names else z
+    seen = live[:, :, None, None]
+    if "pos" in pool.names:
+        asked, pos = q_pos[:, None, None, :, None].astype(dtype), tokens("pos")[:, :, None, None]
         seen = seen & (pos >= 0.0) & (pos <= asked)
         seen = seen if window is None else seen & (pos > asked - window)
     z = jnp.where(seen, z, NEG_INF)
@@ -142,8 +129,7 @@ def _reference(
     safe = jnp.where(total == 0.0, 1.0, total)
     lse = jnp.where(total == 0.0, NEG_INF, jnp.where(top == NEG_INF, 0.0, top) + jnp.log(safe))
     p = p / safe
-    weights = p * lane(side["value_scale"]) if "value_scale" in side else p
-    out = jnp.einsum("bkgts,bksh->bkgth", weights, v).astype(q.dtype)
+    out = jnp.einsum("bkgts,bksh->bkgth", p, v).astype(q.dtype)
     return out.reshape(q.shape), lse.reshape(b, n, t), p.sum((2, 3)) if mass else None
 
 
@@ -154,7 +140,7 @@ def tpu_paged_decode(
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """The kernel on the operands of `paged_decode`. step: pages per step; length: see `tpu.Sizes`."""
     b, n, t, h = q.shape
-    heads, page, width = table.shape[1], *pool.pages.shape[-2:]
+    heads, page, width = table.shape[1], pool.page, pool.words.shape[-1]
     step = min(step or pages_per_step(pool), table.shape[2])
     queries = n // heads * t
     count = -(-queries // SUBLANES) * SUBLANES
@@ -164,10 +150,11 @@ def tpu_paged_decode(
     pos = jnp.pad(pos, ((0, 0), pad), constant_values=-1)
     tables = jnp.pad(table.reshape(b * heads, 1, -1), ((0, 0), (0, 0), (0, -table.shape[2] % step)))
     sizes = tpu.Sizes(
-        step, pool.names, queries, b * heads // cores, scale, window, softcap, mass, length
+        step, page, pool.rows, pool.payload, pool.names, queries, b * heads // cores,
+        scale, window, softcap, mass, length,
     )  # fmt: skip
     out, lse, *rest = tpu.paged_decode(
-        asked, pool.pages, pool.rows, tables, lengths.reshape(-1),
+        asked, pool.words, tables, lengths.reshape(-1),
         jnp.broadcast_to(pos[..., None], (*pos.shape, LANES)), layer[None],
         sizes=sizes, cores=cores, interpret=interpret,
     )  # fmt: skip
@@ -181,5 +168,4 @@ def tpu_paged_decode(
 
 def pages_per_step(pool: PagePool, step_bytes: int = 2**20) -> int:
     """Pages whose keys and values make about `step_bytes`: below that, the latency of a copy shows."""
-    page = math.prod(pool.pages.shape[2:]) * jnp.dtype(pool.pages.dtype).itemsize
-    return max(1, step_bytes // page)
+    return max(1, step_bytes // (4 * math.prod(pool.words.shape[2:])))

@@ -3,7 +3,7 @@
 One grid step is one (sequence, KV head). It loops over steps of several pages up to that head's own length:
 the copies of the next step start before the current one is waited for, and the last step of a head starts
 the first one of the next head, so that the memory never idles. Pages behind the length are not copied.
-Shapes are `shapes.py`'s; what it computes is defined by `kvjax.ops.paged_decode`.
+What it computes is defined by `kvjax.ops.paged_decode`, what a page holds by `kvjax.ops.page_pool`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from .unpack import page_numbers, unpack
+
 LANES = 128
 NEG_INF = float("-inf")
 
@@ -24,13 +26,16 @@ NEG_INF = float("-inf")
 class Sizes(NamedTuple):
     """What is static: pages per step, numbers of heads, and what is done to the logits.
 
-    rows: names of the side rows of a page, among "pos", "key_scale", "value_scale" and "bias". queries: rows
-    of q that are real. heads: (sequence, KV head) pairs of one core. length: every head's, where it is known
-    and made of whole steps: for the compiler's estimates, which guess at loops whose trips are data.
+    page: tokens of a page, rows: words of its keys. names: the numbers behind its values, in order. queries:
+    rows of q that are real. heads: (sequence, KV head) pairs of one core. length: every head's, where it is
+    known and made of whole steps: for the compiler's estimates, which guess at loops whose trips are data.
     """
 
     step: int
-    rows: tuple[str, ...]
+    page: int
+    rows: int
+    payload: str
+    names: tuple[str, ...]
     queries: int
     heads: int
     scale: float
@@ -50,12 +55,10 @@ class Refs(NamedTuple):
     q: Any
     q_pos: Any
     pages: Any
-    rows: Any
     out: Any
     lse: Any
     mass: Any
     buffer: Any
-    row_buffer: Any
     scores: Any
     top: Any
     total: Any
@@ -68,7 +71,7 @@ def _kernel(*refs: Any, sizes: Sizes, names: tuple[str, ...]) -> None:
     r = Refs(**{**dict.fromkeys(Refs._fields), **dict(zip(names, refs, strict=True))})
     j = pl.program_id(1)
     head = pl.program_id(0) * sizes.heads + j
-    tokens = sizes.step * r.buffer.shape[3]
+    tokens = sizes.step * sizes.page
     length = r.lengths[head] if sizes.length is None else sizes.length
     steps = pl.cdiv(length, tokens)
     more = j + 1 < sizes.heads
@@ -79,7 +82,7 @@ def _kernel(*refs: Any, sizes: Sizes, names: tuple[str, ...]) -> None:
     @pl.when(j == 0)
     def _() -> None:
         r.turn[0] = 0
-        _copies(r, r.table, length, 0, 0, _start)
+        _copies(r, sizes, lambda n: r.table[0, 0, n], length, 0, 0, _start)
 
     turn = r.turn[0]
     r.top[...] = jnp.full_like(r.top, NEG_INF)
@@ -88,20 +91,25 @@ def _kernel(*refs: Any, sizes: Sizes, names: tuple[str, ...]) -> None:
 
     @pl.when((steps == 0) & more)
     def _() -> None:
-        _copies(r, r.next_table, next_length, 0, turn, _start)
+        _copies(r, sizes, lambda n: r.next_table[0, 0, n], next_length, 0, turn, _start)
 
     def visit(s: Any, carry: Any) -> Any:
         slot = jax.lax.rem(turn + s, 2)
 
-        @pl.when(s + 1 < steps)
-        def _() -> None:
-            _copies(r, r.table, length, s + 1, 1 - slot, _start)
+        last = s + 1 == steps
 
-        @pl.when((s + 1 == steps) & more)
+        @pl.when(jnp.logical_not(last) | more)
         def _() -> None:
-            _copies(r, r.next_table, next_length, 0, 1 - slot, _start)
+            first = jnp.where(last, 0, (s + 1) * sizes.step)
+            then = length if sizes.length is not None else jnp.where(last, next_length, length)
 
-        _copies(r, r.table, length, s, slot, _wait)
+            def page(n: Any) -> Any:
+                # Two reads and a choice are fewer instructions than the copies of all pages written twice.
+                return jnp.where(last, r.next_table[0, 0, n], r.table[0, 0, first + n])
+
+            _copies(r, sizes, page, then, first, 1 - slot, _start)
+
+        _copies(r, sizes, lambda n: r.table[0, 0, s * sizes.step + n], length, s * sizes.step, slot, _wait)
         if sizes.length is not None:
             _attend(r, sizes, s, slot, length, whole=True)
             return carry
@@ -123,16 +131,21 @@ def _wait(copy: Any) -> None:
     copy.wait()
 
 
-def _copies(r: Refs, table: Any, length: Any, s: Any, slot: Any, act: Callable[[Any], None]) -> None:
-    """Starts or waits for the copies of the pages of step `s` that exist: page and side rows."""
-    step, page = r.buffer.shape[1], r.buffer.shape[3]
+def _copies(
+    r: Refs,
+    sizes: Sizes,
+    page: Callable[[Any], Any],
+    length: Any,
+    first: Any,
+    slot: Any,
+    act: Callable[[Any], None],
+) -> None:
+    """Starts or waits for the copies of one step's pages that exist; its first is a list's page `first`."""
+    step = sizes.step
 
     def one(n: Any) -> None:
-        at = table[0, 0, s * step + n]
-        act(pltpu.make_async_copy(r.pages.at[r.layer[0], at], r.buffer.at[slot, n], r.arrived.at[slot]))
-        if r.rows is not None:
-            target = r.row_buffer.at[slot, n]
-            act(pltpu.make_async_copy(r.rows.at[r.layer[0], at], target, r.arrived.at[slot]))
+        source = r.pages.at[r.layer[0], page(n)]
+        act(pltpu.make_async_copy(source, r.buffer.at[slot, n], r.arrived.at[slot]))
 
     def all_pages() -> None:
         for n in range(step):
@@ -141,7 +154,7 @@ def _copies(r: Refs, table: Any, length: Any, s: Any, slot: Any, act: Callable[[
     if isinstance(length, int):
         all_pages()
         return
-    live = jnp.clip(pl.cdiv(length - s * step * page, page), 0, step)
+    live = jnp.clip(pl.cdiv(length, sizes.page) - first, 0, step)
     pl.when(live == step)(all_pages)
 
     @pl.when(live < step)
@@ -151,31 +164,22 @@ def _copies(r: Refs, table: Any, length: Any, s: Any, slot: Any, act: Callable[[
 
 def _attend(r: Refs, sizes: Sizes, s: Any, slot: Any, length: Any, *, whole: bool) -> None:
     """Folds the pages of one step into the running maximum, total and sum of values."""
-    step, _, page, width = r.buffer.shape[1:]
-    tokens, first = step * page, s * step * page
-    q = r.q[0]
-    kind = jnp.float32 if q.dtype == jnp.float32 else jnp.bfloat16
-    k, v = (r.buffer[slot, :, side].reshape(tokens, width).astype(kind) for side in (0, 1))
-    side = {n: _row(r, slot, i) for i, n in enumerate(sizes.rows)}
-    precision = jax.lax.Precision.HIGHEST if kind == jnp.float32 else None
-    z = jax.lax.dot_general(
-        q.astype(kind), k, (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32, precision=precision,
-    )  # fmt: skip
-    z = z * sizes.scale
-    if "key_scale" in side:
-        z = z * side["key_scale"]
+    tokens = sizes.step * sizes.page
+    first = s * tokens
+    kind = jnp.float32 if r.q.dtype == jnp.float32 else jnp.bfloat16
+    numbers = page_numbers(r.buffer, slot, sizes)
+    z = _scores(r, sizes, slot, numbers, kind)
     if sizes.softcap is not None:
         z = sizes.softcap * jnp.tanh(z / sizes.softcap)
-    if "bias" in side:
-        z = z + side["bias"]
+    if "bias" in numbers:
+        z = z + numbers["bias"]
     live = jax.lax.broadcasted_iota(jnp.int32, (1, tokens), 1) + first < length
     seen = None if whole else live
-    if "pos" in side:
+    if "pos" in numbers:
         asked = r.q_pos[0][:, :1].astype(jnp.float32)
-        visible = (side["pos"] >= 0.0) & (side["pos"] <= asked)
+        visible = (numbers["pos"] >= 0.0) & (numbers["pos"] <= asked)
         if sizes.window is not None:
-            visible &= side["pos"] > asked - sizes.window
+            visible &= numbers["pos"] > asked - sizes.window
         seen = visible if seen is None else visible & seen
     if seen is not None:
         z = jnp.where(seen, z, NEG_INF)
@@ -187,22 +191,54 @@ def _attend(r: Refs, sizes: Sizes, s: Any, slot: Any, length: Any, *, whole: boo
     p, fade = jnp.exp(z - safe), jnp.exp(old - safe)
     r.top[...] = jnp.broadcast_to(top, r.top.shape)
     r.total[...] = r.total[...] * fade + p.sum(-1, keepdims=True)
-    if "value_scale" in side:
-        p = p * (side["value_scale"] if whole else jnp.where(live, side["value_scale"], 0.0))
-    if not whole and jnp.issubdtype(r.buffer.dtype, jnp.floating):
+    r.acc[...] = r.acc[...] * fade + _values(r, sizes, slot, numbers, p, None if whole else live, kind)
+
+
+def _scores(r: Refs, sizes: Sizes, slot: Any, numbers: dict[str, Any], kind: Any) -> Any:
+    """q k' * scale of a step, [queries, tokens]."""
+    q = r.q[0].astype(jnp.float32)
+    codes = unpack(r.buffer[slot, :, : sizes.rows], sizes.payload, kind)
+    if "channel_scale" in numbers:
+        # Every page has scales of its own: its queries take them.
+        scales, zeros = numbers["channel_scale"], numbers["channel_zero"]
+        parts = []
+        for n in range(sizes.step):
+            own = (q * scales[n]).astype(kind)
+            parts.append(_dot(own, codes[n], 1) + (q * zeros[n]).sum(-1, keepdims=True))
+        return jnp.concatenate(parts, axis=1) * sizes.scale
+    z = _dot(q.astype(kind), codes.reshape(-1, codes.shape[-1]), 1)
+    z = z * numbers["key_scale"] if "key_scale" in numbers else z
+    z = z + q.sum(-1, keepdims=True) * numbers["key_zero"] if "key_zero" in numbers else z
+    return z * sizes.scale
+
+
+def _values(
+    r: Refs, sizes: Sizes, slot: Any, numbers: dict[str, Any], p: Any, live: Any | None, kind: Any
+) -> Any:
+    """The sum of a step's values weighted by p; `live` where it has slots behind the length."""
+
+    def number(name: str) -> Any:
+        return numbers[name] if live is None else jnp.where(live, numbers[name], 0.0)
+
+    weights = p * number("value_scale") if "value_scale" in numbers else p
+    codes = unpack(r.buffer[slot, :, sizes.rows : 2 * sizes.rows], sizes.payload, kind)
+    codes = codes.reshape(-1, codes.shape[-1])
+    if live is not None and sizes.payload.startswith(("float", "bfloat")):
         # Rows behind the length hold anything, and zero times anything may be no number.
-        real = jax.lax.broadcasted_iota(jnp.int32, (tokens, 1), 0) + first < length
-        v = jnp.where(real, v, jnp.zeros((), kind))
-    values = jax.lax.dot_general(
-        p.astype(kind), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
+        real = jax.lax.broadcasted_iota(jnp.int32, (codes.shape[0], 1), 0) < live.astype(jnp.int32).sum()
+        codes = jnp.where(real, codes, jnp.zeros((), kind))
+    out = _dot(weights.astype(kind), codes, 0)
+    if "value_zero" in numbers:
+        out = out + (p * number("value_zero")).sum(-1, keepdims=True)
+    return out
+
+
+def _dot(a: Any, b: Any, contract: int) -> Any:
+    """a [m, k] with b over its axis `contract`, exact for float32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        a, b, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
     )
-    r.acc[...] = r.acc[...] * fade + values
-
-
-def _row(r: Refs, slot: Any, index: int) -> Any:
-    """A side row of all tokens of a step, [1, tokens]."""
-    step = r.row_buffer.shape[1]
-    return jnp.concatenate([r.row_buffer[slot, n, index : index + 1] for n in range(step)], axis=1)
 
 
 def _finish(r: Refs, sizes: Sizes, steps: Any, tokens: int) -> None:
@@ -227,8 +263,7 @@ def _finish(r: Refs, sizes: Sizes, steps: Any, tokens: int) -> None:
 
 def paged_decode(
     q: jax.Array,
-    pages: jax.Array,
-    rows: jax.Array | None,
+    words: jax.Array,
     table: jax.Array,
     lengths: jax.Array,
     q_pos: jax.Array,
@@ -240,12 +275,12 @@ def paged_decode(
 ) -> tuple[jax.Array, ...]:
     """(out [I, R, W], lse [I, R, 128], mass [I, 1, S] where asked for) of I = B K lists.
 
-    q [I, R, W] with R a multiple of 8 and W of 128; pages [L, P, 2, page, W], keys and values; rows
-    [L, P, C, page] float32, named by `sizes.rows`, or None; table [I, 1, M] with M a multiple of the pages
-    per step; lengths [I]; q_pos [I, R, 128] int32; layer [1]. Mass behind a list's length is not written.
+    q [I, R, W] with R a multiple of 8 and W of 128; words [L, P, rows, W] int32; table [I, 1, M] with M a
+    multiple of the pages per step; lengths [I]; q_pos [I, R, 128] int32; layer [1]. Mass behind a list's
+    length is not written.
     """
     lists, count, width = q.shape
-    page, slots = pages.shape[3], table.shape[2] * pages.shape[3]
+    slots = table.shape[2] * sizes.page
 
     def of(*shape: int, ahead: int = 0, **options: Any) -> pl.BlockSpec:
         """The block of the head of a grid step, or of the one after it."""
@@ -261,23 +296,20 @@ def paged_decode(
         "next_table": (table, of(1, table.shape[2], ahead=1, memory_space=smem)),
         "q": (q, of(count, width)),
         "q_pos": (q_pos, of(count, LANES)),
-        "pages": (pages, anywhere),
+        "pages": (words, anywhere),
     }
     outputs = {
         "out": (jax.ShapeDtypeStruct(q.shape, q.dtype), of(count, width)),
         "lse": (jax.ShapeDtypeStruct((lists, count, LANES), jnp.float32), of(count, LANES)),
     }
     scratch = {
-        "buffer": pltpu.VMEM((2, sizes.step, 2, page, width), pages.dtype),
+        "buffer": pltpu.VMEM((2, sizes.step, *words.shape[2:]), words.dtype),
         "top": pltpu.VMEM((count, LANES), jnp.float32),
         "total": pltpu.VMEM((count, LANES), jnp.float32),
         "acc": pltpu.VMEM((count, width), jnp.float32),
         "turn": pltpu.SMEM((1,), jnp.int32),
         "arrived": pltpu.SemaphoreType.DMA((2,)),
     }
-    if rows is not None:
-        inputs["rows"] = (rows, anywhere)
-        scratch["row_buffer"] = pltpu.VMEM((2, sizes.step, *rows.shape[2:]), rows.dtype)
     if sizes.mass:
         outputs["mass"] = (jax.ShapeDtypeStruct((lists, 1, slots), jnp.float32), of(1, slots))
         scratch["scores"] = pltpu.VMEM((count, slots), jnp.float32)

@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax.ops.paged_decode import PagePool, paged_decode, tpu_paged_decode
+from kvjax.ops.page_pool import BITS, PER_CHANNEL, make_pool
+from kvjax.ops.paged_decode import paged_decode, tpu_paged_decode
 from kvjax.pallas_kernels.paged_decode import kernel_tpu
 from tests.ops.oracles import rms
 
 B, K, LAYERS, ABSURD = 2, 2, 2, 10**6
+CODES = {"int4": (-8, 7), "uint2": (0, 3)}
+AFFINE = ("key_scale", "key_zero", "value_scale", "value_zero")
+KIVI = ("channel_scale", "channel_zero", "value_scale", "value_zero")
 LENGTHS = {
     "full": lambda s: s,
     "odd": lambda s: s - 3,
@@ -34,24 +38,29 @@ def draw(
     order, at = rng.permutation(used.sum() + 3), 0
     table = np.full((B, K, pages), ABSURD, np.int32)
     kv = np.full((LAYERS, used.sum() + 3, 2, page, width), np.nan)
-    side = np.full((LAYERS, used.sum() + 3, len(rows), page), np.nan)
+    numbers = {
+        name: np.full((LAYERS, used.sum() + 3, width if name in PER_CHANNEL else page), np.nan)
+        for name in rows
+    }
     for b, k in np.ndindex(B, K):
         table[b, k, : used[b, k]] = order[at : at + used[b, k]]
         for m, p in enumerate(order[at : at + used[b, k]]):
             live = min(page, length[b, k] - m * page)
             kv[1, p, :, :live] = rng.standard_normal((2, live, width))
-            for i, name in enumerate(rows):
-                x = (rng.random(live) + 0.5) / (30 if name.endswith("scale") else 1)
+            for name, number in numbers.items():
+                count = width if name in PER_CHANNEL else live
+                x = (rng.random(count) + 0.5) / (30 if name.endswith("scale") else 1)
                 if name == "pos":
-                    x = np.where(rng.random(live) < 0.1, -1, rng.integers(0, slots, live))
-                side[1, p, i, :live] = x
+                    x = np.where(rng.random(count) < 0.1, -1, rng.integers(0, slots, count))
+                number[1, p, :count] = x
         at += used[b, k]
     q = rng.standard_normal((B, group * K, t, width))
     pos = np.sort(rng.integers(slots // 2, slots, (B, t)), -1).astype(np.int32)
-    quantised = "key_scale" in rows
-    if quantised:
-        kv = np.where(np.isnan(kv), 77, np.clip(np.round(kv * 30), -127, 127))
-    pool = PagePool(jnp.asarray(kv, dtype), jnp.asarray(side, jnp.float32) if rows else None, tuple(rows))
+    if "value_scale" in rows:
+        low, high = CODES.get(jnp.dtype(dtype).name, (-127, 127))
+        kv = np.where(np.isnan(kv), high, np.clip(np.round(kv * high / 4 + (low + high) / 2), low, high))
+    numbers = {name: jnp.asarray(x, jnp.float32) for name, x in numbers.items()}
+    pool = make_pool(*(jnp.asarray(kv[:, :, i], dtype) for i in (0, 1)), **numbers)
     kind = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     return jnp.asarray(q, kind), pool, jnp.asarray(table), jnp.asarray(length), jnp.asarray(pos)
 
@@ -59,23 +68,25 @@ def draw(
 def by_hand(q, pool, table, lengths, q_pos, *, scale, window=None, softcap=None):
     """(out, lse, mass), list by list and query by query."""
     q, q_pos = np.asarray(q, np.float64), np.asarray(q_pos)
-    kv = np.asarray(pool.pages.astype(jnp.float32), np.float64)[1]
-    rows = None if pool.rows is None else np.asarray(pool.rows, np.float64)[1]
+    kv = [np.asarray(x.astype(jnp.float32), np.float64)[1] for x in (pool.keys, pool.values)]
+    rows = {name: np.asarray(pool.number(name), np.float64)[1] for name in pool.names}
     b, n, t, h = q.shape
-    group, slots = n // K, table.shape[2] * kv.shape[2]
+    group, slots = n // K, table.shape[2] * pool.page
     out, lse, mass = np.zeros(q.shape), np.full((b, n, t), -np.inf), np.zeros((b, K, slots))
     for i, head, at in np.ndindex(b, n, t):
         k, length = head // group, int(lengths[i, head // group])
         if length == 0:
             continue
-        ids = np.asarray(table)[i, k, : -(-length // kv.shape[2])]
-        keys, values = (kv[ids][:, s].reshape(-1, h)[:length] for s in (0, 1))
-        side = (
-            {}
-            if rows is None
-            else {name: rows[ids][:, c].reshape(-1)[:length] for c, name in enumerate(pool.names)}
-        )
-        z = keys @ q[i, head, at] * scale * side.get("key_scale", 1.0)
+        ids = np.asarray(table)[i, k, : -(-length // pool.page)]
+        keys, values = (x[ids] for x in kv)
+        if "channel_scale" in rows:
+            keys = keys * rows["channel_scale"][ids][:, None] + rows["channel_zero"][ids][:, None]
+        keys, values = (x.reshape(-1, h)[:length] for x in (keys, values))
+        side = {name: x[ids].reshape(-1)[:length] for name, x in rows.items() if name not in PER_CHANNEL}
+        column = {name: x[:, None] for name, x in side.items()}
+        keys = keys * column.get("key_scale", 1.0) + column.get("key_zero", 0.0)
+        values = values * column.get("value_scale", 1.0) + column.get("value_zero", 0.0)
+        z = keys @ q[i, head, at] * scale
         z = z if softcap is None else softcap * np.tanh(z / softcap)
         z = z + side.get("bias", 0.0)
         if "pos" in side:
@@ -87,7 +98,7 @@ def by_hand(q, pool, table, lengths, q_pos, *, scale, window=None, softcap=None)
         p = np.exp(z - z.max())
         lse[i, head, at] = z.max() + np.log(p.sum())
         p /= p.sum()
-        out[i, head, at] = (p * side.get("value_scale", 1.0)) @ values
+        out[i, head, at] = p @ values
         mass[i, k, :length] += p
     return out, lse, mass
 
@@ -107,6 +118,11 @@ CASES = {
     "many heads each": dict(group=9, width=256),
     "window and soft-cap": dict(t=2, rows=("pos", "bias"), page=128, pages=4, window=200, softcap=5.0),
     "int8": dict(rows=("key_scale", "value_scale"), page=128, pages=4, dtype=jnp.int8),
+    "int4": dict(rows=AFFINE, page=128, pages=4, dtype=jnp.int4),
+    "2 bits": dict(rows=AFFINE, page=128, pages=4, dtype=jnp.uint2),
+    "kivi": dict(rows=KIVI, page=128, pages=4, dtype=jnp.uint2),
+    "kivi in pages of 256": dict(rows=KIVI, page=256, pages=2, dtype=jnp.int4),
+    "e4m3": dict(rows=("key_scale", "value_scale"), page=128, pages=4, dtype=jnp.float8_e4m3fn),
     "int8 with positions": dict(rows=("pos", "key_scale", "value_scale"), page=128, pages=4, dtype=jnp.int8),
     "e5m2": dict(rows=("key_scale", "value_scale"), page=128, pages=4, dtype=jnp.float8_e5m2),
     "small pages": dict(page=8, pages=6),
@@ -180,10 +196,31 @@ def test_what_cannot_run_says_why():
     how = dict(scale=1.0)
     with pytest.raises(NotImplementedError, match="there is no such form"):
         paged_decode(q, pool, table, lengths, pos, 1, implementation="cuda", **how)
-    thin = PagePool(pool.pages[..., :64])
+    thin = make_pool(pool.keys[..., :64], pool.values[..., :64])
     with pytest.raises(NotImplementedError, match="pages are 64 wide, expected a multiple of 128"):
         paged_decode(q[..., :64], thin, table, lengths, pos, 1, implementation="tpu", **how)
     with pytest.raises(ValueError, match="do not fit"):
         paged_decode(q[:, :3], pool, table, lengths, pos, 1, **how)
-    with pytest.raises(ValueError, match="names must be some of"):
-        PagePool(pool.pages, None, ("colour",))
+    with pytest.raises(ValueError, match="numbers are among pos, .* got colour"):
+        make_pool(pool.keys, pool.values, colour=pool.keys[..., 0])
+    with pytest.raises(ValueError, match=r"pos must be \[2, 24, 16\] beside keys .* got \[2, 24, 15\]"):
+        make_pool(pool.keys, pool.values, pos=pool.keys[..., :15, 0])
+    with pytest.raises(ValueError, match="pages are of one of float32, .* got int32 and int32"):
+        make_pool(*(x.astype(jnp.int32) for x in (pool.keys, pool.values)))
+    with pytest.raises(ValueError, match="pages of 6 tokens in int8: expected a multiple of 4"):
+        make_pool(*(x[:, :, :6].astype(jnp.int8) for x in (pool.keys, pool.values)))
+
+
+@pytest.mark.parametrize("payload", BITS)
+def test_a_pool_gives_back_what_was_put_into_it(payload):
+    rng = np.random.default_rng(0)
+    low, high = CODES.get(payload, (-100, 100))
+    k, v = (jnp.asarray(rng.integers(low, high + 1, (2, 3, 32, 8)), payload) for _ in range(2))
+    numbers = dict(
+        pos=rng.random((2, 3, 32)), channel_zero=rng.random((2, 3, 8)), bias=rng.random((2, 3, 32))
+    )
+    pool = make_pool(k, v, **{n: jnp.asarray(x, jnp.float32) for n, x in numbers.items()})
+    for got, want in ((pool.keys, k), (pool.values, v)):
+        np.testing.assert_array_equal(*(np.asarray(x.astype(jnp.float32)) for x in (got, want)))
+    for name, x in numbers.items():
+        np.testing.assert_array_equal(np.asarray(pool.number(name)), x.astype(np.float32))

@@ -152,7 +152,6 @@ KEEPS = {
     "streamingllm": dict(sinks=1),
     "kvzip": dict(page=4),
     "adakv": SMALL_WINDOW | dict(page=4, variant="kvpress"),
-    "quest": dict(page=4, skip_layers=0),
 }
 APART = ("svformer", "tpa", "unequal groups", "dha", "gqkva", "shared attention", "lisa", "goldfinch")
 SLOTTED = [n for n, row in TABLE.items() if row.lists and n not in APART]
@@ -182,23 +181,58 @@ def test_a_keep_keeps_its_budget_in_every_layer_that_has_slots(name, tokens):
     assert np.isfinite(np.asarray(logits)).all()
 
 
-STORED = ["mla", "tpa", "yoco", "kda", "mamba-2 hybrid", "svformer", "lisa", "goldfinch"]
+@pytest.mark.parametrize("name", alone(SLOTTED))
+def test_reading_all_pages_changes_nothing(name, tokens):
+    model = build(name)
+    method = kvjax.method("quest", budget=32, page=4, skip_layers=0)
+    _, full = kvjax.prefill(model, tokens[:, :T], room=ROOM)
+    _, cache = kvjax.prefill(model, tokens[:, :T], method=method, room=ROOM)
+    for t in range(T, T + 2):
+        want, full = kvjax.step(model, full, tokens[:, t])
+        got, cache = kvjax.step(model, cache, tokens[:, t])
+        close(got, np.asarray(want))
 
 
-@pytest.mark.parametrize("store", CHUNKY)
-@pytest.mark.parametrize("name", alone(STORED))
-def test_a_store_encodes_slots_and_states_and_costs_fewer_bytes(name, store, tokens, request):
+# Each architecture with one store in the plain suite, some with all; `-m slow` is the whole.
+STORED = ("mla", "yoco", "kda", "lisa")
+
+
+def stores():
+    for i, name in enumerate(TABLE):
+        for j, store in enumerate(CHUNKY):
+            slow = [] if name in STORED or i % len(CHUNKY) == j else [pytest.mark.slow]
+            yield pytest.param(name, store, marks=[pytest.mark.xdist_group(name), *slow])
+
+
+@pytest.mark.parametrize(("name", "store"), list(stores()))
+def test_a_store_encodes_slots_and_states_and_costs_fewer_bytes(name, store, tokens):
     model = build(name)
     whole = np.asarray(model(tokens))
     _, full = kvjax.prefill(model, tokens[:, :T], room=ROOM)
     _, cache = kvjax.prefill(model, tokens[:, :T], method=kvjax.method(store, **CHUNKY[store]), room=ROOM)
-    coded = jax.tree.leaves([x for x in jax.tree.leaves(cache) if x.dtype not in (jnp.float32, jnp.int32)])
-    assert coded or (store == "kivi" and name == "kda")
+    coded = [x for x in jax.tree.leaves(cache) if x.dtype not in (jnp.float32, jnp.int32)]
+    # KIVI keeps what has no tokens, a state, as it is.
+    assert coded or (store == "kivi" and not TABLE[name].lists)
     logits, _ = kvjax.step(model, cache, tokens[:, T])
     error = np.abs(np.asarray(logits) - whole[:, T]).max() / np.abs(whole[:, T]).max()
     assert error < {"int8": 0.05, "fp8": 0.2}.get(store, 1.0)
     if store in ("int8", "fp8"):
         assert kvjax.nbytes(cache) < kvjax.nbytes(full)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", alone(TABLE))
+def test_bfloat16_decodes_what_it_computes(name, tokens):
+    model = build(name)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params)
+    narrow = dataclasses.replace(model, params=params, fingerprint="bfloat16")
+    exact, whole = (np.asarray(m(tokens), np.float64) for m in (model, narrow))
+    size = np.sqrt((exact**2).mean())
+    assert np.sqrt(((whole - exact) ** 2).mean()) < 0.1 * size
+    _, cache = kvjax.prefill(narrow, tokens[:, :T], room=ROOM)
+    for t in range(T, T + 3):
+        logits, cache = kvjax.step(narrow, cache, tokens[:, t])
+        assert np.sqrt(((np.asarray(logits, np.float64) - whole[:, t]) ** 2).mean()) < 0.05 * size
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +11,21 @@ import numpy as np
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.paged_decode import PagePool, tpu_paged_decode
+from kvjax.ops.page_pool import PagePool, page_rows
+from kvjax.ops.paged_decode import tpu_paged_decode
 
 BATCH, HEADS, GROUP = 4, 8, 8
-PAYLOADS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "float32": (jnp.float32, ()),
-    "bfloat16": (jnp.bfloat16, ()),
-    "int8": (jnp.int8, ("key_scale", "value_scale")),
-    "int4": (jnp.int4, ("key_scale", "value_scale")),
-    "e5m2": (jnp.float8_e5m2, ("key_scale", "value_scale")),
-    "e4m3": (jnp.float8_e4m3fn, ("key_scale", "value_scale")),
+SCALES = ("key_scale", "value_scale")
+PAYLOADS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "float32": ("float32", ()),
+    "bfloat16": ("bfloat16", ()),
+    "int8": ("int8", SCALES),
+    "int4": ("int4", (*SCALES, "key_zero", "value_zero")),
+    "int2": ("uint2", (*SCALES, "key_zero", "value_zero")),
+    "kivi4": ("int4", ("channel_scale", "channel_zero", "value_scale", "value_zero")),
+    "kivi2": ("uint2", ("channel_scale", "channel_zero", "value_scale", "value_zero")),
+    "e5m2": ("float8_e5m2", SCALES),
+    "e4m3": ("float8_e4m3fn", SCALES),
 }
 
 
@@ -37,18 +41,20 @@ def paged_decode(
     extra: tuple[str, ...] = (),
 ) -> Case:
     """Full lists of `slots` tokens, B = 4, K = 8, G = 8; `step` tokens per step."""
-    dtype, rows = PAYLOADS[payload]
-    rows = (*extra, *rows)
+    stored, names = PAYLOADS[payload]
+    names = (*extra, *names)
+    height = page_rows(stored, page, width, names)
     lists, pages = BATCH * HEADS, slots // page
     kind = jnp.float32 if payload == "float32" else jnp.bfloat16
     total = lists * pages
-    step = step or {"float32": 1024, "bfloat16": 2048}.get(payload, 4096)
+    step = step or {"float32": 1024, "bfloat16": 2048, "int8": 4096}.get(payload, 4096)
     operands = (
         jax.ShapeDtypeStruct((BATCH, HEADS * GROUP, 1, width), kind),
         PagePool(
-            jax.ShapeDtypeStruct((1, total, 2, page, width), dtype),  # type: ignore[arg-type]
-            jax.ShapeDtypeStruct((1, total, len(rows), page), jnp.float32) if rows else None,  # type: ignore[arg-type]
-            rows,
+            jax.ShapeDtypeStruct((1, total, height, width), jnp.int32),  # type: ignore[arg-type]
+            page,
+            stored,
+            names,
         ),
         jax.ShapeDtypeStruct((BATCH, HEADS, pages), jnp.int32),
         jax.ShapeDtypeStruct((BATCH, HEADS), jnp.int32),
@@ -59,8 +65,7 @@ def paged_decode(
         tpu_paged_decode, scale=width**-0.5, window=None, softcap=None, mass=mass,
         step=step // page, cores=device.cores, length=slots,
     )  # fmt: skip
-    bits = 4 if payload == "int4" else jnp.dtype(dtype).itemsize * 8
-    cache = lists * slots * (2 * width * bits // 8 + 4 * len(rows))
+    cache = 4 * total * height * width
     moved = cache + lists * slots * 4 * mass + 4 * lists * pages
     small = 2 * int(np.prod(operands[0].shape)) * jnp.dtype(kind).itemsize
     return Case(
@@ -72,7 +77,7 @@ def paged_decode(
 def _registry() -> dict[str, Callable[[Device], Case]]:
     cases: dict[str, Callable[[Device], Case]] = {}
     for payload in PAYLOADS:
-        page = 256 if payload == "int4" else 128
+        page = 128 if payload in ("float32", "bfloat16") else 256
         for width in (128, 256):
             name = f"paged_decode-{payload}-h{width}"
             cases[name] = partial(paged_decode, payload=payload, width=width, page=page)

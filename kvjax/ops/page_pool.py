@@ -1,0 +1,140 @@
+"""Pages of keys and values in one pool, each with what belongs to its tokens, so that one copy brings a page.
+
+A page is a block of rows of 32-bit words, whatever it holds: the keys of its tokens, their values, and behind
+them numbers that go with the tokens (positions, scales, biases) or with the page's channels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+PER_TOKEN = ("pos", "bias", "key_scale", "key_zero", "value_scale", "value_zero")
+PER_CHANNEL = ("channel_scale", "channel_zero")
+BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "float8_e5m2": 8, "float8_e4m3fn": 8, "int4": 4, "uint2": 2}
+SUBLANES = 8
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["words"], meta_fields=["page", "payload", "names"])
+@dataclasses.dataclass(frozen=True)
+class PagePool:
+    """Pages of all layers, [L, P, R, W] words: rows of keys, rows of values, then the numbers `names`.
+
+    page: tokens of a page. payload: the type of keys and values. W is the head's width or, with zeros behind
+    it, a multiple of 128. What goes with a token: "pos" (its position; below 0 where the slot is empty),
+    "bias" (added to the logit), "key_scale", "key_zero", "value_scale", "value_zero": a number is
+    scale * code + zero. What goes with a channel of a page's keys: "channel_scale", "channel_zero", as in
+    KIVI (Liu et al., 2024, arXiv:2402.02750). Values of empty slots must be finite up to a list's length;
+    what lies behind it is never read.
+
+    >>> k = jnp.ones((1, 3, 128, 128), jnp.int8)
+    >>> scale = jnp.full((1, 3, 128), 0.5)
+    >>> pool = make_pool(k, k, key_scale=scale, value_scale=scale)
+    >>> pool.words.shape, float(pool.number("key_scale")[0, 2, 7])
+    ((1, 3, 72, 128), 0.5)
+    """
+
+    words: Int[Array, "L P R W"]
+    page: int
+    payload: str
+    names: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Rows of words that a page's keys take; its values take as many."""
+        return self.page * BITS[self.payload] // 32
+
+    @property
+    def keys(self) -> Shaped[Array, "L P page W"]:
+        """Codes of 2 bits come as uint8."""
+        return from_words(self.words[:, :, : self.rows], self.payload)
+
+    @property
+    def values(self) -> Shaped[Array, "L P page W"]:
+        """Codes of 2 bits come as uint8."""
+        return from_words(self.words[:, :, self.rows : 2 * self.rows], self.payload)
+
+    def number(self, name: str) -> Float[Array, "L P _"]:
+        """The numbers `name`, of every token of every page or of every channel."""
+        layers, pages, _, width = self.words.shape
+        at = 2 * self.rows + sum(_height(n, self.page, width) for n in self.names[: self.names.index(name)])
+        found = self.words[:, :, at : at + _height(name, self.page, width)].reshape(layers, pages, -1)
+        count = width if name in PER_CHANNEL else self.page
+        return jax.lax.bitcast_convert_type(found[..., :count], jnp.float32)
+
+
+def make_pool(
+    k: Shaped[Array, "L P page W"], v: Shaped[Array, "L P page W"], **numbers: Float[Array, "L P _"]
+) -> PagePool:
+    """A pool of these pages, with `numbers` by the names of `PagePool`.
+
+    Raises ValueError for other names, types of no payload, shapes that differ, and pages whose tokens do not
+    fill whole words.
+    """
+    payload, page, width = k.dtype.name, *k.shape[2:]
+    if payload not in BITS or v.dtype != k.dtype:
+        raise ValueError(f"pages are of one of {', '.join(BITS)}, got {k.dtype} and {v.dtype}")
+    unknown = set(numbers) - {*PER_TOKEN, *PER_CHANNEL}
+    if unknown:
+        names = ", ".join((*PER_TOKEN, *PER_CHANNEL))
+        raise ValueError(f"numbers are among {names}, got {', '.join(sorted(unknown))}")
+    for name, x in ({"v": v} | numbers).items():
+        want = k.shape if name == "v" else (*k.shape[:2], width if name in PER_CHANNEL else page)
+        if x.shape != want:
+            raise ValueError(f"{name} must be {list(want)} beside keys {list(k.shape)}, got {list(x.shape)}")
+    whole = 32 // BITS[payload]
+    if page % whole:
+        raise ValueError(f"pages of {page} tokens in {payload}: expected a multiple of {whole}")
+    parts = [to_words(x) for x in (k, v)]
+    for name, x in numbers.items():
+        pad = _height(name, page, width) * width - x.shape[2]
+        row = jnp.pad(
+            jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32), ((0, 0), (0, 0), (0, pad))
+        )
+        parts.append(row.reshape(*k.shape[:2], -1, width))
+    words = jnp.concatenate(parts, 2)
+    words = jnp.pad(words, ((0, 0), (0, 0), (0, -words.shape[2] % SUBLANES), (0, 0)))
+    return PagePool(words, page, payload, tuple(numbers))
+
+
+def page_rows(payload: str, page: int, width: int, names: tuple[str, ...] = ()) -> int:
+    """Rows of words of a page.
+
+    >>> page_rows("int8", 128, 128, ("key_scale", "value_scale")), page_rows("bfloat16", 16, 128)
+    (72, 16)
+    """
+    rows = 2 * page * BITS[payload] // 32 + sum(_height(n, page, width) for n in names)
+    return -(-rows // SUBLANES) * SUBLANES
+
+
+def _height(name: str, page: int, width: int) -> int:
+    return 1 if name in PER_CHANNEL else -(-page // width)
+
+
+def to_words(x: Shaped[Array, "L P page W"]) -> Int[Array, "L P R W"]:
+    """Tokens next to each other share words. Codes of 2 bits are two planes of 4-bit numbers."""
+    layers, pages, _, width = x.shape
+    size = BITS[x.dtype.name]
+    if size == 32:
+        return jax.lax.bitcast_convert_type(x, jnp.int32)
+    if size == 2:
+        low, high = jnp.split(x.astype(jnp.uint8), 2, axis=2)
+        return to_words((low | high << jnp.uint8(2)).astype(jnp.int4))
+    pieces = x.reshape(layers, pages, -1, 32 // size, width)
+    return jax.lax.bitcast_convert_type(jnp.swapaxes(pieces, 3, 4), jnp.int32)
+
+
+def from_words(words: Int[Array, "L P R W"], payload: str) -> Shaped[Array, "L P page W"]:
+    """The inverse of `to_words`."""
+    if payload == "float32":
+        return jax.lax.bitcast_convert_type(words, jnp.float32)
+    if payload == "uint2":
+        both = from_words(words, "int4").astype(jnp.uint8)
+        return jnp.concatenate([both & jnp.uint8(3), (both >> jnp.uint8(2)) & jnp.uint8(3)], axis=2)
+    layers, pages, _, width = words.shape
+    pieces = jnp.swapaxes(jax.lax.bitcast_convert_type(words, jnp.dtype(payload)), 3, 4)
+    return pieces.reshape(layers, pages, -1, width)
