@@ -14,10 +14,10 @@ def asymgqa(
     groups: int,
     *,
     loss: Callable[[tuple[int, ...]], float] | None = None,
-    iterations: int = 1000,
+    iterations: int = 2000,
     nearest: int = 3,
-    accept: float = 0.1,
-    restart: float = 0.1,
+    accept: float = 0.01,
+    restart: float = 0.01,
     swap: float = 0.2,
     seed: int = 0,
 ) -> tuple[int, ...]:
@@ -25,16 +25,16 @@ def asymgqa(
 
     From random groups of equal size, a random head a is drawn, and b among the `nearest` heads outside its
     group by cosine similarity of activations. Head a moves into b's group or, with probability `swap`,
-    changes places with another head of it. The new groups are taken if they beat the best so far, and with
-    probability `accept` if not; with probability `restart` all groups are drawn anew. swap=1 is the symmetric
-    form, where sizes stay as equal as they start. Keys and values are grouped each on their own, or together
-    by the sum of their products.
+    changes places with another head of it. New groups are taken if they beat those they came from, and with
+    probability `accept` if not; with probability `restart` all are drawn anew. swap=1 is the symmetric form,
+    where sizes stay as equal as they start. Keys and values are grouped each on their own, or together by the
+    sum of their products.
 
-    Differences: the paper scores groups by the accuracy of the converted model, which `loss` may do (give
-    fewer iterations then); without it, the loss is the pooling error of the heads at one length. The paper's
-    algorithm was out of reach: moves and probabilities follow public code of the search, where a changes
-    places with b itself (which parts the two again), and where the probability of keeping sizes in the
-    unequal form, `swap` here, is named but not used.
+    Differences: the paper scores groups by the accuracy of the converted model, which `loss` may do; without
+    it, the loss is the pooling error of the heads at one length. The paper's algorithm was out of reach, and
+    the moves follow public code of the search. There, a changes places with b itself, which parts the two
+    again; the probability of keeping sizes in the unequal form, `swap` here, is named but not used; and only
+    what beats the best so far is taken, accept and restart are 0.1, in ten iterations per layer.
 
     Raises ValueError where the heads cannot form that many groups.
 
@@ -48,18 +48,20 @@ def asymgqa(
     cost = loss or (lambda g: pooling_error(similar, g))
     rng = np.random.default_rng(seed)
     now = _random(rng, n, groups)
-    best, least = canonical(now), cost(canonical(now))
+    reached = cost(canonical(now))
+    best, least = canonical(now), reached
     if groups in (1, n):
         return best
     for _ in range(iterations):
         if rng.random() < restart:
             now = _random(rng, n, groups)
+            reached = cost(canonical(now))
         new = _moved(rng, now, similar, nearest, swap)
         found = cost(canonical(new))
+        if found < reached or rng.random() < accept:
+            now, reached = new, found
         if found < least:
-            best, least, now = canonical(new), found, new
-        elif rng.random() < accept:
-            now = new
+            best, least = canonical(new), found
     return best
 
 

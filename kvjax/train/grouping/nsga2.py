@@ -109,7 +109,7 @@ def _fitness(values: Objectives) -> tuple[np.ndarray, np.ndarray]:
 
 def _crossed(
     rng: np.random.Generator, genes: Genes, rank: np.ndarray, crowd: np.ndarray, evolution: Evolution
-) -> Genes:
+) -> Int[np.ndarray, "C G"]:
     """Children of tournament winners: the first parent, with a stretch of genes from the second."""
     place = np.empty(len(genes), int)
     place[np.lexsort((-crowd, rank))] = np.arange(len(genes))
@@ -127,7 +127,7 @@ def _mutated(rng: np.random.Generator, genes: Genes, choices: np.ndarray, evolut
     return np.where(rng.random(genes.shape) < share, rng.integers(choices, size=genes.shape), genes)
 
 
-def _unseen(children: Genes, genes: Genes) -> Genes:
+def _unseen(children: Int[np.ndarray, "C G"], genes: Genes) -> Int[np.ndarray, "F G"]:
     """The children that are not there yet, each once."""
     known = {row.tobytes() for row in genes}
     children = np.unique(children, axis=0)
