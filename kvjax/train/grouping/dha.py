@@ -43,7 +43,7 @@ def dha(products: Sequence[HeadProducts], heads: int) -> list[Grouping]:
     owner = np.concatenate([np.full(len(costs), i) for i, (_, costs) in enumerate(trees)])
     order = np.argsort(np.concatenate([costs for _, costs in trees]), kind="stable")
     done = np.bincount(owner[order[: most - heads]], minlength=len(trees))
-    groups = [cut(pairs, count) for (pairs, _), count in zip(trees, done, strict=True)]
+    groups = [cut(pairs, count) for (pairs, _), count in zip(trees, done.tolist(), strict=True)]
     return [Grouping(k, v) for k, v in zip(groups[::2], groups[1::2], strict=True)]
 
 
