@@ -179,5 +179,8 @@ OK = Grouping((0,) * 4, (0,) * 4)
 def test_what_cannot_be_grouped_is_refused(params, config, groupings, why):
     with pytest.raises(ValueError, match=why):
         group_heads(params, config, groupings)
+
+
+def test_weights_that_do_not_fit_are_refused(params):
     with pytest.raises(ValueError, match="k_weights has shape .* expected .3, 4."):
         group_heads(params, CONFIG, [OK] * 3, jnp.ones((3, 2)))

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 from scipy.cluster.hierarchy import linkage
 from scipy.spatial.distance import squareform
 
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.params import plan, regroup
+from kvjax.ops.dtypes import wide
 from kvjax.train.convert import Grouping
-from kvjax.train.grouping.products import HeadProducts, Products, canonical, cosine
+from kvjax.train.grouping.products import HeadProducts, Products, canonical, check_plain, cosine
 
 
-def dha(products: Sequence[HeadProducts], heads: int) -> list[Grouping]:
+def dha(
+    products: Sequence[HeadProducts], heads: int, losses: Float[np.ndarray, "L 2"] | None = None
+) -> list[Grouping]:
     """Groups of key heads and of value heads for every layer, `heads` of both in all (arXiv:2406.06567).
 
     Each layer's key heads, and its value heads, are merged by Ward's method: always the two groups whose
     union adds least to the summed squared distance of heads, at one length, from the mean of their group.
     What a merge adds never falls, so taking the cheapest merges of all layers until `heads` are left gives
-    every layer the numbers of heads that cost least in sum, among all cuts of these trees.
+    every layer the numbers of heads that cost least in sum, among all cuts of these trees. With `losses`
+    (`fusion_losses`), the merges of a layer's keys, or values, cost what all of them together lose.
 
     Difference: DHA (Chen et al., 2024) learns what fusing heads costs by a fusion loss in a short training,
     forms its groups and the layers' budgets by that, and draws the heads of a group together as it trains on.
-    Its observation, that like heads fuse at little loss, is taken as the measure instead: `weight_products`
-    or `activation_products`. The paper's equations were out of reach. Weights of the heads in their group are
+    Its observation, that like heads fuse at little loss, is the measure here. Between layers it says little:
+    in `recall-tiny` with 12 of 16 heads, 52 of the 70 ways to choose lose less than weights alone do, none
+    less than with `losses`. The paper's equations were out of reach. Weights of the heads in their group are
     trained through `group_heads`.
 
     Raises ValueError where `heads` is less than one key and one value head per layer, or more than there are.
@@ -40,11 +49,43 @@ def dha(products: Sequence[HeadProducts], heads: int) -> list[Grouping]:
             f"{len(products)} layers cannot have {heads} key and value heads in all: "
             f"give {len(trees)} to {most}"
         )
+    if losses is not None:
+        if losses.shape != (len(products), 2):
+            raise ValueError(f"losses has shape {losses.shape}, expected one of keys and values per layer")
+        worth = np.maximum(losses, 0.0).ravel()
+        trees = [
+            (pairs, costs / (costs.sum() or 1.0) * x) for (pairs, costs), x in zip(trees, worth, strict=True)
+        ]
     owner = np.concatenate([np.full(len(costs), i) for i, (_, costs) in enumerate(trees)])
     order = np.argsort(np.concatenate([costs for _, costs in trees]), kind="stable")
     done = np.bincount(owner[order[: most - heads]], minlength=len(trees))
     groups = [cut(pairs, count) for (pairs, _), count in zip(trees, done.tolist(), strict=True)]
     return [Grouping(k, v) for k, v in zip(groups[::2], groups[1::2], strict=True)]
+
+
+def fusion_losses(
+    params: Params, config: Config, loss: Callable[[Params], float]
+) -> Float[np.ndarray, "L 2"]:
+    """What a model loses where all key heads (column 0), or value heads (1), of one layer become their mean.
+
+    loss: of parameters of this config, over a few sequences; it is asked 2 L + 1 times. Raises ValueError
+    unless every layer is plain attention.
+    """
+    check_plain(config)
+    layers = regroup(params, plan(config, stacked=False))["layers"]
+    lost = np.zeros((config.layers, 2))
+    for i, p in enumerate(layers):
+        for j, leaf in enumerate("kv"):
+            fused = {n: _fused(p[n], config) for n in (leaf, f"{leaf}_bias") if n in p}
+            tree = {**params, "layers": (*layers[:i], p | fused, *layers[i + 1 :])}
+            lost[i, j] = loss(regroup(tree, plan(config)))
+    return lost - loss(params)
+
+
+def _fused(w: Array, config: Config) -> Array:
+    heads = w.reshape(*w.shape[:-1], config.kv_heads, config.head_dim)
+    mean = heads.astype(wide(w)).mean(-2, keepdims=True).astype(w.dtype)
+    return jnp.broadcast_to(mean, heads.shape).reshape(w.shape)
 
 
 def merges(products: Products) -> tuple[Int[np.ndarray, "M 2"], Float[np.ndarray, "M"]]:

@@ -40,7 +40,7 @@ def weight_products(params: Params, config: Config) -> list[HeadProducts]:
     >>> len(layers), layers[0].k.shape
     (2, (4, 4))
     """
-    _check_plain(config)
+    check_plain(config)
     layers = regroup(params, plan(config, stacked=False))["layers"]
     return [HeadProducts(*(_products(_rows(p, name, config)) for name in "kv")) for p in layers]
 
@@ -141,7 +141,7 @@ def _activations(
     params: Params, config: Config, tokens: Int[Array | np.ndarray, "B T"]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Rotated keys and values [B, K, T, H] of every layer, in float64."""
-    _check_plain(config)
+    check_plain(config)
     layers = _read(regroup(params, plan(config, stacked=False)), jnp.asarray(tokens, jnp.int32), config)
     return ((np.asarray(k, np.float64), np.asarray(v, np.float64)) for k, v in layers)
 
@@ -153,6 +153,7 @@ def _read(params: Params, tokens: Int[Array, "B T"], config: Config) -> list[tup
     return [(layer.k[0], layer.v[0]) for layer in prompt.fresh]
 
 
-def _check_plain(config: Config) -> None:
+def check_plain(config: Config) -> None:
+    """ValueError unless every layer is plain attention."""
     if any(mixer_of(config, i) != Attention() for i in range(config.layers)):
         raise ValueError("heads are compared in models whose layers are all plain attention")

@@ -94,9 +94,8 @@ def group_layers(layers: Sequence[Sequence[Layer]], evolution: Evolution | None 
     stacks = []
     for row in front.genes:
         chosen = [g[i] for g, i in zip(genes, row, strict=True)]
-        groupings = tuple(
-            Grouping(o.groups, o.groups) if i else None for o, i in zip(chosen, row, strict=True)
-        )
+        # A layer with a group for every head is whole, whichever option says so.
+        groupings = tuple(None if o.heads == len(o.groups) else Grouping(o.groups, o.groups) for o in chosen)
         stacks.append(Stack(groupings, sum(o.heads for o in chosen), sum(o.error for o in chosen)))
     return stacks
 
