@@ -76,7 +76,7 @@ def fronts(values: Objectives) -> Int[np.ndarray, "P"]:
     >>> fronts(np.array([[0.0, 2.0], [1.0, 1.0], [1.0, 2.0]])).tolist()
     [0, 0, 1]
     """
-    below = (values[:, None] <= values).all(-1) & (values[:, None] < values).any(-1)
+    below = np.all(values[:, None] <= values, axis=-1) & np.any(values[:, None] < values, axis=-1)
     front, level = np.full(len(values), -1), 0
     while (front < 0).any():
         left = front < 0

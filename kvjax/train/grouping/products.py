@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +150,8 @@ def _activations(
 def _read(params: Params, tokens: Int[Array, "B T"], config: Config) -> list[tuple[Array, Array]]:
     lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
     prompt = observe(Run(config, Method()), params, tokens, lengths, None, frozenset())
-    return [(layer.k[0], layer.v[0]) for layer in prompt.fresh]
+    layers: tuple[Any, ...] = prompt.fresh
+    return [(layer.k[0], layer.v[0]) for layer in layers]
 
 
 def check_plain(config: Config) -> None:
