@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvjax.train.grouping.nsga2 import Evolution, crowding, fronts, nsga2
+from kvjax.train.grouping.nsga2 import Evolution, crossed, crowding, fronts, nsga2
 
 
 def dominates(a, b):
@@ -48,6 +48,22 @@ def test_the_whole_front_of_a_small_problem_is_found(rng):
     found = nsga2(evaluate, np.full(7, 2), every[:1], Evolution(60, 40))
     np.testing.assert_array_equal(found.objectives, want)
     np.testing.assert_array_equal(evaluate(found.genes), found.objectives)
+
+
+def test_tournaments_are_won_by_rank_then_by_crowding(rng):
+    genes, rank = np.arange(4)[:, None], np.array([2, 0, 1, 1])
+    crowd = np.array([np.inf, 0.0, 1.0, 5.0])
+    parents = crossed(rng, genes, rank, crowd, Evolution(20_000, crossover=0.0))[:, 0]
+    # The best of four in order wins all its games but those it is not drawn in: 7/16, then 5/16, 3/16, 1/16.
+    shares = np.bincount(parents, minlength=4) / 20_000
+    np.testing.assert_allclose(shares, np.array([1, 7, 3, 5]) / 16, atol=0.02)
+
+
+def test_a_child_has_one_stretch_of_its_second_parent(rng):
+    genes = np.array([[0] * 6, [1] * 6])
+    children = crossed(rng, genes, np.zeros(2, int), np.ones(2), Evolution(2000, crossover=1.0))
+    turns = np.abs(np.diff(children, axis=1, append=children[:, :1])).sum(1)
+    assert set(turns.tolist()) == {0, 2} and len(np.unique(children, axis=0)) > 20
 
 
 def test_genes_stay_in_their_ranges_and_solutions_come_once(rng):

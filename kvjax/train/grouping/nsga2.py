@@ -56,7 +56,7 @@ def nsga2(
     values = evaluate(genes)
     for _ in range(evolution.generations):
         rank, crowd = _fitness(values)
-        children = normal(_mutated(rng, _crossed(rng, genes, rank, crowd, evolution), choices, evolution))
+        children = normal(_mutated(rng, crossed(rng, genes, rank, crowd, evolution), choices, evolution))
         fresh = _unseen(children, genes)
         if len(fresh):
             genes, values = np.concatenate([genes, fresh]), np.concatenate([values, evaluate(fresh)])
@@ -100,17 +100,13 @@ def crowding(values: Objectives) -> Float[np.ndarray, "P"]:
     return out
 
 
-def _fitness(values: Objectives) -> tuple[np.ndarray, np.ndarray]:
-    rank, crowd = fronts(values), np.zeros(len(values))
-    for level in range(rank.max() + 1):
-        crowd[rank == level] = crowding(values[rank == level])
-    return rank, crowd
-
-
-def _crossed(
+def crossed(
     rng: np.random.Generator, genes: Genes, rank: np.ndarray, crowd: np.ndarray, evolution: Evolution
 ) -> Int[np.ndarray, "C G"]:
-    """Children of tournament winners: the first parent, with a stretch of genes from the second."""
+    """Children of tournament winners: the first parent, with a stretch of genes from the second.
+
+    Of two drawn at random, the one of lower rank wins, or of larger crowding distance where ranks are equal.
+    """
     place = np.empty(len(genes), int)
     place[np.lexsort((-crowd, rank))] = np.arange(len(genes))
     drawn = rng.integers(len(genes), size=(2, evolution.population, 2))
@@ -120,6 +116,13 @@ def _crossed(
     inside = (at >= ends[:, :1]) & (at < ends[:, 1:])
     inside &= rng.random((evolution.population, 1)) < evolution.crossover
     return np.where(inside, genes[second], genes[first])
+
+
+def _fitness(values: Objectives) -> tuple[np.ndarray, np.ndarray]:
+    rank, crowd = fronts(values), np.zeros(len(values))
+    for level in range(rank.max() + 1):
+        crowd[rank == level] = crowding(values[rank == level])
+    return rank, crowd
 
 
 def _mutated(rng: np.random.Generator, genes: Genes, choices: np.ndarray, evolution: Evolution) -> Genes:
