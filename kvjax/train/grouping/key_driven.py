@@ -1,6 +1,7 @@
 """Key-driven GQA: heads with longer keys are read by more query heads.
 
-The heads are pooled first (`pool_heads`); `key_norms` of that model gives the shares, `group_heads` applies them.
+The heads are pooled first (`pool_heads`); `key_norms` of that model gives the shares, `group_heads` applies
+them.
 """
 
 from __future__ import annotations
