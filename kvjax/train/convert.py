@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.models.config import Config
@@ -14,7 +16,9 @@ from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.dropped import Dropped
+from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.params import init, plan, regroup
+from kvjax.ops.dtypes import wide
 
 Weights = Float[Array, "L K"]
 
@@ -44,31 +48,118 @@ def pool_heads(
         raise ValueError(f"{config.kv_heads} KV heads cannot become {kv_heads} equal groups")
     if any(mixer_of(config, i) != Attention() for i in range(config.layers)):
         raise ValueError("pooling heads is defined for models whose layers are all plain attention")
-    for name, w in (("k_weights", k_weights), ("v_weights", v_weights)):
-        if w is not None and w.shape != (config.layers, config.kv_heads):
-            raise ValueError(f"{name} has shape {w.shape}, expected [{config.layers}, {config.kv_heads}]")
-    group = config.kv_heads // kv_heads
+    _check_weights(config, k_weights=k_weights, v_weights=v_weights)
+    group = np.arange(config.kv_heads) // (config.kv_heads // kv_heads)
     layers = []
     for i, p in enumerate(_one_by_one(params, config)["layers"]):
         new = dict(p)
         for leaf, w in (("k", k_weights), ("v", v_weights)):
-            share = (
-                jnp.full((config.kv_heads,), 1 / group, p[leaf].dtype)
-                if w is None
-                else w[i].astype(p[leaf].dtype)
-            )
-            for name in (leaf, f"{leaf}_bias"):
-                if name in p:
-                    new[name] = _pooled(p[name], share, group, config.head_dim)
+            new |= _pooled(p, leaf, group, np.arange(kv_heads), None if w is None else w[i])
         layers.append(new)
     smaller = dataclasses.replace(config, kv_heads=kv_heads)
     return regroup({**params, "layers": tuple(layers)}, plan(smaller)), smaller
 
 
-def _pooled(w: Array, share: Float[Array, "K"], group: int, head_dim: int) -> Array:
-    heads = w.reshape(*w.shape[:-1], -1, group, head_dim)
-    weight = share.reshape((1,) * (w.ndim - 1) + (-1, group, 1))
-    return (heads * weight).sum(-2).reshape(*w.shape[:-1], -1)
+def _check_weights(config: Config, **weights: Weights | None) -> None:
+    for name, w in weights.items():
+        if w is not None and w.shape != (config.layers, config.kv_heads):
+            raise ValueError(f"{name} has shape {w.shape}, expected [{config.layers}, {config.kv_heads}]")
+
+
+def _pooled(
+    p: Params, leaf: str, group: np.ndarray, kept: np.ndarray, weights: Float[Array, "K"] | None
+) -> Params:
+    """A projection and its bias: new head j is the mean, or weighted sum, of the heads i in group kept[j]."""
+    member = group[:, None] == kept
+    share = jnp.asarray(member / member.sum(0), jnp.float32)
+    if weights is not None:
+        share = jnp.where(member, weights.astype(jnp.float32)[:, None], 0.0)
+    out = {}
+    for name in (leaf, f"{leaf}_bias"):
+        if name in p:
+            w = p[name].astype(wide(p[name]))
+            heads = w.reshape(*w.shape[:-1], len(group), -1)
+            new = jnp.einsum("...kh,kg->...gh", heads, share.astype(w.dtype), precision="highest")
+            out[name] = new.reshape(*w.shape[:-1], -1).astype(p[name].dtype)
+    return out
+
+
+class Grouping(NamedTuple):
+    """Who shares what in one layer: KV head i goes into key head k[i] and into value head v[i].
+
+    reads: the new head, of keys and of values, that each query head reads; None where each follows its own.
+    """
+
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    reads: tuple[int, ...] | None = None
+
+
+def group_heads(
+    params: Params,
+    config: Config,
+    groupings: Sequence[Grouping | None],
+    k_weights: Weights | None = None,
+    v_weights: Weights | None = None,
+) -> tuple[Params, Config]:
+    """KV heads pooled by any groups, in each layer its own: the start of AsymGQA, QCQA, DHA, key-driven GQA.
+
+    The searches of `kvjax.train.grouping` find the groups. A layer of None stays as it is; the others become
+    `HeadMaps`, each new head the mean of its group or, with weights [layers, KV heads], its weighted sum
+    (DHA's linear fusion, arXiv:2406.06567: train them through this function, from 1 / group size on). Heads
+    that no query head reads are left out. Every layer must be plain attention. Raises ValueError where a
+    grouping does not cover the heads.
+
+    >>> import jax
+    >>> from kvjax.models.params import init
+    >>> config = Config(vocab=32, d_model=16, layers=1, heads=4, kv_heads=4, head_dim=4, d_ff=32)
+    >>> params = init(config, jax.random.key(0))
+    >>> grouped, smaller = group_heads(params, config, [Grouping(k=(0, 0, 0, 1), v=(0, 1, 2, 1))])
+    >>> smaller.mixers[0].v_of, grouped["layers"][0]["k"].shape, grouped["layers"][0]["v"].shape
+    ((0, 1, 2, 1), (1, 16, 8), (1, 16, 12))
+    """
+    if len(groupings) != config.layers:
+        raise ValueError(f"groupings names {len(groupings)} layers, the model has {config.layers}")
+    if any(mixer_of(config, i) != Attention() for i in range(config.layers)):
+        raise ValueError("grouping heads is defined for models whose layers are all plain attention")
+    _check_weights(config, k_weights=k_weights, v_weights=v_weights)
+    mixers, layers = [], []
+    for i, (grouping, p) in enumerate(zip(groupings, _one_by_one(params, config)["layers"], strict=True)):
+        new, mixer = dict(p), Attention()
+        if grouping is not None:
+            _check_grouping(grouping, config, i)
+            maps = []
+            for leaf, w in (("k", k_weights), ("v", v_weights)):
+                group = np.array(getattr(grouping, leaf))
+                own = np.repeat(group, config.heads // config.kv_heads)
+                kept, reads = np.unique(
+                    own if grouping.reads is None else grouping.reads, return_inverse=True
+                )
+                new |= _pooled(p, leaf, group, kept, None if w is None else w[i])
+                maps.append(tuple(reads.tolist()))
+            mixer = HeadMaps(tuple(range(config.heads)), *maps)
+        mixers.append(mixer)
+        layers.append(new)
+    smaller = dataclasses.replace(config, mixers=tuple(mixers))
+    return regroup({**params, "layers": tuple(layers)}, plan(smaller)), smaller
+
+
+def _check_grouping(grouping: Grouping, config: Config, layer: int) -> None:
+    for name in "kv":
+        group = getattr(grouping, name)
+        if len(group) != config.kv_heads or sorted(set(group)) != list(range(max(group, default=0) + 1)):
+            raise ValueError(
+                f"layer {layer}: {name}={tuple(group)} must name a group for each of the {config.kv_heads} "
+                "KV heads, counted from 0 on and none empty"
+            )
+    reads, heads = grouping.reads, {max(grouping.k) + 1, max(grouping.v) + 1}
+    if reads is not None and (
+        len(reads) != config.heads or len(heads) > 1 or not set(reads) <= set(grouping.k)
+    ):
+        raise ValueError(
+            f"layer {layer}: reads={tuple(reads)} must name a new head for each of the {config.heads} query "
+            f"heads, of as many key as value heads; there are {max(grouping.k) + 1} and {max(grouping.v) + 1}"
+        )
 
 
 def share_layers(params: Params, config: Config, sources: Sequence[int]) -> tuple[Params, Config]:

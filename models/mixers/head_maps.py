@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
-from kvjax.models.layers import Params, Shapes, linear
+from kvjax.models.layers import Params, Shapes, linear, rms_norm
 from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape
 from kvjax.ops.rope import angles, rotate
 
@@ -24,6 +24,9 @@ class HeadMaps(Mixer):
     whose searches give such maps. DHA (arXiv:2406.06567) has two different ones. GQKVA (arXiv:2311.03426)
     pairs every query group with every key and value group, so that q_of repeats too.
 
+    Biases and norms per head are those of the config; a norm over all heads together (qk_norm="full") is
+    refused, because it would depend on how many there are, and so is dynamic rotation.
+
     All heads of a token share one slot, so methods that choose tokens per KV head, or score stored keys, do
     not fit. Keys are stored rotated.
     """
@@ -33,6 +36,10 @@ class HeadMaps(Mixer):
     v_of: tuple[int, ...]
 
     def check(self, config: Config) -> None:
+        if config.qk_norm == "full":
+            raise ValueError('HeadMaps takes qk_norm="" or "head", got "full", which spans all heads')
+        if "dynamic" in {r.kind for r in (config.rope, config.rope_local) if r}:
+            raise ValueError("HeadMaps stores rotated keys and cannot follow a rope of kind 'dynamic'")
         maps = {name: getattr(self, name) for name in ("q_of", "k_of", "v_of")}
         if len({len(m) for m in maps.values()}) != 1:
             raise ValueError(f"the maps must name as many heads each, got {[len(m) for m in maps.values()]}")
@@ -45,7 +52,12 @@ class HeadMaps(Mixer):
 
     def shapes(self, config: Config) -> Shapes:
         d, h = config.d_model, config.head_dim
-        return {x: (d, self._count(x) * h) for x in "qkv"} | {"o": (len(self.q_of) * h, d)}
+        shapes: Shapes = {x: (d, self._count(x) * h) for x in "qkv"} | {"o": (len(self.q_of) * h, d)}
+        if config.qk_norm:
+            shapes |= {"q_norm": (h,), "k_norm": (h,)}
+        if config.qkv_bias:
+            shapes |= {f"{x}_bias": (self._count(x) * h,) for x in "qkv"}
+        return shapes | ({"o_bias": (d,)} if config.o_bias else {})
 
     def slots(self, config: Config) -> SlotShape:
         keys, values = (self._count(x) * config.head_dim for x in "kv")
@@ -56,11 +68,16 @@ class HeadMaps(Mixer):
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         config = layer.config
         b, t, _ = x.shape
-        cos, sin = angles(config.rope, memory.pos[..., None], config.head_dim)
-        q, k = (
-            rotate(linear(p, name, x).reshape(b, t, -1, config.head_dim), cos, sin, config.rope.start)
-            for name in "qk"
-        )
+        rope = config.rope if layer.window is None else config.rope_local or config.rope
+        cos, sin = angles(rope, memory.pos[..., None], config.head_dim)
+
+        def turned(name: str) -> Float[Array, "B T _ H"]:
+            heads = linear(p, name, x).reshape(b, t, -1, config.head_dim)
+            if config.qk_norm:
+                heads = rms_norm(heads, p[f"{name}_norm"], config.norm_eps, config.norm_offset)
+            return rotate(heads, cos, sin, rope.start)
+
+        q, k = turned("q"), turned("k")
 
         def chosen(stored: Float[Array, "B 1 S F"], heads: tuple[int, ...]) -> Float[Array, "B N S H"]:
             split = stored[:, 0].reshape(b, -1, stored.shape[-1] // config.head_dim, config.head_dim)

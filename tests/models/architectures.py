@@ -54,6 +54,7 @@ GOOSE = Rwkv7(heads=2, head_dim=6, decay_rank=3, rate_rank=4, gate_rank=5)
 GOSLING = dataclasses.replace(GOOSE, v_rank=2)
 FINCH_C2 = FinchC2(heads=2, head_dim=6, mix_rank=3, decay_rank=4, second_rank=2)
 GOLD = Gold(rank=3, mix_rank=2, adapt_rank=4, kv_input=4)
+GQKVA = HeadMaps((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 0, 1))
 CHOOSY = MoE(experts=4, top=2, width=8)
 
 KV = 2 * 2 * 8  # keys and values of SMALL's two KV heads
@@ -129,7 +130,11 @@ TABLE = {
     "attention dropped": Row(with_layers(Attention(), Dropped(), Attention()), 2 * KV, 4),
     "unequal groups": Row(with_layers(*[HeadMaps((0, 1, 2, 3), (0, 1, 1, 1), (0, 1, 1, 1))] * 2), 2 * KV, 2),
     "dha": Row(with_layers(*[HeadMaps((0, 1, 2, 3), (0, 0, 1, 1), (0, 1, 2, 2))] * 2), 2 * (2 + 3) * 8, 2),
-    "gqkva": Row(with_layers(*[HeadMaps((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 0, 1))] * 2), 2 * KV, 2),
+    "gqkva": Row(
+        with_layers(*[GQKVA] * 2, qkv_bias=True, o_bias=True, qk_norm="head"),
+        2 * KV,
+        2,
+    ),
     "clipped softmax": Row(with_layers(*[Attention(clip=(-0.1, 1.05))] * 2), 2 * KV, 4),
     "shared attention": Row(with_layers(Attention(), *[SharedWeights(0)] * 2), 2 * KV, 2 * 3),
     "lisa": Row(
