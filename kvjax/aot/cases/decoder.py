@@ -1,0 +1,53 @@
+"""A whole decode step of the library's own decoder: what surrounds the kernels must not copy the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.aot.case import Case
+from kvjax.aot.hardware import Device
+from kvjax.cache import nbytes
+from kvjax.grammar import Method
+from kvjax.methods import method as build
+from kvjax.models.config import Config
+from kvjax.models.params import init, plan
+from kvjax.ops.rope import Rope
+from kvjax.steps import Run, prefill
+from kvjax.steps.decode import step_fn
+
+# Half of Llama 3 8B, so that weights and cache fit the smallest device.
+CONFIG = Config(
+    vocab=32000, d_model=4096, layers=16, heads=32, kv_heads=8, head_dim=128, d_ff=14336, rope=Rope(theta=5e5)
+)
+BATCH, SLOTS = 4, 8192
+
+
+def decoder(device: Device, method: Method, kernels: str | None = "tpu") -> Case:
+    """One token per row over a cache of 8192 slots, which the step may reuse."""
+    groups = plan(CONFIG, stacked=True)
+    dtype = jnp.bfloat16
+    params = jax.eval_shape(lambda key: init(CONFIG, key, dtype, groups=groups), jax.random.key(0))
+    run = Run(CONFIG, method)
+    tokens = jax.ShapeDtypeStruct((BATCH, SLOTS - 128), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+    fill = partial(prefill, run, tokens_bound=SLOTS - 128, room=128, compress=True)
+    _, cache = jax.eval_shape(lambda p, t, n: fill(p, t, n, None), params, tokens, lengths)
+    operands = (params, cache, lengths, jax.ShapeDtypeStruct((BATCH,), jnp.bool_))
+    weights = sum(int(np.prod(x.shape)) * 2 for x in jax.tree.leaves(params))
+    flops = BATCH * (weights + 4 * CONFIG.layers * CONFIG.heads * SLOTS * CONFIG.head_dim)
+    return Case(
+        partial(step_fn, run), operands, weights + nbytes(cache), flops, nbytes(cache),
+        "stacked_decode", {}, profiles=False, donated=(1,),
+    )  # fmt: skip
+
+
+METHODS = {"int8": {}, "kivi": {}, "snapkv": dict(budget=0.25), "h2o": dict(budget=0.25),
+  "adakv": dict(budget=0.25), "quest": dict(budget=1024), "streamingllm": dict(budget=1024)}
+CASES: dict[str, Callable[[Device], Case]] = {
+    f"decoder-{name}": partial(decoder, method=build(name, **hyper)) for name, hyper in METHODS.items()
+}
