@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.block_transformer import BlockConfig, BlockTransformer, init
+from kvjax.block_transformer import BlockConfig, BlockTransformer, init, parts
 from kvjax.errors import InputError
 from kvjax.models.config import Config
 from kvjax.ops.rope import Rope
@@ -38,6 +38,10 @@ def tokens():
 @pytest.fixture(scope="module")
 def whole(model, tokens):
     return np.asarray(model(tokens))
+
+
+def halves(model, cache):
+    return parts(model.params, cache, model.config)
 
 
 def close(got, want):
@@ -85,7 +89,15 @@ def test_decoding_gives_the_logits_of_the_forward_pass(model, tokens, whole, len
     for i in range(10):
         logits, cache = model.step(cache, tokens[[0, 1], lengths + i])
         close(logits, whole[[0, 1], lengths + i])
-    assert cache.blocks.next.tolist() == ((lengths + 10) // L).tolist()
+    assert cache.next.tolist() == (lengths + 10).tolist()
+    assert halves(model, cache).blocks.next.tolist() == ((lengths + 10) // L).tolist()
+
+
+def test_a_full_cache_is_refused_when_the_next_block_would_not_fit(model, tokens, whole):
+    _, cache = model.prefill(tokens[:, :16], room=0)
+    for i in range(L - 1):
+        logits, cache = model.step(cache, tokens[:, 16 + i])
+        close(logits, whole[:, 16 + i])
     with pytest.raises(InputError, match="the cache is full"):
         model.step(cache, tokens[:, 0])
 
@@ -93,16 +105,17 @@ def test_decoding_gives_the_logits_of_the_forward_pass(model, tokens, whole, len
 def test_a_cache_holds_one_slot_per_block_and_one_block(model):
     _, cache = model.prefill(np.zeros((1, 16), np.int32), room=0)
     slot = 2 * 2 * 8 * 2 + 2 * 2  # keys and values of two layers with two heads, and positions
-    assert kvjax.nbytes(cache.blocks) == 4 * (16 // L) * slot + 4
-    assert kvjax.nbytes(cache.tokens) == 4 * (P + L - 1) * slot + 4
-    assert kvjax.nbytes(cache) - kvjax.nbytes((cache.blocks, cache.tokens)) == 4 * (L + 1)
+    assert kvjax.nbytes(halves(model, cache).blocks.groups) == 4 * (16 // L) * slot
+    assert kvjax.nbytes(halves(model, cache).tokens.groups) == 4 * (P + L - 1) * slot
+    # The ids of the open block, and the position of the next token.
+    assert kvjax.nbytes(cache) == 4 * (16 // L + P + L - 1) * slot + 4 * L + 4
     _, longer = model.prefill(np.zeros((1, 64), np.int32), room=0)
-    assert kvjax.nbytes(longer.tokens) == kvjax.nbytes(cache.tokens)
+    assert kvjax.nbytes(longer) - kvjax.nbytes(cache) == 4 * (48 // L) * slot
 
 
 def test_rows_can_be_copied_and_emptied(model, tokens, whole):
     _, cache = model.prefill(tokens[:, :T], room=10)
-    cache = model.fork(cache, 2)
+    cache = kvjax.fork(cache, 2)
     logits, cache = model.step(cache, tokens[[0, 0, 1, 1], T])
     close(logits, whole[[0, 0, 1, 1], T])
     cache = model.reset(cache, np.array([False, True, False, True]))
@@ -116,7 +129,7 @@ def test_methods_compress_the_blocks(model, tokens, whole):
     snapkv = kvjax.method("snapkv", budget=2, window=1, kernel=1, variant="kvpress")
     logits, cache = model.prefill(tokens[:, :T], method=snapkv, room=10)
     close(logits, whole[:, T - 1])  # attention was whole when the prompt was read
-    assert all((p >= 0).sum(-1).max() == 2 for p in kvjax.kept_positions(cache.blocks))
+    assert all((p >= 0).sum(-1).max() == 2 for p in kvjax.kept_positions(halves(model, cache).blocks))
     for i in range(5):
         logits, cache = model.step(cache, tokens[:, T + i])
     assert np.isfinite(np.asarray(logits)).all()
@@ -151,9 +164,9 @@ def test_sizes_that_do_not_fit_are_refused(options, why):
 
 
 def test_bad_input_is_refused_before_anything_runs(model, tokens):
-    with pytest.raises(InputError, match="token ids must lie in"):
+    with pytest.raises(InputError, match="outside the vocabulary"):
         model.prefill(tokens + 30)
     with pytest.raises(InputError, match="lengths must be"):
-        model.prefill(tokens, lengths=[0, 3])
-    with pytest.raises(InputError, match="kvzip repeats the prompt's tokens"):
+        model.prefill(tokens, lengths=[1, 99])
+    with pytest.raises(InputError, match="kvzip does not fit this model: it repeats the prompt's tokens"):
         model.prefill(tokens, method=kvjax.method("kvzip", budget=0.5))
