@@ -44,7 +44,7 @@ _forward = jax.jit(forward, static_argnames="config")
 
 
 class Parts(NamedTuple):
-    """A Block Transformer's cache taken apart; positions count blocks below, inputs of the open block above."""
+    """A cache taken apart; positions count blocks below, inputs of the open block above."""
 
     blocks: Cache
     tokens: Cache
@@ -137,9 +137,8 @@ def _step(
         _token_run(config, method), params["tokens"], inputs, new,
         reset_rows(past.tokens, ends), tokens_bound=config.inside, room=0, compress=False,
     )  # fmt: skip
-    return logits, _joined(
-        blocks, inside, jnp.where(ends[:, None], 0, block), jnp.where(append, cache.next + 1, cache.next)
-    )
+    opened, at = jnp.where(ends[:, None], 0, block), jnp.where(append, cache.next + 1, cache.next)
+    return logits, _joined(blocks, inside, opened, at)
 
 
 @partial(jax.jit, static_argnames=("config", "method"))
@@ -230,7 +229,7 @@ class BlockTransformer(Model):
         return logits, dataclasses.replace(labelled(new, cache.method, self), spare=spare - 1)
 
     def stepping(self, method: Method | None) -> Callable[[Cache, Array, Array], tuple[Array, Cache]]:
-        """The step of a method without checks: (bare cache, token [B], append [B]) to (logits, bare cache)."""
+        """A method's step without checks: (bare cache, token [B], append [B]) to (logits, bare cache)."""
         return partial(_step, self.params, config=self.config, method=_decoding(method))
 
     def reset(self, cache: Cache, rows: Bool[Array | np.ndarray, "B"]) -> Cache:

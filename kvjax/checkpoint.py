@@ -83,9 +83,8 @@ def load_checkpoint(
     if groups == saved:
         params = _restore(folder, tree, dtype, place)
     else:
-        params = layout.regroup(
-            _restore(folder, layout.shapes(config, saved), dtype, lambda *_: None), groups
-        )
+        there = _restore(folder, layout.shapes(config, saved), dtype, lambda *_: None)
+        params = layout.regroup(there, groups)
         params = map_leaves(lambda path, x: jax.device_put(x, place(path, x.shape)), params)
     kind: Any = BlockTransformer if isinstance(config, BlockConfig) else Model
     return kind(config, params, **read_text(folder)._asdict(), name=folder.resolve().name)

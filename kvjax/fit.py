@@ -73,7 +73,7 @@ def check_fit(method: Method, config: Config) -> None:
 
 
 def check_blocks(method: Method, config: BlockConfig) -> None:
-    """InputError where a method cannot act on a Block Transformer: on the block decoder, and in bytes on both."""
+    """InputError where a method cannot act on the block decoder, or its codecs not on both decoders."""
     check_fit(method, config.blocks)
     check_fit(dataclasses.replace(method, keep=None, read=None), config.tokens)
     if method.keep is not None and method.keep.probe is not None:

@@ -32,7 +32,7 @@ Tokens = Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int]]
 
 @runtime_checkable
 class Verbs(Protocol):
-    """A model that reads and steps in a way of its own, as the Block Transformer does: it is handed the calls."""
+    """A model with its own way to read and step, such as the Block Transformer: it is handed the calls."""
 
     def prefill(
         self, tokens: Tokens, *, method: Method | str | None, lengths: Any, room: int
@@ -41,7 +41,7 @@ class Verbs(Protocol):
     def step(self, cache: Cache, token: Any) -> tuple[Float[Array, "B V"], Cache]: ...
 
     def stepping(self, method: Method | None) -> Callable[[Cache, Array, Array], tuple[Array, Cache]]:
-        """The step of a method without checks: (bare cache, token [B], append [B]) to (logits, bare cache)."""
+        """A method's step without checks: (bare cache, token [B], append [B]) to (logits, bare cache)."""
         ...
 
 

@@ -2,8 +2,8 @@
 
 Both are ordinary decoders. A block of L tokens becomes one input of the *block decoder*, the concatenation of
 L narrow embeddings; what the block decoder says after it, instead of logits, are the first inputs of the
-*token decoder* for the next block, which sees nothing else but its own block. What it keeps of its past is the
-business of `kvjax/block_transformer.py`.
+*token decoder* for the next block, which sees nothing else but its own block. What they keep of their
+past is the business of `kvjax/block_transformer.py`.
 """
 
 from __future__ import annotations
@@ -98,9 +98,7 @@ def plan(config: BlockConfig, stacked: bool | None = None) -> Groups:
 def check_groups(config: BlockConfig, groups: Groups) -> Groups:
     """`groups`, unless they do not fit one of the decoders: then ValueError."""
     if not isinstance(groups, Groups):
-        raise ValueError(
-            f"a Block Transformer is two stacks: give groups=Groups(blocks, tokens), not {groups}"
-        )
+        raise ValueError(f"groups must be Groups(blocks, tokens), a stack for each decoder, got {groups}")
     decoder.check_groups(config.blocks, groups.blocks)
     decoder.check_groups(config.tokens, groups.tokens)
     return groups

@@ -89,7 +89,7 @@ def compare(
     loaded = load(model) if isinstance(model, str) else model
     check_single(
         loaded,
-        "compare does not read its caches; see their sizes with kvjax inspect, try it with kvjax generate",
+        "compare cannot ask it, but kvjax inspect sizes its caches and kvjax generate runs it",
     )
     folder = Path(out) if out is not None else Path("kvjax-results") / time.strftime("%Y%m%d-%H%M%S")
     if text is not None:
