@@ -95,7 +95,7 @@ def plan(config: BlockConfig, stacked: bool | None = None) -> Groups:
     return Groups(decoder.plan(config.blocks, stacked), decoder.plan(config.tokens, stacked))
 
 
-def check_groups(config: BlockConfig, groups: Groups) -> Groups:
+def check_groups(config: BlockConfig, groups: Groups | tuple[Group, ...]) -> Groups:
     """`groups`, unless they do not fit one of the decoders: then ValueError."""
     if not isinstance(groups, Groups):
         raise ValueError(f"groups must be Groups(blocks, tokens), a stack for each decoder, got {groups}")

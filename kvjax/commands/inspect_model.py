@@ -112,8 +112,8 @@ def _block_rows(config: BlockConfig, dtype: str) -> list[tuple[str, str]]:
         ("positions", f"{config.max_positions}, {n} per block"),
         (
             "KV per token",
-            f"{size(below / n)} in {dtype}: {size(below)} per block of {n}; at most {size(inside * above)} more "
-            f"for the open block, its prefix of {config.prefix} and {n - 1} tokens in every layer",
+            f"{size(below / n)} in {dtype}, {size(below)} per block; at most {size(inside * above)} for the "
+            f"open block: {inside} slots in every layer, its prefix of {config.prefix} and {n - 1} tokens",
         ),
         *both,
         ("methods", "act on the slots of blocks, codecs on all; none can repeat the prompt's tokens"),
