@@ -107,7 +107,7 @@ def read_head(folder: Path) -> tuple[Config | BlockConfig, tuple[Group, ...] | G
         raise InputError(f"{folder / MARKER} does not describe a model ({error}): save it again") from error
 
 
-def _group_sizes(params: Params) -> list[int] | dict[str, list[int]]:
+def _group_sizes(params: Params) -> Any:
     """How many layers are stacked in every group, of each decoder where there are two."""
     if "layers" in params:
         return [next(iter(group.values())).shape[0] for group in params["layers"]]
