@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,23 +26,9 @@ from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.segments import free_slots, reserve
 from kvjax.steps import Run
+from kvjax.verbs import has_verbs, refuse
 
 Tokens = Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int]]
-
-
-@runtime_checkable
-class Verbs(Protocol):
-    """A model with its own way to read and step, such as the Block Transformer: it is handed the calls."""
-
-    def prefill(
-        self, tokens: Tokens, *, method: Method | str | None, lengths: Any, room: int
-    ) -> tuple[Float[Array, "B V"], Cache]: ...
-
-    def step(self, cache: Cache, token: Any) -> tuple[Float[Array, "B V"], Cache]: ...
-
-    def stepping(self, method: Method | None) -> Callable[[Cache, Array, Array], tuple[Array, Cache]]:
-        """A method's step without checks: (bare cache, token [B], append [B]) to (logits, bare cache)."""
-        ...
 
 
 def bucket(tokens: int) -> int:
@@ -166,8 +152,9 @@ def prefill(
     >>> logits.shape, len(kvjax.kept_positions(cache))
     ((1, 220), 4)
     """
-    if isinstance(model, Verbs):
-        _check_plain(model, cache is not None, chunk is not None, not compress)
+    if has_verbs(model):
+        options = {"cache=": cache is not None, "chunk=": chunk is not None, "compress=False": not compress}
+        refuse(model, options)
         return model.prefill(tokens, method=method, lengths=lengths, room=room)
     batch = padded(model, tokens, lengths)
     chosen = method_of(model, method, cache)
@@ -203,16 +190,6 @@ def check_reach(model: Model, last: int) -> None:
         raise InputError(
             f"the prompt reaches position {last}, this model's last is {model.config.max_positions}: "
             "shorten the prompt, or use a model with a longer context"
-        )
-
-
-def _check_plain(model: Model, *asked: bool) -> None:
-    """InputError where more is asked than a model with verbs of its own can do."""
-    options = [n for n, given in zip(("cache=", "chunk=", "compress=False"), asked, strict=True) if given]
-    if options:
-        raise InputError(
-            f"a {type(model).__name__} reads a whole prompt at once, got {' and '.join(options)}: prefill "
-            "the whole conversation, or add its tokens with step"
         )
 
 
@@ -258,11 +235,8 @@ def step(
     append=False asks the last token again at its own position over the cache as it is, which stays usable.
     InputError when the cache has no room left, or belongs to another model.
     """
-    if isinstance(model, Verbs):
-        if not append:
-            raise InputError(
-                f"a {type(model).__name__} cannot ask its last token again: leave append=False out"
-            )
+    if has_verbs(model):
+        refuse(model, {"append=False": not append})
         return model.step(cache, token)
     check_cache(model, cache)
     run = _decoding(model.config, cache.method)
@@ -294,7 +268,7 @@ def _decoding(config: Config, method: Method | None) -> Run:
 
 def _stepping(model: Model, method: Method | None) -> Callable[[Cache, Array, Array], tuple[Array, Cache]]:
     """`Verbs.stepping` of any model."""
-    if isinstance(model, Verbs):
+    if has_verbs(model):
         return model.stepping(method)
     return partial(steps.step, _decoding(model.config, method), model.params)
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.models import params as decoder
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
+from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.params import Group
 from kvjax.models.transformer import forward as decoder_forward
 
@@ -54,6 +55,8 @@ class BlockConfig:
             )
         if self.blocks.tied:
             raise ValueError("the block decoder has no embedding to tie its output to: set its tied=False")
+        for name in ("blocks", "tokens"):
+            _check_inputs(name, getattr(self, name))
         if self.inside > self.tokens.max_positions:
             raise ValueError(
                 f"a block takes {self.inside} positions of the token decoder, which has "
@@ -73,6 +76,18 @@ class BlockConfig:
     def inside(self) -> int:
         """Most inputs of the token decoder in one block: the prefix, and all tokens but the last."""
         return self.prefix + self.length - 1
+
+
+def _check_inputs(name: str, config: Config) -> None:
+    """ValueError for layers that read what a decoder of vectors is not given."""
+    for i in range(config.layers):
+        slots = mixer_of(config, i).slots(config)
+        if slots is not None and (slots.ids or slots.fixed):
+            what = "token ids" if slots.ids else "a context"
+            raise ValueError(
+                f"layer {i} of the {name} decoder reads {what}, but it is given vectors alone: "
+                "choose another mixer"
+            )
 
 
 # --- parameters --------------------------------------------------------------------------------------

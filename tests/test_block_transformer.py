@@ -19,6 +19,8 @@ from kvjax.models.block_transformer import Groups, plan
 from kvjax.models.config import Config
 from kvjax.models.config_json import config_from_json, config_to_json
 from kvjax.models.hf import save_hf
+from kvjax.models.mixers.attention import Attention
+from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.params import Group
 from kvjax.ops.rope import Rope
 from tests.reference import Decoder, rope, softmax
@@ -27,6 +29,7 @@ L, P, T = 4, 2, 14
 SIZES = dict(heads=4, kv_heads=2, head_dim=8, d_ff=24, rope=Rope(theta=100.0))
 BLOCKS = Config(vocab=P * 20, d_model=24, layers=2, **SIZES)
 TOKENS = Config(vocab=30, d_model=20, layers=2, **SIZES)
+CONTEXT = (Attention(), CrossAttention(width=20))
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +189,9 @@ def test_what_its_verbs_cannot_do_is_refused(model, tokens):
         (dict(chunk=4), "chunk="),
         (dict(compress=False), "compress=False"),
     ):
-        with pytest.raises(InputError, match=f"BlockTransformer reads a whole prompt at once, got {name}"):
+        with pytest.raises(InputError, match=f"reads whole prompts and single tokens, got {name}: prefill"):
             kvjax.prefill(model, tokens, **options)
-    with pytest.raises(InputError, match="cannot ask its last token again"):
+    with pytest.raises(InputError, match="a BlockTransformer reads .* single tokens, got append=False"):
         kvjax.step(model, cache, [1, 2], append=False)
     with pytest.raises(InputError, match="window of 64 blocks is larger than the budget of 1 slots"):
         kvjax.prefill(model, tokens[:, :T], method=kvjax.method("snapkv", budget=0.5))
@@ -316,6 +319,10 @@ def test_gradients_are_finite_and_reach_every_parameter(model, tokens):
         (dict(length=0), "length and prefix must be >= 1"),
         (dict(blocks=dataclasses.replace(BLOCKS, tied=True)), "has no embedding to tie"),
         (dict(tokens=dataclasses.replace(TOKENS, max_positions=4)), "takes 5 positions of the token decoder"),
+        (
+            dict(tokens=dataclasses.replace(TOKENS, mixers=CONTEXT)),
+            "layer 1 of the tokens decoder .* a context",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(options, why):
