@@ -1,7 +1,7 @@
 """Checkpoints of models that are trained here: weights by Orbax, config as JSON beside them.
 
-A checkpoint holds any `Config`, also one that no class of transformers computes; for an exchange with other
-libraries use `kvjax.models.hf.save_hf`.
+A checkpoint holds any `Config`, also one that no class of transformers computes, or the `BlockConfig` of a
+Block Transformer; for an exchange with other libraries use `kvjax.models.hf.save_hf`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from kvjax.block_transformer import BlockTransformer
 from kvjax.errors import InputError
+from kvjax.models.block_transformer import BlockConfig, Groups, layout_of
 from kvjax.models.config import Config
 from kvjax.models.config_json import config_from_json, config_to_json
 from kvjax.models.files import atomic_folder, check_folder, read_json
 from kvjax.models.hf import check_dtype
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
-from kvjax.models.params import Group, check_groups, plan, regroup, shapes
+from kvjax.models.params import Group
 from kvjax.models.placement import leaves, map_leaves, placement
 from kvjax.models.tokenizer import read_text, write_text
 
@@ -43,9 +45,12 @@ def save_checkpoint(model: Model, path: str | os.PathLike[str]) -> None:
     ...     load(f"{folder}/mine").config.layers
     4
     """
-    sizes = [next(iter(group.values())).shape[0] for group in model.params["layers"]]
-    dtype = model.params["embed"].dtype.name
-    head = {"format": FORMAT, "config": config_to_json(model.config), "groups": sizes, "dtype": dtype}
+    head = {
+        "format": FORMAT,
+        "config": config_to_json(model.config),
+        "groups": _group_sizes(model.params),
+        "dtype": model.params["embed"].dtype.name,
+    }
     with atomic_folder(path, MARKER) as folder:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder / _WEIGHTS, model.params)
@@ -58,30 +63,38 @@ def load_checkpoint(
     *,
     dtype: Any = None,
     sharding: Any = None,
-    groups: tuple[Group, ...] | None = None,
+    groups: tuple[Group, ...] | Groups | None = None,
 ) -> Model:
     """Reads a directory that `save_checkpoint` wrote, in the dtype it was saved in unless another is given.
 
     sharding and groups are those of `kvjax.models.hf.load_hf`; the stacking may differ from the saved one.
+    A Block Transformer's groups are `Groups` of both its decoders, its paths read "blocks.layers.0.q".
     Raises InputError where the directory is no checkpoint, or a broken or newer one.
     """
     folder = check_folder(path)
     if not (folder / MARKER).is_file():
         raise InputError(f"{folder} is not a kvjax checkpoint: it has no {MARKER}")
-    config, saved, stored = _read_head(folder)
+    config, saved, stored = read_head(folder)
+    layout = layout_of(config)
     dtype = check_dtype(stored if dtype is None else dtype)
-    groups = check_groups(config, groups or plan(config))
-    tree = shapes(config, groups)
+    groups = layout.check_groups(config, groups or layout.plan(config))
+    tree = layout.shapes(config, groups)
     place = placement(tree, sharding)
     if groups == saved:
         params = _restore(folder, tree, dtype, place)
     else:
-        params = regroup(_restore(folder, shapes(config, saved), dtype, lambda *_: None), groups)
+        there = _restore(folder, layout.shapes(config, saved), dtype, lambda *_: None)
+        params = layout.regroup(there, groups)
         params = map_leaves(lambda path, x: jax.device_put(x, place(path, x.shape)), params)
-    return Model(config, params, **read_text(folder)._asdict(), name=folder.resolve().name)
+    kind: Any = BlockTransformer if isinstance(config, BlockConfig) else Model
+    return kind(config, params, **read_text(folder)._asdict(), name=folder.resolve().name)
 
 
-def _read_head(folder: Path) -> tuple[Config, tuple[Group, ...], str]:
+def read_head(folder: Path) -> tuple[Config | BlockConfig, tuple[Group, ...] | Groups, str]:
+    """(config, stacking, dtype) of a checkpoint, without its weights.
+
+    Raises InputError where its head is broken or newer.
+    """
     head = read_json(folder / MARKER)
     if head.get("format") != FORMAT:
         raise InputError(
@@ -89,11 +102,23 @@ def _read_head(folder: Path) -> tuple[Config, tuple[Group, ...], str]:
         )
     try:
         config = config_from_json(head["config"])
-        sizes = head["groups"]
-        groups = tuple(Group(sum(sizes[:i]), size) for i, size in enumerate(sizes))
-        return config, groups, head["dtype"]
+        return config, _groups(head["groups"]), head["dtype"]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{folder / MARKER} does not describe a model ({error}): save it again") from error
+
+
+def _group_sizes(params: Params) -> Any:
+    """How many layers are stacked in every group, of each decoder where there are two."""
+    if "layers" in params:
+        return [next(iter(group.values())).shape[0] for group in params["layers"]]
+    return {name: _group_sizes(params[name]) for name in Groups._fields}
+
+
+def _groups(sizes: Any) -> Any:
+    """`_group_sizes` as groups."""
+    if isinstance(sizes, dict):
+        return Groups(**{name: _groups(x) for name, x in sizes.items()})
+    return tuple(Group(sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
 
 def _restore(folder: Path, tree: Params, dtype: Any, place: Any) -> Params:
@@ -121,7 +146,7 @@ def _restore(folder: Path, tree: Params, dtype: Any, place: Any) -> Params:
 def _check_shapes(folder: Path, tree: Params, found: Any) -> None:
     # Orbax notices too, but only once it is reading, and not by name.
     expected = dict(leaves(tree))
-    stored = {path: tuple(leaf.shape) for path, leaf in leaves({"layers": (), **found})}
+    stored = {path: tuple(leaf.shape) for path, leaf in leaves({**found})}
     names = sorted(expected.keys() | stored.keys())
     wrong = [
         f"{n} (expected {expected.get(n)}, found {stored.get(n)})"

@@ -19,7 +19,7 @@ from kvjax.models import context as encoders
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_single
 from kvjax.ops.attention import Keys
 from kvjax.place.rows import reset_rows
 from kvjax.segments import build
@@ -59,6 +59,8 @@ def encode_context(
     >>> cache.next.tolist(), cache.groups[1][0].k.shape
     ([0, 0], (1, 2, 1, 16, 16))
     """
+    for one in (model, encoder):
+        check_single(one, "give encode_context a decoder with a CrossAttention and an encoder")
     layer_of(model.config, encoder.config.d_model)
     batch = padded(encoder, tokens, lengths, least=0)
     longest = int(batch.lengths.max())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import lru_cache
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from kvjax.errors import InputError
 from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
+from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.mixer import SlotShape
 from kvjax.models.mixers.attention import mixer_of
@@ -70,7 +72,15 @@ def check_fit(method: Method, config: Config) -> None:
         _refuse(method, "it merges keys and values apart, and the model stores one latent for both", "snapkv")
 
 
-def check_budget(method: Method, tokens: int) -> None:
+def check_blocks(method: Method, config: BlockConfig) -> None:
+    """InputError where a method cannot act on the block decoder, or its codecs not on both decoders."""
+    check_fit(method, config.blocks)
+    check_fit(dataclasses.replace(method, keep=None, read=None), config.tokens)
+    if method.keep is not None and method.keep.probe is not None:
+        _refuse(method, "it repeats the prompt's tokens, and blocks are none", "snapkv")
+
+
+def check_budget(method: Method, tokens: int, unit: str = "tokens") -> None:
     """InputError where the window that a method protects is larger than its budget of `tokens` tokens."""
     keep = method.keep
     if keep is None:
@@ -80,8 +90,8 @@ def check_budget(method: Method, tokens: int) -> None:
         window = pattern.tokens if isinstance(pattern, Recent) else 0
         if isinstance(window, int) and n < min(window, tokens):
             raise InputError(
-                f"{method.id}: its window of {window} tokens is larger than the budget of {n} slots "
-                f"(budget={keep.budget.amount!r} of {tokens} tokens): raise the budget or lower window="
+                f"{method.id}: its window of {window} {unit} is larger than the budget of {n} slots "
+                f"(budget={keep.budget.amount!r} of {tokens} {unit}): raise the budget or lower window="
             )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,7 @@ from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.segments import free_slots, reserve
 from kvjax.steps import Run
+from kvjax.verbs import has_verbs, refuse
 
 Tokens = Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int]]
 
@@ -109,7 +110,8 @@ def bind(method: Method, model: Model) -> Method:
     return dataclasses.replace(method, keep=dataclasses.replace(keep, probe=probe, score=score))
 
 
-def _check_cache(model: Model, cache: Cache) -> None:
+def check_cache(model: Model, cache: Cache) -> None:
+    """InputError for a cache that another model filled."""
     if cache.model and cache.model != model.fingerprint:
         raise InputError(
             f"this cache was filled by another model (fingerprint {cache.model}, this model's is "
@@ -150,15 +152,15 @@ def prefill(
     >>> logits.shape, len(kvjax.kept_positions(cache))
     ((1, 220), 4)
     """
+    if has_verbs(model):
+        options = {"cache=": cache is not None, "chunk=": chunk is not None, "compress=False": not compress}
+        refuse(model, options)
+        return model.prefill(tokens, method=method, lengths=lengths, room=room)
     batch = padded(model, tokens, lengths)
     chosen = method_of(model, method, cache)
     before = np.zeros(1, np.int32) if cache is None else np.asarray(cache.next)
     seen, last = int(before.max()), int(before.max() + batch.lengths.max())
-    if last > model.config.max_positions:
-        raise InputError(
-            f"the prompt reaches position {last}, this model's last is {model.config.max_positions}: "
-            "shorten the prompt, or use a model with a longer context"
-        )
+    check_reach(model, last)
     if compress:
         first = batch.lengths if chunk is None else np.minimum(batch.lengths, chunk)
         check_budget(chosen, int(first.min() + before.min()))
@@ -182,12 +184,21 @@ def prefill(
     return logits, labelled(cache, chosen, model)
 
 
+def check_reach(model: Model, last: int) -> None:
+    """InputError for a prompt that reaches beyond the model's positions."""
+    if last > model.config.max_positions:
+        raise InputError(
+            f"the prompt reaches position {last}, this model's last is {model.config.max_positions}: "
+            "shorten the prompt, or use a model with a longer context"
+        )
+
+
 def method_of(model: Model, method: Method | str | None, cache: Cache | None) -> Method:
     """The method of a prefill: the given one, or that of the cache it continues."""
     given = build_method(method) if isinstance(method, str) else method
     if cache is None:
         return given or Method()
-    _check_cache(model, cache)
+    check_cache(model, cache)
     if given not in (None, cache.method):
         raise InputError(
             f"method {given.id!r} and a cache filled by {cache.method.id!r} were both given: "
@@ -224,7 +235,10 @@ def step(
     append=False asks the last token again at its own position over the cache as it is, which stays usable.
     InputError when the cache has no room left, or belongs to another model.
     """
-    _check_cache(model, cache)
+    if has_verbs(model):
+        refuse(model, {"append=False": not append})
+        return model.step(cache, token)
+    check_cache(model, cache)
     run = _decoding(model.config, cache.method)
     token = token if isinstance(token, jax.Array) else np.asarray(token, np.int32)
     if token.shape != cache.next.shape:
@@ -250,6 +264,13 @@ def step(
 def _decoding(config: Config, method: Method | None) -> Run:
     """What the steps of a method share; remembered, because building it costs as much as calling them."""
     return Run(config, (method or Method()).decode_part())
+
+
+def _stepping(model: Model, method: Method | None) -> Callable[[Cache, Array, Array], tuple[Array, Cache]]:
+    """`Verbs.stepping` of any model."""
+    if has_verbs(model):
+        return model.stepping(method)
+    return partial(steps.step, _decoding(model.config, method), model.params)
 
 
 # --- generation --------------------------------------------------------------------------------------
@@ -350,12 +371,12 @@ def generate(
     keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.arange(rows))
     stops = jnp.asarray(list(model.stop_ids if stop is None else stop) or [-1], jnp.int32)
     chosen = cache.method
-    run = _decoding(model.config, chosen)
+    advance = _stepping(model, chosen)
     state, done, written, logprobs = bare_cache(cache), jnp.zeros((rows,), bool), [], []
     for i in range(max_new_tokens):
         active = ~done
         token, shown, logprob, done = _sample(sampler, logits, keys, jnp.full((rows,), i), done, stops)
-        logits, state = steps.step(run, model.params, state, token, active)
+        logits, state = advance(state, token, active)
         written.append(shown)
         logprobs.append(logprob)
         if on_token is not None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MLP, GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention
@@ -23,6 +24,8 @@ from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct
 from kvjax.ops.rope import Rope
+
+C = TypeVar("C")
 
 MIXERS = {
     word.__name__: word
@@ -54,13 +57,16 @@ MIXERS = {
 MLPS = {word.__name__: word for word in (GatedMLP, MLP, NoMLP, MoE)}
 
 
-def config_to_json(config: Config) -> dict[str, Any]:
+def config_to_json(config: Config | BlockConfig) -> dict[str, Any]:
     """The fields of a config as JSON takes them; a layer's words as {"word": its name, field: value, ...}.
 
     >>> config = Config(32, 16, 1, 2, 1, 8, 32, mixers=(Attention(gate=True),))
     >>> config_to_json(config)["mixers"]
     [{'word': 'Attention', 'gate': True}]
     """
+    if isinstance(config, BlockConfig):
+        both = {name: config_to_json(getattr(config, name)) for name in ("blocks", "tokens")}
+        return {"word": "BlockConfig", **both, "length": config.length, "prefix": config.prefix}
     out = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     for name in ("rope", "rope_local"):
         out[name] = out[name] and dataclasses.asdict(out[name])
@@ -73,7 +79,7 @@ def _word(word: Any) -> dict[str, Any]:
     return {"word": type(word).__name__} | {n: x for n, x in fields.items() if x != defaults[n]}
 
 
-def config_from_json(data: Mapping[str, Any]) -> Config:
+def config_from_json(data: Mapping[str, Any]) -> Config | BlockConfig:
     """The config that `config_to_json` wrote.
 
     Raises ValueError for unknown words, with the nearest one, and for fields or sizes that do not fit.
@@ -82,6 +88,14 @@ def config_from_json(data: Mapping[str, Any]) -> Config:
     >>> config_from_json(config_to_json(config)) == config
     True
     """
+    if data.get("word") == "BlockConfig":
+        fields = {name: x for name, x in data.items() if name != "word"}
+        both = {name: _decoder(fields[name]) for name in ("blocks", "tokens") if name in fields}
+        return _built(BlockConfig, fields | both)
+    return _decoder(data)
+
+
+def _decoder(data: Mapping[str, Any]) -> Config:
     fields = dict(data)
     for name in ("windows", "inputs"):
         fields[name] = tuple(fields.get(name, ()))
@@ -89,8 +103,12 @@ def config_from_json(data: Mapping[str, Any]) -> Config:
         fields[name] = fields.get(name) and Rope(**fields[name])
     fields["mixers"] = tuple(_read(word, MIXERS, "mixer") for word in fields.get("mixers", ()))
     fields["mlps"] = tuple(_read(word, MLPS, "feed-forward") for word in fields.get("mlps", ()))
+    return _built(Config, fields)
+
+
+def _built(kind: type[C], fields: dict[str, Any]) -> C:
     try:
-        return Config(**fields)
+        return kind(**fields)
     except TypeError as error:
         raise ValueError(f"the fields are not those of a model: {error}") from error
 

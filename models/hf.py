@@ -28,7 +28,7 @@ from kvjax.models.files import Stored, atomic_folder, check_folder, read_header,
 from kvjax.models.hf_config import config_from_hf, config_to_hf
 from kvjax.models.hf_tensors import Part, hf_name, match, short_name, tensors, top_names
 from kvjax.models.layers import Params
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_single
 from kvjax.models.params import Group, check_groups, plan, shapes
 from kvjax.models.placement import leaves, map_leaves, placement
 from kvjax.models.tokenizer import read_text, write_text
@@ -274,6 +274,7 @@ def save_hf(model: Model, path: str | os.PathLike[str], *, shard_bytes: int = SH
     Raises InputError where `path` holds something else or cannot be written, or where no class of
     transformers computes what the model's config says.
     """
+    check_single(model, "no class of transformers computes it, use kvjax.checkpoint.save_checkpoint")
     data = config_to_hf(model.config)
     dtype = model.params["embed"].dtype
     stops = list(model.stop_ids)

@@ -30,8 +30,8 @@ def load(
 ) -> Model:
     """Loads a Hugging Face directory, a kvjax checkpoint, a shipped model ("recall-tiny") or "org/name".
 
-    The other arguments are those of `load_hf`. A name is looked up in this order: a path on disk, a shipped
-    model, the Hugging Face hub.
+    A name is looked up in this order: a path on disk, a shipped model, the Hugging Face hub. A checkpoint
+    may hold a `kvjax.block_transformer.BlockTransformer`. The other arguments are those of `load_hf`.
 
     Raises InputError for whatever cannot be loaded, with what to do about it.
 

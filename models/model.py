@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.transformer import forward
@@ -46,7 +47,15 @@ class Model:
         return _forward(self.params, jnp.asarray(tokens, jnp.int32), self.config)
 
 
-def fingerprint(config: Config, params: Params) -> str:
+def check_single(model: Model, what: str) -> None:
+    """InputError where `what` needs a model of one decoder, and this one is of two."""
+    if not isinstance(model.config, Config):
+        raise InputError(
+            f"{model.name} is a {type(model).__name__}, a model of two decoders, expected one decoder: {what}"
+        )
+
+
+def fingerprint(config: Any, params: Params) -> str:
     """A short name of what a cache belongs to: the config and the first numbers of every parameter."""
     digest = hashlib.sha256(repr(config).encode())
     for leaf in jax.tree.leaves(params):

@@ -11,11 +11,18 @@ from kvjax.errors import InputError
 from kvjax.models.layers import Params
 
 
-def map_leaves(f: Callable[[str, Any], Any], tree: Params) -> Params:
-    """The tree with f(path, leaf) at every leaf; paths read "embed" or "layers.0.q" (0: the group)."""
-    out = {name: f(name, leaf) for name, leaf in tree.items() if name != "layers"}
-    groups = enumerate(tree["layers"])
-    out["layers"] = tuple({n: f(f"layers.{g}.{n}", leaf) for n, leaf in group.items()} for g, group in groups)
+def map_leaves(f: Callable[[str, Any], Any], tree: Params, below: str = "") -> Params:
+    """The tree with f(path, leaf) at every leaf; paths read "embed" or "layers.0.q" (0: the group).
+
+    A tree in the tree, such as one of two decoders, puts its name before its paths: "blocks.layers.0.q".
+    """
+    out: Params = {}
+    for name, leaf in tree.items():
+        path = f"{below}{name}"
+        if name == "layers":
+            out[name] = tuple(map_leaves(f, group, f"{path}.{g}.") for g, group in enumerate(leaf))
+        else:
+            out[name] = map_leaves(f, leaf, f"{path}.") if isinstance(leaf, dict) else f(path, leaf)
     return out
 
 

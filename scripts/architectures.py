@@ -19,11 +19,12 @@ import jax.numpy as jnp
 from table_page import print_or_write
 
 from kvjax import steps
-from kvjax.block_transformer import BlockCache, BlockConfig, init, prefill
+from kvjax.block_transformer import prefill
 from kvjax.cache import Cache, Slots, nbytes
 from kvjax.commands.sizes import abstract_params
 from kvjax.context import hold
 from kvjax.grammar import Method
+from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MLP, GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention, mixer_of
@@ -318,14 +319,14 @@ def block_transformer() -> BlockConfig:
     return BlockConfig(dataclasses.replace(half, vocab=2 * half.d_model), half, length=4, prefix=2)
 
 
-def cache_shapes(config: Config | BlockConfig, tokens: int) -> Cache | BlockCache:
+def cache_shapes(config: Config | BlockConfig, tokens: int) -> Cache:
     """The cache that `tokens` tokens leave: of a prompt, or of a context where layers read one."""
     ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, tokens), (1,)))
+    params = abstract_params(config, "bfloat16")
     if isinstance(config, BlockConfig):
-        params = jax.eval_shape(lambda key: init(config, key, jnp.bfloat16), jax.random.key(0))
         call = partial(prefill, config=config, method=Method(), room=0)
         return jax.eval_shape(call, params, ids, length)[1]
-    params, run = abstract_params(config, "bfloat16"), Run(config, Method())
+    run = Run(config, Method())
     slots = [mixer_of(config, i).slots(config) for i in range(config.layers)]
     width = next((s.key for s in slots if s is not None and s.fixed), None)
     if width is None:
@@ -340,9 +341,7 @@ def measured(config: Config | BlockConfig) -> tuple[int, int]:
     """(bytes per token, bytes that do not grow) of one row's keys, values and states."""
 
     def size(tokens: int) -> int:
-        cache = cache_shapes(config, tokens)
-        both = (cache.blocks, cache.tokens) if isinstance(cache, BlockCache) else (cache,)
-        segments = [s for one in both for group in one.groups for s in group]
+        segments = [s for group in cache_shapes(config, tokens).groups for s in group]
         return nbytes([(s.k, s.v) if isinstance(s, Slots) else s for s in segments])
 
     short, long = size(2048), size(4096)

@@ -1,6 +1,9 @@
-"""The Block Transformer: against float64 numpy block by block, and its cache against its forward pass."""
+"""The Block Transformer: against float64 numpy block by block, cache against forward pass, and its files."""
 
 import dataclasses
+import json
+import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +11,17 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.block_transformer import BlockConfig, BlockTransformer, init
+from kvjax.block_transformer import BlockConfig, BlockTransformer, init, parts
+from kvjax.checkpoint import MARKER, load_checkpoint, save_checkpoint
+from kvjax.context import encode_context
 from kvjax.errors import InputError
+from kvjax.models.block_transformer import Groups, plan
 from kvjax.models.config import Config
+from kvjax.models.config_json import config_from_json, config_to_json
+from kvjax.models.hf import save_hf
+from kvjax.models.mixers.attention import Attention
+from kvjax.models.mixers.cross_attention import CrossAttention
+from kvjax.models.params import Group
 from kvjax.ops.rope import Rope
 from tests.reference import Decoder, rope, softmax
 
@@ -18,6 +29,7 @@ L, P, T = 4, 2, 14
 SIZES = dict(heads=4, kv_heads=2, head_dim=8, d_ff=24, rope=Rope(theta=100.0))
 BLOCKS = Config(vocab=P * 20, d_model=24, layers=2, **SIZES)
 TOKENS = Config(vocab=30, d_model=20, layers=2, **SIZES)
+CONTEXT = (Attention(), CrossAttention(width=20))
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +50,10 @@ def tokens():
 @pytest.fixture(scope="module")
 def whole(model, tokens):
     return np.asarray(model(tokens))
+
+
+def halves(model, cache):
+    return parts(model.params, cache, model.config)
 
 
 def close(got, want):
@@ -85,7 +101,15 @@ def test_decoding_gives_the_logits_of_the_forward_pass(model, tokens, whole, len
     for i in range(10):
         logits, cache = model.step(cache, tokens[[0, 1], lengths + i])
         close(logits, whole[[0, 1], lengths + i])
-    assert cache.blocks.next.tolist() == ((lengths + 10) // L).tolist()
+    assert cache.next.tolist() == (lengths + 10).tolist()
+    assert halves(model, cache).blocks.next.tolist() == ((lengths + 10) // L).tolist()
+
+
+def test_a_full_cache_is_refused_when_the_next_block_would_not_fit(model, tokens, whole):
+    _, cache = model.prefill(tokens[:, :16], room=0)
+    for i in range(L - 1):
+        logits, cache = model.step(cache, tokens[:, 16 + i])
+        close(logits, whole[:, 16 + i])
     with pytest.raises(InputError, match="the cache is full"):
         model.step(cache, tokens[:, 0])
 
@@ -93,16 +117,17 @@ def test_decoding_gives_the_logits_of_the_forward_pass(model, tokens, whole, len
 def test_a_cache_holds_one_slot_per_block_and_one_block(model):
     _, cache = model.prefill(np.zeros((1, 16), np.int32), room=0)
     slot = 2 * 2 * 8 * 2 + 2 * 2  # keys and values of two layers with two heads, and positions
-    assert kvjax.nbytes(cache.blocks) == 4 * (16 // L) * slot + 4
-    assert kvjax.nbytes(cache.tokens) == 4 * (P + L - 1) * slot + 4
-    assert kvjax.nbytes(cache) - kvjax.nbytes((cache.blocks, cache.tokens)) == 4 * (L + 1)
+    assert kvjax.nbytes(halves(model, cache).blocks.groups) == 4 * (16 // L) * slot
+    assert kvjax.nbytes(halves(model, cache).tokens.groups) == 4 * (P + L - 1) * slot
+    # The ids of the open block, and the position of the next token.
+    assert kvjax.nbytes(cache) == 4 * (16 // L + P + L - 1) * slot + 4 * L + 4
     _, longer = model.prefill(np.zeros((1, 64), np.int32), room=0)
-    assert kvjax.nbytes(longer.tokens) == kvjax.nbytes(cache.tokens)
+    assert kvjax.nbytes(longer) - kvjax.nbytes(cache) == 4 * (48 // L) * slot
 
 
 def test_rows_can_be_copied_and_emptied(model, tokens, whole):
     _, cache = model.prefill(tokens[:, :T], room=10)
-    cache = model.fork(cache, 2)
+    cache = kvjax.fork(cache, 2)
     logits, cache = model.step(cache, tokens[[0, 0, 1, 1], T])
     close(logits, whole[[0, 0, 1, 1], T])
     cache = model.reset(cache, np.array([False, True, False, True]))
@@ -116,7 +141,7 @@ def test_methods_compress_the_blocks(model, tokens, whole):
     snapkv = kvjax.method("snapkv", budget=2, window=1, kernel=1, variant="kvpress")
     logits, cache = model.prefill(tokens[:, :T], method=snapkv, room=10)
     close(logits, whole[:, T - 1])  # attention was whole when the prompt was read
-    assert all((p >= 0).sum(-1).max() == 2 for p in kvjax.kept_positions(cache.blocks))
+    assert all((p >= 0).sum(-1).max() == 2 for p in kvjax.kept_positions(halves(model, cache).blocks))
     for i in range(5):
         logits, cache = model.step(cache, tokens[:, T + i])
     assert np.isfinite(np.asarray(logits)).all()
@@ -126,6 +151,155 @@ def test_methods_compress_the_blocks(model, tokens, whole):
     for i in range(5):
         logits, cache = model.step(cache, tokens[:, T + i])
         assert np.abs(np.asarray(logits) - whole[:, T + i]).max() < 0.05 * np.abs(whole).max()
+
+
+def test_methods_that_evict_at_every_step_act_on_the_blocks(model, tokens):
+    ends = kvjax.method("sink-recent", budget=3, sinks=1)
+    logits, cache = kvjax.prefill(model, tokens[:, :T], method=ends, room=10)
+    for i in range(10):
+        logits, cache = kvjax.step(model, cache, tokens[:, T + i])
+    assert np.isfinite(np.asarray(logits)).all()
+    newest = (T + 10) // L - 1
+    for layer in kvjax.kept_positions(halves(model, cache).blocks):
+        kept = np.sort(layer, axis=-1)[..., -3:]
+        np.testing.assert_array_equal(kept, np.broadcast_to([0, newest - 1, newest], kept.shape))
+
+
+def test_generated_tokens_are_the_likeliest_of_the_forward_pass(model, tokens):
+    free = kvjax.generate(model, tokens[:, :T], max_new_tokens=6)
+    text = np.concatenate([tokens[:, :T], free.tokens], 1)
+    np.testing.assert_array_equal(np.asarray(model(text)).argmax(-1)[:, T - 1 : -1], free.tokens)
+    # A row that ended is left alone: what it goes on with later is what its own tokens say.
+    stop = int(free.tokens[0, 1])
+    assert stop not in free.tokens[1]
+    out = kvjax.generate(model, tokens[:, :T], max_new_tokens=6, stop=[stop])
+    assert out.tokens[0, 1:3].tolist() == [stop, -1] and out.cache.next.tolist() == [T + 2, T + 6]
+    logits, _ = kvjax.step(model, out.cache, [5, 5])
+    for row, written in ((0, 2), (1, 6)):
+        past = [*tokens[row, :T], *out.tokens[row, :written].tolist(), 5]
+        padded = np.zeros((2, T + 7), int)
+        padded[row, : len(past)] = past
+        close(logits[row], np.asarray(model(padded))[row, len(past) - 1])
+
+
+def test_what_its_verbs_cannot_do_is_refused(model, tokens):
+    _, cache = kvjax.prefill(model, tokens[:, :T])
+    for options, name in (
+        (dict(cache=cache), "cache="),
+        (dict(chunk=4), "chunk="),
+        (dict(compress=False), "compress=False"),
+    ):
+        with pytest.raises(InputError, match=f"reads whole prompts and single tokens, got {name}: prefill"):
+            kvjax.prefill(model, tokens, **options)
+    with pytest.raises(InputError, match="a BlockTransformer reads .* single tokens, got append=False"):
+        kvjax.step(model, cache, [1, 2], append=False)
+    with pytest.raises(InputError, match="window of 64 blocks is larger than the budget of 1 slots"):
+        kvjax.prefill(model, tokens[:, :T], method=kvjax.method("snapkv", budget=0.5))
+    with pytest.raises(InputError, match="reaches position 40, this model's last is 32"):
+        config = dataclasses.replace(model.config, blocks=dataclasses.replace(BLOCKS, max_positions=8))
+        dataclasses.replace(model, config=config).prefill(np.zeros((1, 40), int))
+
+
+def test_what_takes_one_decoder_says_so(model, tmp_path):
+    for call in (
+        lambda: kvjax.compare(model=model, out=tmp_path / "out"),
+        lambda: save_hf(model, tmp_path / "out"),
+        lambda: encode_context(model, model, [[1]]),
+    ):
+        with pytest.raises(InputError, match="a model of two decoders, expected one decoder: "):
+            call()
+    assert not os.listdir(tmp_path)
+
+
+# --- files -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "two"
+    save_checkpoint(model, path)
+    return path
+
+
+def test_a_checkpoint_comes_back_with_the_same_logits(model, tokens, whole, saved):
+    again = kvjax.load(saved)
+    assert isinstance(again, BlockTransformer) and again.name == "two"
+    assert again.config == model.config and again.fingerprint == model.fingerprint
+    np.testing.assert_array_equal(again(tokens), whole)
+    assert os.listdir(saved.parent) == ["two"]
+    save_checkpoint(again, saved)
+
+
+def test_a_checkpoint_keeps_its_dtype_and_loads_in_any_stacking_and_place(model, tmp_path):
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params)
+    save_checkpoint(dataclasses.replace(model, params=low, stop_ids=(3,)), tmp_path / "low")
+    again = load_checkpoint(tmp_path / "low")
+    assert again.stop_ids == (3,)
+    jax.tree.map(np.testing.assert_array_equal, again.params, low)
+    assert {x.dtype.name for x in jax.tree.leaves(again.params)} == {"bfloat16"}
+    there = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    stacked = load_checkpoint(
+        tmp_path / "low",
+        groups=Groups((Group(0, 2),), plan(model.config, stacked=False).tokens),
+        sharding=lambda path, shape: there if path.startswith("blocks.layers.0.") else here,
+    )
+    for one, name in enumerate(("q", "up")):
+        want = np.stack([np.asarray(layer[name][0]) for layer in low["blocks"]["layers"]])
+        np.testing.assert_array_equal(stacked.params["blocks"]["layers"][0][name], want, str(one))
+        assert stacked.params["blocks"]["layers"][0][name].sharding == there
+    assert stacked.params["tokens"]["embed"].sharding == here
+    with pytest.raises(ValueError, match="groups must be Groups"):
+        load_checkpoint(tmp_path / "low", groups=(Group(0, 2),))
+
+
+def edited(saved, tmp_path, edit):
+    folder = shutil.copytree(saved, tmp_path / "edited")
+    head = json.loads((folder / MARKER).read_text())
+    edit(head)
+    (folder / MARKER).write_text(json.dumps(head))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        (lambda head: head["config"].update(surprise=1), "does not describe a model .*surprise"),
+        (lambda head: head["config"].pop("blocks"), "does not describe a model .*blocks"),
+        (lambda head: head["config"].update(prefix=3), "does not describe a model .*3 inputs of the token"),
+        (lambda head: head["config"]["tokens"].pop("vocab"), "does not describe a model .*vocab"),
+        (lambda head: head["groups"].pop("tokens"), "does not describe a model"),
+        (
+            lambda head: head["config"]["blocks"].update(d_ff=12),
+            r"blocks.layers.0.down \(expected \(1, 12, 24\), found \(1, 24, 24\)\)",
+        ),
+        (lambda head: head.update(format=9), "format 9, this kvjax reads 1"),
+    ],
+)
+def test_a_broken_checkpoint_says_what_is_wrong(saved, tmp_path, edit, why):
+    with pytest.raises(InputError, match=why):
+        kvjax.load(edited(saved, tmp_path, edit))
+
+
+def test_a_config_comes_back_from_json(model):
+    data = json.loads(json.dumps(config_to_json(model.config)))
+    assert config_from_json(data) == model.config
+
+
+def test_a_saved_cache_comes_back_and_continues(model, tokens, whole, tmp_path):
+    _, cache = kvjax.prefill(model, tokens[:, :T], room=10)
+    kvjax.save_cache(tmp_path / "a.cache", cache)
+    again = kvjax.load_cache(tmp_path / "a.cache")
+    assert jax.tree.structure(again) == jax.tree.structure(cache)
+    assert kvjax.nbytes(again) == kvjax.nbytes(cache)
+    jax.tree.map(np.testing.assert_array_equal, again, cache)
+    for i in range(10):
+        logits, again = kvjax.step(model, again, tokens[:, T + i])
+        close(logits, whole[:, T + i])
+    other = dataclasses.replace(model, fingerprint="other")
+    for call in (kvjax.step, lambda *given: other.reset(given[1], np.array([True, False]))):
+        with pytest.raises(InputError, match="filled by another model"):
+            call(other, kvjax.load_cache(tmp_path / "a.cache"), [1, 2])
 
 
 def test_gradients_are_finite_and_reach_every_parameter(model, tokens):
@@ -143,17 +317,23 @@ def test_gradients_are_finite_and_reach_every_parameter(model, tokens):
         (dict(length=5), "is no concatenation of 5 tokens"),
         (dict(prefix=3), "but 3 inputs of the token decoder are 60"),
         (dict(length=0), "length and prefix must be >= 1"),
+        (dict(blocks=dataclasses.replace(BLOCKS, tied=True)), "has no embedding to tie"),
+        (dict(tokens=dataclasses.replace(TOKENS, max_positions=4)), "takes 5 positions of the token decoder"),
+        (
+            dict(tokens=dataclasses.replace(TOKENS, mixers=CONTEXT)),
+            "layer 1 of the tokens decoder .* a context",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(options, why):
     with pytest.raises(ValueError, match=why):
-        BlockConfig(BLOCKS, TOKENS, **(dict(length=L, prefix=P) | options))
+        BlockConfig(**(dict(blocks=BLOCKS, tokens=TOKENS, length=L, prefix=P) | options))
 
 
 def test_bad_input_is_refused_before_anything_runs(model, tokens):
-    with pytest.raises(InputError, match="token ids must lie in"):
+    with pytest.raises(InputError, match="outside the vocabulary"):
         model.prefill(tokens + 30)
     with pytest.raises(InputError, match="lengths must be"):
-        model.prefill(tokens, lengths=[0, 3])
-    with pytest.raises(InputError, match="kvzip repeats the prompt's tokens"):
+        model.prefill(tokens, lengths=[1, 99])
+    with pytest.raises(InputError, match="kvzip does not fit this model: it repeats the prompt's tokens"):
         model.prefill(tokens, method=kvjax.method("kvzip", budget=0.5))

@@ -12,7 +12,7 @@ from rich.console import Console
 from tokenizers.decoders import DecodeStream
 
 from kvjax.cache import Cache, nbytes
-from kvjax.commands.sizes import Sizes
+from kvjax.commands.sizes import sizes_of
 from kvjax.commands.terminal import name_of, pairs, size
 from kvjax.errors import InputError
 from kvjax.generation import Sampler, generate
@@ -106,7 +106,7 @@ def _print_report(model: Model, prompt: int, new: int, printer: Printer, cache: 
     seconds = printer.seconds
     speed = f", {(len(seconds) - 1) / (seconds[-1] - seconds[0]):.0f} tokens/s" if len(seconds) > 1 else ""
     dtype = jax.tree.leaves(model.params)[0].dtype
-    full = Sizes(model.config, dtype, prompt, [Method()]).nbytes(Method(), room=new)
+    full = sizes_of(model.config, dtype, prompt, [Method()]).nbytes(Method(), room=new)
     kept = nbytes(cache)
     held = f"{size(kept)}, {100 * kept / full:.1f}% of the full cache's {size(full)}"
     rows = [

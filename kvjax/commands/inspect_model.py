@@ -13,15 +13,16 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from kvjax.checkpoint import MARKER
+from kvjax.checkpoint import MARKER, read_head
 from kvjax.commands.options import LONGEST_DEFAULT
-from kvjax.commands.sizes import Sizes, abstract_params
+from kvjax.commands.sizes import abstract_params, sizes_of
 from kvjax.commands.terminal import BOX, console, pairs, size
 from kvjax.errors import InputError
 from kvjax.gin_bindings import load_preset
 from kvjax.grammar import Method
 from kvjax.methods import TABLE
 from kvjax.methods.parse import parse_method
+from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.files import check_folder, read_json
 from kvjax.models.hf_config import config_from_hf
@@ -54,8 +55,8 @@ def print_model(name: str, context: int | None, dtype: str) -> None:
     out.print(note, style="dim")
 
 
-def find_config(name: str) -> tuple[Config, Path | None]:
-    """A model's config and, where it lies on disk, its directory; weights are read only of kvjax checkpoints.
+def find_config(name: str) -> tuple[Config | BlockConfig, Path | None]:
+    """A model's config and, where it lies on disk, its directory; no weights are read of what is on disk.
 
     Raises InputError where there is no such model.
     """
@@ -69,36 +70,96 @@ def find_config(name: str) -> tuple[Config, Path | None]:
             from huggingface_hub import snapshot_download
 
             folder = Path(snapshot_download(name, allow_patterns=["*.json"]))
-    if folder is None or (folder / MARKER).is_file():
+    if folder is None:
         return load(name).config, folder
+    if (folder / MARKER).is_file():
+        return read_head(folder)[0], folder
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} is no model directory, expected a config.json in it: check the path")
     return config_from_hf(read_json(folder / "config.json")), folder
 
 
-def model_rows(config: Config, folder: Path | None, dtype: str) -> list[tuple[str, str]]:
+def model_rows(config: Config | BlockConfig, folder: Path | None, dtype: str) -> list[tuple[str, str]]:
     """What a config says, in words."""
-    item = jnp.dtype(dtype).itemsize
-    count = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(abstract_params(config, dtype)))
     files = list(folder.glob("*.safetensors")) if folder else []
     disk = f" ({size(sum(f.stat().st_size for f in files))} on disk)" if files else ""
-    windows = [w for w in config.windows if w is not None]
-    mixers = [mixer_of(config, i) for i in range(config.layers)]
-    slots = [m.slots(config) if m.source is None else None for m in mixers]
-    own = [None if s is None or s.fixed or config.window(i) is not None else s for i, s in enumerate(slots)]
-    kept = Counter(s for s in own if s is not None)
-    per_layer = {s: s.heads * (s.key + (0 if s.shared else s.value)) * item for s in slots if s is not None}
-    rows = [
+    item = jnp.dtype(dtype).itemsize
+    count = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(abstract_params(config, dtype)))
+    parameters = ("parameters", f"{_count(count)}, {size(count * item)} in {dtype}{disk}")
+    if isinstance(config, BlockConfig):
+        return [*_block_rows(config, dtype), parameters]
+    return [
         ("family", config.family),
-        ("layers", f"{config.layers} of width {config.d_model}, MLP {config.d_ff}"),
-        ("heads", f"{config.heads} query, {config.kv_heads} KV, {config.head_dim} channels each"),
+        *_shape_rows(config),
         ("vocabulary", f"{config.vocab}{', tied embeddings' if config.tied else ''}"),
-        ("positions", f"{config.max_positions}, rope {config.rope.kind}, theta {config.rope.theta:g}"),
-        ("parameters", f"{_count(count)}, {size(count * item)} in {dtype}{disk}"),
+        parameters,
+        *_slot_rows(config, dtype),
+    ]
+
+
+def _block_rows(config: BlockConfig, dtype: str) -> list[tuple[str, str]]:
+    """Both decoders of a Block Transformer: what one keeps of a block, and the other of an open block."""
+    n, inside = config.length, config.inside
+    below, above = (_bytes_per_slot(c, dtype) for c in (config.blocks, config.tokens))
+    both = [
+        (f"{name}: {what}", text)
+        for name, one, unit in (("blocks", config.blocks, "block"), ("tokens", config.tokens, "input"))
+        for what, text in [*_shape_rows(one), *_slot_rows(one, dtype, unit)]
+    ]
+    return [
+        ("family", f"Block Transformer: a decoder of blocks of {n} tokens, one of the tokens in a block"),
+        ("vocabulary", str(config.vocab)),
+        ("positions", f"{config.max_positions}, {n} per block"),
         (
             "KV per token",
-            f"{size(sum(n * per_layer[s] for s, n in kept.items()))} in {dtype}: "
-            + (" + ".join(_layers_words(s, n, item) for s, n in kept.items()) or "no layer keeps slots"),
+            f"{size(below / n)} in {dtype}, {size(below)} per block; at most {size(inside * above)} for the "
+            f"open block: {inside} slots in every layer, its prefix of {config.prefix} and {n - 1} tokens",
+        ),
+        *both,
+        ("methods", "act on the slots of blocks, codecs on all; none can repeat the prompt's tokens"),
+    ]
+
+
+def _shape_rows(config: Config) -> list[tuple[str, str]]:
+    return [
+        ("layers", f"{config.layers} of width {config.d_model}, MLP {config.d_ff}"),
+        ("heads", f"{config.heads} query, {config.kv_heads} KV, {config.head_dim} channels each"),
+        ("positions", f"{config.max_positions}, rope {config.rope.kind}, theta {config.rope.theta:g}"),
+    ]
+
+
+def _own_slots(config: Config) -> list[SlotShape | None]:
+    """Per layer, the slots it keeps itself."""
+    mixers = [mixer_of(config, i) for i in range(config.layers)]
+    return [m.slots(config) if m.source is None else None for m in mixers]
+
+
+def _growing(config: Config) -> Counter[SlotShape]:
+    """The kinds of slots that layers add for every token, and how many layers do."""
+    own = enumerate(_own_slots(config))
+    return Counter(s for i, s in own if s is not None and not s.fixed and config.window(i) is None)
+
+
+def _slot_bytes(slots: SlotShape, item: int) -> int:
+    return slots.heads * (slots.key + (0 if slots.shared else slots.value)) * item
+
+
+def _bytes_per_slot(config: Config, dtype: str) -> int:
+    """Bytes that all layers together add for every token."""
+    return sum(n * _slot_bytes(s, jnp.dtype(dtype).itemsize) for s, n in _growing(config).items())
+
+
+def _slot_rows(config: Config, dtype: str, unit: str = "token") -> list[tuple[str, str]]:
+    """What the layers keep of every `unit` that they are given."""
+    item = jnp.dtype(dtype).itemsize
+    windows = [w for w in config.windows if w is not None]
+    mixers, slots = [mixer_of(config, i) for i in range(config.layers)], _own_slots(config)
+    per_layer = {s: _slot_bytes(s, item) for s in slots if s is not None}
+    words = " + ".join(_layers_words(s, n, item) for s, n in _growing(config).items())
+    rows = [
+        (
+            f"KV per {unit}",
+            f"{size(_bytes_per_slot(config, dtype))} in {dtype}: {words or 'no layer keeps slots'}",
         ),
     ]
     readers = [m.source for m in mixers if m.source is not None]
@@ -116,7 +177,7 @@ def model_rows(config: Config, folder: Path | None, dtype: str) -> list[tuple[st
     if windows:
         sizes = ", ".join(str(w) for w in sorted(set(windows)))
         costs = ", ".join(size(x) for x in sorted({per_layer[s] for s in slots if s is not None}))
-        rows.append(("windows", f"{len(windows)} layers keep the newest {sizes} tokens only, {costs} each"))
+        rows.append(("windows", f"{len(windows)} layers keep the newest {sizes} {unit}s only, {costs} each"))
     return rows
 
 
@@ -138,7 +199,7 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def cache_table(config: Config, dtype: str, tokens: int) -> tuple[Table, str]:
+def cache_table(config: Config | BlockConfig, dtype: str, tokens: int) -> tuple[Table, str]:
     """The table of bytes per method and budget, and the note below it."""
     preset = "short" if tokens <= 1024 else "long"
     hyper = load_preset(preset)
@@ -147,7 +208,7 @@ def cache_table(config: Config, dtype: str, tokens: int) -> tuple[Table, str]:
         id: {b: build(b) for b in (BUDGETS if build.takes_budget else (None,))}
         for id, build in builders.items()
     }
-    sizes = Sizes(config, dtype, tokens, [m for row in columns.values() for m in row.values()])
+    sizes = sizes_of(config, dtype, tokens, [m for row in columns.values() for m in row.values()])
     full = sizes.nbytes(columns["full"][None])
     table = Table(box=BOX, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("method", no_wrap=True)

@@ -9,14 +9,24 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import steps
+from kvjax.block_transformer import prefill as prefill_blocks
 from kvjax.cache import Cache, nbytes
-from kvjax.fit import check_fit
+from kvjax.fit import check_blocks, check_fit
 from kvjax.generation import bucket
 from kvjax.grammar import Method
+from kvjax.models.block_transformer import BlockConfig, layout_of
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
-from kvjax.models.params import plan, shapes
 from kvjax.steps import Run
+
+
+def sizes_of(
+    config: Config | BlockConfig, dtype: Any, tokens: int, methods: list[Method]
+) -> Sizes | BlockSizes:
+    """The sizes of a model's caches, of one decoder or two."""
+    if isinstance(config, BlockConfig):
+        return BlockSizes(config, dtype, tokens)
+    return Sizes(config, dtype, tokens, methods)
 
 
 class Sizes:
@@ -52,9 +62,35 @@ class Sizes:
         return nbytes(self.cache(method, room))
 
 
-def abstract_params(config: Config, dtype: Any) -> Params:
+class BlockSizes:
+    """`Sizes` of a Block Transformer: the same numbers, from a trace per method.
+
+    >>> sizes = dict(layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=32)
+    >>> blocks, tokens = Config(vocab=32, d_model=16, **sizes), Config(vocab=20, d_model=16, **sizes)
+    >>> BlockSizes(BlockConfig(blocks, tokens), "float32", 64).nbytes(Method())  # 16 slots + 5, 4 ids, next
+    1448
+    """
+
+    def __init__(self, config: BlockConfig, dtype: Any, tokens: int):
+        self.config, self.tokens = config, bucket(tokens)
+        self.params = abstract_params(config, dtype)
+
+    def cache(self, method: Method, room: int = 0) -> Cache:
+        """As `Sizes.cache`."""
+        check_blocks(method, self.config)
+        ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, self.tokens), (1,)))
+        call = partial(prefill_blocks, config=self.config, method=method, room=room)
+        return jax.eval_shape(call, self.params, ids, length)[1]
+
+    def nbytes(self, method: Method, room: int = 0) -> int:
+        """As `Sizes.nbytes`."""
+        return nbytes(self.cache(method, room))
+
+
+def abstract_params(config: Config | BlockConfig, dtype: Any) -> Params:
     """Shapes of a model's parameters, its layers stacked."""
-    tree = shapes(config, plan(config, stacked=True))
+    layout = layout_of(config)
+    tree = layout.shapes(config, layout.plan(config, stacked=True))
     return jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)),
         tree,

@@ -34,7 +34,7 @@ from kvjax.fit import check_budget
 from kvjax.generation import bucket
 from kvjax.gin_bindings import load_preset
 from kvjax.models.load import load
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_single
 
 SCHEMA = 1
 SAMPLES = 32
@@ -87,6 +87,10 @@ def compare(
     if samples < 1:
         raise InputError(f"samples must be >= 1 contexts, got {samples}")
     loaded = load(model) if isinstance(model, str) else model
+    check_single(
+        loaded,
+        "compare cannot ask it, but kvjax inspect sizes its caches and kvjax generate runs it",
+    )
     folder = Path(out) if out is not None else Path("kvjax-results") / time.strftime("%Y%m%d-%H%M%S")
     if text is not None:
         length = length or LENGTH

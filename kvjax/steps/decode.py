@@ -37,9 +37,13 @@ from kvjax.steps.run import Run, held, repeated, turn_keys
 
 
 def step_fn(
-    run: Run, params: Params, cache: Cache, token: Int[Array, "B"], append: Bool[Array, "B"]
+    run: Run,
+    params: Params,
+    cache: Cache,
+    token: Int[Array, "B"] | Float[Array, "B D"],
+    append: Bool[Array, "B"],
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """One token per row: append it, attend, evict.
+    """One token per row, or the vector in its place: append it, attend, evict.
 
     Rows with append=False store nothing: they ask `token` again at the position of their last token, over
     the cache as it is.

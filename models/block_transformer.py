@@ -1,0 +1,190 @@
+"""The Block Transformer's weights: two decoders, one over blocks of tokens, one over the tokens of a block.
+
+Both are ordinary decoders. A block of L tokens becomes one input of the *block decoder*, the concatenation of
+L narrow embeddings; what the block decoder says after it, instead of logits, are the first inputs of the
+*token decoder* for the next block, which sees nothing else but its own block. What they keep of their
+past is the business of `kvjax/block_transformer.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.models import params as decoder
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.params import Group
+from kvjax.models.transformer import forward as decoder_forward
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConfig:
+    """Sizes of a Block Transformer (Ho et al., 2024, arXiv:2406.02657).
+
+    blocks: the block decoder, whose vocabulary is what it says about the next block: `prefix` inputs of the
+    token decoder's width. tokens: the token decoder, over the text's vocabulary. length: tokens per block.
+
+    Raises ValueError where the two do not fit each other.
+    """
+
+    blocks: Config
+    tokens: Config
+    length: int = 4
+    prefix: int = 2
+
+    def __post_init__(self):
+        if self.length < 1 or self.prefix < 1:
+            raise ValueError(f"length and prefix must be >= 1, got {self.length} and {self.prefix}")
+        if self.blocks.d_model % self.length:
+            raise ValueError(
+                f"a block's input of {self.blocks.d_model} channels is no concatenation of {self.length} "
+                f"tokens: choose a d_model of the block decoder that {self.length} divides"
+            )
+        if self.blocks.vocab != self.prefix * self.tokens.d_model:
+            raise ValueError(
+                f"the block decoder says {self.blocks.vocab} numbers, but {self.prefix} inputs of the token "
+                f"decoder are {self.prefix * self.tokens.d_model}: set its vocab to that"
+            )
+        if self.blocks.tied:
+            raise ValueError("the block decoder has no embedding to tie its output to: set its tied=False")
+        for name in ("blocks", "tokens"):
+            _check_inputs(name, getattr(self, name))
+        if self.inside > self.tokens.max_positions:
+            raise ValueError(
+                f"a block takes {self.inside} positions of the token decoder, which has "
+                f"{self.tokens.max_positions}: raise its max_positions, or shorten length or prefix"
+            )
+
+    @property
+    def vocab(self) -> int:
+        return self.tokens.vocab
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of as many blocks as the block decoder has positions."""
+        return self.blocks.max_positions * self.length
+
+    @property
+    def inside(self) -> int:
+        """Most inputs of the token decoder in one block: the prefix, and all tokens but the last."""
+        return self.prefix + self.length - 1
+
+
+def _check_inputs(name: str, config: Config) -> None:
+    """ValueError for layers that read what a decoder of vectors is not given."""
+    for i in range(config.layers):
+        slots = mixer_of(config, i).slots(config)
+        if slots is not None and (slots.ids or slots.fixed):
+            what = "token ids" if slots.ids else "a context"
+            raise ValueError(
+                f"layer {i} of the {name} decoder reads {what}, but it is given vectors alone: "
+                "choose another mixer"
+            )
+
+
+# --- parameters --------------------------------------------------------------------------------------
+
+
+class Groups(NamedTuple):
+    """How the layers of both decoders are stacked."""
+
+    blocks: tuple[Group, ...]
+    tokens: tuple[Group, ...]
+
+
+def layout_of(config: Config | BlockConfig) -> ModuleType:
+    """The module whose plan, check_groups, shapes and regroup know the tree of a config's parameters."""
+    return decoder if isinstance(config, Config) else sys.modules[__name__]
+
+
+def plan(config: BlockConfig, stacked: bool | None = None) -> Groups:
+    """How the layers are stacked, in each decoder as `kvjax.models.params.plan` says."""
+    return Groups(decoder.plan(config.blocks, stacked), decoder.plan(config.tokens, stacked))
+
+
+def check_groups(config: BlockConfig, groups: Groups | tuple[Group, ...]) -> Groups:
+    """`groups`, unless they do not fit one of the decoders: then ValueError."""
+    if not isinstance(groups, Groups):
+        raise ValueError(f"groups must be Groups(blocks, tokens), a stack for each decoder, got {groups}")
+    decoder.check_groups(config.blocks, groups.blocks)
+    decoder.check_groups(config.tokens, groups.tokens)
+    return groups
+
+
+def shapes(config: BlockConfig, groups: Groups | None = None) -> Params:
+    """The tree of parameter shapes: both decoders', the narrow embedding, and the first block's prefix."""
+    groups = groups or plan(config)
+    blocks = decoder.shapes(config.blocks, groups.blocks)
+    del blocks["embed"]  # its inputs come as vectors
+    return {
+        "embed": (config.vocab, config.blocks.d_model // config.length),
+        "start": (config.prefix, config.tokens.d_model),
+        "blocks": blocks,
+        "tokens": decoder.shapes(config.tokens, groups.tokens),
+    }
+
+
+def init(config: BlockConfig, key: Array, dtype: Any = jnp.float32, groups: Groups | None = None) -> Params:
+    """Random parameters: both decoders' as theirs, the other two with variance 1 / width."""
+    keys, groups = jax.random.split(key, 4), check_groups(config, groups or plan(config))
+    tree = shapes(config, groups)
+    narrow, start = (
+        jax.random.normal(keys[i], tree[name], dtype) * tree[name][1] ** -0.5
+        for i, name in ((2, "embed"), (3, "start"))
+    )
+    blocks = decoder.init(config.blocks, keys[0], dtype, groups.blocks)
+    del blocks["embed"]
+    tokens = decoder.init(config.tokens, keys[1], dtype, groups.tokens)
+    return {"embed": narrow, "start": start, "blocks": blocks, "tokens": tokens}
+
+
+def regroup(params: Params, groups: Groups) -> Params:
+    """The same parameters with their layers stacked as `groups` says."""
+    both = {name: decoder.regroup(params[name], getattr(groups, name)) for name in Groups._fields}
+    return {**params, **both}
+
+
+# --- the equation ------------------------------------------------------------------------------------
+
+
+def forward(params: Params, tokens: Int[Array, "B T"], config: BlockConfig) -> Float[Array, "B T V"]:
+    """Logits of every token without a cache: all blocks at once, then the inside of all blocks at once."""
+    b, t = tokens.shape
+    n, whole = config.length, -(-t // config.length)
+    padded = jnp.pad(tokens, ((0, 0), (0, (whole + 1) * n - t)))
+    said = decoder_forward(
+        params["blocks"], block_inputs(params, padded[:, : whole * n], config), config.blocks
+    )
+    said = said.reshape(b, whole, config.prefix, -1).astype(params["start"].dtype)
+    start = jnp.broadcast_to(params["start"][None, None], (b, 1, *params["start"].shape))
+    inside = embedded(params, padded.reshape(b, whole + 1, n)[:, :, : n - 1], config)
+    x = jnp.concatenate([jnp.concatenate([start, said], 1), inside], 2)
+    x = x.reshape(b * (whole + 1), config.inside, -1)
+    logits = decoder_forward(params["tokens"], x, config.tokens)[:, config.prefix - 1 :]
+    # Entry i of a block is what is said of its token i: the logits of token t stand at t + 1.
+    return logits.reshape(b, (whole + 1) * n, -1)[:, 1 : t + 1]
+
+
+def block_inputs(params: Params, tokens: Int[Array, "B T"], config: BlockConfig) -> Float[Array, "B M D"]:
+    """One input per whole block: the narrow embeddings of its tokens side by side."""
+    b, t = tokens.shape
+    return params["embed"][tokens].reshape(b, t // config.length, -1)
+
+
+def embedded(params: Params, tokens: Int[Array, "*s"], config: BlockConfig) -> Float[Array, "*s D"]:
+    """The token decoder's inputs of tokens."""
+    table = params["tokens"]["embed"]
+    return table[tokens] * jnp.asarray(config.tokens.embed_scale, table.dtype)
+
+
+def prefix_of(params: Params, said: Float[Array, "B S"], config: BlockConfig) -> Float[Array, "B P D"]:
+    """The token decoder's first inputs of a block, from what the block decoder said before it."""
+    return said.reshape(said.shape[0], config.prefix, -1).astype(params["start"].dtype)
