@@ -1,0 +1,182 @@
+"""The TPU kernel of attention's column statistics: what every key received, from queries, keys and lse.
+
+The grid is (lists, key blocks, query blocks), query blocks innermost, so a block of keys is read once. Keys
+lie along sublanes and queries along lanes: adding up queries adds whole registers, and lanes meet once, when
+a block of keys ends. What it computes is defined by `kvjax.ops.attention_stats`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+
+
+class Sizes(NamedTuple):
+    """What is static: the statistics, the lengths of blocks, and what is done to the logits.
+
+    keys: of a block. rows: queries of a block, per head. heads: how many heads are counted apart; 1 where all
+    are counted together.
+    """
+
+    want: tuple[str, ...]
+    keys: int
+    rows: int
+    heads: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    threshold: float | None = None
+
+
+class Refs(NamedTuple):
+    """The kernel's operands, results and scratch memory; None where a call has no such thing."""
+
+    first: Any
+    final: Any
+    q: Any
+    k: Any
+    lse: Any
+    q_pos: Any
+    k_pos: Any
+    weight: Any
+    bias: Any
+    out: Any
+    sums: Any
+    pos: Any
+    biases: Any
+
+
+def _kernel(*refs: Any, sizes: Sizes, names: tuple[str, ...]) -> None:
+    r = Refs(**{**dict.fromkeys(Refs._fields), **dict(zip(names, refs, strict=True))})
+    i, s, t = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+
+    @pl.when(t == 0)
+    def _() -> None:
+        r.sums[...] = jnp.zeros_like(r.sums)
+        r.pos[...] = _column(r.k_pos[0])
+        if r.bias is not None:
+            r.biases[...] = _column(r.bias[0])
+
+    pl.when((t >= r.first[i, s]) & (t <= r.final[i, s]))(lambda: _add(r, sizes))
+
+    @pl.when(t + 1 == pl.num_programs(2))
+    def _() -> None:
+        for n, name in enumerate(sizes.want):
+            over = jnp.max if name == "max" else jnp.sum
+            for head in range(sizes.heads):
+                at = n * sizes.heads + head
+                r.out[0, at : at + 1] = over(r.sums[n, head].T, axis=0, keepdims=True)
+
+
+def _column(row: Any) -> Any:
+    """[1, keys] turned into [keys, LANES], the same in all lanes."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
+
+
+def _add(r: Refs, sizes: Sizes) -> None:
+    """Adds what the keys of this block receive from the queries of this block, 128 queries at a time."""
+    k, q = r.k[0], r.q[0].reshape(-1, r.q.shape[-1])
+    kind = jnp.promote_types(k.dtype, q.dtype)
+    k, q = k.astype(kind), q.astype(kind)
+    precision = jax.lax.Precision.HIGHEST if kind == jnp.float32 else None
+    for start in range(0, q.shape[0], LANES):
+        at = slice(start, start + LANES)
+        z = jax.lax.dot_general(
+            k, q[at], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
+        )
+        z = z * sizes.scale
+        if sizes.softcap is not None:
+            z = sizes.softcap * jnp.tanh(z / sizes.softcap)
+        if r.bias is not None:
+            z = z + r.biases[...]
+        asked = r.q_pos[0, 0, :, at]
+        seen = r.pos[...] <= asked
+        if sizes.window is not None:
+            seen &= r.pos[...] > asked - sizes.window
+        # What is hidden may hold anything: it is left out, and not multiplied by zero.
+        p = jnp.where(seen, jnp.exp(z - r.lse[0, 0, :, at]), 0.0)
+        head = start // sizes.rows if sizes.heads > 1 else 0
+        for n, name in enumerate(sizes.want):
+            old = r.sums[n, head]
+            r.sums[n, head] = jnp.maximum(old, p) if name == "max" else old + _part(name, p, r, at, sizes)
+
+
+def _part(name: str, p: Any, r: Refs, at: slice, sizes: Sizes) -> Any:
+    """What one probability adds to a statistic that is a sum."""
+    if name == "squares":
+        return p * p
+    if name == "count":
+        return jnp.where(p > sizes.threshold, 1.0, 0.0)
+    return p * r.weight[0, 0, :, at] if name == "last_mean" else p
+
+
+def attention_stats(
+    q: jax.Array,
+    k: jax.Array,
+    lse: jax.Array,
+    q_pos: jax.Array,
+    k_pos: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    first: jax.Array,
+    final: jax.Array,
+    *,
+    sizes: Sizes,
+    interpret: Any = False,
+) -> jax.Array:
+    """Statistics [I, len(want) * heads, S], float32, of I lists of keys.
+
+    q [I, A, C, H]: A heads of C queries each, in blocks of `sizes.rows` per head, which fill whole lanes; k
+    [I, S, H]. lse, q_pos (int32, -1 where there is no query) and weight (of "last_mean") hold a block's
+    queries in a row, head by head: [I, blocks, 1, A rows]. k_pos (int32, above every query where a slot is
+    empty) and bias [I, 1, S], padded to whole blocks of keys. first, final [I, key blocks]: between them lie
+    the blocks of queries that may see something of a block of keys.
+    """
+    lists, heads, count, width = q.shape
+    slots, rows = k.shape[1], heads * sizes.rows
+
+    def asked(i: Any, s: Any, t: Any, first: Any, final: Any) -> Any:
+        # A block that sees nothing is not fetched: its neighbour stays.
+        return jnp.minimum(jnp.maximum(t, first[i, s]), final[i, s])
+
+    row = pl.BlockSpec((1, 1, 1, rows), lambda i, s, t, *at: (i, asked(i, s, t, *at), 0, 0))
+    side = pl.BlockSpec((1, 1, sizes.keys), lambda i, s, *_: (i, 0, s))
+    queries = pl.BlockSpec((1, heads, sizes.rows, width), lambda i, s, t, *at: (i, 0, asked(i, s, t, *at), 0))
+    inputs: dict[str, tuple[Any, Any]] = {
+        "q": (q, queries),
+        "k": (k, pl.BlockSpec((1, sizes.keys, width), lambda i, s, *_: (i, s, 0))),
+        "lse": (lse, row),
+        "q_pos": (q_pos, row),
+        "k_pos": (k_pos, side),
+        "weight": (weight, row),
+        "bias": (bias, side),
+    }
+    inputs = {name: pair for name, pair in inputs.items() if pair[0] is not None}
+    found = len(sizes.want) * sizes.heads
+    scratch = {
+        "sums": pltpu.VMEM((len(sizes.want), sizes.heads, sizes.keys, LANES), jnp.float32),
+        "pos": pltpu.VMEM((sizes.keys, LANES), jnp.int32),
+    }
+    if bias is not None:
+        scratch["biases"] = pltpu.VMEM((sizes.keys, LANES), jnp.float32)
+    return pl.pallas_call(
+        partial(_kernel, sizes=sizes, names=("first", "final", *inputs, "out", *scratch)),
+        out_shape=jax.ShapeDtypeStruct((lists, found, slots), jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(lists, pl.cdiv(slots, sizes.keys), pl.cdiv(count, sizes.rows)),
+            in_specs=[spec for _, spec in inputs.values()],
+            out_specs=pl.BlockSpec((1, found, sizes.keys), lambda i, s, *_: (i, 0, s)),
+            scratch_shapes=list(scratch.values()),
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        interpret=interpret,
+        name="attention_stats",
+    )(first, final, *(x for x, _ in inputs.values()))
