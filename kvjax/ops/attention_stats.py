@@ -47,7 +47,7 @@ def attention_stats(
     mean over the last `last` queries of every row, or over fewer where it has fewer). X is K, and the query
     heads of a group count as more queries; with per_head, X is N. lse runs over whatever was attended, so
     keys in several sets take one call each. Logits and visibility (-1: an empty slot, or no query) are those
-    of `kvjax.ops.attention.logits`. Sums in promote(float32, q); gradients are zero.
+    of `kvjax.ops.attention.logits`. Sums in promote(float32, q, k); gradients are zero.
 
     implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
     NotImplementedError where a forced one cannot, ValueError for what does not fit.
@@ -122,7 +122,9 @@ def _reference(
     threshold: float | None, per_head: bool,
 ) -> dict[str, Array]:  # fmt: skip
     """Strips of queries, one after the other; `attention_stats` before the division of "last_mean"."""
-    (b, n, t, _), dtype, keys = q.shape, wide(q, k), Keys(k, k, k_pos, bias)
+    (b, n, t, _), dtype = q.shape, wide(q, k)
+    q, k = q.astype(dtype), k.astype(dtype)
+    keys = Keys(k, k, k_pos, bias)
     weight = jnp.ones(q_pos.shape, dtype) if weight is None else weight.astype(dtype)
 
     def strips(x: Array, axis: int, fill: int = 0) -> Array:
@@ -179,13 +181,13 @@ def tpu_attention_stats(
 
     asked, held = row(q_pos[:, None], -1), side(jnp.where(k_pos < 0, UNSEEN, k_pos), UNSEEN)
     # A query that attends to nothing gives nothing: exp(z - inf).
-    base = row(jnp.where(lse == NEG_INF, jnp.inf, lse).astype(jnp.float32), jnp.inf)
-    first, final = _visits(asked[:, :, 0], held.reshape(lists, -1, keys), window)
+    base = row(jnp.where(lse == NEG_INF, jnp.inf, lse).astype(jnp.float32) * tpu.LOG2_E, jnp.inf)
+    first, final = visits(asked[:, :, 0], held.reshape(lists, -1, keys), window)
     sizes = tpu.Sizes(want, keys, rows, group if per_head else 1, scale, window, softcap, threshold)
     found = tpu.attention_stats(
         q.reshape(lists, *shape, h), k.reshape(lists, slots, h), base, asked, held,
         row(weight[:, None].astype(jnp.float32), 0.0) if "last_mean" in want and weight is not None else None,
-        None if bias is None else side(bias.astype(jnp.float32), 0.0),
+        None if bias is None else side(bias.astype(jnp.float32) * tpu.LOG2_E, 0.0),
         first, final, sizes=sizes, interpret=interpret,
     )  # fmt: skip
     found = found.reshape(b, heads, len(want), -1, slots)
@@ -204,7 +206,7 @@ def _keys(sums: int, most: int, scratch_bytes: int = 2**22) -> int:
     return min(max(blocks, 1) * LANES, most)
 
 
-def _visits(
+def visits(
     q_pos: Int[Array, "I blocks rows"], k_pos: Int[Array, "I keys block"], window: int | None
 ) -> tuple[Int[Array, "I keys"], Int[Array, "I keys"]]:
     """The first and the last block of queries that may see something of each block of keys; (1, 0): none."""

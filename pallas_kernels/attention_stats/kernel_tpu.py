@@ -7,6 +7,7 @@ a block of keys ends. What it computes is defined by `kvjax.ops.attention_stats`
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
+# Logits, biases and lse are powers of two here: one multiplication less per probability.
+LOG2_E = math.log2(math.e)
 
 
 class Sizes(NamedTuple):
@@ -83,7 +86,7 @@ def _column(row: Any) -> Any:
 def _add(r: Refs, sizes: Sizes) -> None:
     """Adds what the keys of this block receive from the queries of this block, 128 queries at a time."""
     k, q = r.k[0], r.q[0].reshape(-1, r.q.shape[-1])
-    kind = jnp.promote_types(k.dtype, q.dtype)
+    kind = jnp.float32 if jnp.float32 in (k.dtype, q.dtype) else jnp.bfloat16
     k, q = k.astype(kind), q.astype(kind)
     precision = jax.lax.Precision.HIGHEST if kind == jnp.float32 else None
     for start in range(0, q.shape[0], LANES):
@@ -91,9 +94,10 @@ def _add(r: Refs, sizes: Sizes) -> None:
         z = jax.lax.dot_general(
             k, q[at], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
         )
-        z = z * sizes.scale
-        if sizes.softcap is not None:
-            z = sizes.softcap * jnp.tanh(z / sizes.softcap)
+        if sizes.softcap is None:
+            z = z * (sizes.scale * LOG2_E)
+        else:
+            z = sizes.softcap * LOG2_E * jnp.tanh(z * (sizes.scale / sizes.softcap))
         if r.bias is not None:
             z = z + r.biases[...]
         asked = r.q_pos[0, 0, :, at]
@@ -101,7 +105,7 @@ def _add(r: Refs, sizes: Sizes) -> None:
         if sizes.window is not None:
             seen &= r.pos[...] > asked - sizes.window
         # What is hidden may hold anything: it is left out, and not multiplied by zero.
-        p = jnp.where(seen, jnp.exp(z - r.lse[0, 0, :, at]), 0.0)
+        p = jnp.where(seen, jnp.exp2(z - r.lse[0, 0, :, at]), 0.0)
         head = start // sizes.rows if sizes.heads > 1 else 0
         for n, name in enumerate(sizes.want):
             old = r.sums[n, head]
@@ -136,8 +140,8 @@ def attention_stats(
     q [I, A, C, H]: A heads of C queries each, in blocks of `sizes.rows` per head, which fill whole lanes; k
     [I, S, H]. lse, q_pos (int32, -1 where there is no query) and weight (of "last_mean") hold a block's
     queries in a row, head by head: [I, blocks, 1, A rows]. k_pos (int32, above every query where a slot is
-    empty) and bias [I, 1, S], padded to whole blocks of keys. first, final [I, key blocks]: between them lie
-    the blocks of queries that may see something of a block of keys.
+    empty) and bias [I, 1, S], padded to whole blocks of keys. lse and bias are multiplied by log2(e). first,
+    final [I, key blocks]: between them lie the blocks of queries that may see something of a block of keys.
     """
     lists, heads, count, width = q.shape
     slots, rows = k.shape[1], heads * sizes.rows

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.ops.attention import Keys, attend
-from kvjax.ops.attention_stats import STATISTICS, attention_stats, tpu_attention_stats
+from kvjax.ops.attention_stats import STATISTICS, attention_stats, tpu_attention_stats, visits
 from tests.ops.oracles import rms
 
 B, K, LAST, SHORTER = 2, 2, 5, 7
@@ -163,29 +163,53 @@ def test_groups_of_every_size_fill_their_blocks(group):
     check(call(q, k, lse, q_pos, k_pos), want, 2e-6)
 
 
+@pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("implementation", ["reference", "tpu interpret"])
-def test_half_precision_is_near(implementation):
+def test_half_precision_products_are_exact(implementation, kind):
+    """Queries of bfloat16 with keys of either kind: only the rounding of the operands is lost."""
     drawn = draw(3, dtype=jnp.bfloat16, width=128)
     lse, threshold, want = by_hand(drawn)
     how = asked(drawn, threshold)
     call = jax.jit(lambda *x: attention_stats(*x, implementation=implementation, **how))
-    check(call(*poisoned(drawn, lse, jnp.bfloat16)), want, 1e-5)
+    q, k, *rest = poisoned(drawn, lse)
+    check(call(q.astype(jnp.bfloat16), k.astype(kind), *rest), want, 2e-6)
 
 
+@pytest.mark.parametrize("mass", ["sum", "max"])
 @pytest.mark.parametrize("implementation", ["reference", "tpu interpret"])
-def test_they_are_what_attention_itself_records(implementation):
+def test_they_are_what_attention_itself_records(implementation, mass):
     """Two sets of slots under one softmax: each set's masses from its own call and the common lse."""
     q, k, _, q_pos, k_pos, _ = draw(4, order="any")
     q, k = (jnp.asarray(x, jnp.float32) for x in (q, k))
     q_pos, k_pos = jnp.asarray(q_pos, jnp.int32), jnp.asarray(k_pos, jnp.int32)
     sets = [Keys(k[:, :, at], k[:, :, at], k_pos[:, :, at]) for at in (slice(0, 60), slice(60, None))]
-    for mass in ("sum", "max"):
-        _, lse, masses = attend(q, sets, q_pos, scale=0.25, mass=mass)
-        for one, recorded in zip(sets, masses, strict=True):
-            found = attention_stats(
-                q, one.k, lse, q_pos, one.pos, want=(mass,), scale=0.25, implementation=implementation
-            )
-            check(found, {mass: np.asarray(recorded, np.float64)}, 1e-6)
+    _, lse, masses = jax.jit(lambda: attend(q, sets, q_pos, scale=0.25, mass=mass))()
+    for one, recorded in zip(sets, masses, strict=True):
+        found = attention_stats(
+            q, one.k, lse, q_pos, one.pos, want=(mass,), scale=0.25, implementation=implementation
+        )
+        check(found, {mass: np.asarray(recorded, np.float64)}, 1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "tpu interpret"])
+def test_a_row_without_queries_gives_nothing(implementation):
+    drawn = draw(8, t=9, s=20)
+    drawn[3][1] = -1
+    q, k, lse, q_pos, k_pos, _ = poisoned(drawn, np.zeros(drawn[2].shape))
+    how = asked(drawn, 0.5)
+    found = attention_stats(q, k, lse, q_pos, k_pos, implementation=implementation, **how)
+    for x in found.values():
+        assert (x[1] == 0).all() and np.isfinite(x).all()
+
+
+def test_the_causal_order_leaves_half_of_the_blocks():
+    pos = jnp.arange(32, dtype=jnp.int32).reshape(1, 4, 8)
+    first, final = visits(pos, pos, None)
+    assert first.tolist() == [[0, 1, 2, 3]] and final.tolist() == [[3, 3, 3, 3]]
+    first, final = visits(pos, pos, 5)
+    assert first.tolist() == [[0, 1, 2, 3]] and final.tolist() == [[1, 2, 3, 3]]
+    first, final = visits(jnp.full((1, 2, 8), -1, jnp.int32), pos, None)
+    assert first.tolist() == [[1] * 4] and final.tolist() == [[0] * 4]
 
 
 def test_only_the_last_queries_are_visited_where_nothing_else_is_wanted():
@@ -205,12 +229,11 @@ def test_no_gradient_flows_through_a_statistic(implementation):
     drawn = draw(6, t=9, s=20)
     lse, _, _ = by_hand(drawn)
     q, *rest = poisoned(drawn, lse)
-    of = lambda q: (
-        attention_stats(  # noqa: E731
-            q, *rest, want=("sum",), scale=0.25, implementation=implementation
-        )["sum"].sum()
-        + q.sum()
-    )
+
+    def of(q):
+        found = attention_stats(q, *rest, want=("sum",), scale=0.25, implementation=implementation)
+        return found["sum"].sum() + q.sum()
+
     np.testing.assert_array_equal(jax.grad(of)(q), np.ones(q.shape))
 
 

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvjax.aot.case import Case
-from kvjax.aot.cases import paged_decode
+from kvjax.aot.cases import attention_stats, page_scores, paged_decode
 from kvjax.aot.hardware import Device
 
-CASES: dict[str, Callable[[Device], Case]] = {**paged_decode.CASES}
+CASES: dict[str, Callable[[Device], Case]] = {
+    **attention_stats.CASES,
+    **page_scores.CASES,
+    **paged_decode.CASES,
+}
