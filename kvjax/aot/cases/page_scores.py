@@ -10,30 +10,23 @@ import jax.numpy as jnp
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.page_scores import best_pages, tpu_page_scores
+from kvjax.ops.page_scores import tpu_page_scores
 
 HEADS, GROUP, BLOCK = 8, 8, 2048
 
 
-def page_scores(
-    device: Device, *, parts: int, pages: int = 8192, batch: int = 4, width: int = 128, kept: int = 0
-) -> Case:
-    """K = 8, G = 8, bfloat16; `parts` summaries per page, and with `kept` the best pages behind it."""
+def page_scores(device: Device, *, parts: int, pages: int = 8192, batch: int = 4, width: int = 128) -> Case:
+    """K = 8, G = 8, bfloat16; `parts` summaries per page."""
     operands = (
         jax.ShapeDtypeStruct((batch, HEADS * GROUP, 1, width), jnp.bfloat16),
         tuple(jax.ShapeDtypeStruct((batch, HEADS, pages, width), jnp.bfloat16) for _ in range(parts)),
         jax.ShapeDtypeStruct((batch, HEADS), jnp.int32),
     )
-
-    def run(q: jax.Array, summary: tuple[jax.Array, ...], counts: jax.Array):
-        scores = tpu_page_scores(q, summary, counts, block_pages=BLOCK)
-        wanted = jnp.full_like(counts, kept)
-        return best_pages(scores, counts, wanted, most=kept, last=1) if kept else scores
-
     lists = batch * HEADS
     cache = parts * lists * pages * width * 2
+    moved = cache + 4 * lists * pages + 2 * lists * GROUP * width
     return Case(
-        run, operands, cache + 4 * lists * pages + 2 * lists * GROUP * width,
+        partial(tpu_page_scores, block_pages=BLOCK), operands, moved,
         2 * parts * lists * GROUP * pages * width, cache, "page_scores",
         trips={"1": lists * pages // BLOCK},
     )  # fmt: skip
@@ -46,5 +39,4 @@ CASES: dict[str, Callable[[Device], Case]] = {
     },
     "page_scores-centroids-8192": partial(page_scores, parts=1),
     "page_scores-bounds-h256": partial(page_scores, parts=2, width=256),
-    "page_scores-best-8192": partial(page_scores, parts=2, kept=256),
 }
