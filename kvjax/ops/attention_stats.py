@@ -21,6 +21,9 @@ from kvjax.pallas_kernels.attention_stats import kernel_tpu as tpu
 
 STATISTICS = ("sum", "max", "squares", "count", "last_mean")
 LANES = tpu.LANES
+# Two numbers per block of keys lie in the scalar memory, which holds 1 MiB.
+MOST_BLOCKS = 2**16
+BLOCK_KEYS = 1024
 UNSEEN = jnp.iinfo(jnp.int32).max
 
 
@@ -59,8 +62,12 @@ def attention_stats(
     ([[[3.67, 1.67, 0.67]]], [[[1.0, 0.5, 0.33]]])
     """
     _check(q, k, lse, want, last, threshold)
-    here = "reference" if jax.default_backend() != "tpu" or refusal(q, k) else "tpu"
-    chosen = implementation or here
+    why = refusal(q, k, len(want) * (q.shape[1] // k.shape[1] if per_head else 1))
+    chosen = implementation or ("reference" if jax.default_backend() != "tpu" or why else "tpu")
+    if chosen != "reference" and (why or chosen not in ("tpu", "tpu interpret")):
+        raise NotImplementedError(
+            f"attention_stats cannot run as {chosen!r}: {why or 'there is no such form'}"
+        )
     options: dict[str, Any] = dict(
         want=want, scale=scale, window=window, softcap=softcap, threshold=threshold, per_head=per_head
     )
@@ -74,11 +81,6 @@ def attention_stats(
     if chosen == "reference":
         found = _reference(q, k, lse, q_pos, k_pos, bias, weight, **options)
     else:
-        why = refusal(q, k)
-        if chosen not in ("tpu", "tpu interpret") or why:
-            raise NotImplementedError(
-                f"attention_stats cannot run as {chosen!r}: {why or 'there is no such form'}"
-            )
         found = tpu_attention_stats(
             q, k, lse, q_pos, k_pos, bias, weight, interpret=chosen != "tpu", **options
         )
@@ -88,11 +90,15 @@ def attention_stats(
     return found
 
 
-def refusal(q: Array, k: Array) -> str:
-    """Why the TPU kernel cannot take these operands; empty where it can."""
+def refusal(q: Array, k: Array, sums: int = 1) -> str:
+    """Why the TPU kernel cannot take these operands and count `sums` numbers per slot; empty where it can."""
     for name, x in (("queries", q), ("keys", k)):
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"{name} of {x.dtype}, expected float32 or bfloat16"
+    b, heads, slots, _ = k.shape
+    blocks = b * heads * -(-slots // _keys(sums))
+    if blocks > MOST_BLOCKS:
+        return f"{blocks} blocks of keys, expected at most {MOST_BLOCKS}: split the batch"
     return ""
 
 
@@ -158,7 +164,7 @@ def tpu_attention_stats(
     q: Array, k: Array, lse: Array, q_pos: Array, k_pos: Array, bias: Array | None, weight: Array | None, *,
     want: tuple[str, ...], scale: float, window: int | None, softcap: float | None,
     threshold: float | None, per_head: bool,
-    block_rows: int = 1024, block_keys: int = 1024, interpret: Any = False,
+    block_rows: int = 1024, block_keys: int | None = None, interpret: Any = False,
 ) -> dict[str, Array]:  # fmt: skip
     """The kernel on the operands of `_reference`. block_rows: queries of all heads per step."""
     (b, n, t, h), (heads, slots) = q.shape, k.shape[1:3]
@@ -166,7 +172,8 @@ def tpu_attention_stats(
     # Few queries of several heads make one row of queries, where heads are not told apart.
     shape = (1, group * t) if not per_head and group * t <= block_rows else (group, t)
     rows = _rows(shape[0], shape[1], block_rows, per_head)
-    keys = min(_keys(len(want) * (group if per_head else 1), block_keys), -(-slots // LANES) * LANES)
+    keys = block_keys or _keys(len(want) * (group if per_head else 1))
+    keys = min(keys, -(-slots // LANES) * LANES)
 
     def row(x: Array, fill: Any) -> Array:
         """[B, N, T] as one row per block of queries, head by head."""
@@ -200,10 +207,10 @@ def _rows(heads: int, count: int, most: int, per_head: bool) -> int:
     return min(max(most // heads // unit, 1), -(-count // unit)) * unit
 
 
-def _keys(sums: int, most: int, scratch_bytes: int = 2**22) -> int:
+def _keys(sums: int, scratch_bytes: int = 2**22) -> int:
     """Keys per block whose `sums` partial sums, one number per lane, take at most `scratch_bytes`."""
     blocks = scratch_bytes // (sums * LANES * LANES * 4)
-    return min(max(blocks, 1) * LANES, most)
+    return min(max(blocks, 1) * LANES, BLOCK_KEYS)
 
 
 def visits(

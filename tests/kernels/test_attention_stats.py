@@ -9,8 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.grammar import AttentionSpec, Inputs, Seen, View
+from kvjax.keep.observe import Queries
+from kvjax.keep.score import WindowAttention
 from kvjax.ops.attention import Keys, attend
 from kvjax.ops.attention_stats import STATISTICS, attention_stats, tpu_attention_stats, visits
+from kvjax.ops.rope import Rope
 from tests.ops.oracles import rms
 
 B, K, LAST, SHORTER = 2, 2, 5, 7
@@ -192,6 +196,39 @@ def test_they_are_what_attention_itself_records(implementation, mass):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "tpu interpret"])
+def test_they_are_what_snapkv_scores_with(implementation):
+    """SnapKV's window of two rows, one shorter than the other, over slots with biases."""
+    q, k, _, q_pos, k_pos, bias = draw(9, t=LAST + SHORTER, s=40, bias=True)
+    q, k, bias = (jnp.asarray(x, jnp.float32) for x in (q, k, bias))
+    q_pos, k_pos = (jnp.asarray(x, jnp.int32) for x in (q_pos, k_pos))
+    length, spec = (q_pos >= 0).sum(-1, dtype=jnp.int32), AttentionSpec(0.25, 2.0, Rope())
+    window = Queries(LAST)(Inputs(q, q, k, q, q_pos, length))
+    word = WindowAttention(LAST, reduce="mean", hide_window=False)
+    seen = Seen({repr(Queries(LAST)): window}, None, length, length, 0, spec)
+    how = dict(scale=0.25, softcap=2.0)
+
+    @jax.jit
+    def both():
+        _, lse, _ = attend(q, Keys(k, k, k_pos, bias), q_pos, **how)
+        found = attention_stats(
+            q,
+            k,
+            lse,
+            q_pos,
+            k_pos,
+            bias,
+            want=("last_mean",),
+            last=LAST,
+            implementation=implementation,
+            **how,
+        )
+        return found, word(View(k, k, k_pos, bias, {}), seen)
+
+    found, want = both()
+    check(found, {"last_mean": np.asarray(want, np.float64)}, 1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "tpu interpret"])
 def test_a_row_without_queries_gives_nothing(implementation):
     drawn = draw(8, t=9, s=20)
     drawn[3][1] = -1
@@ -246,6 +283,11 @@ def test_what_cannot_run_says_why():
         attention_stats(q, k, *rest, implementation="cuda", **how)
     with pytest.raises(NotImplementedError, match="keys of float16, expected float32 or bfloat16"):
         attention_stats(q, k.astype(jnp.float16), *rest, implementation="tpu", **how)
+    many = jax.eval_shape(lambda: (jnp.zeros((2, 2, 2**25, 16)), jnp.zeros((2, 1, 2**25), jnp.int32)))
+    with pytest.raises(NotImplementedError, match="131072 blocks of keys, .* split the batch"):
+        jax.eval_shape(
+            lambda k, k_pos: attention_stats(q, k, *rest[:2], k_pos, implementation="tpu", **how), *many
+        )
     with pytest.raises(ValueError, match="KV heads that divide"):
         attention_stats(q[:, :3], k, rest[0][:, :3], *rest[1:], **how)
     for want in ((), ("sum", "sum"), ("mean",)):
