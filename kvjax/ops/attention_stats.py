@@ -55,11 +55,11 @@ def attention_stats(
     implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
     NotImplementedError where a forced one cannot, ValueError for what does not fit.
 
-    >>> zero, pos = jnp.zeros((1, 2, 3, 4)), jnp.arange(3, dtype=jnp.int32)[None]
-    >>> lse = jnp.log(jnp.asarray([[[1.0, 2.0, 3.0]] * 2]))  # equal logits: query i gives 1 / (i + 1) to each
+    >>> zero, pos = jnp.zeros((1, 2, 2, 4)), jnp.arange(2, dtype=jnp.int32)[None]
+    >>> lse = jnp.log(jnp.asarray([[[1.0, 2.0]] * 2]))  # equal logits: query i gives 1 / (i + 1) to each
     >>> found = attention_stats(zero, zero[:, :1], lse, pos, pos[:, None], want=("sum", "max"), scale=1.0)
     >>> found["sum"].round(2).tolist(), found["max"].round(2).tolist()
-    ([[[3.67, 1.67, 0.67]]], [[[1.0, 0.5, 0.33]]])
+    ([[[3.0, 1.0]]], [[[1.0, 0.5]]])
     """
     _check(q, k, lse, want, last, threshold)
     why = refusal(q, k, len(want) * (q.shape[1] // k.shape[1] if per_head else 1))
@@ -69,12 +69,17 @@ def attention_stats(
             f"attention_stats cannot run as {chosen!r}: {why or 'there is no such form'}"
         )
     options: dict[str, Any] = dict(
-        want=want, scale=scale, window=window, softcap=softcap, threshold=threshold, per_head=per_head
+        want=want,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        threshold=threshold or 0.0,
+        per_head=per_head,
     )
     # What only ranks slots is not differentiated, so that both forms agree.
     q, k, lse, bias = jax.lax.stop_gradient((q, k, lse, bias))
     weight = None if last is None else _is_last(q_pos, last)
-    if want == ("last_mean",):
+    if weight is not None and want == ("last_mean",):
         # Blocks of older queries are skipped.
         q_pos = jnp.where(weight, q_pos, -1)
     k_pos = jnp.broadcast_to(k_pos, k.shape[:3])
@@ -125,7 +130,7 @@ def _is_last(q_pos: Int[Array, "B T"], last: int) -> Array:
 def _reference(
     q: Array, k: Array, lse: Array, q_pos: Array, k_pos: Array, bias: Array | None, weight: Array | None, *,
     want: tuple[str, ...], scale: float, window: int | None, softcap: float | None,
-    threshold: float | None, per_head: bool,
+    threshold: float, per_head: bool,
 ) -> dict[str, Array]:  # fmt: skip
     """Strips of queries, one after the other; `attention_stats` before the division of "last_mean"."""
     (b, n, t, _), dtype = q.shape, wide(q, k)
@@ -163,7 +168,7 @@ def _reference(
 def tpu_attention_stats(
     q: Array, k: Array, lse: Array, q_pos: Array, k_pos: Array, bias: Array | None, weight: Array | None, *,
     want: tuple[str, ...], scale: float, window: int | None, softcap: float | None,
-    threshold: float | None, per_head: bool,
+    threshold: float, per_head: bool,
     block_rows: int = 1024, block_keys: int | None = None, interpret: Any = False,
 ) -> dict[str, Array]:  # fmt: skip
     """The kernel on the operands of `_reference`. block_rows: queries of all heads per step."""

@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
     scale: float
     window: int | None = None
     softcap: float | None = None
-    threshold: float | None = None
+    threshold: float = 0.0
 
 
 class Refs(NamedTuple):

@@ -160,7 +160,7 @@ def test_groups_of_every_size_fill_their_blocks(group):
     q, k, lse, q_pos, k_pos, _ = poisoned(drawn, lse)
     call = jax.jit(
         lambda *x: tpu_attention_stats(
-            *x, None, None, want=("sum",), scale=0.25, window=None, softcap=None, threshold=None,
+            *x, None, None, want=("sum",), scale=0.25, window=None, softcap=None, threshold=0.0,
             per_head=False, block_rows=128, interpret=True,
         )
     )  # fmt: skip

@@ -45,7 +45,7 @@ def attention_stats(
     def run(q: jax.Array, k: jax.Array, lse: jax.Array, q_pos: jax.Array, k_pos: jax.Array, last: jax.Array):
         return tpu_attention_stats(
             q, k, lse, q_pos, k_pos, None, last, want=want, scale=width**-0.5, window=None, softcap=None,
-            threshold=0.01 if "count" in want else None, per_head=per_head,
+            threshold=0.01, per_head=per_head,
         )  # fmt: skip
 
     rows = min(BLOCK // GROUP, queries)
