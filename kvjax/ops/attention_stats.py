@@ -202,8 +202,7 @@ def tpu_attention_stats(
         None if bias is None else side(bias.astype(jnp.float32) * tpu.LOG2_E, 0.0),
         first, final, sizes=sizes, interpret=interpret,
     )  # fmt: skip
-    found = found.reshape(b, heads, len(want), -1, slots)
-    return {name: found[:, :, i].reshape(b, -1, slots) for i, name in enumerate(want)}
+    return {name: x.reshape(b, -1, slots) for name, x in zip(want, found, strict=True)}
 
 
 def _rows(heads: int, count: int, most: int, per_head: bool) -> int:

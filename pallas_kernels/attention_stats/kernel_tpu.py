@@ -50,13 +50,15 @@ class Refs(NamedTuple):
     k_pos: Any
     weight: Any
     bias: Any
-    out: Any
+    outs: Any
     sums: Any
     pos: Any
     biases: Any
 
 
 def _kernel(*refs: Any, sizes: Sizes, names: tuple[str, ...]) -> None:
+    at, count = names.index("outs"), len(sizes.want)
+    refs = (*refs[:at], refs[at : at + count], *refs[at + count :])
     r = Refs(**{**dict.fromkeys(Refs._fields), **dict(zip(names, refs, strict=True))})
     i, s, t = pl.program_id(0), pl.program_id(1), pl.program_id(2)
 
@@ -74,8 +76,7 @@ def _kernel(*refs: Any, sizes: Sizes, names: tuple[str, ...]) -> None:
         for n, name in enumerate(sizes.want):
             over = jnp.max if name == "max" else jnp.sum
             for head in range(sizes.heads):
-                at = n * sizes.heads + head
-                r.out[0, at : at + 1] = over(r.sums[n, head].T, axis=0, keepdims=True)
+                r.outs[n][0, head : head + 1] = over(r.sums[n, head].T, axis=0, keepdims=True)
 
 
 def _column(row: Any) -> Any:
@@ -134,8 +135,8 @@ def attention_stats(
     *,
     sizes: Sizes,
     interpret: Any = False,
-) -> jax.Array:
-    """Statistics [I, len(want) * heads, S], float32, of I lists of keys.
+) -> tuple[jax.Array, ...]:
+    """Every wanted statistic of I lists of keys, [I, heads, S] float32.
 
     q [I, A, C, H]: A heads of C queries each, in blocks of `sizes.rows` per head, which fill whole lanes; k
     [I, S, H]. lse, q_pos (int32, -1 where there is no query) and weight (of "last_mean") hold a block's
@@ -163,7 +164,8 @@ def attention_stats(
         "bias": (bias, side),
     }
     inputs = {name: pair for name, pair in inputs.items() if pair[0] is not None}
-    found = len(sizes.want) * sizes.heads
+    found = jax.ShapeDtypeStruct((lists, sizes.heads, slots), jnp.float32)
+    block = pl.BlockSpec((1, sizes.heads, sizes.keys), lambda i, s, *_: (i, 0, s))
     scratch = {
         "sums": pltpu.VMEM((len(sizes.want), sizes.heads, sizes.keys, LANES), jnp.float32),
         "pos": pltpu.VMEM((sizes.keys, LANES), jnp.int32),
@@ -171,13 +173,13 @@ def attention_stats(
     if bias is not None:
         scratch["biases"] = pltpu.VMEM((sizes.keys, LANES), jnp.float32)
     return pl.pallas_call(
-        partial(_kernel, sizes=sizes, names=("first", "final", *inputs, "out", *scratch)),
-        out_shape=jax.ShapeDtypeStruct((lists, found, slots), jnp.float32),
+        partial(_kernel, sizes=sizes, names=("first", "final", *inputs, "outs", *scratch)),
+        out_shape=[found for _ in sizes.want],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(lists, pl.cdiv(slots, sizes.keys), pl.cdiv(count, sizes.rows)),
             in_specs=[spec for _, spec in inputs.values()],
-            out_specs=pl.BlockSpec((1, found, sizes.keys), lambda i, s, *_: (i, 0, s)),
+            out_specs=[block for _ in sizes.want],
             scratch_shapes=list(scratch.values()),
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
