@@ -8,7 +8,6 @@ all queries (arXiv:2306.14048), SnapKV the mean over the last ones (arXiv:2404.1
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -24,7 +23,6 @@ LANES = tpu.LANES
 # Two numbers per block of keys lie in the scalar memory, which holds 1 MiB.
 MOST_BLOCKS = 2**16
 BLOCK_KEYS = 1024
-UNSEEN = jnp.iinfo(jnp.int32).max
 
 
 def attention_stats(
@@ -171,44 +169,38 @@ def tpu_attention_stats(
     threshold: float, per_head: bool,
     block_rows: int = 1024, block_keys: int | None = None, interpret: Any = False,
 ) -> dict[str, Array]:  # fmt: skip
-    """The kernel on the operands of `_reference`. block_rows: queries of all heads per step."""
+    """The kernel on the operands of `_reference`. block_rows: queries of all heads per step,
+    with at least 128 of each head."""
     (b, n, t, h), (heads, slots) = q.shape, k.shape[1:3]
     group, lists = n // heads, b * heads
     # Few queries of several heads make one row of queries, where heads are not told apart.
-    shape = (1, group * t) if not per_head and group * t <= block_rows else (group, t)
-    rows = _rows(shape[0], shape[1], block_rows, per_head)
+    folded = group if not per_head and group * t <= block_rows else 1
+    shape = (group // folded, folded * t)
+    rows = min(max(block_rows // shape[0] // LANES, 1), -(-shape[1] // LANES)) * LANES
     keys = block_keys or _keys(len(want) * (group if per_head else 1))
     keys = min(keys, -(-slots // LANES) * LANES)
 
+    def padded(x: Array, block: int, fill: Any) -> Array:
+        """[..., X] as [I, 1, X padded to whole blocks]."""
+        x = x.reshape(-1, 1, x.shape[-1])
+        return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[-1] % block)), constant_values=fill)
+
     def row(x: Array, fill: Any) -> Array:
-        """[B, N, T] as one row per block of queries, head by head."""
-        x = jnp.broadcast_to(x, (b, n, t)).reshape(lists, *shape)
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, -shape[1] % rows)), constant_values=fill)
-        return jnp.swapaxes(x.reshape(lists, shape[0], -1, rows), 1, 2).reshape(lists, -1, 1, shape[0] * rows)
+        return padded(jnp.tile(x, (1, folded)), rows, fill)
 
-    def side(x: Array, fill: Any) -> Array:
-        """[B, K, S] padded to whole blocks of keys."""
-        x = x.reshape(lists, 1, slots)
-        return jnp.pad(x, ((0, 0), (0, 0), (0, -slots % keys)), constant_values=fill)
-
-    asked, held = row(q_pos[:, None], -1), side(jnp.where(k_pos < 0, UNSEEN, k_pos), UNSEEN)
-    # A query that attends to nothing gives nothing: exp(z - inf).
-    base = row(jnp.where(lse == NEG_INF, jnp.inf, lse).astype(jnp.float32) * tpu.LOG2_E, jnp.inf)
-    first, final = visits(asked[:, :, 0], held.reshape(lists, -1, keys), window)
+    asked, held = row(q_pos, -1), padded(k_pos, keys, -1)
+    first, final = visits(
+        jnp.repeat(asked.reshape(b, -1, rows), heads, axis=0), held.reshape(lists, -1, keys), window
+    )
     sizes = tpu.Sizes(want, keys, rows, group if per_head else 1, scale, window, softcap, threshold)
     found = tpu.attention_stats(
-        q.reshape(lists, *shape, h), k.reshape(lists, slots, h), base, asked, held,
-        row(weight[:, None].astype(jnp.float32), 0.0) if "last_mean" in want and weight is not None else None,
-        None if bias is None else side(bias.astype(jnp.float32) * tpu.LOG2_E, 0.0),
+        q.reshape(lists, *shape, h), k.reshape(lists, slots, h),
+        lse.astype(jnp.float32).reshape(lists, *shape), asked, held,
+        row(weight.astype(jnp.float32), 0.0) if "last_mean" in want and weight is not None else None,
+        None if bias is None else padded(bias.astype(jnp.float32), keys, 0.0),
         first, final, sizes=sizes, interpret=interpret,
     )  # fmt: skip
     return {name: x.reshape(b, -1, slots) for name, x in zip(want, found, strict=True)}
-
-
-def _rows(heads: int, count: int, most: int, per_head: bool) -> int:
-    """Queries per head and block: blocks fill whole lanes, with those of one head where it counts alone."""
-    unit = LANES if per_head else max(LANES // math.gcd(LANES, heads), 16)
-    return min(max(most // heads // unit, 1), -(-count // unit)) * unit
 
 
 def _keys(sums: int, scratch_bytes: int = 2**22) -> int:
@@ -221,11 +213,11 @@ def visits(
     q_pos: Int[Array, "I blocks rows"], k_pos: Int[Array, "I keys block"], window: int | None
 ) -> tuple[Int[Array, "I keys"], Int[Array, "I keys"]]:
     """The first and the last block of queries that may see something of each block of keys; (1, 0): none."""
-    newest = q_pos.max(-1)[:, None]
-    seen = k_pos.min(-1)[..., None] <= newest
+    newest, unseen = q_pos.max(-1)[:, None], jnp.iinfo(jnp.int32).max
+    seen = jnp.where(k_pos < 0, unseen, k_pos).min(-1)[..., None] <= newest
     if window is not None:
-        oldest = jnp.where(q_pos < 0, UNSEEN, q_pos).min(-1)[:, None]
-        seen &= jnp.where(k_pos == UNSEEN, -1, k_pos).max(-1)[..., None] > oldest - window
+        oldest = jnp.where(q_pos < 0, unseen, q_pos).min(-1)[:, None]
+        seen &= k_pos.max(-1)[..., None] > oldest - window
     count = seen.shape[-1]
     first = jnp.where(seen.any(-1), seen.argmax(-1), 1).astype(jnp.int32)
     final = jnp.where(seen.any(-1), count - 1 - seen[..., ::-1].argmax(-1), 0).astype(jnp.int32)

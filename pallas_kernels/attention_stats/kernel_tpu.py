@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
+UNSEEN = jnp.iinfo(jnp.int32).max
 # Logits, biases and lse are powers of two here: one multiplication less per probability.
 LOG2_E = math.log2(math.e)
 
@@ -24,8 +26,7 @@ LOG2_E = math.log2(math.e)
 class Sizes(NamedTuple):
     """What is static: the statistics, the lengths of blocks, and what is done to the logits.
 
-    keys: of a block. rows: queries of a block, per head. heads: how many heads are counted apart; 1 where all
-    are counted together.
+    keys, rows: of a block, and of every head in it. heads: how many are counted apart, 1 for all together.
     """
 
     want: tuple[str, ...]
@@ -65,9 +66,9 @@ def _kernel(*refs: Any, sizes: Sizes, names: tuple[str, ...]) -> None:
     @pl.when(t == 0)
     def _() -> None:
         r.sums[...] = jnp.zeros_like(r.sums)
-        r.pos[...] = _column(r.k_pos[0])
+        r.pos[...] = _column(jnp.where(r.k_pos[0] < 0, UNSEEN, r.k_pos[0]))
         if r.bias is not None:
-            r.biases[...] = _column(r.bias[0])
+            r.biases[...] = _column(r.bias[0] * LOG2_E)
 
     pl.when((t >= r.first[i, s]) & (t <= r.final[i, s]))(lambda: _add(r, sizes))
 
@@ -86,31 +87,33 @@ def _column(row: Any) -> Any:
 
 def _add(r: Refs, sizes: Sizes) -> None:
     """Adds what the keys of this block receive from the queries of this block, 128 queries at a time."""
-    k, q = r.k[0], r.q[0].reshape(-1, r.q.shape[-1])
-    kind = jnp.float32 if jnp.float32 in (k.dtype, q.dtype) else jnp.bfloat16
-    k, q = k.astype(kind), q.astype(kind)
-    precision = jax.lax.Precision.HIGHEST if kind == jnp.float32 else None
-    for start in range(0, q.shape[0], LANES):
+    kind = jnp.float32 if jnp.float32 in (r.k.dtype, r.q.dtype) else jnp.bfloat16
+    k, precision = r.k[0].astype(kind), jax.lax.Precision.HIGHEST if kind == jnp.float32 else None
+    for head, start in product(range(r.q.shape[1]), range(0, r.q.shape[2], LANES)):
         at = slice(start, start + LANES)
         z = jax.lax.dot_general(
-            k, q[at], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
-        )
+            k, r.q[0, head, at].astype(kind), (((1,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32, precision=precision,
+        )  # fmt: skip
         if sizes.softcap is None:
             z = z * (sizes.scale * LOG2_E)
         else:
             z = sizes.softcap * LOG2_E * jnp.tanh(z * (sizes.scale / sizes.softcap))
         if r.bias is not None:
             z = z + r.biases[...]
-        asked = r.q_pos[0, 0, :, at]
+        asked = r.q_pos[0, :, at]
         seen = r.pos[...] <= asked
         if sizes.window is not None:
             seen &= r.pos[...] > asked - sizes.window
+        lse = r.lse[0, head : head + 1, at]
+        # A query that attends to nothing gives nothing.
+        base = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
         # What is hidden may hold anything: it is left out, and not multiplied by zero.
-        p = jnp.where(seen, jnp.exp2(z - r.lse[0, 0, :, at]), 0.0)
-        head = start // sizes.rows if sizes.heads > 1 else 0
+        p = jnp.where(seen, jnp.exp2(z - base), 0.0)
+        own = head if sizes.heads > 1 else 0
         for n, name in enumerate(sizes.want):
-            old = r.sums[n, head]
-            r.sums[n, head] = jnp.maximum(old, p) if name == "max" else old + _part(name, p, r, at, sizes)
+            old = r.sums[n, own]
+            r.sums[n, own] = jnp.maximum(old, p) if name == "max" else old + _part(name, p, r, at, sizes)
 
 
 def _part(name: str, p: Any, r: Refs, at: slice, sizes: Sizes) -> Any:
@@ -119,7 +122,7 @@ def _part(name: str, p: Any, r: Refs, at: slice, sizes: Sizes) -> Any:
         return p * p
     if name == "count":
         return jnp.where(p > sizes.threshold, 1.0, 0.0)
-    return p * r.weight[0, 0, :, at] if name == "last_mean" else p
+    return p * r.weight[0, :, at] if name == "last_mean" else p
 
 
 def attention_stats(
@@ -138,26 +141,30 @@ def attention_stats(
 ) -> tuple[jax.Array, ...]:
     """Every wanted statistic of I lists of keys, [I, heads, S] float32.
 
-    q [I, A, C, H]: A heads of C queries each, in blocks of `sizes.rows` per head, which fill whole lanes; k
-    [I, S, H]. lse, q_pos (int32, -1 where there is no query) and weight (of "last_mean") hold a block's
-    queries in a row, head by head: [I, blocks, 1, A rows]. k_pos (int32, above every query where a slot is
-    empty) and bias [I, 1, S], padded to whole blocks of keys. lse and bias are multiplied by log2(e). first,
-    final [I, key blocks]: between them lie the blocks of queries that may see something of a block of keys.
+    q [I, A, C, H]: A heads of C queries, in blocks of `sizes.rows` of each, a multiple of 128; k [I, S, H];
+    lse [I, A, C]. q_pos (int32, -1 where there is no query) and weight (of "last_mean") [B, 1, C] are those
+    of the I / B lists of a sequence; k_pos (int32, -1 where a slot is empty) and bias [I, 1, S]. These four
+    are padded to whole blocks. first, final [I, key blocks]: between them lie the blocks of queries that may
+    see something of a block of keys.
     """
     lists, heads, count, width = q.shape
-    slots, rows = k.shape[1], heads * sizes.rows
+    slots, each = k.shape[1], lists // q_pos.shape[0]
 
     def asked(i: Any, s: Any, t: Any, first: Any, final: Any) -> Any:
         # A block that sees nothing is not fetched: its neighbour stays.
         return jnp.minimum(jnp.maximum(t, first[i, s]), final[i, s])
 
-    row = pl.BlockSpec((1, 1, 1, rows), lambda i, s, t, *at: (i, asked(i, s, t, *at), 0, 0))
+    def of(*shape: int) -> pl.BlockSpec:
+        """The block of a list's queries of a step."""
+        zeros = (0,) * (len(shape) - 2)
+        return pl.BlockSpec((1, *shape), lambda i, s, t, *at: (i, 0, asked(i, s, t, *at), *zeros))
+
+    row = pl.BlockSpec((1, 1, sizes.rows), lambda i, s, t, *at: (i // each, 0, asked(i, s, t, *at)))
     side = pl.BlockSpec((1, 1, sizes.keys), lambda i, s, *_: (i, 0, s))
-    queries = pl.BlockSpec((1, heads, sizes.rows, width), lambda i, s, t, *at: (i, 0, asked(i, s, t, *at), 0))
     inputs: dict[str, tuple[Any, Any]] = {
-        "q": (q, queries),
+        "q": (q, of(heads, sizes.rows, width)),
         "k": (k, pl.BlockSpec((1, sizes.keys, width), lambda i, s, *_: (i, s, 0))),
-        "lse": (lse, row),
+        "lse": (lse, of(heads, sizes.rows)),
         "q_pos": (q_pos, row),
         "k_pos": (k_pos, side),
         "weight": (weight, row),

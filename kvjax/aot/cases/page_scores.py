@@ -34,7 +34,7 @@ def page_scores(device: Device, *, parts: int, pages: int = 8192, batch: int = 4
 
 CASES: dict[str, Callable[[Device], Case]] = {
     **{
-        f"page_scores-bounds-{pages}": partial(page_scores, parts=2, pages=pages)
+        f"page_scores-bounds-{pages}": partial(page_scores, parts=2, pages=pages, batch=2**15 // pages)
         for pages in (2048, 4096, 8192)
     },
     "page_scores-centroids-8192": partial(page_scores, parts=1),
