@@ -80,7 +80,6 @@ def attention_stats(
     if weight is not None and want == ("last_mean",):
         # Blocks of older queries are skipped.
         q_pos = jnp.where(weight, q_pos, -1)
-    k_pos = jnp.broadcast_to(k_pos, k.shape[:3])
     if chosen == "reference":
         found = _reference(q, k, lse, q_pos, k_pos, bias, weight, **options)
     else:
@@ -189,9 +188,8 @@ def tpu_attention_stats(
         return padded(jnp.tile(x, (1, folded)), rows, fill)
 
     asked, held = row(q_pos, -1), padded(k_pos, keys, -1)
-    first, final = visits(
-        jnp.repeat(asked.reshape(b, -1, rows), heads, axis=0), held.reshape(lists, -1, keys), window
-    )
+    blocks = (x.reshape(x.shape[0], -1, size) for x, size in ((asked, rows), (held, keys)))
+    first, final = visits(*(jnp.repeat(x, lists // x.shape[0], axis=0) for x in blocks), window)
     sizes = tpu.Sizes(want, keys, rows, group if per_head else 1, scale, window, softcap, threshold)
     found = tpu.attention_stats(
         q.reshape(lists, *shape, h), k.reshape(lists, slots, h),

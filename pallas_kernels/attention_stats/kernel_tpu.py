@@ -142,13 +142,13 @@ def attention_stats(
     """Every wanted statistic of I lists of keys, [I, heads, S] float32.
 
     q [I, A, C, H]: A heads of C queries, in blocks of `sizes.rows` of each, a multiple of 128; k [I, S, H];
-    lse [I, A, C]. q_pos (int32, -1 where there is no query) and weight (of "last_mean") [B, 1, C] are those
-    of the I / B lists of a sequence; k_pos (int32, -1 where a slot is empty) and bias [I, 1, S]. These four
-    are padded to whole blocks. first, final [I, key blocks]: between them lie the blocks of queries that may
+    lse [I, A, C]. q_pos (int32, -1 where there is no query), k_pos (int32, -1 where a slot is empty), weight
+    (of "last_mean") and bias are rows [I, 1, C or S], padded to whole blocks; those of fewer than I serve
+    neighbouring lists alike. first, final [I, key blocks]: between them lie the blocks of queries that may
     see something of a block of keys.
     """
     lists, heads, count, width = q.shape
-    slots, each = k.shape[1], lists // q_pos.shape[0]
+    slots = k.shape[1]
 
     def asked(i: Any, s: Any, t: Any, first: Any, final: Any) -> Any:
         # A block that sees nothing is not fetched: its neighbour stays.
@@ -159,18 +159,25 @@ def attention_stats(
         zeros = (0,) * (len(shape) - 2)
         return pl.BlockSpec((1, *shape), lambda i, s, t, *at: (i, 0, asked(i, s, t, *at), *zeros))
 
-    row = pl.BlockSpec((1, 1, sizes.rows), lambda i, s, t, *at: (i // each, 0, asked(i, s, t, *at)))
-    side = pl.BlockSpec((1, 1, sizes.keys), lambda i, s, *_: (i, 0, s))
+    def row(x: Any) -> pl.BlockSpec:
+        each = lists // x.shape[0]
+        return pl.BlockSpec((1, 1, sizes.rows), lambda i, s, t, *at: (i // each, 0, asked(i, s, t, *at)))
+
+    def side(x: Any) -> pl.BlockSpec:
+        each = lists // x.shape[0]
+        return pl.BlockSpec((1, 1, sizes.keys), lambda i, s, *_: (i // each, 0, s))
+
     inputs: dict[str, tuple[Any, Any]] = {
         "q": (q, of(heads, sizes.rows, width)),
         "k": (k, pl.BlockSpec((1, sizes.keys, width), lambda i, s, *_: (i, s, 0))),
         "lse": (lse, of(heads, sizes.rows)),
-        "q_pos": (q_pos, row),
-        "k_pos": (k_pos, side),
-        "weight": (weight, row),
-        "bias": (bias, side),
+        "q_pos": (q_pos, row(q_pos)),
+        "k_pos": (k_pos, side(k_pos)),
     }
-    inputs = {name: pair for name, pair in inputs.items() if pair[0] is not None}
+    if weight is not None:
+        inputs["weight"] = (weight, row(weight))
+    if bias is not None:
+        inputs["bias"] = (bias, side(bias))
     found = jax.ShapeDtypeStruct((lists, sizes.heads, slots), jnp.float32)
     block = pl.BlockSpec((1, sizes.heads, sizes.keys), lambda i, s, *_: (i, 0, s))
     scratch = {

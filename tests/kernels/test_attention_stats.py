@@ -229,6 +229,17 @@ def test_they_are_what_snapkv_scores_with(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "tpu interpret"])
+def test_one_row_of_positions_serves_all_heads(implementation):
+    drawn = draw(10, t=20, s=200)
+    drawn[4][:] = drawn[4][:, :1]
+    lse, threshold, want = by_hand(drawn)
+    q, k, lse, q_pos, k_pos, _ = poisoned(drawn, lse)
+    how = asked(drawn, threshold)
+    call = jax.jit(lambda *x: attention_stats(*x, implementation=implementation, **how))
+    check(call(q, k, lse, q_pos, k_pos[:, :1]), want, 2e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "tpu interpret"])
 def test_a_row_without_queries_gives_nothing(implementation):
     drawn = draw(8, t=9, s=20)
     drawn[3][1] = -1
