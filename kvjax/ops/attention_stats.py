@@ -47,8 +47,9 @@ def attention_stats(
     want: any of "sum", "max", "squares" (sum of p^2), "count" (how often p > threshold) and "last_mean" (the
     mean over the last `last` queries of every row, or over fewer where it has fewer). X is K, and the query
     heads of a group count as more queries; with per_head, X is N. lse runs over whatever was attended, so
-    keys in several sets take one call each. Logits and visibility (-1: an empty slot, or no query) are those
-    of `kvjax.ops.attention.logits`. Sums in promote(float32, q, k); gradients are zero.
+    keys in several sets take one call each; where it is -inf, p is 0. Logits and visibility (-1: an empty
+    slot, or no query) are those of `kvjax.ops.attention.logits`. Sums in promote(float32, q, k); gradients
+    are zero.
 
     implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
     NotImplementedError where a forced one cannot, ValueError for what does not fit.

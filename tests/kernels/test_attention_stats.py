@@ -134,7 +134,7 @@ def test_statistics_are_those_of_the_map(case, implementation):
 
 
 @pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("window", [None, 30])
 def test_blocks_that_see_nothing_are_left_out_and_nothing_else(per_head, window):
     """Three blocks of keys and of queries, of which the causal order leaves six."""
     drawn = draw(1, t=300, s=300, group=1, heads=1)
@@ -226,6 +226,23 @@ def test_they_are_what_snapkv_scores_with(implementation):
 
     found, want = both()
     check(found, {"last_mean": np.asarray(want, np.float64)}, 1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "tpu interpret"])
+def test_a_query_that_attended_to_nothing_gives_nothing(implementation):
+    """Its lse is -inf, whatever the positions say."""
+    drawn = draw(11, t=9, s=20)
+    lse, _, want = by_hand(drawn)
+    q, k, lse, q_pos, k_pos, _ = poisoned(drawn, lse)
+    call = jax.jit(
+        lambda lse: attention_stats(
+            q, k, lse, q_pos, k_pos, want=("sum",), scale=0.25, implementation=implementation
+        )["sum"]
+    )
+    one = call(jnp.where(jnp.arange(9) == 0, lse, -jnp.inf))
+    rest = call(jnp.where(jnp.arange(9) == 0, -jnp.inf, lse))
+    check({"sum": one + rest}, {"sum": want["sum"]}, 2e-6)
+    assert (rest < one + rest).any() and (one < one + rest).any()
 
 
 @pytest.mark.parametrize("implementation", ["reference", "tpu interpret"])
