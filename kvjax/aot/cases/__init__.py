@@ -9,7 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvjax.aot.case import Case
-from kvjax.aot.cases import bundled, decoder, paged_decode
+from kvjax.aot.cases import (
+    attention_stats,
+    bundled,
+    decoder,
+    flash_prefill,
+    gated_delta,
+    mla_decode,
+    page_scores,
+    paged_append,
+    paged_decode,
+    stacked_decode,
+)
 from kvjax.aot.hardware import Device
 
-CASES: dict[str, Callable[[Device], Case]] = {**paged_decode.CASES, **bundled.CASES, **decoder.CASES}
+CASES: dict[str, Callable[[Device], Case]] = {
+    **paged_decode.CASES,
+    **bundled.CASES,
+    **stacked_decode.CASES,
+    **mla_decode.CASES,
+    **paged_append.CASES,
+    **flash_prefill.CASES,
+    **attention_stats.CASES,
+    **page_scores.CASES,
+    **gated_delta.CASES,
+    **decoder.CASES,
+}

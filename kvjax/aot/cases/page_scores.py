@@ -1,0 +1,42 @@
+"""Page scores: Quest's bounds and centroids of full lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.aot.case import Case
+from kvjax.aot.hardware import Device
+from kvjax.ops.page_scores import tpu_page_scores
+
+HEADS, GROUP, BLOCK = 8, 8, 2048
+
+
+def page_scores(device: Device, *, parts: int, pages: int = 8192, batch: int = 4, width: int = 128) -> Case:
+    """K = 8, G = 8, bfloat16; `parts` summaries per page."""
+    operands = (
+        jax.ShapeDtypeStruct((batch, HEADS * GROUP, 1, width), jnp.bfloat16),
+        tuple(jax.ShapeDtypeStruct((batch, HEADS, pages, width), jnp.bfloat16) for _ in range(parts)),
+        jax.ShapeDtypeStruct((batch, HEADS), jnp.int32),
+    )
+    lists = batch * HEADS
+    cache = parts * lists * pages * width * 2
+    moved = cache + 4 * lists * pages + 2 * lists * GROUP * width
+    return Case(
+        partial(tpu_page_scores, block_pages=BLOCK), operands, moved,
+        2 * parts * lists * GROUP * pages * width, cache, "page_scores",
+        trips={"1": lists * pages // BLOCK},
+    )  # fmt: skip
+
+
+CASES: dict[str, Callable[[Device], Case]] = {
+    **{
+        f"page_scores-bounds-{pages}": partial(page_scores, parts=2, pages=pages, batch=2**15 // pages)
+        for pages in (2048, 4096, 8192)
+    },
+    "page_scores-centroids-8192": partial(page_scores, parts=1),
+    "page_scores-bounds-h256": partial(page_scores, parts=2, width=256),
+}
