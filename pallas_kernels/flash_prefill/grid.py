@@ -114,7 +114,8 @@ def run(
             scratch_shapes=scratch,
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            disable_bounds_checks=True,
         ),
         interpret=interpret,
         name=name,
