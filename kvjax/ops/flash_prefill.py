@@ -19,19 +19,17 @@ from kvjax.pallas_kernels.flash_prefill import backward_tpu, kernel_tpu
 from kvjax.pallas_kernels.flash_prefill.plan import Sizes
 
 LANES = 128
-SMEM_BYTES = 2**19
+SMEM_BYTES, PART_BYTES = 2**19, 2**21
 KINDS = (jnp.float32, jnp.bfloat16)
 
 
 class Blocks(NamedTuple):
-    """Tokens and slots per block, multiples of 128: forward, for the queries' gradient, for the keys'."""
+    """Tokens and slots per block, multiples of 128: of the attention, and of its gradients."""
 
     q: int
     kv: int
-    dq_q: int
-    dq_kv: int
-    dkv_q: int
-    dkv_kv: int
+    back_q: int
+    back_kv: int
 
 
 def flash_prefill(
@@ -101,8 +99,8 @@ def refusal(q: Array, k: Array, v: Array, k_pos: Array, blocks: Blocks | None = 
         return f"blocks of {tuple(blocks)}, expected multiples of {LANES}"
     size = blocks or default_blocks(q, k, v)
     lists = k_pos.shape[0] * (k_pos.shape[1] if k_pos.ndim == 3 else 1)
-    # Two numbers for every block that stays lie in scalar memory.
-    most = max(-(-q.shape[2] // min(size.q, size.dq_q)), -(-k.shape[2] // size.dkv_kv))
+    # Two numbers for every block of queries lie in scalar memory.
+    most = -(-q.shape[2] // min(size.q, size.back_q))
     if 8 * lists * most > SMEM_BYTES:
         return f"{lists} lists of {most} blocks, whose plan exceeds the scalar memory: take larger blocks"
     return ""
@@ -110,7 +108,7 @@ def refusal(q: Array, k: Array, v: Array, k_pos: Array, blocks: Blocks | None = 
 
 def default_blocks(q: Array, k: Array, v: Array) -> Blocks:
     """Blocks that the compiler's figures favour (docs/kernels.md)."""
-    return Blocks(256, 1024, 256, 512, 256, 512)
+    return Blocks(512, 512, 256, 512)
 
 
 def _reference(
@@ -134,9 +132,9 @@ def _reference(
 def tpu_flash_prefill(
     q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array, q_segments: Array | None,
     k_segments: Array | None, *, scale: float, window: int | None, softcap: float | None,
-    blocks: Blocks | None = None, known: int | None = None, interpret: Any = False,
+    blocks: Blocks | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The kernels on the operands of `flash_prefill`. known: see `Sizes`."""
+    """The kernels on the operands of `flash_prefill`."""
     b, n, t, h = q.shape
     heads = k.shape[1]
     # A block is no longer than what there is: short chunks are filled up, and short caches.
@@ -148,7 +146,7 @@ def tpu_flash_prefill(
         k_rows.append(jnp.broadcast_to(k_segments[:, None], k_pos.shape))
     rows = (jnp.concatenate(q_rows, 1), jnp.stack(k_rows, 2).reshape(-1, len(k_rows), k_pos.shape[2]))
     size = blocks or default_blocks(q, k, v)
-    call = _Call(size, scale, window, softcap, known, interpret)
+    call = _Call(size, scale, window, softcap, interpret)
     out, lse = _attend(call, grouped, *filled[1:], *rows)
     return out[:, :, :, :t].reshape(b, n, t, -1), lse[..., :t].reshape(b, n, t)
 
@@ -166,29 +164,27 @@ class _Call(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
-    known: int | None
     interpret: Any
 
-    def sizes(self, q: int, kv: int, grouped: Array, k: Array, *, stay: str = "q") -> Sizes:
-        """Blocks of q tokens and kv slots, not longer than what there is."""
-        q, kv = (min(x, y // LANES * LANES) for x, y in ((q, grouped.shape[3]), (kv, k.shape[2])))
-        width = -(-k.shape[2] // kv) if stay == "q" else -(-grouped.shape[3] // q)
-        return Sizes(q, kv, self.scale, self.window, self.softcap, self.known, width if self.known else None)
-
-    def rows(self, sizes: Sizes, q_rows: Array, k_rows: Array) -> tuple[Array, Array]:
-        """Positions and segments filled up to whole blocks; what is filled up is nobody's."""
-        return tuple(
+    def prepared(
+        self, q: Array, k: Array, rows: tuple[Array, Array], *, back: bool
+    ) -> tuple[Sizes, *tuple[Array, ...]]:
+        """Sizes of blocks, not longer than what there is, and rows filled up to whole ones with nobody's."""
+        limits = (q.shape[3], k.shape[2])
+        blocks = [
+            min(x, y // LANES * LANES) for x, y in zip(self.blocks[2 * back :][:2], limits, strict=True)
+        ]
+        filled = (
             jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % block)), constant_values=-1)
-            for x, block in ((q_rows, sizes.q), (k_rows, sizes.kv))
+            for x, block in zip(rows, blocks, strict=True)
         )
+        return Sizes(*blocks, self.scale, self.window, self.softcap), *filled
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: _Call, q: Array, k: Array, v: Array, q_rows: Array, k_rows: Array) -> tuple[Array, Array]:
-    sizes = call.sizes(call.blocks.q, call.blocks.kv, q, k)
-    return kernel_tpu.flash_prefill(
-        q, k, v, *call.rows(sizes, q_rows, k_rows), sizes=sizes, interpret=call.interpret
-    )
+    sizes, *rows = call.prepared(q, k, (q_rows, k_rows), back=False)
+    return kernel_tpu.flash_prefill(q, k, v, *rows, sizes=sizes, interpret=call.interpret)
 
 
 def _forward(call: _Call, *operands: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
@@ -200,13 +196,14 @@ def _backward(call: _Call, kept: tuple[Array, ...], cotangents: tuple[Array, Arr
     q, k, v, q_rows, k_rows, out, lse = kept
     d_out, d_lse = cotangents
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
-    sizes = call.sizes(call.blocks.dq_q, call.blocks.dq_kv, q, k)
-    rows = call.rows(sizes, q_rows, k_rows)
-    dq = backward_tpu.dq(q, k, v, *rows, d_out, lse, delta, sizes=sizes, interpret=call.interpret)
-    sizes = call.sizes(call.blocks.dkv_q, call.blocks.dkv_kv, q, k, stay="kv")
-    rows = call.rows(sizes, q_rows, k_rows)
-    dk, dv = backward_tpu.dkv(q, k, v, *rows, d_out, lse, delta, sizes=sizes, interpret=call.interpret)
-    return dq, dk, dv, None, None
+    sizes, *rows = call.prepared(q, k, (q_rows, k_rows), back=True)
+    sums = 4 * sizes.kv * (k.shape[3] + v.shape[3])
+    part = max(1, min(PART_BYTES // sums, -(-k.shape[2] // sizes.kv)))
+    dq, dk, dv = backward_tpu.gradients(
+        q, k, v, *rows, d_out, lse, delta, sizes=sizes, part=part, interpret=call.interpret
+    )
+    slots = k.shape[2]
+    return dq.astype(q.dtype), dk[:, :, :slots], dv[:, :, :slots], None, None
 
 
 _attend.defvjp(_forward, _backward)

@@ -132,7 +132,7 @@ def flash_prefill(
     -1 to whole blocks. T is at least `sizes.q`, S at least `sizes.kv`, both sizes multiples of 128.
     """
     group, h, width = q.shape[2], q.shape[4], v.shape[3]
-    specs = Specs(q, q_rows, k_rows, sizes, "q")
+    specs = Specs(q, q_rows, k_rows, sizes)
     out, lse = run(
         "flash_prefill", _kernel, specs,
         inputs=[

@@ -16,19 +16,13 @@ FAR = 2**31 - 1
 
 
 class Sizes(NamedTuple):
-    """What is static: tokens and slots per block, rows worked on at once, and what is done to the logits.
-
-    known: the kind of every block, where a caller knows it: for the compiler's figures, which count the code
-    of both kinds. width: blocks visited per block, where it is known; otherwise the data say.
-    """
+    """What is static: tokens and slots per block, rows worked on at once, and what is done to the logits."""
 
     q: int
     kv: int
     scale: float
     window: int | None = None
     softcap: float | None = None
-    known: int | None = None
-    width: int | None = None
     rows: int = 256
 
 

@@ -7,13 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.ops.flash_prefill import Blocks, flash_prefill, tpu_flash_prefill
-from kvjax.pallas_kernels.flash_prefill import plan
 from tests.ops.oracles import rms
 
-SMALL = Blocks(128, 128, 128, 128, 128, 128)
+SMALL = Blocks(128, 128, 128, 128)
 
 
 def draw(seed, *, b=1, heads=1, group=1, t=150, s=300, width=64, values=None, dtype=np.float32, past=None,
