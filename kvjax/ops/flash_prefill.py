@@ -111,6 +111,11 @@ def default_blocks(q: Array, k: Array, v: Array) -> Blocks:
     return Blocks(512, 512, 256, 512)
 
 
+def slots_in_vmem(block: int, h: int, v: int) -> int:
+    """Slots, in whole blocks, whose keys' and values' gradients are summed in VMEM at once."""
+    return max(1, PART_BYTES // (4 * block * (h + v))) * block
+
+
 def _reference(
     q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array, q_segments: Array | None,
     k_segments: Array | None, *, scale: float, window: int | None, softcap: float | None,
@@ -197,8 +202,8 @@ def _backward(call: _Call, kept: tuple[Array, ...], cotangents: tuple[Array, Arr
     d_out, d_lse = cotangents
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
     sizes, *rows = call.prepared(q, k, (q_rows, k_rows), back=True)
-    sums = 4 * sizes.kv * (k.shape[3] + v.shape[3])
-    part = max(1, min(PART_BYTES // sums, -(-k.shape[2] // sizes.kv)))
+    most = slots_in_vmem(sizes.kv, k.shape[3], v.shape[3]) // sizes.kv
+    part = min(most, -(-k.shape[2] // sizes.kv))
     dq, dk, dv = backward_tpu.gradients(
         q, k, v, *rows, d_out, lse, delta, sizes=sizes, part=part, interpret=call.interpret
     )
