@@ -150,9 +150,11 @@ def gradients(
         dq, dk, dv = _part(q, *here[1:], q_rows, here[0], d_out, lse, delta, dq, sizes, interpret)
         return dq, (dk, dv)
 
-    dq, found = jax.lax.scan(one, jnp.zeros(q.shape, jnp.float32), jnp.arange(parts))
+    # In whole blocks, because a result in place of an operand has its shape.
+    none = jnp.zeros((*q.shape[:3], q_rows.shape[2], q.shape[4]), jnp.float32)
+    dq, found = jax.lax.scan(one, none, jnp.arange(parts))
     dk, dv = (jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[4]) for x in found)
-    return dq, dk, dv
+    return dq[:, :, :, : q.shape[3]], dk, dv
 
 
 def _part(
@@ -176,7 +178,7 @@ def _part(
             (dq, specs.queries(h)),
         ],
         outputs=[
-            (jax.ShapeDtypeStruct(q.shape, jnp.float32), specs.queries(h)),
+            (jax.ShapeDtypeStruct(dq.shape, jnp.float32), specs.queries(h)),
             (jax.ShapeDtypeStruct(k.shape, k.dtype), specs.all_slots(k)),
             (jax.ShapeDtypeStruct(v.shape, v.dtype), specs.all_slots(v)),
         ],

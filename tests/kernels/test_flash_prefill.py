@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
+from kvjax.ops import flash_prefill as op
 from kvjax.ops.flash_prefill import Blocks, flash_prefill, tpu_flash_prefill
+from kvjax.pallas_kernels.flash_prefill import plan
 from tests.ops.oracles import rms
 
 SMALL = Blocks(128, 128, 128, 128)
@@ -153,3 +156,113 @@ def test_gradients_are_those_of_the_plain_form(case):
         want = back(plain, jnp.float64)
     for x, y in zip(back(kernels, inputs[0].dtype), want, strict=True):
         assert rms(x.astype(jnp.float32), y) < bar
+
+
+def test_gradients_add_up_over_parts_of_the_slots(monkeypatch):
+    drawn, options, bar = split("a prompt over itself")
+    inputs = draw(3, **drawn)
+
+    def back():
+        return jax.jit(
+            jax.grad(lambda q, k, v: kernels((q, k, v, *inputs[3:]), options)[0].sum(), (0, 1, 2))
+        )(*inputs[:3])
+
+    want = back()
+    monkeypatch.setattr(op, "PART_BYTES", 1)
+    assert op.slots_in_vmem(128, 64, 64) == 128
+    for x, y in zip(back(), want, strict=True):
+        assert rms(x, y) < bar
+
+
+@pytest.mark.parametrize("case", ["segments over a cache, window", "a prompt over itself"])
+def test_the_machine_reads_no_memory_that_nobody_wrote(case):
+    """The interpreter of the TPU fills memory with numbers that are none, and copies as the machine does."""
+    drawn, options, bar = split(case)
+    inputs = draw(4, **drawn)
+    mode = pltpu.InterpretParams(uninitialized_memory="nan")
+
+    def total(q, k, v):
+        out, lse = kernels((q, k, v, *inputs[3:]), options, interpret=mode)
+        return out.sum(), (out, lse)
+
+    try:
+        (_, got), grads = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(*inputs[:3])
+        check(got, by_hand(*inputs, **options), bar)
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+    want = jax.jit(jax.grad(lambda *x: plain((*x, *inputs[3:]), options)[0].sum(), (0, 1, 2)))(*inputs[:3])
+    for x, y in zip(grads, want, strict=True):
+        assert rms(x, y) < 4e-6
+
+
+def test_chunks_of_a_prompt_are_the_whole():
+    q, k, v, pos, k_pos, *_ = draw(5, t=300, heads=2)
+    how = dict(scale=0.3, window=130, softcap=None)
+    run = jax.jit(lambda *x: kernels((*x, None, None), how))
+    whole = run(q, k, v, pos, k_pos)
+    parts = [
+        run(q[:, :, a:z], k[:, :, :z], v[:, :, :z], pos[:, a:z], k_pos[:, :z])
+        for a, z in ((0, 171), (171, 300))
+    ]
+    for x, y in zip(zip(*parts, strict=True), whole, strict=True):
+        np.testing.assert_allclose(np.concatenate(x, 2), y, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 20, 300])
+@pytest.mark.parametrize("kind", ["a prompt", "any order", "segments"])
+def test_kinds_of_blocks_are_what_a_mask_says(kind, window, rng):
+    """No block that is seen is left out, none is called whole that is not; of ordered ones all is exact."""
+    pos = np.where(np.arange(512) < 450, np.arange(512), -1)[None].astype(np.int32)
+    q_rows, k_rows = [pos], [np.concatenate([pos, np.full((1, 128), -1, np.int32)], 1)]
+    if kind == "any order":
+        k_rows[0] = rng.permutation(k_rows[0], axis=1)
+    if kind == "segments":
+        q_rows.append(pos // 100)
+        k_rows.append(k_rows[0] // 100)
+    sizes = plan.Sizes(128, 128, 1.0, window)
+    kinds = np.asarray(plan.block_kinds(*(jnp.asarray(np.stack(x, 1)) for x in (q_rows, k_rows)), sizes))[0]
+    a, z = q_rows[0][0][:, None], k_rows[0][0][None]
+    seen = (z >= 0) & (z <= a) & ((z > a - window) if window else True)
+    if kind == "segments":
+        seen &= q_rows[1][0][:, None] == k_rows[1][0][None]
+    blocks = seen.reshape(4, 128, 5, 128).swapaxes(1, 2)
+    some, every = blocks.any((2, 3)), blocks.all((2, 3))
+    assert (kinds > 0)[some].all() and not (kinds == plan.WHOLE)[~every].any()
+    if kind != "any order":
+        np.testing.assert_array_equal(kinds > 0, some)
+        np.testing.assert_array_equal(kinds == plan.WHOLE, every)
+    found = plan.plan(jnp.asarray(kinds)[None])
+    for n, row in enumerate(kinds > 0):
+        at = np.flatnonzero(row)
+        assert found.count[n] == (at[-1] - at[0] + 1 if len(at) else 0)
+        assert not len(at) or found.first[n] == at[0]
+    assert found.width == max(1, np.asarray(found.count).max())
+
+
+def test_what_cannot_run_says_why():
+    q, k, v, pos, k_pos, *_ = draw(0, t=128)
+    run = lambda *x, **how: flash_prefill(*x, pos, k_pos, scale=1.0, **how)  # noqa: E731
+    with pytest.raises(NotImplementedError, match="there is no such form"):
+        run(q, k, v, implementation="cuda")
+    with pytest.raises(
+        NotImplementedError, match="float16, float32 and float32, expected float32 or bfloat16"
+    ):
+        run(q.astype(jnp.float16), k, v, implementation="tpu")
+    with pytest.raises(NotImplementedError, match="blocks of .*, expected multiples of 128"):
+        run(q, k, v, implementation="tpu", blocks=Blocks(128, 100, 128, 128))
+    with pytest.raises(ValueError, match="do not fit"):
+        run(*(jnp.concatenate([x] * n, 1) for x, n in ((q, 3), (k, 2), (v, 2))))
+    with pytest.raises(ValueError, match="segments of one side only"):
+        run(q, k, v, q_segments=pos)
+    long = jax.ShapeDtypeStruct((64, 8, 2**17, 128), jnp.bfloat16)
+    lists = jax.ShapeDtypeStruct((64, 8, 2**17), jnp.int32)
+    found = []
+    jax.eval_shape(lambda x, pos: found.append(op.refusal(x, x, x, pos)), long, lists)
+    assert "exceeds the scalar memory" in found[0]
+
+
+def test_here_it_runs_as_the_plain_form_and_by_force_as_the_kernel():
+    drawn, options, bar = split("a short cache")
+    inputs = draw(6, **drawn)
+    plainly = flash_prefill(*inputs[:5], **options)
+    check(flash_prefill(*inputs[:5], **options, implementation="tpu interpret"), plainly, bar)
