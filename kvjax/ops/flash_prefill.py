@@ -6,6 +6,7 @@ alone decide what is seen, as in `kvjax.ops.attention`.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -108,7 +109,13 @@ def refusal(q: Array, k: Array, v: Array, k_pos: Array, blocks: Blocks | None = 
 
 def default_blocks(q: Array, k: Array, v: Array) -> Blocks:
     """Blocks that the compiler's figures favour (docs/kernels.md)."""
-    return Blocks(512, 512, 256, 512)
+    group, single = q.shape[1] // k.shape[1], q.dtype == jnp.float32
+    wide = max(q.shape[3], v.shape[3]) > LANES
+    rows = 4096 // (2 if wide else 1) // (4 if single else 1)
+    tokens = min(int(1024 / math.sqrt(group)), rows // group)
+    back = min(512, 1024 // group // (2 if single else 1))
+    tokens, back = (max(LANES, x // LANES * LANES) for x in (tokens, back))
+    return Blocks(tokens, 512, back, 256 if single else 512)
 
 
 def slots_in_vmem(block: int, h: int, v: int) -> int:

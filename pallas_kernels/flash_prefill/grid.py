@@ -13,6 +13,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .plan import MASKED, WHOLE, Sizes, block_kinds, plan
 
+# More than some generations grant unasked; wide heads in large groups take up to 25 MiB.
+VMEM_BYTES = 2**25
+
 
 class Specs:
     """The plan of a call and the block specifications of its operands.
@@ -126,6 +129,7 @@ def run(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary" if sums else "parallel", "arbitrary"),
             disable_bounds_checks=True,
+            vmem_limit_bytes=VMEM_BYTES,
         ),
         input_output_aliases=aliases or {},
         interpret=interpret,
