@@ -80,7 +80,7 @@ def schedule(folder: str, kernel: str) -> dict[str, Any]:
 def branches(text: str) -> list[int]:
     """Bundles of every conditional part within a loop that has no other such part in it, in their order.
 
-    >>> branches("0x0 : > { sbr.rel (%p) target = $region2 }\n0x9 : > { } /* Start region 2 */")
+    >>> branches("0x0 : > { sbr.rel (%p) target = $region2 }\\n0x9 : > { } /* Start region 2 */")
     [9]
     """
     starts: dict[str, int] = {}
