@@ -150,7 +150,7 @@ def tpu_flash_prefill(
     b, n, t, h = q.shape
     heads = k.shape[1]
     # A block is no longer than what there is: short chunks are filled up, and short caches.
-    filled = [_filled(x, LANES, axis=2) for x in (q, k, v)]
+    filled = [jnp.pad(x, ((0, 0), (0, 0), (0, max(0, LANES - x.shape[2])), (0, 0))) for x in (q, k, v)]
     grouped = filled[0].reshape(b, heads, n // heads, -1, h)
     q_rows, k_rows = [q_pos[:, None]], [k_pos]
     if q_segments is not None and k_segments is not None:
@@ -161,12 +161,6 @@ def tpu_flash_prefill(
     call = _Call(size, scale, window, softcap, interpret)
     out, lse = _attend(call, grouped, *filled[1:], *rows)
     return out[:, :, :, :t].reshape(b, n, t, -1), lse[..., :t].reshape(b, n, t)
-
-
-def _filled(x: Array, least: int, axis: int, value: int = 0) -> Array:
-    """x with at least `least` entries along an axis."""
-    short = [(0, max(0, least - size) if n == axis else 0) for n, size in enumerate(x.shape)]
-    return jnp.pad(x, short, constant_values=value)
 
 
 class _Call(NamedTuple):
