@@ -13,6 +13,8 @@ class Case(NamedTuple):
     cache: bytes of the cache among the operands. kernel: the name of the Pallas call. trips: how often the
     code at each loop depth of the kernel runs. profiles: whether the compiler can simulate it; it aborts on
     copies by hand whose sources it cannot tell. donated: places of the operands that the program may reuse.
+    branches: how often the largest conditional parts of the outermost loop run, in their order; other code
+    counts as if it always ran.
     """
 
     run: Callable[..., Any]
@@ -24,3 +26,4 @@ class Case(NamedTuple):
     trips: dict[str, int]
     profiles: bool = True
     donated: tuple[int, ...] = ()
+    branches: tuple[int, ...] = ()

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvjax.aot.cases import CASES
 from kvjax.aot.hardware import device_of
+from kvjax.aot.reading import largest
 from kvjax.errors import InputError
 
 SECONDS = 300
@@ -45,7 +46,10 @@ def probe(topology: str, name: str) -> dict[str, Any]:
             found = _child(topology, name, how)
     if "error" in found:
         return found
-    cycles = sum(case.trips.get(depth, 1) * n for depth, n in found["bundles"].items()) / device.cores
+    cycles = sum(case.trips.get(depth, 1) * n for depth, n in found["bundles"].items())
+    for size, runs in zip(largest(found["branches"], len(case.branches)), case.branches, strict=False):
+        cycles -= (case.trips["1"] - runs) * size
+    cycles /= device.cores
     bounds = {
         "bundles": cycles / device.clock,
         "model": (found["cycles"] or 0) / device.clock,

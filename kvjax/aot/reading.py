@@ -12,6 +12,10 @@ from typing import Any
 # A bundle of instructions: its address, perhaps a loop's mark, and one ">" for every loop around it.
 BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*((?:>\s*)*)\{", re.M)
 COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* copy\(")
+ADDRESS = re.compile(r"^\s*(0x[0-9a-f]+|0)\s")
+REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
+# A jump over a conditional part; the mark is that of code within a loop.
+JUMP = re.compile(r":\s*>.*sbr\.rel \(.*?target = \$region(\d+)")
 SUB_BYTE = {"s4": 4, "u4": 4, "s2": 2, "u2": 2}
 
 
@@ -47,12 +51,14 @@ def staged(module: str, least: int) -> list[str]:
 
 
 def schedule(folder: str, kernel: str) -> dict[str, Any]:
-    """Bundles per loop depth, spilled stores, VMEM and estimated cycles of a kernel, from the dumps.
+    """Bundles per loop depth and conditional part, spilled stores, VMEM and estimated cycles of a kernel.
 
     What a dump does not hold is None: cycles where nothing was profiled.
     """
     bundles: dict[str, int] = {}
+    parts: list[int] = []
     for text in _dumps(folder, kernel, "-final_bundles.txt", but="schedule-analysis"):
+        parts += branches(text)
         for marks in BUNDLE.findall(text):
             depth = str(marks.count(">"))
             bundles[depth] = bundles.get(depth, 0) + 1
@@ -64,10 +70,40 @@ def schedule(folder: str, kernel: str) -> dict[str, Any]:
     cycles = [int(n) for text in profiled for n in re.findall(r"estimated_cycles: (\d+)", text)]
     return {
         "bundles": bundles,
+        "branches": parts,
         "spills": sum(spills) if spills else None,
         "vmem": max(vmem, default=None),
         "cycles": max(cycles, default=0) or None,
     }
+
+
+def branches(text: str) -> list[int]:
+    """Bundles of every conditional part within a loop that has no other such part in it, in their order.
+
+    >>> branches("0x0 : > { sbr.rel (%p) target = $region2 }\\n0x9 : > { } /* Start region 2 */")
+    [9]
+    """
+    starts: dict[str, int] = {}
+    jumps, address = [], 0
+    for line in text.splitlines():
+        at = ADDRESS.match(line)
+        address = int(at[1], 0) if at else address
+        for region in REGION.findall(line):
+            starts.setdefault(region, address)
+        jumps += [(address, region) for region in JUMP.findall(line)]
+    spans = [(a, starts[n]) for a, n in jumps if starts.get(n, 0) > a]
+    inner = [x for x in spans if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in spans)]
+    return [z - a for a, z in inner]
+
+
+def largest(sizes: list[int], count: int) -> list[int]:
+    """The `count` largest, in their order.
+
+    >>> largest([3, 9, 1, 7], 2)
+    [9, 7]
+    """
+    chosen = sorted(sorted(range(len(sizes)), key=lambda n: -sizes[n])[:count])
+    return [sizes[n] for n in chosen]
 
 
 def _dumps(folder: str, kernel: str, ending: str, but: str = "\0") -> Iterator[str]:

@@ -74,3 +74,17 @@ def test_a_relayout_of_the_cache_is_counted_and_a_small_copy_is_not():
     """
     assert reading.large_copies(text, 2**20) == 1 and reading.large_copies(text, 1) == 2
     assert reading.staged(text, 2**16) == ["big"] and reading.staged(text, 2**30) == []
+
+
+def test_conditional_parts_are_measured_where_nothing_is_conditional_within_them():
+    text = """
+     0   :  { sbr.rel (%p0) target = $region9 }
+  0x1 LB: > { sbr.rel (%p1) target = $region4 }
+  0x4   : > { sbr.rel (!%p2) target = $region3 }
+  0x9 PF: > { %a = smov 0 } /* Start region 3 */
+  0x20 PF: > { %b = smov 0 } /* Start/End empty region 4 :: Start region 5 */
+  0x21   : > { sbr.rel (%p3) target = $region6 }
+  0x40   : > { %c = smov 0 } /* Start region 6 */
+  0x50   :  {} /* Start region 9 */
+    """
+    assert reading.branches(text) == [5, 31] and reading.largest([5, 31, 8], 2) == [31, 8]

@@ -1,0 +1,80 @@
+"""What the kernels of a prefill do with one tile of scores and its positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .plan import Sizes
+
+LANES = 128
+NEG_INF = float("-inf")
+LOG2E = 1.4426950408889634
+NT, NN = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))
+
+
+def column(row: Any) -> Any:
+    """[1, n] as [n, 128], every lane the same."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
+
+
+def lanes(x: Any, count: int) -> Any:
+    """A `column` with `count` lanes."""
+    return x[:, :count] if count <= LANES else jnp.tile(x, (1, -(-count // LANES)))[:, :count]
+
+
+def only_real(x: Any, pos: Any) -> Any:
+    """Rows of x where the column `pos` is not below 0, else 0: zero times what is no number is none."""
+    live = lanes(pos, x.shape[1]) >= 0
+    return jnp.where(live, x.astype(jnp.float32), 0.0).astype(x.dtype)
+
+
+def rows_of(ref: Any) -> list[Any]:
+    """The rows [1, n] of a block [1, C, n]."""
+    return [ref[0, n : n + 1] for n in range(ref.shape[1])]
+
+
+def visible(asked: list[Any], pos: list[Any], window: int | None) -> Any:
+    """Which slots of a tile are seen, from positions and perhaps segments of both, as rows or as columns.
+
+    Queries below 0 see nothing, and slots below 0 are not seen.
+    """
+    low = jnp.zeros_like(asked[0]) if window is None else jnp.maximum(asked[0] - (window - 1), 0)
+    seen = (pos[0] >= low) & (pos[0] <= asked[0])
+    return seen & (asked[1] == pos[1]) if len(asked) == 2 else seen
+
+
+def matrix_dtype(x: Any) -> Any:
+    """What products of queries `x` are taken in."""
+    return jnp.float32 if x.dtype == jnp.float32 else jnp.bfloat16
+
+
+def dot(x: Any, y: Any, dims: Any) -> Any:
+    """A product in float32 of operands in `matrix_dtype`."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.float32, precision=precision)
+
+
+def chunks(heads: int, tokens: int, rows: int) -> Iterator[tuple[int, slice]]:
+    """(head of the group, tokens) of the rows that are worked on at once."""
+    for g in range(heads):
+        for start in range(0, tokens, rows):
+            yield g, slice(start, min(start + rows, tokens))
+
+
+def logits(s: Any, sizes: Sizes) -> Any:
+    """Logits in base 2 of products s, so that exp2 is the softmax's exponential."""
+    if sizes.softcap is None:
+        return s * (sizes.scale * LOG2E)
+    return jnp.tanh(s * (sizes.scale / sizes.softcap)) * (sizes.softcap * LOG2E)
+
+
+def slope(z: Any, sizes: Sizes) -> Any:
+    """d(logit) / d(scale s) at the base-2 logits z of `logits`: 1 - tanh^2 under a soft-cap; None if 1."""
+    if sizes.softcap is None:
+        return None
+    tanh = z * (1 / (sizes.softcap * LOG2E))
+    return 1.0 - tanh * tanh
