@@ -5,8 +5,8 @@ Every function returns (o [B, T, H, V], final state [B, H, K, V]) in promote(flo
 * scale: what o is multiplied by, K^-0.5 unless given (or unless the paper has none);
 * mask: tokens that it leaves out (padding) change no state;
 
-and, by keyword, what `run` takes: initial_state, segments and recurrent. One token with recurrent=True is a
-step of decoding. H is a multiple of N: query and key heads serve groups of value heads.
+and, by keyword, what `run` takes: initial_state, segments, recurrent and implementation. One token with
+recurrent=True is a step of decoding. H is a multiple of N: query and key heads serve groups of value heads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.ops.dtypes import wide
 from kvjax.ops.features import normalised
-from kvjax.ops.recurrence import Tokens, chunked, scan, tokens_of
+from kvjax.ops.gated_delta import gated_delta, gated_delta_step
+from kvjax.ops.recurrence import Tokens, scan, tokens_of, zero_state
 
 QK = Float[Array, "B T N K"]
 Values = Float[Array, "B T H V"]
@@ -35,12 +36,27 @@ def run(
     initial_state: State | None = None,
     segments: Int[Array, "B T"] | None = None,
     recurrent: bool = False,
+    implementation: str | None = "reference",
 ) -> Output:
     """The recurrence in chunks of matrix products, or token by token where `recurrent`.
 
     It starts from initial_state (zeros where None), and from zeros again wherever `segments` changes.
+    implementation: as in `gated_delta`, for chunks and for single tokens; the kernels run on one device.
+    Raises NotImplementedError where a forced one cannot run.
     """
-    return (scan if recurrent else chunked)(tokens, initial_state, segments)
+    if not recurrent:
+        return gated_delta(tokens, initial_state, segments, implementation=implementation)
+    if implementation == "reference" or (implementation is None and tokens.k.shape[1] > 1):
+        return scan(tokens, initial_state, segments)
+    if tokens.k.shape[1] > 1:
+        raise NotImplementedError(
+            f"{implementation!r} has no recurrent form for {tokens.k.shape[1]} tokens: give one, or leave "
+            "recurrent out"
+        )
+    state = zero_state(tokens) if initial_state is None else initial_state.astype(tokens.v.dtype)
+    token = jax.tree.map(lambda x: x[:, 0], tokens)
+    out, state = gated_delta_step(state, token, implementation=implementation)
+    return out[:, None], state
 
 
 def linear_attention(

@@ -94,7 +94,7 @@ def log_linear_step(
     """
     move, ahead = level(state.next, state.next - 1), jnp.ones_like(state.next)
     if mask is not None:
-        token = _without(token, mask)
+        token = without(token, mask)
         move, ahead = (jnp.where(mask, x, jnp.zeros_like(x)) for x in (move, ahead))
     levels = _merge(state.levels, move)
     # Every level decays and is erased; only level 0 is written.
@@ -201,7 +201,7 @@ def log_linear_gated_delta(
     return log_linear(tokens, level_scales, initial_state, **how)
 
 
-def _without(tokens: Tokens, mask: Bool[Array, "..."]) -> Tokens:
+def without(tokens: Tokens, mask: Bool[Array, "..."]) -> Tokens:
     """Tokens that decay, erase and write nothing where the mask leaves them out."""
     q, k, v, g, p = tokens
     real = mask[..., None, None]
@@ -264,7 +264,7 @@ def _one_chunk(
 ) -> tuple[Float[Array, "B C H V"], LevelState]:
     """One chunk from any positions: sums over its own tokens j, and over the levels l that entered it."""
     levels, following = _restart(state, fresh[:, 0])
-    tokens = _without(tokens, real)
+    tokens = without(tokens, real)
     size, count = real.shape[1], levels.shape[1]
     until = jnp.tril(jnp.ones((1, size, size), bool))
     segment = (until & fresh[:, None]).sum(-1, dtype=jnp.int32)

@@ -1,0 +1,222 @@
+"""One chunk of one head: what the kernels of both directions compute, in products that suit a matrix unit.
+
+    rhs = v - (p e^D) S,   u = (I + A)^-1 rhs,   o = (q e^D) S + M u,   S' = e^(sum g) S + (k e^R)' u
+
+with A_ij = sum_d p_id k_jd exp(sum_{j < l <= i} g_ld) below the diagonal and M of q, with the diagonal
+(DeltaNet, arXiv:2406.06484; Kimi Linear, arXiv:2510.26692, eq. 6-9). D sums the log decays up to a token, R
+those behind it. Every exponent is a sum of log decays and never a difference of two sums: nothing overflows,
+nothing cancels, and a decay that forgets everything does no harm to its neighbours.
+
+Functions that `yield` between products run side by side (`take_turns`): the compiler overlaps what is near in
+the program, and the products of one head wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
+ROWS_BY_ROWS = (((1,), (1,)), ((), ()))
+COLUMNS_BY_COLUMNS = (((0,), (0,)), ((), ()))
+TILE_ROWS = 8
+Steps = Generator[None, None, Any]
+
+
+class Chunk(NamedTuple):
+    """Tokens of one head. g: log decays, [C, K] or, one per token, [1, C]. p: None if nothing is erased."""
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    p: Any
+
+
+class Pairs(NamedTuple):
+    """A (None if nothing is erased), M, and decays: up to each token, behind it, and over the whole chunk."""
+
+    erase: Any
+    read: Any
+    until: Any
+    behind: Any
+    whole: Any
+
+
+def take_turns(steps: Iterable[Steps]) -> list[Any]:
+    """What each of the functions returns, one step of each after the other."""
+    waiting, found = dict(enumerate(steps)), {}
+    while waiting:
+        for n, one in list(waiting.items()):
+            try:
+                next(one)
+            except StopIteration as end:
+                found[n] = end.value
+                del waiting[n]
+    return [found[n] for n in sorted(found)]
+
+
+def chunk(c: Chunk, state: Any, *, exact: bool, inverted: Any = None) -> Steps:
+    """(o [C, V], new state [K, V], (I + A)^-1 or None) in float32; `inverted` is the last where it is known.
+
+    exact: products of float32 factors. Else factors are rounded to bfloat16, but for those of the inverse's
+    correction and of what the state erases and takes in, which keep two such terms.
+    """
+    few, more = (6, 6) if exact else (1, 3)
+    c = Chunk(*(None if x is None else x.astype(jnp.float32) for x in c))
+    pairs = yield from (_pairs_by_head if c.g.shape[0] == 1 else _pairs_by_channel)(c, exact)
+    past, u = dot(c.q * pairs.until, state, ROWS_BY_COLUMNS, few), c.v
+    if c.p is not None:
+        known = dot(c.p * pairs.until, state, ROWS_BY_COLUMNS, more)
+        if inverted is None:
+            inverted = yield from inverse(pairs.erase, exact)
+        u = _solve(few, inverted, pairs.erase, u - known)
+    yield
+    out = past + dot(pairs.read, u, ROWS_BY_COLUMNS, few)
+    written = dot(c.k * pairs.behind, u, COLUMNS_BY_COLUMNS, more)
+    return out, jnp.transpose(pairs.whole) * state + written, inverted
+
+
+def dot(a: Any, b: Any, contract: Any, passes: int) -> Any:
+    """A float32 product of float32 factors (6 passes), or of factors rounded to bfloat16 (1 pass).
+
+    2 and 3 passes keep a second term of a, or of both.
+    """
+    product = partial(jax.lax.dot_general, dimension_numbers=contract, preferred_element_type=jnp.float32)
+    if passes == 6:
+        return product(a, b, precision=jax.lax.Precision.HIGHEST)
+    rest = lambda x: (x - x.astype(jnp.bfloat16).astype(x.dtype)).astype(jnp.bfloat16)  # noqa: E731
+    high_a, high_b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+    out = product(high_a, high_b)
+    out = out + product(rest(a), high_b) if passes > 1 else out
+    return out + product(high_a, rest(b)) if passes > 2 else out
+
+
+def _index(shape: tuple[int, ...], axis: int) -> Any:
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _down(x: Any, rows: int) -> Any:
+    """Rows moved down by `rows`, the last ones to the top."""
+    return pltpu.roll(x, rows % x.shape[0], 0)
+
+
+_down.defvjp(lambda x, rows: (_down(x, rows), None), lambda rows, _, dx: (_down(dx, -rows),))
+
+
+def _second(x: Any, half: int) -> Any:
+    """Rows of the second halves of blocks of 2 half rows; all rows where halves are no whole tiles."""
+    return x if half % TILE_ROWS else x.reshape(-1, 2, half, x.shape[1])[:, 1].reshape(-1, x.shape[1])
+
+
+def _with_second(x: Any, rows: Any, half: int) -> Any:
+    """x with the rows that `_second` takes."""
+    if half % TILE_ROWS:
+        return rows
+    first = x.reshape(-1, 2, half, x.shape[1])[:, 0]
+    return jnp.stack([first, rows.reshape(first.shape)], 1).reshape(x.shape)
+
+
+def _pairs_by_channel(c: Chunk, exact: bool) -> Steps:
+    """`Pairs` with decays per channel: halves of ever larger blocks meet at their border.
+
+    The second half's rows decay from the border on, the first half's up to it: one product per size.
+    """
+    size = c.k.shape[0]
+    row, apart = _index(c.k.shape, 0), _index((size, size), 0) ^ _index((size, size), 1)
+    sides = [c.q] if c.p is None else [c.q, c.p]
+    pairs = [jnp.zeros((size, size), jnp.float32) for _ in sides]
+    # Sums within blocks: up to a row, behind it, and all; the blocks double.
+    until, behind, whole = c.g, jnp.zeros_like(c.g), c.g
+    half = 1
+    while half < size:
+        is_second = (row & half) != 0
+        decay = jnp.exp(jnp.where(is_second, until, behind))
+        from_border, near = _second(decay, half), _second(apart, half) < half
+        left = jnp.concatenate([_second(x, half) * from_border for x in sides])
+        right = jnp.where(is_second, 0.0, decay) * c.k
+        found = jnp.split(dot(left, right, ROWS_BY_ROWS, 6 if exact else 1), len(sides))
+        # What is further away than this block is wrong until its own size comes, or above the diagonal.
+        pairs = [
+            _with_second(x, jnp.where(near, _second(x, half), y), half)
+            for x, y in zip(pairs, found, strict=True)
+        ]
+        yield
+        before, after = _down(whole, half), _down(whole, -half)
+        until += jnp.where(is_second, before, 0.0)
+        behind += jnp.where(is_second, 0.0, after)
+        whole += jnp.where(is_second, before, after)
+        half *= 2
+    i, j = _index(apart.shape, 0), _index(apart.shape, 1)
+    itself = jnp.sum(c.q * c.k, 1, keepdims=True)
+    read = jnp.where(i > j, pairs[0], jnp.where(i == j, itself, 0.0))
+    erase = None if c.p is None else jnp.where(i > j, pairs[1], 0.0)
+    return Pairs(erase, read, jnp.exp(until), jnp.exp(behind), jnp.exp(whole[:1]))
+
+
+def _pairs_by_head(c: Chunk, exact: bool) -> Steps:
+    """`Pairs` with one decay per token, as one product times a mask of decays."""
+    size = c.k.shape[0]
+    i, j = _index((size, size), 0), _index((size, size), 1)
+    until, behind = jnp.where(i >= j, c.g, 0.0), jnp.where(i < j, c.g, 0.0)
+    between = dot(until, jnp.where(i > j, 1.0, 0.0), ROWS_BY_COLUMNS, 6 if exact else 2)
+    sides = c.q if c.p is None else jnp.concatenate([c.q, c.p])
+    pairs = dot(sides, c.k, ROWS_BY_ROWS, 6 if exact else 1)
+    yield
+    decay = jnp.exp(jnp.where(i >= j, between, 0.0))
+    read = jnp.where(i >= j, pairs[:size] * decay, 0.0)
+    erase = None if c.p is None else jnp.where(i > j, pairs[size:] * decay, 0.0)
+    sums = (x.sum(1, keepdims=True) for x in (until, behind, c.g))
+    return Pairs(erase, read, *(jnp.exp(x) for x in sums))
+
+
+def inverse(a: Any, exact: bool) -> Steps:
+    """(I + a)^-1 of a strictly lower triangle, its diagonal blocks doubling: X - X a X below the border.
+
+    Never powers of a, which grow like binomials where keys are alike. Where not exact, the blocks come from
+    factors of bfloat16, and one step of Newton's squares their error.
+    """
+    apart = _index(a.shape, 0) ^ _index(a.shape, 1)
+    one = jnp.where(apart == 0, 1.0, 0.0)
+    x = one - jnp.where(apart == 1, a, 0.0)
+    product = partial(dot, contract=ROWS_BY_COLUMNS, passes=6 if exact else 1)
+    half = 2
+    while half < a.shape[0]:
+        rows, far = _second(x, half), _second(apart, half)
+        below = product(rows, a)
+        yield
+        below = product(below, x)
+        x = _with_second(x, jnp.where((far >= half) & (far < 2 * half), -below, rows), half)
+        yield
+        half *= 2
+    if exact:
+        return x
+    error = one - x - dot(a, x, ROWS_BY_COLUMNS, 3)
+    yield
+    return x + product(x, error)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _solve(passes: int, x: Any, a: Any, rhs: Any) -> Any:
+    """(I + a)^-1 rhs with the inverse x at hand."""
+    return dot(x, rhs, ROWS_BY_COLUMNS, passes)
+
+
+def _solve_forward(passes: int, x: Any, a: Any, rhs: Any) -> Any:
+    y = _solve(passes, x, a, rhs)
+    return y, (x, y)
+
+
+def _solve_backward(passes: int, kept: Any, dy: Any) -> Any:
+    x, y = kept
+    drhs = dot(x, dy, COLUMNS_BY_COLUMNS, passes)
+    return jnp.zeros_like(x), -dot(drhs, y, ROWS_BY_ROWS, passes), drhs
+
+
+_solve.defvjp(_solve_forward, _solve_backward)

@@ -1,0 +1,235 @@
+"""The recurrence of linear attentions on TPUs: the kernels against float64 numpy and the plain form.
+
+Blocks behind the end of a sequence hold no numbers in the interpreters, and neither does fresh memory.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from kvjax.ops import linear_attention as members
+from kvjax.ops.gated_delta import gated_delta, gated_delta_step, tpu_gated_delta, tpu_gated_delta_step
+from kvjax.ops.recurrence import Tokens, chunked, scan
+from kvjax.pallas_kernels.gated_delta.chunk import inverse, take_turns
+from tests.ops.oracles import oracle, rms
+from tests.ops.recurrences import by_hand
+from tests.parity.ops_table import OPS
+
+B, T, H, K, V = 1, 19, 2, 6, 5
+BARS = {"float32": 2e-6, "bfloat16": 1e-2}
+kinds = pytest.mark.parametrize(
+    "vector, erase", [(False, False), (True, False), (False, True), (True, True)],
+    ids=["mamba-2", "gla", "gated delta", "kda"],
+)  # fmt: skip
+dtypes = pytest.mark.parametrize("dtype", BARS)
+simplest_and_richest = pytest.mark.parametrize(
+    "vector, erase", [(False, False), (True, True)], ids=["mamba-2", "kda"]
+)
+
+
+def draw(seed, vector, erase, *, b=B, t=T, h=H, k=K, v=V, strength=2.0, dtype="float32"):
+    """(tokens, state): unit keys, log decays between 0 and -strength, betas up to 2."""
+    rng = np.random.default_rng(seed)
+    q, key = rng.normal(size=(2, b, t, h, k))
+    key /= np.linalg.norm(key, axis=-1, keepdims=True)
+    value, beta = rng.normal(size=(b, t, h, v)), 2 * rng.random((b, t, h, 1))
+    g = -strength * rng.random((b, t, h, k if vector else 1))
+    q, key, value, p = (jnp.asarray(x, dtype) for x in (q, key, beta * value, beta * key))
+    state = jnp.asarray(rng.normal(size=(b, h, k, v)), jnp.float32)
+    return Tokens(q, key, value, jnp.asarray(g, jnp.float32), p if erase else None), state
+
+
+def check(got, want, bar):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        x = np.asarray(x, np.float64)
+        assert np.isfinite(x).all() and rms(x, y) < bar, rms(x, y)
+
+
+def kernel(tokens, state, segments=None, chunk=8, **how):
+    return jax.jit(partial(tpu_gated_delta, chunk=chunk, **{"interpret": True, "span": 2} | how))(
+        tokens, state, segments
+    )
+
+
+@dtypes
+@kinds
+def test_the_forward_pass_is_the_equation(vector, erase, dtype):
+    tokens, state = draw(0, vector, erase, dtype=dtype)
+    check(kernel(tokens, state), by_hand(tokens, state), BARS[dtype])
+
+
+@pytest.mark.parametrize("t", [1, 8, 16, 17])
+def test_any_length_fits(t):
+    tokens, state = draw(1, True, True, t=t)
+    check(kernel(tokens, state), by_hand(tokens, state), 2e-6)
+
+
+@pytest.mark.parametrize("k, v, h", [(64, 96, 1), (80, 64, 3), (128, 128, 4), (192, 128, 1), (256, 256, 2)])
+def test_heads_of_any_width_and_number(k, v, h):
+    tokens, state = draw(2, False, True, k=k, v=v, h=h, t=11)
+    check(kernel(tokens, state), by_hand(tokens, state), 2e-6)
+
+
+@kinds
+def test_decays_that_forget_everything_do_no_harm(vector, erase):
+    tokens, state = draw(3, vector, erase, strength=0.2)
+    strong = np.random.default_rng(0).random(tokens.log_decay.shape) < 0.2
+    tokens = tokens._replace(log_decay=jnp.where(strong, -200.0, tokens.log_decay))
+    check(kernel(tokens, state), by_hand(tokens, state), 2e-6)
+
+
+@kinds
+def test_segments_start_from_zero(vector, erase):
+    tokens, state = draw(4, vector, erase, b=2)
+    segments = jnp.asarray([[0] * 9 + [1] * 10, [3] * 8 + [5] + [2] * 10], jnp.int32)
+    with jax.enable_x64(True):
+        want = scan(*jax.tree.map(lambda x: x.astype(jnp.float64), (tokens, state)), segments)
+    check(kernel(tokens, state, segments), want, 2e-6)
+
+
+ORACLES = [
+    "linear_attn", "retention", "simple_gla", "gla", "gla_strong_decay", "hgrn2", "mamba2_ssd", "delta_rule",
+    "gated_delta_rule", "gated_delta_rule_neg_eig", "kda", "kda_gva", "kda_strong_decay", "gdn2", "comba",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_every_member_is_its_oracle(name):
+    inputs, want = oracle(name)
+    how = dict(implementation="tpu interpret")
+    got = jax.jit(lambda x: OPS[name](x, **how))(jax.tree.map(jnp.asarray, inputs))
+    for key, x in want.items():
+        assert got[key].dtype == np.float32 and rms(got[key], x) < 2e-6, key
+
+
+@dtypes
+def test_the_inverse_survives_keys_that_are_alike(dtype):
+    """Powers of this matrix grow beyond 1e15, its inverse does not."""
+    rng = np.random.default_rng(0)
+    k = rng.normal(size=(128, 4)) + [3, 0, 0, 0]
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    a = np.tril(2 * rng.random((128, 1)) * (k @ k.T), -1).astype(np.float32)
+    assert np.abs(np.linalg.matrix_power(a.astype(np.float64), 32)).max() > 1e15
+    got = jax.jit(lambda x: take_turns([inverse(x, dtype == "float32")])[0])(jnp.asarray(a))
+    check(got, np.linalg.inv(np.eye(128) + a.astype(np.float64)), BARS[dtype])
+
+
+def gradient(form, tokens, state, segments=None):
+    """Of a weighted sum of everything that `form` returns."""
+    rng = np.random.default_rng(9)
+
+    def loss(tokens, state):
+        out = form(tokens, state, segments)
+        weights = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in out]
+        return sum((x * w).sum().astype(state.dtype) for x, w in zip(out, weights, strict=True))
+
+    return jax.jit(jax.grad(loss, (0, 1)))(tokens, state)
+
+
+def plain_gradient(tokens, state, segments=None):
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64), (tokens, state))
+        return gradient(chunked, *wide, segments)
+
+
+@kinds
+def test_gradients_are_those_of_the_plain_form(vector, erase):
+    tokens, state = draw(5, vector, erase, t=27, h=1)
+    got = gradient(partial(tpu_gated_delta, chunk=8, span=2, interpret=True), tokens, state)
+    check(got, plain_gradient(tokens, state), 2e-6)
+
+
+@simplest_and_richest
+def test_gradients_in_bfloat16(vector, erase):
+    tokens, state = draw(6, vector, erase, h=1, dtype="bfloat16")
+    got = gradient(partial(tpu_gated_delta, chunk=16, span=2, interpret=True), tokens, state)
+    assert got[0].k.dtype == jnp.bfloat16 and got[0].log_decay.dtype == jnp.float32
+    check(got, plain_gradient(tokens, state), 1e-2)
+
+
+@simplest_and_richest
+def test_gradients_under_strong_decay_and_across_segments(vector, erase):
+    tokens, state = draw(7, vector, erase, h=1)
+    strong = np.random.default_rng(0).random(tokens.log_decay.shape) < 0.2
+    tokens = tokens._replace(log_decay=jnp.where(strong, -200.0, tokens.log_decay))
+    segments = jnp.asarray([[0] * 9 + [1] * 10], jnp.int32)
+    got = gradient(partial(tpu_gated_delta, chunk=8, span=2, interpret=True), tokens, state, segments)
+    check(got, plain_gradient(tokens, state, segments), 2e-6)
+
+
+@simplest_and_richest
+def test_blocks_are_written_back_as_on_the_machine(vector, erase):
+    """This interpreter moves blocks when the hardware does, and starts with memory of no numbers."""
+    tokens, state = draw(8, vector, erase, t=27, h=1)
+    how = dict(chunk=8, span=3, interpret=pltpu.InterpretParams(detect_races=True))
+    try:
+        check(kernel(tokens, state, **how), by_hand(tokens, state), 2e-6)
+        got = gradient(partial(tpu_gated_delta, **how), tokens, state)
+        token = jax.tree.map(lambda x: x[:, 0], tokens)
+        out, new = jax.jit(partial(tpu_gated_delta_step, interpret=how["interpret"]))(state, token)
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+    check(got, plain_gradient(tokens, state), 2e-6)
+    first = jax.tree.map(lambda x: x[:, :1], tokens)
+    check((out[:, None], new), by_hand(first, state), 2e-6)
+
+
+@dtypes
+@kinds
+def test_a_step_is_the_equation(vector, erase, dtype):
+    tokens, state = draw(9, vector, erase, b=5, h=4, t=1, k=24, v=128, dtype=dtype)
+    token = jax.tree.map(lambda x: x[:, 0], tokens)
+    step = jax.jit(partial(gated_delta_step, implementation="tpu interpret"))
+    out, new = step(state, token)
+    assert out.dtype == token.v.dtype and new.dtype == np.float32
+    check((out[:, None], new), by_hand(tokens, state), BARS[dtype])
+    want = jax.jit(partial(gated_delta_step, implementation="reference"))(state, token)
+    check((out, new), want, BARS[dtype])
+
+
+def test_decoding_a_member_goes_through_the_step():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 1, 2, n)), jnp.float32) for n in (8, 8, 128))
+    beta, state = (jnp.asarray(rng.random(x), jnp.float32) for x in ((2, 1, 2), (2, 2, 8, 128)))
+    call = partial(members.gated_delta_rule, q, k, v, None, beta, initial_state=state, recurrent=True)
+    check(call(implementation="tpu interpret"), call(), 2e-6)
+    with pytest.raises(NotImplementedError, match="has no recurrent form for 2 tokens"):
+        twice = (jnp.repeat(x, 2, 1) for x in (q, k, v))
+        members.linear_attention(*twice, recurrent=True, implementation="tpu")
+
+
+def test_what_cannot_run_says_why():
+    tokens, state = draw(0, False, True)
+    token = jax.tree.map(lambda x: x[:, 0], tokens)
+    with pytest.raises(NotImplementedError, match="there is no such form"):
+        gated_delta(tokens, implementation="cuda")
+    with pytest.raises(NotImplementedError, match="tokens of bfloat16 and float32, expected all"):
+        gated_delta(tokens._replace(q=tokens.q.astype(jnp.bfloat16)), implementation="tpu")
+    with pytest.raises(NotImplementedError, match="log decays of bfloat16, expected float32"):
+        half = tokens.log_decay.astype(jnp.bfloat16)
+        gated_delta(tokens._replace(log_decay=half), implementation="tpu")
+    with pytest.raises(NotImplementedError, match="heads of 300 x 5, expected at most 256 x 256"):
+        gated_delta(draw(0, False, False, k=300)[0], implementation="tpu")
+    with pytest.raises(NotImplementedError, match="states of 6 x 5 would be copied"):
+        gated_delta_step(state, token, implementation="tpu")
+    with pytest.raises(NotImplementedError, match="states of bfloat16, expected float32"):
+        gated_delta_step(state.astype(jnp.bfloat16), token, implementation="tpu")
+
+
+def test_the_plain_form_takes_bfloat16_tokens():
+    tokens, state = draw(0, True, True, dtype="bfloat16")
+    out, last = gated_delta(tokens, state)
+    assert out.dtype == jnp.bfloat16 and last.dtype == np.float32
+    check((out, last), by_hand(tokens, state), 1e-2)
+
+
+@simplest_and_richest
+@dtypes
+def test_several_chunks_of_the_real_size(vector, erase, dtype):
+    tokens, state = draw(10, vector, erase, t=300, h=1, strength=0.1, dtype=dtype)
+    call = jax.jit(partial(gated_delta, implementation="tpu interpret"))
+    check(call(tokens, state), by_hand(tokens, state), BARS[dtype])
