@@ -1,0 +1,159 @@
+"""The TPU kernel of decoding over a dense cache of all layers: no layer of it is ever sliced out.
+
+The layer is a number that reaches the kernel ahead of its grid. A step is a block of one list's slots, copied
+whole; of the last block only the pieces that the length reaches. What it computes is defined by
+`kvjax.ops.stacked_decode`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvjax.pallas_kernels import streaming
+from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running
+
+
+class Sizes(NamedTuple):
+    """What is static: slots per step and per piece of one, lists of one core, and what is done to the logits.
+
+    packed: whether values lie in the lanes behind the keys of the same rows. length: every list's, where it is
+    known and made of whole blocks: for the compiler's estimates, which guess at loops whose trips are data.
+    """
+
+    block: int
+    piece: int
+    lists: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    packed: bool = False
+    length: int | None = None
+
+
+def _kernel(layer: Any, lengths: Any, begins: Any, *refs: Any, sizes: Sizes) -> None:
+    many = 1 if sizes.packed else 2
+    (q, q_pos, *caches), (out, lse), (*buffers, turn, arrived, top, total, acc) = (
+        refs[: 2 + many], refs[2 + many : 4 + many], refs[4 + many :]
+    )  # fmt: skip
+    j = pl.program_id(1)
+    mine = pl.program_id(0) * sizes.lists + j
+    more = j + 1 < sizes.lists
+    at = (mine, jnp.where(more, mine + 1, mine))
+    length = [lengths[i] if sizes.length is None else sizes.length for i in at]
+    block, piece = sizes.block, sizes.piece
+
+    def copies(ahead: int, s: Any, slot: Any, act: Any) -> None:
+        def some(first: Any, count: int) -> None:
+            for cache, buffer in zip(caches, buffers, strict=True):
+                source = cache.at[layer[0], at[ahead], pl.ds(pl.multiple_of(s * block + first, piece), count)]
+                act(pltpu.make_async_copy(source, buffer.at[slot, pl.ds(first, count)], arrived.at[slot]))
+
+        most = block // piece
+        live = jnp.clip(pl.cdiv(length[ahead] - s * block, piece), 0, most)
+        streaming.each(
+            most if sizes.length else live,
+            most,
+            lambda: some(0, block),
+            lambda n: some(pl.multiple_of(n * piece, piece), piece),
+        )
+
+    running = Running(top, total, acc)
+    streaming.clear(running)
+
+    def visit(s: Any, slot: Any) -> None:
+        attend = partial(_attend, running, sizes, q, q_pos, [b.at[slot] for b in buffers], s, length[0])
+        if sizes.length is not None:
+            attend(whole=True)
+            return
+        whole = (s + 1) * block <= length[0]
+        pl.when(whole)(lambda: attend(whole=True))
+        pl.when(jnp.logical_not(whole))(lambda: attend(whole=False))
+
+    span = begins[at[0]], pl.cdiv(length[0], block)
+    streaming.stream(turn, span if sizes.length is None else (0, span[1]), begins[at[1]], more, copies, visit)
+    streaming.finish(running, out, lse)
+
+
+def _attend(
+    running: Running, sizes: Sizes, q: Any, q_pos: Any, rows: Any, s: Any, length: Any, *, whole: bool
+) -> None:
+    """Folds one block into the running softmax."""
+    asked = q[0]
+    kind = jnp.float32 if asked.dtype == jnp.float32 else jnp.bfloat16
+    k = rows[0][...].astype(kind)
+    z = streaming.product(asked.astype(kind), k, 1) * sizes.scale
+    if sizes.softcap is not None:
+        z = sizes.softcap * jnp.tanh(z / sizes.softcap)
+    slot = jax.lax.broadcasted_iota(jnp.int32, (1, sizes.block), 1) + s * sizes.block
+    pos = q_pos[0][:, :1]
+    seen = slot <= pos
+    if sizes.window is not None:
+        seen &= slot > pos - sizes.window
+    if not whole:
+        seen &= slot < length
+    v = rows[-1][...].astype(kind)
+    if not whole:
+        # Rows behind the length hold anything, and zero times anything may be no number.
+        real = jax.lax.broadcasted_iota(jnp.int32, (sizes.block, 1), 0) + s * sizes.block < length
+        v = jnp.where(real, v, jnp.zeros((), kind))
+    streaming.fold(running, jnp.where(seen, z, NEG_INF), v)
+
+
+def stacked_decode(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    lengths: jax.Array,
+    begins: jax.Array,
+    q_pos: jax.Array,
+    layer: jax.Array,
+    *,
+    sizes: Sizes,
+    cores: int = 1,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """(out [I, R, V], lse [I, R, 128]) of I lists.
+
+    q [I, R, W] with R a multiple of 8; k [L, I, S, W] and v [L, I, S, V] with S a multiple of the piece, W and
+    V of 128; v None: rows of k hold keys and values, V = W. lengths [I]; begins [I], the first block that is
+    visited; q_pos [I, R, 128] int32; layer [1].
+    """
+    lists, count, width = q.shape
+    caches = (k,) if v is None else (k, v)
+    values = caches[-1].shape[-1]
+
+    def of(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, *shape), lambda core, j, *_: (core * sizes.lists + j, *(0,) * len(shape)))
+
+    return pl.pallas_call(
+        partial(_kernel, sizes=sizes),
+        out_shape=[
+            jax.ShapeDtypeStruct((lists, count, values), q.dtype),
+            jax.ShapeDtypeStruct((lists, count, LANES), jnp.float32),
+        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(cores, sizes.lists),
+            in_specs=[of(count, width), of(count, LANES), *[pl.BlockSpec(memory_space=pl.ANY)] * len(caches)],
+            out_specs=[of(count, values), of(count, LANES)],
+            scratch_shapes=[
+                *(pltpu.VMEM((2, sizes.block, x.shape[-1]), x.dtype) for x in caches),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.VMEM((count, LANES), jnp.float32),
+                pltpu.VMEM((count, LANES), jnp.float32),
+                pltpu.VMEM((count, values), jnp.float32),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True
+        ),
+        interpret=interpret,
+        name="stacked_decode",
+    )(layer, lengths, begins, q, q_pos, *caches)
