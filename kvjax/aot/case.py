@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from jax.experimental.layout import Layout
 
 
 class Case(NamedTuple):
@@ -13,6 +16,7 @@ class Case(NamedTuple):
     cache: bytes of the cache among the operands. kernel: the name of the Pallas call. trips: how often the
     code at each loop depth of the kernel runs. profiles: whether the compiler can simulate it; it aborts on
     copies by hand whose sources it cannot tell. donated: places of the operands that the program may reuse.
+    layouts: of operands, by place, that do not come in the compiler's default.
     """
 
     run: Callable[..., Any]
@@ -24,3 +28,4 @@ class Case(NamedTuple):
     trips: dict[str, int]
     profiles: bool = True
     donated: tuple[int, ...] = ()
+    layouts: Mapping[int, Layout] = MappingProxyType({})

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
@@ -49,15 +50,13 @@ def stacked_decode(
     )  # fmt: skip
 
 
-def step(
-    device: Device, *, heads: int, slots: int, tokens: int = 1, implementation: str = "tpu"
-) -> Case:
-    """Decoding steps of Llama-8B, `heads` of its 8 KV heads and as much of its width, batch 4, cache donated.
+def step(device: Device, *, tokens: int = 1) -> Case:
+    """Decoding steps of one of eight shards of Llama-8B: batch 4, one KV head, 131072 slots, cache donated.
 
-    All 32 layers in one scan: projections, one row appended, attention, MLP, with weights as they come.
+    All 32 layers in one scan: projections, one row appended, attention, MLP, with random weights' shapes.
     """
-    d, h, group, share = 4096, 128, 4, heads / 8
-    inner, mlp = heads * group * h, int(14336 * share)
+    d, h, heads, group, slots, mlp = 4096, 128, 1, 4, 131072, 1792
+    inner = heads * group * h
     cache = shape(LAYERS, BATCH, heads, slots, h)
     weights = {
         "q": shape(LAYERS, inner, d), "k": shape(LAYERS, d, heads * h), "v": shape(LAYERS, d, heads * h),
@@ -70,7 +69,7 @@ def step(
         # Queries want their weights transposed: else a generation lays all of them out anew, once.
         q, new_k, new_v = jnp.einsum("bd,nd->bn", x, w["q"]), x @ w["k"], x @ w["v"]
         new_k, new_v = (y.reshape(BATCH, heads, h) for y in (new_k, new_v))
-        k, v = stacked_append(k, v, new_k, new_v, length, at, implementation=implementation)
+        k, v = stacked_append(k, v, new_k, new_v, length, at, implementation="tpu")
         out, _ = tpu_stacked_decode(
             q.reshape(BATCH, heads * group, 1, h), k, v, jnp.repeat(length[:, None] + 1, heads, 1),
             length[:, None], at, scale=h**-0.5, values=h, window=None, softcap=None, cores=device.cores,
@@ -104,6 +103,7 @@ def step(
     return Case(
         run, operands, tokens * (2 * numbers + kept), tokens * flops, kept, "stacked_decode",
         trips={"1": steps, "2": steps * slots // 2048}, profiles=False, donated=(1, 2),
+        layouts={4: Layout((0, 1, 2), tiling=((device.tile, 128), (2, 1)))},
     )  # fmt: skip
 
 
@@ -112,7 +112,6 @@ CASES: dict[str, Callable[[Device], Case]] = {
     "stacked_decode-float32-h128": partial(stacked_decode, dtype=jnp.float32),
     "stacked_decode-bfloat16-h64": partial(stacked_decode, width=64, packed=True),
     "stacked_decode-bfloat16-h256": partial(stacked_decode, width=256),
-    "stacked_decode-step": partial(step, heads=8, slots=2048),
-    "stacked_decode-step-128k": partial(step, heads=1, slots=131072),
-    "stacked_decode-generation": partial(step, heads=1, slots=131072, tokens=16),
+    "stacked_decode-step": step,
+    "stacked_decode-generation": partial(step, tokens=16),
 }
