@@ -1,7 +1,7 @@
 """What decoding kernels share: the slots of a list streamed through two buffers, and a running softmax.
 
-One grid step of axis 1 is one list of slots. Its steps are copied by hand, each while the one before is worked
-on, and the last step of a list starts the first one of the next list, so that the memory never idles.
+One grid step of axis 1 is one list of slots. Its steps are copied by hand, each while the one before is
+worked on, and the last step of a list starts the first one of the next list, so that memory never idles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Copies = Callable[[int, Any, Any, Callable[[Any], None]], None]
 
 
 class Running(NamedTuple):
-    """Softmax so far, per query: the largest logit, the sum of exponentials [R, 128], and of values [R, V]."""
+    """Softmax so far, per query: largest logit, sum of exponentials (both [R, 128]), of values [R, V]."""
 
     top: Any
     total: Any
@@ -36,8 +36,13 @@ def wait(copy: Any) -> None:
 
 
 def stream(
-    turn: Any, span: tuple[Any, Any], begin_next: Any, more: Any, copies: Copies, visit: Callable[[Any, Any], None]
-) -> None:  # fmt: skip
+    turn: Any,
+    span: tuple[Any, Any],
+    begin_next: Any,
+    more: Any,
+    copies: Copies,
+    visit: Callable[[Any, Any], None],
+) -> None:
     """visit(s, slot) for every step s of `span`, in order, when its copies have arrived in buffer `slot`.
 
     turn: int32 [1] in SMEM, the buffer that is next. begin_next: first step of the next list; more: whether
@@ -117,6 +122,4 @@ def finish(r: Running, out: Any, lse: Any) -> None:
     total = r.total[:, :1]
     safe = jnp.where(total == 0.0, 1.0, total)
     out[0] = (r.acc[...] / safe).astype(out.dtype)
-    lse[0] = jnp.broadcast_to(
-        jnp.where(total == 0.0, NEG_INF, r.top[:, :1] + jnp.log(safe)), lse.shape[1:]
-    )
+    lse[0] = jnp.broadcast_to(jnp.where(total == 0.0, NEG_INF, r.top[:, :1] + jnp.log(safe)), lse.shape[1:])

@@ -9,8 +9,8 @@ class Device(NamedTuple):
     """clock: cycles per second; hbm: bytes per second; bf16: floating-point operations per second.
 
     cores: TensorCores that a kernel may split its outermost grid axis over. profiles: whether the compiler's
-    cycle estimate exists (it aborts on tpu7x). tile: rows of the tiles that bfloat16 weights are multiplied in;
-    weights of a layer scan that come in others are laid out anew, all of them, at every call.
+    cycle estimate exists (it aborts on tpu7x). tile: rows of the tiles that bfloat16 weights are multiplied
+    in; weights of a layer scan that come in others are laid out anew, all of them, at every call.
     """
 
     clock: float

@@ -22,7 +22,7 @@ def append(
     slot: Int[Array, " I"],
     *,
     implementation: str | None = None,
-) -> list[Array]:
+) -> tuple[Array, ...]:
     """The pools with new[i] at [block[i], :, slot[i]], in their own memory where they are donated.
 
     pools are [X, A, S, W] (rows) or [X, C, S] (numbers), new [I, A, W] or [I, C]. A list whose slot is
@@ -39,7 +39,7 @@ def append(
     chosen = implementation or ("scatter" if jax.default_backend() != "tpu" or why else "tpu")
     block, slot = block.astype(jnp.int32), slot.astype(jnp.int32)
     if chosen == "scatter":
-        return [_scatter(x, y.astype(x.dtype), block, slot) for x, y in zip(pools, new, strict=True)]
+        return tuple(_scatter(x, y.astype(x.dtype), block, slot) for x, y in zip(pools, new, strict=True))
     if chosen not in ("tpu", "tpu interpret") or why:
         raise NotImplementedError(f"append cannot run as {chosen!r}: {why or 'there is no such form'}")
     return tpu_append(pools, new, block, slot, interpret=chosen != "tpu")
@@ -77,7 +77,7 @@ def _scatter(pool: Array, new: Array, block: Array, slot: Array) -> Array:
 
 def tpu_append(
     pools: Sequence[Array], new: Sequence[Array], block: Array, slot: Array, *, interpret: Any = False
-) -> list[Array]:
+) -> tuple[Array, ...]:
     """The kernel on the operands of `append`."""
     chunk = math.gcd(block.shape[0], CHUNK)
     rows = [y.astype(x.dtype)[:, :, None] for x, y in zip(pools, new, strict=True)]

@@ -59,8 +59,8 @@ def stacked_decode(
     same = v is None or v.shape[:-1] == k.shape[:-1]
     if k.shape[1] != b or n % k.shape[2] or h > k.shape[-1] or width > room or not same:
         raise ValueError(
-            f"q {list(q.shape)}, k {list(k.shape)}, v {None if v is None else list(v.shape)} and {width} values "
-            "do not fit: expected as many sequences, KV heads that divide the query heads, and rows as wide"
+            f"q {list(q.shape)}, k {list(k.shape)}, v {v if v is None else list(v.shape)}, {width} values do "
+            "not fit: expected as many sequences, KV heads that divide the query heads, and rows as wide"
         )
     at = jnp.asarray(layer, jnp.int32)
     lists = jnp.broadcast_to(lengths.reshape(b, -1), k.shape[1:3]).astype(jnp.int32)
@@ -70,7 +70,9 @@ def stacked_decode(
     if chosen == "reference":
         return _reference(q, k, v, lists, q_pos, at, **options)
     if chosen not in ("tpu", "tpu interpret") or why:
-        raise NotImplementedError(f"stacked_decode cannot run as {chosen!r}: {why or 'there is no such form'}")
+        raise NotImplementedError(
+            f"stacked_decode cannot run as {chosen!r}: {why or 'there is no such form'}"
+        )
     return tpu_stacked_decode(q, k, v, lists, q_pos, at, interpret=chosen != "tpu", **options)
 
 
@@ -78,7 +80,7 @@ def refusal(q: Array, k: Array, v: Array | None) -> str:
     """Why the TPU kernel cannot take these operands; empty where it can."""
     for x in (k, k if v is None else v):
         if x.shape[-1] % LANES:
-            return f"rows are {x.shape[-1]} wide, expected a multiple of {LANES}: pad them, or pack keys and values"
+            return f"rows are {x.shape[-1]} wide, expected a multiple of {LANES}: pad, or keep v behind k"
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"a cache of {x.dtype}, expected float32 or bfloat16"
     if k.shape[3] % tile_rows(k):
@@ -103,9 +105,10 @@ def stacked_append(
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "L B K S W"], Float[Array, "L B K S X"]]:
-    """The caches with one row more in every list of a layer, at slot `lengths`: in place where k and v are donated.
+    """The caches with one row more in every list of a layer, at slot `lengths`.
 
-    A list whose length is negative gets nothing. implementation: see `kvjax.ops.append.append`.
+    They stay in their own memory where they are donated, inside a scan over layers too. A list whose length
+    is negative gets nothing. implementation: see `kvjax.ops.append.append`.
 
     >>> k = jnp.zeros((2, 1, 1, 8, 4))
     >>> k, v = stacked_append(k, k, jnp.ones((1, 1, 4)), jnp.ones((1, 1, 4)), jnp.asarray([3]), layer=1)
@@ -158,7 +161,7 @@ def tpu_stacked_decode(
     b, n, t, h = q.shape
     heads, slots, width = k.shape[2:]
     group, lists = n // heads, b * heads
-    piece = math.gcd(slots, LANES)
+    piece = math.gcd(slots, LANES, block or LANES)
     block = max(piece, min(block or slots_per_step(k, v), slots) // piece * piece)
     queries = group * t
     pad = (0, -queries % SUBLANES)

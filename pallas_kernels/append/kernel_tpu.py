@@ -61,9 +61,8 @@ def _kernel(block: Any, slot: Any, *refs: Any, tiles: tuple[int, ...]) -> None:
         for x, buffer, rows in zip(new, buffers, tiles, strict=True):
             old = buffer[n]
             here = jax.lax.broadcasted_iota(jnp.int32, old.shape, 1) == jax.lax.rem(slot[first + n], rows)
-            row = x[n] if old.ndim == x[n].ndim else x[n][..., None]
             # Through float32, which holds every payload exactly: half of them have no select of their own.
-            wide = jnp.where(here, row.astype(jnp.float32), old.astype(jnp.float32))
+            wide = jnp.where(here, x[n].astype(jnp.float32), old.astype(jnp.float32))
             buffer[n] = wide.astype(old.dtype)
 
     each(read(_start))
@@ -82,11 +81,11 @@ def append(
     tiles: tuple[int, ...],
     chunk: int,
     interpret: Any = False,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, ...]:
     """The pools, in their own memory, with new[i] at pools[block[i], :, slot[i]]; none where slot[i] < 0.
 
-    pools: [X, A, S, W] or [X, C, S]; new: [I, A, 1, W] or [I, C, 1]. tiles: slots that each one's copies come in. chunk: lists per grid step, a divisor
-    of I.
+    pools: [X, A, S, W] or [X, C, S]; new: [I, A, 1, W] or [I, C, 1]. tiles: slots that each pool's copies
+    come in. chunk: lists per grid step, a divisor of I.
     """
     lists, many = block.shape[0], len(pools)
 
@@ -94,7 +93,7 @@ def append(
         return pl.BlockSpec((chunk, *x.shape[1:]), lambda c, *_: (c, *(0,) * (x.ndim - 1)))
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
+    made = pl.pallas_call(
         partial(_kernel, tiles=tiles),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools],
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -118,3 +117,4 @@ def append(
         interpret=interpret,
         name="append",
     )(block, slot, *new, *pools)
+    return tuple(made)

@@ -22,8 +22,8 @@ from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running
 class Sizes(NamedTuple):
     """What is static: slots per step and per piece of one, lists of one core, and what is done to the logits.
 
-    packed: whether values lie in the lanes behind the keys of the same rows. length: every list's, where it is
-    known and made of whole blocks: for the compiler's estimates, which guess at loops whose trips are data.
+    packed: whether values lie in the lanes behind the keys of the same rows. length: every list's, where it
+    is known and made of whole blocks: for the compiler's estimates, which guess at trips that are data.
     """
 
     block: int
@@ -120,9 +120,9 @@ def stacked_decode(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [I, R, V], lse [I, R, 128]) of I lists.
 
-    q [I, R, W] with R a multiple of 8; k [L, I, S, W] and v [L, I, S, V] with S a multiple of the piece, W and
-    V of 128; v None: rows of k hold keys and values, V = W. lengths [I]; begins [I], the first block that is
-    visited; q_pos [I, R, 128] int32; layer [1].
+    q [I, R, W] with R a multiple of 8; k [L, I, S, W] and v [L, I, S, V] with S a multiple of the piece, W
+    and V of 128; v None: rows of k hold keys and values, V = W. lengths [I]; begins [I], the first block that
+    is visited; q_pos [I, R, 128] int32; layer [1].
     """
     lists, count, width = q.shape
     caches = (k,) if v is None else (k, v)

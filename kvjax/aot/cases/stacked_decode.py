@@ -22,7 +22,12 @@ def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> Any:
 
 
 def stacked_decode(
-    device: Device, dtype: Any = jnp.bfloat16, *, width: int = 128, packed: bool = False, window: int | None = None
+    device: Device,
+    dtype: Any = jnp.bfloat16,
+    *,
+    width: int = 128,
+    packed: bool = False,
+    window: int | None = None,
 ) -> Case:
     """Full lists of 32768 slots, B = 4, K = 8, G = 8, two layers; `packed`: keys and values in one row."""
     slots, lists = 32768, BATCH * HEADS
