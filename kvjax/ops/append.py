@@ -1,8 +1,7 @@
-"""Writing one new slot per list into an array that stays where it is."""
+"""Writing one new slot per list into an array that stays where it is: what every append is made of."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,7 +78,11 @@ def tpu_append(
     pools: Sequence[Array], new: Sequence[Array], block: Array, slot: Array, *, interpret: Any = False
 ) -> tuple[Array, ...]:
     """The kernel on the operands of `append`."""
-    chunk = math.gcd(block.shape[0], CHUNK)
+    lists = block.shape[0]
+    chunk = min(lists, CHUNK)
+    more = -lists % chunk
     rows = [y.astype(x.dtype)[:, :, None] for x, y in zip(pools, new, strict=True)]
+    rows = [jnp.pad(y, ((0, more), *((0, 0),) * (y.ndim - 1))) for y in rows]
+    block, slot = jnp.pad(block, (0, more)), jnp.pad(slot, (0, more), constant_values=-1)
     tiles = tuple(map(tile, pools))
     return tpu.append(list(pools), rows, block, slot, tiles=tiles, chunk=chunk, interpret=interpret)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.ops.append import append
 from kvjax.ops.dtypes import wide
+from kvjax.ops.paged_append import places
 from kvjax.pallas_kernels.mla_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, SUBLANES
 
@@ -25,13 +27,13 @@ def mla_decode(
     scale: float,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B N R"], Float[Array, "B N"]]:
-    """softmax(scale (q' c_s + q_rope' k_s)) c over the first `lengths` latents c and rotated keys k: (out, lse).
+    """softmax(scale (q' c_s + q_rope' k_s)) c over the first `lengths` latents c and rotated keys k.
 
-    Section 2.1.2 of DeepSeek-V2 (DeepSeek-AI, 2024, arXiv:2405.04434) with its maps absorbed: q is the query
-    times W_UK, and what comes out is yet to be multiplied by W_UV. All heads share the slots. A row of a page
-    is the latent [R] and the rotated key [Q] behind it; for the kernel W is R + Q rounded up to a multiple of
-    128, and R such a multiple: 640 for 512 + 64. What fills it up must be finite. lse is -inf, and out 0,
-    where nothing is seen. Softmax in promote(float32, q).
+    Returns (out, lse). DeepSeek-V2 (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1 and appendix C) with its
+    maps absorbed: q is the query times W_UK, and what comes out is yet to be multiplied by W_UV. All heads
+    share the slots. A row of a page is the latent [R] and the rotated key [Q] behind it; for the kernel W is
+    R + Q rounded up to a multiple of 128, and R such a multiple: 640 for 512 + 64. What fills it up must be
+    finite. lse is -inf, and out 0, where nothing is seen. Softmax in promote(float32, q).
 
     implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
     NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
@@ -95,8 +97,8 @@ def tpu_mla_decode(
     scale: float, step: int | None = None, cores: int = 1, length: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The kernel on the operands of `mla_decode`. step: pages per step; length: see `tpu.Sizes`."""
-    (b, n, r), (page, width) = q.shape, pages.shape[2:]
-    step = min(step or max(1, TOKENS // page), table.shape[1])
+    (b, n, r), width = q.shape, pages.shape[-1]
+    step = min(step or pages_per_step(pages), table.shape[1])
     asked = jnp.concatenate([q, q_rope], -1)
     asked = jnp.pad(asked, ((0, 0), (0, -n % SUBLANES), (0, width - asked.shape[-1])))
     tables = jnp.pad(table[:, None].astype(jnp.int32), ((0, 0), (0, 0), (0, -table.shape[1] % step)))
@@ -107,5 +109,34 @@ def tpu_mla_decode(
     return out[:, :n], lse[:, :n, 0]
 
 
-# Tokens of a step: 1.25 MiB of bfloat16 latents of 640 channels, below which the latency of a copy shows.
-TOKENS = 1024
+def pages_per_step(pages: Array, step_bytes: int = 5 * 2**19) -> int:
+    """Pages of about `step_bytes`: 2048 latents in bfloat16. Fewer cost more to issue with many heads."""
+    return max(1, step_bytes // (math.prod(pages.shape[2:]) * jnp.dtype(pages.dtype).itemsize))
+
+
+def latent_append(
+    pages: Float[Array, "L P page W"],
+    table: Int[Array, "B M"],
+    lengths: Int[Array, " B"],
+    latent: Float[Array, "B R"],
+    k_rope: Float[Array, "B Q"],
+    layer: int | Int[Array, ""] = 0,
+    *,
+    active: Bool[Array, " B"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "L P page W"]:
+    """The pages with one latent and rotated key more for every active sequence, at slot `lengths`.
+
+    As `kvjax.ops.paged_append.paged_append`, with the same promises.
+
+    >>> pages, table = jnp.zeros((1, 2, 4, 8)), jnp.asarray([[1, 0]])
+    >>> pages = latent_append(pages, table, jnp.asarray([5]), jnp.ones((1, 4)), 2 * jnp.ones((1, 2)))
+    >>> pages[0, 0, 1].tolist()
+    [1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 0.0, 0.0]
+    """
+    page, width = pages.shape[2:]
+    block, slot = places(pages, table, lengths, layer, active)
+    row = jnp.concatenate([latent.astype(pages.dtype), k_rope.astype(pages.dtype)], -1)
+    row = jnp.pad(row, ((0, 0), (0, width - row.shape[-1])))[:, None]
+    done = append([pages.reshape(-1, 1, page, width)], [row], block, slot, implementation=implementation)
+    return done[0].reshape(pages.shape)

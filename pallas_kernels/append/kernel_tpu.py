@@ -43,33 +43,36 @@ def _kernel(block: Any, slot: Any, *refs: Any, tiles: tuple[int, ...]) -> None:
         at = pl.multiple_of(slot[first + n] // rows * rows, rows)
         return pool.at[block[first + n], :, pl.ds(at, rows)]
 
-    def read(act: Any) -> Any:
-        def one(n: Any) -> None:
-            for pool, buffer, rows in zip(pools, buffers, tiles, strict=True):
-                act(pltpu.make_async_copy(tile(pool, rows, n), buffer.at[n], come))
+    def copies(n: Any, *, back: bool) -> list[Any]:
+        """Of the tiles of list n. Those that come have one semaphore per list."""
+        pairs = [(tile(*x, n), buffer.at[n]) for *x, buffer in zip(pools, tiles, buffers, strict=True)]
+        if back:
+            return [pltpu.make_async_copy(here, there, gone) for there, here in pairs]
+        return [pltpu.make_async_copy(there, here, come.at[n]) for there, here in pairs]
 
-        return one
-
-    def write(act: Any) -> Any:
-        def one(n: Any) -> None:
-            for pool, buffer, rows in zip(pools, buffers, tiles, strict=True):
-                act(pltpu.make_async_copy(buffer.at[n], tile(pool, rows, n), gone))
-
-        return one
+    def read(n: Any) -> None:
+        for copy in copies(n, back=False):
+            _start(copy)
 
     def change(n: Any) -> None:
+        for copy in copies(n, back=False):
+            _wait(copy)
         for x, buffer, rows in zip(new, buffers, tiles, strict=True):
             old = buffer[n]
             here = jax.lax.broadcasted_iota(jnp.int32, old.shape, 1) == jax.lax.rem(slot[first + n], rows)
             # Through float32, which holds every payload exactly: half of them have no select of their own.
             wide = jnp.where(here, x[n].astype(jnp.float32), old.astype(jnp.float32))
             buffer[n] = wide.astype(old.dtype)
+        for copy in copies(n, back=True):
+            _start(copy)
 
-    each(read(_start))
-    each(read(_wait))
+    def done(n: Any) -> None:
+        for copy in copies(n, back=True):
+            _wait(copy)
+
+    each(read)
     each(change)
-    each(write(_start))
-    each(write(_wait))
+    each(done)
 
 
 def append(
@@ -106,7 +109,7 @@ def append(
                     pltpu.VMEM((chunk, x.shape[1], rows, *x.shape[3:]), x.dtype)
                     for x, rows in zip(pools, tiles, strict=True)
                 ),
-                pltpu.SemaphoreType.DMA,
+                pltpu.SemaphoreType.DMA((chunk,)),
                 pltpu.SemaphoreType.DMA,
             ],
         ),

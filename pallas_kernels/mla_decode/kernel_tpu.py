@@ -1,7 +1,7 @@
 """The TPU kernel of decoding over latents: a page comes once, and serves as keys and as values.
 
-One grid step is one sequence, with all its query heads as rows. Pages come by manual DMA, many per step; of the
-last step only those that the length reaches. What it computes is defined by `kvjax.ops.mla_decode`.
+One grid step is one sequence, with all its query heads as rows. Pages come by manual DMA, many per step; of
+the last step only those that the length reaches. What it computes is defined by `kvjax.ops.mla_decode`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ def _kernel(
             source = (table, next_table)[ahead][0, 0, s * sizes.step + n]
             act(pltpu.make_async_copy(pages.at[layer[0], source], buffer.at[slot, n], arrived.at[slot]))
 
+        def all_pages() -> None:
+            for n in range(sizes.step):
+                one(n)
+
         live = jnp.clip(pl.cdiv(length[ahead] - s * tokens, page), 0, sizes.step)
-        streaming.each(
-            sizes.step if sizes.length else live, sizes.step, lambda: [one(n) for n in range(sizes.step)], one
-        )
+        streaming.each(sizes.step if sizes.length else live, sizes.step, all_pages, one)
 
     running = Running(top, total, acc)
     streaming.clear(running)
@@ -95,8 +97,9 @@ def mla_decode(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B, R, sizes.rank], lse [B, R, 128]).
 
-    q [B, R, W] with R a multiple of 8, zeros where rows of pages [L, P, page, W] hold nothing; table [B, 1, M]
-    with M a multiple of the pages per step; lengths [B]; layer [1]. W and the rank are multiples of 128.
+    q [B, R, W] with R a multiple of 8, zeros where rows of pages [L, P, page, W] hold nothing; table
+    [B, 1, M] with M a multiple of the pages per step; lengths [B]; layer [1]. W and the rank are multiples
+    of 128.
     """
     sequences, count, width = q.shape
 

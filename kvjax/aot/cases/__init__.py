@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvjax.aot.case import Case
-from kvjax.aot.cases import mla_decode, paged_decode, stacked_decode
+from kvjax.aot.cases import mla_decode, paged_append, paged_decode, stacked_decode
 from kvjax.aot.hardware import Device
 
-CASES: dict[str, Callable[[Device], Case]] = {**paged_decode.CASES, **stacked_decode.CASES, **mla_decode.CASES}
+CASES: dict[str, Callable[[Device], Case]] = {
+    **paged_decode.CASES,
+    **stacked_decode.CASES,
+    **mla_decode.CASES,
+    **paged_append.CASES,
+}
