@@ -82,14 +82,23 @@ def stream(
 
 def each(live: Any, most: int, whole: Callable[[], None], one: Callable[[Any], None]) -> None:
     """whole() where all of `most` pieces are live, one(n) for n < live otherwise."""
-    if isinstance(live, int) and live >= most:
-        whole()
-        return
     pl.when(live >= most)(whole)
 
     @pl.when(live < most)
     def _() -> None:
         jax.lax.fori_loop(0, live, lambda n, carry: (one(n), carry)[1], 0)
+
+
+def blank(piece: Callable[[Any], Any], size: int, most: int, live: Any) -> None:
+    """Zeros slots from `live` on, of `most` pieces of `size`: zero times what they hold may be no number."""
+
+    def one(n: Any, carry: Any) -> Any:
+        rows = piece(n)
+        real = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) + n * size < live
+        rows[...] = jnp.where(real, rows[...], jnp.zeros((), rows.dtype))
+        return carry
+
+    jax.lax.fori_loop(jnp.minimum(live // size, most), most, one, 0)
 
 
 def product(a: Any, b: Any, axis: int) -> Any:

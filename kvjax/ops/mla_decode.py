@@ -94,15 +94,15 @@ def _reference(
 
 def tpu_mla_decode(
     q: Array, q_rope: Array, pages: Array, table: Array, lengths: Array, layer: Array, *,
-    scale: float, step: int | None = None, cores: int = 1, length: int | None = None, interpret: Any = False,
+    scale: float, step: int | None = None, cores: int = 1, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The kernel on the operands of `mla_decode`. step: pages per step; length: see `tpu.Sizes`."""
+    """The kernel on the operands of `mla_decode`. step: pages per step."""
     (b, n, r), width = q.shape, pages.shape[-1]
     step = min(step or pages_per_step(pages), table.shape[1])
     asked = jnp.concatenate([q, q_rope], -1)
     asked = jnp.pad(asked, ((0, 0), (0, -n % SUBLANES), (0, width - asked.shape[-1])))
     tables = jnp.pad(table[:, None].astype(jnp.int32), ((0, 0), (0, 0), (0, -table.shape[1] % step)))
-    sizes = tpu.Sizes(step, b // cores, r, scale, length)
+    sizes = tpu.Sizes(step, b // cores, r, scale)
     out, lse = tpu.mla_decode(
         asked, pages, tables, lengths, layer[None], sizes=sizes, cores=cores, interpret=interpret
     )

@@ -155,9 +155,9 @@ def _reference(
 def tpu_stacked_decode(
     q: Array, k: Array, v: Array | None, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, values: int, window: int | None, softcap: float | None,
-    block: int | None = None, cores: int = 1, length: int | None = None, interpret: Any = False,
+    block: int | None = None, cores: int = 1, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The kernel on the operands of `stacked_decode`. block: slots per step; length: see `tpu.Sizes`."""
+    """The kernel on the operands of `stacked_decode`. block: slots per step."""
     b, n, t, h = q.shape
     heads, slots, width = k.shape[2:]
     group, lists = n // heads, b * heads
@@ -171,7 +171,7 @@ def tpu_stacked_decode(
     begins = jnp.zeros((lists,), jnp.int32)
     if window is not None:
         begins = jnp.repeat(jnp.maximum(q_pos.min(-1) - window + 1, 0).astype(jnp.int32) // block, heads)
-    sizes = tpu.Sizes(block, piece, lists // cores, scale, window, softcap, v is None, length)
+    sizes = tpu.Sizes(block, piece, lists // cores, scale, window, softcap, v is None)
     merged = [None if x is None else x.reshape(x.shape[0], lists, slots, -1) for x in (k, v)]
     out, lse = tpu.stacked_decode(
         asked, merged[0], merged[1], lengths.reshape(-1), begins,

@@ -19,17 +19,12 @@ from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running
 
 
 class Sizes(NamedTuple):
-    """What is static: pages per step, sequences of one core, lanes of the latent, and the logits' factor.
-
-    length: every sequence's, where it is known and made of whole steps: for the compiler's estimates, which
-    guess at trips that are data.
-    """
+    """What is static: pages per step, sequences of one core, lanes of the latent, and the logits' factor."""
 
     step: int
     sequences: int
     rank: int
     scale: float
-    length: int | None = None
 
 
 def _kernel(
@@ -39,7 +34,7 @@ def _kernel(
     j = pl.program_id(1)
     mine, more = pl.program_id(0) * sizes.sequences + j, j + 1 < sizes.sequences
     at = (mine, jnp.where(more, mine + 1, mine))
-    length = [lengths[i] if sizes.length is None else sizes.length for i in at]
+    length = [lengths[i] for i in at]
     page, width = buffer.shape[2:]
     tokens = sizes.step * page
 
@@ -53,32 +48,20 @@ def _kernel(
                 one(n)
 
         live = jnp.clip(pl.cdiv(length[ahead] - s * tokens, page), 0, sizes.step)
-        streaming.each(sizes.step if sizes.length else live, sizes.step, all_pages, one)
+        streaming.each(live, sizes.step, all_pages, one)
 
     running = Running(top, total, acc)
     streaming.clear(running)
 
-    def attend(s: Any, slot: Any, *, whole: bool) -> None:
+    def visit(s: Any, slot: Any) -> None:
+        live = length[0] - s * tokens
+        streaming.blank(lambda n: buffer.at[slot, n], page, sizes.step, live)
         asked = q[0]
         kind = jnp.float32 if asked.dtype == jnp.float32 else jnp.bfloat16
         rows = buffer[slot].reshape(tokens, width).astype(kind)
-        if not whole:
-            # Rows behind the length hold anything, and zero times anything may be no number.
-            real = jax.lax.broadcasted_iota(jnp.int32, (tokens, 1), 0) + s * tokens < length[0]
-            rows = jnp.where(real, rows, jnp.zeros((), kind))
         z = streaming.product(asked.astype(kind), rows, 1) * sizes.scale
-        if not whole:
-            seen = jax.lax.broadcasted_iota(jnp.int32, (1, tokens), 1) + s * tokens < length[0]
-            z = jnp.where(seen, z, NEG_INF)
-        streaming.fold(running, z, rows[:, : sizes.rank])
-
-    def visit(s: Any, slot: Any) -> None:
-        if sizes.length is not None:
-            attend(s, slot, whole=True)
-            return
-        whole = (s + 1) * tokens <= length[0]
-        pl.when(whole)(lambda: attend(s, slot, whole=True))
-        pl.when(jnp.logical_not(whole))(lambda: attend(s, slot, whole=False))
+        seen = jax.lax.broadcasted_iota(jnp.int32, (1, tokens), 1) < live
+        streaming.fold(running, jnp.where(seen, z, NEG_INF), rows[:, : sizes.rank])
 
     streaming.stream(turn, (0, pl.cdiv(length[0], tokens)), 0, more, copies, visit)
     streaming.finish(running, out, lse)

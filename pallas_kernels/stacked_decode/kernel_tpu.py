@@ -22,8 +22,7 @@ from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running
 class Sizes(NamedTuple):
     """What is static: slots per step and per piece of one, lists of one core, and what is done to the logits.
 
-    packed: whether values lie in the lanes behind the keys of the same rows. length: every list's, where it
-    is known and made of whole blocks: for the compiler's estimates, which guess at trips that are data.
+    packed: whether values lie in the lanes behind the keys of the same rows.
     """
 
     block: int
@@ -33,7 +32,6 @@ class Sizes(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     packed: bool = False
-    length: int | None = None
 
 
 def _kernel(layer: Any, lengths: Any, begins: Any, *refs: Any, sizes: Sizes) -> None:
@@ -45,7 +43,7 @@ def _kernel(layer: Any, lengths: Any, begins: Any, *refs: Any, sizes: Sizes) -> 
     mine = pl.program_id(0) * sizes.lists + j
     more = j + 1 < sizes.lists
     at = (mine, jnp.where(more, mine + 1, mine))
-    length = [lengths[i] if sizes.length is None else sizes.length for i in at]
+    length = [lengths[i] for i in at]
     block, piece = sizes.block, sizes.piece
 
     def copies(ahead: int, s: Any, slot: Any, act: Any) -> None:
@@ -54,11 +52,10 @@ def _kernel(layer: Any, lengths: Any, begins: Any, *refs: Any, sizes: Sizes) -> 
                 source = cache.at[layer[0], at[ahead], pl.ds(pl.multiple_of(s * block + first, piece), count)]
                 act(pltpu.make_async_copy(source, buffer.at[slot, pl.ds(first, count)], arrived.at[slot]))
 
-        most = block // piece
-        live = jnp.clip(pl.cdiv(length[ahead] - s * block, piece), 0, most)
+        live = jnp.clip(pl.cdiv(length[ahead] - s * block, piece), 0, block // piece)
         streaming.each(
-            most if sizes.length else live,
-            most,
+            live,
+            block // piece,
             lambda: some(0, block),
             lambda n: some(pl.multiple_of(n * piece, piece), piece),
         )
@@ -67,42 +64,27 @@ def _kernel(layer: Any, lengths: Any, begins: Any, *refs: Any, sizes: Sizes) -> 
     streaming.clear(running)
 
     def visit(s: Any, slot: Any) -> None:
-        attend = partial(_attend, running, sizes, q, q_pos, [b.at[slot] for b in buffers], s, length[0])
-        if sizes.length is not None:
-            attend(whole=True)
-            return
-        whole = (s + 1) * block <= length[0]
-        pl.when(whole)(lambda: attend(whole=True))
-        pl.when(jnp.logical_not(whole))(lambda: attend(whole=False))
+        values = buffers[-1]
+        streaming.blank(
+            lambda n: values.at[slot, pl.ds(pl.multiple_of(n * piece, piece), piece)],
+            piece, block // piece, length[0] - s * block,
+        )  # fmt: skip
+        asked = q[0]
+        kind = jnp.float32 if asked.dtype == jnp.float32 else jnp.bfloat16
+        k, v = (b[slot].astype(kind) for b in (buffers[0], values))
+        z = streaming.product(asked.astype(kind), k, 1) * sizes.scale
+        if sizes.softcap is not None:
+            z = sizes.softcap * jnp.tanh(z / sizes.softcap)
+        at_slot = jax.lax.broadcasted_iota(jnp.int32, (1, block), 1) + s * block
+        pos = q_pos[0][:, :1]
+        seen = at_slot <= jnp.minimum(pos, length[0] - 1)
+        if sizes.window is not None:
+            seen &= at_slot > pos - sizes.window
+        streaming.fold(running, jnp.where(seen, z, NEG_INF), v)
 
     span = begins[at[0]], pl.cdiv(length[0], block)
-    streaming.stream(turn, span if sizes.length is None else (0, span[1]), begins[at[1]], more, copies, visit)
+    streaming.stream(turn, span, begins[at[1]], more, copies, visit)
     streaming.finish(running, out, lse)
-
-
-def _attend(
-    running: Running, sizes: Sizes, q: Any, q_pos: Any, rows: Any, s: Any, length: Any, *, whole: bool
-) -> None:
-    """Folds one block into the running softmax."""
-    asked = q[0]
-    kind = jnp.float32 if asked.dtype == jnp.float32 else jnp.bfloat16
-    k = rows[0][...].astype(kind)
-    z = streaming.product(asked.astype(kind), k, 1) * sizes.scale
-    if sizes.softcap is not None:
-        z = sizes.softcap * jnp.tanh(z / sizes.softcap)
-    slot = jax.lax.broadcasted_iota(jnp.int32, (1, sizes.block), 1) + s * sizes.block
-    pos = q_pos[0][:, :1]
-    seen = slot <= pos
-    if sizes.window is not None:
-        seen &= slot > pos - sizes.window
-    if not whole:
-        seen &= slot < length
-    v = rows[-1][...].astype(kind)
-    if not whole:
-        # Rows behind the length hold anything, and zero times anything may be no number.
-        real = jax.lax.broadcasted_iota(jnp.int32, (sizes.block, 1), 0) + s * sizes.block < length
-        v = jnp.where(real, v, jnp.zeros((), kind))
-    streaming.fold(running, jnp.where(seen, z, NEG_INF), v)
 
 
 def stacked_decode(

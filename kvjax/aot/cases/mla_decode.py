@@ -38,7 +38,7 @@ def mla_decode(
     )
     item = jnp.dtype(dtype).itemsize
     cache = batch * slots * WIDTH * item
-    run = partial(tpu_mla_decode, scale=192**-0.5, cores=device.cores, length=slots)
+    run = partial(tpu_mla_decode, scale=192**-0.5, cores=device.cores)
     return Case(
         run, operands, cache + 4 * total + batch * heads * (2 * RANK + ROPE) * item,
         2 * batch * heads * slots * (2 * RANK + ROPE), cache, "mla_decode",

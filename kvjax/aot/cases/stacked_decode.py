@@ -45,7 +45,7 @@ def stacked_decode(
     block = 2**20 // (2 * width * item)
     run = partial(
         tpu_stacked_decode, scale=width**-0.5, values=width, window=window, softcap=None,
-        cores=device.cores, length=slots,
+        cores=device.cores,
     )  # fmt: skip
     moved = lists * seen * 2 * width * item
     small = 2 * lists * GROUP * width * item
