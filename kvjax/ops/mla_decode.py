@@ -109,7 +109,7 @@ def tpu_mla_decode(
     return out[:, :n], lse[:, :n, 0]
 
 
-def pages_per_step(pages: Array, step_bytes: int = 5 * 2**19) -> int:
+def pages_per_step(pages: Array | jax.ShapeDtypeStruct, step_bytes: int = 5 * 2**19) -> int:
     """Pages of about `step_bytes`: 2048 latents in bfloat16. Fewer cost more to issue with many heads."""
     return max(1, step_bytes // (math.prod(pages.shape[2:]) * jnp.dtype(pages.dtype).itemsize))
 
