@@ -83,8 +83,8 @@ def refusal(q: Array, k: Array, v: Array | None) -> str:
             return f"rows are {x.shape[-1]} wide, expected a multiple of {LANES}: pad, or keep v behind k"
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"a cache of {x.dtype}, expected float32 or bfloat16"
-    if k.shape[3] % tile_rows(k):
-        return f"{k.shape[3]} slots, expected a multiple of {tile_rows(k)}"
+        if x.shape[3] % tile_rows(x):
+            return f"{x.shape[3]} slots, expected a multiple of {tile_rows(x)}"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"queries of {q.dtype}, expected float32 or bfloat16"
     return ""

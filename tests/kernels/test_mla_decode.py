@@ -84,6 +84,12 @@ def test_the_kernel_is_the_equation(case, step):
     check(call(*inputs), by_hand(*inputs, scale=0.07), 1e-2 if case == "bfloat16" else 2e-6)
 
 
+def test_cores_share_the_sequences():
+    inputs = draw(1)
+    call = jax.jit(lambda *x: tpu_mla_decode(*x, LAYER, scale=0.07, step=2, cores=3, interpret=True))
+    check(call(*inputs), by_hand(*inputs, scale=0.07), 2e-6)
+
+
 def raced(inputs, dma):
     def call(mode):
         return jax.jit(lambda *x: tpu_mla_decode(*x, LAYER, scale=0.07, step=2, interpret=mode))(*inputs)

@@ -100,11 +100,11 @@ def split(case):
     ) | options
 
 
-def kernel(inputs, options, block, interpret):
+def kernel(inputs, options, block, interpret, cores=1):
     q, k, v, lengths, pos = inputs
     lists = jnp.broadcast_to(lengths.reshape(B, -1), (B, K))
     options = dict(values=q.shape[-1], window=None, softcap=None) | options
-    call = partial(tpu_stacked_decode, block=block, interpret=interpret, **options)
+    call = partial(tpu_stacked_decode, block=block, cores=cores, interpret=interpret, **options)
     return jax.jit(call)(q, k, v, lists, pos, jnp.asarray(1, jnp.int32))
 
 
@@ -139,6 +139,12 @@ def test_blocks_in_front_of_a_window_are_never_read():
         by_hand(q, *full, lengths, pos, **options),
         2e-6,
     )
+
+
+def test_two_cores_share_the_lists():
+    drawn, options = split("plain")
+    inputs = draw(2, **drawn)
+    check(kernel(inputs, options, 16, True, cores=2), by_hand(*inputs, **options), 2e-6)
 
 
 @pytest.mark.parametrize("dma", ["on_wait", "eager"])
