@@ -22,7 +22,7 @@ from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running
 class Sizes(NamedTuple):
     """What is static: slots per step and per piece of one, lists of one core, and what is done to the logits.
 
-    packed: whether values lie in the lanes behind the keys of the same rows.
+    packed: whether rows of keys hold the values too. sides: what is given per slot, among "pos" and "bias".
     """
 
     block: int
@@ -32,12 +32,15 @@ class Sizes(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     packed: bool = False
+    sides: tuple[str, ...] = ()
 
 
 def _kernel(layer: Any, lengths: Any, begins: Any, *refs: Any, sizes: Sizes) -> None:
-    many = 1 if sizes.packed else 2
-    (q, q_pos, *caches), (out, lse), (*buffers, turn, arrived, top, total, acc) = (
-        refs[: 2 + many], refs[2 + many : 4 + many], refs[4 + many :]
+    many, given = 1 if sizes.packed else 2, len(sizes.sides)
+    q, q_pos, *rest = refs
+    sides, caches, (out, lse), (*buffers, turn, arrived, top, total, acc) = (
+        dict(zip(sizes.sides, rest[:given], strict=True)), rest[given : given + many],
+        rest[given + many : given + many + 2], rest[given + many + 2 :],
     )  # fmt: skip
     j = pl.program_id(1)
     mine = pl.program_id(0) * sizes.lists + j
@@ -75,16 +78,27 @@ def _kernel(layer: Any, lengths: Any, begins: Any, *refs: Any, sizes: Sizes) -> 
         z = streaming.product(asked.astype(kind), k, 1) * sizes.scale
         if sizes.softcap is not None:
             z = sizes.softcap * jnp.tanh(z / sizes.softcap)
-        at_slot = jax.lax.broadcasted_iota(jnp.int32, (1, block), 1) + s * block
-        pos = q_pos[0][:, :1]
-        seen = at_slot <= jnp.minimum(pos, length[0] - 1)
+        side = {n: _row(x, mine, s, block) for n, x in sides.items()}
+        if "bias" in side:
+            z = z + side["bias"]
+        slot_of = jax.lax.broadcasted_iota(jnp.int32, (1, block), 1) + s * block
+        pos, asked_pos = side.get("pos", slot_of), q_pos[0][:, :1]
+        seen = (pos <= asked_pos) & (slot_of < length[0])
+        if "pos" in side:
+            seen &= pos >= 0
         if sizes.window is not None:
-            seen &= at_slot > pos - sizes.window
+            seen &= pos > asked_pos - sizes.window
         streaming.fold(running, jnp.where(seen, z, NEG_INF), v)
 
     span = begins[at[0]], pl.cdiv(length[0], block)
     streaming.stream(turn, span, begins[at[1]], more, copies, visit)
     streaming.finish(running, out, lse)
+
+
+def _row(side: Any, mine: Any, s: Any, block: int) -> Any:
+    """What the slots of a block are given, [1, block], of a side [1, 1, K, S] of all heads."""
+    head = jax.lax.rem(mine, side.shape[2])
+    return side[0, 0, pl.ds(head, 1), pl.ds(pl.multiple_of(s * block, block), block)]
 
 
 def stacked_decode(
@@ -95,6 +109,7 @@ def stacked_decode(
     begins: jax.Array,
     q_pos: jax.Array,
     layer: jax.Array,
+    sides: tuple[jax.Array, ...] = (),
     *,
     sizes: Sizes,
     cores: int = 1,
@@ -104,7 +119,7 @@ def stacked_decode(
 
     q [I, R, W] with R a multiple of 8; k [L, I, S, W] and v [L, I, S, V] with S a multiple of the piece, W
     and V of 128; v None: rows of k hold keys and values, V = W. lengths [I]; begins [I], the first block that
-    is visited; q_pos [I, R, 128] int32; layer [1].
+    is visited; q_pos [I, R, 128] int32; layer [1]; sides [L, B, K, S], where S is made of whole blocks.
     """
     lists, count, width = q.shape
     caches = (k,) if v is None else (k, v)
@@ -112,6 +127,14 @@ def stacked_decode(
 
     def of(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, *shape), lambda core, j, *_: (core * sizes.lists + j, *(0,) * len(shape)))
+
+    def heads(x: jax.Array) -> pl.BlockSpec:
+        """All heads of a sequence, which are copied once for all of its lists."""
+
+        def at(core: Any, j: Any, layer: Any, *_: Any) -> tuple[Any, ...]:
+            return (layer[0], (core * sizes.lists + j) // x.shape[2], 0, 0)
+
+        return pl.BlockSpec((1, 1, *x.shape[2:]), at)
 
     return pl.pallas_call(
         partial(_kernel, sizes=sizes),
@@ -122,7 +145,12 @@ def stacked_decode(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(cores, sizes.lists),
-            in_specs=[of(count, width), of(count, LANES), *[pl.BlockSpec(memory_space=pl.ANY)] * len(caches)],
+            in_specs=[
+                of(count, width),
+                of(count, LANES),
+                *map(heads, sides),
+                *[pl.BlockSpec(memory_space=pl.ANY)] * len(caches),
+            ],
             out_specs=[of(count, values), of(count, LANES)],
             scratch_shapes=[
                 *(pltpu.VMEM((2, sizes.block, x.shape[-1]), x.dtype) for x in caches),
@@ -138,4 +166,4 @@ def stacked_decode(
         ),
         interpret=interpret,
         name="stacked_decode",
-    )(layer, lengths, begins, q, q_pos, *caches)
+    )(layer, lengths, begins, q, q_pos, *sides, *caches)

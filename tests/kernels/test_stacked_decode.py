@@ -40,38 +40,56 @@ def draw(
     row = row or (width + values if packed else width)
 
     def cache(real, wide):
-        x = np.zeros((LAYERS, B, K, slots, wide))
+        x = np.full((LAYERS, B, K, slots, wide), 1e3)
         x[..., :real] = rng.standard_normal(x[..., :real].shape)
         x[0] = np.nan
         x[1][np.arange(slots) >= live[..., None]] = np.nan
         return jnp.asarray(x, dtype)
 
     k = cache(width + values if packed else width, row)
-    v = None if packed else cache(values, max(row, values) if values == width else values)
+    v = None if packed else cache(values, row if values == width else values)
     q = jnp.asarray(rng.standard_normal((B, group * K, t, width)), dtype)
     pos = np.sort(rng.integers(slots // 2, slots, (B, t)), -1).astype(np.int32)
     return q, k, v, jnp.asarray(np.asarray(LENGTHS[lengths]) * slots // 64), jnp.asarray(pos)
 
 
-def by_hand(q, k, v, lengths, q_pos, *, scale, values=None, window=None, softcap=None):
+def sides(seed, slots=64):
+    """Positions in no order, some slots empty, and biases: no numbers in the other layer."""
+    rng = np.random.default_rng(seed)
+    pos = rng.permuted(np.broadcast_to(np.arange(slots), (LAYERS, B, K, slots)), axis=-1)
+    pos = np.where(rng.random(pos.shape) < 0.2, -1, pos)
+    bias = rng.standard_normal(pos.shape)
+    bias[0] = np.nan
+    return dict(pos=jnp.asarray(pos, jnp.int32), bias=jnp.asarray(bias, jnp.float32))
+
+
+def by_hand(
+    q, k, v, lengths, q_pos, *, scale, values=None, window=None, softcap=None, pos=None, bias=None, first=None
+):
     """(out, lse), query by query."""
     q, k = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k))
     b, n, t, h = q.shape
     values = values or h
-    v = k[..., h:] if v is None else np.asarray(v.astype(jnp.float32), np.float64)
+    v = (
+        k[..., h if first is None else first :]
+        if v is None
+        else np.asarray(v.astype(jnp.float32), np.float64)
+    )
     lengths = np.broadcast_to(np.asarray(lengths).reshape(b, -1), (b, K))
     out, lse = np.zeros((b, n, t, values)), np.full((b, n, t), -np.inf)
     for i, head, at in np.ndindex(b, n, t):
-        list_, pos = (1, i, head // (n // K)), int(q_pos[i, at])
-        first = 0 if window is None else max(0, pos - window + 1)
-        last = min(int(lengths[list_[1:]]), pos + 1)
-        if first >= last:
+        mine, asked = (1, i, head // (n // K)), int(q_pos[i, at])
+        length = int(lengths[mine[1:]])
+        held = np.arange(length) if pos is None else np.asarray(pos)[mine][:length]
+        seen = (held >= 0) & (held <= asked) & (held > asked - (window or np.inf))
+        if not seen.any():
             continue
-        z = k[list_][first:last, :h] @ q[i, head, at] * scale
+        z = k[mine][:length][seen, :h] @ q[i, head, at] * scale
         z = z if softcap is None else softcap * np.tanh(z / softcap)
+        z = z if bias is None else z + np.asarray(bias, np.float64)[mine][:length][seen]
         p = np.exp(z - z.max())
         lse[i, head, at] = z.max() + np.log(p.sum())
-        out[i, head, at] = p / p.sum() @ v[list_][first:last, :values]
+        out[i, head, at] = p / p.sum() @ v[mine][:length][seen, :values]
     return out, lse
 
 
@@ -89,21 +107,27 @@ CASES = {
     "heads of 256": dict(width=256),
     "window and soft-cap": dict(t=2, window=20, softcap=5.0),
     "a window of one": dict(window=1),
+    "positions and biases": dict(t=2, window=30, softcap=5.0, **sides(7)),
+    "positions alone": dict(pos=sides(8)["pos"]),
+    "latents": dict(width=192, row=256, packed=True, values=128, first=0),
     "bfloat16": dict(dtype=jnp.bfloat16),
 }
 
 
 def split(case):
-    options = {n: x for n, x in CASES[case].items() if n in ("window", "softcap", "values")}
-    return {n: x for n, x in CASES[case].items() if n not in ("window", "softcap")}, dict(
-        scale=0.09
-    ) | options
+    """(what to draw, what to call with); the number of values is both's."""
+    called = ("window", "softcap", "pos", "bias", "first")
+    options = {n: x for n, x in CASES[case].items() if n in (*called, "values")}
+    return {n: x for n, x in CASES[case].items() if n not in called}, dict(scale=0.09) | options
 
 
 def kernel(inputs, options, block, interpret, cores=1):
     q, k, v, lengths, pos = inputs
     lists = jnp.broadcast_to(lengths.reshape(B, -1), (B, K))
-    options = dict(values=q.shape[-1], window=None, softcap=None) | options
+    start = options.get("first", q.shape[-1] if v is None else 0)
+    options = {n: x for n, x in options.items() if n != "first"}
+    options |= dict(values=(start, options.get("values", q.shape[-1])))
+    options = dict(window=None, softcap=None) | options
     call = partial(tpu_stacked_decode, block=block, cores=cores, interpret=interpret, **options)
     return jax.jit(call)(q, k, v, lists, pos, jnp.asarray(1, jnp.int32))
 
@@ -148,7 +172,7 @@ def test_two_cores_share_the_lists():
 
 
 @pytest.mark.parametrize("dma", ["on_wait", "eager"])
-@pytest.mark.parametrize("case", ["plain", "window and soft-cap", "heads of 64, keys and values in one row"])
+@pytest.mark.parametrize("case", ["plain", "window and soft-cap", "positions and biases"])
 def test_copies_have_arrived_before_they_are_read(case, dma):
     drawn, options = split(case)
     inputs = draw(3, **drawn)
@@ -220,6 +244,10 @@ def test_what_cannot_run_says_why():
     ]:
         with pytest.raises(NotImplementedError, match=why):
             stacked_decode(*wrong, lengths, pos, 1, implementation="tpu", **how)
+    with pytest.raises(
+        NotImplementedError, match="pos or bias of 2 heads x 64 slots, expected a multiple of 128"
+    ):
+        stacked_decode(q, k, v, lengths, pos, 1, implementation="tpu", **sides(0), **how)
     for wrong in [(q[:, :3], k, v), (q, k, v[..., :64]), (q, k, None)]:
         with pytest.raises(ValueError, match="do not fit"):
             stacked_decode(*wrong, lengths, pos, 1, **how)

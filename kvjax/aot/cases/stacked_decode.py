@@ -27,7 +27,7 @@ def stacked_decode(
     *,
     width: int = 128,
     packed: bool = False,
-    window: int | None = None,
+    positions: bool = False,
 ) -> Case:
     """Full lists of 32768 slots, B = 4, K = 8, G = 8, two layers; `packed`: keys and values in one row."""
     slots, lists = 32768, BATCH * HEADS
@@ -39,19 +39,23 @@ def stacked_decode(
         shape(BATCH, HEADS, dtype=jnp.int32),
         shape(BATCH, 1, dtype=jnp.int32),
         shape(dtype=jnp.int32),
+        {"pos": shape(2, BATCH, HEADS, slots, dtype=jnp.int32)} if positions else {},
     )
     item = jnp.dtype(dtype).itemsize
-    seen = slots if window is None else window
     block = 2**20 // (2 * width * item)
-    run = partial(
-        tpu_stacked_decode, scale=width**-0.5, values=width, window=window, softcap=None,
-        cores=device.cores,
-    )  # fmt: skip
-    moved = lists * seen * 2 * width * item
+    first = width if packed else 0
+
+    def run(q: Any, k: Any, v: Any, lengths: Any, q_pos: Any, layer: Any, sides: Any) -> Any:
+        return tpu_stacked_decode(
+            q, k, v, lengths, q_pos, layer, scale=width**-0.5, values=(first, width), window=None,
+            softcap=None, cores=device.cores, **sides,
+        )  # fmt: skip
+
+    moved = lists * slots * (2 * width * item + 4 * positions)
     small = 2 * lists * GROUP * width * item
     return Case(
-        run, operands, moved + small, 4 * lists * GROUP * seen * width, 2 * lists * slots * 2 * width * item,
-        "stacked_decode", trips={"1": lists, "2": lists * seen // block}, profiles=False,
+        run, operands, moved + small, 4 * lists * GROUP * slots * width, 2 * lists * slots * 2 * width * item,
+        "stacked_decode", trips={"1": lists, "2": lists * slots // block}, profiles=False,
     )  # fmt: skip
 
 
@@ -77,7 +81,7 @@ def step(device: Device, *, tokens: int = 1) -> Case:
         k, v = stacked_append(k, v, new_k, new_v, length, at, implementation="tpu")
         out, _ = tpu_stacked_decode(
             q.reshape(BATCH, heads * group, 1, h), k, v, jnp.repeat(length[:, None] + 1, heads, 1),
-            length[:, None], at, scale=h**-0.5, values=h, window=None, softcap=None, cores=device.cores,
+            length[:, None], at, scale=h**-0.5, values=(0, h), window=None, softcap=None, cores=device.cores,
         )  # fmt: skip
         x = x + out.reshape(BATCH, inner) @ w["o"]
         return (x + (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"], k, v, length), None
@@ -114,6 +118,7 @@ def step(device: Device, *, tokens: int = 1) -> Case:
 
 CASES: dict[str, Callable[[Device], Case]] = {
     "stacked_decode-bfloat16-h128": stacked_decode,
+    "stacked_decode-bfloat16-h128-positions": partial(stacked_decode, positions=True),
     "stacked_decode-float32-h128": partial(stacked_decode, dtype=jnp.float32),
     "stacked_decode-bfloat16-h64": partial(stacked_decode, width=64, packed=True),
     "stacked_decode-bfloat16-h256": partial(stacked_decode, width=256),
