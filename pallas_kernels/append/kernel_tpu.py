@@ -45,7 +45,8 @@ def _kernel(block: Any, slot: Any, *refs: Any, tiles: tuple[int, ...]) -> None:
 
     def copies(n: Any, *, back: bool) -> list[Any]:
         """Of the tiles of list n. Those that come have one semaphore per list."""
-        pairs = [(tile(*x, n), buffer.at[n]) for *x, buffer in zip(pools, tiles, buffers, strict=True)]
+        each_one = zip(pools, tiles, buffers, strict=True)
+        pairs = [(tile(pool, rows, n), buffer.at[n]) for pool, rows, buffer in each_one]
         if back:
             return [pltpu.make_async_copy(here, there, gone) for there, here in pairs]
         return [pltpu.make_async_copy(there, here, come.at[n]) for there, here in pairs]
