@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from jax.experimental.layout import Layout
 
 
 class Case(NamedTuple):
@@ -15,6 +18,7 @@ class Case(NamedTuple):
     copies by hand whose sources it cannot tell. donated: places of the operands that the program may reuse.
     branches: how often the largest conditional parts of the outermost loop run, in their order; other code
     counts as if it always ran.
+    layouts: of operands, by place, that do not come in the compiler's default.
     """
 
     run: Callable[..., Any]
@@ -27,3 +31,4 @@ class Case(NamedTuple):
     profiles: bool = True
     donated: tuple[int, ...] = ()
     branches: tuple[int, ...] = ()
+    layouts: Mapping[int, Layout] = MappingProxyType({})

@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import sys
+from typing import Any
 
 
 def main() -> None:
@@ -31,6 +32,7 @@ def main() -> None:
     import jax
     import numpy as np
     from jax.experimental import topologies
+    from jax.experimental.layout import Format
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from kvjax.aot import reading
@@ -41,7 +43,12 @@ def main() -> None:
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices[:1]), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), case.operands)
+
+    def place(at: int, operand: Any) -> Any:
+        how = Format(case.layouts[at], whole) if at in case.layouts else whole
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=how), operand)
+
+    placed = [place(at, operand) for at, operand in enumerate(case.operands)]
     # Pallas asks the mesh which generation it lowers for.
     with jax.set_mesh(mesh):
         compiled = jax.jit(case.run, donate_argnums=case.donated).lower(*placed).compile()

@@ -11,8 +11,9 @@ import pytest
 from kvjax.cache import Slots
 from kvjax.grammar import Budget
 from kvjax.ops.attention import attend
+from kvjax.ops.page_pool import make_pool
 from kvjax.ops.page_scores import best_pages, page_scores, tpu_page_scores
-from kvjax.ops.paged_decode import PagePool, paged_decode
+from kvjax.ops.paged_decode import paged_decode
 from kvjax.read.pages import PageBounds
 from tests.ops.oracles import rms
 
@@ -125,7 +126,7 @@ def test_quest_visits_the_same_pages_and_computes_the_same(rng, body, implementa
         theirs = np.asarray(visited.pos)[i, k]
         assert set(theirs[theirs >= 0] // PAGE) == set(pages[i, k, : count[i, k]].tolist())
 
-    pool = PagePool(jnp.stack([x.reshape(-1, PAGE, 16) for x in (body.k, body.v)], 1)[None])
+    pool = make_pool(*(x.reshape(1, -1, PAGE, 16) for x in (body.k, body.v)))
     own = jnp.arange(B * K, dtype=jnp.int32).reshape(B, K, 1) * BODY
     out, lse, _ = paged_decode(q, pool, own + pages, count * PAGE, at, scale=0.25)
     want, want_lse, _ = attend(q, visited, at, scale=0.25)

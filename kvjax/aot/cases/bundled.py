@@ -1,8 +1,8 @@
 """Jax's own paged decoding at the shape of ours, to stand beside it.
 
-`paged_attention` has a table per sequence, `ragged_paged_attention` one too and all heads in a page. Their loops
-run as long as the data says, which the compiler guesses at: the first is taken in its form with a grid step per
-block, and both are counted with every path of a block, also those that run once: upper figures.
+`paged_attention` has a table per sequence, `ragged_paged_attention` one too and all heads in a page. Their
+loops run as long as the data says, which the compiler guesses at: the first is taken in its form with a grid
+step per block, and both are counted with every path of a block, also those that run once: upper figures.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Writing one slot of many lists, in place."""

@@ -1,0 +1,169 @@
+"""The TPU kernel of decoding over a dense cache of all layers: no layer of it is ever sliced out.
+
+The layer is a number that reaches the kernel ahead of its grid. A step is a block of one list's slots, copied
+whole; of the last block only the pieces that the length reaches. What it computes is defined by
+`kvjax.ops.stacked_decode`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvjax.pallas_kernels import streaming
+from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running
+
+
+class Sizes(NamedTuple):
+    """What is static: slots per step and per piece of one, lists of one core, and what is done to the logits.
+
+    packed: whether rows of keys hold the values too. sides: what is given per slot, among "pos" and "bias".
+    """
+
+    block: int
+    piece: int
+    lists: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    packed: bool = False
+    sides: tuple[str, ...] = ()
+
+
+def _kernel(layer: Any, lengths: Any, begins: Any, *refs: Any, sizes: Sizes) -> None:
+    many, given = 1 if sizes.packed else 2, len(sizes.sides)
+    q, q_pos, *rest = refs
+    sides, caches, (out, lse), (*buffers, turn, arrived, top, total, acc) = (
+        dict(zip(sizes.sides, rest[:given], strict=True)), rest[given : given + many],
+        rest[given + many : given + many + 2], rest[given + many + 2 :],
+    )  # fmt: skip
+    j = pl.program_id(1)
+    mine = pl.program_id(0) * sizes.lists + j
+    more = j + 1 < sizes.lists
+    at = (mine, jnp.where(more, mine + 1, mine))
+    length = [lengths[i] for i in at]
+    block, piece = sizes.block, sizes.piece
+
+    def copies(ahead: int, s: Any, slot: Any, act: Any) -> None:
+        def some(first: Any, count: int) -> None:
+            for cache, buffer in zip(caches, buffers, strict=True):
+                source = cache.at[layer[0], at[ahead], pl.ds(pl.multiple_of(s * block + first, piece), count)]
+                act(pltpu.make_async_copy(source, buffer.at[slot, pl.ds(first, count)], arrived.at[slot]))
+
+        live = jnp.clip(pl.cdiv(length[ahead] - s * block, piece), 0, block // piece)
+        streaming.each(
+            live,
+            block // piece,
+            lambda: some(0, block),
+            lambda n: some(pl.multiple_of(n * piece, piece), piece),
+        )
+
+    running = Running(top, total, acc)
+    streaming.clear(running)
+
+    def visit(s: Any, slot: Any) -> None:
+        values = buffers[-1]
+        streaming.blank(
+            lambda n: values.at[slot, pl.ds(pl.multiple_of(n * piece, piece), piece)],
+            piece, block // piece, length[0] - s * block,
+        )  # fmt: skip
+        asked = q[0]
+        kind = jnp.float32 if asked.dtype == jnp.float32 else jnp.bfloat16
+        k, v = (b[slot].astype(kind) for b in (buffers[0], values))
+        z = streaming.product(asked.astype(kind), k, 1) * sizes.scale
+        if sizes.softcap is not None:
+            z = sizes.softcap * jnp.tanh(z / sizes.softcap)
+        side = {n: _row(x, mine, s, block) for n, x in sides.items()}
+        if "bias" in side:
+            z = z + side["bias"]
+        slot_of = jax.lax.broadcasted_iota(jnp.int32, (1, block), 1) + s * block
+        pos, asked_pos = side.get("pos", slot_of), q_pos[0][:, :1]
+        seen = (pos <= asked_pos) & (slot_of < length[0])
+        if "pos" in side:
+            seen &= pos >= 0
+        if sizes.window is not None:
+            seen &= pos > asked_pos - sizes.window
+        streaming.fold(running, jnp.where(seen, z, NEG_INF), v)
+
+    span = begins[at[0]], pl.cdiv(length[0], block)
+    streaming.stream(turn, span, begins[at[1]], more, copies, visit)
+    streaming.finish(running, out, lse)
+
+
+def _row(side: Any, mine: Any, s: Any, block: int) -> Any:
+    """What the slots of a block are given, [1, block], of a side [1, 1, K, S] of all heads."""
+    head = jax.lax.rem(mine, side.shape[2])
+    return side[0, 0, pl.ds(head, 1), pl.ds(pl.multiple_of(s * block, block), block)]
+
+
+def stacked_decode(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    lengths: jax.Array,
+    begins: jax.Array,
+    q_pos: jax.Array,
+    layer: jax.Array,
+    sides: tuple[jax.Array, ...] = (),
+    *,
+    sizes: Sizes,
+    cores: int = 1,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """(out [I, R, V], lse [I, R, 128]) of I lists.
+
+    q [I, R, W] with R a multiple of 8; k [L, I, S, W] and v [L, I, S, V] with S a multiple of the piece, W
+    and V of 128; v None: rows of k hold keys and values, V = W. lengths [I]; begins [I], the first block that
+    is visited; q_pos [I, R, 128] int32; layer [1]; sides [L, B, K, S], where S is made of whole blocks.
+    """
+    lists, count, width = q.shape
+    caches = (k,) if v is None else (k, v)
+    values = caches[-1].shape[-1]
+
+    def of(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, *shape), lambda core, j, *_: (core * sizes.lists + j, *(0,) * len(shape)))
+
+    def heads(x: jax.Array) -> pl.BlockSpec:
+        """All heads of a sequence, which are copied once for all of its lists."""
+
+        def at(core: Any, j: Any, layer: Any, *_: Any) -> tuple[Any, ...]:
+            return (layer[0], (core * sizes.lists + j) // x.shape[2], 0, 0)
+
+        return pl.BlockSpec((1, 1, *x.shape[2:]), at)
+
+    return pl.pallas_call(
+        partial(_kernel, sizes=sizes),
+        out_shape=[
+            jax.ShapeDtypeStruct((lists, count, values), q.dtype),
+            jax.ShapeDtypeStruct((lists, count, LANES), jnp.float32),
+        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(cores, sizes.lists),
+            in_specs=[
+                of(count, width),
+                of(count, LANES),
+                *map(heads, sides),
+                *[pl.BlockSpec(memory_space=pl.ANY)] * len(caches),
+            ],
+            out_specs=[of(count, values), of(count, LANES)],
+            scratch_shapes=[
+                *(pltpu.VMEM((2, sizes.block, x.shape[-1]), x.dtype) for x in caches),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.VMEM((count, LANES), jnp.float32),
+                pltpu.VMEM((count, LANES), jnp.float32),
+                pltpu.VMEM((count, values), jnp.float32),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True
+        ),
+        interpret=interpret,
+        name="stacked_decode",
+    )(layer, lengths, begins, q, q_pos, *sides, *caches)

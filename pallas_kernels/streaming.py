@@ -1,0 +1,134 @@
+"""What decoding kernels share: the slots of a list streamed through two buffers, and a running softmax.
+
+One grid step of axis 1 is one list of slots. Its steps are copied by hand, each while the one before is
+worked on, and the last step of a list starts the first one of the next list, so that memory never idles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+LANES, SUBLANES = 128, 8
+NEG_INF = float("-inf")
+# copies(ahead, s, slot, act): act on every copy of step s into buffer `slot`, of this list or the one ahead.
+Copies = Callable[[int, Any, Any, Callable[[Any], None]], None]
+
+
+class Running(NamedTuple):
+    """Softmax so far, per query: largest logit, sum of exponentials (both [R, 128]), of values [R, V]."""
+
+    top: Any
+    total: Any
+    acc: Any
+
+
+def start(copy: Any) -> None:
+    copy.start()
+
+
+def wait(copy: Any) -> None:
+    copy.wait()
+
+
+def stream(
+    turn: Any,
+    span: tuple[Any, Any],
+    begin_next: Any,
+    more: Any,
+    copies: Copies,
+    visit: Callable[[Any, Any], None],
+) -> None:
+    """visit(s, slot) for every step s of `span`, in order, when its copies have arrived in buffer `slot`.
+
+    turn: int32 [1] in SMEM, the buffer that is next. begin_next: first step of the next list; more: whether
+    there is one on this core. copies must act on nothing where a step does not exist.
+    """
+    begin, steps = span[0], jnp.maximum(span[1] - span[0], 0)
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        turn[0] = 0
+        copies(0, begin, 0, start)
+
+    first = turn[0]
+
+    @pl.when((steps == 0) & more)
+    def _() -> None:
+        copies(1, begin_next, first, start)
+
+    def step(i: Any, carry: Any) -> Any:
+        slot = jax.lax.rem(first + i, 2)
+
+        @pl.when(i + 1 < steps)
+        def _() -> None:
+            copies(0, begin + i + 1, 1 - slot, start)
+
+        @pl.when((i + 1 == steps) & more)
+        def _() -> None:
+            copies(1, begin_next, 1 - slot, start)
+
+        copies(0, begin + i, slot, wait)
+        visit(begin + i, slot)
+        return carry
+
+    jax.lax.fori_loop(0, steps, step, 0)
+    turn[0] = jax.lax.rem(first + steps, 2)
+
+
+def each(live: Any, most: int, whole: Callable[[], None], one: Callable[[Any], None]) -> None:
+    """whole() where all of `most` pieces are live, one(n) for n < live otherwise."""
+    pl.when(live >= most)(whole)
+
+    @pl.when(live < most)
+    def _() -> None:
+        jax.lax.fori_loop(0, live, lambda n, carry: (one(n), carry)[1], 0)
+
+
+def blank(piece: Callable[[Any], Any], size: int, most: int, live: Any) -> None:
+    """Zeros slots from `live` on, of `most` pieces of `size`: zero times what they hold may be no number."""
+
+    def one(n: Any, carry: Any) -> Any:
+        rows = piece(n)
+        real = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) + n * size < live
+        rows[...] = jnp.where(real, rows[...], jnp.zeros((), rows.dtype))
+        return carry
+
+    jax.lax.fori_loop(jnp.minimum(live // size, most), most, one, 0)
+
+
+def product(a: Any, b: Any, axis: int) -> Any:
+    """a's last axis times axis `axis` of b, summed in float32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
+    )
+
+
+def clear(r: Running) -> None:
+    r.top[...] = jnp.full_like(r.top, NEG_INF)
+    r.total[...] = jnp.zeros_like(r.total)
+    r.acc[...] = jnp.zeros_like(r.acc)
+
+
+def fold(r: Running, z: Any, v: Any) -> None:
+    """Folds logits z [R, S], -inf where hidden, and finite values v [S, V] into `r`."""
+    old = r.top[:, :1]
+    top = jnp.maximum(old, z.max(-1, keepdims=True))
+    safe = jnp.where(top == NEG_INF, 0.0, top)
+    p, fade = jnp.exp(z - safe), jnp.exp(old - safe)
+    r.top[...] = jnp.broadcast_to(top, r.top.shape)
+    r.total[...] = r.total[...] * fade + p.sum(-1, keepdims=True)
+    r.acc[...] = r.acc[...] * fade + product(p.astype(v.dtype), v, 0)
+
+
+def finish(r: Running, out: Any, lse: Any) -> None:
+    """Writes out [1, R, V] and lse [1, R, 128]; 0 and -inf where a query saw nothing."""
+    total = r.total[:, :1]
+    safe = jnp.where(total == 0.0, 1.0, total)
+    out[0] = (r.acc[...] / safe).astype(out.dtype)
+    lse[0] = jnp.broadcast_to(jnp.where(total == 0.0, NEG_INF, r.top[:, :1] + jnp.log(safe)), lse.shape[1:])

@@ -1,0 +1,253 @@
+"""Decoding over a stacked cache: the plain form against float64 numpy, the TPU kernel against both.
+
+Everything that must not be read is no number: rows behind a list's length, the other layer, and, in front of
+a window, the blocks that no query of the sequence can see.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.ops.stacked_decode import stacked_append, stacked_decode, tpu_stacked_decode
+from kvjax.pallas_kernels import streaming
+from tests.kernels.close import check, with_races
+
+B, K, LAYERS = 2, 2, 2
+LENGTHS = {"each": [[64, 61], [33, 0]], "one": [40, 0]}
+
+
+def draw(
+    seed,
+    *,
+    group=2,
+    t=1,
+    width=128,
+    values=None,
+    row=None,
+    slots=64,
+    dtype=jnp.float32,
+    lengths="each",
+    packed=False,
+):
+    """(q, k, v, lengths, q_pos) whose rows behind the lengths are no numbers."""
+    rng = np.random.default_rng(seed)
+    values = values or width
+    live = np.asarray(LENGTHS[lengths]) * slots // 64
+    live = np.broadcast_to(live.reshape(B, -1), (B, K))
+    row = row or (width + values if packed else width)
+
+    def cache(real, wide):
+        x = np.full((LAYERS, B, K, slots, wide), 1e3)
+        x[..., :real] = rng.standard_normal(x[..., :real].shape)
+        x[0] = np.nan
+        x[1][np.arange(slots) >= live[..., None]] = np.nan
+        return jnp.asarray(x, dtype)
+
+    k = cache(width + values if packed else width, row)
+    v = None if packed else cache(values, row if values == width else values)
+    q = jnp.asarray(rng.standard_normal((B, group * K, t, width)), dtype)
+    pos = np.sort(rng.integers(slots // 2, slots, (B, t)), -1).astype(np.int32)
+    return q, k, v, jnp.asarray(np.asarray(LENGTHS[lengths]) * slots // 64), jnp.asarray(pos)
+
+
+def sides(seed, slots=64):
+    """Positions in no order, some slots empty, and biases: no numbers in the other layer."""
+    rng = np.random.default_rng(seed)
+    pos = rng.permuted(np.broadcast_to(np.arange(slots), (LAYERS, B, K, slots)), axis=-1)
+    pos = np.where(rng.random(pos.shape) < 0.2, -1, pos)
+    bias = rng.standard_normal(pos.shape)
+    bias[0] = np.nan
+    return dict(pos=jnp.asarray(pos, jnp.int32), bias=jnp.asarray(bias, jnp.float32))
+
+
+def by_hand(
+    q, k, v, lengths, q_pos, *, scale, values=None, window=None, softcap=None, pos=None, bias=None, first=None
+):
+    """(out, lse), query by query."""
+    q, k = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k))
+    b, n, t, h = q.shape
+    values = values or h
+    v = (
+        k[..., h if first is None else first :]
+        if v is None
+        else np.asarray(v.astype(jnp.float32), np.float64)
+    )
+    lengths = np.broadcast_to(np.asarray(lengths).reshape(b, -1), (b, K))
+    out, lse = np.zeros((b, n, t, values)), np.full((b, n, t), -np.inf)
+    for i, head, at in np.ndindex(b, n, t):
+        mine, asked = (1, i, head // (n // K)), int(q_pos[i, at])
+        length = int(lengths[mine[1:]])
+        held = np.arange(length) if pos is None else np.asarray(pos)[mine][:length]
+        seen = (held >= 0) & (held <= asked) & (held > asked - (window or np.inf))
+        if not seen.any():
+            continue
+        z = k[mine][:length][seen, :h] @ q[i, head, at] * scale
+        z = z if softcap is None else softcap * np.tanh(z / softcap)
+        z = z if bias is None else z + np.asarray(bias, np.float64)[mine][:length][seen]
+        p = np.exp(z - z.max())
+        lse[i, head, at] = z.max() + np.log(p.sum())
+        out[i, head, at] = p / p.sum() @ v[mine][:length][seen, :values]
+    return out, lse
+
+
+CASES = {
+    "plain": dict(),
+    "several queries": dict(t=3),
+    "one head each": dict(group=1),
+    "sixteen heads each": dict(group=16),
+    "one length for all heads": dict(lengths="one"),
+    "slots that fill no block": dict(slots=40),
+    "heads of 64, keys and values in one row": dict(width=64, packed=True),
+    "heads of 80 in rows of 128": dict(width=80, row=128),
+    "heads of 96 and values in one row": dict(width=96, packed=True, row=256),
+    "keys of 192, values of 128": dict(width=192, values=128, row=256),
+    "heads of 256": dict(width=256),
+    "window and soft-cap": dict(t=2, window=20, softcap=5.0),
+    "a window of one": dict(window=1),
+    "positions and biases": dict(t=2, window=30, softcap=5.0, **sides(7)),
+    "positions alone": dict(pos=sides(8)["pos"]),
+    "latents": dict(width=192, row=256, packed=True, values=128, first=0),
+    "bfloat16": dict(dtype=jnp.bfloat16),
+}
+
+
+def split(case):
+    """(what to draw, what to call with); the number of values is both's."""
+    called = ("window", "softcap", "pos", "bias", "first")
+    options = {n: x for n, x in CASES[case].items() if n in (*called, "values")}
+    return {n: x for n, x in CASES[case].items() if n not in called}, dict(scale=0.09) | options
+
+
+def kernel(inputs, options, block, interpret, cores=1):
+    q, k, v, lengths, pos = inputs
+    lists = jnp.broadcast_to(lengths.reshape(B, -1), (B, K))
+    start = options.get("first", q.shape[-1] if v is None else 0)
+    options = {n: x for n, x in options.items() if n != "first"}
+    options |= dict(values=(start, options.get("values", q.shape[-1])))
+    options = dict(window=None, softcap=None) | options
+    call = partial(tpu_stacked_decode, block=block, cores=cores, interpret=interpret, **options)
+    return jax.jit(call)(q, k, v, lists, pos, jnp.asarray(1, jnp.int32))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plain_form_is_the_equation(case):
+    drawn, options = split(case)
+    inputs = draw(0, **drawn)
+    call = jax.jit(lambda *x: stacked_decode(*x, 1, implementation="reference", **options))
+    check(call(*inputs), by_hand(*inputs, **options), 1e-2 if case == "bfloat16" else 2e-6)
+
+
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_is_the_equation(case, block):
+    drawn, options = split(case)
+    inputs = draw(1, **drawn)
+    got = kernel(inputs, options, block, True)
+    check(got, by_hand(*inputs, **options), 1e-2 if case == "bfloat16" else 2e-6)
+
+
+def test_blocks_in_front_of_a_window_are_never_read():
+    q, k, v, _, _ = draw(2)
+    lengths, pos = jnp.asarray([64, 50]), jnp.asarray([[63], [49]])
+    first = np.array([48, 32])
+    hidden = (np.arange(64) < first[:, None])[None, :, None, :, None]
+    rng = np.random.default_rng(0)
+    full = [jnp.asarray(rng.standard_normal(k.shape), jnp.float32) for _ in range(2)]
+    spoilt = [jnp.where(hidden, jnp.nan, x) for x in full]
+    options = dict(scale=0.09, window=16)
+    check(
+        kernel((q, *spoilt, lengths, pos), options, 16, True),
+        by_hand(q, *full, lengths, pos, **options),
+        2e-6,
+    )
+
+
+def test_two_cores_share_the_lists():
+    drawn, options = split("plain")
+    inputs = draw(2, **drawn)
+    check(kernel(inputs, options, 16, True, cores=2), by_hand(*inputs, **options), 2e-6)
+
+
+@pytest.mark.parametrize("dma", ["on_wait", "eager"])
+@pytest.mark.parametrize("case", ["plain", "window and soft-cap", "positions and biases"])
+def test_copies_have_arrived_before_they_are_read(case, dma):
+    drawn, options = split(case)
+    inputs = draw(3, **drawn)
+    got, races = with_races(lambda mode: kernel(inputs, options, 16, mode), dma)
+    check(got, by_hand(*inputs, **options), 2e-6)
+    assert not races
+
+
+def test_a_missing_wait_is_found(monkeypatch):
+    """A copy that happens at once makes the answer right, and the detector must still see the race."""
+    monkeypatch.setattr(streaming, "wait", lambda copy: None)
+    drawn, options = split("plain")
+    assert with_races(lambda mode: kernel(draw(3, **drawn), options, 16, mode), "eager")[1]
+
+
+@pytest.mark.parametrize("how", ["scatter", "tpu interpret"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_is_appended_where_the_length_says_and_nowhere_else(how, dtype):
+    _, k, v, _, _ = draw(4, dtype=dtype)
+    rng = np.random.default_rng(5)
+    new = [jnp.asarray(rng.standard_normal((B, K, 128)), dtype) for _ in range(2)]
+    slot = np.array([[5, -1], [0, 63]])
+    want = [np.asarray(x.astype(jnp.float32)).copy() for x in (k, v)]
+    for x, y in zip(want, new, strict=True):
+        for b, h in np.ndindex(B, K):
+            if slot[b, h] >= 0:
+                x[1, b, h, slot[b, h]] = y[b, h].astype(jnp.float32)
+    call = jax.jit(partial(stacked_append, implementation=how), donate_argnums=(0, 1))
+    got = call(k, v, *new, jnp.asarray(slot), jnp.asarray(1))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(x.astype(jnp.float32)), y)
+
+
+def test_a_scan_over_layers_decodes_with_the_row_it_appended():
+    """Appended and read in one scan, as a decoder does, against all layers by themselves."""
+    rng = np.random.default_rng(6)
+    cache = [jnp.asarray(rng.standard_normal((LAYERS, B, K, 16, 128)), jnp.float32) for _ in range(2)]
+    rows = [jnp.asarray(rng.standard_normal((LAYERS, B, K, 128)), jnp.float32) for _ in range(2)]
+    q = jnp.asarray(rng.standard_normal((B, 4, 1, 128)), jnp.float32)
+    length = jnp.asarray([7, 15])
+
+    def layer(caches, xs):
+        at, k, v = xs
+        caches = stacked_append(*caches, k, v, length, at, implementation="tpu interpret")
+        out = stacked_decode(
+            q, *caches, length + 1, length[:, None], at, scale=0.1, implementation="tpu interpret"
+        )
+        return caches, out
+
+    _, got = jax.jit(lambda c: jax.lax.scan(layer, c, (jnp.arange(LAYERS), *rows)))(tuple(cache))
+    want = [np.asarray(x, np.float64) for x in cache]
+    for x, y in zip(want, rows, strict=True):
+        for at, b in np.ndindex(LAYERS, B):
+            x[at, b, :, int(length[b])] = y[at, b]
+    for at in range(LAYERS):
+        turned = [jnp.asarray(x[[at, at]], jnp.float32) for x in want]
+        check([x[at] for x in got], by_hand(q, *turned, length + 1, length[:, None], scale=0.1), 2e-6)
+
+
+def test_what_cannot_run_says_why():
+    q, k, v, lengths, pos = draw(0)
+    how = dict(scale=1.0)
+    with pytest.raises(NotImplementedError, match="there is no such form"):
+        stacked_decode(q, k, v, lengths, pos, 1, implementation="cuda", **how)
+    for wrong, why in [
+        ((q[..., :64], k[..., :64], v[..., :64]), "rows are 64 wide, expected a multiple of 128"),
+        ((q, k[..., :60, :], v[..., :60, :]), "60 slots, expected a multiple of 8"),
+        ((q, k.astype(jnp.float16), v), "a cache of float16"),
+    ]:
+        with pytest.raises(NotImplementedError, match=why):
+            stacked_decode(*wrong, lengths, pos, 1, implementation="tpu", **how)
+    with pytest.raises(
+        NotImplementedError, match="pos or bias of 2 heads x 64 slots, expected a multiple of 128"
+    ):
+        stacked_decode(q, k, v, lengths, pos, 1, implementation="tpu", **sides(0), **how)
+    for wrong in [(q[:, :3], k, v), (q, k, v[..., :64]), (q, k, None)]:
+        with pytest.raises(ValueError, match="do not fit"):
+            stacked_decode(*wrong, lengths, pos, 1, **how)
