@@ -32,8 +32,8 @@ def paged_append(
     same page: copy a shared one first.
 
     numbers: what goes with the token, by name ("pos", "key_scale", ...). In a pool of codes k and v are
-    codes. Raises ValueError where the numbers are not the pool's, where a pool has scales of channels (its pages are
-    encoded whole), and where k is not of the pool's type.
+    codes. Raises ValueError where the numbers are not the pool's, where a pool has scales of channels (its
+    pages are encoded whole), and where k is not of the pool's type.
 
     >>> from kvjax.ops.page_pool import make_pool
     >>> pages, table = jnp.zeros((1, 2, 4, 1)), jnp.asarray([[[1, 0]]])
