@@ -195,7 +195,7 @@ def tpu_attention_stats(
 
     asked, held = row(q_pos, -1), padded(k_pos, keys, -1)
     blocks = (x.reshape(x.shape[0], -1, size) for x, size in ((asked, rows), (held, keys)))
-    first, final = visits(*(jnp.repeat(x, lists // x.shape[0], axis=0) for x in blocks), window)
+    first, final = visits(*(jnp.repeat(x, lists // x.shape[0], axis=0) for x in blocks), window)  # pyright: ignore[reportCallIssue]
     sizes = tpu.Sizes(want, keys, rows, group if per_head else 1, scale, window, softcap, threshold)
     found = tpu.attention_stats(
         q.reshape(lists, *shape, h), k.reshape(lists, slots, h),

@@ -159,7 +159,7 @@ def tpu_flash_prefill(
     rows = (jnp.concatenate(q_rows, 1), jnp.stack(k_rows, 2).reshape(-1, len(k_rows), k_pos.shape[2]))
     size = blocks or default_blocks(q, k, v)
     call = _Call(size, scale, window, softcap, interpret)
-    out, lse = _attend(call, grouped, *filled[1:], *rows)
+    out, lse = _attend(call, grouped, *filled[1:], *rows)  # pyright: ignore[reportGeneralTypeIssues]
     return out[:, :, :, :t].reshape(b, n, t, -1), lse[..., :t].reshape(b, n, t)
 
 
@@ -184,7 +184,7 @@ class _Call(NamedTuple):
             jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % block)), constant_values=-1)
             for x, block in zip(rows, blocks, strict=True)
         )
-        return Sizes(*blocks, self.scale, self.window, self.softcap), *filled
+        return Sizes(*blocks, self.scale, self.window, self.softcap), *filled  # pyright: ignore[reportCallIssue]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -194,7 +194,7 @@ def _attend(call: _Call, q: Array, k: Array, v: Array, q_rows: Array, k_rows: Ar
 
 
 def _forward(call: _Call, *operands: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    out, lse = _attend(call, *operands)
+    out, lse = _attend(call, *operands)  # pyright: ignore[reportGeneralTypeIssues]
     return (out, lse), (*operands, out, lse)
 
 
@@ -205,8 +205,9 @@ def _backward(call: _Call, kept: tuple[Array, ...], cotangents: tuple[Array, Arr
     sizes, *rows = call.prepared(q, k, (q_rows, k_rows), back=True)
     most = slots_in_vmem(sizes.kv, k.shape[3], v.shape[3]) // sizes.kv
     part = min(most, -(-k.shape[2] // sizes.kv))
+    q_own, k_own = rows
     dq, dk, dv = backward_tpu.gradients(
-        q, k, v, *rows, d_out, lse, delta, sizes=sizes, part=part, interpret=call.interpret
+        q, k, v, q_own, k_own, d_out, lse, delta, sizes=sizes, part=part, interpret=call.interpret
     )
     slots = k.shape[2]
     return dq.astype(q.dtype), dk[:, :, :slots], dv[:, :, :slots], None, None

@@ -158,7 +158,7 @@ def tpu_gated_delta_step(state: Array, token: Tokens, *, interpret: Any = False)
     g = jnp.broadcast_to(token.log_decay, token.k.shape)
     q, k, v, g, p = (None if x is None else x.reshape(b * h, -1) for x in token._replace(log_decay=g))
     out, new = decode(
-        q, k, v, g, p, state.reshape(b * h, keys, values),
+        q, k, v, g, p, state.reshape(b * h, keys, values),  # pyright: ignore[reportArgumentType]
         together=min(together, b * h), interpret=interpret,
     )  # fmt: skip
     return out.reshape(b, h, values), new.reshape(state.shape)

@@ -115,7 +115,7 @@ def _fold(r: Refs, sizes: Sizes, slots: Any, *, whole: bool) -> None:
     found = products(0)
     for g in range(r.q.shape[2]):
         ahead = products(g + 1) if g + 1 < r.q.shape[2] else None
-        fold(g, *found)
+        fold(g, *found)  # pyright: ignore[reportOptionalIterable]
         found = ahead
 
 
@@ -147,7 +147,7 @@ def gradients(
 
     def one(dq: jax.Array, n: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         here = [jax.lax.dynamic_slice_in_dim(x, n * slots, slots, 2) for x in (k_rows, k, v)]
-        dq, dk, dv = _part(q, *here[1:], q_rows, here[0], d_out, lse, delta, dq, sizes, interpret)
+        dq, dk, dv = _part(q, *here[1:], q_rows, here[0], d_out, lse, delta, dq, sizes, interpret)  # pyright: ignore[reportCallIssue]
         return dq, (dk, dv)
 
     # In whole blocks, because a result in place of an operand has its shape.

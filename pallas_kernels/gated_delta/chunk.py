@@ -149,9 +149,9 @@ def _pairs_by_channel(c: Chunk, exact: bool) -> Steps:
         ]
         yield
         before, after = _down(whole, half), _down(whole, -half)
-        until += jnp.where(is_second, before, 0.0)
-        behind += jnp.where(is_second, 0.0, after)
-        whole += jnp.where(is_second, before, after)
+        until += jnp.where(is_second, before, 0.0)  # pyright: ignore[reportArgumentType]
+        behind += jnp.where(is_second, 0.0, after)  # pyright: ignore[reportArgumentType]
+        whole += jnp.where(is_second, before, after)  # pyright: ignore[reportArgumentType]
         half *= 2
     i, j = _index(apart.shape, 0), _index(apart.shape, 1)
     itself = jnp.sum(c.q * c.k, 1, keepdims=True)

@@ -58,7 +58,7 @@ def take(refs: Chunk, head: int, first: Any, sizes: Sizes) -> Chunk:
 
 
 def _kernel(*refs: Any, sizes: Sizes, erases: bool) -> None:
-    tokens = Chunk(*refs[:5]) if erases else Chunk(*refs[:4], None)
+    tokens = Chunk(*refs[:5]) if erases else Chunk(*refs[:4], None)  # pyright: ignore[reportCallIssue]
     start, out, state, *saved = refs[5 if erases else 4 :]
     at = pl.program_id(2)
 

@@ -65,12 +65,12 @@ def flash_prefill(
         return tpu_flash_prefill(q, k, v, q_pos, k_pos, None, None, **how)
 
     def gradients(q: Any, k: Any, v: Any, q_pos: Any, k_pos: Any, *cotangents: Any) -> Any:
-        return jax.vjp(lambda *x: run(*x, q_pos, k_pos), q, k, v)[1](cotangents)
+        return jax.vjp(lambda *x: run(*x, q_pos, k_pos), q, k, v)[1](cotangents)  # pyright: ignore[reportCallIssue]
 
     product, numbers = counts(tokens, slots, group, width)
     bits = jnp.dtype(dtype).itemsize
     kv, rows = 2 * HEADS * slots * width, tokens // blocks[2 * back]
-    whole, cut = causal_blocks(*blocks[2 * back :][:2], tokens, slots)
+    whole, cut = causal_blocks(*blocks[2 * back :][:2], tokens, slots)  # pyright: ignore[reportCallIssue]
     runs = (HEADS * rows, HEADS * whole, HEADS * cut, HEADS * rows)
     steps = HEADS * rows * -(-slots // blocks[2 * back + 1])
     if not back:
