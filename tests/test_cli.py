@@ -62,7 +62,7 @@ def test_info_says_what_runs_here(capsys):
         "usable",
     ):
         assert text in out
-    assert re.search(r"Pallas kernels +paged_decode, which no path of the decoder calls yet", out)
+    assert re.search(r"Pallas kernels +see docs/kernels.md; no path of the decoder calls them yet", out)
 
 
 def test_help_version_and_no_arguments(capsys):

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
         ("memory", _memory()),
         ("cores", _cores()),
         ("attention", f"plain jax.numpy, compiled by XLA for {platform}"),
-        ("Pallas kernels", "paged_decode, which no path of the decoder calls yet"),
+        ("Pallas kernels", "see docs/kernels.md; no path of the decoder calls them yet"),
         ("layers", "one after another" if platform == "cpu" else "stacked, one scan over equal layers"),
     ]
     console().print(pairs(rows))
