@@ -17,10 +17,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .unpack import page_numbers, unpack
+from kvjax.pallas_kernels.streaming import LANES, NEG_INF, start, wait
 
-LANES = 128
-NEG_INF = float("-inf")
+from .unpack import page_numbers, unpack
 
 
 class Sizes(NamedTuple):
@@ -82,7 +81,7 @@ def _kernel(*refs: Any, sizes: Sizes, names: tuple[str, ...]) -> None:
     @pl.when(j == 0)
     def _() -> None:
         r.turn[0] = 0
-        _copies(r, sizes, lambda n: r.table[0, 0, n], length, 0, 0, _start)
+        _copies(r, sizes, lambda n: r.table[0, 0, n], length, 0, 0, start)
 
     turn = r.turn[0]
     r.top[...] = jnp.full_like(r.top, NEG_INF)
@@ -91,7 +90,7 @@ def _kernel(*refs: Any, sizes: Sizes, names: tuple[str, ...]) -> None:
 
     @pl.when((steps == 0) & more)
     def _() -> None:
-        _copies(r, sizes, lambda n: r.next_table[0, 0, n], next_length, 0, turn, _start)
+        _copies(r, sizes, lambda n: r.next_table[0, 0, n], next_length, 0, turn, start)
 
     def visit(s: Any, carry: Any) -> Any:
         slot = jax.lax.rem(turn + s, 2)
@@ -107,9 +106,9 @@ def _kernel(*refs: Any, sizes: Sizes, names: tuple[str, ...]) -> None:
                 # Two reads and a choice are fewer instructions than the copies of all pages written twice.
                 return jnp.where(last, r.next_table[0, 0, n], r.table[0, 0, first + n])
 
-            _copies(r, sizes, page, then, first, 1 - slot, _start)
+            _copies(r, sizes, page, then, first, 1 - slot, start)
 
-        _copies(r, sizes, lambda n: r.table[0, 0, s * sizes.step + n], length, s * sizes.step, slot, _wait)
+        _copies(r, sizes, lambda n: r.table[0, 0, s * sizes.step + n], length, s * sizes.step, slot, wait)
         if sizes.length is not None:
             _attend(r, sizes, s, slot, length, whole=True)
             return carry
@@ -121,14 +120,6 @@ def _kernel(*refs: Any, sizes: Sizes, names: tuple[str, ...]) -> None:
     jax.lax.fori_loop(0, steps, visit, 0)
     r.turn[0] = jax.lax.rem(turn + steps, 2)
     _finish(r, sizes, steps, tokens)
-
-
-def _start(copy: Any) -> None:
-    copy.start()
-
-
-def _wait(copy: Any) -> None:
-    copy.wait()
 
 
 def _copies(

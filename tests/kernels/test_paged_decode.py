@@ -186,7 +186,7 @@ def test_copies_have_arrived_before_they_are_read(case, dma):
 
 def test_a_missing_wait_is_found(monkeypatch):
     """A copy that happens at once makes the answer right, and the detector must still see the race."""
-    monkeypatch.setattr(kernel_tpu, "_wait", lambda copy: None)
+    monkeypatch.setattr(kernel_tpu, "wait", lambda copy: None)
     drawn, options = split("plain")
     assert with_races(draw(2, **drawn), options, "eager")[1]
 
