@@ -124,7 +124,8 @@ class Pages:
 class Paged:
     """A segment whose slots lie in one of the cache's pools: page m of a (row, head) is table[..., m].
 
-    lengths counts the live slots; `pool` is the pool's index and `first_layer` the group's place in it.
+    A list's own pages are neighbours: table[..., m] = table[..., 0] + m. lengths counts the live slots;
+    `pool` is the pool's index and `first_layer` the group's place in it.
     """
 
     table: Int[Array, "Lg B K M"]

@@ -194,9 +194,10 @@ def tpu_stacked_decode(
     if window is not None and pos is None:
         begins = jnp.repeat(jnp.maximum(q_pos.min(-1) - window + 1, 0).astype(jnp.int32) // block, heads)
     sizes = tpu.Sizes(block, piece, lists // cores, scale, window, softcap, v is None, tuple(sides))
-    merged = [None if x is None else x.reshape(x.shape[0], lists, slots, -1) for x in (k, v)]
+    origins = jnp.arange(lists, dtype=jnp.int32) * slots
+    merged = [None if x is None else x.reshape(x.shape[0], lists * slots, -1) for x in (k, v)]
     out, lse = tpu.stacked_decode(
-        asked, merged[0], merged[1], lengths.reshape(-1), begins,  # pyright: ignore[reportArgumentType]
+        asked, merged[0], merged[1], lengths.reshape(-1), begins, origins,  # pyright: ignore[reportArgumentType]
         jnp.broadcast_to(asked_pos[..., None], (*asked_pos.shape, LANES)), layer[None],
         tuple(x.astype(jnp.int32 if name == "pos" else jnp.float32) for name, x in sides.items()),
         sizes=sizes, cores=cores, interpret=interpret,

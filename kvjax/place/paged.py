@@ -1,7 +1,8 @@
 """Pages: slots in a pool shared by layers, rows and heads, so that unequal budgets save real bytes.
 
-The plain reference of the paged decode: it walks the pages of a layer in order, so its cost follows the
-pages that exist, whoever owns them.
+The pages of a list are neighbours, so `kvjax.ops.ragged_decode` reads a list at once where its kernel can
+run. The plain reference walks the pages of a layer in order: its cost follows the pages that exist, whoever
+owns them.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Codec, Paged, Pages, dense, encode
+from kvjax.cache import Codec, Codes, Paged, Pages, dense, encode
 from kvjax.grammar import View
+from kvjax.ops import ragged_decode as ragged
 from kvjax.ops.attention import NEG_INF
 
 FREE = np.iinfo(np.int32).max
@@ -100,8 +103,53 @@ def attend_pages(
     *,
     scale: float,
     softcap: float | None = None,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
     """Attention of a few queries over one layer's pages; returns (out, lse).
+
+    implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. The kernel
+    takes every live slot for one of each query's past, as in a decode step, and asks no positions. Raises
+    NotImplementedError where a forced one cannot run.
+    """
+    why = refusal(q, segment, pool)
+    chosen = implementation or ("reference" if jax.default_backend() != "tpu" or why else "tpu")
+    if chosen == "reference":
+        return _attend_walking(q, segment, layer, pool, q_pos, scale=scale, softcap=softcap)
+    if chosen not in ("tpu", "tpu interpret") or why:
+        raise NotImplementedError(f"pages cannot be read as {chosen!r}: {why or 'there is no such form'}")
+    page, lists = pool.page_tokens, segment.table.shape
+    biases = None if pool.bias is None else pool.bias[segment.table].reshape(*lists[:2], -1)
+    return ragged.ragged_decode(
+        q, _rows(pool.k), _rows(pool.v), segment.table[..., 0] * page, segment.lengths,
+        most=lists[2] * page, aligned=page, scale=scale, values=pool.shared or None, bias=biases,
+        softcap=softcap, implementation=chosen,
+    )  # fmt: skip
+
+
+def _rows(x: Any) -> Any:
+    return None if x is None else x.reshape(-1, x.shape[-1])
+
+
+def refusal(q: Array, segment: Paged, pool: Pages) -> str:
+    """Why the TPU kernel cannot read these pages; empty where it can."""
+    if isinstance(pool.k, Codes) or isinstance(pool.v, Codes):
+        return "they hold codes, expected float32 or bfloat16"
+    page, (_, heads, pages) = pool.page_tokens, segment.table.shape
+    biases = None if pool.bias is None else (1, heads, pages * page)
+    return ragged.refusal(q, pool.k, pool.v, page, biases)
+
+
+def _attend_walking(
+    q: Array,
+    segment: Paged,
+    layer: int | Array,
+    pool: Pages,
+    q_pos: Array,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Array, Array]:
+    """The reference, for any queries and pages.
 
     A pool of one layer is read at once. In a pool of several, the layer's pages are walked in blocks with an
     online softmax: the trip count is data, so a layer with fewer pages costs less.

@@ -137,8 +137,9 @@ def _attend_segments(
             sets.append(gather_pages(one, pools[one.pool]))
         elif isinstance(one, Paged):
             part = attend_pages(
-                q, one, past.index, pools[one.pool], pos, scale=layer.scale, softcap=config.attention_softcap
-            )
+                q, one, past.index, pools[one.pool], pos, scale=layer.scale,
+                softcap=config.attention_softcap, implementation=run.implementation,
+            )  # fmt: skip
             parts.append(part)
         elif gm.read is not None and i == 0:
             sets.append(gm.read.visit(q, one, at + 1))

@@ -19,10 +19,11 @@ from kvjax.ops.attention import Keys
 
 
 class Run(NamedTuple):
-    """What is static in a run: equal values share compiled programs."""
+    """What is static in a run: equal values share compiled programs. implementation: of a step's kernels."""
 
     config: Config
     method: Method
+    implementation: str | None = None
 
     def groups(self, params: Params) -> tuple[GroupMethod, ...]:
         out, first = [], 0

@@ -1,8 +1,9 @@
-"""The TPU kernel of decoding over a dense cache of all layers: no layer of it is ever sliced out.
+"""The TPU kernel of decoding over slots that lie behind each other, in the rows of one array for all layers.
 
-The layer is a number that reaches the kernel ahead of its grid. A step is a block of one list's slots, copied
-whole; of the last block only the pieces that the length reaches. What it computes is defined by
-`kvjax.ops.stacked_decode`.
+The layer and the first row of every list are numbers that reach the kernel ahead of its grid, so that
+nothing is ever sliced out of the array. A step is a block of one list's slots, copied whole; of the last
+block only the pieces that the length reaches. What it computes is defined by `kvjax.ops.stacked_decode`,
+where every list has as much room, and by `kvjax.ops.ragged_decode`, where a list has the rows it needs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Sizes(NamedTuple):
     sides: tuple[str, ...] = ()
 
 
-def _kernel(layer: Any, lengths: Any, begins: Any, *refs: Any, sizes: Sizes) -> None:
+def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, sizes: Sizes) -> None:
     many, given = 1 if sizes.packed else 2, len(sizes.sides)
     q, q_pos, *rest = refs
     sides, caches, (out, lse), (*buffers, turn, arrived, top, total, acc) = (
@@ -46,13 +47,14 @@ def _kernel(layer: Any, lengths: Any, begins: Any, *refs: Any, sizes: Sizes) -> 
     mine = pl.program_id(0) * sizes.lists + j
     more = j + 1 < sizes.lists
     at = (mine, jnp.where(more, mine + 1, mine))
-    length = [lengths[i] for i in at]
+    length, origin = [lengths[i] for i in at], [origins[i] for i in at]
     block, piece = sizes.block, sizes.piece
 
     def copies(ahead: int, s: Any, slot: Any, act: Any) -> None:
         def some(first: Any, count: int) -> None:
+            row = pl.multiple_of(origin[ahead] + s * block + first, piece)
             for cache, buffer in zip(caches, buffers, strict=True):
-                source = cache.at[layer[0], at[ahead], pl.ds(pl.multiple_of(s * block + first, piece), count)]
+                source = cache.at[layer[0], pl.ds(row, count)]
                 act(pltpu.make_async_copy(source, buffer.at[slot, pl.ds(first, count)], arrived.at[slot]))
 
         live = jnp.clip(pl.cdiv(length[ahead] - s * block, piece), 0, block // piece)
@@ -107,6 +109,7 @@ def stacked_decode(
     v: jax.Array | None,
     lengths: jax.Array,
     begins: jax.Array,
+    origins: jax.Array,
     q_pos: jax.Array,
     layer: jax.Array,
     sides: tuple[jax.Array, ...] = (),
@@ -117,9 +120,10 @@ def stacked_decode(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [I, R, V], lse [I, R, 128]) of I lists.
 
-    q [I, R, W] with R a multiple of 8; k [L, I, S, W] and v [L, I, S, V] with S a multiple of the piece, W
-    and V of 128; v None: rows of k hold keys and values, V = W. lengths [I]; begins [I], the first block that
-    is visited; q_pos [I, R, 128] int32; layer [1]; sides [L, B, K, S], where S is made of whole blocks.
+    q [I, R, W] with R a multiple of 8; k [L, M, W] and v [L, M, V] with W and V multiples of 128; v None:
+    rows of k hold keys and values, V = W. lengths [I]; begins [I], the first block that is visited; origins
+    [I], the row of a list's first slot, a multiple of the piece, and so is M; q_pos [I, R, 128] int32; layer
+    [1]; sides [L, B, K, S], where S is made of whole blocks.
     """
     lists, count, width = q.shape
     caches = (k,) if v is None else (k, v)
@@ -143,7 +147,7 @@ def stacked_decode(
             jax.ShapeDtypeStruct((lists, count, LANES), jnp.float32),
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=4,
             grid=(cores, sizes.lists),
             in_specs=[
                 of(count, width),
@@ -166,4 +170,4 @@ def stacked_decode(
         ),
         interpret=interpret,
         name="stacked_decode",
-    )(layer, lengths, begins, q, q_pos, *sides, *caches)
+    )(layer, lengths, begins, origins, q, q_pos, *sides, *caches)

@@ -20,60 +20,61 @@ SCALE, CAP = 0.3, 2.0
 Q_POS = np.array([[30, 31], [25, 26], [11, 12]], np.int32)
 
 
-def make_views(rng, bias=True):
+def make_views(rng, bias=True, slots=S, width=H):
     """Slots of two groups of layers, with unordered positions."""
     views = []
     for layers in GROUPS:
-        shape = (layers, B, K, S)
-        k, v = (jnp.asarray(rng.normal(size=(*shape, H)), jnp.float32) for _ in range(2))
+        shape = (layers, B, K, slots)
+        k, v = (jnp.asarray(rng.normal(size=(*shape, width)), jnp.float32) for _ in range(2))
         pos = jnp.asarray(rng.integers(0, 30, shape), jnp.int32)
         extra = jnp.asarray(rng.normal(size=shape), jnp.float32) if bias else None
         views.append(View(k, v, pos, extra, {}))
     return tuple(views)
 
 
-def make_kept(rng, share=0.4):
+def make_kept(rng, share=0.4, slots=S):
     """Unequal lengths per head; one head keeps nothing, one everything."""
-    kept = [rng.random((layers, B, K, S)) < rng.uniform(0, 2 * share, (layers, B, K, 1)) for layers in GROUPS]
+    kept = [rng.random((layers, B, K, slots)) < rng.uniform(0, 2 * share, (layers, B, K, 1)) for layers in GROUPS]
     kept[0][1, 0, 1], kept[0][1, 2, 0], kept[1][0, 1, 0] = False, True, False
     return tuple(jnp.asarray(k) for k in kept)
 
 
-def build(kept, views, page, codec=None, spare=0):
+def build(kept, views, page, codec=None, spare=0, shared=None):
     total = sum(int(k.sum()) for k in kept)
     pages = pool_pages(total, sum(GROUPS) * B * K, page) + spare
-    make = jax.jit(build_pages, static_argnames=("page", "pages", "codecs", "number"))
-    return make(kept, views, page=page, pages=pages, codecs=(codec, codec), number=0)
+    make = jax.jit(build_pages, static_argnames=("page", "pages", "codecs", "number", "shared"))
+    return make(kept, views, page=page, pages=pages, codecs=(codec, codec), number=0, shared=shared)
 
 
-def attend(q, tables, pool, q_pos=Q_POS):
+def attend(q, tables, pool, q_pos=Q_POS, implementation=None):
     """(out, lse) of LAYERS, over pages."""
+    options = dict(scale=SCALE, softcap=CAP, implementation=implementation)
 
     @jax.jit
     def run(q, tables, pool, q_pos):
         return [
-            paged.attend_pages(q, tables[g].layer(i), i, pool, q_pos, scale=SCALE, softcap=CAP)
+            paged.attend_pages(q, tables[g].layer(i), i, pool, q_pos, **options)
             for g, i in LAYERS
         ]
 
     return run(q, tables, pool, jnp.asarray(q_pos))
 
 
-def attend_dense(q, views, kept):
+def attend_dense(q, views, kept, q_pos=Q_POS):
     """(out, lse) of LAYERS in float64, slot by slot."""
     found = []
     for g, i in LAYERS:
         k, v, pos = (np.asarray(x, np.float64)[i] for x in views[g][:3])
-        s = np.einsum("bkgth,bksh->bkgts", np.asarray(q, np.float64).reshape(B, K, N // K, T, H), k)
+        s = np.einsum("bkgth,bksh->bkgts", np.asarray(q, np.float64).reshape(B, K, N // K, T, -1), k)
         s = CAP * np.tanh(s * SCALE / CAP)
         if views[g].bias is not None:
             s = s + np.asarray(views[g].bias, np.float64)[i][:, :, None, None]
-        seen = np.asarray(kept[g])[i][:, :, None] & (pos[:, :, None] <= Q_POS[:, None, :, None])
+        seen = np.asarray(kept[g])[i][:, :, None] & (pos[:, :, None] <= q_pos[:, None, :, None])
         w = np.where(seen[:, :, None], np.exp(s), 0)
         total = w.sum(-1)
         out = np.einsum("bkgts,bksh->bkgth", w, v) / np.where(total == 0, 1, total)[..., None]
         with np.errstate(divide="ignore"):
-            found.append((out.reshape(B, N, T, H), np.log(total).reshape(B, N, T)))
+            found.append((out.reshape(B, N, T, -1), np.log(total).reshape(B, N, T)))
     return found
 
 

@@ -27,12 +27,12 @@ CONFIG = Config(
 BATCH, SLOTS = 4, 8192
 
 
-def decoder(device: Device, method: Method) -> Case:
+def decoder(device: Device, method: Method, implementation: str | None = None) -> Case:
     """One token per row over a cache of 8192 slots, which the step may reuse."""
     groups = plan(CONFIG, stacked=True)
     dtype = jnp.bfloat16
     params = jax.eval_shape(lambda key: init(CONFIG, key, dtype, groups=groups), jax.random.key(0))
-    run = Run(CONFIG, method)
+    run = Run(CONFIG, method, implementation)
     tokens = jax.ShapeDtypeStruct((BATCH, SLOTS - 128), jnp.int32)
     lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     fill = partial(prefill, run, tokens_bound=SLOTS - 128, room=128, compress=True)
@@ -49,5 +49,6 @@ def decoder(device: Device, method: Method) -> Case:
 METHODS: dict[str, dict[str, float]] = {"snapkv": dict(budget=0.25), "adakv": dict(budget=0.25)}
 CASES: dict[str, Callable[[Device], Case]] = {
     "decoder-full": partial(decoder, method=Method()),
+    "decoder-adakv-ragged": partial(decoder, method=build("adakv", budget=0.25), implementation="tpu"),
     **{f"decoder-{name}": partial(decoder, method=build(name, **hyper)) for name, hyper in METHODS.items()},
 }
