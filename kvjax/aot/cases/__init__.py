@@ -19,6 +19,7 @@ from kvjax.aot.cases import (
     page_scores,
     paged_append,
     paged_decode,
+    ragged_decode,
     stacked_decode,
 )
 from kvjax.aot.hardware import Device
@@ -27,6 +28,7 @@ CASES: dict[str, Callable[[Device], Case]] = {
     **paged_decode.CASES,
     **bundled.CASES,
     **stacked_decode.CASES,
+    **ragged_decode.CASES,
     **mla_decode.CASES,
     **paged_append.CASES,
     **flash_prefill.CASES,
