@@ -7,10 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import Cache, dense, encode, gather_pages, kept_positions, nbytes
+import kvjax
+from kvjax.cache import Cache, Paged, dense, encode, gather_pages, kept_positions, nbytes
 from kvjax.grammar import View
+from kvjax.models.config import Config
+from kvjax.models.model import Model
+from kvjax.models.params import init
 from kvjax.place import paged
 from kvjax.place.paged import build_pages, fork_pages, pool_pages
+from kvjax.steps import Run, step_keeping
 from kvjax.store.affine import Affine
 
 B, N, K, S, H, T = 3, 4, 2, 23, 8, 2
@@ -34,7 +39,9 @@ def make_views(rng, bias=True, slots=S, width=H):
 
 def make_kept(rng, share=0.4, slots=S):
     """Unequal lengths per head; one head keeps nothing, one everything."""
-    kept = [rng.random((layers, B, K, slots)) < rng.uniform(0, 2 * share, (layers, B, K, 1)) for layers in GROUPS]
+    kept = [
+        rng.random((layers, B, K, slots)) < rng.uniform(0, 2 * share, (layers, B, K, 1)) for layers in GROUPS
+    ]
     kept[0][1, 0, 1], kept[0][1, 2, 0], kept[1][0, 1, 0] = False, True, False
     return tuple(jnp.asarray(k) for k in kept)
 
@@ -52,10 +59,7 @@ def attend(q, tables, pool, q_pos=Q_POS, implementation=None):
 
     @jax.jit
     def run(q, tables, pool, q_pos):
-        return [
-            paged.attend_pages(q, tables[g].layer(i), i, pool, q_pos, **options)
-            for g, i in LAYERS
-        ]
+        return [paged.attend_pages(q, tables[g].layer(i), i, pool, q_pos, **options) for g, i in LAYERS]
 
     return run(q, tables, pool, jnp.asarray(q_pos))
 
@@ -180,3 +184,100 @@ def test_forked_rows_attend_as_the_row_they_come_from(rng, q):
     base = Cache(tuple((t,) for t in tables), jnp.zeros(B, jnp.int32), (pool,))
     for mine, original in zip(kept_positions(cache), kept_positions(base), strict=True):
         np.testing.assert_array_equal(mine, np.repeat(original, copies, axis=0))
+
+
+def test_a_lists_own_pages_are_neighbours_after_a_fork_too(rng):
+    tables, pool = build(make_kept(rng), make_views(rng), 3, spare=5)
+    forked, many = jax.jit(fork_pages, static_argnums=(2, 3))(tables, pool, B, 3)
+    for segment, pages in [(t, pool) for t in tables] + [(t, many) for t in forked]:
+        table, used = np.asarray(segment.table), -(-np.asarray(segment.lengths) // 3)
+        rows = table.shape[1]
+        assert used.max() > 1
+        for layer, b, h in np.ndindex(used.shape):
+            mine = table[layer, b, h, : used[layer, b, h]]
+            np.testing.assert_array_equal(mine, mine[:1] + np.arange(len(mine)))
+            owner = ((segment.first_layer + layer) * rows + b) * K + h
+            assert (np.asarray(pages.owner)[mine] == owner).all()
+
+
+# --- the kernel: rows of 128 numbers, and queries behind every slot --------------------------------------
+
+LATE = np.array([[30, 31], [40, 40], [29, 33]], np.int32)
+KERNEL = {
+    "pages of 8": dict(page=8),
+    "biases": dict(page=128, bias=True),
+    "biases over several pages": dict(page=128, bias=True, slots=300),
+    "latents": dict(page=8, width=256, shared=128),
+}
+
+
+@pytest.mark.parametrize("case", KERNEL)
+def test_the_kernel_reads_what_the_walk_reads_and_nothing_that_is_free(rng, case):
+    page, bias, slots, width, shared = (
+        KERNEL[case].get(n, d) for n, d in dict(page=8, bias=False, slots=S, width=128, shared=None).items()
+    )
+    views, kept = make_views(rng, bias, slots, width), make_kept(rng, slots=slots)
+    q = jnp.asarray(rng.normal(size=(B, N, T, width)), jnp.float32) / 4
+    tables, pool = build(kept, views, page, spare=5, shared=shared)
+    if shared:
+        views = tuple(v._replace(v=v.k[..., :shared]) for v in views)
+    walked = attend(q, tables, pool, LATE)
+    dead = pool.pos < 0
+    assert dead[pool.owner >= 0].any() and (pool.owner < 0).any()
+    spoilt = {
+        n: jnp.where(dead[..., None], jnp.nan, getattr(pool, n)) for n in "kv" if n == "k" or not shared
+    }
+    spoilt |= {"bias": jnp.where(dead, jnp.nan, pool.bias)} if bias else {}
+    got = attend(q, tables, dataclasses.replace(pool, **spoilt), LATE, "tpu interpret")
+    close(got, attend_dense(q, views, kept, LATE))
+    close(got, walked)
+    # The head that holds nothing.
+    assert (got[0][0][0, N // K :] == 0).all() and (got[0][1][0, N // K :] == -jnp.inf).all()
+
+
+def test_the_kernel_reads_forked_rows(rng):
+    views, kept, copies = make_views(rng, False, width=128), make_kept(rng), 2
+    q = jnp.asarray(rng.normal(size=(B, N, T, 128)), jnp.float32) / 4
+    forked, many = fork_pages(*build(kept, views, 8, spare=5), B, copies)
+    got = attend(jnp.repeat(q, copies, 0), forked, many, np.repeat(LATE, copies, 0), "tpu interpret")
+    want = attend_dense(q, views, kept, LATE)
+    close(got, [tuple(np.repeat(x, copies, axis=0) for x in pair) for pair in want])
+
+
+def test_pages_that_the_kernel_cannot_read_say_why(rng, q):
+    views, kept = make_views(rng), make_kept(rng)
+    (table, _), pool = build(kept, views, 8)
+    (_, _), codes = build(kept, views, 8, Affine(8))
+    wide = jnp.zeros((B, N, T, 128))
+    one, at = table.layer(0), jnp.asarray(LATE)
+    for pages, asked, how, why in [
+        (pool, q, "tpu", "rows are 8 wide, expected a multiple of 128"),
+        (codes, q, "tpu", "they hold codes"),
+        (pool, q, "cuda", "as 'cuda': rows"),
+        (build(kept, make_views(rng, width=128), 8)[1], wide, "tpu", "biases of 2 heads x 24 slots"),
+        (build(kept, make_views(rng, False, width=128), 3)[1], wide, "tpu", "multiples of 3 rows, expected"),
+    ]:
+        with pytest.raises(NotImplementedError, match=why):
+            paged.attend_pages(asked, one, 0, pages, at, scale=SCALE, implementation=how)
+
+
+@pytest.mark.parametrize("id", ["adakv", "kvzip"])
+def test_a_decode_step_over_pages_gives_the_same_by_kernel_and_by_walk(id):
+    config = Config(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, head_dim=128, d_ff=48)
+    model = Model(config, init(config, jax.random.key(0)))
+    rng = np.random.default_rng(0)
+    method = kvjax.method(id, budget=0.5, page=8, **(dict(window=2) if id == "adakv" else {}))
+    prompts = [rng.integers(0, 64, n).tolist() for n in (40, 21)]
+    _, cache = kvjax.prefill(model, prompts, method=method, room=4)
+    counts = np.concatenate([s.lengths.reshape(-1) for g in cache.groups for s in g if isinstance(s, Paged)])
+    assert len(set(counts.tolist())) > 2
+    token, append = jnp.asarray([3, 5]), jnp.asarray([True, False])
+    bare = dataclasses.replace(cache, method=None, model="")
+    found = []
+    for how in ("reference", "tpu interpret"):
+        run = Run(config, cache.method.decode_part(), how)
+        logits, after = step_keeping(run, model.params, bare, token, append)
+        again, _ = step_keeping(run, model.params, after, token, append)
+        found.append((logits, again))
+    close(*found)
+    assert np.abs(found[0][0] - found[0][1]).max() > 1e-3
