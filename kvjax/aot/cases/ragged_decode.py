@@ -1,4 +1,4 @@
-"""Decoding over lists behind each other, as budgets per head leave them; every list full, for the estimates."""
+"""Decoding over lists behind each other, as budgets per head leave them; here all are full."""
 
 from __future__ import annotations
 
