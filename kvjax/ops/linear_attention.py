@@ -36,12 +36,12 @@ def run(
     initial_state: State | None = None,
     segments: Int[Array, "B T"] | None = None,
     recurrent: bool = False,
-    implementation: str | None = "reference",
+    implementation: str | None = None,
 ) -> Output:
     """The recurrence in chunks of matrix products, or token by token where `recurrent`.
 
     It starts from initial_state (zeros where None), and from zeros again wherever `segments` changes.
-    implementation: as in `gated_delta`, for chunks and for single tokens; the kernels run on one device.
+    implementation: as in `gated_delta`, for chunks and for single tokens.
     Raises NotImplementedError where a forced one cannot run.
     """
     if not recurrent:

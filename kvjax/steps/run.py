@@ -19,10 +19,14 @@ from kvjax.ops.attention import Keys
 
 
 class Run(NamedTuple):
-    """What is static in a run: equal values share compiled programs."""
+    """What is static in a run: equal values share compiled programs.
+
+    implementation: of attention, as in `kvjax.ops.dispatch.form`.
+    """
 
     config: Config
     method: Method
+    implementation: str | None = None
 
     def groups(self, params: Params) -> tuple[GroupMethod, ...]:
         out, first = [], 0
