@@ -39,10 +39,11 @@ def decoder(device: Device, method: Method) -> Case:
     _, cache = jax.eval_shape(lambda p, t, n: fill(p, t, n, None), params, tokens, lengths)
     operands = (params, cache, lengths, jax.ShapeDtypeStruct((BATCH,), jnp.bool_))
     weights = sum(int(np.prod(x.shape)) * 2 for x in jax.tree.leaves(params))
+    lists = CONFIG.layers * BATCH * CONFIG.kv_heads
     flops = BATCH * (weights + 4 * CONFIG.layers * CONFIG.heads * SLOTS * CONFIG.head_dim)
     return Case(
         partial(step_fn, run), operands, weights + nbytes(cache), flops, nbytes(cache),
-        "no kernel", {}, profiles=False, donated=(1,),
+        "stacked_decode", {"1": lists, "2": lists * SLOTS // 2048}, profiles=False, donated=(1,),
     )  # fmt: skip
 
 
