@@ -23,7 +23,7 @@ _HOMES = {
     "step": "kvjax.generation",
     "generate": "kvjax.generation",
     "encode_context": "kvjax.context",
-    "Sampler": "kvjax.generation",
+    "Sampler": "kvjax.sampling",
     "nbytes": "kvjax.cache",
     "kept_positions": "kvjax.cache",
     "fork": "kvjax.place.rows",

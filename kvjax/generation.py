@@ -24,6 +24,7 @@ from kvjax.grammar import Method
 from kvjax.methods import method as build_method
 from kvjax.models.config import Config
 from kvjax.models.model import Model
+from kvjax.sampling import Sampler, draw
 from kvjax.segments import free_slots, reserve
 from kvjax.steps import Run
 from kvjax.verbs import has_verbs, refuse
@@ -138,13 +139,17 @@ def prefill(
     room: int = 128,
     chunk: int | None = None,
     compress: bool = True,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Reads a prompt: logits [B, V] at each row's last token, and the (compressed) cache.
 
     tokens: [B, T] with right padding and `lengths` [B], or a list of lists. With cache=, the tokens
     continue it and its method applies. room: how many further tokens the cache must hold. chunk: read that
     many tokens at a time, compressing after each. compress=False stores the new tokens and evicts nothing.
-    InputError for token ids outside the vocabulary, empty or too long prompts, or a foreign cache.
+    implementation: of attention, "reference" or "tpu"; None takes kernels where they can run.
+
+    InputError for token ids outside the vocabulary, empty or too long prompts, or a foreign cache;
+    NotImplementedError where a forced kernel cannot run.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -154,7 +159,7 @@ def prefill(
     """
     if has_verbs(model):
         options = {"cache=": cache is not None, "chunk=": chunk is not None, "compress=False": not compress}
-        refuse(model, options)
+        refuse(model, options | {"implementation=": implementation is not None})
         return model.prefill(tokens, method=method, lengths=lengths, room=room)
     batch = padded(model, tokens, lengths)
     chosen = method_of(model, method, cache)
@@ -164,7 +169,7 @@ def prefill(
     if compress:
         first = batch.lengths if chunk is None else np.minimum(batch.lengths, chunk)
         check_budget(chosen, int(first.min() + before.min()))
-    run = Run(model.config, bind(chosen, model))
+    run = Run(model.config, bind(chosen, model), implementation)
     pieces = _chunks(batch, chunk)
     logits = None
     for piece in pieces:
@@ -228,18 +233,23 @@ def _with_room(run: Run, model: Model, cache: Cache, tokens: int) -> Cache:
 
 
 def step(
-    model: Model, cache: Cache, token: Int[Array, "B"] | np.ndarray | Sequence[int], *, append: bool = True
+    model: Model,
+    cache: Cache,
+    token: Int[Array, "B"] | np.ndarray | Sequence[int],
+    *,
+    append: bool = True,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
     """One token per row: logits [B, V] and the cache that holds it. The given cache is consumed (donated).
 
     append=False asks the last token again at its own position over the cache as it is, which stays usable.
-    InputError when the cache has no room left, or belongs to another model.
+    implementation: as in `prefill`. InputError when the cache has no room left, or belongs to another model.
     """
     if has_verbs(model):
-        refuse(model, {"append=False": not append})
+        refuse(model, {"append=False": not append, "implementation=": implementation is not None})
         return model.step(cache, token)
     check_cache(model, cache)
-    run = _decoding(model.config, cache.method)
+    run = _decoding(model.config, cache.method, implementation)
     token = token if isinstance(token, jax.Array) else np.asarray(token, np.int32)
     if token.shape != cache.next.shape:
         raise InputError(
@@ -261,61 +271,21 @@ def step(
 
 
 @lru_cache(maxsize=1024)
-def _decoding(config: Config, method: Method | None) -> Run:
+def _decoding(config: Config, method: Method | None, implementation: str | None) -> Run:
     """What the steps of a method share; remembered, because building it costs as much as calling them."""
-    return Run(config, (method or Method()).decode_part())
+    return Run(config, (method or Method()).decode_part(), implementation)
 
 
-def _stepping(model: Model, method: Method | None) -> Callable[[Cache, Array, Array], tuple[Array, Cache]]:
+def _stepping(
+    model: Model, method: Method | None, implementation: str | None
+) -> Callable[[Cache, Array, Array], tuple[Array, Cache]]:
     """`Verbs.stepping` of any model."""
     if has_verbs(model):
         return model.stepping(method)
-    return partial(steps.step, _decoding(model.config, method), model.params)
+    return partial(steps.step, _decoding(model.config, method, implementation), model.params)
 
 
 # --- generation --------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampler:
-    """How the next token is drawn: greedy at temperature 0, else softmax(logits / temperature).
-
-    top_k keeps the k likeliest tokens, top_p the smallest set with probability >= p.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-
-    def __post_init__(self):
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be >= 1, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-
-    def __call__(self, logits: Float[Array, "B V"], keys: Array) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-        """(token, log-probability under the model) per row; one key per row."""
-        logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
-        if self.temperature == 0:
-            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        else:
-            token = jax.vmap(jax.random.categorical)(keys, self._filtered(logits)).astype(jnp.int32)
-        return token, jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]
-
-    def _filtered(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        scaled = logits.astype(jnp.float32) / self.temperature
-        order = jnp.argsort(-scaled, axis=-1, stable=True)
-        ranked = jnp.take_along_axis(scaled, order, axis=-1)
-        keep = jnp.ones(ranked.shape, bool)
-        if self.top_k is not None:
-            keep &= jnp.arange(ranked.shape[-1])[None] < self.top_k
-        if self.top_p is not None:
-            p = jax.nn.softmax(ranked)
-            keep &= jnp.cumsum(p, -1) - p < self.top_p
-        ranked = jnp.where(keep, ranked, -jnp.inf)
-        return jnp.take_along_axis(ranked, jnp.argsort(order, axis=-1), axis=-1)
 
 
 class Generated(NamedTuple):
@@ -324,14 +294,6 @@ class Generated(NamedTuple):
     tokens: Int[Array, "B M"]
     logprobs: Float[Array, "B M"]
     cache: Cache
-
-
-@jax.jit(static_argnames=("sampler",))
-def _sample(sampler: Sampler, logits: Array, keys: Array, count: Array, done: Array, stop: Array):
-    token, logprob = sampler(logits, jax.vmap(jax.random.fold_in)(keys, count))
-    ends = (token[:, None] == stop[None]).any(-1)
-    shown = jnp.where(done, -1, token)
-    return token, shown, jnp.where(done, 0.0, logprob), done | ends
 
 
 def generate(
@@ -347,19 +309,22 @@ def generate(
     key: Array | None = None,
     chunk: int | None = None,
     on_token: Callable[[int, np.ndarray], None] | None = None,
+    implementation: str | None = None,
 ) -> Generated:
     """Reads a prompt and writes up to `max_new_tokens` tokens per row.
 
     Every written token, a stop token included, is in the returned cache, so a conversation goes on with
     generate(model, more_tokens, cache=out.cache). stop defaults to the checkpoint's stop ids. on_token is
     called with (index, tokens [B]) as they come. key: one PRNG key; rows draw from their own fold of it.
+    implementation: as in `prefill`.
     """
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
     sampler = sampler or Sampler()
     logits, cache = prefill(
-        model, tokens, method=method, cache=cache, lengths=lengths, room=max_new_tokens, chunk=chunk
-    )
+        model, tokens, method=method, cache=cache, lengths=lengths, room=max_new_tokens, chunk=chunk,
+        implementation=implementation,
+    )  # fmt: skip
     longest = int(np.asarray(cache.next).max()) + max_new_tokens
     if longest > model.config.max_positions:
         raise InputError(
@@ -371,11 +336,11 @@ def generate(
     keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.arange(rows))
     stops = jnp.asarray(list(model.stop_ids if stop is None else stop) or [-1], jnp.int32)
     chosen = cache.method
-    advance = _stepping(model, chosen)
+    advance = _stepping(model, chosen, implementation)
     state, done, written, logprobs = bare_cache(cache), jnp.zeros((rows,), bool), [], []
     for i in range(max_new_tokens):
         active = ~done
-        token, shown, logprob, done = _sample(sampler, logits, keys, jnp.full((rows,), i), done, stops)
+        token, shown, logprob, done = draw(sampler, logits, keys, jnp.full((rows,), i), done, stops)
         logits, state = advance(state, token, active)
         written.append(shown)
         logprobs.append(logprob)

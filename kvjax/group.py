@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from kvjax.grammar import STEP, Budget, Keep, Method
 from kvjax.keep.budget import Uniform
+from kvjax.keep.observe import Mass, Queries
 from kvjax.keep.score import Position
 
 
@@ -35,6 +36,14 @@ class GroupMethod(NamedTuple):
     @property
     def evicting(self) -> bool:
         return self.keep is not None and self.keep.when == STEP
+
+    @property
+    def wants_mass(self) -> bool:
+        """Whether evicting at a step needs the current query's attention."""
+        if not self.evicting:
+            return False
+        assert self.keep is not None and self.keep.score is not None
+        return any(isinstance(o, Mass | Queries) for o in self.keep.score.needs)
 
     @property
     def split(self) -> bool:

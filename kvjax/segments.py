@@ -29,19 +29,27 @@ from kvjax.choose import Fresh
 from kvjax.grammar import View
 from kvjax.group import GroupMethod
 from kvjax.keep.select import slot_lists
+from kvjax.ops.dispatch import platform
 from kvjax.place.paged import build_pages, pool_pages
+
+TILE = 32
 
 # --- building ------------------------------------------------------------------------------------------
 
 
 def slots_needed(gm: GroupMethod, tokens: int, room: int) -> int:
-    """Static capacity of one head's list: a function of method, bucket and room only."""
+    """Static capacity of one head's list: a function of method, bucket, room and platform only."""
     if gm.keep is None:
-        return tokens + room
+        return whole_tiles(tokens + room)
     if gm.evicting:
         # One more than the budget: a token is attended before the victim leaves.
-        return gm.keep.budget.capacity(tokens + room) + 1
-    return gm.keep.budget.capacity(tokens) + room
+        return whole_tiles(gm.keep.budget.capacity(tokens + room) + 1)
+    return whole_tiles(gm.keep.budget.capacity(tokens) + room)
+
+
+def whole_tiles(slots: int) -> int:
+    """A TPU's memory holds slots in tiles of up to 32, used or not: all of them can hold tokens."""
+    return -(-slots // TILE) * TILE if platform() == "tpu" else slots
 
 
 def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: int) -> tuple[Segment, ...]:
@@ -203,7 +211,7 @@ def build_group_pages(
 
 def _empty_tail(gm: GroupMethod, view: View, room: int) -> Slots:
     empty = dataclasses.replace(jax.tree.map(lambda x: x[:, :, :, :0], whole_slots(gm, view)), stats={})
-    return _encoded(pad_slots(empty, max(room, 1)), gm)
+    return _encoded(pad_slots(empty, whole_tiles(max(room, 1))), gm)
 
 
 # --- extending -----------------------------------------------------------------------------------------
@@ -261,7 +269,7 @@ def reserve(gms: tuple[GroupMethod, ...], cache: Cache, room: int) -> Cache:
         if gm.evicting or gm.kind != "slots":
             return group
         if not gm.split:
-            return (*group[:-1], pad_slots(group[-1], room))  # type: ignore[arg-type]
+            return (*group[:-1], pad_slots(group[-1], whole_tiles(room)))  # type: ignore[arg-type]
         body, tail = group
         return (_pad_granules(body, -(-room // gm.granule), gm.granule), tail)  # type: ignore[arg-type]
 

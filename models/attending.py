@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.models.mixer import Layer, Projected, Scores
-from kvjax.ops.attention import NEG_INF, Keys, causal_attention, logits, weigh
+from kvjax.ops.attention import NEG_INF, Keys, logits, weigh
+from kvjax.ops.prompt_attention import causal_attention
 from kvjax.ops.rope import angles, rotate
 
 
@@ -41,6 +42,7 @@ def attend_new(
     pos: Int[Array, "B T"],
     *,
     mass: str | None = None,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B N T V"], tuple[Array, ...], Scores | None]:
     """Attention of a layer's rotated queries over `past` and the new tokens: (out, masses, logits to show).
 
@@ -59,6 +61,7 @@ def attend_new(
         out, masses = causal_attention(
             q, sets[-1], (*extra, *sets[:-1]), pos, scale=layer.scale, window=layer.window,
             softcap=layer.config.attention_softcap, mass=mass, clip=layer.mixer.clip,
+            implementation=implementation,
         )  # fmt: skip
     masses = masses[len(extra) :]
     if x.expand is not None:

@@ -12,9 +12,11 @@ import pytest
 
 import kvjax
 from kvjax.cli import main
+from kvjax.commands import info
 from kvjax.commands.generate import SAMPLE
 from kvjax.methods import TABLE
 from kvjax.models.load import SHIPPED
+from kvjax.ops import dispatch
 
 RUN_MAIN = [sys.executable, "-c", "import sys; from kvjax.cli import main; sys.exit(main(sys.argv[1:]))"]
 
@@ -62,7 +64,14 @@ def test_info_says_what_runs_here(capsys):
         "usable",
     ):
         assert text in out
-    assert re.search(r"Pallas kernels +see docs/kernels.md; no path of the decoder calls them yet", out)
+    assert "Pallas kernels wait for a TPU: docs/kernels.md" in out
+
+
+def test_info_says_which_kernels_a_tpu_runs(monkeypatch):
+    monkeypatch.setattr(dispatch, "alone", lambda: True)
+    assert "stacked_decode" in " ".join(info._attention("tpu"))
+    monkeypatch.setattr(dispatch, "alone", lambda: False)
+    assert "need one device" in info._attention("tpu")[1]
 
 
 def test_help_version_and_no_arguments(capsys):

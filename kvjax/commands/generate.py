@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> None:
             "--top-k or --top-p was given at temperature 0, expected a draw: add --temperature 1"
         )
     from kvjax.commands.generate_stream import encode, stream
-    from kvjax.generation import Sampler
     from kvjax.models.load import load
+    from kvjax.sampling import Sampler
 
     try:
         sampler = Sampler(args.temperature, args.top_k, args.top_p)

@@ -15,10 +15,11 @@ from kvjax.cache import Cache, nbytes
 from kvjax.commands.sizes import sizes_of
 from kvjax.commands.terminal import name_of, pairs, size
 from kvjax.errors import InputError
-from kvjax.generation import Sampler, generate
+from kvjax.generation import generate
 from kvjax.grammar import Method
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import chat as encode_chat
+from kvjax.sampling import Sampler
 
 
 def stream(

@@ -25,11 +25,26 @@ def run(args: argparse.Namespace) -> None:
         *(("device" if i == 0 else "", text) for i, text in enumerate(_devices())),
         ("memory", _memory()),
         ("cores", _cores()),
-        ("attention", f"plain jax.numpy, compiled by XLA for {platform}"),
-        ("Pallas kernels", "see docs/kernels.md; no path of the decoder calls them yet"),
+        *(("attention" if i == 0 else "", text) for i, text in enumerate(_attention(platform))),
         ("layers", "one after another" if platform == "cpu" else "stacked, one scan over equal layers"),
     ]
     console().print(pairs(rows))
+
+
+def _attention(platform: str) -> list[str]:
+    """What prompts and steps attend with here."""
+    from kvjax.ops.dispatch import alone
+
+    plain = f"plain jax.numpy, compiled by XLA for {platform}"
+    if platform != "tpu":
+        return [plain, "Pallas kernels wait for a TPU: docs/kernels.md"]
+    if not alone():
+        return [plain, "Pallas kernels need one device, or shard_map; implementation='tpu' forces them"]
+    return [
+        "prompts: flash_prefill, attention_stats (Pallas)",
+        "steps: stacked_decode over dense slots, paged_decode over pages (Pallas)",
+        f"what these cannot read: {plain}",
+    ]
 
 
 def _versions() -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from kvjax.ops.dispatch import form
 from kvjax.pallas_kernels.append import kernel_tpu as tpu
 
 LANES, SUBLANES, CHUNK = 128, 8, 64
@@ -27,7 +27,7 @@ def append(
     pools are [X, A, S, W] (rows) or [X, C, S] (numbers), new [I, A, W] or [I, C]. A list whose slot is
     negative writes nothing. No two lists of a call may name the same block.
 
-    implementation: "scatter", which runs everywhere, "tpu" or "tpu interpret"; None takes the kernel where it
+    implementation: "reference", a scatter, "tpu" or "tpu interpret"; None takes the kernel where it
     can run. Raises NotImplementedError where a forced one cannot.
 
     >>> x, = append([jnp.zeros((2, 1, 4, 1))], [jnp.ones((1, 1, 1))], jnp.asarray([1]), jnp.asarray([2]))
@@ -35,12 +35,10 @@ def append(
     [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
     """
     why = next(filter(None, map(refusal, pools)), "")
-    chosen = implementation or ("scatter" if jax.default_backend() != "tpu" or why else "tpu")
+    chosen = form("append", implementation, tpu=why)
     block, slot = block.astype(jnp.int32), slot.astype(jnp.int32)
-    if chosen == "scatter":
+    if chosen == "reference":
         return tuple(_scatter(x, y.astype(x.dtype), block, slot) for x, y in zip(pools, new, strict=True))
-    if chosen not in ("tpu", "tpu interpret") or why:
-        raise NotImplementedError(f"append cannot run as {chosen!r}: {why or 'there is no such form'}")
     return tpu_append(pools, new, block, slot, interpret=chosen != "tpu")
 
 

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.ops.attention import NEG_INF, STRIP, Keys, logits
+from kvjax.ops.attention import NEG_INF, Keys, logits
+from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
+from kvjax.ops.strips import STRIP
 from kvjax.pallas_kernels.attention_stats import kernel_tpu as tpu
 
 STATISTICS = ("sum", "max", "squares", "count", "last_mean")
@@ -61,7 +63,8 @@ def attention_stats(
     ([[[3.0, 1.0]]], [[[1.0, 0.5]]])
     """
     _check(q, k, lse, want, last, threshold)
-    chosen = _chosen(implementation, refusal(q, k, len(want) * (q.shape[1] // k.shape[1] if per_head else 1)))
+    why = refusal(q, k, len(want) * (q.shape[1] // k.shape[1] if per_head else 1))
+    chosen = form("attention_stats", implementation, tpu=why)
     options: dict[str, Any] = dict(
         want=want,
         scale=scale,
@@ -98,16 +101,6 @@ def refusal(q: Array, k: Array, sums: int = 1) -> str:
     if blocks > MOST_BLOCKS:
         return f"{blocks} blocks of keys, expected at most {MOST_BLOCKS}: split the batch"
     return ""
-
-
-def _chosen(implementation: str | None, why: str) -> str:
-    """The form to run, given why the kernel cannot; NotImplementedError where one was forced that cannot."""
-    chosen = implementation or ("reference" if jax.default_backend() != "tpu" or why else "tpu")
-    if chosen != "reference" and (why or chosen not in ("tpu", "tpu interpret")):
-        raise NotImplementedError(
-            f"attention_stats cannot run as {chosen!r}: {why or 'there is no such form'}"
-        )
-    return chosen
 
 
 def _check(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.ops.attention import NEG_INF, Keys, logits, weigh
+from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
 from kvjax.pallas_kernels.flash_prefill import backward_tpu, kernel_tpu
 from kvjax.pallas_kernels.flash_prefill.plan import Sizes
@@ -68,12 +69,9 @@ def flash_prefill(
     k_pos = k_pos if k_pos.ndim == 3 else k_pos[:, None]
     options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap)
     places = (q_pos, k_pos, q_segments, k_segments)
-    why = refusal(q, k, v, k_pos, blocks)
-    chosen = implementation or ("reference" if jax.default_backend() != "tpu" or why else "tpu")
+    chosen = form("flash_prefill", implementation, tpu=refusal(q, k, v, k_pos, blocks))
     if chosen == "reference":
         return _reference(q, k, v, *places, **options)
-    if chosen not in ("tpu", "tpu interpret") or why:
-        raise NotImplementedError(f"flash_prefill cannot run as {chosen!r}: {why or 'there is no such form'}")
     return tpu_flash_prefill(q, k, v, *places, blocks=blocks, interpret=chosen != "tpu", **options)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.ops import recurrence
+from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
 from kvjax.ops.packing import segment_starts
 from kvjax.ops.recurrence import Tokens
@@ -45,7 +46,7 @@ def gated_delta(
     >>> out.shape, state.shape
     ((1, 3, 1, 2), (1, 1, 2, 2))
     """
-    chosen = chosen_form("gated_delta", refusal(tokens), implementation)
+    chosen = form("gated_delta", implementation, tpu=refusal(tokens))
     if chosen == "reference":
         out, state = recurrence.chunked(widened(tokens), state, segments)
         return out.astype(tokens.v.dtype), state
@@ -65,19 +66,11 @@ def gated_delta_step(
     >>> round(out[0, 0, 0].item(), 3)
     0.707
     """
-    chosen = chosen_form("gated_delta_step", step_refusal(state, token), implementation)
+    chosen = form("gated_delta_step", implementation, tpu=step_refusal(state, token))
     if chosen == "reference":
         out, state = recurrence.step(state, widened(token))
         return out.astype(token.v.dtype), state
     return tpu_gated_delta_step(state, token, interpret=chosen != "tpu")
-
-
-def chosen_form(name: str, why: str, implementation: str | None) -> str:
-    """The form of operation `name` that runs, where `why` says why its kernel cannot."""
-    chosen = implementation or ("reference" if why or jax.default_backend() != "tpu" else "tpu")
-    if chosen != "reference" and (why or chosen not in ("tpu", "tpu interpret")):
-        raise NotImplementedError(f"{name} cannot run as {chosen!r}: {why or 'there is no such form'}")
-    return chosen
 
 
 def refusal(tokens: Tokens) -> str:

@@ -36,27 +36,27 @@ def run(
     initial_state: State | None = None,
     segments: Int[Array, "B T"] | None = None,
     recurrent: bool = False,
-    implementation: str | None = "reference",
+    implementation: str | None = None,
 ) -> Output:
-    """The recurrence in chunks of matrix products, or token by token where `recurrent`.
+    """The recurrence in chunks of matrix products, or token by token where `recurrent` or there is but one.
 
     It starts from initial_state (zeros where None), and from zeros again wherever `segments` changes.
-    implementation: as in `gated_delta`, for chunks and for single tokens; the kernels run on one device.
+    implementation: as in `gated_delta`, for chunks and for single tokens.
     Raises NotImplementedError where a forced one cannot run.
     """
+    count = tokens.k.shape[1]
+    if count == 1 and segments is None:
+        state = zero_state(tokens) if initial_state is None else initial_state.astype(tokens.v.dtype)
+        token = jax.tree.map(lambda x: x[:, 0], tokens)
+        out, state = gated_delta_step(state, token, implementation=implementation)
+        return out[:, None], state
     if not recurrent:
         return gated_delta(tokens, initial_state, segments, implementation=implementation)
-    if implementation == "reference" or (implementation is None and tokens.k.shape[1] > 1):
-        return scan(tokens, initial_state, segments)
-    if tokens.k.shape[1] > 1:
+    if implementation not in (None, "reference"):
         raise NotImplementedError(
-            f"{implementation!r} has no recurrent form for {tokens.k.shape[1]} tokens: give one, or leave "
-            "recurrent out"
+            f"{implementation!r} has no recurrent form for {count} tokens: give one, or leave recurrent out"
         )
-    state = zero_state(tokens) if initial_state is None else initial_state.astype(tokens.v.dtype)
-    token = jax.tree.map(lambda x: x[:, 0], tokens)
-    out, state = gated_delta_step(state, token, implementation=implementation)
-    return out[:, None], state
+    return scan(tokens, initial_state, segments)
 
 
 def linear_attention(

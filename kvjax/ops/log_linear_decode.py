@@ -10,7 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.ops.gated_delta import LANES, SUBLANES, chosen_form, step_refusal, widened
+from kvjax.ops.dispatch import form
+from kvjax.ops.gated_delta import LANES, SUBLANES, step_refusal, widened
 from kvjax.ops.log_linear import LevelState, level, log_linear_step, without
 from kvjax.ops.recurrence import Tokens
 from kvjax.pallas_kernels.gated_delta.levels_tpu import decode_levels
@@ -38,11 +39,11 @@ def log_linear_decode(
     201.0
     """
     why = step_refusal(state.levels[:, 0], token)
-    form = chosen_form("log_linear_decode", why, implementation)
-    if form == "reference":
+    chosen = form("log_linear_decode", implementation, tpu=why)
+    if chosen == "reference":
         out, new = log_linear_step(state, widened(token), level_scales, mask)
         return out.astype(token.v.dtype), new
-    return tpu_log_linear_decode(state, token, level_scales, mask, interpret=form != "tpu")
+    return tpu_log_linear_decode(state, token, level_scales, mask, interpret=chosen != "tpu")
 
 
 def tpu_log_linear_decode(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.ops.append import append
+from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
 from kvjax.ops.paged_append import places
 from kvjax.pallas_kernels.mla_decode import kernel_tpu as tpu
@@ -51,12 +52,9 @@ def mla_decode(
             f"rotated key's {q_rope.shape[-1]} channels"
         )
     at, lengths = jnp.asarray(layer, jnp.int32), lengths.astype(jnp.int32)
-    why = refusal(q, pages)
-    chosen = implementation or ("reference" if jax.default_backend() != "tpu" or why else "tpu")
+    chosen = form("mla_decode", implementation, tpu=refusal(q, pages))
     if chosen == "reference":
         return _reference(q, q_rope, pages, table, lengths, at, scale=scale)
-    if chosen not in ("tpu", "tpu interpret") or why:
-        raise NotImplementedError(f"mla_decode cannot run as {chosen!r}: {why or 'there is no such form'}")
     return tpu_mla_decode(q, q_rope, pages, table, lengths, at, scale=scale, interpret=chosen != "tpu")
 
 

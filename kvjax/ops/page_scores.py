@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
 from kvjax.pallas_kernels.page_scores import kernel_tpu as tpu
 
@@ -53,14 +54,10 @@ def page_scores(
             f"q {list(q.shape)} and summaries {list(parts[0].shape)} do not fit: expected as many sequences, "
             "KV heads that divide the query heads, and summaries at least as wide"
         )
-    here = "reference" if jax.default_backend() != "tpu" or refusal(q, summary) else "tpu"
-    chosen = implementation or here
+    chosen = form("page_scores", implementation, tpu=refusal(q, summary))
     q, parts = jax.lax.stop_gradient((q, parts))
     if chosen == "reference":
         return _reference(q, parts, counts)
-    why = refusal(q, summary)
-    if chosen not in ("tpu", "tpu interpret") or why:
-        raise NotImplementedError(f"page_scores cannot run as {chosen!r}: {why or 'there is no such form'}")
     return tpu_page_scores(q, parts, counts, interpret=chosen != "tpu")
 
 

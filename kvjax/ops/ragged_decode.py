@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.ops.attention import Keys, attend
+from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
 from kvjax.ops.stacked_decode import SIDE_NUMBERS, slots_per_step, tile_rows
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
@@ -64,11 +64,9 @@ def ragged_decode(
         )
     options: dict[str, Any] = dict(most=most, scale=scale, values=width, bias=bias, softcap=softcap)
     why = refusal(q, k, v, aligned, None if bias is None else bias.shape)
-    chosen = implementation or ("reference" if jax.default_backend() != "tpu" or why else "tpu")
+    chosen = form("ragged_decode", implementation, tpu=why)
     if chosen == "reference":
         return _reference(q, k, v, starts, lengths, **options)
-    if chosen not in ("tpu", "tpu interpret") or why:
-        raise NotImplementedError(f"ragged_decode cannot run as {chosen!r}: {why or 'there is no such form'}")
     options |= dict(aligned=aligned, interpret=chosen != "tpu")
     return tpu_ragged_decode(q, k, v, starts, lengths, **options)
 

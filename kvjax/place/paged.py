@@ -21,6 +21,7 @@ from kvjax.cache import Codec, Codes, Paged, Pages, dense, encode
 from kvjax.grammar import View
 from kvjax.ops import ragged_decode as ragged
 from kvjax.ops.attention import NEG_INF
+from kvjax.ops.dispatch import form
 
 FREE = np.iinfo(np.int32).max
 # Tokens of pages per pass of the walk: large enough for the matrix unit, small enough to stay in cache.
@@ -111,12 +112,9 @@ def attend_pages(
     takes every live slot for one of each query's past, as in a decode step, and asks no positions. Raises
     NotImplementedError where a forced one cannot run.
     """
-    why = refusal(q, segment, pool)
-    chosen = implementation or ("reference" if jax.default_backend() != "tpu" or why else "tpu")
+    chosen = form("attention over pages", implementation, tpu=refusal(q, segment, pool))
     if chosen == "reference":
         return _attend_walking(q, segment, layer, pool, q_pos, scale=scale, softcap=softcap)
-    if chosen not in ("tpu", "tpu interpret") or why:
-        raise NotImplementedError(f"pages cannot be read as {chosen!r}: {why or 'there is no such form'}")
     page, lists = pool.page_tokens, segment.table.shape
     biases = None if pool.bias is None else pool.bias[segment.table].reshape(*lists[:2], -1)
     return ragged.ragged_decode(

@@ -4,7 +4,7 @@ Both are jitted with static (config, method) and take parameters and cache as pl
 segments, allocations and evictions, but no method by name.
 """
 
-from kvjax.steps.decode import step, step_fn, step_keeping, wants_mass
+from kvjax.steps.decode import step, step_fn, step_keeping
 from kvjax.steps.prompt import Prompt, needs_of, observe, prefill, probed, settle
 from kvjax.steps.run import Run
 
@@ -19,5 +19,4 @@ __all__ = [
     "step",
     "step_fn",
     "step_keeping",
-    "wants_mass",
 ]

@@ -12,28 +12,23 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import (
     Cache,
     Codes,
-    Paged,
-    Pages,
     Segment,
     Slots,
     State,
     encode,
     first_empty,
-    gather_pages,
     write_slots,
 )
 from kvjax.grammar import Seen, View
 from kvjax.group import GroupMethod
-from kvjax.keep.observe import Mass, Queries
-from kvjax.models.attending import attend_at_once, rotary
+from kvjax.models.attending import rotary
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Scores, Step
 from kvjax.models.mixers.attention import lending, mixer_of
 from kvjax.models.transformer import decode_layers, unembed
-from kvjax.ops.attention import merge
-from kvjax.place.paged import attend_pages
 from kvjax.segments import flush
-from kvjax.steps.run import Run, held, repeated, turn_keys
+from kvjax.steps.attend import attend_past, past_of
+from kvjax.steps.run import Run, held, repeated
 
 
 def step_fn(
@@ -60,10 +55,10 @@ def step_fn(
             k = x.k if run.rank_phase else rotary(layer, x.k, at[:, None], length)
             v = None if x.v is None else repeated(run, gm.first, x.v)
             state = _append(layer, state, repeated(run, gm.first, k), v, jnp.where(append, at, -1))
-        past = _past(owner, gm, layer, state)
+        past = past_of(owner, gm, layer, state)
         phase = _query_phase(run, _tail(past.state).pos[past.index], at, x.q.shape[1])
         x = x._replace(q=rotary(layer, x.q, phase, length))
-        out, mass, scores = _attend_segments(run, past, layer, x, cache.pools, at)
+        out, mass, scores = attend_past(run, past, layer, x, cache.pools, at)
         if layer.lends or x.k is None:
             return out, state, Asked(mass, x.q, scores if layer.shows else None)
         if gm.evicting:
@@ -98,71 +93,6 @@ class Asked(NamedTuple):
     mass: Float[Array, "B K S"] | None
     q: Float[Array, "B N 1 H"]
     scores: Scores | None
-
-
-class Past(NamedTuple):
-    """The slots a layer attends to, its own or those of the layer it reads, and what its method does there.
-
-    values: segments whose values replace those of `state`. above: as in `Given`.
-    """
-
-    gm: GroupMethod
-    index: int | Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    state: tuple[Segment, ...]
-    values: tuple[Slots, ...] | None = None
-    above: bool = False
-
-
-def _past(owner: dict[int, GroupMethod], gm: GroupMethod, layer: Layer, state: tuple[Segment, ...]) -> Past:
-    """What a layer of group `gm` attends to; owner: the group that every first layer stands in."""
-    given = layer.given
-    if given is not None and layer.mixer.source is not None:
-        return Past(owner[layer.mixer.source], given.index, given.state, above=given.above)
-    values = None if given is None else tuple(s.layer(given.index) for s in given.state)
-    return Past(gm, layer.index, state, values)
-
-
-def _attend_segments(
-    run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"]
-) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B K S"] | None, Scores]:
-    """One query over a layer's segments; the mass on the last one where evicting needs it; the logits."""
-    config, gm, pos = run.config, past.gm, at[:, None]
-    q, expand = x.q, x.expand
-    unreadable = expand if expand is not None and expand.outputs is None else None
-    sets, parts = [], []
-    for i, segment in enumerate(past.state):
-        assert not isinstance(segment, State)
-        one = segment.layer(past.index)
-        if isinstance(one, Paged) and unreadable is not None:
-            sets.append(gather_pages(one, pools[one.pool]))
-        elif isinstance(one, Paged):
-            part = attend_pages(
-                q, one, past.index, pools[one.pool], pos, scale=layer.scale,
-                softcap=config.attention_softcap, implementation=run.implementation,
-            )  # fmt: skip
-            parts.append(part)
-        elif gm.read is not None and i == 0:
-            sets.append(gm.read.visit(q, one, at + 1))
-        else:
-            sets.append(turn_keys(run, layer, one.keys(), at + 1))
-    if past.values is not None:
-        sets = [a._replace(v=b.keys().v) for a, b in zip(sets, past.values, strict=True)]
-    if past.above:
-        sets = [s._replace(pos=jnp.where(s.pos >= 0, s.pos + 1, -1)) for s in sets]
-    if unreadable is not None:
-        q = unreadable.queries(q)
-        sets = unreadable.sets(sets)
-    sets = sets if x.extra is None else [x.extra, *sets]
-    wants = gm.evicting and wants_mass(gm)
-    out, lse, masses, scores = attend_at_once(layer, x, q, sets, pos, mass="sum" if wants else None)
-    if parts:
-        out, _ = merge([(out, lse), *parts])
-    if expand is not None and expand.outputs is not None:
-        out = expand.outputs(out)
-    if not wants:
-        return out, None, scores
-    heads = _tail(past.state).kv_heads
-    return out, masses[-1].reshape(at.shape[0], heads, -1, masses[-1].shape[-1]).sum(2), scores
 
 
 def _append(
@@ -202,12 +132,6 @@ def _evict_lent(
         layer = Layer(i, 0, gm.first, None, mixer.rope(run.config, gm.first), mixer, run.config)
         out[i] = (*groups[i][:-1], _evict(run, gm, layer, _tail(groups[i]), mass, q, length, append))
     return tuple(out)
-
-
-def wants_mass(gm: GroupMethod) -> bool:
-    """Whether evicting at a step needs the current query's attention."""
-    assert gm.keep is not None and gm.keep.score is not None
-    return any(isinstance(o, Mass | Queries) for o in gm.keep.score.needs)
 
 
 def _evict(

@@ -76,7 +76,9 @@ def observe(
         k = None if x.k is None else rotary(layer, x.k, phase, context.length)
         past = [turn_keys(run, layer, keys, context.length) for keys in past]
         new = new_keys(layer, k, x.v, context.pos)
-        out, masses, scores = attend_new(layer, x, q, new, past, layer.pos, mass=reduce)
+        out, masses, scores = attend_new(
+            layer, x, q, new, past, layer.pos, mass=reduce, implementation=run.implementation
+        )
         inputs = Inputs(q, x.q, new.k if x.k is None else x.k, x.hidden, context.pos, context.length)
         observed = {repr(o): o(inputs) for o in needs if not isinstance(o, Mass)}
         return out, state, Fresh(k, x.v, observed, masses, scores=scores if layer.shows else None)

@@ -19,7 +19,10 @@ from kvjax.ops.attention import Keys
 
 
 class Run(NamedTuple):
-    """What is static in a run: equal values share compiled programs. implementation: of a step's kernels."""
+    """What is static in a run: equal values share compiled programs.
+
+    implementation: of attention, as in `kvjax.ops.dispatch.form`.
+    """
 
     config: Config
     method: Method

@@ -146,6 +146,8 @@ class Attention(Mixer):
         if name not in p:
             return None
         y, norm = linear(p, name, x), p.get(name + "_norm")
+        # Else a TPU lays out the weights anew for every token, so that its heads come in front.
+        y = jax.lax.optimization_barrier(y) if x.shape[1] == 1 else y
         if norm is not None and config.qk_norm == "full":
             y = rms_norm(y, norm, config.norm_eps, config.norm_offset)
         y = y.reshape(*x.shape[:2], -1, config.head_dim)

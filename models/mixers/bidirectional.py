@@ -12,8 +12,9 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import Layer, Memory, Mixer
 from kvjax.models.mixers.attention import ATTENTION
-from kvjax.ops.attention import Keys, attend_to_all
+from kvjax.ops.attention import Keys
 from kvjax.ops.rope import angles, rotate
+from kvjax.ops.strips import attend_to_all
 
 
 @dataclasses.dataclass(frozen=True)

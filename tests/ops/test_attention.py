@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops import attention
+from kvjax.ops import attention, strips
 from kvjax.ops.attention import Keys
+from kvjax.ops.strips import causal_in_strips
 from tests.compilation import optimised
 
 B, N, K, T, H, V = 2, 4, 2, 3, 8, 6
@@ -200,8 +201,8 @@ def test_a_nan_that_is_visible_is_not_hidden(rng):
 def test_causal_attention_in_strips_equals_attention_to_past_and_new(
     rng, monkeypatch, mass, window, tokens, strip, prefixes
 ):
-    monkeypatch.setattr(attention, "STRIP", strip)
-    monkeypatch.setattr(attention, "PREFIXES", prefixes)
+    monkeypatch.setattr(strips, "STRIP", strip)
+    monkeypatch.setattr(strips, "PREFIXES", prefixes)
     start, steps = 30, np.arange(tokens)[None]
     pos = np.where(steps < np.array([[tokens], [6]]), start + steps, -1).astype(np.int32)
     q = jnp.asarray(rng.normal(size=(B, N, tokens, H)), jnp.float32)
@@ -210,9 +211,7 @@ def test_causal_attention_in_strips_equals_attention_to_past_and_new(
 
     @jax.jit
     def run(q, new, past, pos):
-        return attention.causal_attention(
-            q, new, past, pos, scale=SCALE, window=window, softcap=2.0, mass=mass
-        )
+        return causal_in_strips(q, new, past, pos, scale=SCALE, window=window, softcap=2.0, mass=mass)
 
     out, masses = run(q, new, past, jnp.asarray(pos))
     want, _, p = by_hand(q, [*past, new], pos, window=window, softcap=2.0)
@@ -223,7 +222,7 @@ def test_causal_attention_records_no_mass_unless_asked(rng):
     q, _ = make_queries(rng)
     pos = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     new = make_keys(rng, T)._replace(pos=pos[:, None])
-    assert attention.causal_attention(q, new, (), pos, scale=SCALE)[1] == ()
+    assert causal_in_strips(q, new, (), pos, scale=SCALE)[1] == ()
 
 
 def test_bfloat16_is_accumulated_in_float32(rng):
@@ -245,19 +244,19 @@ def test_one_head_at_a_time_is_all_heads_at_once(rng, monkeypatch):
 
     def run():
         new = Keys(k, v, pos[:, None])
-        return attention.causal_attention(q, new, past, pos, scale=SCALE, window=30, mass="sum")
+        return causal_in_strips(q, new, past, pos, scale=SCALE, window=30, mass="sum")
 
     want = run()
-    monkeypatch.setattr(attention, "CACHED_BYTES", 0)
+    monkeypatch.setattr(strips, "CACHED_BYTES", 0)
     close(run(), want)
 
 
 def test_attending_to_all_asks_every_live_key_in_strips_of_queries(rng):
-    t = attention.STRIP + 3
+    t = strips.STRIP + 3
     sets = two_sets(rng, highest=400)
     q, q_pos = jnp.asarray(rng.normal(size=(B, N, t, H)), jnp.float32), np.zeros((B, t), np.int32)
     q_pos[1, 200:] = -1
-    call = jax.jit(lambda q, sets, pos: attention.attend_to_all(q, sets, pos, scale=SCALE))
+    call = jax.jit(lambda q, sets, pos: strips.attend_to_all(q, sets, pos, scale=SCALE))
     out = call(q, sets, jnp.asarray(q_pos))
     # By hand a query sees what is not in its future: ask behind the last key.
     want, _, _ = by_hand(q, sets, np.where(q_pos < 0, -1, 400))
@@ -271,7 +270,7 @@ def test_the_gradient_of_a_long_prompt_keeps_no_map_of_its_attention():
 
     def loss(q, k, v):
         pos = jnp.arange(t, dtype=jnp.int32)[None]
-        return attention.causal_attention(q, Keys(k, v, pos[:, None]), (), pos, scale=SCALE)[0].sum()
+        return causal_in_strips(q, Keys(k, v, pos[:, None]), (), pos, scale=SCALE)[0].sum()
 
     x = jax.ShapeDtypeStruct((1, 1, t, H), jnp.float32)
     lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x)

@@ -253,7 +253,7 @@ def test_pages_that_the_kernel_cannot_read_say_why(rng, q):
     for pages, asked, how, why in [
         (pool, q, "tpu", "rows are 8 wide, expected a multiple of 128"),
         (codes, q, "tpu", "they hold codes"),
-        (pool, q, "cuda", "as 'cuda': rows"),
+        (pool, q, "cuda", "as 'cuda': there is no such form"),
         (build(kept, make_views(rng, width=128), 8)[1], wide, "tpu", "biases of 2 heads x 24 slots"),
         (build(kept, make_views(rng, False, width=128), 3)[1], wide, "tpu", "multiples of 3 rows, expected"),
     ]:
@@ -268,7 +268,7 @@ def test_a_decode_step_over_pages_gives_the_same_by_kernel_and_by_walk(id):
     rng = np.random.default_rng(0)
     method = kvjax.method(id, budget=0.5, page=8, **(dict(window=2) if id == "adakv" else {}))
     prompts = [rng.integers(0, 64, n).tolist() for n in (40, 21)]
-    _, cache = kvjax.prefill(model, prompts, method=method, room=4)
+    _, cache = kvjax.prefill(model, prompts, method=method, room=128)
     counts = np.concatenate([s.lengths.reshape(-1) for g in cache.groups for s in g if isinstance(s, Paged)])
     assert len(set(counts.tolist())) > 2
     token, append = jnp.asarray([3, 5]), jnp.asarray([True, False])

@@ -27,28 +27,28 @@ CONFIG = Config(
 BATCH, SLOTS = 4, 8192
 
 
-def decoder(device: Device, method: Method, implementation: str | None = None) -> Case:
+def decoder(device: Device, method: Method) -> Case:
     """One token per row over a cache of 8192 slots, which the step may reuse."""
     groups = plan(CONFIG, stacked=True)
     dtype = jnp.bfloat16
     params = jax.eval_shape(lambda key: init(CONFIG, key, dtype, groups=groups), jax.random.key(0))
-    run = Run(CONFIG, method, implementation)
+    run = Run(CONFIG, method)
     tokens = jax.ShapeDtypeStruct((BATCH, SLOTS - 128), jnp.int32)
     lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     fill = partial(prefill, run, tokens_bound=SLOTS - 128, room=128, compress=True)
     _, cache = jax.eval_shape(lambda p, t, n: fill(p, t, n, None), params, tokens, lengths)
     operands = (params, cache, lengths, jax.ShapeDtypeStruct((BATCH,), jnp.bool_))
     weights = sum(int(np.prod(x.shape)) * 2 for x in jax.tree.leaves(params))
+    lists = CONFIG.layers * BATCH * CONFIG.kv_heads
     flops = BATCH * (weights + 4 * CONFIG.layers * CONFIG.heads * SLOTS * CONFIG.head_dim)
     return Case(
         partial(step_fn, run), operands, weights + nbytes(cache), flops, nbytes(cache),
-        "no kernel", {}, profiles=False, donated=(1,),
+        "stacked_decode", {"1": lists, "2": lists * SLOTS // 2048}, profiles=False, donated=(1,),
     )  # fmt: skip
 
 
 METHODS: dict[str, dict[str, float]] = {"snapkv": dict(budget=0.25), "adakv": dict(budget=0.25)}
 CASES: dict[str, Callable[[Device], Case]] = {
     "decoder-full": partial(decoder, method=Method()),
-    "decoder-adakv-ragged": partial(decoder, method=build("adakv", budget=0.25), implementation="tpu"),
     **{f"decoder-{name}": partial(decoder, method=build(name, **hyper)) for name, hyper in METHODS.items()},
 }

@@ -1,0 +1,70 @@
+"""How the next token is drawn from logits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """How the next token is drawn: greedy at temperature 0, else softmax(logits / temperature).
+
+    top_k keeps the k likeliest tokens, top_p the smallest set with probability >= p.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self):
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be >= 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+    def __call__(self, logits: Float[Array, "B V"], keys: Array) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+        """(token, log-probability under the model) per row; one key per row."""
+        logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
+        if self.temperature == 0:
+            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        else:
+            token = jax.vmap(jax.random.categorical)(keys, self._filtered(logits)).astype(jnp.int32)
+        return token, jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]
+
+    def _filtered(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        scaled = logits.astype(jnp.float32) / self.temperature
+        order = jnp.argsort(-scaled, axis=-1, stable=True)
+        ranked = jnp.take_along_axis(scaled, order, axis=-1)
+        keep = jnp.ones(ranked.shape, bool)
+        if self.top_k is not None:
+            keep &= jnp.arange(ranked.shape[-1])[None] < self.top_k
+        if self.top_p is not None:
+            p = jax.nn.softmax(ranked)
+            keep &= jnp.cumsum(p, -1) - p < self.top_p
+        ranked = jnp.where(keep, ranked, -jnp.inf)
+        return jnp.take_along_axis(ranked, jnp.argsort(order, axis=-1), axis=-1)
+
+
+@jax.jit(static_argnames=("sampler",))
+def draw(
+    sampler: Sampler,
+    logits: Float[Array, "B V"],
+    keys: Array,
+    count: Int[Array, "B"],
+    done: Bool[Array, "B"],
+    stop: Int[Array, "S"],
+) -> tuple[Int[Array, "B"], Int[Array, "B"], Float[Array, "B"], Bool[Array, "B"]]:
+    """Token `count` of every row: (token, the same or -1 where the row is done, its logprob, rows now done).
+
+    keys: one PRNG key per row.
+    """
+    token, logprob = sampler(logits, jax.vmap(jax.random.fold_in)(keys, count))
+    ends = (token[:, None] == stop[None]).any(-1)
+    shown = jnp.where(done, -1, token)
+    return token, shown, jnp.where(done, 0.0, logprob), done | ends

@@ -1,0 +1,141 @@
+"""How one query meets a layer's past: segments that a kernel reads as they lie, and all others together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import Codes, Paged, Pages, Segment, Slots, State, gather_pages
+from kvjax.group import GroupMethod
+from kvjax.models.attending import attend_at_once
+from kvjax.models.mixer import Layer, Projected, Scores
+from kvjax.ops.attention import Keys, merge
+from kvjax.ops.dispatch import form
+from kvjax.ops.stacked_decode import refusal, stacked_decode
+from kvjax.place.paged import attend_pages
+from kvjax.steps.run import Run, turn_keys
+
+Part = tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"]]
+
+
+class Past(NamedTuple):
+    """The slots a layer attends to, its own or those of the layer it reads, and what its method does there.
+
+    values: segments whose values replace those of `state`. above: as in `Given`.
+    """
+
+    gm: GroupMethod
+    index: int | Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    state: tuple[Segment, ...]
+    values: tuple[Slots, ...] | None = None
+    above: bool = False
+
+
+def past_of(owner: dict[int, GroupMethod], gm: GroupMethod, layer: Layer, state: tuple[Segment, ...]) -> Past:
+    """What a layer of group `gm` attends to; owner: the group that every first layer stands in."""
+    given = layer.given
+    if given is not None and layer.mixer.source is not None:
+        return Past(owner[layer.mixer.source], given.index, given.state, above=given.above)
+    values = None if given is None else tuple(s.layer(given.index) for s in given.state)
+    return Past(gm, layer.index, state, values)
+
+
+def attend_past(
+    run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"]
+) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B K S"] | None, Scores]:
+    """One query over a layer's segments; the mass on the last one where evicting needs it; the logits.
+
+    Logits are those of the segments that are attended together: of all where another layer uses them.
+    """
+    pos, expand = at[:, None], x.expand
+    unreadable = expand if expand is not None and expand.outputs is None else None
+    q, softcap = x.q, run.config.attention_softcap
+    sets, parts, mass = [], [], None
+    for i, segment in enumerate(past.state):
+        assert not isinstance(segment, State)
+        if isinstance(segment, Paged) and unreadable is None:
+            one, pool = segment.layer(past.index), pools[segment.pool]
+            part = attend_pages(
+                q, one, past.index, pool, pos, scale=layer.scale, softcap=softcap,
+                implementation=run.implementation,
+            )  # fmt: skip
+            parts.append(part)
+        elif isinstance(segment, Slots) and (chosen := _form(run, past, layer, x, i)) != "reference":
+            parts.append(_attend_slots(run, past, layer, q, segment, pos, chosen))
+        else:
+            sets.append(_read(run, past, layer, q, i, pools, at))
+    if unreadable is not None:
+        q, sets = unreadable.queries(q), unreadable.sets(sets)
+    sets = sets if x.extra is None else [x.extra, *sets]
+    wants, scores = past.gm.wants_mass, ()
+    if sets:
+        out, lse, masses, scores = attend_at_once(layer, x, q, sets, pos, mass="sum" if wants else None)
+        parts = [(out, lse), *parts]
+        if wants:
+            last = past.state[-1]
+            assert isinstance(last, Slots)
+            mass = masses[-1].reshape(at.shape[0], last.kv_heads, -1, masses[-1].shape[-1]).sum(2)
+    out = merge(parts)[0] if len(parts) > 1 else parts[0][0]
+    return out if expand is None or expand.outputs is None else expand.outputs(out), mass, scores
+
+
+def _read(
+    run: Run, past: Past, layer: Layer, q: Array, i: int, pools: tuple[Pages, ...], at: Int[Array, "B"]
+) -> Keys:
+    """One layer of segment `i` as plain keys and values, or the pages of it that a method visits."""
+    one = past.state[i].layer(past.index)
+    if isinstance(one, Paged):
+        keys = gather_pages(one, pools[one.pool])
+    elif past.gm.read is not None and i == 0:
+        keys = past.gm.read.visit(q, one, at + 1)
+    else:
+        assert isinstance(one, Slots)
+        keys = turn_keys(run, layer, one.keys(), at + 1)
+    if past.values is not None:
+        keys = keys._replace(v=past.values[i].keys().v)
+    if past.above and keys.pos is not None:
+        keys = keys._replace(pos=jnp.where(keys.pos >= 0, keys.pos + 1, -1))
+    return keys
+
+
+def _form(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
+    """In which form segment `i` is attended; NotImplementedError where a kernel is forced and cannot run."""
+    slots = past.state[i]
+    assert isinstance(slots, Slots)
+    if isinstance(slots.k, Codes) or isinstance(slots.v, Codes):
+        why = "encoded slots have no kernel in a dense cache"
+    else:
+        why = _together(run, past, layer, x, i) or refusal(x.q, slots.k, slots.v, slots.pos, slots.bias)
+    return form("attention over slots", run.implementation, tpu=why)
+
+
+def _together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
+    """Why segment `i` cannot be attended apart from all else; empty where it can."""
+    reasons = {
+        "the softmax is clipped": layer.mixer.clip is not None,
+        "layers share attention weights": layer.shows or layer.shown is not None,
+        "keys and values are made from what the slots hold": x.expand is not None
+        and x.expand.outputs is None,
+        "values come from another layer": past.values is not None,
+        "the layer reads one above it": past.above,
+        "keys turn by their ranks": run.rank_phase,
+        "the method picks what is read": past.gm.read is not None and i == 0,
+        "evicting needs the mass on every slot": past.gm.wants_mass,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
+
+
+def _attend_slots(
+    run: Run, past: Past, layer: Layer, q: Array, slots: Slots, pos: Int[Array, "B 1"], implementation: str
+) -> Part:
+    """Attention over one layer of slots that stay in the stacked cache."""
+    assert not isinstance(slots.k, Codes) and not isinstance(slots.v, Codes)
+    slot = jnp.arange(1, slots.capacity + 1, dtype=jnp.int32)
+    used = jnp.where(slots.pos[past.index] >= 0, slot[None, None], 0).max(-1)
+    return stacked_decode(
+        q, slots.k, slots.v, used, pos, past.index, scale=layer.scale, pos=slots.pos, bias=slots.bias,
+        values=slots.shared if slots.v is None else slots.v.shape[-1],
+        first=0, window=layer.window, softcap=run.config.attention_softcap, implementation=implementation,
+    )  # fmt: skip

@@ -1,0 +1,71 @@
+"""The decoder with its attention in kernels, in the interpreter, against the same in plain jnp."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.models.config import Config
+from kvjax.models.mixers.attention import Attention
+from kvjax.models.model import Model
+from kvjax.models.params import init, plan
+from kvjax.ops.rope import Rope
+from tests.kernels.close import check
+
+SIZES = dict(vocab=64, d_model=32, heads=4, kv_heads=2, head_dim=128, d_ff=64, max_positions=4096)
+PROMPT = np.random.default_rng(0).integers(0, 64, (2, 96))
+LENGTHS = np.array([96, 61])
+BAR = 2e-6
+
+
+def model(stacked=True, layers=2, **options):
+    config = Config(layers=layers, rope=Rope(), **SIZES | options)
+    params = init(config, jax.random.key(0), jnp.float32, groups=plan(config, stacked=stacked))
+    # At random weights attention hardly matters.
+    louder = jax.tree.map(lambda x: x * 2 if x.ndim > 2 else x, params["layers"])
+    return Model(config, params | {"layers": louder}, name="random")
+
+
+def decoded(model, method, implementation, tokens=3):
+    """Logits of some tokens, given beforehand, behind a prompt that was read in plain jnp."""
+    _, cache = kvjax.prefill(model, PROMPT, lengths=LENGTHS, method=method, room=32)
+    out = []
+    for token in range(tokens):
+        logits, cache = kvjax.step(model, cache, [token, 7], implementation=implementation)
+        out.append(logits)
+    return out
+
+
+@pytest.mark.parametrize("method", [None, kvjax.method("snapkv", budget=96)], ids=["full", "snapkv"])
+def test_steps_through_the_kernel_are_steps_in_plain_jnp(method):
+    m = model()
+    check(decoded(m, method, "tpu interpret"), decoded(m, method, "reference"), BAR)
+
+
+def test_windows_sinks_and_softcaps_reach_the_kernel():
+    m = model(stacked=False, windows=(127, None), attention_softcap=3.0, mixers=(Attention(sink=True),) * 2)
+    check(decoded(m, None, "tpu interpret"), decoded(m, None, "reference"), BAR)
+
+
+def test_a_prompt_through_the_kernels_gives_the_same_cache_and_logits():
+    m, method = model(), kvjax.method("h2o", budget=40)
+    found, want = (
+        kvjax.prefill(m, PROMPT, lengths=LENGTHS, method=method, room=32, implementation=how)
+        for how in ("tpu interpret", "reference")
+    )
+    for a, b in zip(kvjax.kept_positions(found[1]), kvjax.kept_positions(want[1]), strict=True):
+        np.testing.assert_array_equal(a, b)
+    check(jax.tree.leaves(found), jax.tree.leaves(want), BAR)
+
+
+def test_forcing_a_kernel_on_what_it_cannot_read_says_why():
+    m = model()
+    quest, int8 = kvjax.method("quest", budget=32, skip_layers=0), kvjax.method("int8")
+    for method, why in ((quest, "the method picks what is read"), (int8, "encoded slots")):
+        _, cache = kvjax.prefill(m, PROMPT, method=method, room=32)
+        with pytest.raises(NotImplementedError, match=f"attention over slots cannot run as .*{why}"):
+            kvjax.step(m, cache, [1, 2], implementation="tpu interpret")
+    _, cache = kvjax.prefill(m, PROMPT, room=32)
+    with pytest.raises(NotImplementedError, match="this runs on cpu"):
+        kvjax.step(m, cache, [1, 2], implementation="tpu")

@@ -1,0 +1,70 @@
+"""Prompts through the kernels, against the same in strips of plain jnp and its gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.ops.attention import Keys
+from kvjax.ops.prompt_attention import causal_attention
+from kvjax.ops.strips import causal_in_strips
+from tests.kernels.close import check
+
+B, N, K, T, H = 2, 4, 2, 40, 16
+HOW = dict(scale=0.3, softcap=5.0)
+
+
+def draw(seed, *, bias=False, heads=K):
+    rng = np.random.default_rng(seed)
+
+    def array(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    lengths = np.array([[T], [T - 9]])
+    pos = jnp.asarray(np.where(np.arange(T) < lengths, 30 + np.arange(T), -1), jnp.int32)
+    old = jnp.asarray(np.where(rng.random((B, heads, 24)) < 0.3, -1, rng.permutation(24)), jnp.int32)
+    past = Keys(array(B, heads, 24, H), array(B, heads, 24, H), old, array(B, heads, 24) if bias else None)
+    sink = Keys(array(B, N, 1, H), array(B, N, 1, H), None, array(B, N, 1))
+    return array(B, N, T, H), Keys(array(B, K, T, H), array(B, K, T, H), pos[:, None]), past, sink, pos
+
+
+@pytest.mark.parametrize(
+    "mass, window, heads", [(None, None, K), ("sum", 12, K), ("max", None, N)], ids=["plain", "sum", "max"]
+)
+def test_sets_through_kernels_are_sets_in_strips(mass, window, heads):
+    q, new, past, sink, pos = draw(0, heads=heads)
+    options = dict(mass=mass, window=window, **HOW)
+    found = causal_attention(q, new, (sink, past), pos, implementation="tpu interpret", **options)
+    want = causal_in_strips(q, new, (sink, past), pos, **options)
+    real = (pos >= 0)[:, None, :, None]
+    assert len(found[1]) == len(want[1]) == (0 if mass is None else 3)
+    check(*([jnp.where(real, out, 0.0), *masses] for out, masses in (found, want)), 2e-6)
+
+
+def test_gradients_through_several_sets_are_those_of_strips():
+    q, new, past, _, pos = draw(1)
+    real = (pos >= 0)[:, None, :, None]
+
+    def loss(q, new, past, implementation):
+        out, _ = causal_attention(q, new, (past,), pos, implementation=implementation, **HOW)
+        return (jnp.where(real, out, 0.0) ** 2).sum()
+
+    def gradients(implementation):
+        def of(q, k, v, old):
+            return loss(q, new._replace(k=k, v=v), past._replace(k=old), implementation)
+
+        return jax.grad(of, argnums=(0, 1, 2, 3))(q, new.k, new.v, past.k)
+
+    check(gradients("tpu interpret"), gradients("reference"), 2e-6)
+
+
+def test_what_the_kernels_cannot_do_is_refused_when_forced_and_else_done_in_strips():
+    q, new, past, _, pos = draw(2, bias=True)
+    with pytest.raises(NotImplementedError, match="slots have biases"):
+        causal_attention(q, new, (past,), pos, implementation="tpu interpret", **HOW)
+    with pytest.raises(NotImplementedError, match="the softmax is clipped"):
+        causal_attention(q, new, (), pos, implementation="tpu interpret", clip=(-0.1, 1.1), **HOW)
+    with pytest.raises(NotImplementedError, match="this runs on cpu"):
+        causal_attention(q, new, (), pos, implementation="tpu", **HOW)
+    out, _ = causal_attention(q, new, (past,), pos, **HOW)
+    assert np.isfinite(out).all()
