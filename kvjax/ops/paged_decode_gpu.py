@@ -31,18 +31,24 @@ def gpu_refusal(pool: PagePool, q: Array, heads: int) -> str:
 def gpu_paged_decode(
     q: Array, pool: PagePool, table: Array, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, window: int | None, softcap: float | None, mass: bool,
-    block: int | None = None, blocks: int | None = None, warps: int = 4, stages: int = 2,
+    block: int | None = None, programs: int = PROGRAMS, warps: int | None = None, stages: int = 2,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
-    """The kernel on the operands of `paged_decode`. block: rows of words per step, blocks: steps of a split."""
+    """The kernel on the operands of `paged_decode`.
+
+    block: rows of words per step; programs: about how many run, each a split of a list; warps, stages: of the
+    compiler. These four change no result by more than rounding.
+    """
     from kvjax.pallas_kernels.paged_decode import kernel_gpu as gpu
 
     b, n, t, h = q.shape
     heads, width = table.shape[1], pool.words.shape[-1]
     queries, lists = n // heads * t, b * heads
-    block = block or (16 if width * pool.words.itemsize > 512 else 32)
+    # Without matrix units, as float32 is exact, a step's products take more registers than its operands.
+    block = block or (16 if width > 128 or q.dtype == jnp.float32 else 32)
+    warps = warps or (8 if q.dtype == jnp.float32 else 4)
     steps = -(-table.shape[2] * pool.rows // block)
-    blocks = blocks or max(1, -(-steps * lists // PROGRAMS))
+    blocks = max(1, -(-steps * lists // programs))
     splits = -(-steps // blocks)
     pages = -(-(splits * blocks * block) // pool.rows)
     tables = jnp.pad(table.reshape(lists, -1), ((0, 0), (0, pages - table.shape[2])))

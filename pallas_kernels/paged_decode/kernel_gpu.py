@@ -21,7 +21,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 NEG_INF = float("-inf")
-PER_WORD = {"float32": 1, "bfloat16": 2, "int8": 4, "float8_e5m2": 4, "float8_e4m3fn": 4, "int4": 8, "uint2": 16}
+PER_WORD = {
+    "float32": 1,
+    "bfloat16": 2,
+    "int8": 4,
+    "float8_e5m2": 4,
+    "float8_e4m3fn": 4,
+    "int4": 8,
+    "uint2": 16,
+}
 PER_CHANNEL = ("channel_scale", "channel_zero")
 SMALLEST = 16  # of a product on the matrix units
 
@@ -180,9 +188,7 @@ def _offset(name: str, width: int, sizes: Sizes) -> int:
     return 2 * sizes.rows + sum(1 if n in PER_CHANNEL else -(-sizes.page // width) for n in before)
 
 
-def _scores(
-    words: Any, at: Rows, q: Any, asked: Any, length: Any, sizes: Sizes, kind: Any
-) -> list[Any]:
+def _scores(words: Any, at: Rows, q: Any, asked: Any, length: Any, sizes: Sizes, kind: Any) -> list[Any]:
     """Logits [queries, block] of every plane, -inf where a query does not see a token."""
     number = partial(_number, words, at, length=length, sizes=sizes)
     lanes, width = q.shape[1], words.shape[-1]

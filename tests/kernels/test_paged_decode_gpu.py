@@ -22,13 +22,13 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("programs", [9, 1000])
 @pytest.mark.parametrize("case", CASES | MORE)
-def test_the_kernel_is_the_equation(case, blocks):
+def test_the_kernel_is_the_equation(case, programs):
     drawn, options = split(case) if case in CASES else (MORE[case], dict(scale=0.09))
     inputs = draw(1, **drawn)
     at = jnp.asarray(1, jnp.int32)
     how = dict(window=None, softcap=None) | options
-    call = jax.jit(lambda *x: gpu_paged_decode(*x, at, mass=True, blocks=blocks, interpret=True, **how))
+    call = jax.jit(lambda *x: gpu_paged_decode(*x, at, mass=True, programs=programs, interpret=True, **how))
     bar = 1e-2 if drawn.get("dtype") == jnp.bfloat16 else 2e-6
     check(call(*inputs), by_hand(*inputs, **options), bar)

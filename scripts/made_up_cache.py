@@ -1,0 +1,114 @@
+"""Caches as a prefill leaves them, in shape, bytes and positions, without the prefill.
+
+How long a step takes follows from how many slots lie where, not from what their keys are; a prompt of 131072
+tokens for each of eight rows would take longer than all that is to be measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import steps
+from kvjax.cache import Cache, Paged, Pages, Slots
+
+
+def shapes(run: steps.Run, params: Any, batch: int, tokens: int, room: int) -> Cache:
+    """What a prefill of `tokens` tokens leaves, as shapes; it computes nothing."""
+    prefill = partial(steps.prefill, run, tokens_bound=tokens, room=room, compress=True)
+    ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return jax.eval_shape(lambda p, t, n: prefill(p, t, n, None)[1], params, ids, lengths)
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _noise(key: Any, shape: tuple[int, ...], dtype: Any, spread: float) -> Any:
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jax.random.bits(key, shape, jnp.dtype(f"uint{8 * dtype.itemsize}")).astype(dtype)
+    return (jax.random.normal(key, shape, jnp.bfloat16) * spread).astype(dtype)
+
+
+def noise(key: Any, like: jax.ShapeDtypeStruct, spread: float = 1.0) -> jax.Array:
+    """Random numbers of a shape, layer by layer, so that drawing them takes little memory."""
+    if like.ndim < 2 or like.shape[0] == 1:
+        return _noise(key, like.shape, like.dtype, jnp.bfloat16(spread))
+    parts = jax.lax.map(
+        lambda k: _noise(k, like.shape[1:], like.dtype, jnp.bfloat16(spread)),
+        jax.random.split(key, like.shape[0]),
+    )
+    return parts
+
+
+def weights(like: Any, seed: int = 0) -> Any:
+    """Random parameters of these shapes, small enough that activations stay finite."""
+    leaves, tree = jax.tree.flatten(like)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return tree.unflatten(
+        [
+            noise(k, x, 0.02) if x.shape[-2:-1] else jnp.ones(x.shape, x.dtype)
+            for k, x in zip(keys, leaves, strict=True)
+        ]
+    )
+
+
+def _positions(shape: tuple[int, ...], live: int, tokens: int) -> jax.Array:
+    """`live` positions below `tokens` in every list, evenly spread, and empty slots behind them."""
+    row = np.full(shape[-1], -1, np.int32)
+    row[:live] = np.arange(live, dtype=np.int64) * tokens // max(live, 1)
+    return jnp.broadcast_to(jnp.asarray(row), shape)
+
+
+def made_up(like: Cache, tokens: int, room: int, seed: int = 0) -> Cache:
+    """A cache of these shapes after `tokens` tokens, with `room` free slots where new tokens go.
+
+    Lists in pools are as unequal as Ada-KV's may be: half and one and a half of the mean, in turns.
+    """
+    leaves, tree = jax.tree.flatten(like)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    cache = tree.unflatten([noise(k, x) for k, x in zip(keys, leaves, strict=True)])
+    pools = list(cache.pools)
+    groups = []
+    for group in cache.groups:
+        out = []
+        for i, segment in enumerate(group):
+            if isinstance(segment, Slots):
+                free = room if i == len(group) - 1 else 0
+                pos = _positions(segment.pos.shape, max(0, segment.capacity - free), tokens)
+                stats = jax.tree.map(jnp.abs, segment.stats)
+                segment = dataclasses.replace(segment, pos=pos, stats=stats)
+            elif isinstance(segment, Paged):
+                segment, pools[segment.pool] = _dealt(segment, pools[segment.pool], tokens)
+            out.append(segment)
+        groups.append(tuple(out))
+    return dataclasses.replace(
+        cache, groups=tuple(groups), next=jnp.full(like.next.shape, tokens, jnp.int32), pools=tuple(pools)
+    )
+
+
+def _dealt(segment: Paged, pool: Pages, tokens: int) -> tuple[Paged, Pages]:
+    """The pages of a pool of one group, dealt to its lists in the order of their owners."""
+    pages, page = pool.pos.shape
+    lists = int(np.prod(segment.lengths.shape))
+    mean = (pages - lists) // lists if pages > 2 * lists else pages // lists
+    counts = np.where(np.arange(lists) % 2, mean + mean // 2, mean - mean // 2)
+    counts = np.minimum(counts, segment.table.shape[-1])
+    ends = np.cumsum(counts)
+    owner = np.full(pages, -1, np.int32)
+    owner[: ends[-1]] = np.repeat(np.arange(lists), counts)
+    table = np.minimum((ends - counts)[:, None] + np.arange(segment.table.shape[-1]), pages - 1)
+    pos = np.arange(pages * page, dtype=np.int64).reshape(pages, page) % tokens
+    pos = np.where(owner[:, None] >= 0, pos, -1)
+    shape = segment.lengths.shape
+    return (
+        dataclasses.replace(
+            segment,
+            table=jnp.asarray(table.reshape(*shape, -1), jnp.int32),
+            lengths=jnp.asarray((counts * page).reshape(shape), jnp.int32),
+        ),
+        dataclasses.replace(pool, pos=jnp.asarray(pos, jnp.int32), owner=jnp.asarray(owner)),
+    )
