@@ -1,8 +1,8 @@
 """The tables of docs/benchmarks.md that need an accelerator: `python scripts/bench.py --accelerator`.
 
 The parts run one after the other, each in a process of its own, so that one library gives its memory back
-before the next begins. Every row is in the file the moment it is measured: what a kill or the clock cut off is
-made up for by running again.
+before the next begins. Every row is in the file the moment it is measured: running again adds what a kill or
+the clock cut off.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ def run_parts(path: str, args: argparse.Namespace, device: dict[str, Any]) -> No
     for part, script, share in PARTS:
         missing = [n for n in ("torch", "transformers", "kvpress") if device["versions"][n] is None]
         if part == "kvpress" and missing:
-            print(
-                f"without kvpress: {', '.join(missing)} not installed here, pip install '.[parity]' to compare"
-            )
+            print(f"without kvpress, for want of {', '.join(missing)}: install '.[parity]' to compare")
             continue
         until = start + share * total
         print(f"{part}, until {time.strftime('%H:%M:%S', time.localtime(until))}", flush=True)
@@ -103,9 +101,8 @@ def table(head: list[str], lines: list[list[str]]) -> str:
 def attention_table(rows: list[dict[str, Any]]) -> str:
     errors = {r["name"]: r["error"] for r in rows if r["part"] == "error"}
     lines = []
-    for r in sorted(
-        (r for r in rows if r["part"] == "attention"), key=lambda r: (r["tokens"], r["side"], r["name"])
-    ):
+    made = [r for r in rows if r["part"] == "attention"]
+    for r in sorted(made, key=lambda r: (r["tokens"], r["side"] != "kvjax", r["name"])):
         error = errors.get(r["name"]) if r["side"] == "kvjax" else None
         lines.append([
             f"{r['tokens']}", r["name"] if r["side"] == "kvjax" else f"{r['name']}, {r['side']}",
@@ -131,10 +128,12 @@ def decode_table(rows: list[dict[str, Any]]) -> str:
             if copies and "read_bytes" in ours:
                 floor = batch * max(copies) * 1e9 / ours["read_bytes"]
             lines.append([
-                f"{tokens}", f"{batch}", label, ours.get("skipped") or cell(a), theirs.get("skipped") or cell(b),
+                f"{tokens}", f"{batch}", label,
+                ours.get("skipped") or cell(a), theirs.get("skipped") or cell(b),
                 cell(a / b if a and b else None, ".2f", "x"), cell(floor),
                 cell(ours["bytes"] / 2**30 if "bytes" in ours else None, ".2f"),
-                cell(theirs["bytes"] / 2**30 if "bytes" in theirs else None, ".2f"), cell(ours.get("compile_s")),
+                cell(theirs["bytes"] / 2**30 if "bytes" in theirs else None, ".2f"),
+                cell(ours.get("compile_s")),
             ])  # fmt: skip
     head = ["tokens", "batch", "method", "kvjax tok/s", "kvpress tok/s", "ratio", "floor tok/s"]
     return table([*head, "cache GiB, kvjax", "kvpress", "compile s"], lines)
@@ -147,15 +146,16 @@ def page(rows: list[dict[str, Any]], device: dict[str, Any]) -> str:
     tuned = "; ".join(f"{name} {tuple(s)}" for name, s in settings.items())
     return f"""{device["device"]}, {device["bytes"] / 2**30:.0f} GiB for jax; {device["runtime"]}; {versions}.
 
-Decode attention over pages: one query of 32 heads over 8 KV heads of width 128, one sequence. The copy is one of
-as many bytes on the same device, read and written; the error is the relative RMS against the plain form.
+Decode attention over pages: one query of 32 heads over 8 KV heads of width 128, one sequence. The copy is one
+of as many bytes on the same device, read and written; the error is the relative RMS against the plain form.
 
 {attention_table(rows)}
 
 Settings (rows per step, warps, stages, programs): {tuned or "none to choose"}.
 
-Decoding with Llama-8B's shape, random weights in bfloat16, tokens per second of all rows together. SnapKV and Ada-KV
-keep, and Quest reads, half of the slots. The floor reads the weights and the cache once at the speed of the fastest copy.
+Decoding with Llama-8B's shape, random weights in bfloat16, tokens per second of all rows together. Methods with
+a budget keep or read half of the slots. The floor reads the weights and the cache once, as fast as the fastest
+copy of the table above reads and writes.
 
 {decode_table(rows)}"""
 
@@ -166,8 +166,8 @@ def main(args: argparse.Namespace) -> None:
     device = probe()
     if device["platform"] == "cpu" and not args.smoke:
         raise SystemExit(
-            "--accelerator measures on a GPU or TPU, and jax sees only a CPU here: install jax[cuda12] or jax[tpu] "
-            "on a machine that has one, or add --smoke to try every row on tiny shapes"
+            "--accelerator measures on a GPU or TPU, and jax sees only a CPU here: install jax[cuda12] or "
+            "jax[tpu] on a machine that has one, or add --smoke to try every row on tiny shapes"
         )
     path = args.json or ("smoke.jsonl" if args.smoke else "accelerator.jsonl")
     print(f"{device['device']}, {args.minutes:g} minutes, rows go to {path}")

@@ -1,8 +1,8 @@
 """Decode attention beside a device-to-device copy of the same bytes: a part of `bench.py --accelerator`.
 
-One query of 32 heads over 8 KV heads of width 128, as in Llama-8B, pages of 128 tokens in any order. Calls go
-around over as many layers as it takes for nothing to stay in a cache of the device, and run inside one program,
-so that the host's calls do not count. A copy reads and writes: both count.
+One query of 32 heads over 8 KV heads of width 128, as in Llama-8B, pages of 128 tokens in any order. Calls
+visit as many layers in turns as it takes for nothing to stay in a cache of the device, and run inside one
+program, so that the host's calls do not count. A copy reads and writes: both count.
 """
 
 from __future__ import annotations

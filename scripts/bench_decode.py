@@ -1,4 +1,4 @@
-"""Decoding a Llama-8B shape with random weights: a part of `bench.py --accelerator`, one library per process."""
+"""Decoding with Llama-8B's shape and random weights: parts of `bench.py --accelerator`, a process each."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Kvpress:
 
         model = self.theirs.model
         heads, width = self.shape["kv_heads"], self.shape["d_model"] // self.shape["heads"]
-        kept = int(tokens * (1 - (1 - self.theirs.ratio)))
+        kept = int(tokens * self.theirs.ratio)
         slots = kept if name == "snapkv" else tokens
         cache = DynamicCache()
         for i, layer in enumerate(model.model.layers):

@@ -1,4 +1,4 @@
-"""What the parts of the accelerator benchmark share: rows that outlive a kill, a deadline, and how to time."""
+"""What the parts of the accelerator benchmark share: rows that outlive a kill, a deadline, a clock."""
 
 from __future__ import annotations
 

@@ -37,23 +37,23 @@ def noise(key: Any, like: jax.ShapeDtypeStruct, spread: float = 1.0) -> jax.Arra
     """Random numbers of a shape, layer by layer, so that drawing them takes little memory."""
     if like.ndim < 2 or like.shape[0] == 1:
         return _noise(key, like.shape, like.dtype, jnp.bfloat16(spread))
-    parts = jax.lax.map(
-        lambda k: _noise(k, like.shape[1:], like.dtype, jnp.bfloat16(spread)),
-        jax.random.split(key, like.shape[0]),
-    )
-    return parts
+
+    def layer(key: Any) -> jax.Array:
+        return _noise(key, like.shape[1:], like.dtype, jnp.bfloat16(spread))
+
+    return jax.lax.map(layer, jax.random.split(key, like.shape[0]))
 
 
 def weights(like: Any, seed: int = 0) -> Any:
-    """Random parameters of these shapes, small enough that activations stay finite."""
-    leaves, tree = jax.tree.flatten(like)
+    """Random parameters of these shapes, small enough that activations stay finite; norms are ones."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(like)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return tree.unflatten(
-        [
-            noise(k, x, 0.02) if x.shape[-2:-1] else jnp.ones(x.shape, x.dtype)
-            for k, x in zip(keys, leaves, strict=True)
-        ]
-    )
+
+    def draw(key: Any, path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
+        norm = jax.tree_util.keystr(path).endswith("norm']")
+        return jnp.ones(x.shape, x.dtype) if norm else noise(key, x, 0.02)
+
+    return tree.unflatten([draw(k, path, x) for k, (path, x) in zip(keys, leaves, strict=True)])
 
 
 def _positions(shape: tuple[int, ...], live: int, tokens: int) -> jax.Array:

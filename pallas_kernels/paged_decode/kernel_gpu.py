@@ -1,10 +1,10 @@
-"""The GPU kernel of paged decoding: a list's pages are split over many programs, whose parts are merged behind it.
+"""The GPU kernel of paged decoding: a list's pages are split over many programs, whose parts are merged later.
 
-One program takes one split of one (sequence, KV head): blocks of rows of words, gathered by the list's table, so
-that pages may be of any size. A row of words holds several tokens; each place within the words is a plane of
-tokens, unpacked by shifts, and no number ever moves from one thread to another for it. Flash-Decoding (Dao et
-al., 2023) with the tables of PagedAttention (Kwon et al., 2023, arXiv:2309.06180). What it computes is defined
-by `kvjax.ops.paged_decode`, what a page holds by `kvjax.ops.page_pool`.
+One program takes one split of one (sequence, KV head): blocks of rows of words, gathered by the list's table,
+so that pages may be of any size. A row of words holds several tokens; each place within the words is a plane
+of tokens, unpacked by shifts, and no number moves from one thread to another for it. Flash-Decoding (Dao et
+al., 2023) with the tables of PagedAttention (Kwon et al., 2023, arXiv:2309.06180). What it computes is
+defined by `kvjax.ops.paged_decode`, what a page holds by `kvjax.ops.page_pool`.
 
 It is lowered by Pallas' Triton backend, which newer releases of jax call deprecated: the one that replaces it
 takes no GPU before Hopper in jax 0.10, and multiplies 64 rows at once where a decoding step has 4 to 16.
@@ -21,15 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 NEG_INF = float("-inf")
-PER_WORD = {
-    "float32": 1,
-    "bfloat16": 2,
-    "int8": 4,
-    "float8_e5m2": 4,
-    "float8_e4m3fn": 4,
-    "int4": 8,
-    "uint2": 16,
-}
+FLOAT8 = ("float8_e5m2", "float8_e4m3fn")
+PER_WORD = {"float32": 1, "bfloat16": 2, "int8": 4, **dict.fromkeys(FLOAT8, 4), "int4": 8, "uint2": 16}
 PER_CHANNEL = ("channel_scale", "channel_zero")
 SMALLEST = 16  # of a product on the matrix units
 
@@ -85,7 +78,7 @@ def unpack(words: Any, payload: str, kind: Any) -> list[Any]:
         return [(jax.lax.shift_right_logical(words, n) & 3).astype(jnp.float32).astype(kind) for n in shifts]
     bits = 32 // PER_WORD[payload]
     lifted = [words << (32 - bits * (i + 1)) for i in range(PER_WORD[payload])]
-    if payload.startswith("float8"):
+    if payload in FLOAT8:
         return [_float8(x, payload).astype(kind) for x in lifted]
     return [(x >> (32 - bits)).astype(jnp.float32).astype(kind) for x in lifted]
 
@@ -233,7 +226,7 @@ def _add_values(
             acc = acc + (p * _number(words, at, "value_zero", plane, length, sizes)[None]).sum(1)[:, None]
         if "value_scale" in sizes.names:
             p = p * _number(words, at, "value_scale", plane, length, sizes)[None]
-        if sizes.payload in ("bfloat16", "float8_e5m2", "float8_e4m3fn"):
+        if sizes.payload in ("bfloat16", *FLOAT8):
             # A word's later tokens may lie behind the length, and zero times anything may be no number.
             x = jnp.where((at.token[plane] < length)[:, None], x, jnp.zeros((), kind))
         acc = acc + _dot(p.astype(kind), x, 0)
@@ -262,8 +255,8 @@ def paged_decode(
     """Parts (out [I, C, R, W'], lse [I, C, R]) of I lists in C splits, and logits [I, R, S] for the mass.
 
     q [I, R, W'] with R and W' powers of two from 16, W' at least W; words [L, P, rows, W] int32; table [I, M]
-    with pages, or anything, for all C splits; lengths [I]; q_pos [I, R]; layer [1]. Rows of out and of the logits behind
-    the real queries are not written, nor are logits behind a list's length.
+    with pages, or anything, for all C splits; lengths [I]; q_pos [I, R]; layer [1]. Rows of out and of the
+    logits behind the real queries are not written, nor are logits behind a list's length.
     """
     lists, count, lanes = q.shape
     splits, rows = sizes.splits, sizes.splits * sizes.blocks * sizes.block
