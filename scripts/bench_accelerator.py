@@ -153,9 +153,9 @@ of as many bytes on the same device, read and written; the error is the relative
 
 Settings (rows per step, warps, stages, programs): {tuned or "none to choose"}.
 
-Decoding with Llama-8B's shape, random weights in bfloat16, tokens per second of all rows together. Methods with
-a budget keep or read half of the slots. The floor reads the weights and the cache once, as fast as the fastest
-copy of the table above reads and writes.
+Decoding with Llama-8B's shape, random weights in bfloat16, tokens per second of all rows together. Methods
+with a budget keep or read half of the slots. The floor reads the weights and the cache once, as fast as the
+fastest copy of the table above reads and writes.
 
 {decode_table(rows)}"""
 

@@ -1,4 +1,4 @@
-"""The GPU kernel of paged decoding: a list's pages are split over many programs, whose parts are merged later.
+"""The GPU kernel of paged decoding: a list's pages are split over many programs and the parts merged later.
 
 One program takes one split of one (sequence, KV head): blocks of rows of words, gathered by the list's table,
 so that pages may be of any size. A row of words holds several tokens; each place within the words is a plane
