@@ -75,10 +75,12 @@ def made_up(like: Cache, tokens: int, room: int, seed: int = 0) -> Cache:
     groups = []
     for group in cache.groups:
         out = []
+        tail = max(0, group[-1].capacity - room)
         for i, segment in enumerate(group):
             if isinstance(segment, Slots):
-                free = room if i == len(group) - 1 else 0
-                pos = _positions(segment.pos.shape, max(0, segment.capacity - free), tokens)
+                # What is not in the tail that new tokens go to lies in the body before it.
+                live = tail if i == len(group) - 1 else min(segment.capacity, tokens - tail)
+                pos = _positions(segment.pos.shape, live, tokens)
                 stats = jax.tree.map(jnp.abs, segment.stats)
                 segment = dataclasses.replace(segment, pos=pos, stats=stats)
             elif isinstance(segment, Paged):
@@ -94,8 +96,10 @@ def _dealt(segment: Paged, pool: Pages, tokens: int) -> tuple[Paged, Pages]:
     """The pages of a pool of one group, dealt to its lists in the order of their owners."""
     pages, page = pool.pos.shape
     lists = int(np.prod(segment.lengths.shape))
-    mean = (pages - lists) // lists if pages > 2 * lists else pages // lists
-    counts = np.where(np.arange(lists) % 2, mean + mean // 2, mean - mean // 2)
+    # A pool has a page more for every list than its slots fill, since each list ends within one.
+    filled = -(-(pages * page - lists * (page - 1)) // page)
+    share = np.cumsum(np.where(np.arange(lists) % 2, 3, 1))
+    counts = np.diff(share * filled // share[-1], prepend=0)
     counts = np.minimum(counts, segment.table.shape[-1])
     ends = np.cumsum(counts)
     owner = np.full(pages, -1, np.int32)

@@ -25,7 +25,7 @@ from kvjax.models.params import init, plan
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 CONFIG = Config(vocab=64, d_model=64, layers=3, heads=4, kv_heads=2, head_dim=32, d_ff=64)
-ROWS, TOKENS, ROOM = 2, 256, 64
+ROWS, TOKENS, ROOM = 2, 512, 64
 
 
 @pytest.fixture
@@ -58,15 +58,17 @@ def test_a_cache_is_made_up_as_a_prefill_leaves_it(name, scripts):
     assert jax.tree.structure(made) == jax.tree.structure(real) and nbytes(made) == nbytes(real)
     for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(real), strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype
-    for got, want in zip(live_slots(made), live_slots(real), strict=True):
-        # Pools are dealt in whole pages, and a body of codes has its room filled, at most one flush.
-        assert abs(got.sum() - want.sum()) <= max(128 * got.size // 2, 32 * got.size)
+    segments = [s for group in real.groups for s in group]
+    for segment, got, want in zip(segments, live_slots(made), live_slots(real), strict=True):
+        # Pools are dealt in whole pages: to the page the same in all, each list its own share.
+        paged = isinstance(segment, Paged)
+        assert abs(got.sum() - want.sum()) < 128 if paged else (got == want).all()
     run = steps.Run(CONFIG, method.decode_part())
     token, append = jnp.full((ROWS,), 3, jnp.int32), jnp.ones((ROWS,), bool)
     before = live_slots(made)[-1].sum()
     logits, new = steps.step_keeping(run, model.params, made, token, append)
     assert np.isfinite(np.asarray(logits)).all()
-    assert live_slots(new)[-1].sum() == before + ROWS * CONFIG.kv_heads * new.groups[-1][-1].pos.shape[0]
+    assert live_slots(new)[-1].sum() == before + live_slots(new)[-1].size
 
 
 def test_rows_outlive_a_kill(tmp_path, scripts):
@@ -92,7 +94,7 @@ def test_rows_outlive_a_kill(tmp_path, scripts):
 
 def bench(*arguments, cwd):
     command = [sys.executable, str(SCRIPTS / "bench.py"), "--accelerator", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=900)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=3600)
 
 
 def test_without_an_accelerator_it_says_what_it_needs(tmp_path):
@@ -103,7 +105,7 @@ def test_without_an_accelerator_it_says_what_it_needs(tmp_path):
 
 @pytest.mark.slow
 def test_every_row_is_measured_once(tmp_path):
-    done = bench("--smoke", "--minutes", "12", cwd=tmp_path)
+    done = bench("--smoke", "--minutes", "60", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "smoke.jsonl").read_text().splitlines()]
     made = {(r["part"], r["side"], r["name"]) for r in rows}

@@ -76,11 +76,25 @@ def unpack(words: Any, payload: str, kind: Any) -> list[Any]:
         # The later half of a page's tokens lies two bits above the earlier.
         shifts = [4 * i + 2 * half for half in (0, 1) for i in range(8)]
         return [(jax.lax.shift_right_logical(words, n) & 3).astype(jnp.float32).astype(kind) for n in shifts]
+    if payload == "int4" and kind == jnp.bfloat16:
+        return _int4(words)
     bits = 32 // PER_WORD[payload]
     lifted = [words << (32 - bits * (i + 1)) for i in range(PER_WORD[payload])]
     if payload in FLOAT8:
         return [_float8(x, payload).astype(kind) for x in lifted]
     return [(x >> (32 - bits)).astype(jnp.float32).astype(kind) for x in lifted]
+
+
+def _int4(words: Any) -> list[Any]:
+    """Planes of 4 bits as bfloat16, two at once and without conversions, of which a GPU does few at a time.
+
+    With its sign turned over, n + 8 is the end of the fraction of 128 + 8 + n, whose last bit counts ones.
+    """
+    pairs = [((words >> (4 * i)) & 0x000F000F) ^ 0x43084308 for i in range(4)]
+    halves = [*pairs, *(jax.lax.shift_right_logical(x, 16) for x in pairs)]
+    return [
+        jax.lax.bitcast_convert_type(x.astype(jnp.int16), jnp.bfloat16) - jnp.bfloat16(136) for x in halves
+    ]
 
 
 def _float8(lifted: Any, payload: str) -> Any:
