@@ -59,6 +59,7 @@ class Ours:
         size, held = nbytes(like), nbytes(self.params)
         if (why := no_room(held + size, memory())) is not None:
             return {"skipped": why}
+        groups = run.groups(self.params)
         run = steps.Run(self.config, run.method.decode_part())
         token, append = jnp.full((batch,), 3, jnp.int32), jnp.ones((batch,), bool)
         start = time.perf_counter()
@@ -68,7 +69,7 @@ class Ours:
         scratch = used.temp_size_in_bytes if used is not None else 0
         if (why := no_room(held + size + scratch, memory())) is not None:
             return {"skipped": f"{why}, with what the step takes beside"}
-        state = [made_up_cache.made_up(like, tokens, ROOM)]
+        state = [made_up_cache.made_up(like, groups, tokens, ROOM)]
 
         def some() -> None:
             at = token

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvjax import steps
 from kvjax.cache import Cache, Paged, Pages, Slots
+from kvjax.group import GroupMethod
 
 
 def shapes(run: steps.Run, params: Any, batch: int, tokens: int, room: int) -> Cache:
@@ -63,8 +64,8 @@ def _positions(shape: tuple[int, ...], live: int, tokens: int) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(row), shape)
 
 
-def made_up(like: Cache, tokens: int, room: int, seed: int = 0) -> Cache:
-    """A cache of these shapes after `tokens` tokens, with `room` free slots where new tokens go.
+def made_up(like: Cache, gms: tuple[GroupMethod, ...], tokens: int, room: int, seed: int = 0) -> Cache:
+    """A cache of these shapes after `tokens` tokens, with room for `room` more. gms: of its groups.
 
     Lists in pools are as unequal as Ada-KV's may be: half and one and a half of the mean, in turns.
     """
@@ -73,9 +74,11 @@ def made_up(like: Cache, tokens: int, room: int, seed: int = 0) -> Cache:
     cache = tree.unflatten([noise(k, x) for k, x in zip(keys, leaves, strict=True)])
     pools = list(cache.pools)
     groups = []
-    for group in cache.groups:
+    for gm, group in zip(gms, cache.groups, strict=True):
         out = []
-        tail = max(0, group[-1].capacity - room)
+        tail = group[-1].capacity - room
+        if gm.split:
+            tail = gm.residual + (tokens - gm.residual) % gm.granule
         for i, segment in enumerate(group):
             if isinstance(segment, Slots):
                 # What is not in the tail that new tokens go to lies in the body before it.

@@ -54,7 +54,7 @@ def test_a_cache_is_made_up_as_a_prefill_leaves_it(name, scripts):
     real = bare_cache(kvjax.prefill(model, tokens, method=method, room=ROOM)[1])
     run = steps.Run(CONFIG, method)
     like = made_up_cache.shapes(run, model.params, ROWS, TOKENS, ROOM)
-    made = made_up_cache.made_up(like, TOKENS, ROOM)
+    made = made_up_cache.made_up(like, run.groups(model.params), TOKENS, ROOM)
     assert jax.tree.structure(made) == jax.tree.structure(real) and nbytes(made) == nbytes(real)
     for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(real), strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype
