@@ -191,6 +191,9 @@ def device_name(side: str) -> str:
 def main() -> None:
     args = child_arguments()
     rows, until = Rows(args.rows), Deadline(args.until, 30.0)
+    if args.part == "kvpress" and not args.smoke and device_name("kvpress") == "cpu":
+        print("  torch sees no GPU: install its build for CUDA to compare with kvpress")
+        return
     shape, cells = (TINY, ((256, 2),)) if args.smoke else (LLAMA_8B, CELLS)
     key = dict(part="decode", side=args.part, device=device_name(args.part), smoke=args.smoke)
     kind: Callable[..., Any] = {"kvjax": Ours, "kvpress": Kvpress}[args.part]

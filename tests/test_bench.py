@@ -71,7 +71,7 @@ def test_a_cache_is_made_up_as_a_prefill_leaves_it(name, scripts):
     assert live_slots(new)[-1].sum() == before + live_slots(new)[-1].size
 
 
-def test_rows_outlive_a_kill(tmp_path, scripts):
+def test_rows_outlive_a_kill(tmp_path, scripts, capsys):
     from bench_rows import Deadline, Rows
 
     key = dict(part="attention", side="kvjax", name="int8", tokens=8, batch=1, device="x", smoke=True)
@@ -89,7 +89,9 @@ def test_rows_outlive_a_kill(tmp_path, scripts):
     late.run("first", lambda: done.append(1))
     soon = Deadline(time.time() + 5.0, first=0.0)
     soon.run("second", lambda: done.append(2))
+    soon.run("third", lambda: done.append(1 // 0))
     assert done == [2] and late.left_out == ["first"] and soon.left_out == []
+    assert "third failed: ZeroDivisionError" in capsys.readouterr().out
 
 
 def bench(*arguments, cwd):
