@@ -5,6 +5,10 @@ between the libraries, so that whatever else the machine does falls on both. Rep
 compile seconds apart, and the floor: (weights + cache) / measured read bandwidth.
 
     python scripts/bench.py --tokens 4096 16384 --json bench.json
+
+On a GPU or TPU, ten minutes for the tables of docs/benchmarks.md that need one:
+
+    python scripts/bench.py --accelerator --write
 """
 
 from __future__ import annotations
@@ -41,6 +45,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", help="where to write the figures")
+    parser.add_argument("--accelerator", action="store_true", help="the tables that need a GPU or TPU, alone")
+    parser.add_argument("--minutes", type=float, default=10.0, help="with --accelerator: time for all of it")
+    parser.add_argument(
+        "--smoke", action="store_true", help="with --accelerator: tiny shapes, on any machine"
+    )
+    parser.add_argument("--write", action="store_true", help="with --accelerator: into docs/benchmarks.md")
     return parser.parse_args()
 
 
@@ -120,7 +130,10 @@ class Ours:
 class Theirs:
     """transformers + kvpress on a Llama of the same shape."""
 
-    def __init__(self, ratio: float, decode: int, threads: int):
+    def __init__(
+        self, ratio: float, decode: int, threads: int,
+        shape: dict[str, int] = LLAMA, device: str = "cpu", dtype: str = "float32", positions: int = 65536,
+    ):  # fmt: skip
         import torch
         import transformers
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -129,16 +142,20 @@ class Theirs:
         torch.set_num_threads(threads)
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=LLAMA["vocab"],
-            hidden_size=LLAMA["d_model"],
-            intermediate_size=LLAMA["d_ff"],
-            num_hidden_layers=LLAMA["layers"],
-            num_attention_heads=LLAMA["heads"],
-            num_key_value_heads=LLAMA["kv_heads"],
-            max_position_embeddings=65536,
+            vocab_size=shape["vocab"],
+            hidden_size=shape["d_model"],
+            intermediate_size=shape["d_ff"],
+            num_hidden_layers=shape["layers"],
+            num_attention_heads=shape["heads"],
+            num_key_value_heads=shape["kv_heads"],
+            max_position_embeddings=positions,
         )
         config._attn_implementation = "sdpa"
-        self.model = LlamaForCausalLM(config).eval()
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, dtype))
+        with torch.device(device):
+            self.model = LlamaForCausalLM(config).eval()
+        torch.set_default_dtype(before)
         self.ratio, self.decode_tokens = ratio, decode
 
     def press(self, name: str) -> Any:
@@ -170,12 +187,15 @@ class Theirs:
     def decode(self, name: str, cache: Any, start: int) -> Any:
         import torch
 
-        token = torch.tensor([[3]])
+        device = self.model.device
+        token = torch.full((cache.layers[0].keys.shape[0], 1), 3, device=device)
         with torch.no_grad():
             for i in range(self.decode_tokens):
-                position = torch.tensor([[start + i]])
+                position = torch.full_like(token, start + i)
                 out = self.model(input_ids=token, past_key_values=cache, position_ids=position)
-                token = out.logits[0, -1].argmax().view(1, 1)
+                token = out.logits[:, -1].argmax(-1, keepdim=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         return cache
 
     def bytes(self, cache: Any, name: str) -> int:
@@ -238,6 +258,11 @@ def row(side: Any, name: str, tokens: int, rounds: list[dict[str, Any]], bandwid
 
 def main() -> None:
     args = arguments()
+    if args.accelerator:
+        import bench_accelerator
+
+        bench_accelerator.main(args)
+        return
     pin(args.threads)
     import numpy as np
     from rich.console import Console

@@ -16,6 +16,11 @@ def print_or_write(about: str | None, page: str, name: str, table: Callable[[], 
     if not parser.parse_args().write:
         print(table())
         return
+    write_table(page, name, table())
+
+
+def write_table(page: str, name: str, text: str) -> None:
+    """Puts `text` into docs/`page` between the marks of `name`."""
     start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     before, rest = (DOCS / page).read_text().split(start)
-    (DOCS / page).write_text(f"{before}{start}\n{table()}\n{end}{rest.split(end)[1]}")
+    (DOCS / page).write_text(f"{before}{start}\n{text}\n{end}{rest.split(end)[1]}")

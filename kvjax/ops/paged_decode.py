@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.ops.dtypes import wide
 from kvjax.ops.page_pool import SUBLANES, PagePool
+from kvjax.ops.paged_decode_gpu import gpu_paged_decode, gpu_refusal
 from kvjax.pallas_kernels.paged_decode import kernel_tpu as tpu
 
 NEG_INF = float("-inf")
@@ -41,8 +42,8 @@ def paged_decode(
     a query sees nothing. mass: the probability of every slot, summed over the queries of its KV head; 0
     behind the length. Softmax in promote(float32, q).
 
-    implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
-    NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
+    implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel where it
+    can run. Raises NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
 
     >>> from kvjax.ops.page_pool import make_pool
     >>> k = jnp.ones((1, 2, 4, 8))
@@ -59,16 +60,19 @@ def paged_decode(
             f"q {list(q.shape)}, table {list(table.shape)} and pages {list(pool.words.shape)} do not fit: "
             "expected as many sequences, KV heads that divide the query heads, and pages at least as wide"
         )
-    here = "reference" if jax.default_backend() != "tpu" or refusal(pool, q) else "tpu"
-    chosen = implementation or here
+    kernel = implementation.removesuffix(" interpret") if implementation else jax.default_backend()
+    why = {"tpu": lambda: refusal(pool, q), "gpu": lambda: gpu_refusal(pool, q, table.shape[1])}.get(
+        kernel, lambda: "there is no such form"
+    )()
+    chosen = implementation or ("reference" if why else kernel)
     options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, mass=mass)
     at = jnp.asarray(layer, jnp.int32)
     if chosen == "reference":
         return _reference(q, pool, table, lengths, q_pos, at, **options)
-    why = refusal(pool, q)
-    if chosen not in ("tpu", "tpu interpret") or why:
-        raise NotImplementedError(f"paged_decode cannot run as {chosen!r}: {why or 'there is no such form'}")
-    return tpu_paged_decode(q, pool, table, lengths, q_pos, at, interpret=chosen != "tpu", **options)
+    if why:
+        raise NotImplementedError(f"paged_decode cannot run as {chosen!r}: {why}")
+    run = tpu_paged_decode if kernel == "tpu" else gpu_paged_decode
+    return run(q, pool, table, lengths, q_pos, at, interpret=chosen != kernel, **options)
 
 
 def refusal(pool: PagePool, q: Array) -> str:

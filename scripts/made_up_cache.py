@@ -1,0 +1,121 @@
+"""Caches as a prefill leaves them, in shape, bytes and positions, without the prefill.
+
+How long a step takes follows from how many slots lie where, not from what their keys are; a prompt of 131072
+tokens for each of eight rows would take longer than all that is to be measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import steps
+from kvjax.cache import Cache, Paged, Pages, Slots
+from kvjax.group import GroupMethod
+
+
+def shapes(run: steps.Run, params: Any, batch: int, tokens: int, room: int) -> Cache:
+    """What a prefill of `tokens` tokens leaves, as shapes; it computes nothing."""
+    prefill = partial(steps.prefill, run, tokens_bound=tokens, room=room, compress=True)
+    ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return jax.eval_shape(lambda p, t, n: prefill(p, t, n, None)[1], params, ids, lengths)
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _noise(key: Any, shape: tuple[int, ...], dtype: Any, spread: float) -> Any:
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jax.random.bits(key, shape, jnp.dtype(f"uint{8 * dtype.itemsize}")).astype(dtype)
+    return (jax.random.normal(key, shape, jnp.bfloat16) * spread).astype(dtype)
+
+
+def noise(key: Any, like: jax.ShapeDtypeStruct, spread: float = 1.0) -> jax.Array:
+    """Random numbers of a shape, layer by layer, so that drawing them takes little memory."""
+    if like.ndim < 2 or like.shape[0] == 1:
+        return _noise(key, like.shape, like.dtype, jnp.bfloat16(spread))
+
+    def layer(key: Any) -> jax.Array:
+        return _noise(key, like.shape[1:], like.dtype, jnp.bfloat16(spread))
+
+    return jax.lax.map(layer, jax.random.split(key, like.shape[0]))
+
+
+def weights(like: Any, seed: int = 0) -> Any:
+    """Random parameters of these shapes, small enough that activations stay finite; norms are ones."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(like)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+
+    def draw(key: Any, path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
+        norm = jax.tree_util.keystr(path).endswith("norm']")
+        return jnp.ones(x.shape, x.dtype) if norm else noise(key, x, 0.02)
+
+    return tree.unflatten([draw(k, path, x) for k, (path, x) in zip(keys, leaves, strict=True)])
+
+
+def _positions(shape: tuple[int, ...], live: int, tokens: int) -> jax.Array:
+    """`live` positions below `tokens` in every list, evenly spread, and empty slots behind them."""
+    row = np.full(shape[-1], -1, np.int32)
+    row[:live] = np.arange(live, dtype=np.int64) * tokens // max(live, 1)
+    return jnp.broadcast_to(jnp.asarray(row), shape)
+
+
+def made_up(like: Cache, gms: tuple[GroupMethod, ...], tokens: int, room: int, seed: int = 0) -> Cache:
+    """A cache of these shapes after `tokens` tokens, with room for `room` more. gms: of its groups.
+
+    Lists in pools are as unequal as Ada-KV's may be: half and one and a half of the mean, in turns.
+    """
+    leaves, tree = jax.tree.flatten(like)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    cache = tree.unflatten([noise(k, x) for k, x in zip(keys, leaves, strict=True)])
+    pools = list(cache.pools)
+    groups = []
+    for gm, group in zip(gms, cache.groups, strict=True):
+        out = []
+        tail = group[-1].capacity - room
+        if gm.split:
+            tail = gm.residual + (tokens - gm.residual) % gm.granule
+        for i, segment in enumerate(group):
+            if isinstance(segment, Slots):
+                # What is not in the tail that new tokens go to lies in the body before it.
+                live = tail if i == len(group) - 1 else min(segment.capacity, tokens - tail)
+                pos = _positions(segment.pos.shape, live, tokens)
+                stats = jax.tree.map(jnp.abs, segment.stats)
+                segment = dataclasses.replace(segment, pos=pos, stats=stats)
+            elif isinstance(segment, Paged):
+                segment, pools[segment.pool] = _dealt(segment, pools[segment.pool], tokens)
+            out.append(segment)
+        groups.append(tuple(out))
+    return dataclasses.replace(
+        cache, groups=tuple(groups), next=jnp.full(like.next.shape, tokens, jnp.int32), pools=tuple(pools)
+    )
+
+
+def _dealt(segment: Paged, pool: Pages, tokens: int) -> tuple[Paged, Pages]:
+    """The pages of a pool of one group, dealt to its lists in the order of their owners."""
+    pages, page = pool.pos.shape
+    lists = int(np.prod(segment.lengths.shape))
+    # A pool has a page more for every list than its slots fill, since each list ends within one.
+    filled = -(-(pages * page - lists * (page - 1)) // page)
+    share = np.cumsum(np.where(np.arange(lists) % 2, 3, 1))
+    counts = np.diff(share * filled // share[-1], prepend=0)
+    counts = np.minimum(counts, segment.table.shape[-1])
+    ends = np.cumsum(counts)
+    owner = np.full(pages, -1, np.int32)
+    owner[: ends[-1]] = np.repeat(np.arange(lists), counts)
+    table = np.minimum((ends - counts)[:, None] + np.arange(segment.table.shape[-1]), pages - 1)
+    pos = np.arange(pages * page, dtype=np.int64).reshape(pages, page) % tokens
+    pos = np.where(owner[:, None] >= 0, pos, -1)
+    shape = segment.lengths.shape
+    return (
+        dataclasses.replace(
+            segment,
+            table=jnp.asarray(table.reshape(*shape, -1), jnp.int32),
+            lengths=jnp.asarray((counts * page).reshape(shape), jnp.int32),
+        ),
+        dataclasses.replace(pool, pos=jnp.asarray(pos, jnp.int32), owner=jnp.asarray(owner)),
+    )

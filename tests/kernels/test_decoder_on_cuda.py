@@ -1,0 +1,48 @@
+"""The decoder's step, lowered for CUDA on a CPU: it is XLA's, with layers stacked as on an accelerator."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvjax
+from kvjax import steps
+from kvjax.methods import takes_budget
+from kvjax.models.config import Config
+from kvjax.models.params import init, plan
+from kvjax.steps.decode import step_fn
+from tests.kernels.cuda import lowered_for_cuda
+
+CONFIG = Config(vocab=64, d_model=64, layers=4, heads=4, kv_heads=2, head_dim=32, d_ff=64)
+ROWS, TOKENS, ROOM = 2, 256, 32
+
+
+def prompt_and_step(name):
+    """(prefill, its shapes), (step, its shapes) of a method, in bfloat16."""
+    method = kvjax.method(name, **({"budget": 0.5} if takes_budget(name) else {}))
+    run = steps.Run(CONFIG, method)
+    groups = plan(CONFIG, stacked=True)
+    params = jax.eval_shape(lambda key: init(CONFIG, key, jnp.bfloat16, groups), jax.random.key(0))
+    ids, one = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((ROWS, TOKENS), (ROWS,)))
+
+    def prefill(params, ids, lengths):
+        how = dict(tokens_bound=TOKENS, room=ROOM, compress=True)
+        return steps.prefill(run, params, ids, lengths, None, **how)
+
+    cache = jax.eval_shape(prefill, params, ids, one)[1]
+    append = jax.ShapeDtypeStruct((ROWS,), bool)
+    step = partial(step_fn, steps.Run(CONFIG, method.decode_part()))
+    return (prefill, (params, ids, one)), (step, (params, cache, one, append))
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv", "adakv", "kivi", "quest"])
+def test_a_step_is_lowered_for_cuda(name):
+    _, (step, shapes) = prompt_and_step(name)
+    text = lowered_for_cuda(step, *shapes)
+    assert "stablehlo.dot_general" in text and "custom_call" not in text.replace("@Sharding", "")
+
+
+def test_a_prefill_is_lowered_for_cuda():
+    (prefill, shapes), _ = prompt_and_step("snapkv")
+    assert "stablehlo.dot_general" in lowered_for_cuda(prefill, *shapes)
