@@ -132,3 +132,19 @@ def finish(r: Running, out: Any, lse: Any) -> None:
     safe = jnp.where(total == 0.0, 1.0, total)
     out[0] = (r.acc[...] / safe).astype(out.dtype)
     lse[0] = jnp.broadcast_to(jnp.where(total == 0.0, NEG_INF, r.top[:, :1] + jnp.log(safe)), lse.shape[1:])
+
+
+def spread(scores: Any, lse: Any, mass: Any, span: tuple[Any, Any], block: int) -> None:
+    """Writes mass [1, 1, S], the probability of every slot summed over the queries, block by block of `span`.
+
+    scores [R, S]: the logits that were folded, -inf where hidden. lse [1, R, 128]: what `finish` wrote.
+    """
+    base = lse[0][:, :1]
+    base = jnp.where(base == NEG_INF, 0.0, base)
+
+    def write(s: Any, carry: Any) -> Any:
+        at = pl.ds(pl.multiple_of(s * block, block), block)
+        mass[0, :, at] = jnp.exp(scores[:, at] - base).sum(0, keepdims=True)
+        return carry
+
+    jax.lax.fori_loop(*span, write, 0)

@@ -20,6 +20,8 @@ from kvjax.pallas_kernels.streaming import LANES, NEG_INF, SUBLANES
 
 # Of a sequence's positions, or biases: two of them in two buffers are 8 MiB of VMEM.
 SIDE_NUMBERS = 2**19
+# Logits of a list, kept in VMEM until their sum is known: 4 MiB.
+MASS_NUMBERS = 2**20
 
 
 def stacked_decode(
@@ -37,13 +39,15 @@ def stacked_decode(
     first: int | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    mass: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """Exact attention over the first `lengths` slots of layer `layer`: (out, lse).
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], Float[Array, "B K S"] | None]:
+    """Exact attention over the first `lengths` slots of layer `layer`: (out, lse, mass).
 
     A query at q_pos sees positions q_pos - window + 1 .. q_pos; slot s holds position s unless `pos` says
     otherwise, where -1 is an empty slot. bias is added to the logits. lse is -inf, and out 0, where nothing
-    is seen. Softmax in promote(float32, q).
+    is seen. mass: the probability of every slot, summed over the queries of its KV head. Softmax in
+    promote(float32, q).
 
     Rows may be wider than the H channels of keys and the `values` (H unless given) of values, which come
     first; what follows must be finite. v None: rows of k hold both, the values from channel `first` on, which
@@ -55,7 +59,7 @@ def stacked_decode(
 
     >>> k = jnp.ones((3, 1, 2, 16, 8))
     >>> q, length, pos = jnp.zeros((1, 4, 1, 8)), jnp.asarray([6]), jnp.asarray([[5]])
-    >>> out, lse = stacked_decode(q, k, k, length, pos, layer=2, scale=1.0)
+    >>> out, lse, _ = stacked_decode(q, k, k, length, pos, layer=2, scale=1.0)
     >>> out[0, 0, 0, 0].item(), round(float(jnp.exp(lse[0, 0, 0])))
     (1.0, 6)
     """
@@ -72,8 +76,8 @@ def stacked_decode(
     at = jnp.asarray(layer, jnp.int32)
     lists = jnp.broadcast_to(lengths.reshape(b, -1), k.shape[1:3]).astype(jnp.int32)
     options: dict[str, Any] = dict(scale=scale, values=(start, width), window=window, softcap=softcap)
-    options |= dict(pos=pos, bias=bias)
-    why = refusal(q, k, v, pos, bias)
+    options |= dict(pos=pos, bias=bias, mass=mass)
+    why = refusal(q, k, v, pos, bias, mass=mass)
     chosen = implementation or ("reference" if jax.default_backend() != "tpu" or why else "tpu")
     if chosen == "reference":
         return _reference(q, k, v, lists, q_pos, at, **options)
@@ -84,14 +88,14 @@ def stacked_decode(
     return tpu_stacked_decode(q, k, v, lists, q_pos, at, interpret=chosen != "tpu", **options)
 
 
-def refusal(q: Array, k: Array, v: Array | None, *sides: Array | None) -> str:
+def refusal(q: Array, k: Array, v: Array | None, *sides: Array | None, mass: bool = False) -> str:
     """Why the TPU kernel cannot take these operands; empty where it can."""
-    for x in (x for x in sides if x is not None):
-        if x.shape[3] % LANES or x.shape[2] * x.shape[3] > SIDE_NUMBERS:
-            return (
-                f"pos or bias of {x.shape[2]} heads x {x.shape[3]} slots, expected a multiple of {LANES} "
-                f"slots and at most {SIDE_NUMBERS} numbers"
-            )
+    heads, slots = k.shape[2:4]
+    if any(x is not None for x in sides) and heads * slots > SIDE_NUMBERS:
+        return f"pos or bias of {heads} heads x {slots} slots, expected at most {SIDE_NUMBERS} numbers"
+    queries = -(-q.shape[1] // heads * q.shape[2] // SUBLANES) * SUBLANES
+    if mass and queries * slots > MASS_NUMBERS:
+        return f"mass of {queries} queries x {slots} slots, expected at most {MASS_NUMBERS} logits"
     for x in (k, k if v is None else v):
         if x.shape[-1] % LANES:
             return f"rows are {x.shape[-1]} wide, expected a multiple of {LANES}: pad, or keep v behind k"
@@ -142,8 +146,8 @@ def stacked_append(
 def _reference(
     q: Array, k: Array, v: Array | None, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
-    pos: Array | None, bias: Array | None,
-) -> tuple[Array, Array]:  # fmt: skip
+    pos: Array | None, bias: Array | None, mass: bool,
+) -> tuple[Array, Array, Array | None]:  # fmt: skip
     (b, n, t, h), (first, width) = q.shape, values
     heads, slots, dtype = k.shape[2], k.shape[3], wide(q)
     slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
@@ -166,25 +170,24 @@ def _reference(
     total = p.sum(-1, keepdims=True)
     safe = jnp.where(total == 0.0, 1.0, total)
     lse = jnp.where(total == 0.0, NEG_INF, base + jnp.log(safe))
-    out = jnp.einsum("bkgts,bksv->bkgtv", p / safe, rows).astype(q.dtype)
-    return out.reshape(b, n, t, width), lse.reshape(b, n, t)
+    p = p / safe
+    out = jnp.einsum("bkgts,bksv->bkgtv", p, rows).astype(q.dtype)
+    return out.reshape(b, n, t, width), lse.reshape(b, n, t), p.sum((2, 3)) if mass else None
 
 
 def tpu_stacked_decode(
     q: Array, k: Array, v: Array | None, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
-    pos: Array | None = None, bias: Array | None = None, block: int | None = None,
+    pos: Array | None = None, bias: Array | None = None, mass: bool = False, block: int | None = None,
     cores: int = 1, interpret: Any = False,
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """The kernel on the operands of `stacked_decode`. block: slots per step."""
     b, n, t, h = q.shape
     heads, slots, width = k.shape[2:]
     group, lists = n // heads, b * heads
     sides = {"pos": pos, "bias": bias}
     sides = {name: x for name, x in sides.items() if x is not None}
-    piece = math.gcd(slots, LANES, block or LANES)
-    most = max(piece, min(block or slots_per_step(k, v), slots) // piece * piece)
-    block = max(x for x in range(piece, 2 * most, piece) if slots % x == 0) if sides else most
+    piece, block = steps(slots, block or slots_per_step(k, v), whole=bool(sides), lanes=bool(sides) or mass)
     queries = group * t
     pad = (0, -queries % SUBLANES)
     asked = jnp.pad(q.reshape(lists, queries, h), ((0, 0), pad, (0, width - h)))
@@ -193,16 +196,54 @@ def tpu_stacked_decode(
     begins = jnp.zeros((lists,), jnp.int32)
     if window is not None and pos is None:
         begins = jnp.repeat(jnp.maximum(q_pos.min(-1) - window + 1, 0).astype(jnp.int32) // block, heads)
-    sizes = tpu.Sizes(block, piece, lists // cores, scale, window, softcap, v is None, tuple(sides))
+    sizes = tpu.Sizes(block, piece, lists // cores, scale, window, softcap, v is None, tuple(sides), mass)
     merged = [None if x is None else x.reshape(x.shape[0], lists, slots, -1) for x in (k, v)]
-    out, lse = tpu.stacked_decode(
+    out, lse, *given = tpu.stacked_decode(
         asked, merged[0], merged[1], lengths.reshape(-1), begins,  # pyright: ignore[reportArgumentType]
         jnp.broadcast_to(asked_pos[..., None], (*asked_pos.shape, LANES)), layer[None],
-        tuple(x.astype(jnp.int32 if name == "pos" else jnp.float32) for name, x in sides.items()),
+        tuple(
+            _in_blocks(x.astype(jnp.int32 if name == "pos" else jnp.float32), layer, block)
+            for name, x in sides.items()
+        ),
         sizes=sizes, cores=cores, interpret=interpret,
     )  # fmt: skip
     out = out[:, :queries, values[0] : sum(values)].reshape(b, n, t, values[1])
-    return out, lse[:, :queries, 0].reshape(b, n, t)
+    lse = lse[:, :queries, 0].reshape(b, n, t)
+    if not mass:
+        return out, lse, None
+    slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
+    visited = (slot >= begins.reshape(b, heads, 1) * block) & (slot < lengths[..., None])
+    return out, lse, jnp.where(visited, given[0][:, 0, :slots].reshape(b, heads, slots), 0.0)
+
+
+def steps(slots: int, most: int, *, whole: bool, lanes: bool) -> tuple[int, int]:
+    """(slots of a piece of a step, slots of a step): pieces fill the slots exactly, a step has whole pieces.
+
+    whole: whether steps shall fill the slots too, unless they were shorter than half of `most`. lanes:
+    whether a step must be a multiple of 128 slots.
+
+    >>> steps(8192, 2048, whole=True, lanes=True), steps(8320, 2048, whole=True, lanes=True)
+    ((128, 2048), (128, 1664))
+    >>> steps(8336, 2048, whole=True, lanes=True)
+    (16, 2048)
+    """
+    unit = LANES if lanes else 1
+    most = max(unit, min(most, -(-slots // unit) * unit) // unit * unit)
+    piece = math.gcd(slots, LANES)
+    while piece > most:
+        piece //= 2
+    most = most // piece * piece
+    exact = [x for x in range(piece, most + 1, piece) if slots % x == 0 and x % unit == 0]
+    return piece, exact[-1] if whole and exact and 2 * exact[-1] > most else most
+
+
+def _in_blocks(x: Array, layer: Array, block: int) -> Array:
+    """x [L, B, K, S] as it is where blocks fill it, else one layer of it with something behind."""
+    pad = -x.shape[3] % block
+    if not pad:
+        return x
+    one = jax.lax.dynamic_index_in_dim(x, layer, 0)
+    return jnp.pad(one, ((0, 0), (0, 0), (0, 0), (0, pad)))
 
 
 def slots_per_step(k: Array, v: Array | None, step_bytes: int = 2**20) -> int:

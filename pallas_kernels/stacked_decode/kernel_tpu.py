@@ -23,6 +23,7 @@ class Sizes(NamedTuple):
     """What is static: slots per step and per piece of one, lists of one core, and what is done to the logits.
 
     packed: whether rows of keys hold the values too. sides: what is given per slot, among "pos" and "bias".
+    mass: whether to write what every slot was given.
     """
 
     block: int
@@ -33,15 +34,15 @@ class Sizes(NamedTuple):
     softcap: float | None = None
     packed: bool = False
     sides: tuple[str, ...] = ()
+    mass: bool = False
 
 
 def _kernel(layer: Any, lengths: Any, begins: Any, *refs: Any, sizes: Sizes) -> None:
-    many, given = 1 if sizes.packed else 2, len(sizes.sides)
-    q, q_pos, *rest = refs
-    sides, caches, (out, lse), (*buffers, turn, arrived, top, total, acc) = (
-        dict(zip(sizes.sides, rest[:given], strict=True)), rest[given : given + many],
-        rest[given + many : given + many + 2], rest[given + many + 2 :],
-    )  # fmt: skip
+    cuts = [2, len(sizes.sides), 1 if sizes.packed else 2, 2 + sizes.mass]
+    rest = list(refs)
+    (q, q_pos), sides, caches, (out, lse, *mass) = ([rest.pop(0) for _ in range(n)] for n in cuts)
+    scores = [rest.pop()] if sizes.mass else []
+    *buffers, turn, arrived, top, total, acc = rest
     j = pl.program_id(1)
     mine = pl.program_id(0) * sizes.lists + j
     more = j + 1 < sizes.lists
@@ -78,7 +79,7 @@ def _kernel(layer: Any, lengths: Any, begins: Any, *refs: Any, sizes: Sizes) -> 
         z = streaming.product(asked.astype(kind), k, 1) * sizes.scale
         if sizes.softcap is not None:
             z = sizes.softcap * jnp.tanh(z / sizes.softcap)
-        side = {n: _row(x, mine, s, block) for n, x in sides.items()}
+        side = {n: _row(x, mine, s, block) for n, x in zip(sizes.sides, sides, strict=True)}
         if "bias" in side:
             z = z + side["bias"]
         slot_of = jax.lax.broadcasted_iota(jnp.int32, (1, block), 1) + s * block
@@ -88,11 +89,16 @@ def _kernel(layer: Any, lengths: Any, begins: Any, *refs: Any, sizes: Sizes) -> 
             seen &= pos >= 0
         if sizes.window is not None:
             seen &= pos > asked_pos - sizes.window
-        streaming.fold(running, jnp.where(seen, z, NEG_INF), v)
+        z = jnp.where(seen, z, NEG_INF)
+        for kept in scores:
+            kept[:, pl.ds(pl.multiple_of(s * block, block), block)] = z
+        streaming.fold(running, z, v)
 
     span = begins[at[0]], pl.cdiv(length[0], block)
     streaming.stream(turn, span, begins[at[1]], more, copies, visit)
     streaming.finish(running, out, lse)
+    for kept, into in zip(scores, mass, strict=True):
+        streaming.spread(kept, lse, into, span, block)
 
 
 def _row(side: Any, mine: Any, s: Any, block: int) -> Any:
@@ -114,12 +120,13 @@ def stacked_decode(
     sizes: Sizes,
     cores: int = 1,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
-    """(out [I, R, V], lse [I, R, 128]) of I lists.
+) -> tuple[jax.Array, ...]:
+    """(out [I, R, V], lse [I, R, 128], mass [I, 1, S'] where asked for) of I lists.
 
     q [I, R, W] with R a multiple of 8; k [L, I, S, W] and v [L, I, S, V] with S a multiple of the piece, W
     and V of 128; v None: rows of k hold keys and values, V = W. lengths [I]; begins [I], the first block that
-    is visited; q_pos [I, R, 128] int32; layer [1]; sides [L, B, K, S], where S is made of whole blocks.
+    is visited; q_pos [I, R, 128] int32, -1 where a query is nobody's; sides [1 or L, B, K, S'] with S' the
+    slots of whole blocks; layer [1]. Mass of blocks that are not visited is not written.
     """
     lists, count, width = q.shape
     caches = (k,) if v is None else (k, v)
@@ -132,15 +139,18 @@ def stacked_decode(
         """All heads of a sequence, which are copied once for all of its lists."""
 
         def at(core: Any, j: Any, layer: Any, *_: Any) -> tuple[Any, ...]:
-            return (layer[0], (core * sizes.lists + j) // x.shape[2], 0, 0)
+            return (layer[0] if x.shape[0] > 1 else 0, (core * sizes.lists + j) // x.shape[2], 0, 0)
 
         return pl.BlockSpec((1, 1, *x.shape[2:]), at)
 
+    slots = pl.cdiv(k.shape[2], sizes.block) * sizes.block
+    masses = [jax.ShapeDtypeStruct((lists, 1, slots), jnp.float32)] * sizes.mass
     return pl.pallas_call(
         partial(_kernel, sizes=sizes),
         out_shape=[
             jax.ShapeDtypeStruct((lists, count, values), q.dtype),
             jax.ShapeDtypeStruct((lists, count, LANES), jnp.float32),
+            *masses,
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
@@ -151,7 +161,7 @@ def stacked_decode(
                 *map(heads, sides),
                 *[pl.BlockSpec(memory_space=pl.ANY)] * len(caches),
             ],
-            out_specs=[of(count, values), of(count, LANES)],
+            out_specs=[of(count, values), of(count, LANES), *(of(*x.shape[1:]) for x in masses)],
             scratch_shapes=[
                 *(pltpu.VMEM((2, sizes.block, x.shape[-1]), x.dtype) for x in caches),
                 pltpu.SMEM((1,), jnp.int32),
@@ -159,6 +169,7 @@ def stacked_decode(
                 pltpu.VMEM((count, LANES), jnp.float32),
                 pltpu.VMEM((count, LANES), jnp.float32),
                 pltpu.VMEM((count, values), jnp.float32),
+                *(pltpu.VMEM((count, slots), jnp.float32) for _ in masses),
             ],
         ),
         compiler_params=pltpu.CompilerParams(

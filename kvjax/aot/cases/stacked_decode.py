@@ -28,9 +28,11 @@ def stacked_decode(
     width: int = 128,
     packed: bool = False,
     positions: bool = False,
+    mass: bool = False,
+    slots: int = 32768,
 ) -> Case:
-    """Full lists of 32768 slots, B = 4, K = 8, G = 8, two layers; `packed`: keys and values in one row."""
-    slots, lists = 32768, BATCH * HEADS
+    """Full lists of `slots`, B = 4, K = 8, G = 8, two layers; `packed`: keys and values in one row."""
+    lists = BATCH * HEADS
     row = width * (2 if packed else 1)
     operands = (
         shape(BATCH, HEADS * GROUP, 1, width, dtype=dtype),
@@ -48,10 +50,10 @@ def stacked_decode(
     def run(q: Any, k: Any, v: Any, lengths: Any, q_pos: Any, layer: Any, sides: Any) -> Any:
         return tpu_stacked_decode(
             q, k, v, lengths, q_pos, layer, scale=width**-0.5, values=(first, width), window=None,
-            softcap=None, cores=device.cores, **sides,
+            softcap=None, mass=mass, cores=device.cores, **sides,
         )  # fmt: skip
 
-    moved = lists * slots * (2 * width * item + 4 * positions)
+    moved = lists * slots * (2 * width * item + 4 * positions + 4 * mass)
     small = 2 * lists * GROUP * width * item
     return Case(
         run, operands, moved + small, 4 * lists * GROUP * slots * width, 2 * lists * slots * 2 * width * item,
@@ -79,7 +81,7 @@ def step(device: Device, *, tokens: int = 1) -> Case:
         q, new_k, new_v = jnp.einsum("bd,nd->bn", x, w["q"]), x @ w["k"], x @ w["v"]
         new_k, new_v = (y.reshape(BATCH, heads, h) for y in (new_k, new_v))
         k, v = stacked_append(k, v, new_k, new_v, length, at, implementation="tpu")
-        out, _ = tpu_stacked_decode(
+        out, *_ = tpu_stacked_decode(
             q.reshape(BATCH, heads * group, 1, h), k, v, jnp.repeat(length[:, None] + 1, heads, 1),
             length[:, None], at, scale=h**-0.5, values=(0, h), window=None, softcap=None, cores=device.cores,
         )  # fmt: skip
@@ -119,6 +121,7 @@ def step(device: Device, *, tokens: int = 1) -> Case:
 CASES: dict[str, Callable[[Device], Case]] = {
     "stacked_decode-bfloat16-h128": stacked_decode,
     "stacked_decode-bfloat16-h128-positions": partial(stacked_decode, positions=True),
+    "stacked_decode-bfloat16-h128-mass": partial(stacked_decode, mass=True),
     "stacked_decode-float32-h128": partial(stacked_decode, dtype=jnp.float32),
     "stacked_decode-bfloat16-h64": partial(stacked_decode, width=64, packed=True),
     "stacked_decode-bfloat16-h256": partial(stacked_decode, width=256),
