@@ -117,13 +117,18 @@ def clear(r: Running) -> None:
 
 def fold(r: Running, z: Any, v: Any) -> None:
     """Folds logits z [R, S], -inf where hidden, and finite values v [S, V] into `r`."""
+    fold_with(r, z, lambda p: product(p.astype(v.dtype), v, 0))
+
+
+def fold_with(r: Running, z: Any, weighted: Callable[[Any], Any]) -> None:
+    """Folds logits z [R, S], -inf where hidden, into `r`; weighted(p): p [R, S] times the values, [R, V]."""
     old = r.top[:, :1]
     top = jnp.maximum(old, z.max(-1, keepdims=True))
     safe = jnp.where(top == NEG_INF, 0.0, top)
     p, fade = jnp.exp(z - safe), jnp.exp(old - safe)
     r.top[...] = jnp.broadcast_to(top, r.top.shape)
     r.total[...] = r.total[...] * fade + p.sum(-1, keepdims=True)
-    r.acc[...] = r.acc[...] * fade + product(p.astype(v.dtype), v, 0)
+    r.acc[...] = r.acc[...] * fade + weighted(p)
 
 
 def finish(r: Running, out: Any, lse: Any) -> None:

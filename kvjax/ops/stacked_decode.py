@@ -7,27 +7,33 @@ operation takes the whole and the number of the layer.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from kvjax.ops.append import append
 from kvjax.ops.dtypes import wide
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, SUBLANES
 
-# Of a sequence's positions, or biases: two of them in two buffers are 8 MiB of VMEM.
-SIDE_NUMBERS = 2**19
-# Logits of a list, kept in VMEM until their sum is known: 4 MiB.
-MASS_NUMBERS = 2**20
+# What a sequence's slots are given, in two buffers, and the logits that mass keeps: 12 MiB of VMEM.
+KEPT_NUMBERS = 3 * 2**20
+
+
+class Coded(NamedTuple):
+    """Rows in codes of 8 bits, each with numbers of its own: x = scale * code + zero."""
+
+    codes: UInt8[Array, "L B K S W"]
+    scale: Float[Array, "L B K S"]
+    zero: Float[Array, "L B K S"]
 
 
 def stacked_decode(
     q: Float[Array, "B N T H"],
-    k: Float[Array, "L B K S W"],
-    v: Float[Array, "L B K S X"] | None,
+    k: Float[Array, "L B K S W"] | Coded,
+    v: Float[Array, "L B K S X"] | Coded | None,
     lengths: Int[Array, " B"] | Int[Array, "B K"],
     q_pos: Int[Array, "B T"],
     layer: int | Int[Array, ""] = 0,
@@ -51,8 +57,9 @@ def stacked_decode(
 
     Rows may be wider than the H channels of keys and the `values` (H unless given) of values, which come
     first; what follows must be finite. v None: rows of k hold both, the values from channel `first` on, which
-    is H unless given, so that keys and values of 64 fill a row of 128; 0 is for latents. Rows behind the
-    length are never read.
+    is H unless given, so that keys and values of 64 fill a row of 128; 0 is for latents. Keys, values or both
+    may be `Coded`: scale (q . c) + zero sum(q), and sum_s p scale c + sum_s p zero. Rows behind the length
+    are never read.
 
     implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
     NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
@@ -66,15 +73,15 @@ def stacked_decode(
     b, n, _, h = q.shape
     width = h if values is None else values
     start = (h if v is None else 0) if first is None else first
-    room = (k if v is None else v).shape[-1] - start
-    same = v is None or v.shape[:-1] == k.shape[:-1]
-    if k.shape[1] != b or n % k.shape[2] or h > k.shape[-1] or width > room or not same:
+    keys, rows = rows_of(k), rows_of(k if v is None else v)
+    fit = keys.shape[1] == b and n % keys.shape[2] == 0 and keys.shape[:-1] == rows.shape[:-1]
+    if not fit or h > keys.shape[-1] or width > rows.shape[-1] - start:
         raise ValueError(
-            f"q {list(q.shape)}, k {list(k.shape)}, v {v if v is None else list(v.shape)}, {width} values do "
-            "not fit: expected as many sequences, KV heads that divide the query heads, and rows as wide"
+            f"q {list(q.shape)}, k {list(keys.shape)}, v {v if v is None else list(rows.shape)} and {width} "
+            "values do not fit: expected as many sequences, KV heads that divide query heads, rows as wide"
         )
     at = jnp.asarray(layer, jnp.int32)
-    lists = jnp.broadcast_to(lengths.reshape(b, -1), k.shape[1:3]).astype(jnp.int32)
+    lists = jnp.broadcast_to(lengths.reshape(b, -1), keys.shape[1:3]).astype(jnp.int32)
     options: dict[str, Any] = dict(scale=scale, values=(start, width), window=window, softcap=softcap)
     options |= dict(pos=pos, bias=bias, mass=mass)
     why = refusal(q, k, v, pos, bias, mass=mass)
@@ -88,19 +95,40 @@ def stacked_decode(
     return tpu_stacked_decode(q, k, v, lists, q_pos, at, interpret=chosen != "tpu", **options)
 
 
-def refusal(q: Array, k: Array, v: Array | None, *sides: Array | None, mass: bool = False) -> str:
-    """Why the TPU kernel cannot take these operands; empty where it can."""
-    heads, slots = k.shape[2:4]
-    if any(x is not None for x in sides) and heads * slots > SIDE_NUMBERS:
-        return f"pos or bias of {heads} heads x {slots} slots, expected at most {SIDE_NUMBERS} numbers"
-    queries = -(-q.shape[1] // heads * q.shape[2] // SUBLANES) * SUBLANES
-    if mass and queries * slots > MASS_NUMBERS:
-        return f"mass of {queries} queries x {slots} slots, expected at most {MASS_NUMBERS} logits"
-    for x in (k, k if v is None else v):
+def rows_of(x: Array | Coded) -> Array:
+    """The rows of a cache, as they are or in codes."""
+    return x.codes if isinstance(x, Coded) else x
+
+
+def sides_of(
+    k: Array | Coded, v: Array | Coded | None, pos: Array | None, bias: Array | None
+) -> dict[str, Array]:
+    """What the slots are given, [L, B, K, S], by the names of the kernel."""
+    given = {"pos": pos, "bias": bias}
+    for name, x in {"key": k, "value": v}.items():
+        if isinstance(x, Coded):
+            given |= {f"{name}_scale": x.scale, f"{name}_zero": x.zero}
+    return {name: x for name, x in given.items() if x is not None}
+
+
+def refusal(
+    q: Array, k: Array | Coded, v: Array | Coded | None, *sides: Array | None, mass: bool = False
+) -> str:
+    """Why the TPU kernel cannot take these operands; empty where it can. sides: pos and bias."""
+    heads, slots = rows_of(k).shape[2:4]
+    pos, bias = (*sides, None, None)[:2]
+    given = sides_of(k, v, pos, bias)
+    queries = -(-q.shape[1] // heads * q.shape[2] // SUBLANES) * SUBLANES if mass else 0
+    if (2 * len(given) * heads + queries) * slots > KEPT_NUMBERS:
+        return (
+            f"{', '.join(given) or 'nothing'} of {heads} heads twice and mass of {queries} queries x {slots} "
+            f"slots, expected at most {KEPT_NUMBERS} numbers"
+        )
+    for x in map(rows_of, (k, k if v is None else v)):
         if x.shape[-1] % LANES:
             return f"rows are {x.shape[-1]} wide, expected a multiple of {LANES}: pad, or keep v behind k"
-        if x.dtype not in (jnp.float32, jnp.bfloat16):
-            return f"a cache of {x.dtype}, expected float32 or bfloat16"
+        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.uint8):
+            return f"a cache of {x.dtype}, expected float32, bfloat16 or codes in uint8"
         if x.shape[3] % tile_rows(x):
             return f"{x.shape[3]} slots, expected a multiple of {tile_rows(x)}"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
@@ -144,17 +172,19 @@ def stacked_append(
 
 
 def _reference(
-    q: Array, k: Array, v: Array | None, lengths: Array, q_pos: Array, layer: Array, *,
+    q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
     pos: Array | None, bias: Array | None, mass: bool,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     (b, n, t, h), (first, width) = q.shape, values
-    heads, slots, dtype = k.shape[2], k.shape[3], wide(q)
+    heads, slots, dtype = *rows_of(k).shape[2:4], wide(q)
     slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
     live = slot < lengths[..., None]
-    keys = k[layer][..., :h]
-    rows = (k if v is None else v)[layer][..., first : first + width]
-    keys, rows = (jnp.where(live[..., None], x.astype(dtype), jnp.zeros((), dtype)) for x in (keys, rows))
+    keys, rows = (
+        jnp.where(live[..., None], _plain(x, layer, dtype), jnp.zeros((), dtype))
+        for x in (k, k if v is None else v)
+    )
+    keys, rows = keys[..., :h], rows[..., first : first + width]
     z = jnp.einsum("bkgth,bksh->bkgts", q.astype(dtype).reshape(b, heads, n // heads, t, h), keys) * scale
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)
     if bias is not None:
@@ -175,19 +205,29 @@ def _reference(
     return out.reshape(b, n, t, width), lse.reshape(b, n, t), p.sum((2, 3)) if mass else None
 
 
+def _plain(x: Array | Coded, layer: Array, dtype: Any) -> Array:
+    """Rows [B, K, S, W] of a layer."""
+    if not isinstance(x, Coded):
+        return x[layer].astype(dtype)
+    codes, scale, zero = (y[layer].astype(dtype) for y in x)
+    return codes * scale[..., None] + zero[..., None]
+
+
 def tpu_stacked_decode(
-    q: Array, k: Array, v: Array | None, lengths: Array, q_pos: Array, layer: Array, *,
+    q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
     pos: Array | None = None, bias: Array | None = None, mass: bool = False, block: int | None = None,
     cores: int = 1, interpret: Any = False,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """The kernel on the operands of `stacked_decode`. block: slots per step."""
     b, n, t, h = q.shape
-    heads, slots, width = k.shape[2:]
+    caches = [rows_of(x) for x in (k, v) if x is not None]
+    heads, slots, width = caches[0].shape[2:]
     group, lists = n // heads, b * heads
-    sides = {"pos": pos, "bias": bias}
-    sides = {name: x for name, x in sides.items() if x is not None}
-    piece, block = steps(slots, block or slots_per_step(k, v), whole=bool(sides), lanes=bool(sides) or mass)
+    sides = sides_of(k, v, pos, bias)
+    piece, block = steps(
+        slots, block or slots_per_step(*caches), whole=bool(sides), lanes=bool(sides) or mass
+    )
     queries = group * t
     pad = (0, -queries % SUBLANES)
     asked = jnp.pad(q.reshape(lists, queries, h), ((0, 0), pad, (0, width - h)))
@@ -197,12 +237,12 @@ def tpu_stacked_decode(
     if window is not None and pos is None:
         begins = jnp.repeat(jnp.maximum(q_pos.min(-1) - window + 1, 0).astype(jnp.int32) // block, heads)
     sizes = tpu.Sizes(block, piece, lists // cores, scale, window, softcap, v is None, tuple(sides), mass)
-    merged = [None if x is None else x.reshape(x.shape[0], lists, slots, -1) for x in (k, v)]
+    merged = [x.reshape(x.shape[0], lists, slots, -1) for x in caches]
     out, lse, *given = tpu.stacked_decode(
-        asked, merged[0], merged[1], lengths.reshape(-1), begins,  # pyright: ignore[reportArgumentType]
+        asked, merged[0], None if v is None else merged[1], lengths.reshape(-1), begins,
         jnp.broadcast_to(asked_pos[..., None], (*asked_pos.shape, LANES)), layer[None],
         tuple(
-            _in_blocks(x.astype(jnp.int32 if name == "pos" else jnp.float32), layer, block)
+            _in_blocks(x, layer, block, jnp.int32 if name == "pos" else jnp.float32)
             for name, x in sides.items()
         ),
         sizes=sizes, cores=cores, interpret=interpret,
@@ -237,16 +277,15 @@ def steps(slots: int, most: int, *, whole: bool, lanes: bool) -> tuple[int, int]
     return piece, exact[-1] if whole and exact and 2 * exact[-1] > most else most
 
 
-def _in_blocks(x: Array, layer: Array, block: int) -> Array:
-    """x [L, B, K, S] as it is where blocks fill it, else one layer of it with something behind."""
+def _in_blocks(x: Array, layer: Array, block: int, dtype: Any) -> Array:
+    """x [L, B, K, S] as it is where blocks of `dtype` fill it, else one layer of it with something behind."""
     pad = -x.shape[3] % block
-    if not pad:
+    if not pad and x.dtype == dtype:
         return x
-    one = jax.lax.dynamic_index_in_dim(x, layer, 0)
+    one = jax.lax.dynamic_index_in_dim(x, layer, 0).astype(dtype)
     return jnp.pad(one, ((0, 0), (0, 0), (0, 0), (0, pad)))
 
 
-def slots_per_step(k: Array, v: Array | None, step_bytes: int = 2**20) -> int:
+def slots_per_step(*caches: Array, step_bytes: int = 2**20) -> int:
     """Slots whose keys and values make about `step_bytes`: below that, the latency of a copy shows."""
-    caches = (k,) if v is None else (k, v)
     return step_bytes // sum(x.shape[-1] * jnp.dtype(x.dtype).itemsize for x in caches)

@@ -23,8 +23,8 @@ class Affine:
     Codes of 8 bits are uint8 [*b, S, H]; fewer bits are packed in uint32 words, [*b, S / granule * w, H]
     where tokens are encoded together and [*b, S, w] otherwise. scale and zero are float16, by channel
     [*b, S / group, H], by token [*b, S] with one group, [*b, S, groups] with several, and where tokens are
-    encoded together [*b, S / together, groups * together], the groups outside. Codes are computed from the rounded ones, so |error| <= scale / 2 up to float16
-    rounding of the range's ends.
+    encoded together [*b, S / together, groups * together], the groups outside. Codes are computed from the
+    rounded ones, so |error| <= scale / 2 up to float16 rounding of the range's ends.
     """
 
     bits: int

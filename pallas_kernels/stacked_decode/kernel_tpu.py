@@ -18,11 +18,15 @@ from jax.experimental.pallas import tpu as pltpu
 from kvjax.pallas_kernels import streaming
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running
 
+# Codes are taken as code - MIDDLE, so that sums of them and of zeros do not cancel.
+MIDDLE = 128
+
 
 class Sizes(NamedTuple):
     """What is static: slots per step and per piece of one, lists of one core, and what is done to the logits.
 
-    packed: whether rows of keys hold the values too. sides: what is given per slot, among "pos" and "bias".
+    packed: whether rows of keys hold the values too. sides: what is given per slot, among "pos", "bias", and
+    of codes "key_scale", "key_zero", "value_scale" and "value_zero".
     mass: whether to write what every slot was given.
     """
 
@@ -69,22 +73,27 @@ def _kernel(layer: Any, lengths: Any, begins: Any, *refs: Any, sizes: Sizes) -> 
 
     def visit(s: Any, slot: Any) -> None:
         values = buffers[-1]
-        streaming.blank(
-            lambda n: values.at[slot, pl.ds(pl.multiple_of(n * piece, piece), piece)],
-            piece, block // piece, length[0] - s * block,
-        )  # fmt: skip
+        if jnp.issubdtype(values.dtype, jnp.floating):
+            streaming.blank(
+                lambda n: values.at[slot, pl.ds(pl.multiple_of(n * piece, piece), piece)],
+                piece, block // piece, length[0] - s * block,
+            )  # fmt: skip
         asked = q[0]
         kind = jnp.float32 if asked.dtype == jnp.float32 else jnp.bfloat16
-        k, v = (b[slot].astype(kind) for b in (buffers[0], values))
-        z = streaming.product(asked.astype(kind), k, 1) * sizes.scale
+        k, v = (_widened(b[slot], kind) for b in (buffers[0], values))
+        side = {n: _row(x, mine, s, block) for n, x in zip(sizes.sides, sides, strict=True)}
+        z = streaming.product(asked.astype(kind), k, 1)
+        if "key_scale" in side:
+            whole = asked.astype(jnp.float32).sum(-1, keepdims=True)
+            z = z * side["key_scale"] + whole * (side["key_zero"] + MIDDLE * side["key_scale"])
+        z = z * sizes.scale
         if sizes.softcap is not None:
             z = sizes.softcap * jnp.tanh(z / sizes.softcap)
-        side = {n: _row(x, mine, s, block) for n, x in zip(sizes.sides, sides, strict=True)}
         if "bias" in side:
             z = z + side["bias"]
         slot_of = jax.lax.broadcasted_iota(jnp.int32, (1, block), 1) + s * block
-        pos, asked_pos = side.get("pos", slot_of), q_pos[0][:, :1]
-        seen = (pos <= asked_pos) & (slot_of < length[0])
+        pos, asked_pos, live = side.get("pos", slot_of), q_pos[0][:, :1], slot_of < length[0]
+        seen = (pos <= asked_pos) & live
         if "pos" in side:
             seen &= pos >= 0
         if sizes.window is not None:
@@ -92,13 +101,30 @@ def _kernel(layer: Any, lengths: Any, begins: Any, *refs: Any, sizes: Sizes) -> 
         z = jnp.where(seen, z, NEG_INF)
         for kept in scores:
             kept[:, pl.ds(pl.multiple_of(s * block, block), block)] = z
-        streaming.fold(running, z, v)
+        whose = "key" if sizes.packed else "value"
+        if f"{whose}_scale" not in side:
+            streaming.fold(running, z, v)
+            return
+        # What lies behind the length may be no number.
+        step, zero = (jnp.where(live, side[f"{whose}_{n}"], 0.0) for n in ("scale", "zero"))
+        middle = zero + MIDDLE * step
+        streaming.fold_with(
+            running,
+            z,
+            lambda p: streaming.product((p * step).astype(kind), v, 0) + (p * middle).sum(-1, keepdims=True),
+        )
 
     span = begins[at[0]], pl.cdiv(length[0], block)
     streaming.stream(turn, span, begins[at[1]], more, copies, visit)
     streaming.finish(running, out, lse)
     for kept, into in zip(scores, mass, strict=True):
         streaming.spread(kept, lse, into, span, block)
+
+
+def _widened(x: Any, kind: Any) -> Any:
+    """Rows for the matrix unit, codes about 0."""
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(kind) if floating else (x.astype(jnp.int32) - MIDDLE).astype(kind)
 
 
 def _row(side: Any, mine: Any, s: Any, block: int) -> Any:
@@ -124,9 +150,10 @@ def stacked_decode(
     """(out [I, R, V], lse [I, R, 128], mass [I, 1, S'] where asked for) of I lists.
 
     q [I, R, W] with R a multiple of 8; k [L, I, S, W] and v [L, I, S, V] with S a multiple of the piece, W
-    and V of 128; v None: rows of k hold keys and values, V = W. lengths [I]; begins [I], the first block that
-    is visited; q_pos [I, R, 128] int32, -1 where a query is nobody's; sides [1 or L, B, K, S'] with S' the
-    slots of whole blocks; layer [1]. Mass of blocks that are not visited is not written.
+    and V of 128, uint8 where they are codes; v None: rows of k hold keys and values, V = W. lengths [I];
+    begins [I], the first block that is visited; q_pos [I, R, 128] int32, -1 where a query is nobody's; sides
+    [1 or L, B, K, S'] with S' the slots of whole blocks; layer [1]. Mass of blocks that are not visited is
+    not written.
     """
     lists, count, width = q.shape
     caches = (k,) if v is None else (k, v)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.stacked_decode import stacked_append, stacked_decode, tpu_stacked_decode
+from kvjax.ops.stacked_decode import Coded, stacked_append, stacked_decode, tpu_stacked_decode
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
 
@@ -251,6 +251,47 @@ def at_size(slots, pos=None, **how):
     jax.eval_shape(lambda k, pos: call(q, k, k, lengths, q_pos, 1, pos=pos), many, pos)
 
 
+def code(x):
+    """x in codes of 8 bits, and the numbers that they stand for: no numbers where x has none."""
+    x = np.asarray(x)
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    scale, zero = ((high - low) / 255).astype(np.float16), low.astype(np.float16)
+    codes = np.clip(np.rint((x - zero) / scale.astype(np.float32)), 0, 255)
+    codes = np.where(np.isnan(codes), 7, codes).astype(np.uint8)
+    plain = codes * scale.astype(np.float32) + zero.astype(np.float32)
+    numbers = (jnp.asarray(y[..., 0]) for y in (scale, zero))
+    return Coded(jnp.asarray(codes), *numbers), jnp.asarray(plain, jnp.float32)
+
+
+@pytest.mark.parametrize("which", ["both", "keys", "values", "latents"])
+@pytest.mark.parametrize("how", ["reference", "kernel"])
+def test_codes_are_the_numbers_that_they_stand_for(which, how):
+    """Scales and zeros behind the lengths are no numbers."""
+    packed = which == "latents"
+    q, k, v, lengths, pos = draw(11, t=2, slots=320, packed=packed)
+    options = dict(scale=0.09, window=200, mass=True, pos=sides(12, 320)["pos"])
+    coded_k, plain_k = (k, k) if which == "values" else code(k)
+    coded_v, plain_v = (v, v) if which in ("keys", "latents") else code(v)
+    want = by_hand(q, plain_k, plain_v, lengths, pos, **options)
+    inputs = (q, coded_k, coded_v, lengths, pos)
+    if how == "kernel":
+        check(kernel(inputs, options, 128, True), want, 2e-6)
+        return
+    call = jax.jit(lambda *x: stacked_decode(*x, 1, implementation="reference", **options))
+    check(given(call(*inputs)), want, 2e-6)
+
+
+@pytest.mark.parametrize("dma", ["on_wait", "eager"])
+def test_codes_have_arrived_before_they_are_read(dma):
+    q, k, v, lengths, pos = draw(13, slots=384)
+    (coded_k, plain_k), (coded_v, plain_v) = code(k), code(v)
+    options = dict(scale=0.09)
+    inputs = (q, coded_k, coded_v, lengths, pos)
+    got, races = with_races(lambda mode: kernel(inputs, options, 128, mode), dma)
+    check(got, by_hand(q, plain_k, plain_v, lengths, pos, **options), 2e-6)
+    assert not races
+
+
 def test_what_cannot_run_says_why():
     q, k, v, lengths, pos = draw(0)
     how = dict(scale=1.0)
@@ -263,11 +304,9 @@ def test_what_cannot_run_says_why():
     ]:
         with pytest.raises(NotImplementedError, match=why):
             stacked_decode(*wrong, lengths, pos, 1, implementation="tpu", **how)
-    with pytest.raises(NotImplementedError, match="pos or bias of 2 heads x 524288 slots, expected at most"):
-        at_size(2**19, pos=jax.ShapeDtypeStruct((LAYERS, B, K, 2**19), jnp.int32))
-    with pytest.raises(
-        NotImplementedError, match="mass of 8 queries x 524288 slots, expected at most 1048576"
-    ):
+    with pytest.raises(NotImplementedError, match="pos of 2 heads twice .* x 1048576 slots, expected"):
+        at_size(2**20, pos=jax.ShapeDtypeStruct((LAYERS, B, K, 2**20), jnp.int32))
+    with pytest.raises(NotImplementedError, match="mass of 8 queries x 524288 slots, expected at most"):
         at_size(2**19, mass=True)
     for wrong in [(q[:, :3], k, v), (q, k, v[..., :64]), (q, k, None)]:
         with pytest.raises(ValueError, match="do not fit"):
