@@ -256,6 +256,30 @@ def write_rows(
     return flat.at[row.reshape(-1)].set(rows, mode="drop").reshape(x.shape)
 
 
+def write_blocks(
+    x: Shaped[Array, "Lg B K S *r"], block: Int[Array, "Lg B K C"], new: Shaped[Array, "Lg B K D *r"]
+) -> Shaped[Array, "Lg B K S *r"]:
+    """x with blocks of D / C slots each: x[.., block[.., c] * D / C + i] = new[.., c * D / C + i].
+
+    Blocks below 0 or behind the end write nothing. As in `write_rows` the index is flat, and slots stay on
+    the axis they are on: rows of blocks would be laid out anew on an accelerator.
+    """
+    s, rest = x.shape[3], x.shape[4:]
+    size = new.shape[3] // block.shape[3]
+    flat_block = block.reshape(-1, block.shape[3])
+    lists = jnp.arange(flat_block.shape[0], dtype=jnp.int32)[:, None]
+    there = (flat_block >= 0) & (flat_block < s // size)
+    start = jnp.where(there, lists * s + flat_block * size, np.iinfo(np.int32).max).reshape(-1, 1)
+    done = jax.lax.scatter(
+        x.reshape(-1, *rest),
+        start,
+        new.reshape(-1, size, *rest).astype(x.dtype),
+        jax.lax.ScatterDimensionNumbers(tuple(range(1, 2 + len(rest))), (), (0,)),
+        mode="drop",
+    )
+    return done.reshape(x.shape)
+
+
 def first_empty(pos: Int[Array, "*b S"]) -> Int[Array, "*b"]:
     """Index of the first empty slot; S (which writes nothing) where all are taken."""
     s = pos.shape[-1]

@@ -22,7 +22,7 @@ from kvjax.cache import (
     encode,
     nbytes,
     pad_slots,
-    write_rows,
+    write_blocks,
     write_slots,
 )
 from kvjax.choose import Fresh
@@ -143,14 +143,9 @@ def flush(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
 
 def _write_granules(gm: GroupMethod, body: Slots, row: Int[Array, "Lg B K F"], new: Slots) -> Slots:
     """Whole granules `new` [.., F * g, ..] into granule rows of the body; rows < 0 write nothing."""
-    g = gm.granule
 
     def put(old: Array, fresh: Array) -> Array:
-        per = old.shape[3] * g // body.capacity
-        blocks = old.reshape(*old.shape[:3], -1, per, *old.shape[4:])
-        return write_rows(blocks, row, fresh.reshape(*fresh.shape[:3], -1, per, *fresh.shape[4:])).reshape(
-            old.shape
-        )
+        return write_blocks(old, row, fresh)
 
     k = encode(dense(new.k), gm.codecs[0])
     v = None if new.v is None else encode(dense(new.v), gm.codecs[1])

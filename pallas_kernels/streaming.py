@@ -117,13 +117,18 @@ def clear(r: Running) -> None:
 
 def fold(r: Running, z: Any, v: Any) -> None:
     """Folds logits z [R, S], -inf where hidden, and finite values v [S, V] into `r`."""
+    fold_with(r, z, lambda p: product(p.astype(v.dtype), v, 0))
+
+
+def fold_with(r: Running, z: Any, weighted: Callable[[Any], Any]) -> None:
+    """Folds logits z [R, S], -inf where hidden, into `r`; weighted(p): p [R, S] times the values, [R, V]."""
     old = r.top[:, :1]
     top = jnp.maximum(old, z.max(-1, keepdims=True))
     safe = jnp.where(top == NEG_INF, 0.0, top)
     p, fade = jnp.exp(z - safe), jnp.exp(old - safe)
     r.top[...] = jnp.broadcast_to(top, r.top.shape)
     r.total[...] = r.total[...] * fade + p.sum(-1, keepdims=True)
-    r.acc[...] = r.acc[...] * fade + product(p.astype(v.dtype), v, 0)
+    r.acc[...] = r.acc[...] * fade + weighted(p)
 
 
 def finish(r: Running, out: Any, lse: Any) -> None:
@@ -132,3 +137,19 @@ def finish(r: Running, out: Any, lse: Any) -> None:
     safe = jnp.where(total == 0.0, 1.0, total)
     out[0] = (r.acc[...] / safe).astype(out.dtype)
     lse[0] = jnp.broadcast_to(jnp.where(total == 0.0, NEG_INF, r.top[:, :1] + jnp.log(safe)), lse.shape[1:])
+
+
+def spread(scores: Any, lse: Any, mass: Any, span: tuple[Any, Any], block: int) -> None:
+    """Writes mass [1, 1, S], the probability of every slot summed over the queries, block by block of `span`.
+
+    scores [R, S]: the logits that were folded, -inf where hidden. lse [1, R, 128]: what `finish` wrote.
+    """
+    base = lse[0][:, :1]
+    base = jnp.where(base == NEG_INF, 0.0, base)
+
+    def write(s: Any, carry: Any) -> Any:
+        at = pl.ds(pl.multiple_of(s * block, block), block)
+        mass[0, :, at] = jnp.exp(scores[:, at] - base).sum(0, keepdims=True)
+        return carry
+
+    jax.lax.fori_loop(*span, write, 0)

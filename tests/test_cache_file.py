@@ -231,11 +231,20 @@ def test_a_truncated_file_says_so(saved, keep):
 
 
 def test_a_newer_format_asks_for_an_update(saved):
-    rewrite(saved, format="2", kvjax="9.0")
+    rewrite(saved, format="3", kvjax="9.0")
     with pytest.raises(
-        InputError, match=r"format 2 \(written by kvjax 9.0\), expected at most 1.*: update kvjax"
+        InputError, match=r"format 3 \(written by kvjax 9.0\), expected at most 2.*: update kvjax"
     ):
         kvjax.load_cache(saved)
+
+
+def test_codes_of_the_first_format_are_refused_and_other_caches_of_it_load(model, tmp_path):
+    for name in ("full", "int8"):
+        kvjax.save_cache(tmp_path / name, filled(model, kvjax.method(name)))
+        rewrite(tmp_path / name, format="1", kvjax="0.0")
+    assert kvjax.load_cache(tmp_path / "full").method == kvjax.method("full")
+    with pytest.raises(InputError, match=r"format 1 \(written by kvjax 0.0\), whose codes .*prefill again"):
+        kvjax.load_cache(tmp_path / "int8")
 
 
 def test_a_damaged_header_says_so(saved):

@@ -35,4 +35,4 @@ def kivi(*, bits: int = 2, group: int = 32, residual: int = 128) -> Method:
     paper flushes keys `residual` at a time and values one by one).
     """
     keys = Affine(bits, axis="channel", group=group)
-    return Method(store=Store(keys, Affine(bits, axis="token", group=group), residual))
+    return Method(store=Store(keys, Affine(bits, axis="token", group=group, together=group), residual))

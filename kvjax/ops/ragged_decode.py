@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.ops.attention import Keys, attend
 from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
-from kvjax.ops.stacked_decode import SIDE_NUMBERS, slots_per_step, tile_rows
+from kvjax.ops.stacked_decode import KEPT_NUMBERS, slots_per_step, tile_rows
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, SUBLANES
 
@@ -82,10 +82,10 @@ def refusal(q: Array, k: Array, v: Array | None, aligned: int, biases: tuple[int
             return f"lists begin at multiples of {aligned} rows, expected multiples of {tile_rows(x)}"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"queries of {q.dtype}, expected float32 or bfloat16"
-    if biases is not None and (aligned % LANES or biases[1] * biases[2] > SIDE_NUMBERS):
+    if biases is not None and (aligned % LANES or 2 * biases[1] * biases[2] > KEPT_NUMBERS):
         return (
             f"biases of {biases[1]} heads x {biases[2]} slots in multiples of {aligned}, expected multiples "
-            f"of {LANES} and at most {SIDE_NUMBERS} numbers"
+            f"of {LANES} and at most {KEPT_NUMBERS // 2} numbers"
         )
     return ""
 

@@ -7,25 +7,34 @@ operation takes the whole and the number of the layer.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from kvjax.ops.append import append
+from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, SUBLANES
 
-# Of a sequence's positions, or biases: two of them in two buffers are 8 MiB of VMEM.
-SIDE_NUMBERS = 2**19
+# What a sequence's slots are given, in two buffers, and the logits that mass keeps: 12 MiB of VMEM.
+KEPT_NUMBERS = 3 * 2**20
+
+
+class Coded(NamedTuple):
+    """Rows in codes of 8 bits, each with numbers of its own: x = scale * code + zero."""
+
+    codes: UInt8[Array, "L B K S W"]
+    scale: Float[Array, "L B K S"]
+    zero: Float[Array, "L B K S"]
 
 
 def stacked_decode(
     q: Float[Array, "B N T H"],
-    k: Float[Array, "L B K S W"],
-    v: Float[Array, "L B K S X"] | None,
+    k: Float[Array, "L B K S W"] | Coded,
+    v: Float[Array, "L B K S X"] | Coded | None,
     lengths: Int[Array, " B"] | Int[Array, "B K"],
     q_pos: Int[Array, "B T"],
     layer: int | Int[Array, ""] = 0,
@@ -37,66 +46,85 @@ def stacked_decode(
     first: int | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    mass: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """Exact attention over the first `lengths` slots of layer `layer`: (out, lse).
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], Float[Array, "B K S"] | None]:
+    """Exact attention over the first `lengths` slots of layer `layer`: (out, lse, mass).
 
     A query at q_pos sees positions q_pos - window + 1 .. q_pos; slot s holds position s unless `pos` says
     otherwise, where -1 is an empty slot. bias is added to the logits. lse is -inf, and out 0, where nothing
-    is seen. Softmax in promote(float32, q).
+    is seen. mass: the probability of every slot, summed over the queries of its KV head. Softmax in
+    promote(float32, q).
 
     Rows may be wider than the H channels of keys and the `values` (H unless given) of values, which come
     first; what follows must be finite. v None: rows of k hold both, the values from channel `first` on, which
-    is H unless given, so that keys and values of 64 fill a row of 128; 0 is for latents. Rows behind the
-    length are never read.
+    is H unless given, so that keys and values of 64 fill a row of 128; 0 is for latents. Keys, values or both
+    may be `Coded`: scale (q . c) + zero sum(q), and sum_s p scale c + sum_s p zero. Rows behind the length
+    are never read.
 
     implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
     NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
 
     >>> k = jnp.ones((3, 1, 2, 16, 8))
     >>> q, length, pos = jnp.zeros((1, 4, 1, 8)), jnp.asarray([6]), jnp.asarray([[5]])
-    >>> out, lse = stacked_decode(q, k, k, length, pos, layer=2, scale=1.0)
+    >>> out, lse, _ = stacked_decode(q, k, k, length, pos, layer=2, scale=1.0)
     >>> out[0, 0, 0, 0].item(), round(float(jnp.exp(lse[0, 0, 0])))
     (1.0, 6)
     """
     b, n, _, h = q.shape
     width = h if values is None else values
     start = (h if v is None else 0) if first is None else first
-    room = (k if v is None else v).shape[-1] - start
-    same = v is None or v.shape[:-1] == k.shape[:-1]
-    if k.shape[1] != b or n % k.shape[2] or h > k.shape[-1] or width > room or not same:
+    keys, rows = rows_of(k), rows_of(k if v is None else v)
+    fit = keys.shape[1] == b and n % keys.shape[2] == 0 and keys.shape[:-1] == rows.shape[:-1]
+    if not fit or h > keys.shape[-1] or width > rows.shape[-1] - start:
         raise ValueError(
-            f"q {list(q.shape)}, k {list(k.shape)}, v {v if v is None else list(v.shape)}, {width} values do "
-            "not fit: expected as many sequences, KV heads that divide the query heads, and rows as wide"
+            f"q {list(q.shape)}, k {list(keys.shape)}, v {v if v is None else list(rows.shape)} and {width} "
+            "values do not fit: expected as many sequences, KV heads that divide query heads, rows as wide"
         )
     at = jnp.asarray(layer, jnp.int32)
-    lists = jnp.broadcast_to(lengths.reshape(b, -1), k.shape[1:3]).astype(jnp.int32)
+    lists = jnp.broadcast_to(lengths.reshape(b, -1), keys.shape[1:3]).astype(jnp.int32)
     options: dict[str, Any] = dict(scale=scale, values=(start, width), window=window, softcap=softcap)
-    options |= dict(pos=pos, bias=bias)
-    why = refusal(q, k, v, pos, bias)
-    chosen = implementation or ("reference" if jax.default_backend() != "tpu" or why else "tpu")
+    options |= dict(pos=pos, bias=bias, mass=mass)
+    chosen = form("stacked_decode", implementation, tpu=refusal(q, k, v, pos, bias, mass=mass))
     if chosen == "reference":
         return _reference(q, k, v, lists, q_pos, at, **options)
-    if chosen not in ("tpu", "tpu interpret") or why:
-        raise NotImplementedError(
-            f"stacked_decode cannot run as {chosen!r}: {why or 'there is no such form'}"
-        )
     return tpu_stacked_decode(q, k, v, lists, q_pos, at, interpret=chosen != "tpu", **options)
 
 
-def refusal(q: Array, k: Array, v: Array | None, *sides: Array | None) -> str:
-    """Why the TPU kernel cannot take these operands; empty where it can."""
-    for x in (x for x in sides if x is not None):
-        if x.shape[3] % LANES or x.shape[2] * x.shape[3] > SIDE_NUMBERS:
-            return (
-                f"pos or bias of {x.shape[2]} heads x {x.shape[3]} slots, expected a multiple of {LANES} "
-                f"slots and at most {SIDE_NUMBERS} numbers"
-            )
-    for x in (k, k if v is None else v):
+def rows_of(x: Array | Coded) -> Array:
+    """The rows of a cache, as they are or in codes."""
+    return x.codes if isinstance(x, Coded) else x
+
+
+def sides_of(
+    k: Array | Coded, v: Array | Coded | None, pos: Array | None, bias: Array | None
+) -> dict[str, Array]:
+    """What the slots are given, [L, B, K, S], by the names of the kernel."""
+    given = {"pos": pos, "bias": bias}
+    for name, x in {"key": k, "value": v}.items():
+        if isinstance(x, Coded):
+            given |= {f"{name}_scale": x.scale, f"{name}_zero": x.zero}
+    return {name: x for name, x in given.items() if x is not None}
+
+
+def refusal(
+    q: Array, k: Array | Coded, v: Array | Coded | None, *sides: Array | None, mass: bool = False
+) -> str:
+    """Why the TPU kernel cannot take these operands; empty where it can. sides: pos and bias."""
+    heads, slots = rows_of(k).shape[2:4]
+    pos, bias = (*sides, None, None)[:2]
+    given = sides_of(k, v, pos, bias)
+    queries = -(-q.shape[1] // heads * q.shape[2] // SUBLANES) * SUBLANES if mass else 0
+    if (2 * len(given) * heads + queries) * slots > KEPT_NUMBERS:
+        return (
+            f"{', '.join(given) or 'nothing'} of {heads} heads twice and mass of {queries} queries x {slots} "
+            f"slots, expected at most {KEPT_NUMBERS} numbers"
+        )
+    for x in map(rows_of, (k, k if v is None else v)):
         if x.shape[-1] % LANES:
             return f"rows are {x.shape[-1]} wide, expected a multiple of {LANES}: pad, or keep v behind k"
-        if x.dtype not in (jnp.float32, jnp.bfloat16):
-            return f"a cache of {x.dtype}, expected float32 or bfloat16"
+        if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.uint8):
+            return f"a cache of {x.dtype}, expected float32, bfloat16 or codes in uint8"
         if x.shape[3] % tile_rows(x):
             return f"{x.shape[3]} slots, expected a multiple of {tile_rows(x)}"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
@@ -140,17 +168,19 @@ def stacked_append(
 
 
 def _reference(
-    q: Array, k: Array, v: Array | None, lengths: Array, q_pos: Array, layer: Array, *,
+    q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
-    pos: Array | None, bias: Array | None,
-) -> tuple[Array, Array]:  # fmt: skip
+    pos: Array | None, bias: Array | None, mass: bool,
+) -> tuple[Array, Array, Array | None]:  # fmt: skip
     (b, n, t, h), (first, width) = q.shape, values
-    heads, slots, dtype = k.shape[2], k.shape[3], wide(q)
+    heads, slots, dtype = *rows_of(k).shape[2:4], wide(q)
     slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
     live = slot < lengths[..., None]
-    keys = k[layer][..., :h]
-    rows = (k if v is None else v)[layer][..., first : first + width]
-    keys, rows = (jnp.where(live[..., None], x.astype(dtype), jnp.zeros((), dtype)) for x in (keys, rows))
+    keys, rows = (
+        jnp.where(live[..., None], _plain(x, layer, dtype), jnp.zeros((), dtype))
+        for x in (k, k if v is None else v)
+    )
+    keys, rows = keys[..., :h], rows[..., first : first + width]
     z = jnp.einsum("bkgth,bksh->bkgts", q.astype(dtype).reshape(b, heads, n // heads, t, h), keys) * scale
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)
     if bias is not None:
@@ -166,25 +196,34 @@ def _reference(
     total = p.sum(-1, keepdims=True)
     safe = jnp.where(total == 0.0, 1.0, total)
     lse = jnp.where(total == 0.0, NEG_INF, base + jnp.log(safe))
-    out = jnp.einsum("bkgts,bksv->bkgtv", p / safe, rows).astype(q.dtype)
-    return out.reshape(b, n, t, width), lse.reshape(b, n, t)
+    p = p / safe
+    out = jnp.einsum("bkgts,bksv->bkgtv", p, rows).astype(q.dtype)
+    return out.reshape(b, n, t, width), lse.reshape(b, n, t), p.sum((2, 3)) if mass else None
+
+
+def _plain(x: Array | Coded, layer: Array, dtype: Any) -> Array:
+    """Rows [B, K, S, W] of a layer."""
+    if not isinstance(x, Coded):
+        return x[layer].astype(dtype)
+    codes, scale, zero = (y[layer].astype(dtype) for y in x)
+    return codes * scale[..., None] + zero[..., None]
 
 
 def tpu_stacked_decode(
-    q: Array, k: Array, v: Array | None, lengths: Array, q_pos: Array, layer: Array, *,
+    q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
-    pos: Array | None = None, bias: Array | None = None, block: int | None = None,
+    pos: Array | None = None, bias: Array | None = None, mass: bool = False, block: int | None = None,
     cores: int = 1, interpret: Any = False,
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """The kernel on the operands of `stacked_decode`. block: slots per step."""
     b, n, t, h = q.shape
-    heads, slots, width = k.shape[2:]
+    caches = [rows_of(x) for x in (k, v) if x is not None]
+    heads, slots, width = caches[0].shape[2:]
     group, lists = n // heads, b * heads
-    sides = {"pos": pos, "bias": bias}
-    sides = {name: x for name, x in sides.items() if x is not None}
-    piece = math.gcd(slots, LANES, block or LANES)
-    most = max(piece, min(block or slots_per_step(k, v), slots) // piece * piece)
-    block = max(x for x in range(piece, 2 * most, piece) if slots % x == 0) if sides else most
+    sides = sides_of(k, v, pos, bias)
+    piece, block = steps(
+        slots, block or slots_per_step(*caches), whole=bool(sides), lanes=bool(sides) or mass
+    )
     queries = group * t
     pad = (0, -queries % SUBLANES)
     asked = jnp.pad(q.reshape(lists, queries, h), ((0, 0), pad, (0, width - h)))
@@ -193,20 +232,58 @@ def tpu_stacked_decode(
     begins = jnp.zeros((lists,), jnp.int32)
     if window is not None and pos is None:
         begins = jnp.repeat(jnp.maximum(q_pos.min(-1) - window + 1, 0).astype(jnp.int32) // block, heads)
-    sizes = tpu.Sizes(block, piece, lists // cores, scale, window, softcap, v is None, tuple(sides))
+    room = -(-slots // block) * block if mass else 0
+    sizes = tpu.Sizes(block, piece, lists // cores, scale, window, softcap, v is None, tuple(sides), room)
     origins = jnp.arange(lists, dtype=jnp.int32) * slots
-    merged = [None if x is None else x.reshape(x.shape[0], lists * slots, -1) for x in (k, v)]
-    out, lse = tpu.stacked_decode(
-        asked, merged[0], merged[1], lengths.reshape(-1), begins, origins,  # pyright: ignore[reportArgumentType]
+    merged = [x.reshape(x.shape[0], lists * slots, -1) for x in caches]
+    out, lse, *given = tpu.stacked_decode(
+        asked, merged[0], None if v is None else merged[1], lengths.reshape(-1), begins, origins,
         jnp.broadcast_to(asked_pos[..., None], (*asked_pos.shape, LANES)), layer[None],
-        tuple(x.astype(jnp.int32 if name == "pos" else jnp.float32) for name, x in sides.items()),
+        tuple(
+            _in_blocks(x, layer, block, jnp.int32 if name == "pos" else jnp.float32)
+            for name, x in sides.items()
+        ),
         sizes=sizes, cores=cores, interpret=interpret,
     )  # fmt: skip
     out = out[:, :queries, values[0] : sum(values)].reshape(b, n, t, values[1])
-    return out, lse[:, :queries, 0].reshape(b, n, t)
+    lse = lse[:, :queries, 0].reshape(b, n, t)
+    if not mass:
+        return out, lse, None
+    slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
+    visited = (slot >= begins.reshape(b, heads, 1) * block) & (slot < lengths[..., None])
+    return out, lse, jnp.where(visited, given[0][:, 0, :slots].reshape(b, heads, slots), 0.0)
 
 
-def slots_per_step(k: Array, v: Array | None, step_bytes: int = 2**20) -> int:
+def steps(slots: int, most: int, *, whole: bool, lanes: bool) -> tuple[int, int]:
+    """(slots of a piece of a step, slots of a step): pieces fill the slots exactly, a step has whole pieces.
+
+    whole: whether steps shall fill the slots too, unless they were shorter than half of `most`. lanes:
+    whether a step must be a multiple of 128 slots.
+
+    >>> steps(8192, 2048, whole=True, lanes=True), steps(8320, 2048, whole=True, lanes=True)
+    ((128, 2048), (128, 1664))
+    >>> steps(8336, 2048, whole=True, lanes=True)
+    (16, 2048)
+    """
+    unit = LANES if lanes else 1
+    most = max(unit, min(most, -(-slots // unit) * unit) // unit * unit)
+    piece = math.gcd(slots, LANES)
+    while piece > most:
+        piece //= 2
+    most = most // piece * piece
+    exact = [x for x in range(piece, most + 1, piece) if slots % x == 0 and x % unit == 0]
+    return piece, exact[-1] if whole and exact and 2 * exact[-1] > most else most
+
+
+def _in_blocks(x: Array, layer: Array, block: int, dtype: Any) -> Array:
+    """x [L, B, K, S] as it is where blocks of `dtype` fill it, else one layer of it with something behind."""
+    pad = -x.shape[3] % block
+    if not pad and x.dtype == dtype:
+        return x
+    one = jax.lax.dynamic_index_in_dim(x, layer, 0).astype(dtype)
+    return jnp.pad(one, ((0, 0), (0, 0), (0, 0), (0, pad)))
+
+
+def slots_per_step(*caches: Array, step_bytes: int = 2**20) -> int:
     """Slots whose keys and values make about `step_bytes`: below that, the latency of a copy shows."""
-    caches = (k,) if v is None else (k, v)
     return step_bytes // sum(x.shape[-1] * jnp.dtype(x.dtype).itemsize for x in caches)

@@ -13,11 +13,9 @@ from kvjax.models.attending import attend_at_once
 from kvjax.models.mixer import Layer, Projected, Scores
 from kvjax.ops.attention import Keys, merge
 from kvjax.ops.dispatch import form
-from kvjax.ops.stacked_decode import refusal, stacked_decode
+from kvjax.ops.stacked_decode import Coded, refusal, rows_of, stacked_decode
 from kvjax.place.paged import attend_pages
 from kvjax.steps.run import Run, turn_keys
-
-Part = tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"]]
 
 
 class Past(NamedTuple):
@@ -63,7 +61,8 @@ def attend_past(
             )  # fmt: skip
             parts.append(part)
         elif isinstance(segment, Slots) and (chosen := _form(run, past, layer, x, i)) != "reference":
-            parts.append(_attend_slots(run, past, layer, q, segment, pos, chosen))
+            out, lse, mass = _attend_slots(run, past, layer, q, segment, pos, chosen)
+            parts.append((out, lse))
         else:
             sets.append(_read(run, past, layer, q, i, pools, at))
     if unreadable is not None:
@@ -104,11 +103,22 @@ def _form(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
     """In which form segment `i` is attended; NotImplementedError where a kernel is forced and cannot run."""
     slots = past.state[i]
     assert isinstance(slots, Slots)
-    if isinstance(slots.k, Codes) or isinstance(slots.v, Codes):
-        why = "encoded slots have no kernel in a dense cache"
-    else:
-        why = _together(run, past, layer, x, i) or refusal(x.q, slots.k, slots.v, slots.pos, slots.bias)
+    why = _together(run, past, layer, x, i)
+    try:
+        k, v = _rows(slots.k), None if slots.v is None else _rows(slots.v)
+        why = why or refusal(x.q, k, v, slots.pos, slots.bias, mass=past.gm.wants_mass)
+    except NotImplementedError as error:
+        why = str(error)
     return form("attention over slots", run.implementation, tpu=why)
+
+
+def _rows(x: Array | Codes) -> Array | Coded:
+    """What a kernel reads: rows, or codes of 8 bits with a scale and a zero per slot."""
+    if not isinstance(x, Codes):
+        return x
+    if set(x.data) != set(Coded._fields) or x.data["scale"].ndim != 4:
+        raise NotImplementedError(f"a dense cache of {x.codec} has no kernel")
+    return Coded(**x.data)
 
 
 def _together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
@@ -122,20 +132,21 @@ def _together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
         "the layer reads one above it": past.above,
         "keys turn by their ranks": run.rank_phase,
         "the method picks what is read": past.gm.read is not None and i == 0,
-        "evicting needs the mass on every slot": past.gm.wants_mass,
+        "evicting needs the mass among several parts": past.gm.wants_mass
+        and (len(past.state) > 1 or x.extra is not None),
     }
     return next((why for why, holds in reasons.items() if holds), "")
 
 
 def _attend_slots(
     run: Run, past: Past, layer: Layer, q: Array, slots: Slots, pos: Int[Array, "B 1"], implementation: str
-) -> Part:
-    """Attention over one layer of slots that stay in the stacked cache."""
-    assert not isinstance(slots.k, Codes) and not isinstance(slots.v, Codes)
+) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], Float[Array, "B K S"] | None]:
+    """Attention over one layer of slots that stay in the stacked cache: (out, lse, mass where it is wanted)."""
+    k, v = _rows(slots.k), None if slots.v is None else _rows(slots.v)
     slot = jnp.arange(1, slots.capacity + 1, dtype=jnp.int32)
     used = jnp.where(slots.pos[past.index] >= 0, slot[None, None], 0).max(-1)
     return stacked_decode(
-        q, slots.k, slots.v, used, pos, past.index, scale=layer.scale, pos=slots.pos, bias=slots.bias,
-        values=slots.shared if slots.v is None else slots.v.shape[-1],
-        first=0, window=layer.window, softcap=run.config.attention_softcap, implementation=implementation,
+        q, k, v, used, pos, past.index, scale=layer.scale, pos=slots.pos, bias=slots.bias,
+        values=slots.shared if v is None else rows_of(v).shape[-1], first=0, window=layer.window,
+        softcap=run.config.attention_softcap, mass=past.gm.wants_mass, implementation=implementation,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Affine (min-max) quantisation of keys and values, packed."""
+"""Quantised keys and values: affine (min-max) codes, packed, and float8."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.store.packing import pack, unpack
+from kvjax.store.packing import pack, pack_tokens, packed_words, unpack, unpack_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,13 +17,20 @@ class Affine:
 
     axis "token": groups of `group` channels of one token (None: all of them). axis "channel": groups of
     `group` tokens of one channel, which are encoded together (KIVI's keys, arXiv:2402.02750, section 3).
-    Codes are packed in uint32 words; scale and zero are float16, and codes are computed from the rounded
-    ones, so |error| <= scale / 2 up to float16 rounding of the range's ends.
+    `together`: tokens that share words although their groups do not need it, which an accelerator reads
+    faster and which cannot be appended one by one.
+
+    Codes of 8 bits are uint8 [*b, S, H]; fewer bits are packed in uint32 words, [*b, S / granule * w, H]
+    where tokens are encoded together and [*b, S, w] otherwise. scale and zero are float16, by channel
+    [*b, S / group, H], by token [*b, S] with one group, [*b, S, groups] with several, and where tokens are
+    encoded together [*b, S / together, groups * together], the groups outside. Codes are computed from the
+    rounded ones, so |error| <= scale / 2 up to float16 rounding of the range's ends.
     """
 
     bits: int
     axis: str = "token"
     group: int | None = None
+    together: int = 1
 
     def __post_init__(self):
         if self.bits not in (1, 2, 4, 8):
@@ -32,46 +39,90 @@ class Affine:
             raise ValueError(f"axis must be 'token' or 'channel', got {self.axis!r}")
         if self.axis == "channel" and not self.group:
             raise ValueError("axis 'channel' needs group=: the number of tokens encoded together, such as 32")
+        if self.together < 1 or (self.axis == "channel" and self.together > 1):
+            raise ValueError(
+                f"together must be at least 1, and 1 for axis 'channel' (see group), got {self.together}"
+            )
 
     @property
     def granule(self) -> int:
-        return self.group or 1 if self.axis == "channel" else 1
+        return self.group or 1 if self.axis == "channel" else self.together
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        rows = self._grouped(x.astype(jnp.float32))
-        low, high = rows.min(-1, keepdims=True), rows.max(-1, keepdims=True)
+        rows, over = self._grouped(x.astype(jnp.float32))
+        low, high = rows.min(over, keepdims=True), rows.max(over, keepdims=True)
         zero = low.astype(jnp.float16)
         scale = ((high - low) / (2**self.bits - 1)).astype(jnp.float16)
         # A constant group has scale 0: every code 0, value zero.
         step = jnp.where(scale == 0, jnp.float16(1), scale).astype(jnp.float32)
         codes = jnp.clip(jnp.round((rows - zero.astype(jnp.float32)) / step), 0, 2**self.bits - 1)
-        words = pack(codes.astype(jnp.uint32), self.bits)
-        return {"words": words, "scale": scale[..., 0], "zero": zero[..., 0]}
+        kept = self._packed(codes.reshape(x.shape))
+        return kept | {"scale": self._numbers(scale), "zero": self._numbers(zero)}
 
     def decode(self, data: dict[str, Array], width: int, dtype: Any) -> Float[Array, "*b S H"]:
-        group = self._group(width)
-        codes = unpack(data["words"], self.bits, group).astype(jnp.float32)
-        scale, zero = (data[n].astype(jnp.float32)[..., None] for n in ("scale", "zero"))
-        rows = (codes * scale + zero).astype(dtype)
-        if self.axis == "token":
-            return rows.reshape(*rows.shape[:-2], width)
-        tokens = jnp.swapaxes(rows, -1, -2)
-        return tokens.reshape(*rows.shape[:-3], rows.shape[-3] * group, width)
+        codes = self._codes(data, width).astype(jnp.float32)
+        rows, _ = self._grouped(codes)
+        scale, zero = (self._spread(data[n], rows.ndim).astype(jnp.float32) for n in ("scale", "zero"))
+        return (rows * scale + zero).astype(dtype).reshape(codes.shape)
 
-    def _group(self, width: int) -> int:
-        return self.granule if self.axis == "channel" else (self.group or width)
-
-    def _grouped(self, x: Array) -> Array:
-        """token: [*b, S, groups, group]; channel: [*b, S / group, H, group]."""
+    def _grouped(self, x: Array) -> tuple[Array, int]:
+        """(x with its groups on an axis, that axis): [*b, S, groups, group] or [*b, S / group, group, H]."""
         *batch, s, h = x.shape
-        if self.axis == "token":
-            g = self._group(h)
-            if h % g:
-                raise ValueError(f"group={g} must divide the {h} channels of a head")
-            return x.reshape(*batch, s, h // g, g)
         if s % self.granule:
             raise ValueError(f"{s} tokens cannot be encoded {self.granule} at a time")
-        return jnp.swapaxes(x.reshape(*batch, s // self.granule, self.granule, h), -1, -2)
+        if self.axis == "channel":
+            return x.reshape(*batch, s // self.granule, self.granule, h), -2
+        g = self.group or h
+        if h % g:
+            raise ValueError(f"group={g} must divide the {h} channels of a head")
+        return x.reshape(*batch, s, h // g, g), -1
+
+    def _numbers(self, x: Array) -> Array:
+        """Scales or zeros as they are stored, from one per group of `_grouped`."""
+        if self.axis == "channel":
+            return x[..., 0, :]
+        *batch, s, groups, _ = x.shape
+        if groups == 1 and self.together == 1:
+            return x[..., 0, 0]
+        if self.together == 1:
+            return x[..., 0]
+        split = x.reshape(*batch, s // self.together, self.together, groups)
+        return jnp.swapaxes(split, -1, -2).reshape(*batch, s // self.together, groups * self.together)
+
+    def _spread(self, x: Array, ndim: int) -> Array:
+        """The inverse of `_numbers`, for groups of `ndim` axes."""
+        if self.axis == "channel":
+            return x[..., None, :]
+        if self.together > 1:
+            split = x.reshape(*x.shape[:-1], -1, self.together)
+            x = jnp.swapaxes(split, -1, -2).reshape(*x.shape[:-2], -1, split.shape[-2])
+        return x.reshape(*x.shape, *(1,) * (ndim - x.ndim))
+
+    def _packed(self, codes: Float[Array, "*b S H"]) -> dict[str, Array]:
+        if self.bits == 8:
+            return {"codes": codes.astype(jnp.uint8)}
+        *batch, s, h = codes.shape
+        whole = codes.astype(jnp.uint32)
+        if self.granule > 1:
+            words = pack_tokens(whole.reshape(*batch, -1, self.granule, h), self.bits)
+            return {"words": words.reshape(*batch, -1, h)}
+        words = pack(whole.reshape(*batch, s, -1, self.group or h), self.bits)
+        return {"words": words.reshape(*batch, s, -1)}
+
+    def _codes(self, data: dict[str, Array], width: int) -> Array:
+        """Codes [*b, S, H] of `_packed`."""
+        if self.bits == 8:
+            return data["codes"]
+        words = data["words"]
+        *batch, rows, columns = words.shape
+        if self.granule > 1:
+            per = packed_words(self.granule, self.bits)
+            split = words.reshape(*batch, rows // per, per, columns)
+            return unpack_tokens(split, self.bits, self.granule).reshape(*batch, -1, columns)
+        group = self.group or width
+        per = packed_words(group, self.bits)
+        split = words.reshape(*batch, rows, columns // per, per)
+        return unpack(split, self.bits, group).reshape(*batch, rows, width)
 
 
 @dataclasses.dataclass(frozen=True)

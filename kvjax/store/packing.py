@@ -1,4 +1,8 @@
-"""Sub-byte integers in uint32 words, so that the bytes a codec claims are the bytes it holds."""
+"""Sub-byte integers in uint32 words, so that the bytes a codec claims are the bytes it holds.
+
+Words lie along channels (`pack`), so that a token is appended by itself, or along tokens (`pack_tokens`), so
+that a word belongs to one channel and an accelerator reads rows as wide as a head.
+"""
 
 from __future__ import annotations
 
@@ -36,3 +40,36 @@ def unpack(words: UInt32[Array, "*b w"], bits: int, count: int) -> UInt32[Array,
     per = 32 // bits
     parts = (words[..., None] >> _shifts(bits, words.ndim)) & jnp.uint32(2**bits - 1)
     return parts.reshape(*words.shape[:-1], words.shape[-1] * per)[..., :count]
+
+
+def pack_tokens(codes: UInt32[Array, "*b S H"], bits: int) -> UInt32[Array, "*b w H"]:
+    """S tokens of every channel in words of 1, 2 or 4 bits a token; what is missing in the last word is 0.
+
+    A word holds 8 numbers of 4 bits, which are 8 tokens next to each other, or for 2 bits (1 bit) one token
+    each of 2 (4) planes: plane j is the j-th part of all S, at bits j (2 j) of a number. So matrix units get
+    numbers of 4 bits, which they can widen, after one shift and one mask per plane.
+
+    >>> import jax.numpy as jnp
+    >>> pack_tokens(jnp.array([[1], [2], [3]], jnp.uint32), 4)
+    Array([[801]], dtype=uint32)
+    """
+    *batch, tokens, h = codes.shape
+    planes, words = 4 // bits, packed_words(tokens, bits)
+    pad = words * planes * 8 - tokens
+    padded = jnp.pad(codes, [(0, 0)] * len(batch) + [(0, pad), (0, 0)])
+    parts = padded.reshape(*batch, planes, words, 8, h) << _plane_shifts(bits, len(batch))
+    return parts.sum((-4, -2), dtype=jnp.uint32)
+
+
+def unpack_tokens(words: UInt32[Array, "*b w H"], bits: int, tokens: int) -> UInt32[Array, "*b S H"]:
+    """The first `tokens` integers of every channel of `pack_tokens`."""
+    *batch, count, h = words.shape
+    parts = (words[..., None, :, None, :] >> _plane_shifts(bits, len(batch))) & jnp.uint32(2**bits - 1)
+    return parts.reshape(*batch, -1, h)[..., :tokens, :]
+
+
+def _plane_shifts(bits: int, before: int) -> Array:
+    """[planes, 1, 8, 1] behind so many axes of 1."""
+    plane = jnp.arange(4 // bits, dtype=jnp.uint32)[:, None] * jnp.uint32(bits)
+    number = jnp.arange(8, dtype=jnp.uint32)[None] * jnp.uint32(4)
+    return (plane + number).reshape((1,) * before + (4 // bits, 1, 8, 1))

@@ -19,11 +19,16 @@ from jax.experimental.pallas import tpu as pltpu
 from kvjax.pallas_kernels import streaming
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running
 
+# Codes are taken as code - MIDDLE, so that sums of them and of zeros do not cancel.
+MIDDLE = 128
+
 
 class Sizes(NamedTuple):
     """What is static: slots per step and per piece of one, lists of one core, and what is done to the logits.
 
-    packed: whether rows of keys hold the values too. sides: what is given per slot, among "pos" and "bias".
+    packed: whether rows of keys hold the values too. sides: what is given per slot, among "pos", "bias", and
+    of codes "key_scale", "key_zero", "value_scale" and "value_zero".
+    mass: slots, in whole blocks, of which to write what each was given; 0 for none.
     """
 
     block: int
@@ -34,15 +39,15 @@ class Sizes(NamedTuple):
     softcap: float | None = None
     packed: bool = False
     sides: tuple[str, ...] = ()
+    mass: int = 0
 
 
 def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, sizes: Sizes) -> None:
-    many, given = 1 if sizes.packed else 2, len(sizes.sides)
-    q, q_pos, *rest = refs
-    sides, caches, (out, lse), (*buffers, turn, arrived, top, total, acc) = (
-        dict(zip(sizes.sides, rest[:given], strict=True)), rest[given : given + many],
-        rest[given + many : given + many + 2], rest[given + many + 2 :],
-    )  # fmt: skip
+    cuts = [2, len(sizes.sides), 1 if sizes.packed else 2, 3 if sizes.mass else 2]
+    rest = list(refs)
+    (q, q_pos), sides, caches, (out, lse, *mass) = ([rest.pop(0) for _ in range(n)] for n in cuts)
+    scores = [rest.pop()] if sizes.mass else []
+    *buffers, turn, arrived, top, total, acc = rest
     j = pl.program_id(1)
     mine = pl.program_id(0) * sizes.lists + j
     more = j + 1 < sizes.lists
@@ -70,31 +75,58 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
 
     def visit(s: Any, slot: Any) -> None:
         values = buffers[-1]
-        streaming.blank(
-            lambda n: values.at[slot, pl.ds(pl.multiple_of(n * piece, piece), piece)],
-            piece, block // piece, length[0] - s * block,
-        )  # fmt: skip
+        if jnp.issubdtype(values.dtype, jnp.floating):
+            streaming.blank(
+                lambda n: values.at[slot, pl.ds(pl.multiple_of(n * piece, piece), piece)],
+                piece, block // piece, length[0] - s * block,
+            )  # fmt: skip
         asked = q[0]
         kind = jnp.float32 if asked.dtype == jnp.float32 else jnp.bfloat16
-        k, v = (b[slot].astype(kind) for b in (buffers[0], values))
-        z = streaming.product(asked.astype(kind), k, 1) * sizes.scale
+        k, v = (_widened(b[slot], kind) for b in (buffers[0], values))
+        side = {n: _row(x, mine, s, block) for n, x in zip(sizes.sides, sides, strict=True)}
+        z = streaming.product(asked.astype(kind), k, 1)
+        if "key_scale" in side:
+            whole = asked.astype(jnp.float32).sum(-1, keepdims=True)
+            z = z * side["key_scale"] + whole * (side["key_zero"] + MIDDLE * side["key_scale"])
+        z = z * sizes.scale
         if sizes.softcap is not None:
             z = sizes.softcap * jnp.tanh(z / sizes.softcap)
-        side = {n: _row(x, mine, s, block) for n, x in sides.items()}
         if "bias" in side:
             z = z + side["bias"]
         slot_of = jax.lax.broadcasted_iota(jnp.int32, (1, block), 1) + s * block
-        pos, asked_pos = side.get("pos", slot_of), q_pos[0][:, :1]
-        seen = (pos <= asked_pos) & (slot_of < length[0])
+        pos, asked_pos, live = side.get("pos", slot_of), q_pos[0][:, :1], slot_of < length[0]
+        seen = (pos <= asked_pos) & live
         if "pos" in side:
             seen &= pos >= 0
         if sizes.window is not None:
             seen &= pos > asked_pos - sizes.window
-        streaming.fold(running, jnp.where(seen, z, NEG_INF), v)
+        z = jnp.where(seen, z, NEG_INF)
+        for kept in scores:
+            kept[:, pl.ds(pl.multiple_of(s * block, block), block)] = z
+        whose = "key" if sizes.packed else "value"
+        if f"{whose}_scale" not in side:
+            streaming.fold(running, z, v)
+            return
+        # What lies behind the length may be no number.
+        step, zero = (jnp.where(live, side[f"{whose}_{n}"], 0.0) for n in ("scale", "zero"))
+        middle = zero + MIDDLE * step
+        streaming.fold_with(
+            running,
+            z,
+            lambda p: streaming.product((p * step).astype(kind), v, 0) + (p * middle).sum(-1, keepdims=True),
+        )
 
     span = begins[at[0]], pl.cdiv(length[0], block)
     streaming.stream(turn, span, begins[at[1]], more, copies, visit)
     streaming.finish(running, out, lse)
+    for kept, into in zip(scores, mass, strict=True):
+        streaming.spread(kept, lse, into, span, block)
+
+
+def _widened(x: Any, kind: Any) -> Any:
+    """Rows for the matrix unit, codes about 0."""
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(kind) if floating else (x.astype(jnp.int32) - MIDDLE).astype(kind)
 
 
 def _row(side: Any, mine: Any, s: Any, block: int) -> Any:
@@ -117,13 +149,14 @@ def stacked_decode(
     sizes: Sizes,
     cores: int = 1,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
-    """(out [I, R, V], lse [I, R, 128]) of I lists.
+) -> tuple[jax.Array, ...]:
+    """(out [I, R, V], lse [I, R, 128], mass [I, 1, sizes.mass] where asked for) of I lists.
 
-    q [I, R, W] with R a multiple of 8; k [L, M, W] and v [L, M, V] with W and V multiples of 128; v None:
-    rows of k hold keys and values, V = W. lengths [I]; begins [I], the first block that is visited; origins
-    [I], the row of a list's first slot, a multiple of the piece, and so is M; q_pos [I, R, 128] int32; layer
-    [1]; sides [L, B, K, S], where S is made of whole blocks.
+    q [I, R, W] with R a multiple of 8; k [L, M, W] and v [L, M, V] with W and V multiples of 128, uint8 where
+    they are codes; v None: rows of k hold keys and values, V = W. lengths [I]; begins [I], the first block
+    that is visited; origins [I], the row of a list's first slot, a multiple of the piece, and so is M; q_pos
+    [I, R, 128] int32, -1 where a query is nobody's; sides [1 or L, B, K, S'] with S' the slots of whole
+    blocks; layer [1]. Mass of blocks that are not visited is not written.
     """
     lists, count, width = q.shape
     caches = (k,) if v is None else (k, v)
@@ -136,15 +169,17 @@ def stacked_decode(
         """All heads of a sequence, which are copied once for all of its lists."""
 
         def at(core: Any, j: Any, layer: Any, *_: Any) -> tuple[Any, ...]:
-            return (layer[0], (core * sizes.lists + j) // x.shape[2], 0, 0)
+            return (layer[0] if x.shape[0] > 1 else 0, (core * sizes.lists + j) // x.shape[2], 0, 0)
 
         return pl.BlockSpec((1, 1, *x.shape[2:]), at)
 
+    masses = [jax.ShapeDtypeStruct((lists, 1, sizes.mass), jnp.float32)] if sizes.mass else []
     return pl.pallas_call(
         partial(_kernel, sizes=sizes),
         out_shape=[
             jax.ShapeDtypeStruct((lists, count, values), q.dtype),
             jax.ShapeDtypeStruct((lists, count, LANES), jnp.float32),
+            *masses,
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
@@ -155,7 +190,7 @@ def stacked_decode(
                 *map(heads, sides),
                 *[pl.BlockSpec(memory_space=pl.ANY)] * len(caches),
             ],
-            out_specs=[of(count, values), of(count, LANES)],
+            out_specs=[of(count, values), of(count, LANES), *(of(*x.shape[1:]) for x in masses)],
             scratch_shapes=[
                 *(pltpu.VMEM((2, sizes.block, x.shape[-1]), x.dtype) for x in caches),
                 pltpu.SMEM((1,), jnp.int32),
@@ -163,6 +198,7 @@ def stacked_decode(
                 pltpu.VMEM((count, LANES), jnp.float32),
                 pltpu.VMEM((count, LANES), jnp.float32),
                 pltpu.VMEM((count, values), jnp.float32),
+                *(pltpu.VMEM((count, sizes.mass), jnp.float32) for _ in masses),
             ],
         ),
         compiler_params=pltpu.CompilerParams(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.stacked_decode import stacked_append, stacked_decode, tpu_stacked_decode
+from kvjax.ops.stacked_decode import Coded, stacked_append, stacked_decode, tpu_stacked_decode
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
 
@@ -64,9 +64,10 @@ def sides(seed, slots=64):
 
 
 def by_hand(
-    q, k, v, lengths, q_pos, *, scale, values=None, window=None, softcap=None, pos=None, bias=None, first=None
-):
-    """(out, lse), query by query."""
+    q, k, v, lengths, q_pos, *, scale, values=None, window=None, softcap=None, pos=None, bias=None,
+    first=None, mass=False,
+):  # fmt: skip
+    """(out, lse) and, where it is asked for, mass, query by query."""
     q, k = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k))
     b, n, t, h = q.shape
     values = values or h
@@ -77,6 +78,7 @@ def by_hand(
     )
     lengths = np.broadcast_to(np.asarray(lengths).reshape(b, -1), (b, K))
     out, lse = np.zeros((b, n, t, values)), np.full((b, n, t), -np.inf)
+    given = np.zeros(k.shape[1:4])
     for i, head, at in np.ndindex(b, n, t):
         mine, asked = (1, i, head // (n // K)), int(q_pos[i, at])
         length = int(lengths[mine[1:]])
@@ -90,7 +92,8 @@ def by_hand(
         p = np.exp(z - z.max())
         lse[i, head, at] = z.max() + np.log(p.sum())
         out[i, head, at] = p / p.sum() @ v[mine][:length][seen, :values]
-    return out, lse
+        given[mine[1:]][:length][seen] += p / p.sum()
+    return (out, lse, given) if mass else (out, lse)
 
 
 CASES = {
@@ -107,8 +110,11 @@ CASES = {
     "heads of 256": dict(width=256),
     "window and soft-cap": dict(t=2, window=20, softcap=5.0),
     "a window of one": dict(window=1),
-    "positions and biases": dict(t=2, window=30, softcap=5.0, **sides(7)),
-    "positions alone": dict(pos=sides(8)["pos"]),
+    "positions and biases": dict(t=2, window=130, softcap=5.0, slots=384, **sides(7, 384)),
+    "positions alone": dict(slots=320, pos=sides(8, 320)["pos"]),
+    "mass": dict(t=2, slots=384, mass=True),
+    "mass behind a window and with positions": dict(slots=320, window=90, mass=True, **sides(9, 320)),
+    "mass behind a window": dict(slots=384, window=70, mass=True, group=1),
     "latents": dict(width=192, row=256, packed=True, values=128, first=0),
     "bfloat16": dict(dtype=jnp.bfloat16),
 }
@@ -116,7 +122,7 @@ CASES = {
 
 def split(case):
     """(what to draw, what to call with); the number of values is both's."""
-    called = ("window", "softcap", "pos", "bias", "first")
+    called = ("window", "softcap", "pos", "bias", "first", "mass")
     options = {n: x for n, x in CASES[case].items() if n in (*called, "values")}
     return {n: x for n, x in CASES[case].items() if n not in called}, dict(scale=0.09) | options
 
@@ -129,7 +135,12 @@ def kernel(inputs, options, block, interpret, cores=1):
     options |= dict(values=(start, options.get("values", q.shape[-1])))
     options = dict(window=None, softcap=None) | options
     call = partial(tpu_stacked_decode, block=block, cores=cores, interpret=interpret, **options)
-    return jax.jit(call)(q, k, v, lists, pos, jnp.asarray(1, jnp.int32))
+    return given(jax.jit(call)(q, k, v, lists, pos, jnp.asarray(1, jnp.int32)))
+
+
+def given(results):
+    """The results that there are."""
+    return [x for x in results if x is not None]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -137,7 +148,7 @@ def test_the_plain_form_is_the_equation(case):
     drawn, options = split(case)
     inputs = draw(0, **drawn)
     call = jax.jit(lambda *x: stacked_decode(*x, 1, implementation="reference", **options))
-    check(call(*inputs), by_hand(*inputs, **options), 1e-2 if case == "bfloat16" else 2e-6)
+    check(given(call(*inputs)), by_hand(*inputs, **options), 1e-2 if case == "bfloat16" else 2e-6)
 
 
 @pytest.mark.parametrize("block", [16, 64])
@@ -172,7 +183,7 @@ def test_two_cores_share_the_lists():
 
 
 @pytest.mark.parametrize("dma", ["on_wait", "eager"])
-@pytest.mark.parametrize("case", ["plain", "window and soft-cap", "positions and biases"])
+@pytest.mark.parametrize("case", ["plain", "window and soft-cap", "positions and biases", "mass"])
 def test_copies_have_arrived_before_they_are_read(case, dma):
     drawn, options = split(case)
     inputs = draw(3, **drawn)
@@ -219,7 +230,7 @@ def test_a_scan_over_layers_decodes_with_the_row_it_appended():
         caches = stacked_append(*caches, k, v, length, at, implementation="tpu interpret")
         out = stacked_decode(
             q, *caches, length + 1, length[:, None], at, scale=0.1, implementation="tpu interpret"
-        )
+        )[:2]
         return caches, out
 
     _, got = jax.jit(lambda c: jax.lax.scan(layer, c, (jnp.arange(LAYERS), *rows)))(tuple(cache))
@@ -230,6 +241,55 @@ def test_a_scan_over_layers_decodes_with_the_row_it_appended():
     for at in range(LAYERS):
         turned = [jnp.asarray(x[[at, at]], jnp.float32) for x in want]
         check([x[at] for x in got], by_hand(q, *turned, length + 1, length[:, None], scale=0.1), 2e-6)
+
+
+def at_size(slots, pos=None, **how):
+    """The kernel's call over so many slots, of which no number exists."""
+    q, _, _, lengths, q_pos = draw(0)
+    many = jax.ShapeDtypeStruct((LAYERS, B, K, slots, 128), q.dtype)
+    call = partial(stacked_decode, scale=1.0, implementation="tpu", **how)
+    jax.eval_shape(lambda k, pos: call(q, k, k, lengths, q_pos, 1, pos=pos), many, pos)
+
+
+def code(x):
+    """x in codes of 8 bits, and the numbers that they stand for: no numbers where x has none."""
+    x = np.asarray(x)
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    scale, zero = ((high - low) / 255).astype(np.float16), low.astype(np.float16)
+    codes = np.clip(np.rint((x - zero) / scale.astype(np.float32)), 0, 255)
+    codes = np.where(np.isnan(codes), 7, codes).astype(np.uint8)
+    plain = codes * scale.astype(np.float32) + zero.astype(np.float32)
+    numbers = (jnp.asarray(y[..., 0]) for y in (scale, zero))
+    return Coded(jnp.asarray(codes), *numbers), jnp.asarray(plain, jnp.float32)
+
+
+@pytest.mark.parametrize("which", ["both", "keys", "values", "latents"])
+@pytest.mark.parametrize("how", ["reference", "kernel"])
+def test_codes_are_the_numbers_that_they_stand_for(which, how):
+    """Scales and zeros behind the lengths are no numbers."""
+    packed = which == "latents"
+    q, k, v, lengths, pos = draw(11, t=2, slots=320, packed=packed)
+    options = dict(scale=0.09, window=200, mass=True, pos=sides(12, 320)["pos"])
+    coded_k, plain_k = (k, k) if which == "values" else code(k)
+    coded_v, plain_v = (v, v) if which in ("keys", "latents") else code(v)
+    want = by_hand(q, plain_k, plain_v, lengths, pos, **options)
+    inputs = (q, coded_k, coded_v, lengths, pos)
+    if how == "kernel":
+        check(kernel(inputs, options, 128, True), want, 2e-6)
+        return
+    call = jax.jit(lambda *x: stacked_decode(*x, 1, implementation="reference", **options))
+    check(given(call(*inputs)), want, 2e-6)
+
+
+@pytest.mark.parametrize("dma", ["on_wait", "eager"])
+def test_codes_have_arrived_before_they_are_read(dma):
+    q, k, v, lengths, pos = draw(13, slots=384)
+    (coded_k, plain_k), (coded_v, plain_v) = code(k), code(v)
+    options = dict(scale=0.09)
+    inputs = (q, coded_k, coded_v, lengths, pos)
+    got, races = with_races(lambda mode: kernel(inputs, options, 128, mode), dma)
+    check(got, by_hand(q, plain_k, plain_v, lengths, pos, **options), 2e-6)
+    assert not races
 
 
 def test_what_cannot_run_says_why():
@@ -244,10 +304,10 @@ def test_what_cannot_run_says_why():
     ]:
         with pytest.raises(NotImplementedError, match=why):
             stacked_decode(*wrong, lengths, pos, 1, implementation="tpu", **how)
-    with pytest.raises(
-        NotImplementedError, match="pos or bias of 2 heads x 64 slots, expected a multiple of 128"
-    ):
-        stacked_decode(q, k, v, lengths, pos, 1, implementation="tpu", **sides(0), **how)
+    with pytest.raises(NotImplementedError, match="pos of 2 heads twice .* x 1048576 slots, expected"):
+        at_size(2**20, pos=jax.ShapeDtypeStruct((LAYERS, B, K, 2**20), jnp.int32))
+    with pytest.raises(NotImplementedError, match="mass of 8 queries x 524288 slots, expected at most"):
+        at_size(2**19, mass=True)
     for wrong in [(q[:, :3], k, v), (q, k, v[..., :64]), (q, k, None)]:
         with pytest.raises(ValueError, match="do not fit"):
             stacked_decode(*wrong, lengths, pos, 1, **how)

@@ -8,6 +8,7 @@ import pytest
 from kvjax import cache
 from kvjax.cache import Codes, nbytes
 from kvjax.store.affine import Affine, Float8
+from kvjax.store.packing import pack_tokens, unpack_tokens
 
 encode = jax.jit(cache.encode, static_argnames="codec")
 decode = jax.jit(Codes.decode)
@@ -43,28 +44,44 @@ def affine_by_hand(x, bits, axis, group):
     return codes, scale, zero
 
 
-CASES = [(8, "token", None), (4, "token", 16), (2, "token", 8), (2, "channel", 8), (4, "channel", 16)]
+# bits, axis, group, tokens that share words.
+CASES = [
+    (8, "token", None, 1), (4, "token", 16, 1), (4, "token", None, 8), (2, "token", 8, 1), (2, "token", 8, 8),
+    (1, "token", 16, 4), (8, "channel", 8, 1), (4, "channel", 16, 1), (2, "channel", 8, 1),
+    (1, "channel", 8, 1),
+]  # fmt: skip
 
 
-def make(rng, bits, axis, group, scale=1.0):
+def make(rng, bits, axis, group, together=1, scale=1.0):
     x = jnp.asarray(rng.normal(size=SHAPE) * scale, jnp.float32)
-    return x, Affine(bits, axis=axis, group=group), group or SHAPE[-1]
+    return x, Affine(bits, axis=axis, group=group, together=together), group or SHAPE[-1]
 
 
-@pytest.mark.parametrize("bits, axis, group", CASES)
-def test_affine_equals_a_quantiser_by_hand(rng, bits, axis, group):
-    x, codec, size = make(rng, bits, axis, group)
+def stored(numbers, axis, together):
+    """One number per group [.., S, groups] or [.., S / group, H] in the order they are stored in."""
+    if axis == "channel":
+        return numbers
+    if together == 1:
+        return numbers[..., 0] if numbers.shape[-1] == 1 else numbers
+    *batch, s, groups = numbers.shape
+    split = numbers.reshape(*batch, s // together, together, groups)
+    return split.swapaxes(-1, -2).reshape(*batch, s // together, -1)
+
+
+@pytest.mark.parametrize("bits, axis, group, together", CASES)
+def test_affine_equals_a_quantiser_by_hand(rng, bits, axis, group, together):
+    x, codec, size = make(rng, bits, axis, group, together)
     coded = encode(x, codec)
     codes, scale, zero = affine_by_hand(x, bits, axis, size)
-    np.testing.assert_array_equal(coded.data["scale"], scale)
-    np.testing.assert_array_equal(coded.data["zero"], zero)
+    np.testing.assert_array_equal(coded.data["scale"], stored(scale, axis, together))
+    np.testing.assert_array_equal(coded.data["zero"], stored(zero, axis, together))
     want = codes * scale.astype(np.float64)[..., None] + zero.astype(np.float64)[..., None]
     np.testing.assert_allclose(decode(coded), tokens_of(want, axis), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("bits, axis, group", CASES)
-def test_the_error_is_at_most_half_a_step_and_the_rounding_of_the_ends(rng, bits, axis, group):
-    x, codec, size = make(rng, bits, axis, group, scale=3.0)
+@pytest.mark.parametrize("bits, axis, group, together", CASES)
+def test_the_error_is_at_most_half_a_step_and_the_rounding_of_the_ends(rng, bits, axis, group, together):
+    x, codec, size = make(rng, bits, axis, group, together, scale=3.0)
     error = np.abs(np.asarray(decode(encode(x, codec)), np.float64) - np.asarray(x))
     rows = rows_of(np.asarray(x, np.float64), axis, size)
     span = rows.max(-1) - rows.min(-1)
@@ -75,15 +92,43 @@ def test_the_error_is_at_most_half_a_step_and_the_rounding_of_the_ends(rng, bits
     assert (rows_of(error, axis, size) <= bound).all()
 
 
-@pytest.mark.parametrize("bits, axis, group", CASES)
-def test_bytes_are_the_packed_codes_and_two_float16_per_group(rng, bits, axis, group):
-    x, codec, size = make(rng, bits, axis, group)
+@pytest.mark.parametrize("bits, axis, group, together", CASES)
+def test_bytes_are_the_packed_codes_and_two_float16_per_group(rng, bits, axis, group, together):
+    x, codec, size = make(rng, bits, axis, group, together)
     coded = encode(x, codec)
-    words_per_group = -(-size * bits // 32)
-    assert nbytes(coded.data["words"]) == x.size // size * words_per_group * 4
-    assert nbytes(coded) == x.size // size * (words_per_group * 4 + 4)
-    if size * bits % 32 == 0:
-        assert nbytes(coded.data["words"]) * 32 == nbytes(x) * bits
+    # Words hold tokens of one channel where these are encoded together, else channels of one token.
+    run = codec.granule if codec.granule > 1 else size
+    codes = x.size // run * -(-run * bits // 32) * 4
+    assert nbytes(coded.data["codes" if bits == 8 else "words"]) == codes
+    assert nbytes(coded) == codes + x.size // size * 4
+    if run * bits % 32 == 0:
+        assert codes * 32 == nbytes(x) * bits
+
+
+@pytest.mark.parametrize("bits, axis, group, together", CASES)
+def test_every_array_has_its_slots_on_the_axis_of_the_tokens(rng, bits, axis, group, together):
+    """Granules can then be written, padded and read page by page, whatever the codec."""
+    x, codec, _ = make(rng, bits, axis, group, together)
+    whole, g = encode(x, codec), codec.granule
+    for granule in range(x.shape[2] // g):
+        one = encode(x[:, :, granule * g : (granule + 1) * g], codec)
+        for name, part in one.data.items():
+            rows = part.shape[2]
+            assert whole.data[name].shape[2] * g == rows * x.shape[2]
+            np.testing.assert_array_equal(whole.data[name][:, :, granule * rows : (granule + 1) * rows], part)
+
+
+def test_words_of_tokens_hold_numbers_of_four_bits_in_planes(rng):
+    """Token 8 w + i + 8 W j of a channel is bits 4 i + bits j of word w of W."""
+    for bits in (1, 2, 4):
+        codes = rng.integers(0, 2**bits, (64, 3))
+        words = np.asarray(pack_tokens(jnp.asarray(codes, jnp.uint32), bits))
+        for token in range(64):
+            plane, at = divmod(token, 8 * len(words))
+            word, number = divmod(at, 8)
+            found = words[word] >> np.uint32(4 * number + bits * plane) & np.uint32(2**bits - 1)
+            np.testing.assert_array_equal(found, codes[token])
+        np.testing.assert_array_equal(unpack_tokens(jnp.asarray(words), bits, 64), codes)
 
 
 @pytest.mark.parametrize("axis", ["token", "channel"])
@@ -142,6 +187,8 @@ def test_codes_remember_the_dtype_they_decode_to(rng, codec):
         (dict(bits=3), "1, 2, 4 or 8"),
         (dict(bits=2, axis="row"), "axis"),
         (dict(bits=2, axis="channel"), "group"),
+        (dict(bits=2, axis="channel", group=8, together=8), "together"),
+        (dict(bits=2, together=0), "together"),
     ],
 )
 def test_impossible_codecs_are_refused_when_they_are_built(arguments, message):

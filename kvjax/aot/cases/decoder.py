@@ -47,7 +47,13 @@ def decoder(device: Device, method: Method) -> Case:
     )  # fmt: skip
 
 
-METHODS: dict[str, dict[str, float]] = {"snapkv": dict(budget=0.25), "adakv": dict(budget=0.25)}
+METHODS: dict[str, dict[str, float]] = {
+    "snapkv": dict(budget=0.25),
+    "adakv": dict(budget=0.25),
+    "h2o": dict(budget=0.25),
+    "int8": {},
+    "kivi": {},
+}
 CASES: dict[str, Callable[[Device], Case]] = {
     "decoder-full": partial(decoder, method=Method()),
     **{f"decoder-{name}": partial(decoder, method=build(name, **hyper)) for name, hyper in METHODS.items()},

@@ -12,7 +12,7 @@ from jax.experimental.layout import Layout
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.stacked_decode import stacked_append, tpu_stacked_decode
+from kvjax.ops.stacked_decode import Coded, stacked_append, tpu_stacked_decode
 
 BATCH, HEADS, GROUP, LAYERS = 4, 8, 8, 32
 
@@ -28,14 +28,21 @@ def stacked_decode(
     width: int = 128,
     packed: bool = False,
     positions: bool = False,
+    mass: bool = False,
+    slots: int = 32768,
 ) -> Case:
-    """Full lists of 32768 slots, B = 4, K = 8, G = 8, two layers; `packed`: keys and values in one row."""
-    slots, lists = 32768, BATCH * HEADS
+    """Full lists of `slots`, B = 4, K = 8, G = 8, two layers; `packed`: keys and values in one row."""
+    lists = BATCH * HEADS
     row = width * (2 if packed else 1)
+    coded = dtype == jnp.uint8
+    cache = shape(2, BATCH, HEADS, slots, row, dtype=dtype)
+    if coded:
+        cache = Coded(cache, *[shape(2, BATCH, HEADS, slots, dtype=jnp.float16)] * 2)
+    asked = jnp.bfloat16 if coded else dtype
     operands = (
-        shape(BATCH, HEADS * GROUP, 1, width, dtype=dtype),
-        shape(2, BATCH, HEADS, slots, row, dtype=dtype),
-        None if packed else shape(2, BATCH, HEADS, slots, row, dtype=dtype),
+        shape(BATCH, HEADS * GROUP, 1, width, dtype=asked),
+        cache,
+        None if packed else cache,
         shape(BATCH, HEADS, dtype=jnp.int32),
         shape(BATCH, 1, dtype=jnp.int32),
         shape(dtype=jnp.int32),
@@ -48,11 +55,11 @@ def stacked_decode(
     def run(q: Any, k: Any, v: Any, lengths: Any, q_pos: Any, layer: Any, sides: Any) -> Any:
         return tpu_stacked_decode(
             q, k, v, lengths, q_pos, layer, scale=width**-0.5, values=(first, width), window=None,
-            softcap=None, cores=device.cores, **sides,
+            softcap=None, mass=mass, cores=device.cores, **sides,
         )  # fmt: skip
 
-    moved = lists * slots * (2 * width * item + 4 * positions)
-    small = 2 * lists * GROUP * width * item
+    moved = lists * slots * (2 * width * item + 8 * coded + 4 * positions + 4 * mass)
+    small = 2 * lists * GROUP * width * jnp.dtype(asked).itemsize
     return Case(
         run, operands, moved + small, 4 * lists * GROUP * slots * width, 2 * lists * slots * 2 * width * item,
         "stacked_decode", trips={"1": lists, "2": lists * slots // block}, profiles=False,
@@ -79,7 +86,7 @@ def step(device: Device, *, tokens: int = 1) -> Case:
         q, new_k, new_v = jnp.einsum("bd,nd->bn", x, w["q"]), x @ w["k"], x @ w["v"]
         new_k, new_v = (y.reshape(BATCH, heads, h) for y in (new_k, new_v))
         k, v = stacked_append(k, v, new_k, new_v, length, at, implementation="tpu")
-        out, _ = tpu_stacked_decode(
+        out, *_ = tpu_stacked_decode(
             q.reshape(BATCH, heads * group, 1, h), k, v, jnp.repeat(length[:, None] + 1, heads, 1),
             length[:, None], at, scale=h**-0.5, values=(0, h), window=None, softcap=None, cores=device.cores,
         )  # fmt: skip
@@ -119,6 +126,8 @@ def step(device: Device, *, tokens: int = 1) -> Case:
 CASES: dict[str, Callable[[Device], Case]] = {
     "stacked_decode-bfloat16-h128": stacked_decode,
     "stacked_decode-bfloat16-h128-positions": partial(stacked_decode, positions=True),
+    "stacked_decode-bfloat16-h128-mass": partial(stacked_decode, mass=True),
+    "stacked_decode-uint8-h128": partial(stacked_decode, dtype=jnp.uint8, positions=True),
     "stacked_decode-float32-h128": partial(stacked_decode, dtype=jnp.float32),
     "stacked_decode-bfloat16-h64": partial(stacked_decode, width=64, packed=True),
     "stacked_decode-bfloat16-h256": partial(stacked_decode, width=256),
