@@ -103,21 +103,20 @@ def _form(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
     """In which form segment `i` is attended; NotImplementedError where a kernel is forced and cannot run."""
     slots = past.state[i]
     assert isinstance(slots, Slots)
-    why = _together(run, past, layer, x, i)
-    try:
-        k, v = _rows(slots.k), None if slots.v is None else _rows(slots.v)
+    why, k, v = _together(run, past, layer, x, i), _rows(slots.k), _rows(slots.v)
+    if k is None or (v is None and slots.v is not None):
+        why = why or "a dense cache of such codes has no kernel"
+    else:
         why = why or refusal(x.q, k, v, slots.pos, slots.bias, mass=past.gm.wants_mass)
-    except NotImplementedError as error:
-        why = str(error)
     return form("attention over slots", run.implementation, tpu=why)
 
 
-def _rows(x: Array | Codes) -> Array | Coded:
-    """What a kernel reads: rows, or codes of 8 bits with a scale and a zero per slot."""
+def _rows(x: Array | Codes | None) -> Array | Coded | None:
+    """What a kernel reads: rows, or codes of 8 bits with a scale and a zero each; None for other codes."""
     if not isinstance(x, Codes):
         return x
     if set(x.data) != set(Coded._fields) or x.data["scale"].ndim != 4:
-        raise NotImplementedError(f"a dense cache of {x.codec} has no kernel")
+        return None
     return Coded(**x.data)
 
 
@@ -141,8 +140,9 @@ def _together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
 def _attend_slots(
     run: Run, past: Past, layer: Layer, q: Array, slots: Slots, pos: Int[Array, "B 1"], implementation: str
 ) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], Float[Array, "B K S"] | None]:
-    """Attention over one layer of slots that stay in the stacked cache: (out, lse, mass where it is wanted)."""
-    k, v = _rows(slots.k), None if slots.v is None else _rows(slots.v)
+    """Attention over one layer of slots that stay in the stacked cache: (out, lse, mass if it is wanted)."""
+    k, v = _rows(slots.k), _rows(slots.v)
+    assert k is not None
     slot = jnp.arange(1, slots.capacity + 1, dtype=jnp.int32)
     used = jnp.where(slots.pos[past.index] >= 0, slot[None, None], 0).max(-1)
     return stacked_decode(

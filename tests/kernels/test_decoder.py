@@ -37,7 +37,16 @@ def decoded(model, method, implementation, tokens=3):
     return out
 
 
-@pytest.mark.parametrize("method", [None, kvjax.method("snapkv", budget=96)], ids=["full", "snapkv"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        None,
+        kvjax.method("snapkv", budget=96),
+        kvjax.method("h2o", budget=39),
+        kvjax.method("adakv", budget=40),
+        kvjax.method("int8"),
+    ],
+)
 def test_steps_through_the_kernel_are_steps_in_plain_jnp(method):
     m = model()
     check(decoded(m, method, "tpu interpret"), decoded(m, method, "reference"), BAR)
@@ -61,8 +70,8 @@ def test_a_prompt_through_the_kernels_gives_the_same_cache_and_logits():
 
 def test_forcing_a_kernel_on_what_it_cannot_read_says_why():
     m = model()
-    quest, int8 = kvjax.method("quest", budget=32, skip_layers=0), kvjax.method("int8")
-    for method, why in ((quest, "the method picks what is read"), (int8, "encoded slots")):
+    quest, int4 = kvjax.method("quest", budget=32, skip_layers=0), kvjax.method("int4")
+    for method, why in ((quest, "the method picks what is read"), (int4, "a dense cache of such codes")):
         _, cache = kvjax.prefill(m, PROMPT, method=method, room=32)
         with pytest.raises(NotImplementedError, match=f"attention over slots cannot run as .*{why}"):
             kvjax.step(m, cache, [1, 2], implementation="tpu interpret")
