@@ -49,13 +49,15 @@ def _kernel(layer: Any, lengths: Any, begins: Any, *refs: Any, sizes: Sizes) -> 
     length = [lengths[i] for i in at]
     block, piece = sizes.block, sizes.piece
 
-    def copies(ahead: int, s: Any, slot: Any, act: Any) -> None:
+    def copies(ahead: Any, s: Any, slot: Any, act: Any) -> None:
+        which = streaming.pick(ahead, *at)
+
         def some(first: Any, count: int) -> None:
             for cache, buffer in zip(caches, buffers, strict=True):
-                source = cache.at[layer[0], at[ahead], pl.ds(pl.multiple_of(s * block + first, piece), count)]
+                source = cache.at[layer[0], which, pl.ds(pl.multiple_of(s * block + first, piece), count)]
                 act(pltpu.make_async_copy(source, buffer.at[slot, pl.ds(first, count)], arrived.at[slot]))
 
-        live = jnp.clip(pl.cdiv(length[ahead] - s * block, piece), 0, block // piece)
+        live = jnp.clip(pl.cdiv(streaming.pick(ahead, *length) - s * block, piece), 0, block // piece)
         streaming.each(
             live,
             block // piece,
