@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 LANES, SUBLANES = 128, 8
 NEG_INF = float("-inf")
 # copies(ahead, s, slot, act): act on every copy of step s into buffer `slot`, of this list or the one ahead.
-Copies = Callable[[int, Any, Any, Callable[[Any], None]], None]
+Copies = Callable[[Any, Any, Any, Callable[[Any], None]], None]
 
 
 class Running(NamedTuple):
@@ -35,6 +35,14 @@ def wait(copy: Any) -> None:
     copy.wait()
 
 
+def pick(ahead: Any, own: Any, other: Any) -> Any:
+    """What is `own`'s, or the `other` list's if `ahead`.
+
+    A choice of scalars is fewer instructions than the copies of many pages written twice.
+    """
+    return (own, other)[ahead] if isinstance(ahead, int) else jnp.where(ahead, other, own)
+
+
 def stream(
     turn: Any,
     span: tuple[Any, Any],
@@ -49,28 +57,20 @@ def stream(
     there is one on this core. copies must act on nothing where a step does not exist.
     """
     begin, steps = span[0], jnp.maximum(span[1] - span[0], 0)
+    head, none = pl.program_id(1) == 0, steps == 0
+    first = jnp.where(head, 0, turn[0])
 
-    @pl.when(pl.program_id(1) == 0)
+    @pl.when(head | (none & more))
     def _() -> None:
-        turn[0] = 0
-        copies(0, begin, 0, start)
-
-    first = turn[0]
-
-    @pl.when((steps == 0) & more)
-    def _() -> None:
-        copies(1, begin_next, first, start)
+        copies(none, jnp.where(none, begin_next, begin), first, start)
 
     def step(i: Any, carry: Any) -> Any:
         slot = jax.lax.rem(first + i, 2)
+        last = i + 1 == steps
 
-        @pl.when(i + 1 < steps)
+        @pl.when(jnp.logical_not(last) | more)
         def _() -> None:
-            copies(0, begin + i + 1, 1 - slot, start)
-
-        @pl.when((i + 1 == steps) & more)
-        def _() -> None:
-            copies(1, begin_next, 1 - slot, start)
+            copies(last, jnp.where(last, begin_next, begin + i + 1), 1 - slot, start)
 
         copies(0, begin + i, slot, wait)
         visit(begin + i, slot)
@@ -115,20 +115,21 @@ def clear(r: Running) -> None:
     r.acc[...] = jnp.zeros_like(r.acc)
 
 
-def fold(r: Running, z: Any, v: Any) -> None:
-    """Folds logits z [R, S], -inf where hidden, and finite values v [S, V] into `r`."""
-    fold_with(r, z, lambda p: product(p.astype(v.dtype), v, 0))
-
-
-def fold_with(r: Running, z: Any, weighted: Callable[[Any], Any]) -> None:
-    """Folds logits z [R, S], -inf where hidden, into `r`; weighted(p): p [R, S] times the values, [R, V]."""
+def weigh(r: Running, z: Any) -> tuple[Any, Any]:
+    """(weights [R, S], what `r.acc` shrinks by) of logits z, -inf where hidden, that `r` takes in."""
     old = r.top[:, :1]
     top = jnp.maximum(old, z.max(-1, keepdims=True))
     safe = jnp.where(top == NEG_INF, 0.0, top)
     p, fade = jnp.exp(z - safe), jnp.exp(old - safe)
     r.top[...] = jnp.broadcast_to(top, r.top.shape)
     r.total[...] = r.total[...] * fade + p.sum(-1, keepdims=True)
-    r.acc[...] = r.acc[...] * fade + weighted(p)
+    return p, fade
+
+
+def fold(r: Running, z: Any, v: Any) -> None:
+    """Folds logits z [R, S], -inf where hidden, and finite values v [S, V] into `r`."""
+    p, fade = weigh(r, z)
+    r.acc[...] = r.acc[...] * fade + product(p.astype(v.dtype), v, 0)
 
 
 def finish(r: Running, out: Any, lse: Any) -> None:

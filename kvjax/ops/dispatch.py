@@ -9,9 +9,10 @@ INTERPRET = " interpret"
 
 
 def platform() -> str:
-    """What is being traced for: the device of the mesh that is set, else jax's own backend."""
+    """What is being traced for, "cpu", "gpu" or "tpu": the device of the mesh that is set, else jax's own."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
+    name = jax.default_backend() if device is None else device.platform
+    return "gpu" if name in ("cuda", "rocm") else name
 
 
 def alone() -> bool:

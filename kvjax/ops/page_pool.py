@@ -7,6 +7,7 @@ them numbers that go with the tokens (positions, scales, biases) or with the pag
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -19,17 +20,22 @@ BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "float8_e5m2": 8, "float8_e4m3
 SUBLANES = 8
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["words"], meta_fields=["page", "payload", "names"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["words"],
+    meta_fields=["page", "payload", "names", "groups", "packed"],
+)
 @dataclasses.dataclass(frozen=True)
 class PagePool:
     """Pages of all layers, [L, P, R, W] words: rows of keys, rows of values, then the numbers `names`.
 
     page: tokens of a page. payload: the type of keys and values. W is the head's width or, with zeros behind
-    it, a multiple of 128. What goes with a token: "pos" (its position; below 0 where the slot is empty),
+    it, a multiple of 128; packed: a row holds a key and behind it its value, each W / 2 wide, so that heads
+    of 64 fill rows of 128. What goes with a token: "pos" (its position; below 0 where the slot is empty),
     "bias" (added to the logit), "key_scale", "key_zero", "value_scale", "value_zero": a number is
-    scale * code + zero. What goes with a channel of a page's keys: "channel_scale", "channel_zero", as in
-    KIVI (Liu et al., 2024, arXiv:2402.02750). Values of empty slots must be finite up to a list's length;
-    what lies behind it is never read.
+    scale * code + zero. What goes with a channel of the keys of one of a page's `groups`, equal runs of
+    tokens: "channel_scale", "channel_zero", as in KIVI (Liu et al., 2024, arXiv:2402.02750). Values of empty
+    slots must be finite up to a list's length; what lies behind it is never read.
 
     >>> k = jnp.ones((1, 3, 128, 128), jnp.int8)
     >>> scale = jnp.full((1, 3, 128), 0.5)
@@ -42,6 +48,8 @@ class PagePool:
     page: int
     payload: str
     names: tuple[str, ...] = ()
+    groups: int = 1
+    packed: bool = False
 
     @property
     def rows(self) -> int:
@@ -49,31 +57,55 @@ class PagePool:
         return self.page * BITS[self.payload] // 32
 
     @property
-    def keys(self) -> Shaped[Array, "L P page W"]:
-        """Codes of 2 bits come as uint8."""
-        return from_words(self.words[:, :, : self.rows], self.payload)
+    def value_row(self) -> int:
+        """The row where a page's values begin."""
+        return 0 if self.packed else self.rows
 
     @property
-    def values(self) -> Shaped[Array, "L P page W"]:
-        """Codes of 2 bits come as uint8."""
-        return from_words(self.words[:, :, self.rows : 2 * self.rows], self.payload)
+    def width(self) -> int:
+        """Channels of a key."""
+        return self.words.shape[3] // (2 if self.packed else 1)
 
-    def number(self, name: str) -> Float[Array, "L P _"]:
-        """The numbers `name`, of every token of every page or of every channel."""
+    @property
+    def keys(self) -> Shaped[Array, "L P page H"]:
+        """Codes of 2 bits come as uint8."""
+        return from_words(self.words[:, :, : self.rows, : self.width], self.payload)
+
+    @property
+    def values(self) -> Shaped[Array, "L P page H"]:
+        """Codes of 2 bits come as uint8."""
+        rows = self.words[:, :, self.value_row : self.value_row + self.rows]
+        return from_words(rows[..., self.words.shape[3] - self.width :], self.payload)
+
+    def number_row(self, name: str) -> int:
+        """The row where a page's numbers `name` begin."""
+        before, width = self.names[: self.names.index(name)], self.words.shape[3]
+        return self.value_row + self.rows + sum(_height(n, self.page, width, self.groups) for n in before)
+
+    def number(self, name: str) -> Float[Array, "L P page"] | Float[Array, "L P groups H"]:
+        """The numbers `name`, of every token of every page or of every channel of its groups."""
         layers, pages, _, width = self.words.shape
-        at = 2 * self.rows + sum(_height(n, self.page, width) for n in self.names[: self.names.index(name)])
-        found = self.words[:, :, at : at + _height(name, self.page, width)].reshape(layers, pages, -1)
-        count = width if name in PER_CHANNEL else self.page
-        return jax.lax.bitcast_convert_type(found[..., :count], jnp.float32)
+        at = self.number_row(name)
+        rows = self.words[:, :, at : at + _height(name, self.page, width, self.groups)]
+        if name in PER_CHANNEL:
+            found = rows[..., : self.width]
+        else:
+            found = rows.reshape(layers, pages, -1)[..., : self.page]
+        return jax.lax.bitcast_convert_type(found, jnp.float32)
 
 
 def make_pool(
-    k: Shaped[Array, "L P page W"], v: Shaped[Array, "L P page W"], **numbers: Float[Array, "L P _"]
+    k: Shaped[Array, "L P page H"],
+    v: Shaped[Array, "L P page H"],
+    *,
+    packed: bool = False,
+    **numbers: Float[Array, "L P _"] | Float[Array, "L P _ H"],
 ) -> PagePool:
     """A pool of these pages, with `numbers` by the names of `PagePool`.
 
-    Raises ValueError for other names, types of no payload, shapes that differ, and pages whose tokens do not
-    fill whole words.
+    Numbers of channels are [L, P, groups, H], or [L, P, H] for one group per page. Raises ValueError for
+    other names, types of no payload, shapes that differ, and pages whose tokens do not fill whole words or
+    whole groups.
     """
     payload, page, width = k.dtype.name, *k.shape[2:]
     if payload not in BITS or v.dtype != k.dtype:
@@ -82,37 +114,45 @@ def make_pool(
     if unknown:
         names = ", ".join((*PER_TOKEN, *PER_CHANNEL))
         raise ValueError(f"numbers are among {names}, got {', '.join(sorted(unknown))}")
+    numbers = {n: x[:, :, None] if n in PER_CHANNEL and x.ndim == 3 else x for n, x in numbers.items()}
+    groups = next((x.shape[2] for n, x in numbers.items() if n in PER_CHANNEL), 1)
     for name, x in ({"v": v} | numbers).items():
-        want = k.shape if name == "v" else (*k.shape[:2], width if name in PER_CHANNEL else page)
+        behind = (groups, width) if name in PER_CHANNEL else (page,)
+        want = k.shape if name == "v" else (*k.shape[:2], *behind)
         if x.shape != want:
             raise ValueError(f"{name} must be {list(want)} beside keys {list(k.shape)}, got {list(x.shape)}")
-    whole = 32 // BITS[payload]
+    whole = math.lcm(32 // BITS[payload], groups)
     if page % whole:
-        raise ValueError(f"pages of {page} tokens in {payload}: expected a multiple of {whole}")
+        parted = f" in {groups} groups" if groups > 1 else ""
+        raise ValueError(f"pages of {page} tokens in {payload}{parted}: expected a multiple of {whole}")
     parts = [to_words(x) for x in (k, v)]
-    for name, x in numbers.items():
-        pad = _height(name, page, width) * width - x.shape[2]
-        row = jnp.pad(
-            jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32), ((0, 0), (0, 0), (0, pad))
-        )
-        parts.append(row.reshape(*k.shape[:2], -1, width))
+    parts = [jnp.concatenate(parts, 3)] if packed else parts
+    total = parts[0].shape[3]
+    for x in numbers.values():
+        pad = -x.shape[-1] % total
+        row = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+        row = jnp.pad(row, ((0, 0),) * (x.ndim - 1) + ((0, pad),))
+        parts.append(row.reshape(*k.shape[:2], -1, total))
     words = jnp.concatenate(parts, 2)
     words = jnp.pad(words, ((0, 0), (0, 0), (0, -words.shape[2] % SUBLANES), (0, 0)))
-    return PagePool(words, page, payload, tuple(numbers))
+    return PagePool(words, page, payload, tuple(numbers), groups, packed)
 
 
-def page_rows(payload: str, page: int, width: int, names: tuple[str, ...] = ()) -> int:
-    """Rows of words of a page.
+def page_rows(
+    payload: str, page: int, width: int, names: tuple[str, ...] = (), groups: int = 1, packed: bool = False
+) -> int:
+    """Rows of words of a page; width: of its rows.
 
     >>> page_rows("int8", 128, 128, ("key_scale", "value_scale")), page_rows("bfloat16", 16, 128)
     (72, 16)
     """
-    rows = 2 * page * BITS[payload] // 32 + sum(_height(n, page, width) for n in names)
+    rows = (1 if packed else 2) * page * BITS[payload] // 32
+    rows += sum(_height(n, page, width, groups) for n in names)
     return -(-rows // SUBLANES) * SUBLANES
 
 
-def _height(name: str, page: int, width: int) -> int:
-    return 1 if name in PER_CHANNEL else -(-page // width)
+def _height(name: str, page: int, width: int, groups: int) -> int:
+    return groups if name in PER_CHANNEL else -(-page // width)
 
 
 def to_words(x: Shaped[Array, "L P page W"]) -> Int[Array, "L P R W"]:

@@ -57,18 +57,18 @@ def paged_append(
     if pool.payload == "uint2":
         # Two planes of 4-bit numbers: the second half of a page lies above the first.
         line, piece = slot % (pool.page // 2) // 8, slot % 8 * 2 + slot // (pool.page // 2)
-    both = jnp.stack([_code(x.reshape(lists, -1), width) for x in (k, v)], 1)
+    codes = [_code(x.reshape(lists, -1), pool.width) for x in (k, v)]
+    both = jnp.concatenate(codes, 1)[:, None] if pool.packed else jnp.stack(codes, 1)
     shift = jnp.maximum(piece, 0).astype(jnp.uint32)[:, None, None] * jnp.uint32(32 // pieces)
     whole = np.uint32(2 ** (32 // pieces) - 1)
     new, mask = both << shift, jnp.broadcast_to(whole << shift, both.shape)
-    at = [line, pool.rows + line]
-    per_name = -(-pool.page // width)
-    for i, name in enumerate(pool.names):
+    at = [line] if pool.packed else [line, pool.rows + line]
+    for name in pool.names:
         lane = (jnp.arange(width)[None] == slot[:, None] % width)[:, None]
         word = jax.lax.bitcast_convert_type(given[name].reshape(lists, 1, 1).astype(jnp.float32), jnp.uint32)
         new = jnp.concatenate([new, jnp.where(lane, word, jnp.uint32(0))], 1)
         mask = jnp.concatenate([mask, jnp.where(lane, np.uint32(2**32 - 1), jnp.uint32(0))], 1)
-        at.append(2 * pool.rows + i * per_name + slot // width)
+        at.append(pool.number_row(name) + slot // width)
     index = block[:, None] * rows + jnp.stack(at, 1)
     flat = pool.words.reshape(-1, width)
     old = jax.lax.bitcast_convert_type(flat[jnp.clip(index, 0, flat.shape[0] - 1)], jnp.uint32)

@@ -8,16 +8,21 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.ops.page_pool import PagePool
+from kvjax.ops.rope import Rope
 
 NEG_INF = float("-inf")
 MOST_QUERIES = 64
 PROGRAMS = 1024
 
 
-def gpu_refusal(pool: PagePool, q: Array, heads: int) -> str:
+def gpu_refusal(pool: PagePool, q: Array, heads: int, rope: Rope | None = None) -> str:
     """Why the GPU kernel cannot take these operands; empty where it can."""
     if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return "this release of jax has no Triton lowering any more: use an older one or 'reference'"
+    if rope is not None:
+        return "keys are to be turned, expected turned ones"
+    if pool.packed or pool.groups > 1:
+        return "keys and values in one row, or several groups to a page: expected rows of their own, one group"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"queries of {q.dtype}, expected float32 or bfloat16"
     queries = q.shape[1] // heads * q.shape[2]

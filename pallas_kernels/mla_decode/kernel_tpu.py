@@ -38,16 +38,16 @@ def _kernel(
     page, width = buffer.shape[2:]
     tokens = sizes.step * page
 
-    def copies(ahead: int, s: Any, slot: Any, act: Any) -> None:
+    def copies(ahead: Any, s: Any, slot: Any, act: Any) -> None:
         def one(n: Any) -> None:
-            source = (table, next_table)[ahead][0, 0, s * sizes.step + n]
+            source = streaming.pick(ahead, *(x[0, 0, s * sizes.step + n] for x in (table, next_table)))
             act(pltpu.make_async_copy(pages.at[layer[0], source], buffer.at[slot, n], arrived.at[slot]))
 
         def all_pages() -> None:
             for n in range(sizes.step):
                 one(n)
 
-        live = jnp.clip(pl.cdiv(length[ahead] - s * tokens, page), 0, sizes.step)
+        live = jnp.clip(pl.cdiv(streaming.pick(ahead, *length) - s * tokens, page), 0, sizes.step)
         streaming.each(live, sizes.step, all_pages, one)
 
     running = Running(top, total, acc)

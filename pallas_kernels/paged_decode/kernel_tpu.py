@@ -1,14 +1,12 @@
 """The TPU kernel of paged decoding: pages come by manual DMA, many per step, in two buffers.
 
-One grid step is one (sequence, KV head). It loops over steps of several pages up to that head's own length:
-the copies of the next step start before the current one is waited for, and the last step of a head starts
-the first one of the next head, so that the memory never idles. Pages behind the length are not copied.
-What it computes is defined by `kvjax.ops.paged_decode`, what a page holds by `kvjax.ops.page_pool`.
+One grid step is one (sequence, KV head), whose pages are streamed up to that head's own length; those behind
+it are not copied. What it computes is defined by `kvjax.ops.paged_decode`, what a page holds by
+`kvjax.ops.page_pool`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,31 +15,37 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax.pallas_kernels.streaming import LANES, NEG_INF, start, wait
+from kvjax.pallas_kernels import streaming
+from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running, product
 
-from .unpack import page_numbers, unpack
+from .logits import logits
+from .turning import Turning, turned_logits
+from .unpack import blank, page_numbers, unpack
 
 
 class Sizes(NamedTuple):
     """What is static: pages per step, numbers of heads, and what is done to the logits.
 
-    page: tokens of a page, rows: words of its keys. names: the numbers behind its values, in order. queries:
-    rows of q that are real. heads: (sequence, KV head) pairs of one core. length: every head's, where it is
-    known and made of whole steps: for the compiler's estimates, which guess at loops whose trips are data.
+    page: tokens of a page, rows: words of its keys, values: the row where its values begin, which is 0 where
+    they lie beside the keys. names: the numbers behind its values, in order; groups: of tokens with scales of
+    channels of their own. queries: rows of q that are real. heads: (sequence, KV head) pairs of one core.
+    turning: what the kernel turns, by the slots' positions or given phases or, without both, their order.
     """
 
     step: int
     page: int
     rows: int
+    values: int
     payload: str
     names: tuple[str, ...]
+    groups: int
     queries: int
     heads: int
     scale: float
     window: int | None = None
     softcap: float | None = None
     mass: bool = False
-    length: int | None = None
+    turning: Turning | None = None
 
 
 class Refs(NamedTuple):
@@ -53,6 +57,8 @@ class Refs(NamedTuple):
     next_table: Any
     q: Any
     q_pos: Any
+    turns: Any
+    phase: Any
     pages: Any
     out: Any
     lse: Any
@@ -70,178 +76,77 @@ def _kernel(*refs: Any, sizes: Sizes, names: tuple[str, ...]) -> None:
     r = Refs(**{**dict.fromkeys(Refs._fields), **dict(zip(names, refs, strict=True))})
     j = pl.program_id(1)
     head = pl.program_id(0) * sizes.heads + j
-    tokens = sizes.step * sizes.page
-    length = r.lengths[head] if sizes.length is None else sizes.length
-    steps = pl.cdiv(length, tokens)
     more = j + 1 < sizes.heads
-    next_length = jnp.where(more, r.lengths[jnp.where(more, head + 1, head)], 0)
-    if sizes.length is not None:
-        next_length = sizes.length
+    length = [r.lengths[i] for i in (head, jnp.where(more, head + 1, head))]
+    pages = [pl.cdiv(x, sizes.page) for x in length]
+    step, tokens = sizes.step, sizes.step * sizes.page
 
-    @pl.when(j == 0)
-    def _() -> None:
-        r.turn[0] = 0
-        _copies(r, sizes, lambda n: r.table[0, 0, n], length, 0, 0, start)
+    def copies(ahead: Any, s: Any, slot: Any, act: Any) -> None:
+        def one(n: Any) -> None:
+            page = streaming.pick(ahead, *(x[0, 0, s * step + n] for x in (r.table, r.next_table)))
+            source = r.pages.at[r.layer[0], page]
+            act(pltpu.make_async_copy(source, r.buffer.at[slot, n], r.arrived.at[slot]))
 
-    turn = r.turn[0]
-    r.top[...] = jnp.full_like(r.top, NEG_INF)
-    r.total[...] = jnp.zeros_like(r.total)
-    r.acc[...] = jnp.zeros_like(r.acc)
+        def all_pages() -> None:
+            for n in range(step):
+                one(n)
 
-    @pl.when((steps == 0) & more)
-    def _() -> None:
-        _copies(r, sizes, lambda n: r.next_table[0, 0, n], next_length, 0, turn, start)
+        live = jnp.minimum(streaming.pick(ahead, *pages) - s * step, step)
+        streaming.each(live, step, all_pages, one)
 
-    def visit(s: Any, carry: Any) -> Any:
-        slot = jax.lax.rem(turn + s, 2)
-
-        last = s + 1 == steps
-
-        @pl.when(jnp.logical_not(last) | more)
-        def _() -> None:
-            first = jnp.where(last, 0, (s + 1) * sizes.step)
-            then = length if sizes.length is not None else jnp.where(last, next_length, length)
-
-            def page(n: Any) -> Any:
-                # Two reads and a choice are fewer instructions than the copies of all pages written twice.
-                return jnp.where(last, r.next_table[0, 0, n], r.table[0, 0, first + n])
-
-            _copies(r, sizes, page, then, first, 1 - slot, start)
-
-        _copies(r, sizes, lambda n: r.table[0, 0, s * sizes.step + n], length, s * sizes.step, slot, wait)
-        if sizes.length is not None:
-            _attend(r, sizes, s, slot, length, whole=True)
-            return carry
-        whole = (s + 1) * tokens <= length
-        pl.when(whole)(lambda: _attend(r, sizes, s, slot, length, whole=True))
-        pl.when(jnp.logical_not(whole))(lambda: _attend(r, sizes, s, slot, length, whole=False))
-        return carry
-
-    jax.lax.fori_loop(0, steps, visit, 0)
-    r.turn[0] = jax.lax.rem(turn + steps, 2)
-    _finish(r, sizes, steps, tokens)
+    streaming.clear(Running(r.top, r.total, r.acc))
+    steps = pl.cdiv(length[0], tokens)
+    streaming.stream(r.turn, (0, steps), 0, more, copies, partial(_attend, r, sizes, length[0]))
+    streaming.finish(Running(r.top, r.total, r.acc), r.out, r.lse)
+    if sizes.mass:
+        _masses(r, sizes, steps)
 
 
-def _copies(
-    r: Refs,
-    sizes: Sizes,
-    page: Callable[[Any], Any],
-    length: Any,
-    first: Any,
-    slot: Any,
-    act: Callable[[Any], None],
-) -> None:
-    """Starts or waits for the copies of one step's pages that exist; its first is a list's page `first`."""
-    step = sizes.step
-
-    def one(n: Any) -> None:
-        source = r.pages.at[r.layer[0], page(n)]
-        act(pltpu.make_async_copy(source, r.buffer.at[slot, n], r.arrived.at[slot]))
-
-    def all_pages() -> None:
-        for n in range(step):
-            one(n)
-
-    if isinstance(length, int):
-        all_pages()
-        return
-    live = jnp.clip(pl.cdiv(length, sizes.page) - first, 0, step)
-    pl.when(live == step)(all_pages)
-
-    @pl.when(live < step)
-    def _() -> None:
-        jax.lax.fori_loop(0, live, lambda n, carry: (one(n), carry)[1], 0)
-
-
-def _attend(r: Refs, sizes: Sizes, s: Any, slot: Any, length: Any, *, whole: bool) -> None:
+def _attend(r: Refs, sizes: Sizes, length: Any, s: Any, slot: Any) -> None:
     """Folds the pages of one step into the running maximum, total and sum of values."""
     tokens = sizes.step * sizes.page
     first = s * tokens
+    blank(r.buffer, slot, sizes, length - first)
     kind = jnp.float32 if r.q.dtype == jnp.float32 else jnp.bfloat16
     numbers = page_numbers(r.buffer, slot, sizes)
-    z = _scores(r, sizes, slot, numbers, kind)
+    place = jax.lax.broadcasted_iota(jnp.int32, (1, tokens), 1) + first
+    codes = unpack(r.buffer[slot, :, : sizes.rows], sizes.payload, kind)
+    q = r.q[0].astype(jnp.float32)
+    if sizes.turning is None:
+        z = logits(q, codes, numbers) * sizes.scale
+    else:
+        at = pl.ds(pl.multiple_of(first, LANES), tokens)
+        phase = numbers.get("pos", place) if r.phase is None else r.phase[0, :, at]
+        z = turned_logits(q, codes, numbers, phase, r.turns[...], sizes.turning) * sizes.scale
     if sizes.softcap is not None:
         z = sizes.softcap * jnp.tanh(z / sizes.softcap)
     if "bias" in numbers:
         z = z + numbers["bias"]
-    live = jax.lax.broadcasted_iota(jnp.int32, (1, tokens), 1) + first < length
-    seen = None if whole else live
+    seen = place < length
     if "pos" in numbers:
         asked = r.q_pos[0][:, :1].astype(jnp.float32)
-        visible = (numbers["pos"] >= 0.0) & (numbers["pos"] <= asked)
+        seen = seen & (numbers["pos"] >= 0.0) & (numbers["pos"] <= asked)
         if sizes.window is not None:
-            visible &= numbers["pos"] > asked - sizes.window
-        seen = visible if seen is None else visible & seen
-    if seen is not None:
-        z = jnp.where(seen, z, NEG_INF)
+            seen &= numbers["pos"] > asked - sizes.window
+    z = jnp.where(seen, z, NEG_INF)
     if sizes.mass:
         r.scores[:, pl.ds(pl.multiple_of(first, LANES), tokens)] = z
-    old = r.top[:, :1]
-    top = jnp.maximum(old, z.max(-1, keepdims=True))
-    safe = jnp.where(top == NEG_INF, 0.0, top)
-    p, fade = jnp.exp(z - safe), jnp.exp(old - safe)
-    r.top[...] = jnp.broadcast_to(top, r.top.shape)
-    r.total[...] = r.total[...] * fade + p.sum(-1, keepdims=True)
-    r.acc[...] = r.acc[...] * fade + _values(r, sizes, slot, numbers, p, None if whole else live, kind)
-
-
-def _scores(r: Refs, sizes: Sizes, slot: Any, numbers: dict[str, Any], kind: Any) -> Any:
-    """q k' * scale of a step, [queries, tokens]."""
-    q = r.q[0].astype(jnp.float32)
-    codes = unpack(r.buffer[slot, :, : sizes.rows], sizes.payload, kind)
-    if "channel_scale" in numbers:
-        # Every page has scales of its own: its queries take them.
-        scales, zeros = numbers["channel_scale"], numbers["channel_zero"]
-        parts = []
-        for n in range(sizes.step):
-            own = (q * scales[n]).astype(kind)
-            parts.append(_dot(own, codes[n], 1) + (q * zeros[n]).sum(-1, keepdims=True))
-        return jnp.concatenate(parts, axis=1) * sizes.scale
-    z = _dot(q.astype(kind), codes.reshape(-1, codes.shape[-1]), 1)
-    z = z * numbers["key_scale"] if "key_scale" in numbers else z
-    z = z + q.sum(-1, keepdims=True) * numbers["key_zero"] if "key_zero" in numbers else z
-    return z * sizes.scale
-
-
-def _values(
-    r: Refs, sizes: Sizes, slot: Any, numbers: dict[str, Any], p: Any, live: Any | None, kind: Any
-) -> Any:
-    """The sum of a step's values weighted by p; `live` where it has slots behind the length."""
-
-    def number(name: str) -> Any:
-        return numbers[name] if live is None else jnp.where(live, numbers[name], 0.0)
-
-    weights = p * number("value_scale") if "value_scale" in numbers else p
-    codes = unpack(r.buffer[slot, :, sizes.rows : 2 * sizes.rows], sizes.payload, kind)
-    codes = codes.reshape(-1, codes.shape[-1])
-    if live is not None and sizes.payload.startswith(("float", "bfloat")):
-        # Rows behind the length hold anything, and zero times anything may be no number.
-        real = jax.lax.broadcasted_iota(jnp.int32, (codes.shape[0], 1), 0) < live.astype(jnp.int32).sum()
-        codes = jnp.where(real, codes, jnp.zeros((), kind))
-    out = _dot(weights.astype(kind), codes, 0)
+    p, fade = streaming.weigh(Running(r.top, r.total, r.acc), z)
+    weights = p * numbers["value_scale"] if "value_scale" in numbers else p
+    if sizes.values:
+        codes = unpack(r.buffer[slot, :, sizes.values : sizes.values + sizes.rows], sizes.payload, kind)
+    out = product(weights.astype(kind), codes.reshape(-1, codes.shape[-1]), 0)
     if "value_zero" in numbers:
-        out = out + (p * number("value_zero")).sum(-1, keepdims=True)
-    return out
+        out = out + (p * numbers["value_zero"]).sum(-1, keepdims=True)
+    r.acc[...] = r.acc[...] * fade + out
 
 
-def _dot(a: Any, b: Any, contract: int) -> Any:
-    """a [m, k] with b over its axis `contract`, exact for float32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        a, b, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
-    )
-
-
-def _finish(r: Refs, sizes: Sizes, steps: Any, tokens: int) -> None:
-    total = r.total[:, :1]
-    safe = jnp.where(total == 0.0, 1.0, total)
-    r.out[0] = (r.acc[...] / safe).astype(r.out.dtype)
-    lse = jnp.where(total == 0.0, NEG_INF, r.top[:, :1] + jnp.log(safe))
-    r.lse[0] = jnp.broadcast_to(lse, r.lse.shape[1:])
-    if not sizes.mass:
-        return
+def _masses(r: Refs, sizes: Sizes, steps: Any) -> None:
+    """Writes the probability of every slot, summed over the queries."""
+    lse = r.lse[0][:, :1]
     base = jnp.where(lse == NEG_INF, 0.0, lse)
     real = jax.lax.broadcasted_iota(jnp.int32, base.shape, 0) < sizes.queries
+    tokens = sizes.step * sizes.page
 
     def write(s: Any, carry: Any) -> Any:
         at = pl.ds(pl.multiple_of(s * tokens, LANES), tokens)
@@ -259,6 +164,8 @@ def paged_decode(
     lengths: jax.Array,
     q_pos: jax.Array,
     layer: jax.Array,
+    turns: jax.Array | None = None,
+    phase: jax.Array | None = None,
     *,
     sizes: Sizes,
     cores: int = 1,
@@ -267,7 +174,8 @@ def paged_decode(
     """(out [I, R, W], lse [I, R, 128], mass [I, 1, S] where asked for) of I = B K lists.
 
     q [I, R, W] with R a multiple of 8 and W of 128; words [L, P, rows, W] int32; table [I, 1, M] with M a
-    multiple of the pages per step; lengths [I]; q_pos [I, R, 128] int32; layer [1]. Mass behind a list's
+    multiple of the pages per step; lengths [I]; q_pos [I, R, 128] int32; layer [1]. Where keys are to turn,
+    turns is [half, 128] as `turning.waves` takes it, and phase None or [I, 1, S] int32. Mass behind a list's
     length is not written.
     """
     lists, count, width = q.shape
@@ -287,8 +195,12 @@ def paged_decode(
         "next_table": (table, of(1, table.shape[2], ahead=1, memory_space=smem)),
         "q": (q, of(count, width)),
         "q_pos": (q_pos, of(count, LANES)),
-        "pages": (words, anywhere),
     }
+    if turns is not None:
+        inputs["turns"] = turns, pl.BlockSpec(turns.shape, lambda *_: (0, 0))
+    if phase is not None:
+        inputs["phase"] = phase, of(1, slots)
+    inputs["pages"] = words, anywhere
     outputs = {
         "out": (jax.ShapeDtypeStruct(q.shape, q.dtype), of(count, width)),
         "lse": (jax.ShapeDtypeStruct((lists, count, LANES), jnp.float32), of(count, LANES)),

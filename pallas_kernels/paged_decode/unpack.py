@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -30,20 +31,51 @@ def unpack(words: Any, payload: str, kind: Any) -> Any:
     return found.astype(kind).reshape(pages, -1, width)
 
 
+def rows_of(sizes: Any, width: int) -> Iterator[tuple[str, int, int]]:
+    """(name, first row, rows) of the numbers of a page, in their order."""
+    at = sizes.values + sizes.rows
+    for name in sizes.names:
+        height = sizes.groups if name in PER_CHANNEL else pl.cdiv(sizes.page, width)
+        yield name, at, height
+        at += height
+
+
 def page_numbers(buffer: Any, slot: Any, sizes: Any) -> dict[str, Any]:
-    """The numbers of a step's pages by name: [1, tokens], or a list of [1, W] where they go with channels."""
-    width, at, found = buffer.shape[3], 2 * sizes.rows, {}
+    """The numbers of a step's pages by name: [1, tokens], or lists [page][group] of [1, W] for channels."""
+    width, found = buffer.shape[3], {}
 
     def row(n: int, index: int) -> Any:
         return jax.lax.bitcast_convert_type(buffer[slot, n, index : index + 1], jnp.float32)
 
-    for name in sizes.names:
+    for name, at, height in rows_of(sizes, width):
         if name in PER_CHANNEL:
-            found[name] = [row(n, at) for n in range(sizes.step)]
-            at += 1
-            continue
-        height = pl.cdiv(sizes.page, width)
-        pieces = [row(n, at + i) for n in range(sizes.step) for i in range(height)]
-        found[name] = jnp.concatenate([x[:, : sizes.page] for x in pieces], axis=1)
-        at += height
+            found[name] = [[row(n, at + g) for g in range(height)] for n in range(sizes.step)]
+        else:
+            pieces = [
+                row(n, at + i)[:, : sizes.page - i * width] for n in range(sizes.step) for i in range(height)
+            ]
+            found[name] = jnp.concatenate(pieces, axis=1)
     return found
+
+
+def blank(buffer: Any, slot: Any, sizes: Any, live: Any) -> None:
+    """Zeros values, and their numbers, of a step's tokens from `live` on: they may be no numbers."""
+    width, per = buffer.shape[3], sizes.page // sizes.rows
+    floats = sizes.payload.startswith(("float", "bfloat"))
+
+    def one(n: Any, carry: Any) -> Any:
+        left = live - n * sizes.page
+        if floats:
+            rows = buffer.at[slot, n, pl.ds(sizes.values, sizes.rows)]
+            real = jnp.clip(left - per * jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, 1), 0), 0, per)
+            # The first tokens of a row are the low bits of its words.
+            low = jnp.left_shift(1, (32 // per) * jnp.minimum(real, per - 1)) - 1
+            rows[...] = rows[...] & jnp.where(real == per, -1, low)
+        for name, at, height in rows_of(sizes, width):
+            if name in ("value_scale", "value_zero"):
+                rows = buffer.at[slot, n, pl.ds(at, height)]
+                token = [jax.lax.broadcasted_iota(jnp.int32, (height, width), i) for i in (0, 1)]
+                rows[...] = jnp.where(token[0] * width + token[1] < left, rows[...], 0)
+        return carry
+
+    jax.lax.fori_loop(jnp.minimum(live // sizes.page, sizes.step), sizes.step, one, 0)

@@ -55,14 +55,14 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
     length, origin = [lengths[i] for i in at], [origins[i] for i in at]
     block, piece = sizes.block, sizes.piece
 
-    def copies(ahead: int, s: Any, slot: Any, act: Any) -> None:
+    def copies(ahead: Any, s: Any, slot: Any, act: Any) -> None:
         def some(first: Any, count: int) -> None:
-            row = pl.multiple_of(origin[ahead] + s * block + first, piece)
+            row = pl.multiple_of(streaming.pick(ahead, *origin) + s * block + first, piece)
             for cache, buffer in zip(caches, buffers, strict=True):
                 source = cache.at[layer[0], pl.ds(row, count)]
                 act(pltpu.make_async_copy(source, buffer.at[slot, pl.ds(first, count)], arrived.at[slot]))
 
-        live = jnp.clip(pl.cdiv(length[ahead] - s * block, piece), 0, block // piece)
+        live = jnp.clip(pl.cdiv(streaming.pick(ahead, *length) - s * block, piece), 0, block // piece)
         streaming.each(
             live,
             block // piece,
@@ -110,11 +110,9 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
         # What lies behind the length may be no number.
         step, zero = (jnp.where(live, side[f"{whose}_{n}"], 0.0) for n in ("scale", "zero"))
         middle = zero + MIDDLE * step
-        streaming.fold_with(
-            running,
-            z,
-            lambda p: streaming.product((p * step).astype(kind), v, 0) + (p * middle).sum(-1, keepdims=True),
-        )
+        p, fade = streaming.weigh(running, z)
+        own = streaming.product((p * step).astype(kind), v, 0) + (p * middle).sum(-1, keepdims=True)
+        acc[...] = acc[...] * fade + own
 
     span = begins[at[0]], pl.cdiv(length[0], block)
     streaming.stream(turn, span, begins[at[1]], more, copies, visit)

@@ -30,7 +30,7 @@ def exactly(x):
     return np.asarray(x.astype(jnp.float32))
 
 
-def draw(seed, payload, *, rows):
+def draw(seed, payload, *, rows, packed=False):
     """(pool, table, lengths, active, k, v, side): one list is full, one not active, four write."""
     rng = np.random.default_rng(seed)
     dtype, page = PAYLOADS[payload]
@@ -38,11 +38,14 @@ def draw(seed, payload, *, rows):
     whole, low = "int" in payload, 0 if payload == "uint2" else -8
 
     def numbers(*shape):
+        shape = (*shape[:-1], shape[-1] // (2 if packed else 1))
         x = rng.integers(low, 4 + low // 2 * -1, shape) if whole else rng.standard_normal(shape)
         return jnp.asarray(x).astype(dtype)
 
     side = {n: jnp.asarray(rng.standard_normal((LAYERS, PAGES, page)), jnp.float32) for n in NAMES if rows}
-    pool = make_pool(numbers(LAYERS, PAGES, page, 128), numbers(LAYERS, PAGES, page, 128), **side)
+    pool = make_pool(
+        numbers(LAYERS, PAGES, page, 128), numbers(LAYERS, PAGES, page, 128), packed=packed, **side
+    )
     lengths = np.array([[0, page, 2 * page - 1], [5, page + 3, 2 * page]])
     active = np.array([[True, True, True], [True, False, True]])
     # What writes nothing may name any page, also one that others write into.
@@ -73,9 +76,10 @@ def by_hand(pool, table, lengths, active, k, v, side):
 
 
 @pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("payload", [*PAYLOADS, "bfloat16, packed", "uint2, packed"])
 def test_one_slot_of_every_active_list_changes_and_nothing_else(payload, rows):
-    pool, table, lengths, active, k, v, side = draw(0, payload, rows=rows)
+    payload, _, packed = payload.partition(", ")
+    pool, table, lengths, active, k, v, side = draw(0, payload, rows=rows, packed=bool(packed))
     keys, values, want = by_hand(pool, table, lengths, active, k, v, side)
     call = partial(paged_append, numbers=side, active=active)
     got = jax.jit(call, donate_argnums=0)(pool, table, lengths, k, v, 1)

@@ -43,7 +43,7 @@ def decoded(model, method, implementation, tokens=3):
         None,
         kvjax.method("snapkv", budget=96),
         kvjax.method("h2o", budget=39),
-        kvjax.method("adakv", budget=40),
+        kvjax.method("adakv", budget=64, window=16),
         kvjax.method("int8"),
     ],
 )

@@ -12,7 +12,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.ops.page_pool import BITS, PER_CHANNEL, make_pool
 from kvjax.ops.paged_decode import paged_decode, tpu_paged_decode
-from kvjax.pallas_kernels.paged_decode import kernel_tpu
+from kvjax.ops.rope import Rope
+from kvjax.pallas_kernels import streaming
+from kvjax.steps.run import ranks_by_position
 from tests.ops.oracles import rms
 
 B, K, LAYERS, ABSURD = 2, 2, 2, 10**6
@@ -28,8 +30,9 @@ LENGTHS = {
 
 
 def draw(
-    seed, *, group=2, t=1, width=128, page=16, pages=8, dtype=np.float32, rows=(), lengths=tuple(LENGTHS)
-):
+    seed, *, group=2, t=1, width=128, page=16, pages=8, dtype=np.float32, rows=(), lengths=tuple(LENGTHS),
+    groups=1, packed=False,
+):  # fmt: skip
     """(q, pool, table, lengths, q_pos) whose unread parts are no numbers, and the lists in float64."""
     rng = np.random.default_rng(seed)
     slots = page * pages
@@ -39,7 +42,9 @@ def draw(
     table = np.full((B, K, pages), ABSURD, np.int32)
     kv = np.full((LAYERS, used.sum() + 3, 2, page, width), np.nan)
     numbers = {
-        name: np.full((LAYERS, used.sum() + 3, width if name in PER_CHANNEL else page), np.nan)
+        name: np.full(
+            (LAYERS, used.sum() + 3, *((groups, width) if name in PER_CHANNEL else (page,))), np.nan
+        )
         for name in rows
     }
     for b, k in np.ndindex(B, K):
@@ -48,8 +53,9 @@ def draw(
             live = min(page, length[b, k] - m * page)
             kv[1, p, :, :live] = rng.standard_normal((2, live, width))
             for name, number in numbers.items():
-                count = width if name in PER_CHANNEL else live
-                x = (rng.random(count) + 0.5) / (30 if name.endswith("scale") else 1)
+                count = groups if name in PER_CHANNEL else live
+                size = (groups, width) if name in PER_CHANNEL else live
+                x = (rng.random(size) + 0.5) / (30 if name.endswith("scale") else 1)
                 if name == "pos":
                     x = np.where(rng.random(count) < 0.1, -1, rng.integers(0, slots, count))
                 number[1, p, :count] = x
@@ -60,12 +66,25 @@ def draw(
         low, high = CODES.get(jnp.dtype(dtype).name, (-127, 127))
         kv = np.where(np.isnan(kv), high, np.clip(np.round(kv * high / 4 + (low + high) / 2), low, high))
     numbers = {name: jnp.asarray(x, jnp.float32) for name, x in numbers.items()}
-    pool = make_pool(*(jnp.asarray(kv[:, :, i], dtype) for i in (0, 1)), **numbers)
+    pool = make_pool(*(jnp.asarray(kv[:, :, i], dtype) for i in (0, 1)), packed=packed, **numbers)
     kind = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     return jnp.asarray(q, kind), pool, jnp.asarray(table), jnp.asarray(length), jnp.asarray(pos)
 
 
-def by_hand(q, pool, table, lengths, q_pos, *, scale, window=None, softcap=None):
+def turned(keys, rope, phase):
+    """Keys [S, H], each turned by its phase, one pair of channels after the other."""
+    keys = keys.copy()
+    half = rope.turning(keys.shape[1]) // 2
+    for i, f in enumerate(rope.frequencies(keys.shape[1])):
+        at = rope.start + i
+        pair = (keys[:, at] + 1j * keys[:, at + half]) * np.exp(1j * f * phase) * rope.amplitude
+        keys[:, at], keys[:, at + half] = pair.real, pair.imag
+    return keys
+
+
+def by_hand(
+    q, pool, table, lengths, q_pos, *, scale, window=None, softcap=None, rope=None, phase=None
+):  # fmt: skip
     """(out, lse, mass), list by list and query by query."""
     q, q_pos = np.asarray(q, np.float64), np.asarray(q_pos)
     kv = [np.asarray(x.astype(jnp.float32), np.float64)[1] for x in (pool.keys, pool.values)]
@@ -80,12 +99,16 @@ def by_hand(q, pool, table, lengths, q_pos, *, scale, window=None, softcap=None)
         ids = np.asarray(table)[i, k, : -(-length // pool.page)]
         keys, values = (x[ids] for x in kv)
         if "channel_scale" in rows:
-            keys = keys * rows["channel_scale"][ids][:, None] + rows["channel_zero"][ids][:, None]
+            of_tokens = [np.repeat(rows[x][ids], pool.page // pool.groups, 1) for x in KIVI[:2]]
+            keys = keys * of_tokens[0] + of_tokens[1]
         keys, values = (x.reshape(-1, h)[:length] for x in (keys, values))
         side = {name: x[ids].reshape(-1)[:length] for name, x in rows.items() if name not in PER_CHANNEL}
         column = {name: x[:, None] for name, x in side.items()}
         keys = keys * column.get("key_scale", 1.0) + column.get("key_zero", 0.0)
         values = values * column.get("value_scale", 1.0) + column.get("value_zero", 0.0)
+        if rope is not None:
+            own = side.get("pos", np.arange(length)) if phase is None else np.asarray(phase)[i, k, :length]
+            keys = turned(keys, rope, own)
         z = keys @ q[i, head, at] * scale
         z = z if softcap is None else softcap * np.tanh(z / softcap)
         z = z + side.get("bias", 0.0)
@@ -127,32 +150,67 @@ CASES = {
     "e5m2": dict(rows=("key_scale", "value_scale"), page=128, pages=4, dtype=jnp.float8_e5m2),
     "small pages": dict(page=8, pages=6),
     "bfloat16": dict(dtype=jnp.bfloat16),
+    "kivi in groups": dict(rows=KIVI, page=128, pages=4, dtype=jnp.uint2, groups=4),
+    "kivi in groups of pages of 256": dict(rows=KIVI, page=256, pages=2, dtype=jnp.int4, groups=8, group=5),
+    "64 packed": dict(width=64, packed=True),
+    "64 packed, bfloat16": dict(width=64, packed=True, dtype=jnp.bfloat16),
+    "192 packed": dict(width=192, packed=True, page=8, pages=6),
+    "192 packed with numbers": dict(
+        width=192, packed=True, page=128, pages=3, rows=("pos", *AFFINE), dtype=jnp.int8
+    ),
+    "kivi, packed": dict(width=64, packed=True, rows=KIVI, page=128, pages=4, dtype=jnp.int4, groups=2),
+    "turned by position": dict(rows=("pos",), page=128, pages=3, rope=Rope()),
+    # Few positions: the plain form rounds angles to float32.
+    "turned by order": dict(page=128, pages=2, rope=Rope(), width=256),
+    "turned in part": dict(
+        rows=("pos", "bias"), page=128, pages=3, rope=Rope(rotary_dim=32, start=16), t=2, window=99
+    ),
+    "64 turned": dict(width=64, packed=True, rows=("pos",), page=128, pages=3, rope=Rope(theta=500.0)),
+    "turned with a temperature": dict(page=128, pages=2, rope=Rope(kind="yarn", factor=8.0)),
+    "turned by rank": dict(rows=("pos",), page=128, pages=3, rope=Rope(), phase=True),
+    "turned codes": dict(rows=("pos", *AFFINE), page=128, pages=3, dtype=jnp.int8, rope=Rope()),
+    "turned codes in groups": dict(
+        rows=("pos", *KIVI), page=128, pages=3, dtype=jnp.int4, groups=4, rope=Rope(rotary_dim=64)
+    ),
+    "turned bfloat16": dict(rows=("pos",), page=128, pages=3, rope=Rope(), dtype=jnp.bfloat16),
 }
+OPTIONS = ("window", "softcap", "rope", "phase")
 
 
 def split(case):
-    options = {n: x for n, x in CASES[case].items() if n in ("window", "softcap")}
+    """(inputs, options) of a case; ranks are those of positions, with no order behind the length."""
+    options = {n: x for n, x in CASES[case].items() if n in OPTIONS}
     return {n: x for n, x in CASES[case].items() if n not in options}, dict(scale=0.09) | options
+
+
+def drawn(seed, case):
+    how, options = split(case)
+    inputs = draw(seed, **how)
+    if "phase" in options:
+        _, pool, table, lengths, _ = inputs
+        held = np.asarray(pool.number("pos"))[1][np.minimum(table, pool.words.shape[1] - 1)].reshape(B, K, -1)
+        there = np.arange(held.shape[2]) < np.asarray(lengths)[..., None]
+        held = jnp.asarray(np.where(there, held, -1), jnp.int32)
+        options["phase"] = jnp.where(there, ranks_by_position(held), ABSURD)
+    return inputs, options
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_plain_form_is_the_equation(case):
-    drawn, options = split(case)
-    inputs = draw(0, **drawn)
+    inputs, options = drawn(0, case)
     call = jax.jit(lambda *x: paged_decode(*x, 1, mass=True, implementation="reference", **options))
-    check(call(*inputs), by_hand(*inputs, **options), 1e-2 if case == "bfloat16" else 2e-6)
+    check(call(*inputs), by_hand(*inputs, **options), 1e-2 if "bfloat16" in case else 2e-6)
 
 
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel_is_the_plain_form(case, step):
-    drawn, options = split(case)
-    inputs = draw(1, **drawn)
+    inputs, options = drawn(1, case)
     at = jnp.asarray(1, jnp.int32)
     want = jax.jit(lambda *x: paged_decode(*x, at, mass=True, implementation="reference", **options))(*inputs)
     options = dict(window=None, softcap=None) | options
     call = jax.jit(lambda *x: tpu_paged_decode(*x, at, mass=True, step=step, interpret=True, **options))
-    bar = 1e-2 if case == "bfloat16" else 2e-6
+    bar = 1e-2 if "bfloat16" in case else 2e-6
     check(call(*inputs), [np.asarray(x, np.float64) for x in want], bar)
 
 
@@ -175,10 +233,11 @@ def with_races(inputs, options, dma):
 
 
 @pytest.mark.parametrize("dma", ["on_wait", "eager"])
-@pytest.mark.parametrize("case", ["plain", "int8 with positions"])
+@pytest.mark.parametrize(
+    "case", ["plain", "int8 with positions", "kivi in groups", "192 packed with numbers", "turned by rank"]
+)
 def test_copies_have_arrived_before_they_are_read(case, dma):
-    drawn, options = split(case)
-    inputs = draw(2, **drawn)
+    inputs, options = drawn(2, case)
     got, races = with_races(inputs, options, dma)
     check(got, by_hand(*inputs, **options), 2e-6)
     assert not races
@@ -186,14 +245,40 @@ def test_copies_have_arrived_before_they_are_read(case, dma):
 
 def test_a_missing_wait_is_found(monkeypatch):
     """A copy that happens at once makes the answer right, and the detector must still see the race."""
-    monkeypatch.setattr(kernel_tpu, "wait", lambda copy: None)
-    drawn, options = split("plain")
-    assert with_races(draw(2, **drawn), options, "eager")[1]
+    monkeypatch.setattr(streaming, "wait", lambda copy: None)
+    inputs, options = drawn(2, "plain")
+    assert with_races(inputs, options, "eager")[1]
+
+
+def test_late_positions_turn_exactly_in_the_kernel():
+    """Phases of a million, where angles in float32 are wrong by 0.03 and results by more than this bar."""
+    how = dict(scale=0.09, rope=Rope(theta=1e6))
+    inputs = draw(3, page=128, pages=2)
+    phase = 10**6 + np.random.default_rng(0).permutation(B * K * 256).reshape(B, K, 256)
+    kernel = dict(window=None, softcap=None, mass=True, interpret=True)
+    at = jnp.asarray(1, jnp.int32)
+    call = jax.jit(lambda *x: tpu_paged_decode(*x, at, phase=jnp.asarray(phase), **how, **kernel))
+    # 2^-33 of a turn times a million is 7e-4 of a radian.
+    check(call(*inputs), by_hand(*inputs, phase=phase, **how), 1e-3)
 
 
 def test_what_cannot_run_says_why():
     q, pool, table, lengths, pos = draw(0)
     how = dict(scale=1.0)
+    with pytest.raises(ValueError, match="dynamic rope's frequencies depend on a row's length"):
+        paged_decode(q, pool, table, lengths, pos, 1, rope=Rope(kind="dynamic"), **how)
+    with pytest.raises(ValueError, match=r"phase is \[2, 2, 5\], expected one for every slot of the table"):
+        phase = jnp.zeros((2, 2, 5), jnp.int32)
+        paged_decode(q, pool, table, lengths, pos, 1, rope=Rope(), phase=phase, **how)
+    with pytest.raises(ValueError, match="phase is given without rope"):
+        paged_decode(q, pool, table, lengths, pos, 1, phase=jnp.zeros((2, 2, 128), jnp.int32), **how)
+    with pytest.raises(
+        NotImplementedError, match="pages of 16 tokens with keys to turn, expected a multiple"
+    ):
+        paged_decode(q, pool, table, lengths, pos, 1, rope=Rope(), implementation="tpu", **how)
+    with pytest.raises(ValueError, match="16 tokens in float32 in 3 groups: expected a multiple of 3"):
+        scales = jnp.ones((LAYERS, pool.words.shape[1], 3, 128))
+        make_pool(pool.keys, pool.values, channel_scale=scales, channel_zero=scales)
     with pytest.raises(NotImplementedError, match="there is no such form"):
         paged_decode(q, pool, table, lengths, pos, 1, implementation="cuda", **how)
     thin = make_pool(pool.keys[..., :64], pool.values[..., :64])
@@ -211,15 +296,16 @@ def test_what_cannot_run_says_why():
         make_pool(*(x[:, :, :6].astype(jnp.int8) for x in (pool.keys, pool.values)))
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("payload", BITS)
-def test_a_pool_gives_back_what_was_put_into_it(payload):
+def test_a_pool_gives_back_what_was_put_into_it(payload, packed):
     rng = np.random.default_rng(0)
     low, high = CODES.get(payload, (-100, 100))
     k, v = (jnp.asarray(rng.integers(low, high + 1, (2, 3, 32, 8)), payload) for _ in range(2))
     numbers = dict(
-        pos=rng.random((2, 3, 32)), channel_zero=rng.random((2, 3, 8)), bias=rng.random((2, 3, 32))
+        pos=rng.random((2, 3, 32)), channel_zero=rng.random((2, 3, 4, 8)), bias=rng.random((2, 3, 32))
     )
-    pool = make_pool(k, v, **{n: jnp.asarray(x, jnp.float32) for n, x in numbers.items()})
+    pool = make_pool(k, v, packed=packed, **{n: jnp.asarray(x, jnp.float32) for n, x in numbers.items()})
     for got, want in ((pool.keys, k), (pool.values, v)):
         np.testing.assert_array_equal(*(np.asarray(x.astype(jnp.float32)) for x in (got, want)))
     for name, x in numbers.items():

@@ -13,6 +13,7 @@ from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
 from kvjax.ops.page_pool import PagePool, page_rows
 from kvjax.ops.paged_decode import tpu_paged_decode
+from kvjax.ops.rope import Rope
 
 BATCH, HEADS, GROUP = 4, 8, 8
 SCALES = ("key_scale", "value_scale")
@@ -39,11 +40,15 @@ def paged_decode(
     step: int | None = None,
     mass: bool = False,
     extra: tuple[str, ...] = (),
+    groups: int = 1,
+    packed: bool = False,
+    rope: Rope | None = None,
 ) -> Case:
-    """Full lists of `slots` tokens, B = 4, K = 8, G = 8; `step` tokens per step."""
+    """Full lists of `slots` tokens, B = 4, K = 8, G = 8; `step` tokens per step. width: of a head."""
     stored, names = PAYLOADS[payload]
     names = (*extra, *names)
-    height = page_rows(stored, page, width, names)
+    row = width * (2 if packed else 1)
+    height = page_rows(stored, page, row, names, groups, packed)
     lists, pages = BATCH * HEADS, slots // page
     kind = jnp.float32 if payload == "float32" else jnp.bfloat16
     total = lists * pages
@@ -51,10 +56,12 @@ def paged_decode(
     operands = (
         jax.ShapeDtypeStruct((BATCH, HEADS * GROUP, 1, width), kind),
         PagePool(
-            jax.ShapeDtypeStruct((1, total, height, width), jnp.int32),  # type: ignore[arg-type]
+            jax.ShapeDtypeStruct((1, total, height, row), jnp.int32),  # type: ignore[arg-type]
             page,
             stored,
             names,
+            groups,
+            packed,
         ),
         jax.ShapeDtypeStruct((BATCH, HEADS, pages), jnp.int32),
         jax.ShapeDtypeStruct((BATCH, HEADS), jnp.int32),
@@ -62,10 +69,10 @@ def paged_decode(
         jax.ShapeDtypeStruct((), jnp.int32),
     )
     run = partial(
-        tpu_paged_decode, scale=width**-0.5, window=None, softcap=None, mass=mass,
-        step=step // page, cores=device.cores, length=slots,
+        tpu_paged_decode, scale=width**-0.5, window=None, softcap=None, mass=mass, rope=rope,
+        step=step // page, cores=device.cores,
     )  # fmt: skip
-    cache = 4 * total * height * width
+    cache = 4 * total * height * row
     moved = cache + lists * slots * 4 * mass + 4 * lists * pages
     small = 2 * int(np.prod(operands[0].shape)) * jnp.dtype(kind).itemsize
     return Case(
@@ -88,6 +95,17 @@ def _registry() -> dict[str, Callable[[Device], Case]]:
     cases["paged_decode-bfloat16-h128-mass"] = partial(paged_decode, payload="bfloat16", mass=True)
     cases["paged_decode-bfloat16-h128-positions"] = partial(
         paged_decode, payload="bfloat16", extra=("pos", "bias")
+    )
+    bfloat16 = partial(paged_decode, payload="bfloat16")
+    cases["paged_decode-bfloat16-h64"] = partial(bfloat16, width=64, packed=True, step=4096)
+    cases["paged_decode-bfloat16-h192"] = partial(bfloat16, width=192, packed=True, step=1024)
+    cases["paged_decode-bfloat16-h128-rope"] = partial(bfloat16, extra=("pos",), rope=Rope())
+    for payload in ("kivi4", "kivi2"):
+        cases[f"paged_decode-{payload}-h128-groups"] = partial(
+            paged_decode, payload=payload, page=256, groups=8
+        )
+    cases["paged_decode-kivi4-h128-rope"] = partial(
+        paged_decode, payload="kivi4", page=256, groups=8, extra=("pos",), rope=Rope()
     )
     return cases
 

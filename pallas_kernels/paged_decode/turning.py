@@ -1,0 +1,92 @@
+"""Logits of keys that are yet to turn: rotary position embedding of a step's pages inside a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.pallas_kernels.streaming import LANES, product
+
+
+class Turning(NamedTuple):
+    """Channels that turn: the pairs (i, i + half) of the 2 half channels from `start`, times `amplitude`."""
+
+    start: int
+    half: int
+    amplitude: float = 1.0
+
+
+def turned_logits(
+    q: Any, codes: Any, numbers: dict[str, Any], phase: Any, turns: Any, turning: Turning
+) -> Any:
+    """q k' [R, tokens] of turned keys: codes [pages, page, W] in the scales among `numbers`, turned by phase.
+
+    A page is laid out with its channels along sublanes: phases [1, tokens] and numbers of tokens lie along
+    lanes, and the channels of a pair in registers of their own, so that nothing but the keys is moved.
+    turns: see `waves`.
+    """
+    (pages, page, width), kind = codes.shape, codes.dtype
+    first, middle, last = (turning.start + i * turning.half for i in range(3))
+    found = []
+    for n in range(pages):
+        at = slice(n * page, (n + 1) * page)
+        keys = _of_channels(codes[n], numbers, n).T.astype(jnp.float32)
+        for name, take in (("key_scale", jnp.multiply), ("key_zero", jnp.add)):
+            keys = take(keys, numbers[name][:, at]) if name in numbers else keys
+        cos, sin = waves(phase[:, at], turns, kind, turning.amplitude)
+        a, b = keys[first:middle], keys[middle:last]
+        parts = [a * cos - b * sin, b * cos + a * sin]
+        parts = [keys[:first], *parts] if first else parts
+        parts = [*parts, keys[last:]] if last < width else parts
+        keys = jnp.concatenate(parts)
+        found.append(product(q.astype(kind), keys.astype(kind), 0))
+    return jnp.concatenate(found, axis=1)
+
+
+def _of_channels(codes: Any, numbers: dict[str, Any], n: int) -> Any:
+    """Keys [page, W] of page n, but for the scales of its tokens."""
+    if "channel_scale" not in numbers:
+        return codes
+    scales, zeros = numbers["channel_scale"][n], numbers["channel_zero"][n]
+    size = codes.shape[0] // len(scales)
+    groups = (codes[i * size : (i + 1) * size].astype(jnp.float32) for i in range(len(scales)))
+    keys = [x * scale + zero for x, scale, zero in zip(groups, scales, zeros, strict=True)]
+    return jnp.concatenate(keys).astype(codes.dtype)
+
+
+def waves(phase: Any, turns: Any, kind: Any, amplitude: float) -> tuple[Any, Any]:
+    """amplitude (cos, sin) [half, S] of whole phases [1, S], exact in float32 or, for bfloat16 keys, to 3e-4.
+
+    turns [half, 128] int32: what one step of the phase turns a pair by, in 2^-32 of a turn, which wraps as
+    angles do and so loses nothing at late positions.
+    """
+    turns = jnp.concatenate([turns] * (phase.shape[1] // LANES), axis=1)
+    half_turns = (phase.astype(jnp.int32) * turns).astype(jnp.float32) * 2.0**-31
+    square = half_turns * half_turns
+    cosine, sine = ([amplitude * c for c in x] for x in POLYNOMIALS[kind])
+    return _sum(cosine, square), _sum(sine, square) * half_turns
+
+
+def _sum(coefficients: list[float], x: Any) -> Any:
+    out, *rest = coefficients[::-1]
+    for c in rest:
+        out = out * x + c
+    return out
+
+
+def _polynomial(what: Callable[[Any], Any], degree: int) -> list[float]:
+    fit = np.polynomial.Chebyshev.interpolate(what, degree, domain=[0, 1])
+    return fit.convert(kind=np.polynomial.Polynomial).coef.tolist()
+
+
+# cos(pi sqrt(u)) and sin(pi sqrt(u)) / sqrt(u) for u in 0..1.
+POLYNOMIALS = {
+    jnp.dtype(kind): (
+        _polynomial(lambda u: np.cos(np.pi * np.sqrt(u)), cosine),
+        _polynomial(lambda u: np.pi * np.sinc(np.sqrt(u)), sine),
+    )
+    for kind, cosine, sine in ((jnp.bfloat16, 4, 3), (jnp.float32, 6, 6))
+}
