@@ -118,7 +118,8 @@ def tpu_ragged_decode(
     heads = starts.shape[1]
     lists, queries, piece = b * heads, n // heads * t, math.gcd(aligned, LANES)
     most = min(-(-most // piece) * piece, k.shape[0] // piece * piece)
-    block = max(piece, min(block or slots_per_step(k[None], v), most) // piece * piece)
+    block = block or slots_per_step(*(x for x in (k, v) if x is not None))
+    block = max(piece, min(block, most) // piece * piece)
     asked = jnp.pad(q.reshape(lists, queries, h), ((0, 0), (0, -queries % SUBLANES), (0, 0)))
     sides, sizes = (), tpu.Sizes(block, piece, lists // cores, scale, None, softcap, v is None)
     if bias is not None:

@@ -116,6 +116,13 @@ def test_the_kernel_is_the_equation(case, block):
     check(got, by_hand(inputs, options, 5.0), bar(case))
 
 
+@pytest.mark.parametrize("case", ["plain", "latents"])
+def test_the_kernel_chooses_its_own_steps(case):
+    inputs, options = draw(5, **CASES[case])
+    call = jax.jit(partial(ragged_decode, implementation="tpu interpret", **options))
+    check(call(*inputs), by_hand(inputs, options), 2e-6)
+
+
 @pytest.mark.parametrize("how", ["reference", "tpu interpret"])
 def test_lists_without_slots_give_zeros(how):
     inputs, options = draw(4, lengths="empty")
