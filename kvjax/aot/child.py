@@ -28,6 +28,9 @@ def main() -> None:
         JAX_DISABLE_MOST_OPTIMIZATIONS="0",
         XLA_FLAGS="",
         LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true{profile}",
+        # Its log files grow by gigabytes and nobody reads them; what is fatal comes to stderr all the same.
+        TPU_LOG_DIR="disabled",
+        TPU_MIN_LOG_LEVEL="3",
     )
     import jax
     import numpy as np

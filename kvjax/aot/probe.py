@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,8 @@ from kvjax.aot.reading import largest
 from kvjax.errors import InputError
 
 SECONDS = 300
+# A line of the compiler's log: F, date, time, thread, place in its source.
+FATAL = re.compile(r"^F\d{4} \S+ +\d+ \S+?:\d+\] (.*)", re.M)
 
 
 def available() -> str:
@@ -72,5 +75,15 @@ def _child(topology: str, name: str, how: str) -> dict[str, Any]:
     for line in done.stdout.splitlines():
         if line.startswith("AOT "):
             return json.loads(line[4:])
-    lines = [line for line in done.stderr.splitlines() if "Error" in line or "error" in line]
-    return {"error": (lines or done.stderr.splitlines() or ["the compiler aborted"])[-1][:300]}
+    return {"error": reason(done.stderr)}
+
+
+def reason(stderr: str) -> str:
+    """Why a child ended: what the compiler aborted with, or the last line that speaks of an error.
+
+    >>> reason("F1122 07:13:48.1 5018 dumper.cc:1585] failed: INVALID\\n    @ 0x7f  absl::log_internal()")
+    'failed: INVALID'
+    """
+    fatal = FATAL.findall(stderr)
+    lines = [line for line in stderr.splitlines() if "error" in line.lower()]
+    return (fatal[:1] or lines[-1:] or stderr.splitlines()[-1:] or ["the compiler aborted"])[0][:300]
