@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.ops.append import append
 from kvjax.ops.dtypes import wide
+from kvjax.pallas_kernels.blocks import tuned
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, SUBLANES
 
@@ -205,7 +206,15 @@ def tpu_stacked_decode(
     return out, lse[:, :queries, 0].reshape(b, n, t)
 
 
-def slots_per_step(k: Array, v: Array | None, step_bytes: int = 2**20) -> int:
-    """Slots whose keys and values make about `step_bytes`: below that, the latency of a copy shows."""
+def slots_per_step(
+    k: Array | jax.ShapeDtypeStruct,
+    v: Array | jax.ShapeDtypeStruct | None,
+    step_bytes: int = 2**20,
+    generation: str | None = None,
+) -> int:
+    """Slots that were tuned, or whose rows make about `step_bytes`: below that, a copy's latency shows."""
     caches = (k,) if v is None else (k, v)
-    return step_bytes // sum(x.shape[-1] * jnp.dtype(x.dtype).itemsize for x in caches)
+    channels = sum(x.shape[-1] for x in caches) // 2
+    return tuned("stacked_decode", k.dtype.name, channels, generation) or step_bytes // sum(
+        x.shape[-1] * jnp.dtype(x.dtype).itemsize for x in caches
+    )

@@ -19,6 +19,7 @@ from kvjax.aot.cases import (
     page_scores,
     paged_append,
     paged_decode,
+    shapes,
     stacked_decode,
 )
 from kvjax.aot.hardware import Device
@@ -34,4 +35,5 @@ CASES: dict[str, Callable[[Device], Case]] = {
     **page_scores.CASES,
     **gated_delta.CASES,
     **decoder.CASES,
+    **shapes.CASES,
 }

@@ -12,7 +12,7 @@ from jax.experimental.layout import Layout
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.stacked_decode import stacked_append, tpu_stacked_decode
+from kvjax.ops.stacked_decode import slots_per_step, stacked_append, tpu_stacked_decode
 
 BATCH, HEADS, GROUP, LAYERS = 4, 8, 8, 32
 
@@ -28,6 +28,7 @@ def stacked_decode(
     width: int = 128,
     packed: bool = False,
     positions: bool = False,
+    block: int | None = None,
 ) -> Case:
     """Full lists of 32768 slots, B = 4, K = 8, G = 8, two layers; `packed`: keys and values in one row."""
     slots, lists = 32768, BATCH * HEADS
@@ -42,13 +43,13 @@ def stacked_decode(
         {"pos": shape(2, BATCH, HEADS, slots, dtype=jnp.int32)} if positions else {},
     )
     item = jnp.dtype(dtype).itemsize
-    block = 2**20 // (2 * width * item)
+    block = block or slots_per_step(operands[1], operands[2], generation=device.generation)
     first = width if packed else 0
 
     def run(q: Any, k: Any, v: Any, lengths: Any, q_pos: Any, layer: Any, sides: Any) -> Any:
         return tpu_stacked_decode(
             q, k, v, lengths, q_pos, layer, scale=width**-0.5, values=(first, width), window=None,
-            softcap=None, cores=device.cores, **sides,
+            softcap=None, cores=device.cores, block=block, **sides,
         )  # fmt: skip
 
     moved = lists * slots * (2 * width * item + 4 * positions)
@@ -108,10 +109,11 @@ def step(device: Device, *, tokens: int = 1) -> Case:
     kept = 2 * 2 * cache.size
     lists = BATCH * heads
     steps = tokens * LAYERS * lists
+    block = slots_per_step(cache, cache, generation=device.generation)
     flops = 2 * BATCH * numbers + 4 * lists * group * slots * h * LAYERS
     return Case(
         run, operands, tokens * (2 * numbers + kept), tokens * flops, kept, "stacked_decode",
-        trips={"1": steps, "2": steps * slots // 2048}, profiles=False, donated=(1, 2),
+        trips={"1": steps, "2": steps * slots // block}, profiles=False, donated=(1, 2),
         layouts={4: Layout((0, 1, 2), tiling=((device.tile, 128), (2, 1)))},
     )  # fmt: skip
 
