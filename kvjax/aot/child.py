@@ -1,9 +1,9 @@
 """One case compiled for one topology, in a process of its own: the compiler may abort.
 
-    python -m kvjax.aot.child TOPOLOGY CASE FOLDER profile|plain
+    python -m kvjax.aot.child TOPOLOGY CASE FOLDER profile|plain OPTIONS
 
-prints one line, "AOT " and JSON; the compiler's dumps go to FOLDER. The environment is read when the
-compiler's library is loaded, so it is set before anything imports jax.
+OPTIONS of the case are JSON. It prints one line, "AOT " and JSON; the compiler's dumps go to FOLDER. The
+environment is read when the compiler's library is loaded, so it is set before anything imports jax.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import json
 import os
 import resource
 import sys
+from functools import partial
 from typing import Any
 
 
 def main() -> None:
-    topology, name, folder, how = sys.argv[1:5]
+    topology, name, folder, how, options = sys.argv[1:6]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     profile = f" --xla_jf_dump_static_llo_profile_to={folder}/profile" if how == "profile" else ""
     os.environ.update(
@@ -28,6 +29,9 @@ def main() -> None:
         JAX_DISABLE_MOST_OPTIMIZATIONS="0",
         XLA_FLAGS="",
         LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true{profile}",
+        # Its log files grow by gigabytes and nobody reads them; what is fatal comes to stderr all the same.
+        TPU_LOG_DIR="disabled",
+        TPU_MIN_LOG_LEVEL="3",
     )
     import jax
     import numpy as np
@@ -38,8 +42,10 @@ def main() -> None:
     from kvjax.aot import reading
     from kvjax.aot.cases import CASES
     from kvjax.aot.hardware import device_of
+    from kvjax.pallas_kernels.blocks import here
 
-    case = CASES[name](device_of(topology))
+    device = device_of(topology)
+    case = partial(CASES[name], **json.loads(options))(device)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices[:1]), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -51,6 +57,10 @@ def main() -> None:
     placed = [place(at, operand) for at, operand in enumerate(case.operands)]
     # Pallas asks the mesh which generation it lowers for.
     with jax.set_mesh(mesh):
+        if here() != device.generation:
+            raise RuntimeError(
+                f"{topology} is a {devices[0].device_kind}: add that to pallas_kernels/blocks.py"
+            )
         compiled = jax.jit(case.run, donate_argnums=case.donated).lower(*placed).compile()
     memory, module = compiled.memory_analysis(), compiled.as_text() or ""
     assert memory is not None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,6 +17,9 @@ from kvjax.aot.reading import largest
 from kvjax.errors import InputError
 
 SECONDS = 300
+# A line of the compiler's log: F, date, time, thread, place in its source.
+FATAL = re.compile(r"^F\d{4} \S+ +\d+ \S+?:\d+\] (.*)", re.M)
+RAISED = re.compile(r"^[\w.]*(?:Error|Exception)\b.*", re.M)
 
 
 def available() -> str:
@@ -26,9 +31,10 @@ def available() -> str:
     return ""
 
 
-def probe(topology: str, name: str) -> dict[str, Any]:
+def probe(topology: str, name: str, **options: Any) -> dict[str, Any]:
     """What the compiler says of case `name` on a device of `topology`, with the bounds in microseconds.
 
+    options: of the case, instead of its own.
     bundles_us: issue cycles of the schedule; model_us: the compiler's simulated cycles (None where it has no
     estimate); hbm_us, mxu_us: bytes and operations at the device's rates; bound_us: the largest, and bound
     its name. "error" instead where it does not compile.
@@ -38,12 +44,12 @@ def probe(topology: str, name: str) -> dict[str, Any]:
     device = device_of(topology)
     if name not in CASES:
         raise InputError(f"unknown case {name!r}: see `kvjax aot --list`")
-    case = CASES[name](device)
+    case = partial(CASES[name], **options)(device)
     found: dict[str, Any] = {"error": ""}
     # The profiler may abort; everything else of the dump comes without it.
     for how in ("profile", "plain") if device.profiles and case.profiles else ("plain",):
         if "error" in found:
-            found = _child(topology, name, how)
+            found = _child(topology, name, how, **options)
     if "error" in found:
         return found
     cycles = sum(case.trips.get(depth, 1) * n for depth, n in found["bundles"].items())
@@ -62,9 +68,9 @@ def probe(topology: str, name: str) -> dict[str, Any]:
     return found | times | {"bound": bound, "bound_us": times[f"{bound}_us"], "cache": case.cache}
 
 
-def _child(topology: str, name: str, how: str) -> dict[str, Any]:
+def _child(topology: str, name: str, how: str, **options: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "kvjax.aot.child", topology, name, folder, how]
+        command = [sys.executable, "-m", "kvjax.aot.child", topology, name, folder, how, json.dumps(options)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         except subprocess.TimeoutExpired:
@@ -72,5 +78,14 @@ def _child(topology: str, name: str, how: str) -> dict[str, Any]:
     for line in done.stdout.splitlines():
         if line.startswith("AOT "):
             return json.loads(line[4:])
-    lines = [line for line in done.stderr.splitlines() if "Error" in line or "error" in line]
-    return {"error": (lines or done.stderr.splitlines() or ["the compiler aborted"])[-1][:300]}
+    return {"error": reason(done.stderr)}
+
+
+def reason(stderr: str) -> str:
+    """Why a child ended: what the compiler aborted with, or the last exception.
+
+    >>> reason("F1122 07:13:48.1 5018 dumper.cc:1585] failed: INVALID\\n    @ 0x7f  absl::log_internal()")
+    'failed: INVALID'
+    """
+    found = FATAL.findall(stderr)[:1] or RAISED.findall(stderr)[-1:] or stderr.splitlines()[-1:]
+    return (found or ["the compiler aborted"])[0][:300]

@@ -14,7 +14,8 @@ HELP = "compile the kernels for TPUs ahead of time, and print what the compiler 
 EXAMPLE = """examples:
   kvjax aot --list
   kvjax aot --case 'paged_decode-*-h128' --topology v5e:2x2,v6e:2x2
-  kvjax aot --all --json aot.json"""
+  kvjax aot --all --json aot.json
+  kvjax aot --tune stacked_decode,paged_decode --topology v6e:2x2"""
 NOTE = (
     "Compiler model, not measured. bundles: issue cycles of the schedule; model: the compiler's simulated "
     "cycles; hbm, mxu: bytes and operations at the device's published rates."
@@ -29,9 +30,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="every case")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     parser.add_argument("--json", metavar="FILE", help="write everything that was found to FILE")
+    parser.add_argument(
+        "--tune", metavar="A,B", help="try slots per step of these operations, and write the kernels' table"
+    )
+    parser.add_argument(
+        "--sweep", default="kvjax-tune.json", metavar="FILE",
+        help="where --tune keeps what it found until it is done; a second call goes on from there "
+        "(default: %(default)s)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.tune:
+        _tune(args)
+        return
     from importlib.metadata import version
 
     from rich.progress import track
@@ -67,6 +79,57 @@ def run(args: argparse.Namespace) -> None:
         if "error" in row:
             out.print(f"{row['case']} on {row['topology']}: {row['error']}")
     out.print(NOTE, style="dim")
+
+
+def _tune(args: argparse.Namespace) -> None:
+    import os
+
+    from rich.progress import track
+
+    from kvjax.aot.hardware import device_of
+    from kvjax.aot.probe import available
+    from kvjax.aot.tune import best, jobs, measure, write_table
+    from kvjax.commands.terminal import console
+    from kvjax.errors import InputError
+    from kvjax.pallas_kernels.blocks import TABLE
+
+    if available():
+        raise InputError(available())
+    topologies = args.topology.split(",")
+    for topology in topologies:
+        device_of(topology)
+    todo, kept = jobs(args.tune.split(","), topologies), Path(args.sweep)
+    if not os.access(TABLE, os.W_OK):
+        raise InputError(f"{TABLE} cannot be written: tune in a clone that is installed with pip install -e")
+    out = console()
+    found = list(track(measure(todo, kept), "compiling", total=len(todo), console=out, transient=True))
+    write_table(found)
+    kept.unlink(missing_ok=True)
+    out.print(_tuned(found, best(found)))
+    out.print(f"The best of each are in {TABLE}. {NOTE}", style="dim")
+
+
+def _tuned(found: list[dict[str, Any]], chosen: list[dict[str, Any]]) -> Any:
+    """Every candidate; the best stand out, and what does not compile says why."""
+    from rich.table import Table
+
+    from kvjax.commands.terminal import BOX, size
+
+    table = Table(box=BOX)
+    for name in ("operation", "generation", "payload"):
+        table.add_column(name, no_wrap=True)
+    for name in ("width", "slots", "us", "VMEM", "spills per bundle", ""):
+        table.add_column(name, justify="right")
+    names = ("operation", "generation", "payload", "width", "slots")
+    taken = {tuple(row[n] for n in names) for row in chosen}
+    for row in found:
+        what = (row["operation"], row["topology"].split(":")[0], row["payload"], row["width"], row["slots"])
+        if "error" in row:
+            table.add_row(*map(str, what), "-", "-", "-", row["error"][:60], style="red")
+            continue
+        figures = (f"{row['us']:.0f}", size(row["vmem"]), f"{row['spills']:.3f}")
+        table.add_row(*map(str, what), *figures, "best" if what in taken else "")
+    return table
 
 
 def _table(found: list[dict[str, Any]]) -> Any:

@@ -13,6 +13,7 @@ from kvjax.ops.append import append
 from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
 from kvjax.ops.paged_append import places
+from kvjax.pallas_kernels.blocks import tuned
 from kvjax.pallas_kernels.mla_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, SUBLANES
 
@@ -107,9 +108,13 @@ def tpu_mla_decode(
     return out[:, :n], lse[:, :n, 0]
 
 
-def pages_per_step(pages: Array | jax.ShapeDtypeStruct, step_bytes: int = 5 * 2**19) -> int:
-    """Pages of about `step_bytes`: 2048 latents in bfloat16. Fewer cost more to issue with many heads."""
-    return max(1, step_bytes // (math.prod(pages.shape[2:]) * jnp.dtype(pages.dtype).itemsize))
+def pages_per_step(
+    pages: Array | jax.ShapeDtypeStruct, step_bytes: int = 5 * 2**19, generation: str | None = None
+) -> int:
+    """Pages that were tuned, or of about `step_bytes`: fewer cost more to issue with many heads."""
+    slots = tuned("mla_decode", pages.dtype.name, pages.shape[-1], generation)
+    row = math.prod(pages.shape[3:]) * jnp.dtype(pages.dtype).itemsize
+    return max(1, (slots or step_bytes // row) // pages.shape[2])
 
 
 def latent_append(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -19,6 +18,7 @@ from kvjax.ops.dtypes import wide
 from kvjax.ops.page_pool import SUBLANES, PagePool
 from kvjax.ops.paged_decode_gpu import gpu_paged_decode, gpu_refusal
 from kvjax.ops.rope import Rope, angles, rotate
+from kvjax.pallas_kernels.blocks import tuned
 from kvjax.pallas_kernels.paged_decode import kernel_tpu as tpu
 
 NEG_INF = float("-inf")
@@ -211,5 +211,6 @@ def turns(rope: Rope, h: int) -> np.ndarray:
 
 
 def pages_per_step(pool: PagePool, step_bytes: int = 2**20) -> int:
-    """Pages whose keys and values make about `step_bytes`: below that, the latency of a copy shows."""
-    return max(1, step_bytes // (4 * math.prod(pool.words.shape[2:])))
+    """Pages that were tuned, or make about `step_bytes`: below that, the latency of a copy shows."""
+    slots = tuned("paged_decode", pool.payload, pool.words.shape[-1])
+    return max(1, slots // pool.page if slots else step_bytes // (4 * math.prod(pool.words.shape[2:])))

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from kvjax.ops.append import append
 from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
+from kvjax.pallas_kernels.blocks import tuned
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, SUBLANES
 
@@ -284,6 +285,10 @@ def _in_blocks(x: Array, layer: Array, block: int, dtype: Any) -> Array:
     return jnp.pad(one, ((0, 0), (0, 0), (0, 0), (0, pad)))
 
 
-def slots_per_step(*caches: Array, step_bytes: int = 2**20) -> int:
-    """Slots whose keys and values make about `step_bytes`: below that, the latency of a copy shows."""
-    return step_bytes // sum(x.shape[-1] * jnp.dtype(x.dtype).itemsize for x in caches)
+def slots_per_step(
+    *caches: Array | jax.ShapeDtypeStruct, step_bytes: int = 2**20, generation: str | None = None
+) -> int:
+    """Slots that were tuned, or whose rows make about `step_bytes`: below that, a copy's latency shows."""
+    channels = sum(x.shape[-1] for x in caches) // 2
+    known = tuned("stacked_decode", caches[0].dtype.name, channels, generation)
+    return known or step_bytes // sum(x.shape[-1] * jnp.dtype(x.dtype).itemsize for x in caches)

@@ -20,6 +20,7 @@ from kvjax.aot.cases import (
     paged_append,
     paged_decode,
     ragged_decode,
+    shapes,
     stacked_decode,
 )
 from kvjax.aot.hardware import Device
@@ -36,4 +37,5 @@ CASES: dict[str, Callable[[Device], Case]] = {
     **page_scores.CASES,
     **gated_delta.CASES,
     **decoder.CASES,
+    **shapes.CASES,
 }

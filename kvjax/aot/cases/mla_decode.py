@@ -24,6 +24,7 @@ def mla_decode(
     page: int = 128,
     batch: int = 8,
     slots: int = 32768,
+    step: int | None = None,
 ) -> Case:
     """Full pages of `slots` latents of 512 + 64 channels."""
     total = batch * slots // page
@@ -38,11 +39,12 @@ def mla_decode(
     )
     item = jnp.dtype(dtype).itemsize
     cache = batch * slots * WIDTH * item
-    run = partial(tpu_mla_decode, scale=192**-0.5, cores=device.cores)
+    taken = step // page if step else pages_per_step(operands[2], generation=device.generation)
+    run = partial(tpu_mla_decode, scale=192**-0.5, cores=device.cores, step=taken)
     return Case(
         run, operands, cache + 4 * total + batch * heads * (2 * RANK + ROPE) * item,
         2 * batch * heads * slots * (2 * RANK + ROPE), cache, "mla_decode",
-        trips={"1": batch, "2": total // pages_per_step(operands[2])}, profiles=False,
+        trips={"1": batch, "2": total // taken}, profiles=False,
     )  # fmt: skip
 
 
@@ -69,7 +71,8 @@ def step(device: Device, *, heads: int = 128, batch: int = 8, layers: int = 61, 
         return jax.lax.scan(layer, (q, pages), jnp.arange(layers, dtype=jnp.int32))[0]
 
     cache = 2 * operands[1].size
-    moved, steps = layers * batch * slots * WIDTH * 2, layers * batch * most // pages_per_step(operands[1])
+    moved = layers * batch * slots * WIDTH * 2
+    steps = layers * batch * most // pages_per_step(operands[1], generation=device.generation)
     return Case(
         run, operands, moved, 2 * layers * batch * heads * slots * (2 * RANK + ROPE), cache, "mla_decode",
         trips={"1": layers * batch, "2": steps}, profiles=False, donated=(1,),

@@ -14,6 +14,7 @@ from kvjax.aot.hardware import Device
 from kvjax.ops.page_pool import PagePool, page_rows
 from kvjax.ops.paged_decode import tpu_paged_decode
 from kvjax.ops.rope import Rope
+from kvjax.pallas_kernels.blocks import tuned
 
 BATCH, HEADS, GROUP = 4, 8, 8
 SCALES = ("key_scale", "value_scale")
@@ -52,7 +53,8 @@ def paged_decode(
     lists, pages = BATCH * HEADS, slots // page
     kind = jnp.float32 if payload == "float32" else jnp.bfloat16
     total = lists * pages
-    step = step or {"float32": 1024, "bfloat16": 2048, "int8": 4096}.get(payload, 4096)
+    step = step or tuned("paged_decode", stored, width, device.generation)
+    step = min(step or {"float32": 1024, "bfloat16": 2048, "int8": 4096}.get(payload, 4096), slots)
     operands = (
         jax.ShapeDtypeStruct((BATCH, HEADS * GROUP, 1, width), kind),
         PagePool(

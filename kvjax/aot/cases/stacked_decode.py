@@ -12,7 +12,7 @@ from jax.experimental.layout import Layout
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.stacked_decode import Coded, stacked_append, tpu_stacked_decode
+from kvjax.ops.stacked_decode import Coded, rows_of, slots_per_step, stacked_append, tpu_stacked_decode
 
 BATCH, HEADS, GROUP, LAYERS = 4, 8, 8, 32
 
@@ -30,6 +30,7 @@ def stacked_decode(
     positions: bool = False,
     mass: bool = False,
     slots: int = 32768,
+    block: int | None = None,
 ) -> Case:
     """Full lists of `slots`, B = 4, K = 8, G = 8, two layers; `packed`: keys and values in one row."""
     lists = BATCH * HEADS
@@ -49,13 +50,14 @@ def stacked_decode(
         {"pos": shape(2, BATCH, HEADS, slots, dtype=jnp.int32)} if positions else {},
     )
     item = jnp.dtype(dtype).itemsize
-    block = 2**20 // (2 * width * item)
+    caches = [rows_of(x) for x in operands[1:3] if x is not None]
+    block = block or slots_per_step(*caches, generation=device.generation)
     first = width if packed else 0
 
     def run(q: Any, k: Any, v: Any, lengths: Any, q_pos: Any, layer: Any, sides: Any) -> Any:
         return tpu_stacked_decode(
             q, k, v, lengths, q_pos, layer, scale=width**-0.5, values=(first, width), window=None,
-            softcap=None, mass=mass, cores=device.cores, **sides,
+            softcap=None, mass=mass, cores=device.cores, block=block, **sides,
         )  # fmt: skip
 
     moved = lists * slots * (2 * width * item + 8 * coded + 4 * positions + 4 * mass)
@@ -115,10 +117,11 @@ def step(device: Device, *, tokens: int = 1) -> Case:
     kept = 2 * 2 * cache.size
     lists = BATCH * heads
     steps = tokens * LAYERS * lists
+    block = slots_per_step(cache, cache, generation=device.generation)
     flops = 2 * BATCH * numbers + 4 * lists * group * slots * h * LAYERS
     return Case(
         run, operands, tokens * (2 * numbers + kept), tokens * flops, kept, "stacked_decode",
-        trips={"1": steps, "2": steps * slots // 2048}, profiles=False, donated=(1, 2),
+        trips={"1": steps, "2": steps * slots // block}, profiles=False, donated=(1, 2),
         layouts={4: Layout((0, 1, 2), tiling=((device.tile, 128), (2, 1)))},
     )  # fmt: skip
 

@@ -1,0 +1,207 @@
+"""Every kernel in every payload at every head dimension, on little data: that it compiles.
+
+A program calls the public function of an operation, forced to the kernel, with one payload. Caches are as
+wide as a caller must make them. The figures of such programs say nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.aot.case import Case
+from kvjax.aot.cases.paged_decode import PAYLOADS
+from kvjax.aot.hardware import Device
+from kvjax.ops.append import append
+from kvjax.ops.attention_stats import STATISTICS, attention_stats
+from kvjax.ops.flash_prefill import flash_prefill
+from kvjax.ops.gated_delta import gated_delta, gated_delta_step
+from kvjax.ops.log_linear import LevelState
+from kvjax.ops.log_linear_decode import log_linear_decode
+from kvjax.ops.mla_decode import mla_decode
+from kvjax.ops.page_pool import PagePool, page_rows
+from kvjax.ops.page_scores import page_scores
+from kvjax.ops.paged_decode import paged_decode
+from kvjax.ops.recurrence import Tokens
+from kvjax.ops.stacked_decode import stacked_decode
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+HEADS, GROUP, SLOTS, LANES = 2, 4, 1024, 128
+FLOATS = ("float32", "bfloat16")
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+INT32 = "int32"
+
+
+def shape(*sizes: int, dtype: str) -> Any:
+    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+
+def lanes(width: int) -> int:
+    return -(-width // LANES) * LANES
+
+
+def paged(payload: str, h: int) -> Iterator[Call]:
+    stored, names = PAYLOADS[payload]
+    page, width = 128 if payload in FLOATS else 256, lanes(h)
+    pages = HEADS * SLOTS // page
+    words = shape(1, pages, page_rows(stored, page, width, names), width, dtype=INT32)
+    kind = "float32" if payload == "float32" else "bfloat16"
+    operands = (
+        shape(1, HEADS * GROUP, 1, h, dtype=kind), PagePool(words, page, stored, names),
+        shape(1, HEADS, SLOTS // page, dtype=INT32), shape(1, HEADS, dtype=INT32), shape(1, 1, dtype=INT32),
+    )  # fmt: skip
+    for mass in (False, True):
+        yield partial(paged_decode, scale=1.0, mass=mass, implementation="tpu"), operands
+
+
+def stacked(payload: str, h: int) -> Iterator[Call]:
+    q = shape(1, HEADS * GROUP, 1, h, dtype=payload)
+    rows = shape(2, 1, HEADS, SLOTS, lanes(h), dtype=payload)
+    places = (shape(1, HEADS, dtype=INT32), shape(1, 1, dtype=INT32))
+    run = partial(stacked_decode, scale=1.0, implementation="tpu")
+    yield run, (q, rows, rows, *places)
+    if 2 * h == LANES:
+        yield lambda q, k, *x: run(q, k, None, *x), (q, rows, *places)
+
+
+def appended(payload: str, h: int) -> Iterator[Call]:
+    """Rows of a dense cache, or of pages; those of latents are as wide as five registers."""
+    for width in (lanes(h), 640) if h == HEAD_DIMS[0] else (lanes(h),):
+        rows = (shape(HEADS, 1, SLOTS, width, dtype=payload), shape(HEADS, 1, width, dtype=payload))
+        at = shape(HEADS, dtype=INT32)
+        yield lambda pool, new, *x: append([pool], [new], *x, implementation="tpu"), (*rows, at, at)
+
+
+def latents(payload: str, heads: int) -> Iterator[Call]:
+    operands = (
+        shape(1, heads, 512, dtype=payload), shape(1, heads, 64, dtype=payload),
+        shape(1, SLOTS // 128, 128, 640, dtype=payload), shape(1, SLOTS // 128, dtype=INT32),
+        shape(1, dtype=INT32),
+    )  # fmt: skip
+    yield partial(mla_decode, scale=1.0, implementation="tpu"), operands
+
+
+def prefill(payload: str, h: int) -> Iterator[Call]:
+    q, k = (shape(1, n, SLOTS, h, dtype=payload) for n in (HEADS * GROUP, HEADS))
+    pos = shape(1, SLOTS, dtype=INT32)
+
+    def gradients(*x: Any) -> Any:
+        def run(*y: Any) -> Any:
+            return flash_prefill(*y, *x[3:], scale=1.0, implementation="tpu")
+
+        (out, lse), back = jax.vjp(run, *x[:3])
+        return back((out, lse))
+
+    yield gradients, (q, k, k, pos, pos)
+
+
+def stats(payload: str, h: int) -> Iterator[Call]:
+    q, k = (shape(1, n, SLOTS, h, dtype=payload) for n in (HEADS * GROUP, HEADS))
+    operands = (
+        q, k, shape(1, HEADS * GROUP, SLOTS, dtype="float32"), shape(1, SLOTS, dtype=INT32),
+        shape(1, 1, SLOTS, dtype=INT32),
+    )  # fmt: skip
+    how = dict(want=STATISTICS, last=32, threshold=0.01)
+    yield partial(attention_stats, **how, scale=1.0, implementation="tpu"), operands  # pyright: ignore[reportArgumentType]
+
+
+def scores(payload: str, h: int) -> Iterator[Call]:
+    q, pages = shape(1, HEADS * GROUP, 1, h, dtype=payload), shape(1, HEADS, SLOTS, lanes(h), dtype=payload)
+    for names in (("low", "high"), ("centroid",)):
+        summary, counts = dict.fromkeys(names, pages), shape(1, HEADS, dtype=INT32)
+        yield partial(page_scores, implementation="tpu"), (q, summary, counts)
+
+
+def tokens(payload: str, h: int, g: int, *lead: int) -> Tokens:
+    x = shape(*lead, HEADS, h, dtype=payload)
+    return Tokens(x, x, x, shape(*lead, HEADS, g, dtype="float32"), x)
+
+
+def delta(payload: str, h: int) -> Iterator[Call]:
+    """Decays per head and per channel, with gradients."""
+
+    def gradients(given: Tokens) -> Any:
+        (out, state), back = jax.vjp(partial(gated_delta, implementation="tpu"), given)
+        return back((out, state))
+
+    for g in (1, h):
+        yield gradients, (tokens(payload, h, g, 1, SLOTS),)
+
+
+def delta_step(payload: str, h: int) -> Iterator[Call]:
+    """States that are not whole lanes wide would be copied, and are refused."""
+    if h % LANES:
+        return
+    for g in (1, h):
+        state = shape(8, HEADS, h, h, dtype="float32")
+        yield partial(gated_delta_step, implementation="tpu"), (state, tokens(payload, h, g, 8))
+        levels = LevelState(shape(8, 6, HEADS, h, h, dtype="float32"), shape(8, dtype=INT32))  # type: ignore[arg-type]
+        scales = shape(8, HEADS, 6, dtype="float32")
+        yield partial(log_linear_decode, implementation="tpu"), (levels, tokens(payload, h, g, 8), scales)
+
+
+def program(
+    device: Device,
+    *,
+    kernel: str,
+    payload: str,
+    calls: Callable[[str, int], Iterator[Call]],
+    sizes: tuple[int, ...],
+) -> Case:
+    """All calls of all sizes, one after the other."""
+    made = [call for size in sizes for call in calls(payload, size)]
+
+    def run(*operands: Any) -> Any:
+        return [call(*given) for (call, _), given in zip(made, operands, strict=True)]
+
+    held = tuple(given for _, given in made)
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(held))
+    return Case(run, held, size, 0, size, kernel, trips={}, profiles=False)
+
+
+class Kernel(NamedTuple):
+    """The name of a Pallas call, its payloads, the calls of one size, and the sizes of each program.
+
+    A size is a head dimension, or a number of heads over latents.
+    """
+
+    name: str
+    payloads: tuple[str, ...]
+    calls: Callable[[str, int], Iterator[Call]]
+    programs: tuple[tuple[int, ...], ...] = (HEAD_DIMS,)
+
+
+# With their gradients, these take so long to compile that every head dimension is a program.
+ALONE = tuple((h,) for h in HEAD_DIMS)
+KERNELS = {
+    "paged_decode": Kernel("paged_decode", tuple(PAYLOADS), paged),
+    "stacked_decode": Kernel("stacked_decode", FLOATS, stacked),
+    "append": Kernel("append", FLOATS, appended),
+    "mla_decode": Kernel("mla_decode", FLOATS, latents, ((16, 128),)),
+    "flash_prefill": Kernel("flash_prefill", FLOATS, prefill, ALONE),
+    "attention_stats": Kernel("attention_stats", FLOATS, stats),
+    "page_scores": Kernel("page_scores", FLOATS, scores),
+    "gated_delta": Kernel("gated_delta", FLOATS, delta, ALONE),
+    "gated_delta-step": Kernel("step", FLOATS, delta_step),
+}
+
+
+def _registry(long: bool) -> dict[str, Callable[[Device], Case]]:
+    return {
+        f"{operation}-{payload}{f'-h{sizes[0]}' if long else ''}-compiles": partial(
+            program, kernel=kernel.name, payload=payload, calls=kernel.calls, sizes=sizes
+        )
+        for operation, kernel in KERNELS.items()
+        if (kernel.programs == ALONE) == long
+        for payload in kernel.payloads
+        for sizes in kernel.programs
+    }
+
+
+SHORT, LONG = _registry(long=False), _registry(long=True)
+CASES = SHORT | LONG
