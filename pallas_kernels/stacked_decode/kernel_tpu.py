@@ -122,9 +122,11 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
 
 
 def _widened(x: Any, kind: Any) -> Any:
-    """Rows for the matrix unit, codes about 0."""
-    floating = jnp.issubdtype(x.dtype, jnp.floating)
-    return x.astype(kind) if floating else (x.astype(jnp.int32) - MIDDLE).astype(kind)
+    """Rows for the matrix unit; codes less MIDDLE, which is one bit of each, turned in words of four."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return x.astype(kind)
+    words = pltpu.bitcast(x, jnp.int32) ^ jnp.int32(-0x7F7F7F80)
+    return pltpu.bitcast(words, jnp.int8).astype(kind)
 
 
 def _row(side: Any, mine: Any, s: Any, block: int) -> Any:
