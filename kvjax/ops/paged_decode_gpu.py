@@ -22,9 +22,7 @@ def gpu_refusal(pool: PagePool, q: Array, heads: int, rope: Rope | None = None) 
     if rope is not None:
         return "keys are to be turned, expected turned ones"
     if pool.packed or pool.groups > 1:
-        return (
-            "keys and values in one row, or several groups to a page: expected rows of their own, one group"
-        )
+        return "values beside keys or several groups to a page, expected rows of their own and one group"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"queries of {q.dtype}, expected float32 or bfloat16"
     queries = q.shape[1] // heads * q.shape[2]

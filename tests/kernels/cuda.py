@@ -1,16 +1,12 @@
 """Programs as they are lowered for an NVIDIA GPU, on a machine that has none."""
 
-import contextlib
 import warnings
 
 import jax
-from jax.experimental.pallas import triton
 
 
-def _as_on_a_gpu():
-    """Later releases ask the mesh which GPU they lower for; earlier ones did not ask."""
-    if not hasattr(triton, "get_gpu_info"):
-        return contextlib.nullcontext()
+def as_on_a_gpu():
+    """The mesh says what is lowered for."""
     kind = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
     automatic = (jax.sharding.AxisType.Auto,)
     return jax.sharding.use_abstract_mesh(
@@ -20,6 +16,6 @@ def _as_on_a_gpu():
 
 def lowered_for_cuda(call, *shapes):
     """The text of the program of call(*shapes); nothing is compiled."""
-    with _as_on_a_gpu(), warnings.catch_warnings():
+    with as_on_a_gpu(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
         return jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()

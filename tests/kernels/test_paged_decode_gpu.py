@@ -123,10 +123,9 @@ def test_the_plain_form_is_no_kernel():
     assert not has_kernel(lowered_for_cuda(call, *shapes("bfloat16", 128)))
 
 
-def test_it_is_chosen_on_a_gpu_and_refuses_by_name(monkeypatch):
+def test_it_is_chosen_on_a_gpu_and_refuses_by_name():
     q, pool, table, lengths, pos = draw(0)
     call = partial(paged_decode, scale=1.0)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert has_kernel(lowered_for_cuda(call, *shapes("bfloat16", 128)))
     assert not has_kernel(lowered_for_cuda(call, *shapes("bfloat16", 128, dtype=jnp.float16)))
     force = partial(call, implementation="gpu")
