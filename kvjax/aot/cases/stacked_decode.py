@@ -12,7 +12,7 @@ from jax.experimental.layout import Layout
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.stacked_decode import Coded, rows_of, slots_per_step, stacked_append, tpu_stacked_decode
+from kvjax.ops.stacked_decode import Coded, slots_per_step, stacked_append, tpu_stacked_decode
 
 BATCH, HEADS, GROUP, LAYERS = 4, 8, 8, 32
 
@@ -50,7 +50,7 @@ def stacked_decode(
         {"pos": shape(2, BATCH, HEADS, slots, dtype=jnp.int32)} if positions else {},
     )
     item = jnp.dtype(dtype).itemsize
-    caches = [rows_of(x) for x in operands[1:3] if x is not None]
+    caches = [x.codes if coded else x for x in operands[1:3] if x is not None]
     block = block or slots_per_step(*caches, generation=device.generation)
     first = width if packed else 0
 
