@@ -18,7 +18,7 @@ class Case(NamedTuple):
     copies by hand whose sources it cannot tell. donated: places of the operands that the program may reuse.
     branches: how often the largest conditional parts of the outermost loop run, in their order; other code
     counts as if it always ran.
-    layouts: of operands, by place, that do not come in the compiler's default.
+    layouts: of operands, by place, that do not come in the compiler's default, or such a function of a leaf.
     """
 
     run: Callable[..., Any]
@@ -31,4 +31,4 @@ class Case(NamedTuple):
     profiles: bool = True
     donated: tuple[int, ...] = ()
     branches: tuple[int, ...] = ()
-    layouts: Mapping[int, Layout] = MappingProxyType({})
+    layouts: Mapping[int, Layout | Callable[[Any], Layout | None]] = MappingProxyType({})

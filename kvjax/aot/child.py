@@ -51,8 +51,13 @@ def main() -> None:
     whole = NamedSharding(mesh, PartitionSpec())
 
     def place(at: int, operand: Any) -> Any:
-        how = Format(case.layouts[at], whole) if at in case.layouts else whole
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=how), operand)
+        def one(x: Any) -> Any:
+            layout = case.layouts.get(at)
+            layout = layout(x) if callable(layout) else layout
+            how = whole if layout is None else Format(layout, whole)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=how)
+
+        return jax.tree.map(one, operand)
 
     placed = [place(at, operand) for at, operand in enumerate(case.operands)]
     # Pallas asks the mesh which generation it lowers for.

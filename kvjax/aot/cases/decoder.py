@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
@@ -17,6 +19,7 @@ from kvjax.methods import method as build
 from kvjax.models.config import Config
 from kvjax.models.params import init, plan
 from kvjax.ops.rope import Rope
+from kvjax.pallas_kernels.blocks import GENERATIONS
 from kvjax.steps import Run, prefill
 from kvjax.steps.decode import step_fn
 
@@ -36,7 +39,8 @@ def decoder(device: Device, method: Method) -> Case:
     tokens = jax.ShapeDtypeStruct((BATCH, SLOTS - 128), jnp.int32)
     lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     fill = partial(prefill, run, tokens_bound=SLOTS - 128, room=128, compress=True)
-    _, cache = jax.eval_shape(lambda p, t, n: fill(p, t, n, None), params, tokens, lengths)
+    with _as_on(device):
+        _, cache = jax.eval_shape(lambda p, t, n: fill(p, t, n, None), params, tokens, lengths)
     operands = (params, cache, lengths, jax.ShapeDtypeStruct((BATCH,), jnp.bool_))
     weights = sum(int(np.prod(x.shape)) * 2 for x in jax.tree.leaves(params))
     lists = CONFIG.layers * BATCH * CONFIG.kv_heads
@@ -44,7 +48,21 @@ def decoder(device: Device, method: Method) -> Case:
     return Case(
         partial(step_fn, run), operands, weights + nbytes(cache), flops, nbytes(cache),
         "stacked_decode", {"1": lists, "2": lists * SLOTS // 2048}, profiles=False, donated=(1,),
+        layouts={0: partial(_weights, device)},
     )  # fmt: skip
+
+
+def _as_on(device: Device) -> Any:
+    """Traced for a device of that generation, of which caches take their capacity."""
+    kind = next(kind for kind, name in GENERATIONS.items() if name == device.generation)
+    chip = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Auto,), abstract_device=chip)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def _weights(device: Device, x: Any) -> Layout | None:
+    """Stacked weights in the tiles they are multiplied in, or they are laid out anew at every call."""
+    return Layout((0, 1, 2), tiling=((device.tile, 128), (2, 1))) if x.ndim == 3 else None
 
 
 METHODS: dict[str, dict[str, float]] = {
