@@ -43,6 +43,11 @@ def table() -> dict[tuple[str, str, str, int], int]:
     return {(r["operation"], r["generation"], r["payload"], r["width"]): r["slots"] for r in rows}
 
 
+def cores_for(lists: int) -> int:
+    """Over how many TensorCores a kernel splits `lists`: a v5p device has two, which need as many each."""
+    return 2 if here() == "v5p" and lists % 2 == 0 else 1
+
+
 def here() -> str:
     """The generation of the mesh's devices, or of the first device; "" where that is no TPU of the table."""
     device = jax.sharding.get_abstract_mesh().abstract_device

@@ -13,7 +13,7 @@ from kvjax.ops.append import append
 from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
 from kvjax.ops.paged_append import places
-from kvjax.pallas_kernels.blocks import tuned
+from kvjax.pallas_kernels.blocks import cores_for, tuned
 from kvjax.pallas_kernels.mla_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, SUBLANES
 
@@ -93,7 +93,7 @@ def _reference(
 
 def tpu_mla_decode(
     q: Array, q_rope: Array, pages: Array, table: Array, lengths: Array, layer: Array, *,
-    scale: float, step: int | None = None, cores: int = 1, interpret: Any = False,
+    scale: float, step: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The kernel on the operands of `mla_decode`. step: pages per step."""
     (b, n, r), width = q.shape, pages.shape[-1]
@@ -101,6 +101,7 @@ def tpu_mla_decode(
     asked = jnp.concatenate([q, q_rope], -1)
     asked = jnp.pad(asked, ((0, 0), (0, -n % SUBLANES), (0, width - asked.shape[-1])))
     tables = jnp.pad(table[:, None].astype(jnp.int32), ((0, 0), (0, 0), (0, -table.shape[1] % step)))
+    cores = cores or cores_for(b)
     sizes = tpu.Sizes(step, b // cores, r, scale)
     out, lse = tpu.mla_decode(
         asked, pages, tables, lengths, layer[None], sizes=sizes, cores=cores, interpret=interpret

@@ -18,7 +18,7 @@ from kvjax.ops.dtypes import wide
 from kvjax.ops.page_pool import SUBLANES, PagePool
 from kvjax.ops.paged_decode_gpu import gpu_paged_decode, gpu_refusal
 from kvjax.ops.rope import Rope, angles, rotate
-from kvjax.pallas_kernels.blocks import tuned
+from kvjax.pallas_kernels.blocks import cores_for, tuned
 from kvjax.pallas_kernels.paged_decode import kernel_tpu as tpu
 
 NEG_INF = float("-inf")
@@ -164,12 +164,13 @@ def tpu_paged_decode(
     q: Array, pool: PagePool, table: Array, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, window: int | None, softcap: float | None, mass: bool,
     rope: Rope | None = None, phase: Array | None = None,
-    step: int | None = None, cores: int = 1, interpret: Any = False,
+    step: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """The kernel on the operands of `paged_decode`. step: pages per step."""
     b, n, t, h = q.shape
     heads, page, width = table.shape[1], pool.page, pool.words.shape[-1]
     step = min(step or pages_per_step(pool), table.shape[2])
+    cores = cores or cores_for(b * heads)
     queries = n // heads * t
     pad = (0, -queries % SUBLANES)
     asked = jnp.pad(q.reshape(b * heads, queries, h), ((0, 0), pad, (0, width - h)))

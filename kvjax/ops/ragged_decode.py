@@ -17,6 +17,7 @@ from kvjax.ops.attention import Keys, attend
 from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
 from kvjax.ops.stacked_decode import KEPT_NUMBERS, slots_per_step, tile_rows
+from kvjax.pallas_kernels.blocks import cores_for
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, SUBLANES
 
@@ -111,12 +112,13 @@ def _reference(
 def tpu_ragged_decode(
     q: Array, k: Array, v: Array | None, starts: Array, lengths: Array, *,
     most: int, aligned: int, scale: float, values: int, bias: Array | None = None,
-    softcap: float | None = None, block: int | None = None, cores: int = 1, interpret: Any = False,
+    softcap: float | None = None, block: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The kernel on the operands of `ragged_decode`. block: slots per step."""
     b, n, t, h = q.shape
     heads = starts.shape[1]
     lists, queries, piece = b * heads, n // heads * t, math.gcd(aligned, LANES)
+    cores = cores or cores_for(lists)
     most = min(-(-most // piece) * piece, k.shape[0] // piece * piece)
     block = block or slots_per_step(*(x for x in (k, v) if x is not None))
     block = max(piece, min(block, most) // piece * piece)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from kvjax.ops.append import append
 from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
-from kvjax.pallas_kernels.blocks import tuned
+from kvjax.pallas_kernels.blocks import cores_for, tuned
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, SUBLANES
 
@@ -214,13 +214,14 @@ def tpu_stacked_decode(
     q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
     pos: Array | None = None, bias: Array | None = None, mass: bool = False, block: int | None = None,
-    cores: int = 1, interpret: Any = False,
+    cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """The kernel on the operands of `stacked_decode`. block: slots per step."""
     b, n, t, h = q.shape
     caches = [rows_of(x) for x in (k, v) if x is not None]
     heads, slots, width = caches[0].shape[2:]
     group, lists = n // heads, b * heads
+    cores = cores or cores_for(lists)
     sides = sides_of(k, v, pos, bias)
     piece, block = steps(
         slots, block or slots_per_step(*caches), whole=bool(sides), lanes=bool(sides) or mass

@@ -159,6 +159,12 @@ def test_the_kernel_gets_the_steps_of_the_table(monkeypatch):
     assert given == [640, 2048]
 
 
+def test_lists_are_split_over_both_cores_of_a_device_that_has_two():
+    for kind, lists, cores in (("TPU v5", 32, 2), ("TPU v5", 3, 1), ("TPU v5 lite", 32, 1)):
+        with compiled_for(kind):
+            assert blocks.cores_for(lists) == cores
+
+
 def test_operations_without_a_sweep_are_refused():
     with pytest.raises(InputError, match="nothing to tune in 'none': expected stacked_decode"):
         tune.jobs(["none"], ["v5e:2x2"])
