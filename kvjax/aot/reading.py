@@ -33,9 +33,13 @@ def array_bytes(dtype: str, shape: str) -> int:
 def large_copies(module: str, least: int) -> int:
     """Copies of at least `least` bytes in a module's text: a cache that was laid out anew.
 
+    A fusion that aliases its operand is none: it reads other tiles out of the same memory.
+
     >>> large_copies("%copy.1 = bf16[4,128]{1,0} copy(%a)\\n%copy.2 = f32[2]{0} copy(%b)", 1024)
     1
     """
+    for name in re.findall(r"output_to_operand_aliasing=.*calls=%([\w.\-]+)", module):
+        module = re.sub(rf"^%{re.escape(name)} \(.*?^}}", "", module, flags=re.MULTILINE | re.DOTALL)
     return sum(array_bytes(*m.groups()) >= least for m in COPY.finditer(module))
 
 

@@ -93,6 +93,23 @@ def test_a_relayout_of_the_cache_is_counted_and_a_small_copy_is_not():
     assert reading.staged(text, 2**16) == ["big"] and reading.staged(text, 2**30) == []
 
 
+def test_other_tiles_of_the_same_memory_are_no_copy():
+    text = """
+%view (input: bf16[1024,128]) -> bf16[1024,128] {
+  %input = bf16[1024,128]{1,0:T(16,128)(2,1)} parameter(0)
+  ROOT %copy.1 = bf16[1024,128]{1,0:T(8,128)(2,1)} copy(%input)
+}
+
+%other (p: bf16[1024,128]) -> bf16[1024,128] {
+  ROOT %copy.2 = bf16[1024,128]{0,1} copy(%p)
+}
+  %a = bf16[1024,128] fusion(%x), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%view
+  %b = bf16[1024,128] fusion(%x), kind=kLoop, calls=%other
+"""
+    assert reading.large_copies(text, 2**10) == 1
+    assert reading.large_copies(text.replace("output_to_operand_aliasing", "x"), 2**10) == 2
+
+
 def test_conditional_parts_are_measured_where_nothing_is_conditional_within_them():
     text = """
      0   :  { sbr.rel (%p0) target = $region9 }
