@@ -36,9 +36,9 @@ def stacked_decode(
     lists = BATCH * HEADS
     row = width * (2 if packed else 1)
     coded = dtype == jnp.uint8
-    cache = shape(2, BATCH, HEADS, slots, row, dtype=dtype)
+    rows = cache = shape(2, BATCH, HEADS, slots, row, dtype=dtype)
     if coded:
-        cache = Coded(cache, *[shape(2, BATCH, HEADS, slots, dtype=jnp.float16)] * 2)
+        cache = Coded(rows, *[shape(2, BATCH, HEADS, slots, dtype=jnp.float16)] * 2)
     asked = jnp.bfloat16 if coded else dtype
     operands = (
         shape(BATCH, HEADS * GROUP, 1, width, dtype=asked),
@@ -50,8 +50,7 @@ def stacked_decode(
         {"pos": shape(2, BATCH, HEADS, slots, dtype=jnp.int32)} if positions else {},
     )
     item = jnp.dtype(dtype).itemsize
-    caches = [x.codes if coded else x for x in operands[1:3] if x is not None]
-    block = block or slots_per_step(*caches, generation=device.generation)
+    block = block or slots_per_step(*[rows] * (1 if packed else 2), generation=device.generation)
     first = width if packed else 0
 
     def run(q: Any, k: Any, v: Any, lengths: Any, q_pos: Any, layer: Any, sides: Any) -> Any:
