@@ -290,7 +290,7 @@ def first_empty(pos: Int[Array, "*b S"]) -> Int[Array, "*b"]:
 def write_slots(
     slots: Slots,
     slot: Int[Array, "l B K C"],
-    k: Float[Array, "l B K C H"],
+    k: Float[Array, "l B K C H"] | None,
     v: Float[Array, "l B K C V"] | None,
     pos: Int[Array, "l B K C"],
     *,
@@ -300,7 +300,8 @@ def write_slots(
 ) -> Slots:
     """Tokens into given slots of layers layer .. layer + l - 1, encoded as the segment encodes them.
 
-    Slots outside [0, S) write nothing. Codecs must encode token by token here.
+    Slots outside [0, S) write nothing, and keys or values stay where k or v is None. Codecs must encode token
+    by token here.
     """
 
     def put(old: Array | Codes, new: Array) -> Array | Codes:
@@ -314,8 +315,8 @@ def write_slots(
     stats = stats or {}
     return dataclasses.replace(
         slots,
-        k=put(slots.k, k),
-        v=None if slots.v is None or v is None else put(slots.v, v),
+        k=slots.k if k is None else put(slots.k, k),
+        v=slots.v if slots.v is None or v is None else put(slots.v, v),
         pos=write_rows(slots.pos, slot, pos, layer),
         bias=None
         if slots.bias is None

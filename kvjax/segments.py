@@ -32,29 +32,33 @@ from kvjax.keep.select import slot_lists
 from kvjax.ops.dispatch import platform
 from kvjax.place.paged import build_pages, pool_pages
 
-TILE = 32
+TILE, LANES = 32, 128
 
 # --- building ------------------------------------------------------------------------------------------
 
 
-def slots_needed(gm: GroupMethod, tokens: int, room: int) -> int:
+def slots_needed(gm: GroupMethod, tokens: int, room: int, width: int) -> int:
     """Static capacity of one head's list: a function of method, bucket, room and platform only."""
     if gm.keep is None:
-        return whole_tiles(tokens + room)
+        return whole_tiles(tokens + room, width)
     if gm.evicting:
         # One more than the budget: a token is attended before the victim leaves.
-        return whole_tiles(gm.keep.budget.capacity(tokens + room) + 1)
-    return whole_tiles(gm.keep.budget.capacity(tokens) + room)
+        return whole_tiles(gm.keep.budget.capacity(tokens + room) + 1, width)
+    return whole_tiles(gm.keep.budget.capacity(tokens) + room, width)
 
 
-def whole_tiles(slots: int) -> int:
-    """A TPU's memory holds slots in tiles of up to 32, used or not: all of them can hold tokens."""
-    return -(-slots // TILE) * TILE if platform() == "tpu" else slots
+def whole_tiles(slots: int, width: int) -> int:
+    """A TPU's memory holds slots in whole tiles, used or not: all of them can hold tokens.
+
+    A tile has up to 32 slots, or 128 of rows so wide that they would not fill its lanes.
+    """
+    tile = LANES if width % LANES else TILE
+    return -(-slots // tile) * tile if platform() == "tpu" else slots
 
 
 def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: int) -> tuple[Segment, ...]:
     """Dense segments holding the kept slots of a group, with room for `room` more tokens."""
-    capacity = slots_needed(gm, tokens, room)
+    capacity = slots_needed(gm, tokens, room, view.k.shape[-1])
     live = view.pos >= 0
     kept = live if kept is None else kept & live
     whole = kept.shape[-1] <= capacity and gm.keep is None
@@ -206,7 +210,7 @@ def build_group_pages(
 
 def _empty_tail(gm: GroupMethod, view: View, room: int) -> Slots:
     empty = dataclasses.replace(jax.tree.map(lambda x: x[:, :, :, :0], whole_slots(gm, view)), stats={})
-    return _encoded(pad_slots(empty, whole_tiles(max(room, 1))), gm)
+    return _encoded(pad_slots(empty, whole_tiles(max(room, 1), view.k.shape[-1])), gm)
 
 
 # --- extending -----------------------------------------------------------------------------------------
@@ -264,7 +268,10 @@ def reserve(gms: tuple[GroupMethod, ...], cache: Cache, room: int) -> Cache:
         if gm.evicting or gm.kind != "slots":
             return group
         if not gm.split:
-            return (*group[:-1], pad_slots(group[-1], whole_tiles(room)))  # type: ignore[arg-type]
+            tail = group[-1]
+            assert isinstance(tail, Slots)
+            width = jax.eval_shape(dense, tail.k).shape[-1]
+            return (*group[:-1], pad_slots(tail, whole_tiles(room, width)))
         body, tail = group
         return (_pad_granules(body, -(-room // gm.granule), gm.granule), tail)  # type: ignore[arg-type]
 

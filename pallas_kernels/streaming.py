@@ -89,12 +89,16 @@ def each(live: Any, most: int, whole: Callable[[], None], one: Callable[[Any], N
         jax.lax.fori_loop(0, live, lambda n, carry: (one(n), carry)[1], 0)
 
 
-def blank(piece: Callable[[Any], Any], size: int, most: int, live: Any) -> None:
-    """Zeros slots from `live` on, of `most` pieces of `size`: zero times what they hold may be no number."""
+def blank(piece: Callable[[Any], Any], size: int, most: int, live: Any, axis: int = 0) -> None:
+    """Zeros slots from `live` on, of `most` pieces of `size`: zero times what they hold may be no number.
+
+    axis: of a piece, on which its slots lie.
+    """
+    shape = (size, 1) if axis == 0 else (1, size)
 
     def one(n: Any, carry: Any) -> Any:
         rows = piece(n)
-        real = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0) + n * size < live
+        real = jax.lax.broadcasted_iota(jnp.int32, shape, axis) + n * size < live
         rows[...] = jnp.where(real, rows[...], jnp.zeros((), rows.dtype))
         return carry
 
@@ -126,10 +130,10 @@ def weigh(r: Running, z: Any) -> tuple[Any, Any]:
     return p, fade
 
 
-def fold(r: Running, z: Any, v: Any) -> None:
-    """Folds logits z [R, S], -inf where hidden, and finite values v [S, V] into `r`."""
+def fold(r: Running, z: Any, v: Any, axis: int = 0) -> None:
+    """Folds logits z [R, S], -inf where hidden, and finite values v, whose `axis` is S, into `r`."""
     p, fade = weigh(r, z)
-    r.acc[...] = r.acc[...] * fade + product(p.astype(v.dtype), v, 0)
+    r.acc[...] = r.acc[...] * fade + product(p.astype(v.dtype), v, axis)
 
 
 def finish(r: Running, out: Any, lse: Any) -> None:

@@ -122,15 +122,21 @@ def refusal(
             f"slots, expected at most {KEPT_NUMBERS} numbers"
         )
     for x in map(rows_of, (k, k if v is None else v)):
-        if x.shape[-1] % LANES:
-            return f"rows are {x.shape[-1]} wide, expected a multiple of {LANES}: pad, or keep v behind k"
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.uint8):
             return f"a cache of {x.dtype}, expected float32, bfloat16 or codes in uint8"
-        if x.shape[3] % tile_rows(x):
-            return f"{x.shape[3]} slots, expected a multiple of {tile_rows(x)}"
+        if on_lanes(x) and (x.shape[-1] % tile_rows(x) or x.dtype == jnp.uint8):
+            return f"rows of {x.dtype} are {x.shape[-1]} wide, expected a multiple of {LANES}"
+        unit = LANES if on_lanes(x) else tile_rows(x)
+        if x.shape[3] % unit:
+            return f"{x.shape[3]} slots of {x.shape[-1]} channels, expected a multiple of {unit}"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"queries of {q.dtype}, expected float32 or bfloat16"
     return ""
+
+
+def on_lanes(x: Array) -> bool:
+    """Whether slots lie on the lanes of a TPU's memory, which pads no rows that fill no lanes."""
+    return x.shape[-1] % LANES != 0
 
 
 def tile_rows(x: Array) -> int:
@@ -162,10 +168,22 @@ def stacked_append(
     lists = b * heads
     slot = jnp.broadcast_to(lengths.reshape(b, -1), (b, heads)).reshape(lists).astype(jnp.int32)
     block = jnp.asarray(layer, jnp.int32) * lists + jnp.arange(lists, dtype=jnp.int32)
-    flat = [x.reshape(layers * lists, 1, slots, x.shape[-1]) for x in (k, v) if x is not None]
-    rows = [x.reshape(lists, 1, -1) for x in (new_k, new_v) if x is not None]
-    done = append(flat, rows, block, slot, implementation=implementation)
-    return done[0].reshape(k.shape), None if v is None else done[1].reshape(v.shape)
+
+    def pool(x: Array) -> Array:
+        if on_lanes(x):
+            return jnp.swapaxes(x, 3, 4).reshape(layers * lists, x.shape[4], slots)
+        return x.reshape(layers * lists, 1, slots, x.shape[4])
+
+    def back(x: Array, like: Array) -> Array:
+        if on_lanes(like):
+            return jnp.swapaxes(x.reshape(layers, b, heads, like.shape[4], slots), 3, 4)
+        return x.reshape(like.shape)
+
+    caches = [(x, new) for x, new in ((k, new_k), (v, new_v)) if x is not None and new is not None]
+    rows = [new.reshape(lists, -1) if on_lanes(x) else new.reshape(lists, 1, -1) for x, new in caches]
+    done = append([pool(x) for x, _ in caches], rows, block, slot, implementation=implementation)
+    found = [back(x, like) for x, (like, _) in zip(done, caches, strict=True)]
+    return found[0], None if v is None else found[1]
 
 
 def _reference(
@@ -223,8 +241,9 @@ def tpu_stacked_decode(
     group, lists = n // heads, b * heads
     cores = cores or cores_for(lists)
     sides = sides_of(k, v, pos, bias)
+    lanes = tuple(map(on_lanes, caches))
     piece, block = steps(
-        slots, block or slots_per_step(*caches), whole=bool(sides), lanes=bool(sides) or mass
+        slots, block or slots_per_step(*caches), whole=bool(sides), lanes=bool(sides) or mass or any(lanes)
     )
     queries = group * t
     pad = (0, -queries % SUBLANES)
@@ -235,9 +254,11 @@ def tpu_stacked_decode(
     if window is not None and pos is None:
         begins = jnp.repeat(jnp.maximum(q_pos.min(-1) - window + 1, 0).astype(jnp.int32) // block, heads)
     room = -(-slots // block) * block if mass else 0
-    sizes = tpu.Sizes(block, piece, lists // cores, scale, window, softcap, v is None, tuple(sides), room)
+    sizes = tpu.Sizes(
+        block, piece, lists // cores, scale, window, softcap, v is None, tuple(sides), room, lanes
+    )
     origins = jnp.arange(lists, dtype=jnp.int32) * slots
-    merged = [x.reshape(x.shape[0], lists * slots, -1) for x in caches]
+    merged = [_in_place(x, lists) for x in caches]
     out, lse, *given = tpu.stacked_decode(
         asked, merged[0], None if v is None else merged[1], lengths.reshape(-1), begins, origins,
         jnp.broadcast_to(asked_pos[..., None], (*asked_pos.shape, LANES)), layer[None],
@@ -254,6 +275,13 @@ def tpu_stacked_decode(
     slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
     visited = (slot >= begins.reshape(b, heads, 1) * block) & (slot < lengths[..., None])
     return out, lse, jnp.where(visited, given[0][:, 0, :slots].reshape(b, heads, slots), 0.0)
+
+
+def _in_place(x: Array, lists: int) -> Array:
+    """A cache as the kernel takes it: every list behind the one before, or, on lanes, each by itself."""
+    if on_lanes(x):
+        return jnp.swapaxes(x, 3, 4).reshape(x.shape[0], lists, x.shape[4], x.shape[3])
+    return x.reshape(x.shape[0], lists * x.shape[3], x.shape[4])
 
 
 def steps(slots: int, most: int, *, whole: bool, lanes: bool) -> tuple[int, int]:

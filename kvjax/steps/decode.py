@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,8 @@ from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Scores, Step
 from kvjax.models.mixers.attention import lending, mixer_of
 from kvjax.models.transformer import decode_layers, unembed
+from kvjax.ops.dispatch import form
+from kvjax.ops.stacked_decode import LANES, on_lanes, stacked_append
 from kvjax.segments import flush
 from kvjax.steps.attend import attend_past, past_of
 from kvjax.steps.run import Run, held, repeated
@@ -54,7 +57,7 @@ def step_fn(
         if x.k is not None:
             k = x.k if run.rank_phase else rotary(layer, x.k, at[:, None], length)
             v = None if x.v is None else repeated(run, gm.first, x.v)
-            state = _append(layer, state, repeated(run, gm.first, k), v, jnp.where(append, at, -1))
+            state = _append(run, layer, state, repeated(run, gm.first, k), v, jnp.where(append, at, -1))
         past = past_of(owner, gm, layer, state)
         phase = _query_phase(run, _tail(past.state).pos[past.index], at, x.q.shape[1])
         x = x._replace(q=rotary(layer, x.q, phase, length))
@@ -96,13 +99,30 @@ class Asked(NamedTuple):
 
 
 def _append(
-    layer: Layer, state: tuple[Segment, ...], k: Array, v: Array | None, pos: Int[Array, "B"]
+    run: Run, layer: Layer, state: tuple[Segment, ...], k: Array, v: Array | None, pos: Int[Array, "B"]
 ) -> tuple[Segment, ...]:
     tail = _tail(state)
-    slot = jnp.where(pos[:, None] >= 0, first_empty(tail.pos[layer.index]), -1)[None, ..., None]
-    spread = jnp.broadcast_to(pos[None, :, None, None], slot.shape)
-    v = None if v is None else v[None]
-    return (*state[:-1], write_slots(tail, slot, k[None], v, spread, layer=layer.index))
+    slot = jnp.where(pos[:, None] >= 0, first_empty(tail.pos[layer.index]), -1)
+    spread = jnp.broadcast_to(pos[None, :, None, None], (1, *slot.shape, 1))
+    write = partial(write_slots, slot=slot[None, ..., None], pos=spread, layer=layer.index)
+    chosen = _form_of_append(run, tail)
+    if chosen == "reference":
+        return (*state[:-1], write(tail, k=k[None], v=None if v is None else v[None]))
+    assert not isinstance(tail.k, Codes) and not isinstance(tail.v, Codes)
+    new_k, new_v = stacked_append(
+        tail.k, tail.v, k[:, :, 0], None if v is None else v[:, :, 0],
+        jnp.where(slot < tail.capacity, slot, -1), layer.index, implementation=chosen,
+    )  # fmt: skip
+    return (*state[:-1], write(dataclasses.replace(tail, k=new_k, v=new_v), k=None, v=None))
+
+
+def _form_of_append(run: Run, tail: Slots) -> str:
+    """XLA writes rows where they lie; slots that lie on the lanes it would lay out anew."""
+    caches = [x for x in (tail.k, tail.v) if x is not None]
+    if any(isinstance(x, Codes) for x in caches) or not any(on_lanes(x) for x in caches):
+        return "reference"
+    why = "" if tail.capacity % LANES == 0 else f"{tail.capacity} slots, expected a multiple of {LANES}"
+    return form("append", run.implementation, tpu=why)
 
 
 def _tail(state: tuple[Segment, ...]) -> Slots:

@@ -28,7 +28,8 @@ class Sizes(NamedTuple):
 
     packed: whether rows of keys hold the values too. sides: what is given per slot, among "pos", "bias", and
     of codes "key_scale", "key_zero", "value_scale" and "value_zero".
-    mass: slots, in whole blocks, of which to write what each was given; 0 for none.
+    mass: slots, in whole blocks, of which to write what each was given; 0 for none. lanes: of every cache,
+    whether its slots lie on the lanes and its channels above them.
     """
 
     block: int
@@ -40,10 +41,12 @@ class Sizes(NamedTuple):
     packed: bool = False
     sides: tuple[str, ...] = ()
     mass: int = 0
+    lanes: tuple[bool, ...] = (False, False)
 
 
 def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, sizes: Sizes) -> None:
-    cuts = [2, len(sizes.sides), 1 if sizes.packed else 2, 3 if sizes.mass else 2]
+    many = 1 if sizes.packed else 2
+    cuts = [2, len(sizes.sides), many, 3 if sizes.mass else 2]
     rest = list(refs)
     (q, q_pos), sides, caches, (out, lse, *mass) = ([rest.pop(0) for _ in range(n)] for n in cuts)
     scores = [rest.pop()] if sizes.mass else []
@@ -57,10 +60,15 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
 
     def copies(ahead: Any, s: Any, slot: Any, act: Any) -> None:
         def some(first: Any, count: int) -> None:
-            row = pl.multiple_of(streaming.pick(ahead, *origin) + s * block + first, piece)
-            for cache, buffer in zip(caches, buffers, strict=True):
-                source = cache.at[layer[0], pl.ds(row, count)]
-                act(pltpu.make_async_copy(source, buffer.at[slot, pl.ds(first, count)], arrived.at[slot]))
+            begin, here = pl.multiple_of(s * block + first, piece), pl.ds(first, count)
+            row = pl.multiple_of(streaming.pick(ahead, *origin) + begin, piece)
+            for cache, buffer, lanes in zip(caches, buffers, sizes.lanes, strict=False):
+                if lanes:
+                    source = cache.at[layer[0], streaming.pick(ahead, *at), :, pl.ds(begin, count)]
+                    target = buffer.at[slot, :, here]
+                else:
+                    source, target = cache.at[layer[0], pl.ds(row, count)], buffer.at[slot, here]
+                act(pltpu.make_async_copy(source, target, arrived.at[slot]))
 
         live = jnp.clip(pl.cdiv(streaming.pick(ahead, *length) - s * block, piece), 0, block // piece)
         streaming.each(
@@ -74,17 +82,19 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
     streaming.clear(running)
 
     def visit(s: Any, slot: Any) -> None:
-        values = buffers[-1]
+        values, across = buffers[-1], int(sizes.lanes[many - 1])
+
+        def blank(n: Any) -> Any:
+            slots = pl.ds(pl.multiple_of(n * piece, piece), piece)
+            return values.at[slot, :, slots] if across else values.at[slot, slots]
+
         if jnp.issubdtype(values.dtype, jnp.floating):
-            streaming.blank(
-                lambda n: values.at[slot, pl.ds(pl.multiple_of(n * piece, piece), piece)],
-                piece, block // piece, length[0] - s * block,
-            )  # fmt: skip
+            streaming.blank(blank, piece, block // piece, length[0] - s * block, across)
         asked = q[0]
         kind = jnp.float32 if asked.dtype == jnp.float32 else jnp.bfloat16
         k, v = (_widened(b[slot], kind) for b in (buffers[0], values))
         side = {n: _row(x, mine, s, block) for n, x in zip(sizes.sides, sides, strict=True)}
-        z = streaming.product(asked.astype(kind), k, 1)
+        z = streaming.product(asked.astype(kind), k, 0 if sizes.lanes[0] else 1)
         if "key_scale" in side:
             whole = asked.astype(jnp.float32).sum(-1, keepdims=True)
             z = z * side["key_scale"] + whole * (side["key_zero"] + MIDDLE * side["key_scale"])
@@ -105,7 +115,7 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
             kept[:, pl.ds(pl.multiple_of(s * block, block), block)] = z
         whose = "key" if sizes.packed else "value"
         if f"{whose}_scale" not in side:
-            streaming.fold(running, z, v)
+            streaming.fold(running, z, v, across)
             return
         # What lies behind the length may be no number.
         step, zero = (jnp.where(live, side[f"{whose}_{n}"], 0.0) for n in ("scale", "zero"))
@@ -156,11 +166,16 @@ def stacked_decode(
     they are codes; v None: rows of k hold keys and values, V = W. lengths [I]; begins [I], the first block
     that is visited; origins [I], the row of a list's first slot, a multiple of the piece, and so is M; q_pos
     [I, R, 128] int32, -1 where a query is nobody's; sides [1 or L, B, K, S'] with S' the slots of whole
-    blocks; layer [1]. Mass of blocks that are not visited is not written.
+    blocks; layer [1]. Mass of blocks that are not visited is not written. A cache with its slots on the lanes
+    is [L, I, W, S], W of any whole tiles and S a multiple of 128.
     """
     lists, count, width = q.shape
     caches = (k,) if v is None else (k, v)
-    values = caches[-1].shape[-1]
+    shapes = [
+        (x.shape[2], sizes.block) if lanes else (sizes.block, x.shape[2])
+        for x, lanes in zip(caches, sizes.lanes, strict=False)
+    ]
+    values = caches[-1].shape[2]
 
     def of(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, *shape), lambda core, j, *_: (core * sizes.lists + j, *(0,) * len(shape)))
@@ -192,7 +207,7 @@ def stacked_decode(
             ],
             out_specs=[of(count, values), of(count, LANES), *(of(*x.shape[1:]) for x in masses)],
             scratch_shapes=[
-                *(pltpu.VMEM((2, sizes.block, x.shape[-1]), x.dtype) for x in caches),
+                *(pltpu.VMEM((2, *shape), x.dtype) for x, shape in zip(caches, shapes, strict=True)),
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.VMEM((count, LANES), jnp.float32),

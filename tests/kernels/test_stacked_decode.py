@@ -117,6 +117,12 @@ CASES = {
     "mass behind a window": dict(slots=384, window=70, mass=True, group=1),
     "latents": dict(width=192, row=256, packed=True, values=128, first=0),
     "bfloat16": dict(dtype=jnp.bfloat16),
+    "heads of 64 on the lanes": dict(width=64, slots=256),
+    "heads of 80 on the lanes": dict(width=80, slots=384, t=2, window=150, softcap=5.0),
+    "keys of 192 on the lanes, values of 128 in rows": dict(width=192, values=128, slots=256),
+    "latents on the lanes": dict(width=96, row=96, packed=True, values=64, first=0, slots=256),
+    "mass and positions on the lanes": dict(width=64, slots=384, mass=True, **sides(7, 384)),
+    "bfloat16 on the lanes": dict(width=64, slots=256, dtype=jnp.bfloat16),
 }
 
 
@@ -148,7 +154,7 @@ def test_the_plain_form_is_the_equation(case):
     drawn, options = split(case)
     inputs = draw(0, **drawn)
     call = jax.jit(lambda *x: stacked_decode(*x, 1, implementation="reference", **options))
-    check(given(call(*inputs)), by_hand(*inputs, **options), 1e-2 if case == "bfloat16" else 2e-6)
+    check(given(call(*inputs)), by_hand(*inputs, **options), 1e-2 if "bfloat16" in case else 2e-6)
 
 
 @pytest.mark.parametrize("block", [16, 64])
@@ -157,7 +163,7 @@ def test_the_kernel_is_the_equation(case, block):
     drawn, options = split(case)
     inputs = draw(1, **drawn)
     got = kernel(inputs, options, block, True)
-    check(got, by_hand(*inputs, **options), 1e-2 if case == "bfloat16" else 2e-6)
+    check(got, by_hand(*inputs, **options), 1e-2 if "bfloat16" in case else 2e-6)
 
 
 def test_blocks_in_front_of_a_window_are_never_read():
@@ -183,7 +189,9 @@ def test_two_cores_share_the_lists():
 
 
 @pytest.mark.parametrize("dma", ["on_wait", "eager"])
-@pytest.mark.parametrize("case", ["plain", "window and soft-cap", "positions and biases", "mass"])
+@pytest.mark.parametrize(
+    "case", ["plain", "window and soft-cap", "positions and biases", "mass", "heads of 80 on the lanes"]
+)
 def test_copies_have_arrived_before_they_are_read(case, dma):
     drawn, options = split(case)
     inputs = draw(3, **drawn)
@@ -298,8 +306,9 @@ def test_what_cannot_run_says_why():
     with pytest.raises(NotImplementedError, match="there is no such form"):
         stacked_decode(q, k, v, lengths, pos, 1, implementation="cuda", **how)
     for wrong, why in [
-        ((q[..., :64], k[..., :64], v[..., :64]), "rows are 64 wide, expected a multiple of 128"),
-        ((q, k[..., :60, :], v[..., :60, :]), "60 slots, expected a multiple of 8"),
+        ((q[..., :64], k[..., :64], v[..., :64]), "64 slots of 64 channels, expected a multiple of 128"),
+        ((q[..., :60], k[..., :60], v[..., :60]), "rows of float32 are 60 wide, expected a multiple of 128"),
+        ((q, k[..., :60, :], v[..., :60, :]), "60 slots of 128 channels, expected a multiple of 8"),
         ((q, k.astype(jnp.float16), v), "a cache of float16"),
     ]:
         with pytest.raises(NotImplementedError, match=why):

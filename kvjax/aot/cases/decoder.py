@@ -27,15 +27,19 @@ from kvjax.steps.decode import step_fn
 CONFIG = Config(
     vocab=32000, d_model=4096, layers=16, heads=32, kv_heads=8, head_dim=128, d_ff=14336, rope=Rope(theta=5e5)
 )
+# Of Llama 3.2 1B: heads of 64.
+SMALL = Config(
+    vocab=32000, d_model=2048, layers=16, heads=32, kv_heads=8, head_dim=64, d_ff=8192, rope=Rope(theta=5e5)
+)
 BATCH, SLOTS = 4, 8192
 
 
-def decoder(device: Device, method: Method) -> Case:
+def decoder(device: Device, method: Method, config: Config = CONFIG) -> Case:
     """One token per row over a cache of 8192 slots, which the step may reuse."""
-    groups = plan(CONFIG, stacked=True)
+    groups = plan(config, stacked=True)
     dtype = jnp.bfloat16
-    params = jax.eval_shape(lambda key: init(CONFIG, key, dtype, groups=groups), jax.random.key(0))
-    run = Run(CONFIG, method)
+    params = jax.eval_shape(lambda key: init(config, key, dtype, groups=groups), jax.random.key(0))
+    run = Run(config, method)
     tokens = jax.ShapeDtypeStruct((BATCH, SLOTS - 128), jnp.int32)
     lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     fill = partial(prefill, run, tokens_bound=SLOTS - 128, room=128, compress=True)
@@ -43,8 +47,8 @@ def decoder(device: Device, method: Method) -> Case:
         _, cache = jax.eval_shape(lambda p, t, n: fill(p, t, n, None), params, tokens, lengths)
     operands = (params, cache, lengths, jax.ShapeDtypeStruct((BATCH,), jnp.bool_))
     weights = sum(int(np.prod(x.shape)) * 2 for x in jax.tree.leaves(params))
-    lists = CONFIG.layers * BATCH * CONFIG.kv_heads
-    flops = BATCH * (weights + 4 * CONFIG.layers * CONFIG.heads * SLOTS * CONFIG.head_dim)
+    lists = config.layers * BATCH * config.kv_heads
+    flops = BATCH * (weights + 4 * config.layers * config.heads * SLOTS * config.head_dim)
     return Case(
         partial(step_fn, run), operands, weights + nbytes(cache), flops, nbytes(cache),
         "stacked_decode", {"1": lists, "2": lists * SLOTS // 2048}, profiles=False, donated=(1,),
@@ -74,5 +78,6 @@ METHODS: dict[str, dict[str, float]] = {
 }
 CASES: dict[str, Callable[[Device], Case]] = {
     "decoder-full": partial(decoder, method=Method()),
+    "decoder-full-h64": partial(decoder, method=Method(), config=SMALL),
     **{f"decoder-{name}": partial(decoder, method=build(name, **hyper)) for name, hyper in METHODS.items()},
 }

@@ -133,6 +133,10 @@ CASES: dict[str, Callable[[Device], Case]] = {
     "stacked_decode-float32-h128": partial(stacked_decode, dtype=jnp.float32),
     "stacked_decode-bfloat16-h64": partial(stacked_decode, width=64, packed=True),
     "stacked_decode-bfloat16-h256": partial(stacked_decode, width=256),
+    **{
+        f"stacked_decode-bfloat16-h{width}-lanes": partial(stacked_decode, width=width)
+        for width in (64, 80, 96, 192)
+    },
     "stacked_decode-step": step,
     "stacked_decode-generation": partial(step, tokens=16),
 }
