@@ -8,6 +8,7 @@ import pytest
 import kvjax
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import Attention
+from kvjax.models.mixers.latent import Latent
 from kvjax.models.model import Model
 from kvjax.models.params import init, plan
 from kvjax.ops.rope import Rope
@@ -55,6 +56,20 @@ def test_steps_through_the_kernel_are_steps_in_plain_jnp(method):
 def test_windows_sinks_and_softcaps_reach_the_kernel():
     m = model(stacked=False, windows=(127, None), attention_softcap=3.0, mixers=(Attention(sink=True),) * 2)
     check(decoded(m, None, "tpu interpret"), decoded(m, None, "reference"), BAR)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [dict(head_dim=64), dict(mixers=(Latent(32, 16, 24, 24),) * 2, kv_heads=4)],
+    ids=["heads of 64", "latents"],
+)
+def test_slots_on_the_lanes_are_appended_and_read_where_they_lie(options, stacked):
+    m = model(stacked=stacked, **options)
+    check(decoded(m, None, "tpu interpret"), decoded(m, None, "reference"), BAR)
+    _, cache = kvjax.prefill(m, PROMPT, room=33)
+    with pytest.raises(NotImplementedError, match="append cannot run as .*129 slots, expected a multiple"):
+        kvjax.step(m, cache, [1, 2], implementation="tpu interpret")
 
 
 def test_a_prompt_through_the_kernels_gives_the_same_cache_and_logits():

@@ -17,6 +17,7 @@ from kvjax.cache import nbytes
 from kvjax.grammar import Method
 from kvjax.methods import method as build
 from kvjax.models.config import Config
+from kvjax.models.mixers.latent import Latent
 from kvjax.models.params import init, plan
 from kvjax.ops.rope import Rope
 from kvjax.pallas_kernels.blocks import GENERATIONS
@@ -31,6 +32,11 @@ CONFIG = Config(
 SMALL = Config(
     vocab=32000, d_model=2048, layers=16, heads=32, kv_heads=8, head_dim=64, d_ff=8192, rope=Rope(theta=5e5)
 )
+# Of DeepSeek V2 Lite: latents of 512 + 64, its layers dense.
+LATENT = Config(
+    vocab=32000, d_model=2048, layers=16, heads=16, kv_heads=16, head_dim=192, d_ff=10944,
+    rope=Rope(theta=1e4), mixers=(Latent(512, 64, 128, 128),) * 16,
+)  # fmt: skip
 BATCH, SLOTS = 4, 8192
 
 
@@ -79,5 +85,6 @@ METHODS: dict[str, dict[str, float]] = {
 CASES: dict[str, Callable[[Device], Case]] = {
     "decoder-full": partial(decoder, method=Method()),
     "decoder-full-h64": partial(decoder, method=Method(), config=SMALL),
+    "decoder-full-mla": partial(decoder, method=Method(), config=LATENT),
     **{f"decoder-{name}": partial(decoder, method=build(name, **hyper)) for name, hyper in METHODS.items()},
 }
