@@ -209,10 +209,11 @@ def test_a_missing_wait_is_found(monkeypatch):
 
 @pytest.mark.parametrize("how", ["reference", "tpu interpret"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_row_is_appended_where_the_length_says_and_nowhere_else(how, dtype):
-    _, k, v, _, _ = draw(4, dtype=dtype)
+@pytest.mark.parametrize("width, slots", [(128, 64), (64, 128)], ids=["rows", "lanes"])
+def test_a_row_is_appended_where_the_length_says_and_nowhere_else(how, dtype, width, slots):
+    _, k, v, _, _ = draw(4, dtype=dtype, width=width, slots=slots)
     rng = np.random.default_rng(5)
-    new = [jnp.asarray(rng.standard_normal((B, K, 128)), dtype) for _ in range(2)]
+    new = [jnp.asarray(rng.standard_normal((B, K, width)), dtype) for _ in range(2)]
     slot = np.array([[5, -1], [0, 63]])
     want = [np.asarray(x.astype(jnp.float32)).copy() for x in (k, v)]
     for x, y in zip(want, new, strict=True):
