@@ -118,8 +118,8 @@ def _append(
 
 def _form_of_append(run: Run, tail: Slots) -> str:
     """XLA writes rows where they lie; slots that lie on the lanes it would lay out anew."""
-    caches = [x for x in (tail.k, tail.v) if x is not None]
-    if any(isinstance(x, Codes) for x in caches) or not any(on_lanes(x) for x in caches):
+    caches = [x for x in (tail.k, tail.v) if x is not None and not isinstance(x, Codes)]
+    if isinstance(tail.k, Codes) or isinstance(tail.v, Codes) or not any(map(on_lanes, caches)):
         return "reference"
     why = "" if tail.capacity % LANES == 0 else f"{tail.capacity} slots, expected a multiple of {LANES}"
     return form("append", run.implementation, tpu=why)
