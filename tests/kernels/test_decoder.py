@@ -17,7 +17,8 @@ from tests.kernels.close import check
 SIZES = dict(vocab=64, d_model=32, heads=4, kv_heads=2, head_dim=128, d_ff=64, max_positions=4096)
 PROMPT = np.random.default_rng(0).integers(0, 64, (2, 96))
 LENGTHS = np.array([96, 61])
-BAR = 2e-6
+# As the battery holds a whole network's logits in float32; the kernels themselves are held to 2e-6.
+BAR = 1e-5
 
 
 def model(stacked=True, layers=2, **options):
