@@ -13,30 +13,39 @@ from kvjax.models.model import Model
 from kvjax.models.params import init, plan
 from kvjax.ops.rope import Rope
 from tests.kernels.close import check
+from tests.ops.oracles import rms
 
 SIZES = dict(vocab=64, d_model=32, heads=4, kv_heads=2, head_dim=128, d_ff=64, max_positions=4096)
 PROMPT = np.random.default_rng(0).integers(0, 64, (2, 96))
 LENGTHS = np.array([96, 61])
-# As the battery holds a whole network's logits in float32; the kernels themselves are held to 2e-6.
-BAR = 1e-5
+# The kernels' own: weights are left small, so that two layers do not amplify what float32 rounds. Another
+# prompt changes these logits by 0.8 of their size, so that attention is no small part of them.
+BAR = 2e-6
 
 
 def model(stacked=True, layers=2, **options):
     config = Config(layers=layers, rope=Rope(), **SIZES | options)
     params = init(config, jax.random.key(0), jnp.float32, groups=plan(config, stacked=stacked))
-    # At random weights attention hardly matters.
-    louder = jax.tree.map(lambda x: x * 2 if x.ndim > 2 else x, params["layers"])
-    return Model(config, params | {"layers": louder}, name="random")
+    return Model(config, params, name="random")
 
 
-def decoded(model, method, implementation, tokens=3):
-    """Logits of some tokens, given beforehand, behind a prompt that was read in plain jnp."""
+def test_these_logits_depend_on_what_is_attended_to():
+    first, other = (
+        kvjax.step(m, kvjax.prefill(m, prompt, lengths=LENGTHS, room=32)[1], [0, 7])[0]
+        for m in (model(),)
+        for prompt in (PROMPT, (PROMPT + 1) % 64)
+    )
+    assert rms(other, first) > 0.5
+
+
+def agree(model, method=None, tokens=3):
+    """Logits and caches of some tokens, given beforehand, behind a prompt that was read in plain jnp."""
     _, cache = kvjax.prefill(model, PROMPT, lengths=LENGTHS, method=method, room=32)
-    out = []
+    caches = {"tpu interpret": cache, "reference": jax.tree.map(jnp.copy, cache)}
     for token in range(tokens):
-        logits, cache = kvjax.step(model, cache, [token, 7], implementation=implementation)
-        out.append(logits)
-    return out
+        done = {how: kvjax.step(model, c, [token, 7], implementation=how) for how, c in caches.items()}
+        check(*map(jax.tree.leaves, done.values()), BAR)
+        caches = {how: new for how, (_, new) in done.items()}
 
 
 @pytest.mark.parametrize(
@@ -46,17 +55,20 @@ def decoded(model, method, implementation, tokens=3):
         kvjax.method("snapkv", budget=96),
         kvjax.method("h2o", budget=39),
         kvjax.method("adakv", budget=64, window=16),
-        kvjax.method("int8"),
     ],
 )
 def test_steps_through_the_kernel_are_steps_in_plain_jnp(method):
-    m = model()
-    check(decoded(m, method, "tpu interpret"), decoded(m, method, "reference"), BAR)
+    agree(model(), method)
+
+
+def test_codes_are_read_as_they_lie():
+    # A second layer's codes come from what the first one gave: rounding may make them other codes.
+    agree(model(layers=1), kvjax.method("int8"))
 
 
 def test_windows_sinks_and_softcaps_reach_the_kernel():
     m = model(stacked=False, windows=(127, None), attention_softcap=3.0, mixers=(Attention(sink=True),) * 2)
-    check(decoded(m, None, "tpu interpret"), decoded(m, None, "reference"), BAR)
+    agree(m)
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -67,7 +79,7 @@ def test_windows_sinks_and_softcaps_reach_the_kernel():
 )
 def test_slots_on_the_lanes_are_appended_and_read_where_they_lie(options, stacked):
     m = model(stacked=stacked, **options)
-    check(decoded(m, None, "tpu interpret"), decoded(m, None, "reference"), BAR)
+    agree(m)
     _, cache = kvjax.prefill(m, PROMPT, room=33)
     with pytest.raises(NotImplementedError, match="append cannot run as .*129 slots, expected a multiple"):
         kvjax.step(m, cache, [1, 2], implementation="tpu interpret")
