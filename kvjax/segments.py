@@ -32,7 +32,7 @@ from kvjax.keep.select import slot_lists
 from kvjax.ops.dispatch import platform
 from kvjax.place.paged import build_pages, pool_pages
 
-TILE, LANES = 32, 128
+TILE, LANES, SUBLANES = 32, 128, 8
 
 # --- building ------------------------------------------------------------------------------------------
 
@@ -56,6 +56,11 @@ def whole_tiles(slots: int, width: int) -> int:
     return -(-slots // tile) * tile if platform() == "tpu" else slots
 
 
+def whole_granules(granules: int) -> int:
+    """As many as fill tiles of a TPU's memory, in which a granule has one row of scales."""
+    return -(-granules // SUBLANES) * SUBLANES if platform() == "tpu" else granules
+
+
 def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: int) -> tuple[Segment, ...]:
     """Dense segments holding the kept slots of a group, with room for `room` more tokens."""
     capacity = slots_needed(gm, tokens, room, view.k.shape[-1])
@@ -71,7 +76,7 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
     # The tail is filled as if everything were new, then flushed into an empty body.
     tail = _sized(slots, capacity)
     granules = max((capacity - gm.residual) // gm.granule, 1)
-    return flush(gm, _empty_body(gm, tail, granules * gm.granule), tail)
+    return flush(gm, _empty_body(gm, tail, whole_granules(granules) * gm.granule), tail)
 
 
 def _empty_body(gm: GroupMethod, like: Slots, capacity: int) -> Slots:

@@ -231,19 +231,20 @@ def test_a_truncated_file_says_so(saved, keep):
 
 
 def test_a_newer_format_asks_for_an_update(saved):
-    rewrite(saved, format="3", kvjax="9.0")
+    rewrite(saved, format="4", kvjax="9.0")
     with pytest.raises(
-        InputError, match=r"format 3 \(written by kvjax 9.0\), expected at most 2.*: update kvjax"
+        InputError, match=r"format 4 \(written by kvjax 9.0\), expected at most 3.*: update kvjax"
     ):
         kvjax.load_cache(saved)
 
 
-def test_codes_of_the_first_format_are_refused_and_other_caches_of_it_load(model, tmp_path):
+@pytest.mark.parametrize("old", ["1", "2"])
+def test_codes_of_older_formats_are_refused_and_other_caches_of_them_load(model, tmp_path, old):
     for name in ("full", "int8"):
         kvjax.save_cache(tmp_path / name, filled(model, kvjax.method(name)))
-        rewrite(tmp_path / name, format="1", kvjax="0.0")
+        rewrite(tmp_path / name, format=old, kvjax="0.0")
     assert kvjax.load_cache(tmp_path / "full").method == kvjax.method("full")
-    with pytest.raises(InputError, match=r"format 1 \(written by kvjax 0.0\), whose codes .*prefill again"):
+    with pytest.raises(InputError, match=rf"format {old} \(written by kvjax 0.0\), whose codes .*prefill again"):
         kvjax.load_cache(tmp_path / "int8")
 
 

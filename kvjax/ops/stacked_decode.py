@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int, UInt8, UInt32
 
 from kvjax.ops.append import append
 from kvjax.ops.dispatch import form
@@ -19,17 +19,17 @@ from kvjax.ops.dtypes import wide
 from kvjax.pallas_kernels.blocks import cores_for, tuned
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, SUBLANES
+from kvjax.store.packing import halves
 
 # What a sequence's slots are given, in two buffers, and the logits that mass keeps: 12 MiB of VMEM.
 KEPT_NUMBERS = 3 * 2**20
 
 
 class Coded(NamedTuple):
-    """Rows in codes of 8 bits, each with numbers of its own: x = scale * code + zero."""
+    """Rows in codes of 8 bits, each with numbers of its own (`packing.pair`): x = scale * code + zero."""
 
     codes: UInt8[Array, "L B K S W"]
-    scale: Float[Array, "L B K S"]
-    zero: Float[Array, "L B K S"]
+    scale_zero: UInt32[Array, "L B K S"]
 
 
 def stacked_decode(
@@ -104,7 +104,7 @@ def sides_of(
     given = {"pos": pos, "bias": bias}
     for name, x in {"key": k, "value": v}.items():
         if isinstance(x, Coded):
-            given |= {f"{name}_scale": x.scale, f"{name}_zero": x.zero}
+            given[f"{name}_scale_zero"] = x.scale_zero
     return {name: x for name, x in given.items() if x is not None}
 
 
@@ -129,6 +129,8 @@ def refusal(
         unit = LANES if on_lanes(x) else tile_rows(x)
         if x.shape[3] % unit:
             return f"{x.shape[3]} slots of {x.shape[-1]} channels, expected a multiple of {unit}"
+        if x.shape[1] * heads * slots < LANES:
+            return f"{x.shape[1] * heads * slots} slots in all, expected at least {LANES}, one step's"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"queries of {q.dtype}, expected float32 or bfloat16"
     return ""
@@ -224,8 +226,8 @@ def _plain(x: Array | Coded, layer: Array, dtype: Any) -> Array:
     """Rows [B, K, S, W] of a layer."""
     if not isinstance(x, Coded):
         return x[layer].astype(dtype)
-    codes, scale, zero = (y[layer].astype(dtype) for y in x)
-    return codes * scale[..., None] + zero[..., None]
+    scale, zero = (y.astype(dtype)[..., None] for y in halves(x.scale_zero[layer]))
+    return x.codes[layer].astype(dtype) * scale + zero
 
 
 def tpu_stacked_decode(
@@ -262,10 +264,7 @@ def tpu_stacked_decode(
     out, lse, *given = tpu.stacked_decode(
         asked, merged[0], None if v is None else merged[1], lengths.reshape(-1), begins, origins,
         jnp.broadcast_to(asked_pos[..., None], (*asked_pos.shape, LANES)), layer[None],
-        tuple(
-            _in_blocks(x, layer, block, jnp.int32 if name == "pos" else jnp.float32)
-            for name, x in sides.items()
-        ),
+        tuple(_in_blocks(x, layer, block) for x in sides.values()),
         sizes=sizes, cores=cores, interpret=interpret,
     )  # fmt: skip
     out = out[:, :queries, values[0] : sum(values)].reshape(b, n, t, values[1])
@@ -305,9 +304,10 @@ def steps(slots: int, most: int, *, whole: bool, lanes: bool) -> tuple[int, int]
     return piece, exact[-1] if whole and exact and 2 * exact[-1] > most else most
 
 
-def _in_blocks(x: Array, layer: Array, block: int, dtype: Any) -> Array:
-    """x [L, B, K, S] as it is where blocks of `dtype` fill it, else one layer of it with something behind."""
+def _in_blocks(x: Array, layer: Array, block: int) -> Array:
+    """x [L, B, K, S] as it is where blocks of words fill it, else one layer of it with something behind."""
     pad = -x.shape[3] % block
+    dtype = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
     if not pad and x.dtype == dtype:
         return x
     one = jax.lax.dynamic_index_in_dim(x, layer, 0).astype(dtype)

@@ -11,11 +11,13 @@ from kvjax.cache import Codes, Paged, Pages, Segment, Slots, State, gather_pages
 from kvjax.group import GroupMethod
 from kvjax.models.attending import attend_at_once
 from kvjax.models.mixer import Layer, Projected, Scores
+from kvjax.ops import grouped_decode as grouped
 from kvjax.ops.attention import Keys, merge
 from kvjax.ops.dispatch import form
 from kvjax.ops.stacked_decode import Coded, refusal, rows_of, stacked_decode
 from kvjax.place.paged import attend_pages
 from kvjax.steps.run import Run, turn_keys
+from kvjax.store.affine import Affine
 
 
 class Past(NamedTuple):
@@ -104,7 +106,9 @@ def _form(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
     slots = past.state[i]
     assert isinstance(slots, Slots)
     why, k, v = _together(run, past, layer, x, i), _rows(slots.k), _rows(slots.v)
-    if k is None or (v is None and slots.v is not None):
+    if (codec := _groups(slots)) is not None:
+        why = why or _refusal_of_groups(past, layer, x.q, slots, codec)
+    elif k is None or (v is None and slots.v is not None):
         why = why or "a dense cache of such codes has no kernel"
     else:
         why = why or refusal(x.q, k, v, slots.pos, slots.bias, mass=past.gm.wants_mass)
@@ -115,9 +119,27 @@ def _rows(x: Array | Codes | None) -> Array | Coded | None:
     """What a kernel reads: rows, or codes of 8 bits with a scale and a zero each; None for other codes."""
     if not isinstance(x, Codes):
         return x
-    if set(x.data) != set(Coded._fields) or x.data["scale"].ndim != 4:
+    if set(x.data) != set(Coded._fields) or x.data["scale_zero"].ndim != 4:
         return None
     return Coded(**x.data)
+
+
+def _groups(slots: Slots) -> Affine | None:
+    """How keys are encoded where groups of tokens have codes and scales of their own, as values then have."""
+    if not isinstance(slots.k, Codes) or not isinstance(slots.v, Codes):
+        return None
+    k, v = slots.k.codec, slots.v.codec
+    if not isinstance(k, Affine) or k.axis != "channel" or k.bits == 8:
+        return None
+    return k if v == Affine(k.bits, group=k.group, together=k.granule) else None
+
+
+def _refusal_of_groups(past: Past, layer: Layer, q: Array, slots: Slots, codec: Affine) -> str:
+    """Why the kernel cannot read these codes; it counts slots and asks neither positions nor biases."""
+    if layer.window is not None or slots.bias is not None or past.gm.wants_mass:
+        return "windows, biases and masses over a dense cache of such codes have no kernel"
+    assert isinstance(slots.k, Codes)
+    return grouped.refusal(q, grouped.Grouped(**slots.k.data), codec.bits, codec.granule)
 
 
 def _together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
@@ -141,10 +163,19 @@ def _attend_slots(
     run: Run, past: Past, layer: Layer, q: Array, slots: Slots, pos: Int[Array, "B 1"], implementation: str
 ) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], Float[Array, "B K S"] | None]:
     """Attention over one layer of slots that stay in the stacked cache: (out, lse, mass if it is wanted)."""
-    k, v = _rows(slots.k), _rows(slots.v)
-    assert k is not None
     slot = jnp.arange(1, slots.capacity + 1, dtype=jnp.int32)
     used = jnp.where(slots.pos[past.index] >= 0, slot[None, None], 0).max(-1)
+    if (codec := _groups(slots)) is not None:
+        assert isinstance(slots.k, Codes) and isinstance(slots.v, Codes)
+        # Whole groups of tokens are encoded, one behind the other: no slot before the last one is empty.
+        codes = (grouped.Grouped(**x.data) for x in (slots.k, slots.v))
+        out, lse = grouped.grouped_decode(
+            q, *codes, used, past.index, bits=codec.bits, group=codec.granule, scale=layer.scale,
+            softcap=run.config.attention_softcap, implementation=implementation,
+        )  # fmt: skip
+        return out, lse, None
+    k, v = _rows(slots.k), _rows(slots.v)
+    assert k is not None
     return stacked_decode(
         q, k, v, used, pos, past.index, scale=layer.scale, pos=slots.pos, bias=slots.bias,
         values=slots.shared if v is None else rows_of(v).shape[-1], first=0, window=layer.window,

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.store.packing import pack, pack_tokens, packed_words, unpack, unpack_tokens
+from kvjax.store.packing import halves, pack, pack_tokens, packed_words, pair, unpack, unpack_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +21,11 @@ class Affine:
     faster and which cannot be appended one by one.
 
     Codes of 8 bits are uint8 [*b, S, H]; fewer bits are packed in uint32 words, [*b, S / granule * w, H]
-    where tokens are encoded together and [*b, S, w] otherwise. scale and zero are float16, by channel
-    [*b, S / group, H], by token [*b, S] with one group, [*b, S, groups] with several, and where tokens are
-    encoded together [*b, S / together, groups * together], the groups outside. Codes are computed from the
-    rounded ones, so |error| <= scale / 2 up to float16 rounding of the range's ends.
+    where tokens are encoded together and [*b, S, w] otherwise. scale and zero are float16, the halves of one
+    uint32 (`packing.pair`), by channel [*b, S / group, H], by token [*b, S] with one group, [*b, S, groups]
+    with several, and where tokens are encoded together [*b, S / together, groups * together], the groups
+    outside. Codes are computed from the rounded ones, so |error| <= scale / 2 up to float16 rounding of the
+    range's ends.
     """
 
     bits: int
@@ -57,12 +58,13 @@ class Affine:
         step = jnp.where(scale == 0, jnp.float16(1), scale).astype(jnp.float32)
         codes = jnp.clip(jnp.round((rows - zero.astype(jnp.float32)) / step), 0, 2**self.bits - 1)
         kept = self._packed(codes.reshape(x.shape))
-        return kept | {"scale": self._numbers(scale), "zero": self._numbers(zero)}
+        return kept | {"scale_zero": self._numbers(pair(scale, zero))}
 
     def decode(self, data: dict[str, Array], width: int, dtype: Any) -> Float[Array, "*b S H"]:
         codes = self._codes(data, width).astype(jnp.float32)
         rows, _ = self._grouped(codes)
-        scale, zero = (self._spread(data[n], rows.ndim).astype(jnp.float32) for n in ("scale", "zero"))
+        numbers = halves(self._spread(data["scale_zero"], rows.ndim))
+        scale, zero = (x.astype(jnp.float32) for x in numbers)
         return (rows * scale + zero).astype(dtype).reshape(codes.shape)
 
     def _grouped(self, x: Array) -> tuple[Array, int]:
@@ -78,7 +80,7 @@ class Affine:
         return x.reshape(*batch, s, h // g, g), -1
 
     def _numbers(self, x: Array) -> Array:
-        """Scales or zeros as they are stored, from one per group of `_grouped`."""
+        """Scales and zeros as they are stored, from one pair per group of `_grouped`."""
         if self.axis == "channel":
             return x[..., 0, :]
         *batch, s, groups, _ = x.shape

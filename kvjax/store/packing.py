@@ -6,8 +6,9 @@ that a word belongs to one channel and an accelerator reads rows as wide as a he
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, Float16, UInt32
 
 
 def packed_words(count: int, bits: int) -> int:
@@ -73,3 +74,19 @@ def _plane_shifts(bits: int, before: int) -> Array:
     plane = jnp.arange(4 // bits, dtype=jnp.uint32)[:, None] * jnp.uint32(bits)
     number = jnp.arange(8, dtype=jnp.uint32)[None] * jnp.uint32(4)
     return (plane + number).reshape((1,) * before + (4 // bits, 1, 8, 1))
+
+
+def pair(low: Float16[Array, "*b"], high: Float16[Array, "*b"]) -> UInt32[Array, "*b"]:
+    """Two numbers in one word: no TPU loads float16, and words are 32 bits to every device.
+
+    >>> hex(pair(jnp.float16(1), jnp.float16(-2)))
+    '0xc0003c00'
+    """
+    bits = [jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) for x in (low, high)]
+    return bits[0] | (bits[1] << jnp.uint32(16))
+
+
+def halves(words: UInt32[Array, "*b"]) -> tuple[Float16[Array, "*b"], Float16[Array, "*b"]]:
+    """The two numbers of `pair`."""
+    low, high = words.astype(jnp.uint16), (words >> jnp.uint32(16)).astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(low, jnp.float16), jax.lax.bitcast_convert_type(high, jnp.float16)

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.pallas_kernels import streaming
+from kvjax.pallas_kernels.halves import halves
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running
 
 # Codes are taken as code - MIDDLE, so that sums of them and of zeros do not cancel.
@@ -27,7 +28,7 @@ class Sizes(NamedTuple):
     """What is static: slots per step and per piece of one, lists of one core, and what is done to the logits.
 
     packed: whether rows of keys hold the values too. sides: what is given per slot, among "pos", "bias", and
-    of codes "key_scale", "key_zero", "value_scale" and "value_zero".
+    of codes "key_scale_zero" and "value_scale_zero".
     mass: slots, in whole blocks, of which to write what each was given; 0 for none. lanes: of every cache,
     whether its slots lie on the lanes and its channels above them.
     """
@@ -42,6 +43,16 @@ class Sizes(NamedTuple):
     sides: tuple[str, ...] = ()
     mass: int = 0
     lanes: tuple[bool, ...] = (False, False)
+
+
+class Given(NamedTuple):
+    """What a block is attended with: queries, their positions, sides by name, buffers, and logits to keep."""
+
+    q: Any
+    q_pos: Any
+    sides: dict[str, Any]
+    buffers: list[Any]
+    scores: list[Any]
 
 
 def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, sizes: Sizes) -> None:
@@ -80,55 +91,64 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
 
     running = Running(top, total, acc)
     streaming.clear(running)
-
-    def visit(s: Any, slot: Any) -> None:
-        values, across = buffers[-1], int(sizes.lanes[many - 1])
-
-        def blank(n: Any) -> Any:
-            slots = pl.ds(pl.multiple_of(n * piece, piece), piece)
-            return values.at[slot, :, slots] if across else values.at[slot, slots]
-
-        if jnp.issubdtype(values.dtype, jnp.floating):
-            streaming.blank(blank, piece, block // piece, length[0] - s * block, across)
-        asked = q[0]
-        kind = jnp.float32 if asked.dtype == jnp.float32 else jnp.bfloat16
-        k, v = (_widened(b[slot], kind) for b in (buffers[0], values))
-        side = {n: _row(x, mine, s, block) for n, x in zip(sizes.sides, sides, strict=True)}
-        z = streaming.product(asked.astype(kind), k, 0 if sizes.lanes[0] else 1)
-        if "key_scale" in side:
-            whole = asked.astype(jnp.float32).sum(-1, keepdims=True)
-            z = z * side["key_scale"] + whole * (side["key_zero"] + MIDDLE * side["key_scale"])
-        z = z * sizes.scale
-        if sizes.softcap is not None:
-            z = sizes.softcap * jnp.tanh(z / sizes.softcap)
-        if "bias" in side:
-            z = z + side["bias"]
-        slot_of = jax.lax.broadcasted_iota(jnp.int32, (1, block), 1) + s * block
-        pos, asked_pos, live = side.get("pos", slot_of), q_pos[0][:, :1], slot_of < length[0]
-        seen = (pos <= asked_pos) & live
-        if "pos" in side:
-            seen &= pos >= 0
-        if sizes.window is not None:
-            seen &= pos > asked_pos - sizes.window
-        z = jnp.where(seen, z, NEG_INF)
-        for kept in scores:
-            kept[:, pl.ds(pl.multiple_of(s * block, block), block)] = z
-        whose = "key" if sizes.packed else "value"
-        if f"{whose}_scale" not in side:
-            streaming.fold(running, z, v, across)
-            return
-        # What lies behind the length may be no number.
-        step, zero = (jnp.where(live, side[f"{whose}_{n}"], 0.0) for n in ("scale", "zero"))
-        middle = zero + MIDDLE * step
-        p, fade = streaming.weigh(running, z)
-        own = streaming.product((p * step).astype(kind), v, 0) + (p * middle).sum(-1, keepdims=True)
-        acc[...] = acc[...] * fade + own
-
+    given = Given(q, q_pos, dict(zip(sizes.sides, sides, strict=True)), buffers, scores)
     span = begins[at[0]], pl.cdiv(length[0], block)
+    visit = partial(_attend, given, running, sizes, mine, length[0])
     streaming.stream(turn, span, begins[at[1]], more, copies, visit)
     streaming.finish(running, out, lse)
     for kept, into in zip(scores, mass, strict=True):
         streaming.spread(kept, lse, into, span, block)
+
+
+def _attend(given: Given, running: Running, sizes: Sizes, mine: Any, length: Any, s: Any, slot: Any) -> None:
+    """Folds block `s` of list `mine`, which lies in buffer `slot`, into the running softmax."""
+    block, keys, values = sizes.block, given.buffers[0], given.buffers[-1]
+    across = int(sizes.lanes[len(given.buffers) - 1])
+    if jnp.issubdtype(values.dtype, jnp.floating):
+        _blank(values, slot, sizes, length - s * block, across)
+    asked = given.q[0]
+    kind = jnp.float32 if asked.dtype == jnp.float32 else jnp.bfloat16
+    k, v = (_widened(b[slot], kind) for b in (keys, values))
+    side = {n: _row(x, mine, s, block) for n, x in given.sides.items()}
+    z = streaming.product(asked.astype(kind), k, 0 if sizes.lanes[0] else 1)
+    if "key_scale_zero" in side:
+        scale, zero = halves(side["key_scale_zero"])
+        z = z * scale + asked.astype(jnp.float32).sum(-1, keepdims=True) * (zero + MIDDLE * scale)
+    z = z * sizes.scale
+    if sizes.softcap is not None:
+        z = sizes.softcap * jnp.tanh(z / sizes.softcap)
+    if "bias" in side:
+        z = z + side["bias"]
+    z = jnp.where(_seen(given, side, sizes, s, length), z, NEG_INF)
+    for kept in given.scores:
+        kept[:, pl.ds(pl.multiple_of(s * block, block), block)] = z
+    whose = f"{'key' if sizes.packed else 'value'}_scale_zero"
+    if whose not in side:
+        streaming.fold(running, z, v, across)
+        return
+    scale, zero = halves(side[whose])
+    p, fade = streaming.weigh(running, z)
+    own = streaming.product((p * scale).astype(kind), v, 0)
+    own = own + (p * (zero + MIDDLE * scale)).sum(-1, keepdims=True)
+    running.acc[...] = running.acc[...] * fade + own
+
+
+def _blank(values: Any, slot: Any, sizes: Sizes, live: Any, across: int) -> None:
+    def piece(n: Any) -> Any:
+        slots = pl.ds(pl.multiple_of(n * sizes.piece, sizes.piece), sizes.piece)
+        return values.at[slot, :, slots] if across else values.at[slot, slots]
+
+    streaming.blank(piece, sizes.piece, sizes.block // sizes.piece, live, across)
+
+
+def _seen(given: Given, side: dict[str, Any], sizes: Sizes, s: Any, length: Any) -> Any:
+    """Which slots of a block [R, block] a query sees."""
+    slot_of = jax.lax.broadcasted_iota(jnp.int32, (1, sizes.block), 1) + s * sizes.block
+    pos, asked_pos = side.get("pos", slot_of), given.q_pos[0][:, :1]
+    seen = (pos <= asked_pos) & (slot_of < length)
+    if "pos" in side:
+        seen &= pos >= 0
+    return seen if sizes.window is None else seen & (pos > asked_pos - sizes.window)
 
 
 def _widened(x: Any, kind: Any) -> Any:

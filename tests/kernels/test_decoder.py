@@ -38,9 +38,9 @@ def test_these_logits_depend_on_what_is_attended_to():
     assert rms(other, first) > 0.5
 
 
-def agree(model, method=None, tokens=3):
+def agree(model, method=None, tokens=3, room=32):
     """Logits and caches of some tokens, given beforehand, behind a prompt that was read in plain jnp."""
-    _, cache = kvjax.prefill(model, PROMPT, lengths=LENGTHS, method=method, room=32)
+    _, cache = kvjax.prefill(model, PROMPT, lengths=LENGTHS, method=method, room=room)
     caches = {"tpu interpret": cache, "reference": jax.tree.map(jnp.copy, cache)}
     for token in range(tokens):
         done = {how: kvjax.step(model, c, [token, 7], implementation=how) for how, c in caches.items()}
@@ -64,6 +64,12 @@ def test_steps_through_the_kernel_are_steps_in_plain_jnp(method):
 def test_codes_are_read_as_they_lie():
     # A second layer's codes come from what the first one gave: rounding may make them other codes.
     agree(model(layers=1), kvjax.method("int8"))
+
+
+@pytest.mark.parametrize(("bits", "group", "room"), [(4, 16, 48), (2, 32, 176)])
+def test_groups_of_codes_are_read_as_they_lie(bits, group, room):
+    """And the newest tokens beside them, with eight groups in all."""
+    agree(model(), kvjax.method("kivi", bits=bits, group=group, residual=16), room=room)
 
 
 def test_windows_sinks_and_softcaps_reach_the_kernel():
@@ -98,8 +104,13 @@ def test_a_prompt_through_the_kernels_gives_the_same_cache_and_logits():
 
 def test_forcing_a_kernel_on_what_it_cannot_read_says_why():
     m = model()
-    quest, int4 = kvjax.method("quest", budget=32, skip_layers=0), kvjax.method("int4")
-    for method, why in ((quest, "the method picks what is read"), (int4, "a dense cache of such codes")):
+    refused = {
+        "the method picks what is read": kvjax.method("quest", budget=32, skip_layers=0),
+        "a dense cache of such codes": kvjax.method("int4"),
+        "7 groups of 16 tokens, expected a multiple of 8": kvjax.method("kivi", bits=4, group=16, residual=8),
+        "groups of 16 tokens in 2 bits, expected 16": kvjax.method("kivi", bits=2, group=16, residual=8),
+    }
+    for why, method in refused.items():
         _, cache = kvjax.prefill(m, PROMPT, method=method, room=32)
         with pytest.raises(NotImplementedError, match=f"attention over slots cannot run as .*{why}"):
             kvjax.step(m, cache, [1, 2], implementation="tpu interpret")

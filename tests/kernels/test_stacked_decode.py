@@ -268,8 +268,8 @@ def code(x):
     codes = np.clip(np.rint((x - zero) / scale.astype(np.float32)), 0, 255)
     codes = np.where(np.isnan(codes), 7, codes).astype(np.uint8)
     plain = codes * scale.astype(np.float32) + zero.astype(np.float32)
-    numbers = (jnp.asarray(y[..., 0]) for y in (scale, zero))
-    return Coded(jnp.asarray(codes), *numbers), jnp.asarray(plain, jnp.float32)
+    words = np.concatenate([scale, zero], -1).view("<u4")[..., 0]
+    return Coded(jnp.asarray(codes), jnp.asarray(words)), jnp.asarray(plain, jnp.float32)
 
 
 @pytest.mark.parametrize("which", ["both", "keys", "values", "latents"])
@@ -311,6 +311,7 @@ def test_what_cannot_run_says_why():
         ((q[..., :60], k[..., :60], v[..., :60]), "rows of float32 are 60 wide, expected a multiple of 128"),
         ((q, k[..., :60, :], v[..., :60, :]), "60 slots of 128 channels, expected a multiple of 8"),
         ((q, k.astype(jnp.float16), v), "a cache of float16"),
+        ((q, k[..., :24, :], v[..., :24, :]), "96 slots in all, expected at least 128"),
     ]:
         with pytest.raises(NotImplementedError, match=why):
             stacked_decode(*wrong, lengths, pos, 1, implementation="tpu", **how)

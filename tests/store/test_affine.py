@@ -73,8 +73,11 @@ def test_affine_equals_a_quantiser_by_hand(rng, bits, axis, group, together):
     x, codec, size = make(rng, bits, axis, group, together)
     coded = encode(x, codec)
     codes, scale, zero = affine_by_hand(x, bits, axis, size)
-    np.testing.assert_array_equal(coded.data["scale"], stored(scale, axis, together))
-    np.testing.assert_array_equal(coded.data["zero"], stored(zero, axis, together))
+    # Little-endian: the low half of a word comes first.
+    words = np.asarray(coded.data["scale_zero"], "<u4")
+    numbers = np.ascontiguousarray(words[..., None]).view("<f2")
+    np.testing.assert_array_equal(numbers[..., 0], stored(scale, axis, together))
+    np.testing.assert_array_equal(numbers[..., 1], stored(zero, axis, together))
     want = codes * scale.astype(np.float64)[..., None] + zero.astype(np.float64)[..., None]
     np.testing.assert_allclose(decode(coded), tokens_of(want, axis), rtol=1e-6, atol=1e-6)
 

@@ -38,7 +38,7 @@ def stacked_decode(
     coded = dtype == jnp.uint8
     rows = cache = shape(2, BATCH, HEADS, slots, row, dtype=dtype)
     if coded:
-        cache = Coded(rows, *[shape(2, BATCH, HEADS, slots, dtype=jnp.float16)] * 2)
+        cache = Coded(rows, shape(2, BATCH, HEADS, slots, dtype=jnp.uint32))
     asked = jnp.bfloat16 if coded else dtype
     operands = (
         shape(BATCH, HEADS * GROUP, 1, width, dtype=asked),

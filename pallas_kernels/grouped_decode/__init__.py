@@ -1,0 +1,1 @@
+"""Attention of a few queries over the dense cache of all layers, taken whole."""
