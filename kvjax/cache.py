@@ -257,9 +257,12 @@ def write_rows(
 
 
 def write_blocks(
-    x: Shaped[Array, "Lg B K S *r"], block: Int[Array, "Lg B K C"], new: Shaped[Array, "Lg B K D *r"]
+    x: Shaped[Array, "Lg B K S *r"],
+    block: Int[Array, "l B K C"],
+    new: Shaped[Array, "l B K D *r"],
+    layer: int | Array = 0,
 ) -> Shaped[Array, "Lg B K S *r"]:
-    """x with blocks of D / C slots each: x[.., block[.., c] * D / C + i] = new[.., c * D / C + i].
+    """x with blocks of n = D / C slots: x[layer + i, .., block[i, .., c] * n + j] = new[i, .., c * n + j].
 
     Blocks below 0 or behind the end write nothing. As in `write_rows` the index is flat, and slots stay on
     the axis they are on: rows of blocks would be laid out anew on an accelerator.
@@ -267,7 +270,8 @@ def write_blocks(
     s, rest = x.shape[3], x.shape[4:]
     size = new.shape[3] // block.shape[3]
     flat_block = block.reshape(-1, block.shape[3])
-    lists = jnp.arange(flat_block.shape[0], dtype=jnp.int32)[:, None]
+    first = layer * x.shape[1] * x.shape[2]
+    lists = first + jnp.arange(flat_block.shape[0], dtype=jnp.int32)[:, None]
     there = (flat_block >= 0) & (flat_block < s // size)
     start = jnp.where(there, lists * s + flat_block * size, np.iinfo(np.int32).max).reshape(-1, 1)
     done = jax.lax.scatter(

@@ -121,21 +121,35 @@ def _sized(slots: Slots, capacity: int) -> Slots:
     return pad_slots(cut, capacity - cut.capacity)
 
 
-def flush(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
+def flush_in_place(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
+    """`flush` of a tail at its resting capacity, layer by layer: no second tail of all layers is needed."""
+
+    def one(layer: Array, state: tuple[Slots, Slots]) -> tuple[Slots, Slots]:
+        body, tail = state
+        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, 1), tail)
+        body, own = flush(gm, body, own, layer)
+        put = jax.lax.dynamic_update_slice_in_dim
+        return body, jax.tree.map(lambda x, new: put(x, new, layer, 0), tail, own)
+
+    return jax.lax.fori_loop(0, tail.pos.shape[0], one, (body, tail))
+
+
+def flush(gm: GroupMethod, body: Slots, tail: Slots, layer: int | Array = 0) -> tuple[Slots, Slots]:
     """Moves the oldest full granules of the tail into the body, leaving `residual` tokens or a few more.
 
-    The tail's live slots must be its first ones, in order. Returns it with its resting capacity of
-    residual + granule slots.
+    The tail's live slots must be its first ones, in order; `layer`: which of the body's its first layer is.
+    Returns it with its resting capacity of residual + granule slots.
     """
     g = gm.granule
     count = (tail.pos >= 0).sum(-1, dtype=jnp.int32)
     moved = jnp.maximum(count - gm.residual, 0) // g
     most = max((tail.capacity - gm.residual) // g, 0)
     if most:
-        start = (body.pos >= 0).sum(-1, dtype=jnp.int32) // g
+        held = jax.lax.dynamic_slice_in_dim(body.pos, layer, tail.pos.shape[0])
+        start = (held >= 0).sum(-1, dtype=jnp.int32) // g
         index = jnp.arange(most, dtype=jnp.int32)[None, None, None]
         row = jnp.where(index < moved[..., None], start[..., None] + index, -1)
-        body = _write_granules(gm, body, row, jax.tree.map(lambda x: x[:, :, :, : most * g], tail))
+        body = _write_granules(gm, body, row, jax.tree.map(lambda x: x[:, :, :, : most * g], tail), layer)
     rest = gm.residual + g
     source = moved[..., None] * g + jnp.arange(rest, dtype=jnp.int32)[None, None, None]
     used = source < count[..., None]
@@ -150,11 +164,13 @@ def flush(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
     return body, dataclasses.replace(rested, pos=shift(tail.pos, -1))
 
 
-def _write_granules(gm: GroupMethod, body: Slots, row: Int[Array, "Lg B K F"], new: Slots) -> Slots:
+def _write_granules(
+    gm: GroupMethod, body: Slots, row: Int[Array, "l B K F"], new: Slots, layer: int | Array
+) -> Slots:
     """Whole granules `new` [.., F * g, ..] into granule rows of the body; rows < 0 write nothing."""
 
     def put(old: Array, fresh: Array) -> Array:
-        return write_blocks(old, row, fresh)
+        return write_blocks(old, row, fresh, layer)
 
     k = encode(dense(new.k), gm.codecs[0])
     v = None if new.v is None else encode(dense(new.v), gm.codecs[1])

@@ -17,6 +17,7 @@ import numpy as np
 from kvjax import steps
 from kvjax.cache import Cache, Paged, Pages, Slots
 from kvjax.group import GroupMethod
+from kvjax.store.packing import pair
 
 
 def shapes(run: steps.Run, params: Any, batch: int, tokens: int, room: int) -> Cache:
@@ -69,9 +70,16 @@ def made_up(like: Cache, gms: tuple[GroupMethod, ...], tokens: int, room: int, s
 
     Lists in pools are as unequal as Ada-KV's may be: half and one and a half of the mean, in turns.
     """
-    leaves, tree = jax.tree.flatten(like)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(like)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    cache = tree.unflatten([noise(k, x) for k, x in zip(keys, leaves, strict=True)])
+    # Of random bits some are no numbers: codes get all the same scale and zero.
+    one = pair(jnp.float16(0.01), jnp.float16(-1))
+    cache = tree.unflatten(
+        [
+            jnp.full(x.shape, one) if jax.tree_util.keystr(path).endswith("['scale_zero']") else noise(k, x)
+            for k, (path, x) in zip(keys, leaves, strict=True)
+        ]
+    )
     pools = list(cache.pools)
     groups = []
     for gm, group in zip(gms, cache.groups, strict=True):

@@ -244,7 +244,9 @@ def test_codes_of_older_formats_are_refused_and_other_caches_of_them_load(model,
         kvjax.save_cache(tmp_path / name, filled(model, kvjax.method(name)))
         rewrite(tmp_path / name, format=old, kvjax="0.0")
     assert kvjax.load_cache(tmp_path / "full").method == kvjax.method("full")
-    with pytest.raises(InputError, match=rf"format {old} \(written by kvjax 0.0\), whose codes .*prefill again"):
+    with pytest.raises(
+        InputError, match=rf"format {old} \(written by kvjax 0.0\), whose codes .*prefill again"
+    ):
         kvjax.load_cache(tmp_path / "int8")
 
 

@@ -6,7 +6,7 @@ token (Liu et al., 2024, arXiv:2402.02750, section 3): 1, 2 or 4 bits a number, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
@@ -58,7 +58,8 @@ def grouped_decode(
     >>> k = Affine(2, axis="channel", group=32).encode(0 * x)
     >>> v = Affine(2, group=32, together=32).encode(x)
     >>> out, lse = grouped_decode(
-    ...     jnp.ones((1, 1, 1, 32)), Grouped(**k), Grouped(**v), jnp.asarray([[5]]), bits=2, group=32, scale=1.0
+    ...     jnp.ones((1, 1, 1, 32)), Grouped(**k), Grouped(**v), jnp.asarray([[5]]),
+    ...     bits=2, group=32, scale=1.0,
     ... )
     >>> float(out[0, 0, 0, 0]), round(float(jnp.exp(lse[0, 0, 0])))
     (2.0, 5)
@@ -71,8 +72,8 @@ def grouped_decode(
     if not fit:
         shapes = [list(x.shape) for x in (q, *k, *v, lengths)]
         raise ValueError(
-            f"q, codes and scales of keys and of values, and lengths of shapes {shapes} do not fit {bits} bits "
-            f"in groups of {group}: expected [.., S * {bits} / 32, W] and [.., S / {group}, W] of each"
+            f"q, codes and scales of keys and of values, and lengths of shapes {shapes} do not fit {bits} "
+            f"bits in groups of {group}: expected [.., S * {bits} / 32, W] and [.., S / {group}, W] of each"
         )
     at = jnp.asarray(layer, jnp.int32)
     chosen = form("grouped_decode", implementation, tpu=refusal(q, k, bits, group))
@@ -121,18 +122,18 @@ def _reference(
         jnp.repeat(jnp.swapaxes(x.reshape(*x.shape[:3], -1, group), -1, -2), group, axis=-1) for x in own
     )
     live = jnp.arange(slots, dtype=jnp.int32)[None, None] < lengths[..., None]
-    rows = [
-        jnp.where(live[..., None], x.reshape(*live.shape, -1), 0.0) for x in (keys, values * step + zero)
-    ]
+    rows = [jnp.where(live[..., None], x.reshape(*live.shape, -1), 0.0) for x in (keys, values * step + zero)]
     seen = Keys(*rows, jnp.where(live, 0, -1))
-    out, lse, _ = attend(q, seen, jnp.zeros((q.shape[0], q.shape[2]), jnp.int32), scale=scale, softcap=softcap)
+    out, lse, _ = attend(
+        q, seen, jnp.zeros((q.shape[0], q.shape[2]), jnp.int32), scale=scale, softcap=softcap
+    )
     return out, lse
 
 
 def tpu_grouped_decode(
     q: Array, k: Grouped, v: Grouped, lengths: Array, layer: Array, *,
     bits: int, group: int, scale: float, softcap: float | None = None,
-    block: int | None = None, cores: int | None = None, interpret: bool = False,
+    block: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The kernel on the operands of `grouped_decode`. block: slots per step."""
     b, n, t, width = q.shape

@@ -1,4 +1,4 @@
-"""The TPU kernel of decoding over slots in codes of 1, 2 or 4 bits with scales of groups, as KIVI stores them.
+"""The TPU kernel of decoding over codes of 1, 2 or 4 bits with scales of groups, as KIVI stores them.
 
 Words of codes and words of scales lie in one array each for all layers, tokens along the rows; a step copies
 the rows of a block of one list's slots from all four. What it computes is defined by

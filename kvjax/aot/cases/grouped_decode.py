@@ -34,7 +34,16 @@ def grouped_decode(
 
     def run(q: Any, k: Any, v: Any, lengths: Any, layer: Any) -> Any:
         return tpu_grouped_decode(
-            q, k, v, lengths, layer, bits=bits, group=group, scale=width**-0.5, block=block, cores=device.cores
+            q,
+            k,
+            v,
+            lengths,
+            layer,
+            bits=bits,
+            group=group,
+            scale=width**-0.5,
+            block=block,
+            cores=device.cores,
         )
 
     held = 2 * sum(x.size * 4 for x in cache)
