@@ -52,6 +52,11 @@ SWEEPS = {
         "block",
         (512, 1024, 2048, 4096, 8192),
     ),
+    "grouped_decode": Sweep(
+        {(f"uint{bits}", 128): f"grouped_decode-uint{bits}-h128" for bits in (2, 4)},
+        "block",
+        (1024, 2048, 4096, 8192),
+    ),
     "paged_decode": Sweep(
         {(n, h): f"paged_decode-{n}-h{h}" for n in ("bfloat16", "int8", "int4") for h in (128, 256)},
         "step",

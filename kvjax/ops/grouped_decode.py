@@ -122,8 +122,10 @@ def _reference(
         jnp.repeat(jnp.swapaxes(x.reshape(*x.shape[:3], -1, group), -1, -2), group, axis=-1) for x in own
     )
     live = jnp.arange(slots, dtype=jnp.int32)[None, None] < lengths[..., None]
-    rows = [jnp.where(live[..., None], x.reshape(*live.shape, -1), 0.0) for x in (keys, values * step + zero)]
-    seen = Keys(*rows, jnp.where(live, 0, -1))
+    keys, values = (
+        jnp.where(live[..., None], x.reshape(*live.shape, -1), 0.0) for x in (keys, values * step + zero)
+    )
+    seen = Keys(keys, values, jnp.where(live, 0, -1))
     out, lse, _ = attend(
         q, seen, jnp.zeros((q.shape[0], q.shape[2]), jnp.int32), scale=scale, softcap=softcap
     )
@@ -141,7 +143,7 @@ def tpu_grouped_decode(
     lists, queries = b * heads, n // heads * t
     cores = cores or cores_for(lists)
     tile = SUBLANES * group
-    block = block or tuned("grouped_decode", f"uint{bits}", width) or 2048
+    block = block or slots_per_step(bits, width)
     block = max(tile, min(block, groups * group) // tile * tile)
     asked = jnp.pad(q.reshape(lists, queries, width), ((0, 0), (0, -queries % SUBLANES), (0, 0)))
     caches = tuple(x.reshape(x.shape[0], lists, *x.shape[3:]) for x in (*k, *v))
@@ -151,3 +153,8 @@ def tpu_grouped_decode(
         sizes=sizes, cores=cores, interpret=interpret,
     )  # fmt: skip
     return out[:, :queries].reshape(q.shape), lse[:, :queries, 0].reshape(b, n, t)
+
+
+def slots_per_step(bits: int, width: int, generation: str | None = None) -> int:
+    """Slots that were tuned; the rest is what all generations have room and registers for."""
+    return tuned("grouped_decode", f"uint{bits}", width, generation) or 2048

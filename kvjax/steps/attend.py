@@ -168,9 +168,9 @@ def _attend_slots(
     if (codec := _groups(slots)) is not None:
         assert isinstance(slots.k, Codes) and isinstance(slots.v, Codes)
         # Whole groups of tokens are encoded, one behind the other: no slot before the last one is empty.
-        codes = (grouped.Grouped(**x.data) for x in (slots.k, slots.v))
+        keys, values = (grouped.Grouped(**x.data) for x in (slots.k, slots.v))
         out, lse = grouped.grouped_decode(
-            q, *codes, used, past.index, bits=codec.bits, group=codec.granule, scale=layer.scale,
+            q, keys, values, used, past.index, bits=codec.bits, group=codec.granule, scale=layer.scale,
             softcap=run.config.attention_softcap, implementation=implementation,
         )  # fmt: skip
         return out, lse, None

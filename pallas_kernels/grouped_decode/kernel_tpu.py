@@ -90,27 +90,21 @@ def _attend(q: Any, buffers: Any, running: Running, sizes: Sizes, length: Any, s
     """Folds a block of slots into the running softmax."""
     kind = jnp.float32 if q.dtype == jnp.float32 else jnp.bfloat16
     words, numbers, value_words, value_numbers = (b[slot] for b in buffers)
-    asked, tiles = q[0].astype(jnp.float32), sizes.block // sizes.tile
-    scale, zero = _shifted(*halves(numbers), sizes)
-    z = jnp.concatenate(
-        [
-            _logits(
-                asked,
-                _codes(words, n, sizes, kind),
-                *(x[n * SUBLANES :][:SUBLANES] for x in (scale, zero)),
-                sizes,
-            )
-            for n in range(tiles)
-        ],
-        axis=1,
-    )
-    z = z * sizes.scale
+    asked = q[0].astype(jnp.float32)
+    tiles = range(sizes.block // sizes.tile)
+    z = [_logits(asked, _codes(words, n, sizes, kind), _tile(numbers, n), sizes) for n in tiles]
+    z = jnp.concatenate(z, axis=1) * sizes.scale
     if sizes.softcap is not None:
         z = sizes.softcap * jnp.tanh(z / sizes.softcap)
     z = jnp.where(_live(length - s * sizes.block, sizes), z, NEG_INF)
     p, fade = streaming.weigh(running, z)
     own = _values(p, value_words, value_numbers, sizes, kind)
     running.acc[...] = running.acc[...] * fade + own
+
+
+def _tile(numbers: Any, n: int) -> Any:
+    """Words [8, W] of the scales and zeros of a tile."""
+    return numbers[n * SUBLANES : (n + 1) * SUBLANES]
 
 
 def _codes(words: Any, tile: int, sizes: Sizes, kind: Any) -> Any:
@@ -132,12 +126,13 @@ def _shifted(scale: Any, zero: Any, sizes: Sizes) -> tuple[Any, Any]:
     return scale * 2.0 ** (sizes.bits - 4), zero + 2.0 ** (sizes.bits - 1) * scale
 
 
-def _logits(asked: Any, codes: Any, scale: Any, zero: Any, sizes: Sizes) -> Any:
+def _logits(asked: Any, codes: Any, numbers: Any, sizes: Sizes) -> Any:
     """q k' [R, tokens] of a tile's keys, whose 8 groups have a row of scales and zeros each.
 
     Queries take the scales, so that one product serves all groups, and of each column one group's is chosen.
     """
     count = asked.shape[0]
+    scale, zero = _shifted(*halves(numbers), sizes)
     rows = [slice(i, i + 1) for i in range(SUBLANES)]
     scaled = jnp.concatenate([asked * scale[r] for r in rows]).astype(codes.dtype)
     sums = [(asked * zero[r]).sum(-1, keepdims=True) for r in rows]
@@ -174,7 +169,7 @@ def _values(p: Any, words: Any, numbers: Any, sizes: Sizes, kind: Any) -> Any:
     width, count = words.shape[1], p.shape[0]
     groups, tiles = width // sizes.group, sizes.block // sizes.tile
     per_tile, across = sizes.tile // LANES, LANES // sizes.run
-    turned = [_by_group(numbers[n * SUBLANES : (n + 1) * SUBLANES], sizes) for n in range(tiles)]
+    turned = [_by_group(_tile(numbers, n), sizes) for n in range(tiles)]
     weights: list[list[Any]] = [[] for _ in range(groups)]
     zeros = [jnp.zeros((count, LANES), jnp.float32)] * groups
     for n in range(sizes.block // LANES):

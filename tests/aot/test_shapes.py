@@ -43,4 +43,6 @@ def test_an_operation_is_called_at_every_head_dimension_in_every_payload(operati
             if n.startswith(f"{operation}-{payload}-")
         ]
         widths = {jax.tree.leaves(given)[0].shape[-1] for case in cases for given in case.operands}
-        assert widths == {64, 80, 96, 128, 192, 256}
+        # Codes of other rows are refused.
+        only = {"grouped_decode": {128, 256}}
+        assert widths == only.get(operation, {64, 80, 96, 128, 192, 256})

@@ -13,7 +13,7 @@ from kvjax.aot import tune
 from kvjax.aot.cases import CASES
 from kvjax.aot.hardware import DEVICES
 from kvjax.errors import InputError
-from kvjax.ops import mla_decode, paged_decode, stacked_decode
+from kvjax.ops import grouped_decode, mla_decode, paged_decode, stacked_decode
 from kvjax.ops.page_pool import PagePool, page_rows
 from kvjax.pallas_kernels import blocks
 
@@ -116,6 +116,7 @@ def test_the_wrappers_take_what_the_table_says_of_the_device_that_is_compiled_fo
     made_up = {
         ("stacked_decode", "v6e", "bfloat16", 128): 640,
         ("stacked_decode", "v6e", "bfloat16", 64): 384,
+        ("grouped_decode", "v6e", "uint2", 128): 640,
         ("paged_decode", "v6e", "int8", 128): 640,
         ("mla_decode", "v6e", "bfloat16", 640): 640,
     }
@@ -128,12 +129,13 @@ def test_the_wrappers_take_what_the_table_says_of_the_device_that_is_compiled_fo
         pool = PagePool(words, 128, "int8")
         return (
             stacked_decode.slots_per_step(rows, rows), stacked_decode.slots_per_step(rows),
+            grouped_decode.slots_per_step(2, 128),
             paged_decode.pages_per_step(pool), mla_decode.pages_per_step(latents),
         )  # fmt: skip
 
     with compiled_for(V6E):
-        assert taken() == (640, 384, 5, 5)
-    rule = (2048, 4096, 32, 16)
+        assert taken() == (640, 384, 640, 5, 5)
+    rule = (2048, 4096, 2048, 32, 16)
     for kind in ("TPU v5 lite", "TPU v99"):
         with compiled_for(kind):
             assert taken() == rule

@@ -81,6 +81,7 @@ METHODS: dict[str, dict[str, float]] = {
     "h2o": dict(budget=0.25),
     "int8": {},
     "kivi": {},
+    "quest": dict(budget=1024),
 }
 CASES: dict[str, Callable[[Device], Case]] = {
     "decoder-full": partial(decoder, method=Method()),

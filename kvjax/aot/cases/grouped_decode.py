@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.grouped_decode import Grouped, tpu_grouped_decode
+from kvjax.ops.grouped_decode import Grouped, slots_per_step, tpu_grouped_decode
 
 BATCH, HEADS, GROUP, SLOTS = 4, 8, 8, 32768
 
@@ -30,7 +30,7 @@ def grouped_decode(
         jax.ShapeDtypeStruct((BATCH, HEADS * GROUP, 1, width), jnp.bfloat16), cache, cache,
         jax.ShapeDtypeStruct((BATCH, HEADS), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32),
     )  # fmt: skip
-    block = block or 2048
+    block = block or slots_per_step(bits, width, device.generation)
 
     def run(q: Any, k: Any, v: Any, lengths: Any, layer: Any) -> Any:
         return tpu_grouped_decode(

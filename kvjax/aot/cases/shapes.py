@@ -21,6 +21,7 @@ from kvjax.ops.append import append
 from kvjax.ops.attention_stats import STATISTICS, attention_stats
 from kvjax.ops.flash_prefill import flash_prefill
 from kvjax.ops.gated_delta import gated_delta, gated_delta_step
+from kvjax.ops.grouped_decode import Grouped, grouped_decode
 from kvjax.ops.log_linear import LevelState
 from kvjax.ops.log_linear_decode import log_linear_decode
 from kvjax.ops.mla_decode import mla_decode
@@ -67,6 +68,16 @@ def stacked(payload: str, h: int) -> Iterator[Call]:
     yield run, (q, rows, rows, *places)
     if 2 * h == LANES:
         yield lambda q, k, *x: run(q, k, None, *x), (q, rows, *places)
+
+
+def grouped(payload: str, h: int) -> Iterator[Call]:
+    """Groups of 32 and 64 tokens; codes of rows that are no multiple of 128 wide are refused."""
+    bits, heads = int(payload.removeprefix("uint")), (1, HEADS)
+    for group in (32, 64) if h % LANES == 0 else ():
+        words, scales = (shape(2, *heads, n, h, dtype="uint32") for n in (SLOTS * bits // 32, SLOTS // group))
+        q = shape(1, HEADS * GROUP, 1, h, dtype="bfloat16")
+        run = partial(grouped_decode, bits=bits, group=group, scale=1.0, implementation="tpu")
+        yield run, (q, *[Grouped(words, scales)] * 2, shape(*heads, dtype=INT32))
 
 
 def appended(payload: str, h: int) -> Iterator[Call]:
@@ -181,6 +192,7 @@ ALONE = tuple((h,) for h in HEAD_DIMS)
 KERNELS = {
     "paged_decode": Kernel("paged_decode", tuple(PAYLOADS), paged),
     "stacked_decode": Kernel("stacked_decode", FLOATS, stacked),
+    "grouped_decode": Kernel("grouped_decode", ("uint2", "uint4"), grouped),
     "append": Kernel("append", FLOATS, appended),
     "mla_decode": Kernel("mla_decode", FLOATS, latents, ((16, 128),)),
     "flash_prefill": Kernel("flash_prefill", FLOATS, prefill, ALONE),
