@@ -79,12 +79,8 @@ def compare(
     """
     started = time.time()
     console = console or Console()
-    for p in protocols:
-        if p not in PROTOCOLS:
-            raise InputError(f"unknown protocol {p!r}: choose from {', '.join(PROTOCOLS)}")
     samples = SAMPLES if samples is None else samples
-    if samples < 1:
-        raise InputError(f"samples must be >= 1 contexts, got {samples}")
+    _check(protocols, samples)
     loaded = load(model) if isinstance(model, str) else model
     check_single(
         loaded,
@@ -95,17 +91,9 @@ def compare(
         length = length or LENGTH
         entries = plan_cells(loaded, methods, budgets, preset or ("short" if length <= 1024 else "long"))
         found = compare_text(
-            loaded,
-            entries,
-            text,
-            folder=folder,
-            length=length,
-            windows=samples,
-            seed=seed,
-            resume=resume,
-            about=_about(loaded),
-            console=console,
-        )
+            loaded, entries, text, folder=folder, length=length, windows=samples, seed=seed, resume=resume,
+            about=_about(loaded), console=console,
+        )  # fmt: skip
         return Comparison([], found, {}, {}, folder)
     suite = make_suite(loaded, tasks, length=length, seed=seed, contexts=samples)
     for p in protocols:
@@ -121,6 +109,14 @@ def compare(
     finally:
         log.close()
     return _report(plan, log, settings, folder, started, console)
+
+
+def _check(protocols: Sequence[str], samples: int) -> None:
+    for p in protocols:
+        if p not in PROTOCOLS:
+            raise InputError(f"unknown protocol {p!r}: choose from {', '.join(PROTOCOLS)}")
+    if samples < 1:
+        raise InputError(f"samples must be >= 1 contexts, got {samples}")
 
 
 class _Plan(NamedTuple):
