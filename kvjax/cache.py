@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.errors import InputError
@@ -196,7 +197,7 @@ def nbytes(tree: Any) -> int:
 def check_alive(cache: Cache) -> None:
     """Raises InputError for a cache that a step consumed: its arrays went into the cache that came back."""
     at = cache.next
-    if isinstance(at, jax.Array) and not isinstance(at, jax.core.Tracer) and at.is_deleted():
+    if isinstance(at, jax.Array) and not isinstance(at, Tracer) and at.is_deleted():
         raise InputError(
             "this cache was consumed by kvjax.step or generate, expected a live one: use what they returned, "
             "or kvjax.fork a cache before a step to keep it"

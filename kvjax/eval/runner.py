@@ -29,7 +29,8 @@ from kvjax.models.model import Model
 from kvjax.segments import unread_bytes
 from kvjax.steps import Prompt, Run
 
-X, Y = TypeVar("X"), TypeVar("Y")
+X = TypeVar("X")
+Y = TypeVar("Y")
 
 observe = jax.jit(steps.observe, static_argnames=("run", "needs"))
 
