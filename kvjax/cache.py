@@ -14,8 +14,10 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Shaped
 
+from kvjax.errors import InputError
 from kvjax.ops.attention import Keys
 
 
@@ -192,11 +194,22 @@ def nbytes(tree: Any) -> int:
     return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+def check_alive(cache: Cache) -> None:
+    """Raises InputError for a cache that a step consumed: its arrays went into the cache that came back."""
+    at = cache.next
+    if isinstance(at, jax.Array) and not isinstance(at, Tracer) and at.is_deleted():
+        raise InputError(
+            "this cache was consumed by kvjax.step or generate, expected a live one: use what they returned, "
+            "or kvjax.fork a cache before a step to keep it"
+        )
+
+
 def kept_positions(cache: Cache) -> list[Int[np.ndarray, "B K S"]]:
     """Per layer, the token position that each slot holds; -1 = empty. Layers in stack order, on the host.
 
-    K and S are 0 where a layer carries a state instead of slots.
+    K and S are 0 where a layer carries a state instead of slots. Raises InputError for a consumed cache.
     """
+    check_alive(cache)
     out = []
     for group in cache.groups:
         parts = [_positions(s, cache.pools) for s in group]

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 import kvjax
-from kvjax.cache import Cache, Codec, Codes, Paged, Pages, Slots, State
+from kvjax.cache import Cache, Codec, Codes, Paged, Pages, Slots, State, check_alive
 from kvjax.errors import InputError
 from kvjax.methods.parse import from_spec
 from kvjax.models.files import open_safetensors
@@ -57,10 +57,7 @@ def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
     ...     load_cache(f"{folder}/three.cache").method.id
     'int8'
     """
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(cache)):
-        raise InputError(
-            "this cache was consumed by kvjax.step or generate, expected a live one: save what they returned"
-        )
+    check_alive(cache)
     tensors: dict[str, np.ndarray] = {}
     tree = {name: _describe(getattr(cache, name), name, tensors) for name in ("groups", "next", "pools")}
     metadata = {

@@ -61,8 +61,7 @@ def _run(words: list[str]) -> int:
         near = difflib.get_close_matches(unknown[0].partition("=")[0], options, 1)
         hint = f"did you mean {near[0]}?" if near else f"see `{asked.prog} --help`"
         raise InputError(f"unknown argument {unknown[0]!r}, expected those of `{asked.prog}`: {hint}")
-    args.run(args)
-    return 0
+    return args.run(args) or 0
 
 
 def make_parser() -> argparse.ArgumentParser:

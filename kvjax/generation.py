@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import steps
-from kvjax.cache import Cache
+from kvjax.cache import Cache, check_alive
 from kvjax.errors import InputError
 from kvjax.fit import check_budget, check_fit
 from kvjax.grammar import Method
@@ -112,7 +112,8 @@ def bind(method: Method, model: Model) -> Method:
 
 
 def check_cache(model: Model, cache: Cache) -> None:
-    """InputError for a cache that another model filled."""
+    """InputError for a cache that another model filled, or that a step consumed."""
+    check_alive(cache)
     if cache.model and cache.model != model.fingerprint:
         raise InputError(
             f"this cache was filled by another model (fingerprint {cache.model}, this model's is "
@@ -243,7 +244,8 @@ def step(
     """One token per row: logits [B, V] and the cache that holds it. The given cache is consumed (donated).
 
     append=False asks the last token again at its own position over the cache as it is, which stays usable.
-    implementation: as in `prefill`. InputError when the cache has no room left, or belongs to another model.
+    implementation: as in `prefill`. InputError when the cache has no room left, was consumed before, or
+    belongs to another model.
     """
     if has_verbs(model):
         refuse(model, {"append=False": not append, "implementation=": implementation is not None})

@@ -27,6 +27,18 @@ class Running(NamedTuple):
     acc: Any
 
 
+def block(lists: int, per_core: int, *shape: int, ahead: int = 0, **options: Any) -> pl.BlockSpec:
+    """Of an operand [lists, *shape], what belongs to a grid step's list or to the one `ahead` of it.
+
+    The grid is (core, list of the core); nothing lies ahead of the last list but itself.
+    """
+
+    def at(core: Any, j: Any, *_: Any) -> tuple[Any, ...]:
+        return (jnp.minimum(core * per_core + j + ahead, lists - 1), *(0,) * len(shape))
+
+    return pl.BlockSpec((1, *shape), at, **options)
+
+
 def start(copy: Any) -> None:
     copy.start()
 

@@ -38,20 +38,38 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--ratio", type=float, default=0.5, help="share of the slots kept")
-    parser.add_argument("--decode", type=int, default=24, help="tokens decoded per round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", help="where to write the figures")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[4096],
+        metavar="N",
+        help="tokens of the prompts (default: 4096)",
+    )
+    parser.add_argument(
+        "--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD",
+        help=f"of {', '.join(METHODS)} (default: all)",
+    )  # fmt: skip
+    parser.add_argument("--ratio", type=float, default=0.5, help="share of the slots kept (default: 0.5)")
+    parser.add_argument("--decode", type=int, default=24, help="tokens decoded per round (default: 24)")
+    parser.add_argument("--rounds", type=int, default=3, help="whose medians are told (default: 3)")
+    parser.add_argument("--threads", type=int, default=1, help="cores of the process (default: 1)")
+    parser.add_argument(
+        "--json", metavar="FILE", help="where to write the figures; with --accelerator, the rows"
+    )
     parser.add_argument("--accelerator", action="store_true", help="the tables that need a GPU or TPU, alone")
-    parser.add_argument("--minutes", type=float, default=10.0, help="with --accelerator: time for all of it")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="with --accelerator: time for all of it (default: 10)"
+    )
     parser.add_argument(
         "--smoke", action="store_true", help="with --accelerator: tiny shapes, on any machine"
     )
     parser.add_argument("--write", action="store_true", help="with --accelerator: into docs/benchmarks.md")
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name in ("smoke", "write"):
+        if getattr(args, name) and not args.accelerator:
+            parser.error(f"--{name} was given without --accelerator: add that, or leave it out")
+    return args
 
 
 def pin(threads: int) -> None:

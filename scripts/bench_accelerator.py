@@ -174,6 +174,6 @@ def main(args: argparse.Namespace) -> None:
     run_parts(path, args, device)
     rows = [r for r in Rows(path).rows if r["device"] == device["device"] and r["smoke"] == args.smoke]
     text = page(rows, device)
-    print(text)
+    print("Tiny shapes: no figure below is what its text says.\n\n" * args.smoke + text)
     if args.write:
         write_table("benchmarks.md", "accelerator", text)

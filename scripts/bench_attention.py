@@ -111,6 +111,17 @@ def kernel(smoke: bool) -> Any:
     return run
 
 
+def timed(call: Any, q: Any, operands: Any, layers: int, size: int, sizes: Sizes) -> dict[str, Any]:
+    """What a row says of one attention over the `size` bytes of a layer."""
+    seconds, begun = per_call(call, q, operands, layers, size, sizes.moved)
+    return {
+        "bytes": size,
+        "gb_per_s": size / seconds / 1e9,
+        "us": seconds * 1e6,
+        "compile_s": round(begun, 1),
+    }
+
+
 def measure(payload: str, tokens: int, sizes: Sizes, run: Any, setting: Any) -> dict[str, Any]:
     q, pool, table, lengths, q_pos = operands(payload, tokens, sizes)
     layers = pool.words.shape[0]
@@ -120,13 +131,7 @@ def measure(payload: str, tokens: int, sizes: Sizes, run: Any, setting: Any) -> 
         out = run(q, pool, table, lengths, q_pos, layer, setting=setting)
         return ((q + out) * 0.5).astype(q.dtype)
 
-    seconds, begun = per_call(call, q, pool, layers, size, sizes.moved)
-    return {
-        "bytes": size,
-        "gb_per_s": size / seconds / 1e9,
-        "us": seconds * 1e6,
-        "compile_s": round(begun, 1),
-    }
+    return timed(call, q, pool, layers, size, sizes)
 
 
 def dense(tokens: int, sizes: Sizes) -> dict[str, Any]:
@@ -144,13 +149,7 @@ def dense(tokens: int, sizes: Sizes) -> dict[str, Any]:
         out, _, _ = attend(q, Keys(kv[0][i], kv[1][i], pos), asked, scale=sizes.width**-0.5)
         return ((q + out) * 0.5).astype(q.dtype)
 
-    seconds, begun = per_call(call, q, kv, layers, size, sizes.moved)
-    return {
-        "bytes": size,
-        "gb_per_s": size / seconds / 1e9,
-        "us": seconds * 1e6,
-        "compile_s": round(begun, 1),
-    }
+    return timed(call, q, kv, layers, size, sizes)
 
 
 def error(payload: str, sizes: Sizes, run: Any) -> float:

@@ -32,7 +32,11 @@ class Rows:
         self.rows.append(row)
         with self.path.open("a", encoding="utf-8") as f:
             f.write(json.dumps(row) + "\n")
-        told = ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("device", "smoke", "versions"))
+        told = ", ".join(
+            f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
+            for k, v in row.items()
+            if k not in ("device", "smoke", "versions")
+        )
         print(f"  {told}", flush=True)
 
 

@@ -105,6 +105,16 @@ def test_without_an_accelerator_it_says_what_it_needs(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("option", ["--smoke", "--write"])
+def test_an_option_of_the_accelerator_alone_is_refused_without_it(option, scripts, monkeypatch, capsys):
+    import bench as script
+
+    monkeypatch.setattr(sys, "argv", ["bench.py", option])
+    with pytest.raises(SystemExit):
+        script.arguments()
+    assert f"{option} was given without --accelerator: add that" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_every_row_is_measured_once(tmp_path):
     done = bench("--smoke", "--minutes", "60", cwd=tmp_path)

@@ -130,6 +130,26 @@ def test_a_step_consumes_its_cache_and_a_question_does_not(model):
     assert all(x.is_deleted() for x in jax.tree.leaves(cache.groups))
 
 
+PAGED = kvjax.method("adakv", budget=0.5, window=2)
+
+
+@pytest.mark.parametrize("method", [None, PAGED], ids=["slots", "pages"])
+def test_a_consumed_cache_is_refused_by_everything_that_would_read_it(model, method):
+    _, cache = kvjax.prefill(model, [[1, 2, 3, 4]], method=method, room=4)
+    kvjax.step(model, cache, [5])
+    for use in (
+        lambda: kvjax.step(model, cache, [5]),
+        lambda: kvjax.step(model, cache, [5], append=False),
+        lambda: kvjax.prefill(model, [[5]], cache=cache),
+        lambda: kvjax.generate(model, [[5]], cache=cache, max_new_tokens=1),
+        lambda: kvjax.fork(cache, 2),
+        lambda: kvjax.kept_positions(cache),
+        lambda: reset_rows(cache, [True]),
+    ):
+        with pytest.raises(InputError, match="was consumed by .*: use what they returned, or kvjax.fork"):
+            use()
+
+
 LARGE = Config(vocab=32, d_model=16, layers=4, heads=2, kv_heads=2, head_dim=16, d_ff=16)
 DEEP = dataclasses.replace(LARGE, layers=16)
 

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 import kvjax
+from kvjax.aot import probe as probing
 from kvjax.cli import main
 from kvjax.commands import info
 from kvjax.commands.generate import SAMPLE
@@ -49,6 +50,20 @@ def test_methods_as_json_has_every_field(capsys):
     assert kivi["hyper"] == {"bits": 2, "group": 32, "residual": 128}
     assert (kivi["url"], kivi["year"], kivi["verbs"]) == ("https://arxiv.org/abs/2402.02750", 2024, ["store"])
     assert kivi["takes_budget"] is False and rows["l2compress"]["aliases"] == ["knorm"]
+
+
+def test_aot_says_what_does_not_compile_and_fails(monkeypatch, capsys):
+    monkeypatch.setattr(probing, "available", lambda: "")
+    monkeypatch.setattr(probing, "probe", lambda topology, name: {"error": "the stack is too large"})
+    assert main(["aot", "--case", "paged_decode-int8-h128", "--topology", "v5e:2x2"]) == 1
+    assert "paged_decode-int8-h128 on v5e:2x2: the stack is too large" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("operations", ["", "none"])
+def test_aot_tunes_what_can_be_tuned_alone(operations, monkeypatch, capsys):
+    monkeypatch.setattr(probing, "available", lambda: "")
+    assert main(["aot", "--tune", operations]) == 2
+    assert f"nothing to tune in '{operations}': expected stacked_decode" in capsys.readouterr().err
 
 
 def test_info_says_what_runs_here(capsys):

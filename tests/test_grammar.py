@@ -94,6 +94,8 @@ def test_ids_are_forgiving_and_errors_name_the_nearest():
         kvjax.method("snapvk")
     with pytest.raises(ValueError, match="did you mean 'window'"):
         kvjax.method("snapkv", budget=0.5, windw=3)
+    with pytest.raises(ValueError, match=r"'snapkv:window=8': .* as in kvjax.method\('snapkv', budget=0.25"):
+        kvjax.method("snapkv:window=8")
     with pytest.raises(ValueError, match="needs budget="):
         kvjax.method("snapkv")
     with pytest.raises(ValueError, match="variant must be one of 'paper', 'kvpress'"):

@@ -23,9 +23,14 @@ NOTE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--case", default="paged_decode-bfloat16-h128", metavar="GLOB", help="which cases")
     parser.add_argument(
-        "--topology", default=",".join(TOPOLOGIES), metavar="A,B", help=f"default: {','.join(TOPOLOGIES)}"
+        "--case",
+        default="paged_decode-bfloat16-h128",
+        metavar="GLOB",
+        help="which cases (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--topology", default=",".join(TOPOLOGIES), metavar="A,B", help="which TPUs (default: %(default)s)"
     )
     parser.add_argument("--all", action="store_true", help="every case")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
@@ -40,10 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> None:
-    if args.tune:
+def run(args: argparse.Namespace) -> int:
+    """The exit code: 1 where something did not compile."""
+    if args.tune is not None:
         _tune(args)
-        return
+        return 0
     from importlib.metadata import version
 
     from rich.progress import track
@@ -57,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
 
     if args.list:
         print("\n".join(CASES))
-        return
+        return 0
     names = [n for n in CASES if args.all or fnmatch.fnmatch(n, args.case)]
     topologies = args.topology.split(",")
     for topology in topologies:
@@ -79,6 +85,7 @@ def run(args: argparse.Namespace) -> None:
         if "error" in row:
             out.print(f"{row['case']} on {row['topology']}: {row['error']}")
     out.print(NOTE, style="dim")
+    return int(any("error" in row for row in found))
 
 
 def _tune(args: argparse.Namespace) -> None:

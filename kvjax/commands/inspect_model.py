@@ -159,7 +159,7 @@ def _slot_rows(config: Config, dtype: str, unit: str = "token") -> list[tuple[st
     rows = [
         (
             f"KV per {unit}",
-            f"{size(_bytes_per_slot(config, dtype))} in {dtype}: {words or 'no layer keeps slots'}",
+            f"{size(_bytes_per_slot(config, dtype))} in {dtype}: {words or f'no layer keeps every {unit}'}",
         ),
     ]
     readers = [m.source for m in mixers if m.source is not None]

@@ -9,7 +9,6 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from kvjax.eval.log import UnitLog
 from kvjax.eval.memory import fitting_rows, peak_bytes
 from kvjax.eval.report import print_table, write_frontier, write_report
 from kvjax.eval.rows import PROTOCOLS, Rows, forced_length, make_rows
-from kvjax.eval.runner import Runner, Unit, programs
+from kvjax.eval.runner import Runner, Unit, programs, two_at_a_time
 from kvjax.eval.streaming import compare_text
 from kvjax.eval.suite import LENGTH, Suite, make_suite, most_new_tokens, new_tokens
 from kvjax.files import write_atomic
@@ -80,12 +79,8 @@ def compare(
     """
     started = time.time()
     console = console or Console()
-    for p in protocols:
-        if p not in PROTOCOLS:
-            raise InputError(f"unknown protocol {p!r}: choose from {', '.join(PROTOCOLS)}")
     samples = SAMPLES if samples is None else samples
-    if samples < 1:
-        raise InputError(f"samples must be >= 1 contexts, got {samples}")
+    _check(protocols, samples)
     loaded = load(model) if isinstance(model, str) else model
     check_single(
         loaded,
@@ -96,17 +91,9 @@ def compare(
         length = length or LENGTH
         entries = plan_cells(loaded, methods, budgets, preset or ("short" if length <= 1024 else "long"))
         found = compare_text(
-            loaded,
-            entries,
-            text,
-            folder=folder,
-            length=length,
-            windows=samples,
-            seed=seed,
-            resume=resume,
-            about=_about(loaded),
-            console=console,
-        )
+            loaded, entries, text, folder=folder, length=length, windows=samples, seed=seed, resume=resume,
+            about=_about(loaded), console=console,
+        )  # fmt: skip
         return Comparison([], found, {}, {}, folder)
     suite = make_suite(loaded, tasks, length=length, seed=seed, contexts=samples)
     for p in protocols:
@@ -122,6 +109,14 @@ def compare(
     finally:
         log.close()
     return _report(plan, log, settings, folder, started, console)
+
+
+def _check(protocols: Sequence[str], samples: int) -> None:
+    for p in protocols:
+        if p not in PROTOCOLS:
+            raise InputError(f"unknown protocol {p!r}: choose from {', '.join(PROTOCOLS)}")
+    if samples < 1:
+        raise InputError(f"samples must be >= 1 contexts, got {samples}")
 
 
 class _Plan(NamedTuple):
@@ -228,20 +223,13 @@ def _units(
 ) -> Iterator[tuple[Entry, Unit]]:
     """Units as they finish: two at a time, but for the runs that are timed, which follow the first one."""
 
-    def unit(entry: Entry, alone: bool = False) -> tuple[Entry, Unit]:
-        return entry, runner.unit(entry, prompt, rows, protocol, full_bytes, alone=alone)
+    def unit(entry: Entry, alone: bool = False) -> Unit:
+        return runner.unit(entry, prompt, rows, protocol, full_bytes, alone=alone)
 
     timed = [e for e in todo if 0 < runner.times_run(e, rows) <= TIMED]
-    with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(unit, e) for e in todo if e not in timed]
-        try:
-            for done in as_completed(waiting):
-                yield done.result()
-        finally:
-            for future in waiting:
-                future.cancel()
+    yield from two_at_a_time(unit, [e for e in todo if e not in timed])
     for entry in timed:
-        yield unit(entry, alone=True)
+        yield entry, unit(entry, alone=True)
 
 
 def _examples(plan: _Plan, log: UnitLog) -> list[dict[str, Any]]:

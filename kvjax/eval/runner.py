@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,9 @@ from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.segments import unread_bytes
 from kvjax.steps import Prompt, Run
+
+X = TypeVar("X")
+Y = TypeVar("Y")
 
 observe = jax.jit(steps.observe, static_argnames=("run", "needs"))
 
@@ -58,6 +63,22 @@ class Unit(NamedTuple):
 def programs() -> int:
     """How many programs the runner has compiled in this process."""
     return sum(f._cache_size() for f in _COMPILED)  # type: ignore[attr-defined]
+
+
+def two_at_a_time(make: Callable[[X], Y], xs: Iterable[X]) -> Iterator[tuple[X, Y]]:
+    """(x, make(x)) as they finish, in two threads, because a program is compiled by one.
+
+    >>> sorted(two_at_a_time(str.upper, ["a", "b"]))
+    [('a', 'A'), ('b', 'B')]
+    """
+    with ThreadPoolExecutor(2) as pool:
+        waiting = {pool.submit(make, x): x for x in xs}
+        try:
+            for done in as_completed(waiting):
+                yield waiting[done], done.result()
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
 def bare_run(model: Model, method: Method) -> Run:

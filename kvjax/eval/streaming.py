@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from kvjax.eval.cells import bootstrap_interval, budget_label
 from kvjax.eval.log import UnitLog
 from kvjax.eval.memory import fitting_rows
 from kvjax.eval.rows import Rows
-from kvjax.eval.runner import Runner, bare_run, settle
+from kvjax.eval.runner import Runner, bare_run, settle, two_at_a_time
 from kvjax.eval.suite import LENGTH, Recall, reader_of
 from kvjax.files import write_atomic
 from kvjax.generation import bucket
@@ -245,7 +244,7 @@ def _units(
     full = expect(decode, runner.model.params, _compressed(runner, whole, prompt), fed[:, :-1])
     full_bytes, _ = runner.bytes_of(whole, prompt)
 
-    def unit(entry: Entry) -> tuple[Entry, dict[str, Any]]:
+    def unit(entry: Entry) -> dict[str, Any]:
         watched = _watch(runner, entry, prompt, fed, full, chunk)
         means = {name: np.asarray(x, np.float64).mean(1) for name, x in watched._asdict().items()}
         kept, read = runner.bytes_of(entry, prompt)
@@ -253,17 +252,9 @@ def _units(
         common |= {"kept_bytes": kept, "full_bytes": full_bytes, "read_bytes": read}
         found = [{n: float(x[i]) for n, x in means.items()} for i in range(count)]
         ids = [f"text-{start}" for start in batch.starts[:count]]
-        return entry, {"rows": [{"id": i, **common, **row} for i, row in zip(ids, found, strict=True)]}
+        return {"rows": [{"id": i, **common, **row} for i, row in zip(ids, found, strict=True)]}
 
-    # Two at a time, since compiling is single-threaded.
-    with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(unit, entry) for entry in todo]
-        try:
-            for done in as_completed(waiting):
-                yield done.result()
-        finally:
-            for future in waiting:
-                future.cancel()
+    return two_at_a_time(unit, todo)
 
 
 def _compressed(runner: Runner, entry: Entry, prompt: Prompt) -> Cache:

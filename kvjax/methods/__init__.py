@@ -49,6 +49,9 @@ def resolve(id: str) -> str:
     if name not in TABLE:
         near = difflib.get_close_matches(name, [*TABLE, *ALIASES], n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known methods: {', '.join(TABLE)}"
+        if ":" in id:
+            # As the command line writes it.
+            hint = "hyper-parameters are arguments here, as in kvjax.method('snapkv', budget=0.25, window=16)"
         raise ValueError(f"unknown method {id!r}: {hint}")
     return name
 

@@ -39,9 +39,15 @@ def form(operation: str, implementation: str | None, **refusals: str) -> str:
     if implementation == "reference":
         return implementation
     wanted = implementation.removesuffix(INTERPRET)
-    why = refusals.get(wanted, "there is no such form")
-    if not why and wanted == implementation and wanted != here:
-        why = f"this runs on {here}"
-    if why:
-        raise NotImplementedError(f"{operation} cannot run as {implementation!r}: {why}")
+    if wanted not in refusals:
+        forms = ", ".join(f"{name}, {name}{INTERPRET}" for name in refusals)
+        why = [f"there is no such form, expected reference, {forms}, or None to choose"]
+    else:
+        # Both are told: who mends the shapes first would only learn then that the device is another.
+        elsewhere = wanted == implementation and wanted != here
+        why = [refusals[wanted], f"this runs on {here}" if elsewhere else ""]
+    if any(why):
+        raise NotImplementedError(
+            f"{operation} cannot run as {implementation!r}: {'; '.join(filter(None, why))}"
+        )
     return implementation

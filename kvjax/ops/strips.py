@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ def causal_in_strips(
     last row: the causal half is skipped. Masses come as (one per past set ..., the new set). The new keys
     must lie in the order of the queries.
     """
-    whole = partial(_in_strips, scale=scale, window=window, softcap=softcap, mass=mass, clip=clip)
+    whole = partial(_in_strips, window=window, mass=mass, scale=scale, softcap=softcap, clip=clip)
     b, n, t, _ = q.shape
     heads, slots = new.k.shape[1], t + sum(s.k.shape[2] for s in past)
     if heads == 1 or platform() != "cpu" or 4 * b * n * min(t, STRIP) * slots < CACHED_BYTES:
@@ -66,13 +67,11 @@ def _in_strips(
     past: Sequence[Keys],
     q_pos: Int[Array, "B T"],
     *,
-    scale: float,
     window: int | None,
-    softcap: float | None,
     mass: str | None,
-    clip: tuple[float, float] | None,
+    **options: Any,
 ) -> tuple[Float[Array, "B N T V"], tuple[Array, ...]]:
-    """`causal_in_strips` of all heads at once."""
+    """`causal_in_strips` of all heads at once; `options` are those of `attend`."""
     t = q.shape[2]
     join = jnp.maximum if mass == "max" else jnp.add
     part = -(-t // (PREFIXES * STRIP)) * STRIP
@@ -86,10 +85,7 @@ def _in_strips(
         # A gradient recomputes the probabilities, or a long prompt would keep its whole [T, T] map.
         @(jax.checkpoint if t >= REMAT_FROM else lambda f: f)
         def strip(at: tuple[Array, Array], seen: Keys = seen) -> tuple[Array, tuple[Array, ...]]:
-            sets = (*past, seen)
-            out, _, masses = attend(
-                at[0], sets, at[1], scale=scale, window=window, softcap=softcap, mass=mass, clip=clip
-            )
+            out, _, masses = attend(at[0], (*past, seen), at[1], window=window, mass=mass, **options)
             return out, masses
 
         out, masses = _by_strips(strip, q[:, :, start:stop], q_pos[:, start:stop], join)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from kvjax.cache import Cache, Paged, Pages, Segment, Slots, State
+from kvjax.cache import Cache, Paged, Pages, Segment, Slots, State, check_alive
 from kvjax.errors import InputError
 from kvjax.place.paged import fork_pages
 
@@ -21,7 +21,7 @@ def fork(cache: Cache, copies: int) -> Cache:
 
     Each copy holds the state of its own and goes its own way from here. The given cache stays usable.
 
-    Raises InputError where copies < 1.
+    Raises InputError where copies < 1, or a step consumed the cache.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -31,6 +31,7 @@ def fork(cache: Cache, copies: int) -> Cache:
     """
     if copies < 1:
         raise InputError(f"copies is {copies}, expected at least 1: how many rows each row becomes")
+    check_alive(cache)
     return _fork(cache, copies)
 
 
@@ -62,7 +63,7 @@ def reset_rows(cache: Cache, rows: Array | np.ndarray | Sequence[bool]) -> Cache
 
     A row's capacity stays; the next token it is given stands at position 0. The other rows are untouched.
 
-    Raises InputError where `rows` is not one boolean per row.
+    Raises InputError where `rows` is not one boolean per row, or a step consumed the cache.
 
     >>> import kvjax, jax.numpy as jnp
     >>> model = kvjax.load("recall-tiny")
@@ -70,6 +71,7 @@ def reset_rows(cache: Cache, rows: Array | np.ndarray | Sequence[bool]) -> Cache
     >>> reset_rows(cache, jnp.array([True, False])).next.tolist()
     [0, 2]
     """
+    check_alive(cache)
     which = jnp.asarray(rows)
     if which.shape != cache.next.shape or which.dtype != jnp.bool_:
         raise InputError(

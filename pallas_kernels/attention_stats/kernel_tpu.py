@@ -147,37 +147,8 @@ def attention_stats(
     neighbouring lists alike. first, final [I, key blocks]: between them lie the blocks of queries that may
     see something of a block of keys.
     """
-    lists, heads, count, width = q.shape
-    slots = k.shape[1]
-
-    def asked(i: Any, s: Any, t: Any, first: Any, final: Any) -> Any:
-        # A block that sees nothing is not fetched: its neighbour stays.
-        return jnp.minimum(jnp.maximum(t, first[i, s]), final[i, s])
-
-    def of(*shape: int) -> pl.BlockSpec:
-        """The block of a list's queries of a step."""
-        zeros = (0,) * (len(shape) - 2)
-        return pl.BlockSpec((1, *shape), lambda i, s, t, *at: (i, 0, asked(i, s, t, *at), *zeros))
-
-    def row(x: Any) -> pl.BlockSpec:
-        each = lists // x.shape[0]
-        return pl.BlockSpec((1, 1, sizes.rows), lambda i, s, t, *at: (i // each, 0, asked(i, s, t, *at)))
-
-    def side(x: Any) -> pl.BlockSpec:
-        each = lists // x.shape[0]
-        return pl.BlockSpec((1, 1, sizes.keys), lambda i, s, *_: (i // each, 0, s))
-
-    inputs: dict[str, tuple[Any, Any]] = {
-        "q": (q, of(heads, sizes.rows, width)),
-        "k": (k, pl.BlockSpec((1, sizes.keys, width), lambda i, s, *_: (i, s, 0))),
-        "lse": (lse, of(heads, sizes.rows)),
-        "q_pos": (q_pos, row(q_pos)),
-        "k_pos": (k_pos, side(k_pos)),
-    }
-    if weight is not None:
-        inputs["weight"] = (weight, row(weight))
-    if bias is not None:
-        inputs["bias"] = (bias, side(bias))
+    (lists, _, count, _), slots = q.shape, k.shape[1]
+    inputs = _inputs(q, k, lse, q_pos, k_pos, weight, bias, sizes)
     found = jax.ShapeDtypeStruct((lists, sizes.heads, slots), jnp.float32)
     block = pl.BlockSpec((1, sizes.heads, sizes.keys), lambda i, s, *_: (i, 0, s))
     scratch = {
@@ -200,3 +171,41 @@ def attention_stats(
         interpret=interpret,
         name="attention_stats",
     )(first, final, *(x for x, _ in inputs.values()))
+
+
+def _inputs(
+    q: jax.Array, k: jax.Array, lse: jax.Array, q_pos: jax.Array, k_pos: jax.Array,
+    weight: jax.Array | None, bias: jax.Array | None, sizes: Sizes,
+) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:  # fmt: skip
+    """The operands that come in blocks, by the kernel's names for them."""
+    lists, heads, _, width = q.shape
+
+    def asked(i: Any, s: Any, t: Any, first: Any, final: Any) -> Any:
+        # A block that sees nothing is not fetched: its neighbour stays.
+        return jnp.minimum(jnp.maximum(t, first[i, s]), final[i, s])
+
+    def of(*shape: int) -> pl.BlockSpec:
+        """The block of a list's queries of a step."""
+        zeros = (0,) * (len(shape) - 2)
+        return pl.BlockSpec((1, *shape), lambda i, s, t, *at: (i, 0, asked(i, s, t, *at), *zeros))
+
+    def row(x: Any) -> pl.BlockSpec:
+        each = lists // x.shape[0]
+        return pl.BlockSpec((1, 1, sizes.rows), lambda i, s, t, *at: (i // each, 0, asked(i, s, t, *at)))
+
+    def side(x: Any) -> pl.BlockSpec:
+        each = lists // x.shape[0]
+        return pl.BlockSpec((1, 1, sizes.keys), lambda i, s, *_: (i // each, 0, s))
+
+    inputs = {
+        "q": (q, of(heads, sizes.rows, width)),
+        "k": (k, pl.BlockSpec((1, sizes.keys, width), lambda i, s, *_: (i, s, 0))),
+        "lse": (lse, of(heads, sizes.rows)),
+        "q_pos": (q_pos, row(q_pos)),
+        "k_pos": (k_pos, side(k_pos)),
+    }
+    if weight is not None:
+        inputs["weight"] = (weight, row(weight))
+    if bias is not None:
+        inputs["bias"] = (bias, side(bias))
+    return inputs

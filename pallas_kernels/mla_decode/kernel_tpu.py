@@ -85,16 +85,7 @@ def mla_decode(
     of 128.
     """
     sequences, count, width = q.shape
-
-    def of(*shape: int, ahead: int = 0, **options: Any) -> pl.BlockSpec:
-        """The block of the sequence of a grid step, or of the one after it."""
-
-        def at(core: Any, j: Any, *_: Any) -> tuple[Any, ...]:
-            return (jnp.minimum(core * sizes.sequences + j + ahead, sequences - 1), *(0,) * len(shape))
-
-        return pl.BlockSpec((1, *shape), at, **options)
-
-    smem = pltpu.SMEM
+    of, smem = partial(streaming.block, sequences, sizes.sequences), pltpu.SMEM
     made = pl.pallas_call(
         partial(_kernel, sizes=sizes),
         out_shape=[

@@ -178,21 +178,11 @@ def paged_decode(
     turns is [half, 128] as `turning.waves` takes it, and phase None or [I, 1, S] int32. Mass behind a list's
     length is not written.
     """
-    lists, count, width = q.shape
-    slots = table.shape[2] * sizes.page
-
-    def of(*shape: int, ahead: int = 0, **options: Any) -> pl.BlockSpec:
-        """The block of the head of a grid step, or of the one after it."""
-
-        def at(core: Any, j: Any, *_: Any) -> tuple[Any, ...]:
-            return (jnp.minimum(core * sizes.heads + j + ahead, lists - 1), *(0,) * len(shape))
-
-        return pl.BlockSpec((1, *shape), at, **options)
-
-    anywhere, smem = pl.BlockSpec(memory_space=pl.ANY), pltpu.SMEM
-    inputs: dict[str, tuple[Any, Any]] = {
-        "table": (table, of(1, table.shape[2], memory_space=smem)),
-        "next_table": (table, of(1, table.shape[2], ahead=1, memory_space=smem)),
+    (lists, count, width), slots = q.shape, table.shape[2] * sizes.page
+    of = partial(streaming.block, lists, sizes.heads)
+    inputs = {
+        "table": (table, of(1, table.shape[2], memory_space=pltpu.SMEM)),
+        "next_table": (table, of(1, table.shape[2], ahead=1, memory_space=pltpu.SMEM)),
         "q": (q, of(count, width)),
         "q_pos": (q_pos, of(count, LANES)),
     }
@@ -200,7 +190,7 @@ def paged_decode(
         inputs["turns"] = turns, pl.BlockSpec(turns.shape, lambda *_: (0, 0))
     if phase is not None:
         inputs["phase"] = phase, of(1, slots)
-    inputs["pages"] = words, anywhere
+    inputs["pages"] = words, pl.BlockSpec(memory_space=pl.ANY)
     outputs = {
         "out": (jax.ShapeDtypeStruct(q.shape, q.dtype), of(count, width)),
         "lse": (jax.ShapeDtypeStruct((lists, count, LANES), jnp.float32), of(count, LANES)),

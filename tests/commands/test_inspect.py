@@ -59,6 +59,7 @@ def test_inspect_needs_no_weights_and_names_windows(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
     rows = dict(model_rows(*find_config(str(tmp_path)), "bfloat16"))
     assert rows["windows"] == "4 layers keep the newest 64 tokens only, 256 B each"
+    assert rows["KV per token"] == "0 B in bfloat16: no layer keeps every token"
     assert rows["parameters"] == "815.74 k, 1.6 MiB in bfloat16"
 
 

@@ -29,9 +29,17 @@ def test_a_forced_form_that_cannot_run_is_an_error(tpu):
     for asked, why in (("tpu", "too wide"), ("gpu", "no such form"), ("gpu interpret", "no such form")):
         with pytest.raises(NotImplementedError, match=f"op cannot run as '{asked}': .*{why}"):
             form("op", asked, tpu="too wide")
-    with pytest.raises(NotImplementedError, match="this runs on tpu"):
-        form("op", "gpu", tpu="", gpu="")
+    for why, said in (("", "this runs on tpu"), ("too wide", "too wide; this runs on tpu")):
+        with pytest.raises(NotImplementedError, match=f"^op cannot run as 'gpu': {said}$"):
+            form("op", "gpu", tpu="", gpu=why)
     assert form("op", "gpu interpret", tpu="", gpu="") == "gpu interpret"
+
+
+@pytest.mark.parametrize("asked", ["nonsense", "", "TPU"])
+def test_a_form_that_there_is_not_is_told_those_that_there_are(asked):
+    forms = "expected reference, tpu, tpu interpret, gpu, gpu interpret, or None to choose"
+    with pytest.raises(NotImplementedError, match=f"cannot run as {asked!r}: there is no such form, {forms}"):
+        form("op", asked, tpu="too wide", gpu="")
 
 
 def test_the_platform_is_that_of_the_mesh_and_else_of_the_process():
