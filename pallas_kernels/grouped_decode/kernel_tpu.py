@@ -230,10 +230,7 @@ def grouped_decode(
     values, [L, I, rows, W] uint32, of whole tiles of slots; lengths [I]; layer [1].
     """
     lists, count, width = q.shape
-
-    def of(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, *shape), lambda core, j, *_: (core * sizes.lists + j, 0, 0))
-
+    of = partial(streaming.block, lists, sizes.lists)
     return pl.pallas_call(
         partial(_kernel, sizes=sizes),
         out_shape=[

@@ -196,9 +196,7 @@ def stacked_decode(
         for x, lanes in zip(caches, sizes.lanes, strict=False)
     ]
     values = caches[-1].shape[2]
-
-    def of(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, *shape), lambda core, j, *_: (core * sizes.lists + j, *(0,) * len(shape)))
+    of = partial(streaming.block, lists, sizes.lists)
 
     def heads(x: jax.Array) -> pl.BlockSpec:
         """All heads of a sequence, which are copied once for all of its lists."""
