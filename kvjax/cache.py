@@ -242,9 +242,13 @@ def write_rows(
     """x with x[layer + i, b, k, slot[i, b, k, c]] = new[i, b, k, c]; slots outside [0, S) write nothing.
 
     One flat row scatter: it stays in place inside a scan that carries x, where a multi-dimensional index
-    would copy the cache.
+    would copy the cache. Numbers per slot lie in tiles of lists and slots, which a flat index lays out anew:
+    of them only the written layers are taken.
     """
     layers, b, k, c = slot.shape
+    if x.ndim == 4 and layers < x.shape[0]:
+        part = write_rows(jax.lax.dynamic_slice_in_dim(x, layer, layers), slot, new)
+        return jax.lax.dynamic_update_slice_in_dim(x, part, layer, 0)
     s = x.shape[3]
     lists = layer * b * k + jnp.arange(layers * b * k, dtype=jnp.int32)
     flat_slot = slot.reshape(-1, c)
