@@ -28,7 +28,9 @@ def main() -> None:
         JAX_ENABLE_COMPILATION_CACHE="false",
         JAX_DISABLE_MOST_OPTIMIZATIONS="0",
         XLA_FLAGS="",
-        LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true{profile}",
+        # Of every pass, a whole step's dumps take half a gigabyte and half of the time.
+        LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
+        f"--xla_jf_dump_llo_pass_label_regex=final_(bundles|hlo){profile}",
         # Its log files grow by gigabytes and nobody reads them; what is fatal comes to stderr all the same.
         TPU_LOG_DIR="disabled",
         TPU_MIN_LOG_LEVEL="3",
