@@ -65,7 +65,7 @@ def probe(topology: str, name: str, **options: Any) -> dict[str, Any]:
     times = {f"{n}_us": round(t * 1e6, 1) for n, t in bounds.items()}
     times["model_us"] = times["model_us"] if found["cycles"] else None
     bound = max(bounds, key=lambda n: bounds[n])
-    sizes = {"cache": case.cache, "results": case.results}
+    sizes = {"cache": case.cache, "relaid": case.relaid}
     return found | times | {"bound": bound, "bound_us": times[f"{bound}_us"]} | sizes
 
 

@@ -24,8 +24,8 @@ ROWS = {(row["case"], row["topology"]): row for row in BASELINE["cases"]}
 UNRECORDED = {"decoder-int8", "decoder-kivi"}
 # Small shapes, which only have to compile, are in test_shapes.py.
 LARGE = [name for name in CASES if name not in shapes.CASES | bundled.CASES and name not in UNRECORDED]
-# Every fourth case, for the topologies in turn: an operation has four cases or more, so none is left out.
-PAIRS = [(name, TOPOLOGIES[i % len(TOPOLOGIES)]) for i, name in enumerate(LARGE[::4])]
+# Every third case, for the topologies in turn: some of every operation. `kvjax aot --all` is the whole.
+PAIRS = [(name, TOPOLOGIES[i % len(TOPOLOGIES)]) for i, name in enumerate(LARGE[::3])]
 MIB = 2**20
 needs_compiler = pytest.mark.skipif(bool(available()), reason=available())
 
@@ -41,7 +41,7 @@ def assert_fits(found):
     """A cache stays where it is in HBM. Without one a kernel may take half of the smallest VMEM, 64 MiB."""
     assert found["copies"] == 0 and not found["staged"]
     if found["cache"]:
-        assert found["temporaries"] < 0.01 * found["cache"] + found["results"]
+        assert found["temporaries"] < 0.01 * found["cache"] + found["relaid"]
     assert found["vmem"] < (16 if found["cache"] else 32) * MIB
 
 

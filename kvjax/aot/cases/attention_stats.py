@@ -61,7 +61,7 @@ def attention_stats(
     return Case(
         run, operands, keys + 4 * lists * slots + read_queries + found,
         2 * lists * pairs * rows * GROUP * BLOCK * width, cache, "attention_stats",
-        trips={"1": lists * pairs}, profiles=queries == rows, results=found,
+        trips={"1": lists * pairs}, profiles=queries == rows, relaid=found,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def page_scores(device: Device, *, parts: int, pages: int = 8192, batch: int = 4
     return Case(
         partial(tpu_page_scores, block_pages=BLOCK), operands, moved,
         2 * parts * lists * GROUP * pages * width, cache, "page_scores",
-        trips={"1": lists * pages // BLOCK}, results=found,
+        trips={"1": lists * pages // BLOCK}, relaid=found,
     )  # fmt: skip
 
 
