@@ -24,8 +24,8 @@ ROWS = {(row["case"], row["topology"]): row for row in BASELINE["cases"]}
 UNRECORDED = {"decoder-int8", "decoder-kivi"}
 # Small shapes, which only have to compile, are in test_shapes.py.
 LARGE = [name for name in CASES if name not in shapes.CASES | bundled.CASES and name not in UNRECORDED]
-# Every third case, for the topologies in turn: some of every operation. `kvjax aot --all` is the whole.
-PAIRS = [(name, TOPOLOGIES[i % len(TOPOLOGIES)]) for i, name in enumerate(LARGE[::3])]
+# Every fifth case, for the topologies in turn: some of every operation. `kvjax aot --all` is the whole.
+PAIRS = [(name, TOPOLOGIES[i % len(TOPOLOGIES)]) for i, name in enumerate(LARGE[::5])]
 MIB = 2**20
 needs_compiler = pytest.mark.skipif(bool(available()), reason=available())
 
