@@ -255,10 +255,16 @@ def write_rows(
     """x with x[layer + i, b, k, slot[i, b, k, c]] = new[i, b, k, c]; slots outside [0, S) write nothing.
 
     One flat row scatter: it stays in place inside a scan that carries x, where a multi-dimensional index
-    would copy the cache.
+    would copy the cache. Numbers per slot lie in tiles of lists and slots, which a flat index would lay out
+    anew: of them the written layers are selected from.
     """
     layers, b, k, c = slot.shape
     s = x.shape[3]
+    if x.ndim == 4 and c == 1:
+        part = jax.lax.dynamic_slice_in_dim(x, layer, layers)
+        here = jax.lax.broadcasted_iota(jnp.int32, part.shape, 3) == slot
+        part = jnp.where(here, new.astype(x.dtype), part)
+        return jax.lax.dynamic_update_slice_in_dim(x, part, layer, 0)
     lists = layer * b * k + jnp.arange(layers * b * k, dtype=jnp.int32)
     flat_slot = slot.reshape(-1, c)
     row = jnp.where(

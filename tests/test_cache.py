@@ -53,14 +53,15 @@ TARGETS = np.random.default_rng(5).permuted(np.tile(np.arange(S), (1, B, K, 1)),
 TARGETS[0, 0, 0], TARGETS[0, 1, 1], TARGETS[0, 2, 0] = (-1, 3), (S, 0), (2**31 - 1, -5)
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("tail", [(), (H,), (2, 3)])
-def test_rows_are_written_in_place_and_out_of_range_slots_write_nothing(rng, tail):
-    x, new = rng.normal(size=(L, B, K, S, *tail)), rng.normal(size=(1, B, K, 2, *tail))
+def test_rows_are_written_in_place_and_out_of_range_slots_write_nothing(rng, tail, count):
+    x, new = rng.normal(size=(L, B, K, S, *tail)), rng.normal(size=(1, B, K, count, *tail))
     got = jax.jit(write_rows)(
-        jnp.asarray(x, jnp.float32), jnp.asarray(TARGETS), jnp.asarray(new, jnp.float32), 1
+        jnp.asarray(x, jnp.float32), jnp.asarray(TARGETS[..., :count]), jnp.asarray(new, jnp.float32), 1
     )
     want = x.astype(np.float32)
-    for b, h, c in np.ndindex(B, K, 2):
+    for b, h, c in np.ndindex(B, K, count):
         slot = TARGETS[0, b, h, c]
         if 0 <= slot < S:
             want[1, b, h, slot] = new[0, b, h, c]

@@ -28,7 +28,9 @@ def main() -> None:
         JAX_ENABLE_COMPILATION_CACHE="false",
         JAX_DISABLE_MOST_OPTIMIZATIONS="0",
         XLA_FLAGS="",
-        LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true{profile}",
+        # Of every pass, a whole step's dumps take half a gigabyte and half of the time.
+        LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
+        f"--xla_jf_dump_llo_pass_label_regex=final_(bundles|hlo){profile}",
         # Its log files grow by gigabytes and nobody reads them; what is fatal comes to stderr all the same.
         TPU_LOG_DIR="disabled",
         TPU_MIN_LOG_LEVEL="3",
@@ -67,14 +69,16 @@ def main() -> None:
                 f"{topology} is a {devices[0].device_kind}: add that to pallas_kernels/blocks.py"
             )
         compiled = jax.jit(case.run, donate_argnums=case.donated).lower(*placed).compile()
+    # What is smaller is no cache; without a cache nothing is too large to be moved.
+    least = case.cache // 4 or sys.maxsize
     memory, module = compiled.memory_analysis(), compiled.as_text() or ""
     assert memory is not None
     found = {
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
         "aliases": memory.alias_size_in_bytes,
-        "copies": reading.large_copies(module, case.cache // 4),
-        "staged": reading.staged(module, case.cache // 4),
+        "copies": reading.large_copies(module, least),
+        "staged": reading.staged(module, least),
     }
     print("AOT " + json.dumps(found | reading.schedule(folder, case.kernel)))
 

@@ -65,7 +65,8 @@ def probe(topology: str, name: str, **options: Any) -> dict[str, Any]:
     times = {f"{n}_us": round(t * 1e6, 1) for n, t in bounds.items()}
     times["model_us"] = times["model_us"] if found["cycles"] else None
     bound = max(bounds, key=lambda n: bounds[n])
-    return found | times | {"bound": bound, "bound_us": times[f"{bound}_us"], "cache": case.cache}
+    sizes = {"cache": case.cache, "relaid": case.relaid}
+    return found | times | {"bound": bound, "bound_us": times[f"{bound}_us"]} | sizes
 
 
 def _child(topology: str, name: str, how: str, **options: Any) -> dict[str, Any]:

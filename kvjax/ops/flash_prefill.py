@@ -105,7 +105,9 @@ def refusal(q: Array, k: Array, v: Array, k_pos: Array, blocks: Blocks | None = 
     return ""
 
 
-def default_blocks(q: Array, k: Array, v: Array) -> Blocks:
+def default_blocks(
+    q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, v: Array | jax.ShapeDtypeStruct
+) -> Blocks:
     """Blocks that the compiler's figures favour (docs/kernels.md)."""
     group, single = q.shape[1] // k.shape[1], q.dtype == jnp.float32
     wide = max(q.shape[3], v.shape[3]) > LANES

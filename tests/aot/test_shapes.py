@@ -11,7 +11,7 @@ from kvjax.aot.hardware import DEVICES, TOPOLOGIES
 from kvjax.aot.probe import available, probe
 from kvjax.ops.page_pool import BITS
 
-NAMES = [*shapes.SHORT, *list(shapes.LONG)[::5]]
+NAMES = [*shapes.SHORT, *list(shapes.LONG)[::7]]
 PAIRS = [(name, TOPOLOGIES[i % len(TOPOLOGIES)]) for i, name in enumerate(NAMES)]
 
 

@@ -31,7 +31,7 @@ def attention_stats(
     Trips are the steps that see something; each is counted with the code that only the first and the last of
     a block of keys runs. A step that sees nothing costs the grid's own latency, which no bound here has. The
     simulation is left out where there are such steps: it takes all for whole ones. B = 4, or tpu7x holds the
-    keys in VMEM. "cache" is what must not be laid out anew: queries and keys.
+    keys in VMEM. Keys of more tokens than are asked are a cache.
     """
     heads = HEADS * GROUP
     operands = (
@@ -57,11 +57,11 @@ def attention_stats(
     read_queries = lists * pairs * rows * GROUP * (2 * width + 4)
     found = 4 * len(want) * lists * slots * (GROUP if per_head else 1)
     keys = lists * slots * 2 * width
-    cache = keys + lists * GROUP * queries * 2 * width
+    cache = keys if queries < slots else 0
     return Case(
         run, operands, keys + 4 * lists * slots + read_queries + found,
         2 * lists * pairs * rows * GROUP * BLOCK * width, cache, "attention_stats",
-        trips={"1": lists * pairs}, profiles=queries == rows,
+        trips={"1": lists * pairs}, profiles=queries == rows, relaid=found,
     )  # fmt: skip
 
 

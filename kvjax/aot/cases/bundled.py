@@ -1,14 +1,17 @@
-"""Jax's own paged decoding at the shape of ours, to stand beside it.
+"""Jax's own kernels at the shapes of ours, to stand beside them: decoding over pages, and prompts.
 
-`paged_attention` has a table per sequence, `ragged_paged_attention` one too and all heads in a page. Their
-loops run as long as the data says, which the compiler guesses at: the first is taken in its form with a grid
-step per block, and both are counted with every path of a block, also those that run once: upper figures.
+What they copy and take is theirs to mend: no test holds them to it. `paged_attention` has a table per
+sequence, `ragged_paged_attention` one too and all heads in a page. Their loops run as long as the data says,
+which the compiler guesses at: the first is taken in its form with a grid step per block, and both are counted
+with every path of a block, also those that run once: upper figures. The simulation's figure for splash is
+below the matrix units' least time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,7 @@ from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
 from kvjax.aot.case import Case
+from kvjax.aot.cases.flash_prefill import TOKENS, causal_blocks, counts, shapes
 from kvjax.aot.cases.paged_decode import BATCH, GROUP, HEADS
 from kvjax.aot.hardware import Device
 
@@ -64,7 +68,49 @@ def _work() -> tuple[int, int, int]:
     return cache + 2 * 2 * BATCH * HEADS * GROUP * WIDTH, 4 * BATCH * HEADS * GROUP * SLOTS * WIDTH, cache
 
 
+def splash(device: Device, *, back: bool = False, block: int = 1024, compute: int = 512) -> Case:
+    """Splash attention over a prompt of 8192 tokens, causal, B = 1, N = 32, K = 8, H = 128.
+
+    Its gradients' own kernel where `back`; the sum over the queries' gradients of all blocks of slots, which
+    it leaves to XLA, is in the bytes alone.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    group = 4
+    operands = shapes(TOKENS, TOKENS, group, WIDTH, jnp.bfloat16)
+    heads = HEADS * group
+    sizes = kernel.BlockSizes(
+        block_q=block, block_kv=block, block_kv_compute=compute, block_q_dkv=block, block_kv_dkv=block,
+        block_kv_dkv_compute=compute, use_fused_bwd_kernel=True,
+    )  # fmt: skip
+    mask = masks.MultiHeadMask([masks.CausalMask((TOKENS, TOKENS)) for _ in range(heads)])
+    attend = jax.vmap(kernel.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes))
+    product, numbers = counts(TOKENS, TOKENS, group, WIDTH)
+    rows, kv = TOKENS // block, 2 * HEADS * TOKENS * WIDTH
+    seen, once = heads * sum(causal_blocks(block, block, TOKENS, TOKENS)), heads * rows
+    trips, runs = {"1": heads * rows**2}, (once, seen, once)
+    if not back:
+        return Case(
+            lambda q, k, v: attend(q * jnp.asarray(WIDTH**-0.5, q.dtype), k, v), operands,
+            2 * (2 * numbers + kv), 2 * product, 0, "splash_mha_fwd",
+            trips=trips, branches=runs, profiles=False,
+        )  # fmt: skip
+
+    def gradients(q: Any, k: Any, v: Any, d_out: Any) -> Any:
+        return jax.vjp(attend, q, k, v)[1](d_out)
+
+    # It does not split its axes over cores.
+    trips, runs = {"1": trips["1"] * device.cores}, tuple(n * device.cores for n in runs)
+    return Case(
+        gradients, (*operands, operands[0]), 2 * (3 * numbers + 2 * rows * numbers + 2 * kv), 5 * product,
+        0, "splash_mha_dkv", trips=trips, branches=runs, profiles=False,
+    )  # fmt: skip
+
+
 CASES: dict[str, Callable[[Device], Case]] = {
     "jax_paged_attention-bfloat16-h128": paged,
     "jax_ragged_paged_attention-bfloat16-h128": partial(ragged, step=4096),
+    "splash-bfloat16-h128": splash,
+    "splash-bfloat16-h128-back": partial(splash, back=True),
 }

@@ -13,13 +13,14 @@ from jax.experimental.layout import Layout
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.cache import nbytes
+from kvjax.cache import Cache, Paged, Slots, nbytes
 from kvjax.grammar import Method
 from kvjax.methods import method as build
 from kvjax.models.config import Config
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.params import init, plan
 from kvjax.ops.rope import Rope
+from kvjax.ops.stacked_decode import slots_per_step
 from kvjax.pallas_kernels.blocks import GENERATIONS
 from kvjax.steps import Run, prefill
 from kvjax.steps.decode import step_fn
@@ -40,7 +41,7 @@ LATENT = Config(
 BATCH, SLOTS = 4, 8192
 
 
-def decoder(device: Device, method: Method, config: Config = CONFIG) -> Case:
+def decoder(device: Device, method: Method, config: Config = CONFIG, relaid: int = 0) -> Case:
     """One token per row over a cache of 8192 slots, which the step may reuse."""
     groups = plan(config, stacked=True)
     dtype = jnp.bfloat16
@@ -53,13 +54,29 @@ def decoder(device: Device, method: Method, config: Config = CONFIG) -> Case:
         _, cache = jax.eval_shape(lambda p, t, n: fill(p, t, n, None), params, tokens, lengths)
     operands = (params, cache, lengths, jax.ShapeDtypeStruct((BATCH,), jnp.bool_))
     weights = sum(int(np.prod(x.shape)) * 2 for x in jax.tree.leaves(params))
-    lists = config.layers * BATCH * config.kv_heads
     flops = BATCH * (weights + 4 * config.layers * config.heads * SLOTS * config.head_dim)
     return Case(
         partial(step_fn, run), operands, weights + nbytes(cache), flops, nbytes(cache),
-        "stacked_decode", {"1": lists, "2": lists * SLOTS // 2048}, profiles=False, donated=(1,),
-        layouts={0: partial(_weights, device)},
+        "stacked_decode", _trips(device, cache), profiles=False, donated=(1,),
+        layouts={0: partial(_weights, device)}, relaid=relaid,
     )  # fmt: skip
+
+
+def _trips(device: Device, cache: Cache) -> dict[str, int]:
+    """Of the mean call, as bundles are summed over the calls: one per segment of a group, all slots full."""
+    lists, steps, segments = 0, 0, [segment for group in cache.groups for segment in group]
+    for one in segments:
+        if isinstance(one, Paged):
+            pool = cache.pools[one.pool]
+            rows, slots, shape = [pool.k, pool.v], one.table.shape[3] * pool.page_tokens, one.table.shape
+        else:
+            assert isinstance(one, Slots)
+            rows, slots, shape = [x for x in (one.k, one.v) if x is not None], one.capacity, one.pos.shape
+        rows = [max(jax.tree.leaves(x), key=lambda leaf: leaf.size) for x in rows]
+        mine = int(np.prod(shape[:3]))
+        lists += mine
+        steps += mine * -(-slots // slots_per_step(*rows, generation=device.generation))
+    return {"1": lists // len(segments), "2": steps // len(segments)}
 
 
 def _as_on(device: Device) -> Any:
@@ -86,6 +103,9 @@ METHODS: dict[str, dict[str, float]] = {
 CASES: dict[str, Callable[[Device], Case]] = {
     "decoder-full": partial(decoder, method=Method()),
     "decoder-full-h64": partial(decoder, method=Method(), config=SMALL),
-    "decoder-full-mla": partial(decoder, method=Method(), config=LATENT),
+    # On v5p and v6e XLA transposes the queries' weights, a layer's at a time.
+    "decoder-full-mla": partial(
+        decoder, method=Method(), config=LATENT, relaid=2 * LATENT.d_model * LATENT.heads * LATENT.head_dim
+    ),
     **{f"decoder-{name}": partial(decoder, method=build(name, **hyper)) for name, hyper in METHODS.items()},
 }

@@ -1,8 +1,7 @@
-"""Prefill attention: a prompt over itself, and jax's bundled splash attention on the same shape beside it.
+"""Prefill attention: a prompt over itself, or a chunk of one over what a cache holds.
 
 The conditional parts of a kernel are counted by how many blocks a causal mask leaves unseen, cuts or lets
-through whole. The compiler's simulation knows nothing of that: it has no figure for ours, and one below the
-matrix units' least time for splash.
+through whole. The compiler's simulation knows nothing of that and has no figure for it.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def flash_prefill(
     back: bool = False,
     blocks: Blocks | None = None,
 ) -> Case:
-    """The last `tokens` of `slots`, B = 1, K = 8; the gradients alone where `back`."""
+    """The last `tokens` of `slots`, of which the others are a cache, B = 1, K = 8; gradients where `back`."""
     q, k, v = shapes(tokens, slots, group, width, dtype)
     blocks = blocks or default_blocks(q, k, v)
     how: dict[str, Any] = dict(scale=width**-0.5, window=None, softcap=None, blocks=blocks)
@@ -70,13 +69,14 @@ def flash_prefill(
     product, numbers = counts(tokens, slots, group, width)
     bits = jnp.dtype(dtype).itemsize
     kv, rows = 2 * HEADS * slots * width, tokens // blocks[2 * back]
+    cache = bits * kv if tokens < slots else 0
     whole, cut = causal_blocks(*blocks[2 * back :][:2], tokens, slots)  # pyright: ignore[reportCallIssue]
     runs = (HEADS * rows, HEADS * whole, HEADS * cut, HEADS * rows)
     steps = HEADS * rows * -(-slots // blocks[2 * back + 1])
     if not back:
         operands = (q, k, v, *places)
         return Case(
-            run, operands, bits * (2 * numbers + kv), 2 * product, bits * kv, "flash_prefill",
+            run, operands, bits * (2 * numbers + kv), 2 * product, cache, "flash_prefill",
             trips={"1": steps}, branches=runs, profiles=False,
         )  # fmt: skip
     parts = -(-slots // slots_in_vmem(blocks.back_kv, width, width))
@@ -85,48 +85,8 @@ def flash_prefill(
     # Of the queries' gradient every part reads and writes sums in float32.
     moved = bits * (2 * parts * numbers + 2 * kv) + 8 * parts * numbers
     return Case(
-        gradients, (q, k, v, *places, *cotangents), moved, 5 * product, bits * kv, "flash_prefill_back",
+        gradients, (q, k, v, *places, *cotangents), moved, 5 * product, cache, "flash_prefill_back",
         trips={"1": steps}, branches=runs, profiles=False,
-    )  # fmt: skip
-
-
-def splash(device: Device, *, back: bool = False, block: int = 1024, compute: int = 512) -> Case:
-    """jax.experimental.pallas.ops.tpu.splash_attention, causal, B = 1, N = 32, K = 8, H = 128.
-
-    Its gradients' own kernel where `back`; the sum over the queries' gradients of all blocks of slots, which
-    it leaves to XLA, is in the bytes alone.
-    """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    group, width = 4, 128
-    operands = shapes(TOKENS, TOKENS, group, width, jnp.bfloat16)
-    heads = HEADS * group
-    sizes = kernel.BlockSizes(
-        block_q=block, block_kv=block, block_kv_compute=compute, block_q_dkv=block, block_kv_dkv=block,
-        block_kv_dkv_compute=compute, use_fused_bwd_kernel=True,
-    )  # fmt: skip
-    mask = masks.MultiHeadMask([masks.CausalMask((TOKENS, TOKENS)) for _ in range(heads)])
-    attend = jax.vmap(kernel.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes))
-    product, numbers = counts(TOKENS, TOKENS, group, width)
-    rows, kv = TOKENS // block, 2 * HEADS * TOKENS * width
-    seen, once = heads * sum(causal_blocks(block, block, TOKENS, TOKENS)), heads * rows
-    trips, runs = {"1": heads * rows**2}, (once, seen, once)
-    if not back:
-        return Case(
-            lambda q, k, v: attend(q * jnp.asarray(width**-0.5, q.dtype), k, v), operands,
-            2 * (2 * numbers + kv), 2 * product, 2 * kv, "splash_mha_fwd",
-            trips=trips, branches=runs, profiles=False,
-        )  # fmt: skip
-
-    def gradients(q: Any, k: Any, v: Any, d_out: Any) -> Any:
-        return jax.vjp(attend, q, k, v)[1](d_out)
-
-    # It does not split its axes over cores.
-    trips, runs = {"1": trips["1"] * device.cores}, tuple(n * device.cores for n in runs)
-    return Case(
-        gradients, (*operands, operands[0]), 2 * (3 * numbers + 2 * rows * numbers + 2 * kv), 5 * product,
-        2 * kv, "splash_mha_dkv", trips=trips, branches=runs, profiles=False,
     )  # fmt: skip
 
 
@@ -143,8 +103,6 @@ def _registry() -> dict[str, Callable[[Device], Case]]:
         cases[f"flash_prefill-{name}"] = partial(flash_prefill, **options)
         cases[f"flash_prefill-{name}-back"] = partial(flash_prefill, back=True, **options)
     cases["flash_prefill-bfloat16-h128-chunk"] = partial(flash_prefill, tokens=1024, slots=32768)
-    cases["splash-bfloat16-h128"] = splash
-    cases["splash-bfloat16-h128-back"] = partial(splash, back=True)
     return cases
 
 

@@ -60,7 +60,7 @@ def sequence(device: Device, *, by_channel: bool, dtype: Any = jnp.bfloat16, chu
     tokens, together = _tokens(by_channel, dtype), heads_together(HEADS, WIDTH * WIDTH, dtype == jnp.float32)
     return Case(
         partial(_run, chunk=chunk), (tokens, STATE),
-        _bytes(*tokens, tokens[0], STATE, STATE), _flops(chunk), _bytes(tokens[0]), "gated_delta_chunks",
+        _bytes(*tokens, tokens[0], STATE, STATE), _flops(chunk), 0, "gated_delta_chunks",
         trips={"1": BATCH * HEADS // together * TIME // chunk}, profiles=False,
     )  # fmt: skip
 
@@ -89,7 +89,7 @@ def gradient(
     # Every span is read twice, but for q and the gradient of the outputs.
     moved = _bytes(*tokens) * 3 - _bytes(tokens[0]) + _bytes(tokens[0], saved, STATE, STATE)
     return Case(
-        run, (tokens, saved, tokens[0], STATE), moved, 3 * _flops(chunk), _bytes(tokens[0]),
+        run, (tokens, saved, tokens[0], STATE), moved, 3 * _flops(chunk), 0,
         "gated_delta_gradient", trips={"1": BATCH * HEADS // together * TIME // chunk}, profiles=False,
     )  # fmt: skip
 

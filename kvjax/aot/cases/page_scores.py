@@ -24,11 +24,12 @@ def page_scores(device: Device, *, parts: int, pages: int = 8192, batch: int = 4
     )
     lists = batch * HEADS
     cache = parts * lists * pages * width * 2
-    moved = cache + 4 * lists * pages + 2 * lists * GROUP * width
+    found = 4 * lists * pages
+    moved = cache + found + 2 * lists * GROUP * width
     return Case(
         partial(tpu_page_scores, block_pages=BLOCK), operands, moved,
         2 * parts * lists * GROUP * pages * width, cache, "page_scores",
-        trips={"1": lists * pages // BLOCK},
+        trips={"1": lists * pages // BLOCK}, relaid=found,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
 from kvjax.ops.ragged_decode import tpu_ragged_decode
+from kvjax.ops.stacked_decode import slots_per_step
 
 BATCH, HEADS, GROUP, SLOTS = 4, 8, 4, 8192
 
@@ -34,7 +35,7 @@ def ragged_decode(device: Device, dtype: Any = jnp.bfloat16, *, page: int = 128,
 
     cache = 2 * rows.size * item
     moved = cache + lists * SLOTS * 4 * bias + 2 * lists * GROUP * width * item
-    block = 2**20 // (2 * width * item)
+    block = slots_per_step(rows, rows, generation=device.generation)
     return Case(
         run, operands, moved, 4 * lists * GROUP * SLOTS * width, cache, "stacked_decode",
         trips={"1": lists, "2": lists * SLOTS // block}, profiles=False,
