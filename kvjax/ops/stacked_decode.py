@@ -129,7 +129,7 @@ def refusal(
         unit = LANES if on_lanes(x) else tile_rows(x)
         if x.shape[3] % unit:
             return f"{x.shape[3]} slots of {x.shape[-1]} channels, expected a multiple of {unit}"
-        if x.shape[1] * heads * slots < LANES:
+        if (given or mass) and x.shape[1] * heads * slots < LANES:
             return f"{x.shape[1] * heads * slots} slots in all, expected at least {LANES}, one step's"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"queries of {q.dtype}, expected float32 or bfloat16"

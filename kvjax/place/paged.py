@@ -116,25 +116,32 @@ def attend_pages(
     if chosen == "reference":
         return _attend_walking(q, segment, layer, pool, q_pos, scale=scale, softcap=softcap)
     page, lists = pool.page_tokens, segment.table.shape
-    biases = None if pool.bias is None else pool.bias[segment.table].reshape(*lists[:2], -1)
+
+    def listed(x: Array) -> Array:
+        """[P, page] of a layer's lists, [B, K, S]."""
+        return x[segment.table].reshape(*lists[:2], -1)
+
+    def rows(x: Any) -> Any:
+        if isinstance(x, Codes):
+            return ragged.CodedRows(rows(x.data["codes"]), listed(x.data["scale_zero"]))
+        return None if x is None else x.reshape(-1, x.shape[-1])
+
     return ragged.ragged_decode(
-        q, _rows(pool.k), _rows(pool.v), segment.table[..., 0] * page, segment.lengths,
-        most=lists[2] * page, aligned=page, scale=scale, values=pool.shared or None, bias=biases,
-        softcap=softcap, implementation=chosen,
+        q, rows(pool.k), rows(pool.v), segment.table[..., 0] * page, segment.lengths,
+        most=lists[2] * page, aligned=page, scale=scale, values=pool.shared or None,
+        bias=None if pool.bias is None else listed(pool.bias), softcap=softcap, implementation=chosen,
     )  # fmt: skip
-
-
-def _rows(x: Any) -> Any:
-    return None if x is None else x.reshape(-1, x.shape[-1])
 
 
 def refusal(q: Array, segment: Paged, pool: Pages) -> str:
     """Why the TPU kernel cannot read these pages; empty where it can."""
-    if isinstance(pool.k, Codes) or isinstance(pool.v, Codes):
-        return "they hold codes, expected float32 or bfloat16"
+    codes = [x for x in (pool.k, pool.v) if isinstance(x, Codes)]
+    if any(set(x.data) != {"codes", "scale_zero"} or x.data["scale_zero"].ndim != 2 for x in codes):
+        return "they hold such codes, expected float32, bfloat16 or 8 bits with a scale and a zero per slot"
     page, (_, heads, pages) = pool.page_tokens, segment.table.shape
-    biases = None if pool.bias is None else (1, heads, pages * page)
-    return ragged.refusal(q, pool.k, pool.v, page, biases)
+    k, v = (x.data["codes"] if isinstance(x, Codes) else x for x in (pool.k, pool.v))
+    assert k is not None
+    return ragged.refusal(q, k, v, page, (len(codes) + (pool.bias is not None), heads, pages * page))
 
 
 def _attend_walking(

@@ -66,6 +66,11 @@ def test_codes_are_read_as_they_lie():
     agree(model(layers=1), kvjax.method("int8"))
 
 
+def test_pages_of_codes_are_read_as_they_lie():
+    method = kvjax.chain(kvjax.method("adakv", budget=64, window=16), kvjax.method("int8"))
+    agree(model(layers=1), method)
+
+
 @pytest.mark.parametrize(("bits", "group", "room"), [(4, 16, 48), (2, 32, 176)])
 def test_groups_of_codes_are_read_as_they_lie(bits, group, room):
     """And the newest tokens beside them, with eight groups in all."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.ragged_decode import ragged_decode, tpu_ragged_decode
+from kvjax.ops.ragged_decode import CodedRows, ragged_decode, tpu_ragged_decode
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
 
@@ -123,6 +123,35 @@ def test_the_kernel_chooses_its_own_steps(case):
     check(call(*inputs), by_hand(inputs, options), 2e-6)
 
 
+def coded(rows, starts, lengths, most):
+    """Rows in codes, and the numbers that they stand for; scales behind the lengths are no numbers."""
+    rng, plain = np.random.default_rng(7), np.zeros(rows.shape)
+    codes = rng.integers(0, 256, rows.shape).astype(np.uint8)
+    scale, zero = rng.random((2, B, K, most)).astype(np.float16) / np.float16(100)
+    zero = (zero - scale * 128).astype(np.float16)
+    for i in np.ndindex(B, K):
+        mine, live = slice(starts[i], starts[i] + lengths[i]), np.arange(lengths[i])
+        plain[mine] = codes[mine] * scale[i][live, None].astype(float) + zero[i][live, None]
+    scale = np.where(np.arange(most) < np.asarray(lengths)[..., None], scale, np.float16(np.nan))
+    words = np.stack([scale, zero], -1).view("<u4")[..., 0]
+    return CodedRows(jnp.asarray(codes), jnp.asarray(words)), jnp.asarray(plain, jnp.float32)
+
+
+@pytest.mark.parametrize("which", ["both", "values", "latents"])
+@pytest.mark.parametrize("how", ["reference", "tpu interpret"])
+def test_codes_are_the_numbers_that_they_stand_for(how, which):
+    """And biases are added to what is left of them."""
+    inputs, options = draw(8, aligned=128, unit=4, bias=True, packed=which == "latents")
+    q, k, v, starts, lengths = inputs
+    given = [np.asarray(x) for x in (starts, lengths)]
+    (k, plain_k), (v, plain_v) = (
+        (x, x) if x is None or (which == "values" and x is k) else coded(x, *given, options["most"])
+        for x in (k, v)
+    )
+    got = jax.jit(partial(ragged_decode, implementation=how, **options))(q, k, v, starts, lengths)
+    check(got, by_hand((q, plain_k, plain_v, starts, lengths), options), 2e-6)
+
+
 @pytest.mark.parametrize("how", ["reference", "tpu interpret"])
 def test_lists_without_slots_give_zeros(how):
     inputs, options = draw(4, lengths="empty")
@@ -161,7 +190,7 @@ def test_what_cannot_run_says_why():
     for wrong, why in [
         ((q[..., :64], k[:, :64], v), "rows are 64 wide, expected a multiple of 128"),
         ((q, k, v[:, :96]), "rows are 96 wide, expected a multiple of 128"),
-        ((q, k.astype(jnp.float16), v), "rows of float16, expected float32 or bfloat16"),
+        ((q, k.astype(jnp.float16), v), "rows of float16, expected float32, bfloat16 or codes in uint8"),
         ((q.astype(jnp.float16), k, v), "queries of float16, expected float32 or bfloat16"),
     ]:
         with pytest.raises(NotImplementedError, match=why):
@@ -169,13 +198,13 @@ def test_what_cannot_run_says_why():
     with pytest.raises(NotImplementedError, match="multiples of 12 rows, expected multiples of 8"):
         forced(*inputs, **options | dict(aligned=12))
     with pytest.raises(
-        NotImplementedError, match="biases of 2 heads x 64 slots in multiples of 16, expected"
+        NotImplementedError, match="1 biases or scales of 2 heads x 64 slots in multiples of 16, expected"
     ):
         forced(*inputs, **options | dict(bias=jnp.zeros((B, K, 64))))
     for wrong in [(q[:, :3], k, v), (q, k[:, :64], v)]:
         with pytest.raises(ValueError, match="do not fit"):
             ragged_decode(*wrong, *lists, **options)
-    with pytest.raises(ValueError, match="0 values .* do not fit"):
+    with pytest.raises(ValueError, match="0 values, .* do not fit"):
         ragged_decode(q, k, None, *lists, **options | dict(values=None))
-    with pytest.raises(ValueError, match="biases of 9 slots do not fit"):
+    with pytest.raises(ValueError, match=r"scales of \[9\] slots do not fit"):
         ragged_decode(*inputs, **options | dict(bias=jnp.zeros((B, K, 9))))
