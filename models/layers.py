@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from kvjax.ops.dtypes import wide
 
@@ -52,6 +52,15 @@ def l2_norm(x: Array, eps: float = 1e-6) -> Array:
     """x / sqrt(sum x^2 + eps) over the last axis, in float32 or wider."""
     y = x.astype(wide(x))
     return (y * jax.lax.rsqrt((y * y).sum(-1, keepdims=True) + eps)).astype(x.dtype)
+
+
+def linear_to_heads(p: Params, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
+    """`linear` for results that are cut into heads.
+
+    Of one token, a TPU would else lay out the weights anew at every step, so that the heads come in front.
+    """
+    y = linear(p, name, x)
+    return jax.lax.optimization_barrier(y) if x.shape[1] == 1 else y
 
 
 def linear(p: Params, name: str, x: Array) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.models.config import Config
-from kvjax.models.layers import Params, Shapes, linear, rms_norm
+from kvjax.models.layers import Params, Shapes, linear, linear_to_heads, rms_norm
 from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape
 from kvjax.ops.attention import Keys
 from kvjax.ops.rope import Rope
@@ -145,9 +145,7 @@ class Attention(Mixer):
         """One projection as heads [B, heads, T, H]; None where the layer has no such projection."""
         if name not in p:
             return None
-        y, norm = linear(p, name, x), p.get(name + "_norm")
-        # Else a TPU lays out the weights anew for every token, so that its heads come in front.
-        y = jax.lax.optimization_barrier(y) if x.shape[1] == 1 else y
+        y, norm = linear_to_heads(p, name, x), p.get(name + "_norm")
         if norm is not None and config.qk_norm == "full":
             y = rms_norm(y, norm, config.norm_eps, config.norm_offset)
         y = y.reshape(*x.shape[:2], -1, config.head_dim)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
-from kvjax.models.layers import Params, Shapes, linear, rms_norm
+from kvjax.models.layers import Params, Shapes, linear, linear_to_heads, rms_norm
 from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape
 from kvjax.ops.rope import Rope
 
@@ -125,5 +125,5 @@ class Latent(Mixer):
 
     def _queries(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Array:
         if self.q_rank is None:
-            return linear(p, "q", x)
-        return linear(p, "q_up", rms_norm(linear(p, "q_down", x), p["q_latent_norm"], self.eps))
+            return linear_to_heads(p, "q", x)
+        return linear_to_heads(p, "q_up", rms_norm(linear(p, "q_down", x), p["q_latent_norm"], self.eps))

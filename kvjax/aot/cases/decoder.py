@@ -105,7 +105,7 @@ CASES: dict[str, Callable[[Device], Case]] = {
     "decoder-full-h64": partial(decoder, method=Method(), config=SMALL),
     # On v5p and v6e XLA transposes the queries' weights, a layer's at a time.
     "decoder-full-mla": partial(
-        decoder, method=Method(), config=LATENT, relaid=2 * LATENT.d_model * LATENT.heads * LATENT.head_dim
+        decoder, method=Method(), config=LATENT, relaid=2 * 2 * 512 * LATENT.heads * 256
     ),
     **{f"decoder-{name}": partial(decoder, method=build(name, **hyper)) for name, hyper in METHODS.items()},
 }
