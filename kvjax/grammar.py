@@ -233,8 +233,10 @@ class Read(Protocol):
         """Most pages of a body of `slots` slots that one query visits (static)."""
         ...
 
-    def visit(self, q: Float[Array, "B N T H"], body: Slots, length: Int[Array, "B"]) -> Keys:
-        """The slots that these queries attend to."""
+    def visit(
+        self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"]
+    ) -> Keys:
+        """The slots of a layer of `body` that these queries attend to."""
         ...
 
 

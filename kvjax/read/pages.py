@@ -50,10 +50,13 @@ class PageBounds:
         """Most pages of a body of `slots` slots that a query visits (static)."""
         return min(slots // self.page, -(-self.budget.capacity(slots) // self.page))
 
-    def visit(self, q: Float[Array, "B N T H"], body: Slots, length: Int[Array, "B"]) -> Keys:
-        page = self.page
-        live = body.pos.reshape(*body.pos.shape[:2], -1, page)[..., 0] >= 0
-        bounds = jnp.where(live, self.bounds(q, body.summary), -jnp.inf)
+    def visit(
+        self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"]
+    ) -> Keys:
+        page, held = self.page, body.pos[layer]
+        live = held.reshape(*held.shape[:2], -1, page)[..., 0] >= 0
+        summary = {name: x[layer] for name, x in body.summary.items()}
+        bounds = jnp.where(live, self.bounds(q, summary), -jnp.inf)
         count = self.pages_visited(body.capacity)
         best, index = jax.lax.top_k(bounds, count)
         # Counted over the body, whose capacity bounds it, so that a row reads the same alone and in a batch.
@@ -61,12 +64,15 @@ class PageBounds:
         wanted = -(-self.budget.count(tokens) // page)
         use = (best > -jnp.inf) & (jnp.arange(count, dtype=jnp.int32)[None, None] < wanted[:, None, None])
 
+        lists = jnp.arange(live.shape[0] * live.shape[1], dtype=jnp.int32).reshape(*live.shape[:2], 1)
+
         def pick(x: Array) -> Array:
-            per = x.shape[2] * page // body.capacity
-            blocks = x.reshape(*x.shape[:2], -1, per, *x.shape[3:])
-            at = index.reshape(*index.shape, *(1,) * (blocks.ndim - 3))
-            taken = jnp.take_along_axis(blocks, at, axis=2)
-            return taken.reshape(*x.shape[:2], count * per, *x.shape[3:])
+            """Pages out of all layers: of rows, a layer that is cut out would be a copy on an accelerator."""
+            x, at = (x, layer) if x.ndim > 4 else (x[layer][None], 0)
+            per = x.shape[3] * page // body.capacity
+            pages = x.reshape(-1, per, *x.shape[4:])
+            number = (at * lists.size + lists) * (x.shape[3] // per) + index
+            return pages[number].reshape(*x.shape[1:3], count * per, *x.shape[4:])
 
         pos = jnp.where(jnp.repeat(use, page, axis=2), pick(body.pos), -1)
         k, v, bias = jax.tree.map(pick, (body.k, body.v, body.bias))

@@ -86,14 +86,14 @@ def _read(
     run: Run, past: Past, layer: Layer, q: Array, i: int, pools: tuple[Pages, ...], at: Int[Array, "B"]
 ) -> Keys:
     """One layer of segment `i` as plain keys and values, or the pages of it that a method visits."""
-    one = past.state[i].layer(past.index)
-    if isinstance(one, Paged):
-        keys = gather_pages(one, pools[one.pool])
+    segment = past.state[i]
+    assert not isinstance(segment, State)
+    if isinstance(segment, Paged):
+        keys = gather_pages(segment.layer(past.index), pools[segment.pool])
     elif past.gm.read is not None and i == 0:
-        keys = past.gm.read.visit(q, one, at + 1)
+        keys = past.gm.read.visit(q, segment, past.index, at + 1)
     else:
-        assert isinstance(one, Slots)
-        keys = turn_keys(run, layer, one.keys(), at + 1)
+        keys = turn_keys(run, layer, segment.layer(past.index).keys(), at + 1)
     if past.values is not None:
         keys = keys._replace(v=past.values[i].keys().v)
     if past.above and keys.pos is not None:

@@ -112,7 +112,7 @@ def test_quest_visits_the_same_pages_and_computes_the_same(rng, body, implementa
     quest = PageBounds(Budget(0.5), PAGE)
     q = jnp.asarray(rng.standard_normal((B, 4, 1, 16)), jnp.float32)
     at = jnp.asarray(LIVE * PAGE, jnp.int32)[:, None]
-    visited = quest.visit(q, body, at[:, 0])
+    visited = quest.visit(q, jax.tree.map(lambda x: x[None], body), 0, at[:, 0])
     counts = jnp.broadcast_to(jnp.asarray(LIVE, jnp.int32)[:, None], (B, K))
     wide = {n: jnp.pad(x, ((0, 0),) * 3 + ((0, 112),)) for n, x in body.summary.items()}
     scores = page_scores(q, wide, counts, implementation=implementation)

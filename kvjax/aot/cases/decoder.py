@@ -103,7 +103,7 @@ METHODS: dict[str, dict[str, float]] = {
 CASES: dict[str, Callable[[Device], Case]] = {
     "decoder-full": partial(decoder, method=Method()),
     "decoder-full-h64": partial(decoder, method=Method(), config=SMALL),
-    # On v5p and v6e XLA transposes the queries' weights, a layer's at a time.
+    # On v5p XLA transposes what expands the latents, a layer's weights at a time, and holds them twice.
     "decoder-full-mla": partial(
         decoder, method=Method(), config=LATENT, relaid=2 * 2 * 512 * LATENT.heads * 256
     ),
