@@ -283,11 +283,18 @@ def write_blocks(
 ) -> Shaped[Array, "Lg B K S *r"]:
     """x with blocks of n = D / C slots: x[layer + i, .., block[i, .., c] * n + j] = new[i, .., c * n + j].
 
-    Blocks below 0 or behind the end write nothing. As in `write_rows` the index is flat, and slots stay on
-    the axis they are on: rows of blocks would be laid out anew on an accelerator.
+    Blocks below 0 or behind the end write nothing. As in `write_rows` the index is flat, numbers per slot
+    are selected, and slots stay on the axis they are on: rows of blocks would be laid out anew on an
+    accelerator.
     """
     s, rest = x.shape[3], x.shape[4:]
     size = new.shape[3] // block.shape[3]
+    if x.ndim == 4 and block.shape[3] == 1:
+        part = jax.lax.dynamic_slice_in_dim(x, layer, block.shape[0])
+        place = jax.lax.broadcasted_iota(jnp.int32, part.shape, 3) - block * size
+        mine = jnp.take_along_axis(new.astype(x.dtype), jnp.clip(place, 0, size - 1), axis=3)
+        part = jnp.where((place >= 0) & (place < size), mine, part)
+        return jax.lax.dynamic_update_slice_in_dim(x, part, layer, 0)
     flat_block = block.reshape(-1, block.shape[3])
     first = layer * x.shape[1] * x.shape[2]
     lists = first + jnp.arange(flat_block.shape[0], dtype=jnp.int32)[:, None]

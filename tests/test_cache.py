@@ -27,6 +27,7 @@ from kvjax.models.params import init, plan
 from kvjax.place.rows import reset_rows
 from kvjax.steps import Run
 from kvjax.store.affine import Affine
+from kvjax.store.packing import pair
 from tests.compilation import optimised
 
 L, B, K, S, H = 2, 3, 2, 7, 4
@@ -278,6 +279,9 @@ def test_a_row_that_overflowed_harms_no_other_row_and_nothing_that_follows_it(mo
     fresh, _ = kvjax.prefill(model, second[:1], room=4)
 
     def broken(x, first_row):
+        if x.dtype == jnp.uint32:
+            # A scale and a zero that are no numbers.
+            return jnp.where(first_row, pair(jnp.float16(jnp.nan), jnp.float16(jnp.nan)), x)
         return jnp.where(first_row, jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     def overflow(part):

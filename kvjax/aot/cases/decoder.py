@@ -97,7 +97,6 @@ METHODS: dict[str, dict[str, float]] = {
     "adakv": dict(budget=0.25),
     "h2o": dict(budget=0.25),
     "int8": {},
-    "kivi": {},
     "quest": dict(budget=1024),
 }
 CASES: dict[str, Callable[[Device], Case]] = {
@@ -108,4 +107,8 @@ CASES: dict[str, Callable[[Device], Case]] = {
         decoder, method=Method(), config=LATENT, relaid=2 * 2 * 512 * LATENT.heads * 256
     ),
     **{f"decoder-{name}": partial(decoder, method=build(name, **hyper)) for name, hyper in METHODS.items()},
+    # Keys and values of one layer's tail, 128 + 32 tokens, before and behind a flush.
+    "decoder-kivi": partial(
+        decoder, method=build("kivi"), relaid=4 * BATCH * CONFIG.kv_heads * 160 * CONFIG.head_dim * 2
+    ),
 }
