@@ -235,6 +235,21 @@ def test_the_kernel_reads_what_the_walk_reads_and_nothing_that_is_free(rng, case
     assert (got[0][0][0, N // K :] == 0).all() and (got[0][1][0, N // K :] == -jnp.inf).all()
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_kernel_reads_codes_as_the_walk_does(rng, bias):
+    views, kept = make_views(rng, bias, 300, 128), make_kept(rng, slots=300)
+    q = jnp.asarray(rng.normal(size=(B, N, T, 128)), jnp.float32) / 4
+    tables, pool = build(kept, views, 128, Affine(8), spare=5)
+    walked = attend(q, tables, pool, LATE)
+    free = (pool.owner < 0)[:, None]
+    data = {
+        n: x.data | {"scale_zero": jnp.where(free, jnp.uint32(0x7E007E00), x.data["scale_zero"])}
+        for n, x in {"k": pool.k, "v": pool.v}.items()
+    }
+    spoilt = {n: dataclasses.replace(getattr(pool, n), data=x) for n, x in data.items()}
+    close(attend(q, tables, dataclasses.replace(pool, **spoilt), LATE, "tpu interpret"), walked)
+
+
 def test_the_kernel_reads_forked_rows(rng):
     views, kept, copies = make_views(rng, False, width=128), make_kept(rng), 2
     q = jnp.asarray(rng.normal(size=(B, N, T, 128)), jnp.float32) / 4
@@ -247,14 +262,19 @@ def test_the_kernel_reads_forked_rows(rng):
 def test_pages_that_the_kernel_cannot_read_say_why(rng, q):
     views, kept = make_views(rng), make_kept(rng)
     (table, _), pool = build(kept, views, 8)
-    (_, _), codes = build(kept, views, 8, Affine(8))
+    (_, _), codes = build(kept, views, 8, Affine(4))
     wide = jnp.zeros((B, N, T, 128))
     one, at = table.layer(0), jnp.asarray(LATE)
     for pages, asked, how, why in [
         (pool, q, "tpu", "rows are 8 wide, expected a multiple of 128"),
-        (codes, q, "tpu", "they hold codes"),
+        (codes, q, "tpu", "they hold such codes, expected float32, bfloat16 or 8 bits"),
         (pool, q, "cuda", "as 'cuda': there is no such form"),
-        (build(kept, make_views(rng, width=128), 8)[1], wide, "tpu", "biases of 2 heads x 24 slots"),
+        (
+            build(kept, make_views(rng, width=128), 8)[1],
+            wide,
+            "tpu",
+            "1 biases or scales of 2 heads x 24 slots",
+        ),
         (build(kept, make_views(rng, False, width=128), 3)[1], wide, "tpu", "multiples of 3 rows, expected"),
     ]:
         with pytest.raises(NotImplementedError, match=why):
