@@ -95,13 +95,12 @@ def paged_decode(
 def refusal(pool: PagePool, q: Array, rope: Rope | None = None) -> str:
     """Why the TPU kernel cannot take these operands; empty where it can."""
     width = pool.words.shape[-1]
-    beside = [*pool.names, *(["keys to turn"] if rope is not None else [])]
     if width % LANES:
         return f"pages are {width} wide, expected a multiple of {LANES}: pad them"
     if pool.rows % SUBLANES:
         return f"pages of {pool.page} tokens in {pool.payload}, expected more: {SUBLANES} rows of words"
-    if beside and pool.page % LANES:
-        return f"pages of {pool.page} tokens with {', '.join(beside)}, expected a multiple of {LANES}"
+    if rope is not None and pool.page % LANES:
+        return f"pages of {pool.page} tokens with keys to turn, expected a multiple of {LANES}"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"queries of {q.dtype}, expected float32 or bfloat16"
     return ""
@@ -212,6 +211,11 @@ def turns(rope: Rope, h: int) -> np.ndarray:
 
 
 def pages_per_step(pool: PagePool, step_bytes: int = 2**20) -> int:
-    """Pages that were tuned, or make about `step_bytes`: below that, the latency of a copy shows."""
+    """Pages that were tuned, or make about `step_bytes`: below that, the latency of a copy shows.
+
+    Their tokens fill whole lanes, where masses are written.
+    """
     slots = tuned("paged_decode", pool.payload, pool.words.shape[-1])
-    return max(1, slots // pool.page if slots else step_bytes // (4 * math.prod(pool.words.shape[2:])))
+    pages = slots // pool.page if slots else step_bytes // (4 * math.prod(pool.words.shape[2:]))
+    unit = LANES // math.gcd(pool.page, LANES)
+    return max(unit, pages // unit * unit)

@@ -94,6 +94,11 @@ def _registry() -> dict[str, Callable[[Device], Case]]:
         cases[f"paged_decode-bfloat16-h128-page{page}"] = partial(
             paged_decode, payload="bfloat16", page=page, slots=8192
         )
+    small = partial(paged_decode, slots=8192, mass=True)
+    cases["paged_decode-bfloat16-h128-positions-page16"] = partial(
+        small, payload="bfloat16", page=16, extra=("pos", "bias")
+    )
+    cases["paged_decode-int8-h128-page32"] = partial(small, payload="int8", page=32)
     cases["paged_decode-bfloat16-h128-mass"] = partial(paged_decode, payload="bfloat16", mass=True)
     cases["paged_decode-bfloat16-h128-positions"] = partial(
         paged_decode, payload="bfloat16", extra=("pos", "bias")
