@@ -79,7 +79,7 @@ def paged_decode(
     small = 2 * int(np.prod(operands[0].shape)) * jnp.dtype(kind).itemsize
     return Case(
         run, operands, moved + small, 4 * lists * GROUP * slots * width, cache, "paged_decode",
-        trips={"1": lists, "2": lists * slots // step}, profiles=False,
+        trips={"1": lists, "2": lists * slots // step}, profiles=False, relaid=lists * slots * 4 * mass,
     )  # fmt: skip
 
 
