@@ -60,8 +60,8 @@ def test_aot_says_what_does_not_compile_and_fails(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("operations", ["", "none"])
-def test_aot_tunes_what_can_be_tuned_alone(operations, monkeypatch, capsys):
-    monkeypatch.setattr(probing, "available", lambda: "")
+def test_aot_tunes_what_can_be_tuned_alone_and_says_so_without_a_compiler(operations, monkeypatch, capsys):
+    monkeypatch.setattr(probing, "available", lambda: "no compiler")
     assert main(["aot", "--tune", operations]) == 2
     assert f"nothing to tune in '{operations}': expected stacked_decode" in capsys.readouterr().err
 

@@ -72,12 +72,18 @@ SWEEPS = {
 Row = dict[str, Any]
 
 
-def jobs(operations: Iterable[str], topologies: Iterable[str]) -> list[Row]:
-    """One row for every candidate, without its figures. Raises InputError for operations of no sweep."""
-    rows = []
+def check(operations: Iterable[str]) -> None:
+    """Raises InputError for operations of no sweep."""
     for operation in operations:
         if operation not in SWEEPS:
             raise InputError(f"nothing to tune in {operation!r}: expected {', '.join(SWEEPS)}")
+
+
+def jobs(operations: list[str], topologies: Iterable[str]) -> list[Row]:
+    """One row for every candidate, without its figures. Raises InputError for operations of no sweep."""
+    check(operations)
+    rows = []
+    for operation in operations:
         sweep = SWEEPS[operation]
         rows += [
             dict(

@@ -95,17 +95,18 @@ def _tune(args: argparse.Namespace) -> None:
 
     from kvjax.aot.hardware import device_of
     from kvjax.aot.probe import available
-    from kvjax.aot.tune import best, jobs, measure, write_table
+    from kvjax.aot.tune import best, check, jobs, measure, write_table
     from kvjax.commands.terminal import console
     from kvjax.errors import InputError
     from kvjax.pallas_kernels.blocks import TABLE
 
-    if available():
-        raise InputError(available())
-    topologies = args.topology.split(",")
+    operations, topologies = args.tune.split(","), args.topology.split(",")
+    check(operations)
     for topology in topologies:
         device_of(topology)
-    todo, kept = jobs(args.tune.split(","), topologies), Path(args.sweep)
+    if available():
+        raise InputError(available())
+    todo, kept = jobs(operations, topologies), Path(args.sweep)
     if not os.access(TABLE, os.W_OK):
         raise InputError(f"{TABLE} cannot be written: tune in a clone that is installed with pip install -e")
     out = console()
