@@ -122,16 +122,20 @@ def _sized(slots: Slots, capacity: int) -> Slots:
 
 
 def flush_in_place(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
-    """`flush` of a tail at its resting capacity, layer by layer: no second tail of all layers is needed."""
+    """`flush` of a tail at its resting capacity, one row of a layer after the other: nothing is held twice."""
+    layers, rows = tail.pos.shape[:2]
 
-    def one(layer: Array, state: tuple[Slots, Slots]) -> tuple[Slots, Slots]:
+    def one(at: Array, state: tuple[Slots, Slots]) -> tuple[Slots, Slots]:
         body, tail = state
-        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, 1), tail)
-        body, own = flush(gm, body, own, layer)
+        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at, 1), tail)
+        body, own = flush(gm, body, own, at)
         put = jax.lax.dynamic_update_slice_in_dim
-        return body, jax.tree.map(lambda x, new: put(x, new, layer, 0), tail, own)
+        return body, jax.tree.map(lambda x, new: put(x, new, at, 0), tail, own)
 
-    return jax.lax.fori_loop(0, tail.pos.shape[0], one, (body, tail))
+    # A row of a layer looks like a layer of one row.
+    apart = jax.tree.map(lambda x: x.reshape(layers * rows, 1, *x.shape[2:]), (body, tail))
+    done = jax.lax.fori_loop(0, layers * rows, one, apart)
+    return jax.tree.map(lambda x: x.reshape(layers, rows, *x.shape[2:]), done)
 
 
 def flush(gm: GroupMethod, body: Slots, tail: Slots, layer: int | Array = 0) -> tuple[Slots, Slots]:
@@ -150,18 +154,25 @@ def flush(gm: GroupMethod, body: Slots, tail: Slots, layer: int | Array = 0) -> 
         index = jnp.arange(most, dtype=jnp.int32)[None, None, None]
         row = jnp.where(index < moved[..., None], start[..., None] + index, -1)
         body = _write_granules(gm, body, row, jax.tree.map(lambda x: x[:, :, :, : most * g], tail), layer)
-    rest = gm.residual + g
-    source = moved[..., None] * g + jnp.arange(rest, dtype=jnp.int32)[None, None, None]
-    used = source < count[..., None]
-    source = jnp.minimum(source, tail.capacity - 1)
+    return body, _rested(tail, count, moved, g, gm.residual + g)
 
-    def shift(x: Array, fill: int = 0) -> Array:
+
+def _rested(tail: Slots, count: Array, moved: Array, granule: int, capacity: int) -> Slots:
+    """The tail without its first `moved` granules, in `capacity` slots."""
+    source = moved[..., None] * granule + jnp.arange(capacity, dtype=jnp.int32)[None, None, None]
+    used = source < count[..., None]
+
+    def shift(x: Array) -> Array:
         extra = (1,) * (x.ndim - source.ndim)
-        picked = jnp.take_along_axis(x, source.reshape(*source.shape, *extra), axis=3)
-        return jnp.where(used.reshape(*used.shape, *extra), picked, jnp.asarray(fill, x.dtype))
+        if x.shape[3] == capacity:
+            # At most one granule has left. A gather would hold every slot twice.
+            left = (moved > 0).reshape(*moved.shape, 1, *extra)
+            return jnp.where(left, jnp.roll(x, -granule, axis=3), x)
+        index = jnp.minimum(source, x.shape[3] - 1).reshape(*source.shape, *extra)
+        return jnp.take_along_axis(x, index, axis=3)
 
     rested = jax.tree.map(shift, tail)
-    return body, dataclasses.replace(rested, pos=shift(tail.pos, -1))
+    return dataclasses.replace(rested, pos=jnp.where(used, rested.pos, -1))
 
 
 def _write_granules(
