@@ -122,7 +122,7 @@ def _sized(slots: Slots, capacity: int) -> Slots:
 
 
 def flush_in_place(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
-    """`flush` of a tail at its resting capacity, one row of a layer after the other: nothing is held twice."""
+    """`flush` of a tail at its resting capacity, row by row of a layer: no layer is held twice."""
     layers, rows = tail.pos.shape[:2]
 
     def one(at: Array, state: tuple[Slots, Slots]) -> tuple[Slots, Slots]:

@@ -28,8 +28,8 @@ class Part(NamedTuple):
     """A parameter inside a tensor: its leaf, its layer (None outside the layers), rows [start, stop).
 
     rows: which of those rows are its columns, in order, where it does not have them all in theirs. expert:
-    which expert's it is, where the leaf has an axis of them. at: the first of the leaf's columns that are
-    there, where it lies in several tensors.
+    which expert's or head's it is, where the leaf has an axis of them. at: the first of the leaf's columns
+    that are there, where it lies in several tensors.
     """
 
     leaf: str

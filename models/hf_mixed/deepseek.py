@@ -21,6 +21,7 @@ from kvjax.models.hf_mixed.pieces import (
     Piece,
     mlp,
     norms,
+    per_head,
     unpaired,
     whole,
 )
@@ -117,7 +118,7 @@ def latent_attention(config: Config, layer: int) -> Iterator[tuple[str, list[Pie
     if "kv_down_bias" in sizes:
         yield "self_attn.kv_a_proj_with_mqa.bias", [Piece("kv_down_bias", down)]
     yield "self_attn.kv_a_layernorm.weight", whole("latent_norm", word.rank)
-    yield "self_attn.kv_b_proj.weight", whole("kv_up", sizes["kv_up"][-1])
+    yield "self_attn.kv_b_proj.weight", per_head("kv_up", config.heads, sizes["kv_up"][-1])
     yield "self_attn.o_proj.weight", whole("o", config.d_model)
     if "o_bias" in sizes:
         yield "self_attn.o_proj.bias", whole("o_bias", config.d_model)

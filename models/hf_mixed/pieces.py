@@ -16,10 +16,11 @@ Json = Mapping[str, Any]
 
 
 class Piece(NamedTuple):
-    """A parameter inside a tensor: which rows are its columns; of one expert, where it has them.
+    """A parameter inside a tensor: which rows are its columns.
 
-    at: the first of its columns that are there, where it lies in several tensors. shape: the tensor's, where
-    it is not that of the rows and what a row holds.
+    expert: of which expert or head, where the parameter has an axis of them. at: the first of its columns
+    that are there, where it lies in several tensors. shape: the tensor's, where it is not that of the rows
+    and what a row holds.
     """
 
     leaf: str
@@ -54,6 +55,11 @@ def behind(parts: Mapping[str, int]) -> list[Piece]:
         out.append(Piece(leaf, np.arange(start, start + count)))
         start += count
     return out
+
+
+def per_head(leaf: str, heads: int, count: int) -> list[Piece]:
+    """A parameter with an axis of heads, whose `count` columns each lie one behind the other."""
+    return [Piece(leaf, np.arange(h * count, (h + 1) * count), h) for h in range(heads)]
 
 
 def unpaired(size: int) -> np.ndarray:

@@ -57,7 +57,8 @@ class Latent(Mixer):
     def shapes(self, config: Config) -> Shapes:
         d, n, width = config.d_model, config.heads, self.nope_dim + self.rope_dim
         shapes: Shapes = {
-            "kv_up": (self.rank, n * (self.nope_dim + self.value_dim)),
+            # Decoding multiplies head by head, for which heads that lie side by side would be laid out anew.
+            "kv_up": (n, self.rank, self.nope_dim + self.value_dim),
             "o": (n * self.value_dim, d),
         }
         if self.source is None:
@@ -91,10 +92,9 @@ class Latent(Mixer):
         config = layer.config
         b, t, _ = x.shape
         n, nope = config.heads, self.nope_dim
-        up = p["kv_up"].reshape(self.rank, n, nope + self.value_dim)
-        to_key, to_value = up[..., :nope], up[..., nope:]
+        to_key, to_value = p["kv_up"][..., :nope], p["kv_up"][..., nope:]
         q = jnp.swapaxes(self._queries(p, x, config).reshape(b, t, n, -1), 1, 2)
-        absorbed = jnp.einsum("bntd,rnd->bntr", q[..., :nope], to_key)
+        absorbed = jnp.einsum("bntd,nrd->bntr", q[..., :nope], to_key)
 
         def queries(turned: Float[Array, "B N T H"]) -> Array:
             return jnp.concatenate([q[..., :nope], turned[..., self.rank :]], -1)
@@ -102,11 +102,11 @@ class Latent(Mixer):
         def keys(k: Float[Array, "B 1 S H"], v: Array) -> tuple[Array, Array]:
             c = k[:, 0, :, : self.rank]
             turned = jnp.broadcast_to(k[..., self.rank :], (b, n, k.shape[2], self.rope_dim))
-            expanded = jnp.einsum("bsr,rnd->bnsd", c, to_key)
-            return jnp.concatenate([expanded, turned], -1), jnp.einsum("bsr,rnd->bnsd", c, to_value)
+            expanded = jnp.einsum("bsr,nrd->bnsd", c, to_key)
+            return jnp.concatenate([expanded, turned], -1), jnp.einsum("bsr,nrd->bnsd", c, to_value)
 
         def outputs(out: Float[Array, "B N T R"]) -> Array:
-            return jnp.einsum("bntr,rnd->bntd", out, to_value)
+            return jnp.einsum("bntr,nrd->bntd", out, to_value)
 
         asked = jnp.concatenate([absorbed, q[..., nope:]], -1)
         stored = self._stored(p, x, config)

@@ -41,7 +41,7 @@ LATENT = Config(
 BATCH, SLOTS = 4, 8192
 
 
-def decoder(device: Device, method: Method, config: Config = CONFIG, relaid: int = 0) -> Case:
+def decoder(device: Device, method: Method, config: Config = CONFIG) -> Case:
     """One token per row over a cache of 8192 slots, which the step may reuse."""
     groups = plan(config, stacked=True)
     dtype = jnp.bfloat16
@@ -58,7 +58,7 @@ def decoder(device: Device, method: Method, config: Config = CONFIG, relaid: int
     return Case(
         partial(step_fn, run), operands, weights + nbytes(cache), flops, nbytes(cache),
         "stacked_decode", _trips(device, cache), profiles=False, donated=(1,),
-        layouts={0: partial(_weights, device)}, relaid=relaid,
+        layouts={0: partial(_weights, device)},
     )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def _as_on(device: Device) -> Any:
 
 def _weights(device: Device, x: Any) -> Layout | None:
     """Stacked weights in the tiles they are multiplied in, or they are laid out anew at every call."""
-    return Layout((0, 1, 2), tiling=((device.tile, 128), (2, 1))) if x.ndim == 3 else None
+    return Layout(tuple(range(x.ndim)), tiling=((device.tile, 128), (2, 1))) if x.ndim > 2 else None
 
 
 METHODS: dict[str, dict[str, float]] = {
@@ -102,13 +102,7 @@ METHODS: dict[str, dict[str, float]] = {
 CASES: dict[str, Callable[[Device], Case]] = {
     "decoder-full": partial(decoder, method=Method()),
     "decoder-full-h64": partial(decoder, method=Method(), config=SMALL),
-    # On v5p XLA transposes what expands the latents, a layer's weights at a time, and holds them twice.
-    "decoder-full-mla": partial(
-        decoder, method=Method(), config=LATENT, relaid=2 * 2 * 512 * LATENT.heads * 256
-    ),
+    "decoder-full-mla": partial(decoder, method=Method(), config=LATENT),
     **{f"decoder-{name}": partial(decoder, method=build(name, **hyper)) for name, hyper in METHODS.items()},
-    # Keys and values of one layer's tail, 128 + 32 tokens, before and behind a flush.
-    "decoder-kivi": partial(
-        decoder, method=build("kivi"), relaid=4 * BATCH * CONFIG.kv_heads * 160 * CONFIG.head_dim * 2
-    ),
+    "decoder-kivi": partial(decoder, method=build("kivi")),
 }
