@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from kvjax.pallas_kernels.append.tiles import split
+
 PER_TOKEN = ("pos", "bias", "key_scale", "key_zero", "value_scale", "value_zero")
 PER_CHANNEL = ("channel_scale", "channel_zero")
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "float8_e5m2": 8, "float8_e4m3fn": 8, "int4": 4, "uint2": 2}
@@ -76,6 +78,18 @@ class PagePool:
         """Codes of 2 bits come as uint8."""
         rows = self.words[:, :, self.value_row : self.value_row + self.rows]
         return from_words(rows[..., self.words.shape[3] - self.width :], self.payload)
+
+    def word_of(self, slot: Int[Array, "*b"]) -> tuple[Int[Array, "*b"], Int[Array, "*b"]]:
+        """(row among the rows of keys, place of the lowest bit) of a page's token, from 0."""
+        bits = BITS[self.payload]
+        if self.payload == "uint2":
+            # Two planes of 4-bit numbers: the second half of a page lies above the first.
+            half = self.page // 2
+            plane, slot = split(slot, half)
+            row, piece = split(slot, 8)
+            return row, (piece * 2 + plane) * bits
+        row, piece = split(slot, 32 // bits)
+        return row, piece * bits
 
     def number_row(self, name: str) -> int:
         """The row where a page's numbers `name` begin."""

@@ -1,7 +1,6 @@
 """The TPU kernel that writes one slot per list in place: tiles are read, changed and written back.
 
-A copy must start at a tile, so a lone row cannot be written. All tiles of a grid step are under way at once;
-lists of one call must not share a tile. What it computes is defined by `kvjax.ops.append`.
+What it computes is defined by `kvjax.ops.append`.
 """
 
 from __future__ import annotations
@@ -14,13 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-
-def _start(copy: Any) -> None:
-    copy.start()
-
-
-def _wait(copy: Any) -> None:
-    copy.wait()
+from kvjax.pallas_kernels.append.tiles import rewrite
 
 
 def _kernel(block: Any, slot: Any, *refs: Any, tiles: tuple[int, ...]) -> None:
@@ -30,50 +23,23 @@ def _kernel(block: Any, slot: Any, *refs: Any, tiles: tuple[int, ...]) -> None:
     chunk = buffers[0].shape[0]
     first = pl.program_id(0) * chunk
 
-    def each(act: Any) -> None:
-        """act(n) for every list of this grid step that gets something."""
+    def places(n: Any) -> list[tuple[Any, Any]]:
+        def tile(pool: Any, rows: int) -> Any:
+            at = pl.multiple_of(slot[first + n] // rows * rows, rows)
+            return pool.at[block[first + n], :, pl.ds(at, rows)]
 
-        def one(n: Any, carry: Any) -> Any:
-            pl.when(slot[first + n] >= 0)(lambda: act(n))
-            return carry
-
-        jax.lax.fori_loop(0, chunk, one, 0)
-
-    def tile(pool: Any, rows: int, n: Any) -> Any:
-        at = pl.multiple_of(slot[first + n] // rows * rows, rows)
-        return pool.at[block[first + n], :, pl.ds(at, rows)]
-
-    def copies(n: Any, *, back: bool) -> list[Any]:
-        """Of the tiles of list n. Those that come have one semaphore per list."""
-        each_one = zip(pools, tiles, buffers, strict=True)
-        pairs = [(tile(pool, rows, n), buffer.at[n]) for pool, rows, buffer in each_one]
-        if back:
-            return [pltpu.make_async_copy(here, there, gone) for there, here in pairs]
-        return [pltpu.make_async_copy(there, here, come.at[n]) for there, here in pairs]
-
-    def read(n: Any) -> None:
-        for copy in copies(n, back=False):
-            _start(copy)
+        each = zip(pools, tiles, buffers, strict=True)
+        return [(tile(pool, rows), buffer.at[n]) for pool, rows, buffer in each]
 
     def change(n: Any) -> None:
-        for copy in copies(n, back=False):
-            _wait(copy)
         for x, buffer, rows in zip(new, buffers, tiles, strict=True):
             old = buffer[n]
             here = jax.lax.broadcasted_iota(jnp.int32, old.shape, 1) == jax.lax.rem(slot[first + n], rows)
             # Through float32, which holds every payload exactly: half of them have no select of their own.
             wide = jnp.where(here, x[n].astype(jnp.float32), old.astype(jnp.float32))
             buffer[n] = wide.astype(old.dtype)
-        for copy in copies(n, back=True):
-            _start(copy)
 
-    def done(n: Any) -> None:
-        for copy in copies(n, back=True):
-            _wait(copy)
-
-    each(read)
-    each(change)
-    each(done)
+    rewrite(chunk, lambda n: slot[first + n] >= 0, places, change, (come, gone))
 
 
 def append(

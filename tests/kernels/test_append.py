@@ -1,5 +1,6 @@
 """Appending in place: each form against numpy, bit by bit, with lists that write nothing."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -9,9 +10,9 @@ import pytest
 
 from kvjax.ops.append import append, tpu_append
 from kvjax.ops.page_pool import make_pool
-from kvjax.ops.paged_append import paged_append
+from kvjax.ops.paged_append import paged_append, tpu_paged_append
 from kvjax.ops.paged_decode import paged_decode
-from kvjax.pallas_kernels.append import kernel_tpu
+from kvjax.pallas_kernels.append import tiles, words_tpu
 from tests.kernels.close import check, with_races
 
 B, K, LAYERS, PAGES, M, ABSURD = 2, 3, 2, 9, 2, 10**6
@@ -75,13 +76,16 @@ def by_hand(pool, table, lengths, active, k, v, side):
     return keys, values, rows
 
 
+@pytest.mark.parametrize("form", ["reference", "tpu interpret"])
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("payload", [*PAYLOADS, "bfloat16, packed", "uint2, packed"])
-def test_one_slot_of_every_active_list_changes_and_nothing_else(payload, rows):
+def test_one_slot_of_every_active_list_changes_and_nothing_else(payload, rows, form):
     payload, _, packed = payload.partition(", ")
     pool, table, lengths, active, k, v, side = draw(0, payload, rows=rows, packed=bool(packed))
     keys, values, want = by_hand(pool, table, lengths, active, k, v, side)
-    call = partial(paged_append, numbers=side, active=active)
+    if payload == "uint2" and rows:
+        k, v = k.astype(jnp.uint8), v.astype(jnp.uint8)
+    call = partial(paged_append, numbers=side, active=active, implementation=form)
     got = jax.jit(call, donate_argnums=0)(pool, table, lengths, k, v, 1)
     np.testing.assert_array_equal(exactly(got.keys), keys)
     np.testing.assert_array_equal(exactly(got.values), values)
@@ -108,7 +112,29 @@ def test_tiles_have_arrived_before_they_change_and_are_back_before_it_ends(dma, 
     for x, y in zip(got, want, strict=True):
         np.testing.assert_array_equal(x, y)
     assert not races
-    monkeypatch.setattr(kernel_tpu, "_wait", lambda copy: None)
+    monkeypatch.setattr(tiles, "wait", lambda copy: None)
+    assert dma == "on_wait" or with_races(call, dma)[1]
+
+
+@pytest.mark.parametrize("dma", ["on_wait", "eager"])
+def test_tokens_of_pages_do_not_race_either(dma, monkeypatch):
+    monkeypatch.setattr(words_tpu, "LISTS", 4)
+    pool, table, lengths, active, k, v, side = draw(3, "int8", rows=True)
+    keys, values, want = by_hand(pool, table, lengths, active, k, v, side)
+    writes = jnp.where(active, lengths, -1)
+    numbers = [side[n] for n in NAMES]
+
+    def call(mode):
+        return [jax.jit(partial(tpu_paged_append, interpret=mode))(pool, table, writes, k, v, 1, numbers)]
+
+    (words,), races = with_races(call, dma)
+    got = dataclasses.replace(pool, words=jnp.asarray(words, jnp.int32))
+    np.testing.assert_array_equal(exactly(got.keys), keys)
+    np.testing.assert_array_equal(exactly(got.values), values)
+    for name, x in want.items():
+        np.testing.assert_array_equal(np.asarray(got.number(name)), x)
+    assert not races
+    monkeypatch.setattr(tiles, "wait", lambda copy: None)
     assert dma == "on_wait" or with_races(call, dma)[1]
 
 
@@ -145,6 +171,12 @@ def test_what_cannot_run_says_why():
         paged_append(pool, table, lengths, k, v)
     with pytest.raises(ValueError, match="k of float32, v of int8 for pages of int8: encode or cast them"):
         paged_append(pool, table, lengths, k.astype(jnp.float32), v, numbers=side)
+    small = make_pool(*[jnp.zeros((LAYERS, PAGES, 16, 128), jnp.int8)] * 2)
+    with pytest.raises(NotImplementedError, match="16 tokens of int8 take 4 rows, expected a multiple of 8"):
+        paged_append(small, table, lengths, k, v, implementation="tpu interpret")
+    long = jnp.zeros((B, K, 2**15), jnp.int32)
+    with pytest.raises(NotImplementedError, match="a table of 786432 bytes in whole rows of 128 numbers"):
+        paged_append(pool, long, lengths, k, v, numbers=side, implementation="tpu interpret")
     one = (jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
     for shape, why in [
         ((1, 1, 12, 128), "blocks of 12 slots of float32"),

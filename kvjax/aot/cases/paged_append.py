@@ -1,4 +1,4 @@
-"""Appending to pages in place, with decoding, in a scan over layers and in a generation."""
+"""Appending to pages in place: alone, with decoding in a scan over layers, and in a generation."""
 
 from __future__ import annotations
 
@@ -80,7 +80,29 @@ def steps(device: Device, payload: str, *, tokens: int = 1) -> Case:
     )  # fmt: skip
 
 
+def alone(device: Device, payload: str) -> Case:
+    """One token of every list into one layer, where others write nothing."""
+    dtype, rows, page = PAYLOADS[payload]
+    pool, lists = pool_of(LAYERS, 2049, payload), BATCH * HEADS
+
+    def run(k: Any, v: Any, side: Any, pool: PagePool, table: Any, lengths: Any, layer: Any) -> Any:
+        return paged_append(pool, table, lengths, k, v, layer, numbers=side, active=lengths[:, 0] >= 0)
+
+    new = shape(BATCH, HEADS, WIDTH, dtype=dtype)
+    operands = (
+        new, new, {n: shape(BATCH, HEADS, dtype=jnp.float32) for n in rows}, pool,
+        shape(BATCH, HEADS, 64, dtype=jnp.int32), shape(BATCH, HEADS, dtype=jnp.int32),
+        shape(dtype=jnp.int32),
+    )  # fmt: skip
+    # A tile of keys, one of values and one of numbers, there and back.
+    moved = 2 * lists * (2 + bool(rows)) * 8 * WIDTH * 4
+    return Case(
+        run, operands, moved, 0, 4 * pool.words.size, "paged_append", trips={"1": lists // 2}, donated=(3,)
+    )
+
+
 CASES: dict[str, Callable[[Device], Case]] = {
+    **{f"paged_append-{n}-alone": partial(alone, payload=n) for n in ("bfloat16", "int8")},
     **{f"paged_append-{n}-step": partial(steps, payload=n) for n in ("bfloat16", "int8")},
     **{f"paged_append-{n}-generation": partial(steps, payload=n, tokens=16) for n in ("bfloat16", "int8")},
 }

@@ -25,8 +25,9 @@ from kvjax.ops.grouped_decode import Grouped, grouped_decode
 from kvjax.ops.log_linear import LevelState
 from kvjax.ops.log_linear_decode import log_linear_decode
 from kvjax.ops.mla_decode import mla_decode
-from kvjax.ops.page_pool import PagePool, page_rows
+from kvjax.ops.page_pool import PER_CHANNEL, PagePool, page_rows
 from kvjax.ops.page_scores import page_scores
+from kvjax.ops.paged_append import paged_append
 from kvjax.ops.paged_decode import paged_decode
 from kvjax.ops.recurrence import Tokens
 from kvjax.ops.stacked_decode import stacked_decode
@@ -58,6 +59,19 @@ def paged(payload: str, h: int) -> Iterator[Call]:
     )  # fmt: skip
     for mass in (False, True):
         yield partial(paged_decode, scale=1.0, mass=mass, implementation="tpu"), operands
+
+
+def paged_token(payload: str, h: int) -> Iterator[Call]:
+    """Pages of codes with scales of channels are encoded whole."""
+    stored, names = PAYLOADS[payload]
+    _, (_, pool, table, lengths, _) = next(paged(payload, h))
+    new = shape(1, HEADS, h, dtype="uint8" if stored == "uint2" else stored)
+    side = {n: shape(1, HEADS, dtype="float32") for n in names}
+
+    def run(pool: PagePool, table: Any, lengths: Any, x: Any, side: Any) -> Any:
+        return paged_append(pool, table, lengths, x, x, numbers=side, implementation="tpu").words
+
+    yield run, (pool, table, lengths, new, side)
 
 
 def stacked(payload: str, h: int) -> Iterator[Call]:
@@ -189,11 +203,13 @@ class Kernel(NamedTuple):
 
 # With their gradients, these take so long to compile that every head dimension is a program.
 ALONE = tuple((h,) for h in HEAD_DIMS)
+BY_TOKEN = tuple(n for n, (_, names) in PAYLOADS.items() if not set(names) & set(PER_CHANNEL))
 KERNELS = {
     "paged_decode": Kernel("paged_decode", tuple(PAYLOADS), paged),
     "stacked_decode": Kernel("stacked_decode", FLOATS, stacked),
     "grouped_decode": Kernel("grouped_decode", ("uint2", "uint4"), grouped),
     "append": Kernel("append", FLOATS, appended),
+    "append-pages": Kernel("paged_append", BY_TOKEN, paged_token),
     "mla_decode": Kernel("mla_decode", FLOATS, latents, ((16, 128),)),
     "flash_prefill": Kernel("flash_prefill", FLOATS, prefill, ALONE),
     "attention_stats": Kernel("attention_stats", FLOATS, stats),

@@ -1,0 +1,79 @@
+"""Tiles of many lists read, changed and written back, all under way at once.
+
+A copy must start at a tile, so a lone row cannot be written. Lists of one call must not share a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kvjax.pallas_kernels.streaming import start, wait
+
+
+def split(x: Any, size: int) -> tuple[Any, Any]:
+    """(x // size, x % size) of x >= 0; of a power of two without the instructions that a sign takes.
+
+    >>> split(13, 4), split(13, 5)
+    ((3, 1), (2, 3))
+    """
+    if size & (size - 1) == 0:
+        return x >> (size.bit_length() - 1), x & (size - 1)
+    return x // size, x % size
+
+
+def rewrite(
+    lists: int,
+    writes: Callable[[Any], Any],
+    places: Callable[[Any], list[tuple[Any, Any]]],
+    change: Callable[[Any], None],
+    semaphores: tuple[Any, Any],
+    *,
+    find: Callable[[Any], None] = lambda n: None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
+    """change(n) on the buffers of every list n that writes, between their copies here and back.
+
+    places(n): list n's tiles, each with the buffer it comes into. semaphores: as many as lists for what
+    comes, and one for what goes. find(n): what writes(n) and places(n) need, called before them. meanwhile():
+    what is done while the tiles come.
+    """
+    come, gone = semaphores
+
+    def each(act: Callable[[Any], None], before: Callable[[Any], None] = lambda n: None) -> None:
+        def one(n: Any, carry: Any) -> Any:
+            before(n)
+            pl.when(writes(n))(lambda: act(n))
+            return carry
+
+        jax.lax.fori_loop(0, lists, one, 0, unroll=2 - lists % 2)
+
+    def coming(n: Any) -> list[Any]:
+        return [pltpu.make_async_copy(there, here, come.at[n]) for there, here in places(n)]
+
+    def going(n: Any) -> list[Any]:
+        return [pltpu.make_async_copy(here, there, gone) for there, here in places(n)]
+
+    def read(n: Any) -> None:
+        for copy in coming(n):
+            start(copy)
+
+    def changed(n: Any) -> None:
+        for copy in coming(n):
+            wait(copy)
+        change(n)
+        for copy in going(n):
+            start(copy)
+
+    def finished(n: Any) -> None:
+        for copy in going(n):
+            wait(copy)
+
+    each(read, find)
+    meanwhile()
+    each(changed)
+    each(finished)
