@@ -97,10 +97,10 @@ def refusal(pool: PagePool, q: Array, rope: Rope | None = None) -> str:
     width = pool.words.shape[-1]
     if width % LANES:
         return f"pages are {width} wide, expected a multiple of {LANES}: pad them"
-    if pool.rows % SUBLANES:
-        return f"pages of {pool.page} tokens in {pool.payload}, expected more: {SUBLANES} rows of words"
-    if rope is not None and pool.page % LANES:
-        return f"pages of {pool.page} tokens with keys to turn, expected a multiple of {LANES}"
+    if pool.rows % SUBLANES and pool.page % 16:
+        return f"pages of {pool.page} tokens in {pool.payload}, expected a multiple of 16"
+    if rope is not None and pool.page % LANES and LANES % pool.page:
+        return f"pages of {pool.page} tokens with keys to turn, expected a multiple or a divisor of {LANES}"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"queries of {q.dtype}, expected float32 or bfloat16"
     return ""
@@ -169,6 +169,9 @@ def tpu_paged_decode(
     b, n, t, h = q.shape
     heads, page, width = table.shape[1], pool.page, pool.words.shape[-1]
     step = min(step or pages_per_step(pool), table.shape[2])
+    if rope is not None:
+        # Keys to turn fill the lanes.
+        step += -step % max(LANES // page, 1)
     cores = cores or cores_for(b * heads)
     queries = n // heads * t
     pad = (0, -queries % SUBLANES)

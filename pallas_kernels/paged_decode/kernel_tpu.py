@@ -20,7 +20,7 @@ from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running, product
 
 from .logits import logits
 from .turning import Turning, turned_logits
-from .unpack import blank, page_numbers, unpack
+from .unpack import blank, codes_of, page_numbers
 
 
 class Sizes(NamedTuple):
@@ -110,7 +110,7 @@ def _attend(r: Refs, sizes: Sizes, length: Any, s: Any, slot: Any) -> None:
     kind = jnp.float32 if r.q.dtype == jnp.float32 else jnp.bfloat16
     numbers = page_numbers(r.buffer, slot, sizes)
     place = jax.lax.broadcasted_iota(jnp.int32, (1, tokens), 1) + first
-    codes = unpack(r.buffer[slot, :, : sizes.rows], sizes.payload, kind)
+    codes = codes_of(r.buffer, slot, sizes, 0, kind)
     q = r.q[0].astype(jnp.float32)
     if sizes.turning is None:
         z = logits(q, codes, numbers) * sizes.scale
@@ -134,7 +134,7 @@ def _attend(r: Refs, sizes: Sizes, length: Any, s: Any, slot: Any) -> None:
     p, fade = streaming.weigh(Running(r.top, r.total, r.acc), z)
     weights = p * numbers["value_scale"] if "value_scale" in numbers else p
     if sizes.values:
-        codes = unpack(r.buffer[slot, :, sizes.values : sizes.values + sizes.rows], sizes.payload, kind)
+        codes = codes_of(r.buffer, slot, sizes, sizes.values, kind)
     out = product(weights.astype(kind), codes.reshape(-1, codes.shape[-1]), 0)
     if "value_zero" in numbers:
         out = out + (p * numbers["value_zero"]).sum(-1, keepdims=True)

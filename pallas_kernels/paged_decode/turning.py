@@ -28,6 +28,7 @@ def turned_logits(
     lanes, and the channels of a pair in registers of their own, so that nothing but the keys is moved.
     turns: see `waves`.
     """
+    codes, numbers = _filled(codes, numbers)
     (pages, page, width), kind = codes.shape, codes.dtype
     first, middle, last = (turning.start + i * turning.half for i in range(3))
     found = []
@@ -44,6 +45,18 @@ def turned_logits(
         keys = jnp.concatenate(parts)
         found.append(product(q.astype(kind), keys.astype(kind), 0))
     return jnp.concatenate(found, axis=1)
+
+
+def _filled(codes: Any, numbers: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The same with pages that fill the lanes: smaller ones are taken together."""
+    pages, page, width = codes.shape
+    many = max(LANES // page, 1)
+    taken = {
+        name: [sum(x[i : i + many], []) for i in range(0, pages, many)]
+        for name, x in numbers.items()
+        if isinstance(x, list)
+    }
+    return codes.reshape(pages // many, page * many, width), numbers | taken
 
 
 def _of_channels(codes: Any, numbers: dict[str, Any], n: int) -> Any:

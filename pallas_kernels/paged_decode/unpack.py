@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+SUBLANES = 8
 PER_CHANNEL = ("channel_scale", "channel_zero")
 
 
@@ -29,6 +30,21 @@ def unpack(words: Any, payload: str, kind: Any) -> Any:
     else:
         found = pltpu.bitcast(flat, jnp.dtype(payload))
     return found.astype(kind).reshape(pages, -1, width)
+
+
+def codes_of(buffer: Any, slot: Any, sizes: Any, first: int, kind: Any) -> Any:
+    """Codes [pages, page, W] of a step's keys or values, whose rows begin at `first`.
+
+    Rows that fill no tiles of their own are unpacked with what shares their tile, and cut out as tokens.
+    """
+    if sizes.rows % SUBLANES == 0:
+        return unpack(buffer[slot, :, first : first + sizes.rows], sizes.payload, kind)
+    tiles = -(-(first + sizes.rows) // SUBLANES) * SUBLANES
+    found = unpack(buffer[slot, :, :tiles], sizes.payload, kind)
+    planes = 2 if sizes.payload == "uint2" else 1
+    size, every = sizes.page // planes, found.shape[1] // planes
+    starts = [i * every + first * size // sizes.rows for i in range(planes)]
+    return jnp.concatenate([found[:, at : at + size] for at in starts], axis=1)
 
 
 def rows_of(sizes: Any, width: int) -> Iterator[tuple[str, int, int]]:

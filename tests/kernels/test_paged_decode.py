@@ -151,6 +151,16 @@ CASES = {
     "small pages": dict(page=8, pages=6),
     "small pages with positions and biases": dict(rows=("pos", "bias"), page=16, window=60),
     "int8 in small pages": dict(rows=("key_scale", "value_scale"), page=32, pages=4, dtype=jnp.int8),
+    "int8 in pages of 16": dict(rows=("pos", *AFFINE), page=16, pages=9, dtype=jnp.int8),
+    "e5m2 in pages of 16": dict(rows=("key_scale", "value_scale"), page=16, pages=9, dtype=jnp.float8_e5m2),
+    "int4 in pages of 16": dict(rows=AFFINE, page=16, pages=9, dtype=jnp.int4),
+    "2 bits in pages of 16": dict(rows=AFFINE, page=16, pages=9, dtype=jnp.uint2),
+    "kivi in pages of 32": dict(rows=KIVI, page=32, pages=5, dtype=jnp.uint2, groups=1),
+    "kivi packed in pages of 16": dict(width=64, packed=True, rows=KIVI, page=16, pages=9, dtype=jnp.int4),
+    "turned in pages of 16": dict(rows=("pos",), page=16, pages=11, rope=Rope()),
+    "turned kivi in pages of 64": dict(
+        rows=("pos", *KIVI), page=64, pages=3, dtype=jnp.int4, groups=2, rope=Rope(rotary_dim=64)
+    ),
     "kivi in small pages": dict(rows=KIVI, page=64, pages=3, dtype=jnp.int4, groups=2),
     "bfloat16": dict(dtype=jnp.bfloat16),
     "kivi in groups": dict(rows=KIVI, page=128, pages=4, dtype=jnp.uint2, groups=4),
@@ -275,10 +285,12 @@ def test_what_cannot_run_says_why():
         paged_decode(q, pool, table, lengths, pos, 1, rope=Rope(), phase=phase, **how)
     with pytest.raises(ValueError, match="phase is given without rope"):
         paged_decode(q, pool, table, lengths, pos, 1, phase=jnp.zeros((2, 2, 128), jnp.int32), **how)
-    with pytest.raises(
-        NotImplementedError, match="pages of 16 tokens with keys to turn, expected a multiple"
-    ):
-        paged_decode(q, pool, table, lengths, pos, 1, rope=Rope(), implementation="tpu", **how)
+    odd = make_pool(*[jnp.zeros((LAYERS, 3, 48, 128))] * 2)
+    with pytest.raises(NotImplementedError, match="pages of 48 tokens with keys to turn, expected a multi"):
+        paged_decode(q, odd, table, lengths, pos, 1, rope=Rope(), implementation="tpu", **how)
+    tiny = make_pool(*[jnp.zeros((LAYERS, 3, 8, 128), jnp.int8)] * 2)
+    with pytest.raises(NotImplementedError, match="pages of 8 tokens in int8, expected a multiple of 16"):
+        paged_decode(q, tiny, table, lengths, pos, 1, implementation="tpu", **how)
     with pytest.raises(ValueError, match="16 tokens in float32 in 3 groups: expected a multiple of 3"):
         scales = jnp.ones((LAYERS, pool.words.shape[1], 3, 128))
         make_pool(pool.keys, pool.values, channel_scale=scales, channel_zero=scales)

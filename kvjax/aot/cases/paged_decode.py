@@ -99,6 +99,13 @@ def _registry() -> dict[str, Callable[[Device], Case]]:
         small, payload="bfloat16", page=16, extra=("pos", "bias")
     )
     cases["paged_decode-int8-h128-page32"] = partial(small, payload="int8", page=32)
+    for payload in ("int8", "int4", "kivi2"):
+        cases[f"paged_decode-{payload}-h128-page16"] = partial(
+            paged_decode, payload=payload, page=16, slots=8192
+        )
+    cases["paged_decode-bfloat16-h128-rope-page16"] = partial(
+        paged_decode, payload="bfloat16", page=16, slots=8192, extra=("pos",), rope=Rope()
+    )
     cases["paged_decode-bfloat16-h128-mass"] = partial(paged_decode, payload="bfloat16", mass=True)
     cases["paged_decode-bfloat16-h128-positions"] = partial(
         paged_decode, payload="bfloat16", extra=("pos", "bias")
