@@ -22,7 +22,7 @@ from kvjax.pallas_kernels.blocks import cores_for, tuned
 from kvjax.pallas_kernels.paged_decode import kernel_tpu as tpu
 
 NEG_INF = float("-inf")
-LANES = tpu.LANES
+LANES, PIECES = tpu.LANES, 64
 
 
 def paged_decode(
@@ -220,5 +220,8 @@ def pages_per_step(pool: PagePool, step_bytes: int = 2**20) -> int:
     """
     slots = tuned("paged_decode", pool.payload, pool.words.shape[-1])
     pages = slots // pool.page if slots else step_bytes // (4 * math.prod(pool.words.shape[2:]))
+    if pool.names:
+        # The numbers of more pages than these are pieces that registers do not hold.
+        pages = min(pages, PIECES)
     unit = LANES // math.gcd(pool.page, LANES)
     return max(unit, pages // unit * unit)

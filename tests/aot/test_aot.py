@@ -87,6 +87,22 @@ def test_what_is_recorded_of_ours_fits(topology):
         assert_fits(ROWS[name, topology])
 
 
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_paged_decoding_waits_for_memory_alone_and_appending_is_short(topology):
+    def time(name):
+        return ROWS[name, topology]["bound_us"]
+
+    whole = "paged_decode-bfloat16-h128"
+    for name in (whole, "paged_decode-int8-h128"):
+        assert ROWS[name, topology]["bound"] == "hbm"
+    assert time(f"{whole}-mass") <= 1.1 * time(whole)
+    if not topology.startswith("v5p"):
+        assert time(whole) >= 1.8 * time("paged_decode-int8-h128")
+        assert time(whole) >= 3 * time("paged_decode-int4-h128")
+    for payload in ("bfloat16", "int8"):
+        assert time(f"paged_append-{payload}-alone") <= 5
+
+
 def test_every_operation_and_every_topology_is_compiled():
     assert {name.split("-")[0] for name, _ in PAIRS} == {name.split("-")[0] for name in LARGE}
     assert {topology for _, topology in PAIRS} == set(TOPOLOGIES)

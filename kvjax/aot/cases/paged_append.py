@@ -96,9 +96,8 @@ def alone(device: Device, payload: str) -> Case:
     )  # fmt: skip
     # A tile of keys, one of values and one of numbers, there and back.
     moved = 2 * lists * (2 + bool(rows)) * 8 * WIDTH * 4
-    return Case(
-        run, operands, moved, 0, 4 * pool.words.size, "paged_append", trips={"1": lists // 2}, donated=(3,)
-    )
+    trips = {"1": lists // 2 * device.cores}
+    return Case(run, operands, moved, 0, 4 * pool.words.size, "paged_append", trips, donated=(3,))
 
 
 CASES: dict[str, Callable[[Device], Case]] = {
