@@ -12,7 +12,7 @@ import numpy as np
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
 from kvjax.ops.page_pool import PagePool, page_rows
-from kvjax.ops.paged_decode import tpu_paged_decode
+from kvjax.ops.paged_decode import PIECES, tpu_paged_decode
 from kvjax.ops.rope import Rope
 from kvjax.pallas_kernels.blocks import tuned
 
@@ -53,8 +53,10 @@ def paged_decode(
     lists, pages = BATCH * HEADS, slots // page
     kind = jnp.float32 if payload == "float32" else jnp.bfloat16
     total = lists * pages
-    step = step or tuned("paged_decode", stored, width, device.generation)
-    step = min(step or {"float32": 1024, "bfloat16": 2048, "int8": 4096}.get(payload, 4096), slots)
+    if step is None:
+        step = tuned("paged_decode", stored, width, device.generation)
+        step = step or {"float32": 1024, "bfloat16": 2048, "int8": 4096}.get(payload, 4096)
+        step = min(step, slots, PIECES * page) if names else min(step, slots)
     operands = (
         jax.ShapeDtypeStruct((BATCH, HEADS * GROUP, 1, width), kind),
         PagePool(
