@@ -13,9 +13,10 @@ from kvjax.ops.append import append
 from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
 from kvjax.ops.paged_append import places
+from kvjax.ops.softmax import softmax
 from kvjax.pallas_kernels.blocks import cores_for, tuned
 from kvjax.pallas_kernels.mla_decode import kernel_tpu as tpu
-from kvjax.pallas_kernels.streaming import LANES, NEG_INF, SUBLANES
+from kvjax.pallas_kernels.streaming import LANES, SUBLANES
 
 
 def mla_decode(
@@ -81,14 +82,8 @@ def _reference(
     rows = jnp.where(live[..., None], rows, jnp.zeros((), dtype))
     asked = jnp.concatenate([q, q_rope], -1).astype(dtype)
     z = jnp.einsum("bnw,bsw->bns", asked, rows[..., : asked.shape[-1]]) * scale
-    z = jnp.where(live[:, None], z, NEG_INF)
-    top = z.max(-1, keepdims=True)
-    base = jnp.where(top == NEG_INF, 0.0, top)
-    p = jnp.exp(z - base)
-    total = p.sum(-1, keepdims=True)
-    safe = jnp.where(total == 0.0, 1.0, total)
-    lse = jnp.where(total == 0.0, NEG_INF, base + jnp.log(safe))
-    return jnp.einsum("bns,bsr->bnr", p / safe, rows[..., :r]).astype(q.dtype), lse[..., 0]
+    p, lse = softmax(z, live[:, None])
+    return jnp.einsum("bns,bsr->bnr", p, rows[..., :r]).astype(q.dtype), lse
 
 
 def tpu_mla_decode(

@@ -18,10 +18,10 @@ from kvjax.ops.dtypes import wide
 from kvjax.ops.page_pool import SUBLANES, PagePool
 from kvjax.ops.paged_decode_gpu import gpu_paged_decode, gpu_refusal
 from kvjax.ops.rope import Rope, angles, rotate
+from kvjax.ops.softmax import softmax
 from kvjax.pallas_kernels.blocks import cores_for, tuned
 from kvjax.pallas_kernels.paged_decode import kernel_tpu as tpu
 
-NEG_INF = float("-inf")
 LANES, PIECES = tpu.LANES, 64
 
 
@@ -148,13 +148,7 @@ def _reference(
         asked, pos = q_pos[:, None, None, :, None].astype(dtype), tokens("pos")[:, :, None, None]
         seen = seen & (pos >= 0.0) & (pos <= asked)
         seen = seen if window is None else seen & (pos > asked - window)
-    z = jnp.where(seen, z, NEG_INF)
-    top = z.max(-1, keepdims=True)
-    p = jnp.exp(z - jnp.where(top == NEG_INF, 0.0, top))
-    total = p.sum(-1, keepdims=True)
-    safe = jnp.where(total == 0.0, 1.0, total)
-    lse = jnp.where(total == 0.0, NEG_INF, jnp.where(top == NEG_INF, 0.0, top) + jnp.log(safe))
-    p = p / safe
+    p, lse = softmax(z, seen)
     out = jnp.einsum("bkgts,bksh->bkgth", p, v).astype(q.dtype)
     return out.reshape(q.shape), lse.reshape(b, n, t), p.sum((2, 3)) if mass else None
 

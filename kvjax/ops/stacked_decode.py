@@ -16,9 +16,10 @@ from jaxtyping import Array, Float, Int, UInt8, UInt32
 from kvjax.ops.append import append
 from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
+from kvjax.ops.softmax import softmax
 from kvjax.pallas_kernels.blocks import cores_for, tuned
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
-from kvjax.pallas_kernels.streaming import LANES, NEG_INF, SUBLANES
+from kvjax.pallas_kernels.streaming import LANES, SUBLANES
 from kvjax.store.packing import halves
 
 # What a sequence's slots are given, in two buffers, and the logits that mass keeps: 12 MiB of VMEM.
@@ -210,14 +211,7 @@ def _reference(
     held = jnp.broadcast_to(slot if pos is None else pos[layer], live.shape)[:, :, None, None]
     seen = live[:, :, None, None] & (held >= 0) & (held <= asked)
     seen = seen if window is None else seen & (held > asked - window)
-    z = jnp.where(seen, z, NEG_INF)
-    top = z.max(-1, keepdims=True)
-    base = jnp.where(top == NEG_INF, 0.0, top)
-    p = jnp.exp(z - base)
-    total = p.sum(-1, keepdims=True)
-    safe = jnp.where(total == 0.0, 1.0, total)
-    lse = jnp.where(total == 0.0, NEG_INF, base + jnp.log(safe))
-    p = p / safe
+    p, lse = softmax(z, seen)
     out = jnp.einsum("bkgts,bksv->bkgtv", p, rows).astype(q.dtype)
     return out.reshape(b, n, t, width), lse.reshape(b, n, t), p.sum((2, 3)) if mass else None
 

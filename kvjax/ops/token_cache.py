@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.ops.packing import segment_starts
+from kvjax.ops.softmax import softmax
 
 # Tokens per chunk where a chunk changes the state, and queries at a time where it does not.
 CHUNK, QUERIES = 32, 256
@@ -137,21 +138,6 @@ def mix_both(
     """`mix` over slots and what comes behind them."""
     size = old.shape[1]
     return mix(p[..., :size], old) + mix(p[..., size:], new)
-
-
-def softmax(
-    scores: Float[Array, "B N T S"], visible: Bool[Array, "B #N T S"]
-) -> tuple[Float[Array, "B N T S"], Float[Array, "B N T"]]:
-    """(probabilities, log of their normaliser) over what is visible; 0 and -inf where nothing is."""
-    top = jnp.where(visible, scores, -jnp.inf).max(-1, keepdims=True)
-    top = jax.lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top)).astype(scores.dtype)
-    # What is not visible may be large: it must not reach exp, or its gradient is 0 times infinity.
-    weights = jnp.where(visible, jnp.exp(jnp.where(visible, scores - top, 0.0)), 0.0).astype(scores.dtype)
-    total = weights.sum(-1, keepdims=True)
-    nothing = total == 0
-    safe = jnp.where(nothing, 1.0, total).astype(scores.dtype)
-    lse = jnp.where(nothing, -jnp.inf, top + jnp.log(safe))[..., 0]
-    return weights / safe, lse
 
 
 def attend(
