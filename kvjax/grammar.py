@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Codec, Slots
-from kvjax.ops.attention import Keys
 from kvjax.ops.rope import Rope
 
 
@@ -226,17 +225,20 @@ class Read(Protocol):
         ...
 
     def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]:
-        """Per page of slots, what `visit` ranks pages by: arrays [*b, S / granule, ...]."""
+        """Per page of slots, what `pick` ranks pages by: arrays [*b, S / granule, ...]."""
         ...
 
     def pages_visited(self, slots: int) -> int:
         """Most pages of a body of `slots` slots that one query visits (static)."""
         ...
 
-    def visit(
+    def pick(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"]
-    ) -> Keys:
-        """The slots of a layer of `body` that these queries attend to."""
+    ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:
+        """The pages of a layer of `body` that these queries attend to, and how many of them, from the first.
+
+        M = pages_visited of the body's slots.
+        """
         ...
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.grammar import Budget
-from kvjax.ops.attention import Keys
+from kvjax.ops.picked_decode import picked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,30 +50,37 @@ class PageBounds:
         """Most pages of a body of `slots` slots that a query visits (static)."""
         return min(slots // self.page, -(-self.budget.capacity(slots) // self.page))
 
-    def visit(
+    def pick(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"]
-    ) -> Keys:
-        page, held = self.page, body.pos[layer]
-        live = held.reshape(*held.shape[:2], -1, page)[..., 0] >= 0
+    ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:
+        held = body.pos[layer]
+        live = held.reshape(*held.shape[:2], -1, self.page)[..., 0] >= 0
         summary = {name: x[layer] for name, x in body.summary.items()}
         bounds = jnp.where(live, self.bounds(q, summary), -jnp.inf)
-        count = self.pages_visited(body.capacity)
-        best, index = jax.lax.top_k(bounds, count)
+        _, pages = jax.lax.top_k(bounds, self.pages_visited(body.capacity))
         # Counted over the body, whose capacity bounds it, so that a row reads the same alone and in a batch.
-        tokens = live.sum(-1, dtype=jnp.int32).max(-1) * page
-        wanted = -(-self.budget.count(tokens) // page)
-        use = (best > -jnp.inf) & (jnp.arange(count, dtype=jnp.int32)[None, None] < wanted[:, None, None])
+        full = live.sum(-1, dtype=jnp.int32)
+        wanted = -(-self.budget.count(full.max(-1) * self.page) // self.page)
+        return pages, jnp.minimum(full, wanted[:, None])
 
-        lists = jnp.arange(live.shape[0] * live.shape[1], dtype=jnp.int32).reshape(*live.shape[:2], 1)
 
-        def pick(x: Array) -> Array:
-            """Pages out of all layers: of rows, a layer that is cut out would be a copy on an accelerator."""
-            x, at = (x, layer) if x.ndim > 4 else (x[layer][None], 0)
-            per = x.shape[3] * page // body.capacity
-            pages = x.reshape(-1, per, *x.shape[4:])
-            number = (at * lists.size + lists) * (x.shape[3] // per) + index
-            return pages[number].reshape(*x.shape[1:3], count * per, *x.shape[4:])
+def visited(
+    body: Slots, layer: int | Array, page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"]
+) -> Slots:
+    """The first `counts` of the `pages` of one layer, as slots without the Lg axis."""
 
-        pos = jnp.where(jnp.repeat(use, page, axis=2), pick(body.pos), -1)
-        k, v, bias = jax.tree.map(pick, (body.k, body.v, body.bias))
-        return dataclasses.replace(body, k=k, v=v, pos=pos, bias=bias).keys()
+    def pick(x: Array) -> Array:
+        # Numbers per slot are few, and lie in tiles that an index over all layers would lay out anew.
+        x, at = (x, layer) if x.ndim > 4 else (x[layer][None], 0)
+        return picked(x, pages, at, x.shape[3] * page // body.capacity)
+
+    k, v, bias = jax.tree.map(pick, (body.k, body.v, body.bias))
+    return dataclasses.replace(body, k=k, v=v, pos=positions(body, layer, page, pages, counts), bias=bias)
+
+
+def positions(
+    body: Slots, layer: int | Array, page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"]
+) -> Int[Array, "B K S"]:
+    """Of the slots of the first `counts` pages; -1 in all others."""
+    used = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None] < counts[..., None]
+    return jnp.where(jnp.repeat(used, page, axis=2), picked(body.pos[layer][None], pages, 0, page), -1)

@@ -12,10 +12,12 @@ from kvjax.group import GroupMethod
 from kvjax.models.attending import attend_at_once
 from kvjax.models.mixer import Layer, Projected, Scores
 from kvjax.ops import grouped_decode as grouped
+from kvjax.ops import picked_decode as picked
 from kvjax.ops.attention import Keys, merge
 from kvjax.ops.dispatch import form
 from kvjax.ops.stacked_decode import Coded, refusal, rows_of, stacked_decode
 from kvjax.place.paged import attend_pages
+from kvjax.read.pages import positions, visited
 from kvjax.steps.run import Run, turn_keys
 from kvjax.store.affine import Affine
 
@@ -63,7 +65,10 @@ def attend_past(
             )  # fmt: skip
             parts.append(part)
         elif isinstance(segment, Slots) and (chosen := _form(run, past, layer, x, i)) != "reference":
-            out, lse, mass = _attend_slots(run, past, layer, q, segment, pos, chosen)
+            if _picks(past, i):
+                out, lse = _attend_picked(run, past, layer, q, segment, pos, chosen)
+            else:
+                out, lse, mass = _attend_slots(run, past, layer, q, segment, pos, chosen)
             parts.append((out, lse))
         else:
             sets.append(_read(run, past, layer, q, i, pools, at))
@@ -90,8 +95,11 @@ def _read(
     assert not isinstance(segment, State)
     if isinstance(segment, Paged):
         keys = gather_pages(segment.layer(past.index), pools[segment.pool])
-    elif past.gm.read is not None and i == 0:
-        keys = past.gm.read.visit(q, segment, past.index, at + 1)
+    elif _picks(past, i):
+        read = past.gm.read
+        assert read is not None
+        found = read.pick(q, segment, past.index, at + 1)
+        keys = visited(segment, past.index, read.granule, *found).keys()
     else:
         keys = turn_keys(run, layer, segment.layer(past.index).keys(), at + 1)
     if past.values is not None:
@@ -101,12 +109,19 @@ def _read(
     return keys
 
 
+def _picks(past: Past, i: int) -> bool:
+    """Whether the method picks what is read of segment `i`."""
+    return past.gm.read is not None and i == 0
+
+
 def _form(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
     """In which form segment `i` is attended; NotImplementedError where a kernel is forced and cannot run."""
     slots = past.state[i]
     assert isinstance(slots, Slots)
     why, k, v = _together(run, past, layer, x, i), _rows(slots.k), _rows(slots.v)
-    if (codec := _groups(slots)) is not None:
+    if _picks(past, i):
+        why = why or _refusal_of_picks(past, x.q, slots)
+    elif (codec := _groups(slots)) is not None:
         why = why or _refusal_of_groups(past, layer, x.q, slots, codec)
     elif k is None or (v is None and slots.v is not None):
         why = why or "a dense cache of such codes has no kernel"
@@ -142,6 +157,17 @@ def _refusal_of_groups(past: Past, layer: Layer, q: Array, slots: Slots, codec: 
     return grouped.refusal(q, grouped.Grouped(**slots.k.data), codec.bits, codec.granule)
 
 
+def _refusal_of_picks(past: Past, q: Array, slots: Slots) -> str:
+    """Why the kernel cannot read pages that a method picks."""
+    read = past.gm.read
+    assert read is not None
+    if isinstance(slots.k, Codes) or isinstance(slots.v, Codes) or slots.v is None:
+        return "pages that a method picks have a kernel where keys and values are stored as rows"
+    if slots.bias is not None or past.gm.wants_mass:
+        return "biases and masses over pages that a method picks have no kernel"
+    return picked.refusal(q, slots.k, slots.v, read.pages_visited(slots.capacity), read.granule)
+
+
 def _together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
     """Why segment `i` cannot be attended apart from all else; empty where it can."""
     reasons = {
@@ -152,11 +178,24 @@ def _together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
         "values come from another layer": past.values is not None,
         "the layer reads one above it": past.above,
         "keys turn by their ranks": run.rank_phase,
-        "the method picks what is read": past.gm.read is not None and i == 0,
         "evicting needs the mass among several parts": past.gm.wants_mass
         and (len(past.state) > 1 or x.extra is not None),
     }
     return next((why for why, holds in reasons.items() if holds), "")
+
+
+def _attend_picked(
+    run: Run, past: Past, layer: Layer, q: Array, slots: Slots, pos: Int[Array, "B 1"], implementation: str
+) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"]]:
+    """Attention over the pages that the method picks, where they lie: (out, lse)."""
+    read, k, v = past.gm.read, slots.k, slots.v
+    assert read is not None and not isinstance(k, Codes) and not isinstance(v, Codes) and v is not None
+    pages, counts = read.pick(q, slots, past.index, pos[:, 0] + 1)
+    held = positions(slots, past.index, read.granule, pages, counts)
+    return picked.picked_decode(
+        q, k, v, pages, counts, held, pos, past.index, page=read.granule, scale=layer.scale,
+        window=layer.window, softcap=run.config.attention_softcap, implementation=implementation,
+    )  # fmt: skip
 
 
 def _attend_slots(

@@ -3,7 +3,8 @@
 The layer and the first row of every list are numbers that reach the kernel ahead of its grid, so that
 nothing is ever sliced out of the array. A step is a block of one list's slots, copied whole; of the last
 block only the pieces that the length reaches. What it computes is defined by `kvjax.ops.stacked_decode`,
-where every list has as much room, and by `kvjax.ops.ragged_decode`, where a list has the rows it needs.
+where every list has as much room, by `kvjax.ops.ragged_decode`, where a list has the rows it needs, and by
+`kvjax.ops.picked_decode`, where it is pages out of a longer one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Sizes(NamedTuple):
     packed: whether rows of keys hold the values too. sides: what is given per slot, among "pos", "bias", and
     of codes "key_scale_zero" and "value_scale_zero".
     mass: slots, in whole blocks, of which to write what each was given; 0 for none. lanes: of every cache,
-    whether its slots lie on the lanes and its channels above them.
+    whether its slots lie on the lanes and its channels above them. pages: pieces of a list, each of which
+    has a first row of its own; 0 where they lie behind each other.
     """
 
     block: int
@@ -43,6 +45,7 @@ class Sizes(NamedTuple):
     sides: tuple[str, ...] = ()
     mass: int = 0
     lanes: tuple[bool, ...] = (False, False)
+    pages: int = 0
 
 
 class Given(NamedTuple):
@@ -66,13 +69,16 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
     mine = pl.program_id(0) * sizes.lists + j
     more = j + 1 < sizes.lists
     at = (mine, jnp.where(more, mine + 1, mine))
-    length, origin = [lengths[i] for i in at], [origins[i] for i in at]
-    block, piece = sizes.block, sizes.piece
+    length, block, piece = [lengths[i] for i in at], sizes.block, sizes.piece
+    # A list begins at one row, or every piece of it at its own.
+    origin = [i * sizes.pages if sizes.pages else origins[i] for i in at]
 
     def copies(ahead: Any, s: Any, slot: Any, act: Any) -> None:
         def some(first: Any, count: int) -> None:
             begin, here = pl.multiple_of(s * block + first, piece), pl.ds(first, count)
-            row = pl.multiple_of(streaming.pick(ahead, *origin) + begin, piece)
+            row = streaming.pick(ahead, *origin)
+            row = origins[row + begin // piece] if sizes.pages else row + begin
+            row = pl.multiple_of(row, piece)
             for cache, buffer, lanes in zip(caches, buffers, sizes.lanes, strict=False):
                 if lanes:
                     source = cache.at[layer[0], streaming.pick(ahead, *at), :, pl.ds(begin, count)]
@@ -81,13 +87,18 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
                     source, target = cache.at[layer[0], pl.ds(row, count)], buffer.at[slot, here]
                 act(pltpu.make_async_copy(source, target, arrived.at[slot]))
 
+        def one(n: Any) -> None:
+            some(pl.multiple_of(n * piece, piece), piece)
+
+        def everything() -> None:
+            # What is waited for is an amount of bytes, wherever they came from.
+            if not sizes.pages or act is streaming.wait:
+                return some(0, block)
+            for n in range(block // piece):
+                some(n * piece, piece)
+
         live = jnp.clip(pl.cdiv(streaming.pick(ahead, *length) - s * block, piece), 0, block // piece)
-        streaming.each(
-            live,
-            block // piece,
-            lambda: some(0, block),
-            lambda n: some(pl.multiple_of(n * piece, piece), piece),
-        )
+        streaming.each(live, block // piece, everything, one)
 
     running = Running(top, total, acc)
     streaming.clear(running)
@@ -184,7 +195,8 @@ def stacked_decode(
 
     q [I, R, W] with R a multiple of 8; k [L, M, W] and v [L, M, V] with W and V multiples of 128, uint8 where
     they are codes; v None: rows of k hold keys and values, V = W. lengths [I]; begins [I], the first block
-    that is visited; origins [I], the row of a list's first slot, a multiple of the piece, and so is M; q_pos
+    that is visited; origins [I], the row of a list's first slot, a multiple of the piece, and so is M, or
+    [I * sizes.pages], the rows of all pieces; q_pos
     [I, R, 128] int32, -1 where a query is nobody's; sides [1 or L, B, K, S'] with S' the slots of whole
     blocks; layer [1]. Mass of blocks that are not visited is not written. A cache with its slots on the lanes
     is [L, I, W, S], W of any whole tiles and S a multiple of 128.

@@ -55,6 +55,7 @@ def agree(model, method=None, tokens=3, room=32):
         kvjax.method("snapkv", budget=96),
         kvjax.method("h2o", budget=39),
         kvjax.method("adakv", budget=64, window=16),
+        kvjax.method("quest", budget=64, page=32, skip_layers=0),
     ],
 )
 def test_steps_through_the_kernel_are_steps_in_plain_jnp(method):
@@ -110,7 +111,9 @@ def test_a_prompt_through_the_kernels_gives_the_same_cache_and_logits():
 def test_forcing_a_kernel_on_what_it_cannot_read_says_why():
     m = model()
     refused = {
-        "the method picks what is read": kvjax.method("quest", budget=32, skip_layers=0),
+        "pages that a method picks have a kernel where": kvjax.chain(
+            kvjax.method("quest", budget=32, skip_layers=0), kvjax.method("int8")
+        ),
         "a dense cache of such codes": kvjax.method("int4"),
         "7 groups of 16 tokens, expected a multiple of 8": kvjax.method("kivi", bits=4, group=16, residual=8),
         "groups of 16 tokens in 2 bits, expected 16": kvjax.method("kivi", bits=2, group=16, residual=8),

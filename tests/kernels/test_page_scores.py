@@ -14,7 +14,7 @@ from kvjax.ops.attention import attend
 from kvjax.ops.page_pool import make_pool
 from kvjax.ops.page_scores import best_pages, page_scores, tpu_page_scores
 from kvjax.ops.paged_decode import paged_decode
-from kvjax.read.pages import PageBounds
+from kvjax.read.pages import PageBounds, visited
 from tests.ops.oracles import rms
 
 B, K = 2, 2
@@ -112,7 +112,9 @@ def test_quest_visits_the_same_pages_and_computes_the_same(rng, body, implementa
     quest = PageBounds(Budget(0.5), PAGE)
     q = jnp.asarray(rng.standard_normal((B, 4, 1, 16)), jnp.float32)
     at = jnp.asarray(LIVE * PAGE, jnp.int32)[:, None]
-    visited = quest.visit(q, jax.tree.map(lambda x: x[None], body), 0, at[:, 0])
+    stacked = jax.tree.map(lambda x: x[None], body)
+    chosen = quest.pick(q, stacked, 0, at[:, 0])
+    seen = visited(stacked, 0, PAGE, *chosen).keys()
     counts = jnp.broadcast_to(jnp.asarray(LIVE, jnp.int32)[:, None], (B, K))
     wide = {n: jnp.pad(x, ((0, 0),) * 3 + ((0, 112),)) for n, x in body.summary.items()}
     scores = page_scores(q, wide, counts, implementation=implementation)
@@ -123,13 +125,13 @@ def test_quest_visits_the_same_pages_and_computes_the_same(rng, body, implementa
 
     pages, count = best_pages(scores, counts, -(-counts // 2), most=quest.pages_visited(PAGE * BODY))
     for i, k in np.ndindex(B, K):
-        theirs = np.asarray(visited.pos)[i, k]
+        theirs = np.asarray(seen.pos)[i, k]
         assert set(theirs[theirs >= 0] // PAGE) == set(pages[i, k, : count[i, k]].tolist())
 
     pool = make_pool(*(x.reshape(1, -1, PAGE, 16) for x in (body.k, body.v)))
     own = jnp.arange(B * K, dtype=jnp.int32).reshape(B, K, 1) * BODY
     out, lse, _ = paged_decode(q, pool, own + pages, count * PAGE, at, scale=0.25)
-    want, want_lse, _ = attend(q, visited, at, scale=0.25)
+    want, want_lse, _ = attend(q, seen, at, scale=0.25)
     np.testing.assert_allclose(out, want, rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(lse, want_lse, rtol=2e-6)
 
