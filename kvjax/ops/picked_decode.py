@@ -136,7 +136,7 @@ def tpu_picked_decode(
     at = jnp.pad(at, ((0, 0), pad), constant_values=-1)
     sizes = tpu.Sizes(block, page, lists // cores, scale, window, softcap, sides=("pos",), pages=most // page)
     out, lse = tpu.stacked_decode(
-        asked, *(x.reshape(layers, lists * slots, x.shape[4]) for x in (k, v)),
+        asked, k.reshape(layers, lists * slots, h), v.reshape(layers, lists * slots, v.shape[4]),
         (counts * page).reshape(-1).astype(jnp.int32), jnp.zeros((lists,), jnp.int32), table.reshape(-1),
         jnp.broadcast_to(at[..., None], (*at.shape, LANES)), layer[None], (held[None],),
         sizes=sizes, cores=cores, interpret=interpret,
