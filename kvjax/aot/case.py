@@ -14,12 +14,12 @@ class Case(NamedTuple):
 
     run: takes arrays of `operands`. bytes: what one run must read and write. flops: of its matrix products.
     cache: bytes of the cache among the operands, which must stay where it is in HBM; 0 where there is none,
-    as in a prompt over itself, whose operands XLA may copy and move into VMEM. relaid: bytes of others that
-    XLA may lay out anew: results as long as the cache, weights or newest slots of one layer. kernel: the name
-    of the Pallas call. trips: how often the code at each loop depth of the kernel runs. profiles: whether the
-    compiler can simulate it; it aborts on copies by hand whose sources it cannot tell. donated: places of the
-    operands that the program may reuse. branches: how often the largest conditional parts of the outermost
-    loop run, in their order; other code counts as if it always ran.
+    as in a prompt over itself, whose operands XLA may copy and move into VMEM. relaid: bytes of results as
+    long as the cache, such as masses, that XLA may lay out once more. kernel: the name of the Pallas call.
+    trips: how often the code at each loop depth of the kernel runs. profiles: whether the compiler can
+    simulate it; it aborts on copies by hand whose sources it cannot tell. donated: places of the operands
+    that the program may reuse. branches: how often the largest conditional parts of the outermost loop run,
+    in their order; other code counts as if it always ran.
     layouts: of operands, by place, that do not come in the compiler's default, or such a function of a leaf.
     """
 
