@@ -29,7 +29,9 @@ from kvjax.ops.page_pool import PER_CHANNEL, PagePool, page_rows
 from kvjax.ops.page_scores import page_scores
 from kvjax.ops.paged_append import paged_append
 from kvjax.ops.paged_decode import paged_decode
+from kvjax.ops.picked_decode import picked_decode
 from kvjax.ops.recurrence import Tokens
+from kvjax.ops.rope import Rope
 from kvjax.ops.stacked_decode import stacked_decode
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -47,9 +49,9 @@ def lanes(width: int) -> int:
     return -(-width // LANES) * LANES
 
 
-def paged(payload: str, h: int) -> Iterator[Call]:
+def paged(payload: str, h: int, page: int | None = None) -> Iterator[Call]:
     stored, names = PAYLOADS[payload]
-    page, width = 128 if payload in FLOATS else 256, lanes(h)
+    page, width = page or (128 if payload in FLOATS else 256), lanes(h)
     pages = HEADS * SLOTS // page
     words = shape(1, pages, page_rows(stored, page, width, names), width, dtype=INT32)
     kind = "float32" if payload == "float32" else "bfloat16"
@@ -59,6 +61,14 @@ def paged(payload: str, h: int) -> Iterator[Call]:
     )  # fmt: skip
     for mass in (False, True):
         yield partial(paged_decode, scale=1.0, mass=mass, implementation="tpu"), operands
+
+
+def small_pages(payload: str, h: int) -> Iterator[Call]:
+    """Pages whose rows fill no tiles of their own, as they are and with keys to turn."""
+    for page in (16, 32, 64):
+        for rope in (None, Rope()):
+            run, operands = next(paged(payload, h, page))
+            yield partial(run, rope=rope), operands
 
 
 def paged_token(payload: str, h: int) -> Iterator[Call]:
@@ -82,6 +92,20 @@ def stacked(payload: str, h: int) -> Iterator[Call]:
     yield run, (q, rows, rows, *places)
     if 2 * h == LANES:
         yield lambda q, k, *x: run(q, k, None, *x), (q, rows, *places)
+
+
+def picked(payload: str, h: int) -> Iterator[Call]:
+    """Pages out of a dense cache; rows that are no multiple of 128 wide are refused."""
+    if h % LANES:
+        return
+    rows, most = shape(2, 1, HEADS, SLOTS, h, dtype=payload), SLOTS // 64
+    for page in (16, 64):
+        operands = (
+            shape(1, HEADS * GROUP, 1, h, dtype=payload), rows, rows, shape(1, HEADS, most, dtype=INT32),
+            shape(1, HEADS, dtype=INT32), shape(1, HEADS, most * page, dtype=INT32),
+            shape(1, 1, dtype=INT32),
+        )  # fmt: skip
+        yield partial(picked_decode, page=page, scale=1.0, implementation="tpu"), operands
 
 
 def grouped(payload: str, h: int) -> Iterator[Call]:
@@ -206,7 +230,9 @@ ALONE = tuple((h,) for h in HEAD_DIMS)
 BY_TOKEN = tuple(n for n, (_, names) in PAYLOADS.items() if not set(names) & set(PER_CHANNEL))
 KERNELS = {
     "paged_decode": Kernel("paged_decode", tuple(PAYLOADS), paged),
+    "paged_decode-small": Kernel("paged_decode", tuple(PAYLOADS), small_pages, ((128,),)),
     "stacked_decode": Kernel("stacked_decode", FLOATS, stacked),
+    "stacked_decode-picked": Kernel("stacked_decode", FLOATS, picked),
     "grouped_decode": Kernel("grouped_decode", ("uint2", "uint4"), grouped),
     "append": Kernel("append", FLOATS, appended),
     "append-pages": Kernel("paged_append", BY_TOKEN, paged_token),
