@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvjax.pallas_kernels.append.tiles import split
+from kvjax.pallas_kernels.scalars import split
 
 PER_TOKEN = ("pos", "bias", "key_scale", "key_zero", "value_scale", "value_zero")
 PER_CHANNEL = ("channel_scale", "channel_zero")

@@ -15,9 +15,7 @@ from kvjax.ops.append import LANES
 from kvjax.ops.dispatch import form
 from kvjax.ops.page_pool import BITS, PER_CHANNEL, SUBLANES, PagePool
 from kvjax.pallas_kernels.append import words_tpu as tpu
-
-# Of a TPU's megabyte of scalars.
-TABLE_BYTES = 2**19
+from kvjax.pallas_kernels.scalars import TABLE_BYTES
 
 
 def paged_append(

@@ -1,6 +1,7 @@
 """Attention of a few queries over pages picked out of the dense cache of all layers, [L, B, K, S, H].
 
-What a method picks lies where it always lay: a list of pages takes the place of copies of them.
+What a method picks, such as Quest (Tang et al., 2024, arXiv:2406.10774), lies where it always lay: a table of
+pages for every sequence and KV head takes the place of copies of them.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ from kvjax.ops.attention import Keys, attend
 from kvjax.ops.dispatch import form
 from kvjax.ops.stacked_decode import KEPT_NUMBERS, on_lanes, slots_per_step, tile_rows
 from kvjax.pallas_kernels.blocks import cores_for
+from kvjax.pallas_kernels.scalars import TABLE_BYTES
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, SUBLANES
-
-# Of a TPU's megabyte of scalars.
-TABLE_BYTES = 2**19
 
 
 def picked_decode(
@@ -56,11 +55,12 @@ def picked_decode(
     """
     most = pages.shape[2] * page
     fit = q.shape[1] % k.shape[2] == 0 and k.shape[:4] == v.shape[:4] and q.shape[3] == k.shape[4]
-    if not fit or k.shape[3] % page or pages.shape[:2] != k.shape[1:3] or pos.shape[2] != most:
+    lists = (pages.shape[:2], counts.shape, pos.shape[:2]) == (k.shape[1:3],) * 3
+    if not fit or not lists or k.shape[3] % page or pos.shape[2] != most:
         raise ValueError(
             f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, pages {list(pages.shape)} of {page} "
-            f"slots and pos {list(pos.shape)} do not fit: expected KV heads that divide query heads, whole "
-            f"pages, and {most} positions of every list"
+            f"slots, counts {list(counts.shape)} and pos {list(pos.shape)} do not fit: expected KV heads that "
+            f"divide query heads, whole pages, and {most} positions of every list"
         )
     at = jnp.asarray(layer, jnp.int32)
     options: dict[str, Any] = dict(page=page, scale=scale, window=window, softcap=softcap)

@@ -15,17 +15,6 @@ from jax.experimental.pallas import tpu as pltpu
 from kvjax.pallas_kernels.streaming import start, wait
 
 
-def split(x: Any, size: int) -> tuple[Any, Any]:
-    """(x // size, x % size) of x >= 0; of a power of two without the instructions that a sign takes.
-
-    >>> split(13, 4), split(13, 5)
-    ((3, 1), (2, 3))
-    """
-    if size & (size - 1) == 0:
-        return x >> (size.bit_length() - 1), x & (size - 1)
-    return x // size, x % size
-
-
 def rewrite(
     lists: int,
     writes: Callable[[Any], Any],

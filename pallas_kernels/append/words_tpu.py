@@ -16,9 +16,10 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax.pallas_kernels.append.tiles import rewrite, split
+from kvjax.pallas_kernels.append.tiles import rewrite
+from kvjax.pallas_kernels.scalars import split
+from kvjax.pallas_kernels.streaming import SUBLANES
 
-SUBLANES = 8
 # Lists per grid step.
 LISTS = 64
 
@@ -105,7 +106,7 @@ def _cut(refs: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """The bits of x in the low end of words."""
+    """The bits of x in the low end of words; a kernel has no bitcast of narrow types."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return x.astype(jnp.int32)
     whole = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)

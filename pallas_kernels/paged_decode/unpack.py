@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-SUBLANES = 8
+from kvjax.pallas_kernels.streaming import SUBLANES
+
 PER_CHANNEL = ("channel_scale", "channel_zero")
 
 
