@@ -59,8 +59,8 @@ def picked_decode(
     if not fit or not lists or k.shape[3] % page or pos.shape[2] != most:
         raise ValueError(
             f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, pages {list(pages.shape)} of {page} "
-            f"slots, counts {list(counts.shape)} and pos {list(pos.shape)} do not fit: expected KV heads that "
-            f"divide query heads, whole pages, and {most} positions of every list"
+            f"slots, counts {list(counts.shape)} and pos {list(pos.shape)} do not fit: expected KV heads "
+            f"that divide query heads, whole pages, and {most} positions of every list"
         )
     at = jnp.asarray(layer, jnp.int32)
     options: dict[str, Any] = dict(page=page, scale=scale, window=window, softcap=softcap)

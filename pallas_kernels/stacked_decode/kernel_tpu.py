@@ -91,8 +91,7 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
             some(pl.multiple_of(n * piece, piece), piece)
 
         def everything() -> None:
-            # What is waited for is an amount of bytes, wherever they came from.
-            if not sizes.pages or act is streaming.wait:
+            if not sizes.pages:
                 return some(0, block)
             for n in range(block // piece):
                 some(n * piece, piece)

@@ -114,12 +114,8 @@ def test_a_missing_wait_is_found(monkeypatch):
 def test_what_cannot_run_says_why():
     inputs = draw(2)
     q, k, v, pages, counts, pos, asked = inputs
-    with pytest.raises(
-        ValueError, match="do not fit: expected KV heads that divide query heads, whole pages"
-    ):
+    with pytest.raises(ValueError, match=r"pos \[2, 2, 143\] do not fit: expected KV heads that divide"):
         picked_decode(q, k, v, pages, counts, pos[..., 1:], asked, 1, page=16, scale=1.0)
-    with pytest.raises(ValueError, match=r"counts \[2, 1\] and pos \[2, 2, 144\] do not fit"):
-        picked_decode(q, k, v, pages, counts[:, :1], pos, asked, 1, page=16, scale=1.0)
     forced = dict(scale=1.0, implementation="tpu interpret")
     with pytest.raises(NotImplementedError, match="rows are 64 wide, expected a multiple of 128"):
         thin = (q[..., :64], k[..., :64], v[..., :64])
