@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Codes, Paged, Pages, Segment, Slots, State, gather_pages
+from kvjax.grammar import Read
 from kvjax.group import GroupMethod
 from kvjax.models.attending import attend_at_once
 from kvjax.models.mixer import Layer, Projected, Scores
@@ -65,8 +66,8 @@ def attend_past(
             )  # fmt: skip
             parts.append(part)
         elif isinstance(segment, Slots) and (chosen := _form(run, past, layer, x, i)) != "reference":
-            if _picks(past, i):
-                out, lse = _attend_picked(run, past, layer, q, segment, pos, chosen)
+            if (read := _picking(past, i)) is not None:
+                out, lse = _attend_picked(run, past, layer, q, segment, read, pos, chosen)
             else:
                 out, lse, mass = _attend_slots(run, past, layer, q, segment, pos, chosen)
             parts.append((out, lse))
@@ -95,9 +96,7 @@ def _read(
     assert not isinstance(segment, State)
     if isinstance(segment, Paged):
         keys = gather_pages(segment.layer(past.index), pools[segment.pool])
-    elif _picks(past, i):
-        read = past.gm.read
-        assert read is not None
+    elif (read := _picking(past, i)) is not None:
         found = read.pick(q, segment, past.index, at + 1)
         keys = visited(segment, past.index, read.granule, *found).keys()
     else:
@@ -109,9 +108,9 @@ def _read(
     return keys
 
 
-def _picks(past: Past, i: int) -> bool:
-    """Whether the method picks what is read of segment `i`."""
-    return past.gm.read is not None and i == 0
+def _picking(past: Past, i: int) -> Read | None:
+    """What picks the pages that are read of segment `i`; None where all are."""
+    return past.gm.read if i == 0 else None
 
 
 def _form(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
@@ -119,8 +118,8 @@ def _form(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
     slots = past.state[i]
     assert isinstance(slots, Slots)
     why, k, v = _together(run, past, layer, x, i), _rows(slots.k), _rows(slots.v)
-    if _picks(past, i):
-        why = why or _refusal_of_picks(past, x.q, slots)
+    if (read := _picking(past, i)) is not None:
+        why = why or _refusal_of_picks(past, x.q, slots, read)
     elif (codec := _groups(slots)) is not None:
         why = why or _refusal_of_groups(past, layer, x.q, slots, codec)
     elif k is None or (v is None and slots.v is not None):
@@ -157,10 +156,8 @@ def _refusal_of_groups(past: Past, layer: Layer, q: Array, slots: Slots, codec: 
     return grouped.refusal(q, grouped.Grouped(**slots.k.data), codec.bits, codec.granule)
 
 
-def _refusal_of_picks(past: Past, q: Array, slots: Slots) -> str:
+def _refusal_of_picks(past: Past, q: Array, slots: Slots, read: Read) -> str:
     """Why the kernel cannot read pages that a method picks."""
-    read = past.gm.read
-    assert read is not None
     if isinstance(slots.k, Codes) or isinstance(slots.v, Codes) or slots.v is None:
         return "pages that a method picks have a kernel where keys and values are stored as rows"
     if slots.bias is not None or past.gm.wants_mass:
@@ -185,11 +182,12 @@ def _together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
 
 
 def _attend_picked(
-    run: Run, past: Past, layer: Layer, q: Array, slots: Slots, pos: Int[Array, "B 1"], implementation: str
-) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"]]:
+    run: Run, past: Past, layer: Layer, q: Array, slots: Slots, read: Read, pos: Int[Array, "B 1"],
+    implementation: str,
+) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"]]:  # fmt: skip
     """Attention over the pages that the method picks, where they lie: (out, lse)."""
-    read, k, v = past.gm.read, slots.k, slots.v
-    assert read is not None and not isinstance(k, Codes) and not isinstance(v, Codes) and v is not None
+    k, v = slots.k, slots.v
+    assert not isinstance(k, Codes) and not isinstance(v, Codes) and v is not None
     pages, counts = read.pick(q, slots, past.index, pos[:, 0] + 1)
     held = positions(slots, past.index, read.granule, pages, counts)
     return picked.picked_decode(
