@@ -225,14 +225,14 @@ class Read(Protocol):
         ...
 
     def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]:
-        """Per page of slots, what `pick` ranks pages by: arrays [*b, S / granule, ...]."""
+        """Per page of slots, what `select` ranks pages by: arrays [*b, S / granule, ...]."""
         ...
 
     def pages_visited(self, slots: int) -> int:
         """Most pages of a body of `slots` slots that one query visits (static)."""
         ...
 
-    def pick(
+    def select(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"]
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:
         """The pages of a layer of `body` that these queries attend to, and how many of them, from the first.

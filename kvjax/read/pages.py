@@ -50,7 +50,7 @@ class PageBounds:
         """Most pages of a body of `slots` slots that a query visits (static)."""
         return min(slots // self.page, -(-self.budget.capacity(slots) // self.page))
 
-    def pick(
+    def select(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"]
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:
         held = body.pos[layer]

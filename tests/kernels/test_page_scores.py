@@ -113,7 +113,7 @@ def test_quest_visits_the_same_pages_and_computes_the_same(rng, body, implementa
     q = jnp.asarray(rng.standard_normal((B, 4, 1, 16)), jnp.float32)
     at = jnp.asarray(LIVE * PAGE, jnp.int32)[:, None]
     stacked = jax.tree.map(lambda x: x[None], body)
-    chosen = quest.pick(q, stacked, 0, at[:, 0])
+    chosen = quest.select(q, stacked, 0, at[:, 0])
     seen = visited(stacked, 0, PAGE, *chosen).keys()
     counts = jnp.broadcast_to(jnp.asarray(LIVE, jnp.int32)[:, None], (B, K))
     wide = {n: jnp.pad(x, ((0, 0),) * 3 + ((0, 112),)) for n, x in body.summary.items()}
