@@ -121,9 +121,13 @@ def _sized(slots: Slots, capacity: int) -> Slots:
     return pad_slots(cut, capacity - cut.capacity)
 
 
-def flush_in_place(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
-    """`flush` of a tail at its resting capacity, row by row of a layer: no layer is held twice."""
+def flush_if_full(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
+    """`flush` of a tail at its resting capacity, if any list is full, row by row of a layer in place.
+
+    A loop of no turns where none is: XLA for GPUs copies all that a conditional passes through.
+    """
     layers, rows = tail.pos.shape[:2]
+    full = ((tail.pos >= 0).sum(-1) >= gm.residual + gm.granule).any()
 
     def one(at: Array, state: tuple[Slots, Slots]) -> tuple[Slots, Slots]:
         body, tail = state
@@ -134,7 +138,7 @@ def flush_in_place(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Sl
 
     # A row of a layer looks like a layer of one row.
     apart = jax.tree.map(lambda x: x.reshape(layers * rows, 1, *x.shape[2:]), (body, tail))
-    done = jax.lax.fori_loop(0, layers * rows, one, apart)
+    done = jax.lax.fori_loop(0, jnp.where(full, layers * rows, 0), one, apart)
     return jax.tree.map(lambda x: x.reshape(layers, rows, *x.shape[2:]), done)
 
 

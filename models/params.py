@@ -35,14 +35,14 @@ def apart(config: Config) -> frozenset[int]:
 
 
 def plan(config: Config, stacked: bool | None = None) -> tuple[Group, ...]:
-    """How the layers are stacked: one by one on CPU, in maximal runs of equal layers elsewhere.
+    """How the layers are stacked: in maximal runs of equal layers on TPU, one by one elsewhere.
 
-    XLA on CPU copies a layer's slice of stacked weights and caches at every step; on TPU one scan over the
-    stack compiles fast and copies nothing. The first two layers always stand apart, because several methods
+    XLA on CPU and GPU copies a layer's slice of stacked weights at every step; on TPU one scan over the stack
+    compiles fast and copies nothing. The first two layers always stand apart, because several methods
     leave them alone, and so do layers that others read.
     """
     if stacked is None:
-        stacked = jax.default_backend() != "cpu"
+        stacked = jax.default_backend() == "tpu"
     if not stacked:
         return tuple(Group(i, 1) for i in range(config.layers))
     cuts = [0]

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
         ("memory", _memory()),
         ("cores", _cores()),
         *(("attention" if i == 0 else "", text) for i, text in enumerate(_attention(platform))),
-        ("layers", "one after another" if platform == "cpu" else "stacked, one scan over equal layers"),
+        ("layers", "stacked, one scan over equal layers" if platform == "tpu" else "one after another"),
     ]
     console().print(pairs(rows))
 

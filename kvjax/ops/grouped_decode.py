@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+from kvjax.ops import partial_gpu as parts
 from kvjax.ops.attention import Keys, attend
-from kvjax.ops.dispatch import form
+from kvjax.ops.dispatch import INTERPRET, form
 from kvjax.ops.dtypes import wide
 from kvjax.pallas_kernels.blocks import cores_for, tuned
 from kvjax.pallas_kernels.grouped_decode import kernel_tpu as tpu
@@ -50,8 +51,8 @@ def grouped_decode(
     What slots behind the length hold does not matter. lse is -inf, and out 0, where there are none. Softmax
     in promote(float32, q).
 
-    implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
-    NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
+    implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel where it
+    can run. Raises NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
 
     >>> from kvjax.store.affine import Affine
     >>> x = jnp.broadcast_to(jnp.arange(64.0)[:, None], (1, 1, 1, 64, 32))
@@ -76,13 +77,26 @@ def grouped_decode(
             f"bits in groups of {group}: expected [.., S * {bits} / 32, W] and [.., S / {group}, W] of each"
         )
     at = jnp.asarray(layer, jnp.int32)
-    chosen = form("grouped_decode", implementation, tpu=refusal(q, k, bits, group))
+    chosen = form("grouped_decode", implementation, **refusals(q, k, bits, group))
     if chosen == "reference":
         return _reference(q, k, v, lengths, at, bits=bits, group=group, scale=scale, softcap=softcap)
-    return tpu_grouped_decode(
+    run = gpu_grouped_decode if chosen.startswith("gpu") else tpu_grouped_decode
+    return run(
         q, k, v, lengths, at, bits=bits, group=group, scale=scale, softcap=softcap,
-        interpret=chosen != "tpu",
+        interpret=chosen.endswith(INTERPRET),
     )  # fmt: skip
+
+
+def refusals(q: Array, k: Grouped, bits: int, group: int) -> dict[str, str]:
+    """Why the kernel of each platform cannot take these operands."""
+    return dict(tpu=refusal(q, k, bits, group), gpu=gpu_refusal(q, k, bits, group))
+
+
+def gpu_refusal(q: Array, k: Grouped, bits: int, group: int) -> str:
+    """Why the GPU kernel cannot take these operands; empty where it can."""
+    if bits not in (1, 2, 4) or group not in (16, 32, 64, 128) or group * bits % 32:
+        return f"groups of {group} in {bits} bits, expected whole words in groups of 16, 32, 64 or 128"
+    return parts.gpu_refusal(q, k.words.shape[2], {"rows": k.words.shape[4]})
 
 
 def refusal(q: Array, k: Grouped, bits: int, group: int) -> str:
@@ -130,6 +144,25 @@ def _reference(
         q, seen, jnp.zeros((q.shape[0], q.shape[2]), jnp.int32), scale=scale, softcap=softcap
     )
     return out, lse
+
+
+def gpu_grouped_decode(
+    q: Array, k: Grouped, v: Grouped, lengths: Array, layer: Array, *,
+    bits: int, group: int, scale: float, softcap: float | None = None, block: int | None = 16,
+    programs: int | None = None, warps: int | None = None, stages: int = 2, interpret: bool = False,
+) -> tuple[Array, Array]:  # fmt: skip
+    """The kernel on the operands of `grouped_decode`. block, programs, warps, stages: see `partial_gpu`."""
+    from kvjax.pallas_kernels.grouped_decode import kernel_gpu as gpu
+
+    (heads, rows, width), lists = k.words.shape[2:], lengths.size
+    how = parts.cut(q, heads, rows, width, block=block, programs=programs, warps=warps, stages=stages)
+    asked, _ = parts.asked(q, jnp.zeros((q.shape[0], q.shape[2]), jnp.int32), heads, parts.power(width))
+    outs, lses = gpu.grouped_decode(
+        asked, tuple(x.reshape(x.shape[0], lists, *x.shape[3:]) for x in (*k, *v)),
+        lengths.reshape(-1).astype(jnp.int32), layer[None],
+        sizes=gpu.Sizes(how, bits, group, scale, softcap), interpret=interpret,
+    )  # fmt: skip
+    return parts.merged(outs, lses, q)
 
 
 def tpu_grouped_decode(

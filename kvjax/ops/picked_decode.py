@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from kvjax.ops.attention import Keys, attend
 from kvjax.ops.dispatch import form
 from kvjax.ops.stacked_decode import KEPT_NUMBERS, on_lanes, slots_per_step, tile_rows
+from kvjax.ops.stacked_decode_gpu import gpu_refusal, gpu_stacked_decode
 from kvjax.pallas_kernels.blocks import cores_for
 from kvjax.pallas_kernels.scalars import TABLE_BYTES
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
@@ -43,8 +44,8 @@ def picked_decode(
     q_pos - window + 1 .. q_pos. lse is -inf, and out 0, where nothing is seen. Softmax in
     promote(float32, q).
 
-    implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
-    NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
+    implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel where it
+    can run. Raises NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
 
     >>> k = jnp.ones((2, 1, 1, 8, 4)).at[1, 0, 0, 4:].set(3.0)
     >>> q, at = jnp.zeros((1, 1, 1, 4)), jnp.asarray([[7]])
@@ -64,9 +65,11 @@ def picked_decode(
         )
     at = jnp.asarray(layer, jnp.int32)
     options: dict[str, Any] = dict(page=page, scale=scale, window=window, softcap=softcap)
-    chosen = form("picked_decode", implementation, tpu=refusal(q, k, v, pages.shape[2], page))
+    chosen = form("picked_decode", implementation, **refusals(q, k, v, pages.shape[2], page))
     if chosen == "reference":
         return _reference(q, k, v, pages, counts, pos, q_pos, at, **options)
+    if chosen.startswith("gpu"):
+        return _on_gpu(q, k, v, pages, counts, pos, q_pos, at, interpret=chosen != "gpu", **options)
     return tpu_picked_decode(q, k, v, pages, counts, pos, q_pos, at, interpret=chosen != "tpu", **options)
 
 
@@ -79,6 +82,12 @@ def picked(
     lists = jnp.arange(b * k, dtype=jnp.int32).reshape(b, k, 1)
     number = (layer * b * k + lists) * every + pages
     return x.reshape(-1, size, *x.shape[4:])[number].reshape(b, k, most * size, *x.shape[4:])
+
+
+def refusals(q: Array, k: Array, v: Array, most: int, page: int) -> dict[str, str]:
+    """Why the kernel of each platform cannot take these operands, `most` pages of a list."""
+    coded = "codes have no kernel" if jnp.uint8 in (k.dtype, v.dtype) else ""
+    return dict(tpu=refusal(q, k, v, most, page), gpu=coded or gpu_refusal(q, k.shape[2], k, v))
 
 
 def refusal(q: Array, k: Array, v: Array, most: int, page: int) -> str:
@@ -112,6 +121,20 @@ def _reference(
     )
     seen = Keys(keys, values, jnp.where(live, pos, -1))
     out, lse, _ = attend(q, seen, q_pos, scale=scale, window=window, softcap=softcap)
+    return out, lse
+
+
+def _on_gpu(
+    q: Array, k: Array, v: Array, pages: Array, counts: Array, pos: Array, q_pos: Array, layer: Array, *,
+    page: int, **options: Any,
+) -> tuple[Array, Array]:  # fmt: skip
+    layers, b, heads, slots, _ = k.shape
+    first = jnp.arange(b * heads, dtype=jnp.int32).reshape(b, heads, 1) * slots
+    out, lse, _ = gpu_stacked_decode(
+        q, k.reshape(layers, -1, k.shape[4]), v.reshape(layers, -1, v.shape[4]), counts * page,
+        first + pages * page, q_pos, layer, {"pos": pos[None]}, most=pages.shape[2] * page,
+        values=(0, v.shape[4]), page=page, **options,
+    )  # fmt: skip
     return out, lse
 
 

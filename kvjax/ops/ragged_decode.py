@@ -17,6 +17,7 @@ from kvjax.ops.attention import Keys, attend
 from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
 from kvjax.ops.stacked_decode import KEPT_NUMBERS, slots_per_step, tile_rows
+from kvjax.ops.stacked_decode_gpu import gpu_refusal, gpu_stacked_decode
 from kvjax.pallas_kernels.blocks import cores_for
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, SUBLANES
@@ -55,8 +56,8 @@ def ragged_decode(
     aligned: what all starts and R are multiples of. lse is -inf, and out 0, for empty lists. Softmax in
     promote(float32, q). What rows behind a list's length hold does not matter.
 
-    implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
-    NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
+    implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel where it
+    can run. Raises NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
 
     >>> k, starts, lengths = jnp.ones((8, 4)), jnp.asarray([[0, 4]]), jnp.asarray([[3, 2]])
     >>> q = jnp.zeros((1, 2, 1, 4))
@@ -74,11 +75,18 @@ def ragged_decode(
             f"the query heads, keys as wide as q, `values` where v is None, and biases and scales of {most}"
         )
     options: dict[str, Any] = dict(most=most, scale=scale, values=width, bias=bias, softcap=softcap)
-    given = len(sides_of(k, v, bias))
-    why = refusal(q, rows, None if v is None else rows_of(v), aligned, (given, starts.shape[1], most))
-    chosen = form("ragged_decode", implementation, tpu=why)
+    why = refusals(
+        q,
+        rows,
+        None if v is None else rows_of(v),
+        aligned,
+        (len(sides_of(k, v, bias)), starts.shape[1], most),
+    )
+    chosen = form("ragged_decode", implementation, **why)
     if chosen == "reference":
         return _reference(q, k, v, starts, lengths, **options)
+    if chosen.startswith("gpu"):
+        return _on_gpu(q, k, v, starts, lengths, interpret=chosen != "gpu", **options)
     options |= dict(aligned=aligned, interpret=chosen != "tpu")
     return tpu_ragged_decode(q, k, v, starts, lengths, **options)
 
@@ -93,6 +101,13 @@ def sides_of(k: Array | CodedRows, v: Array | CodedRows | None, bias: Array | No
     given = {} if bias is None else {"bias": bias}
     coded = {f"{n}_scale_zero": x for n, x in {"key": k, "value": v}.items() if isinstance(x, CodedRows)}
     return given | {name: x.scale_zero for name, x in coded.items()}
+
+
+def refusals(
+    q: Array, k: Array, v: Array | None, aligned: int, given: tuple[int, int, int]
+) -> dict[str, str]:
+    """Why the kernel of each platform cannot take these rows."""
+    return dict(tpu=refusal(q, k, v, aligned, given), gpu=gpu_refusal(q, given[1], k, v))
 
 
 def refusal(q: Array, k: Array, v: Array | None, aligned: int, given: tuple[int, int, int]) -> str:
@@ -138,6 +153,19 @@ def _reference(
     seen = Keys(keys, keys[..., :values] if v is None else plain(v), jnp.where(live, 0, -1), bias)
     zero = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
     out, lse, _ = attend(q, seen, zero, scale=scale, softcap=softcap)
+    return out, lse
+
+
+def _on_gpu(
+    q: Array, k: Array | CodedRows, v: Array | CodedRows | None, starts: Array, lengths: Array, *,
+    most: int, values: int, bias: Array | None, **options: Any,
+) -> tuple[Array, Array]:  # fmt: skip
+    every = jnp.full((q.shape[0], q.shape[2]), ALWAYS, jnp.int32)
+    sides = {name: x[None] for name, x in sides_of(k, v, bias).items()}
+    out, lse, _ = gpu_stacked_decode(
+        q, rows_of(k)[None], None if v is None else rows_of(v)[None], lengths, starts[..., None], every,
+        jnp.zeros((), jnp.int32), sides, most=most, values=(0, values), **options,
+    )  # fmt: skip
     return out, lse
 
 

@@ -17,6 +17,7 @@ from kvjax.ops.append import append
 from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
 from kvjax.ops.softmax import softmax
+from kvjax.ops.stacked_decode_gpu import gpu_refusal, gpu_stacked_decode
 from kvjax.pallas_kernels.blocks import cores_for, tuned
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, SUBLANES
@@ -64,8 +65,8 @@ def stacked_decode(
     may be `Coded`: scale (q . c) + zero sum(q), and sum_s p scale c + sum_s p zero. Rows behind the length
     are never read.
 
-    implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
-    NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
+    implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel where it
+    can run. Raises NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
 
     >>> k = jnp.ones((3, 1, 2, 16, 8))
     >>> q, length, pos = jnp.zeros((1, 4, 1, 8)), jnp.asarray([6]), jnp.asarray([[5]])
@@ -87,9 +88,11 @@ def stacked_decode(
     lists = jnp.broadcast_to(lengths.reshape(b, -1), keys.shape[1:3]).astype(jnp.int32)
     options: dict[str, Any] = dict(scale=scale, values=(start, width), window=window, softcap=softcap)
     options |= dict(pos=pos, bias=bias, mass=mass)
-    chosen = form("stacked_decode", implementation, tpu=refusal(q, k, v, pos, bias, mass=mass))
+    chosen = form("stacked_decode", implementation, **refusals(q, k, v, pos, bias, mass=mass))
     if chosen == "reference":
         return _reference(q, k, v, lists, q_pos, at, **options)
+    if chosen.startswith("gpu"):
+        return _on_gpu(q, k, v, lists, q_pos, at, interpret=chosen != "gpu", **options)
     return tpu_stacked_decode(q, k, v, lists, q_pos, at, interpret=chosen != "tpu", **options)
 
 
@@ -107,6 +110,14 @@ def sides_of(
         if isinstance(x, Coded):
             given[f"{name}_scale_zero"] = x.scale_zero
     return {name: x for name, x in given.items() if x is not None}
+
+
+def refusals(
+    q: Array, k: Array | Coded, v: Array | Coded | None, *sides: Array | None, mass: bool = False
+) -> dict[str, str]:
+    """Why the kernel of each platform cannot take these operands; sides: pos and bias."""
+    rows = (rows_of(k), None if v is None else rows_of(v))
+    return dict(tpu=refusal(q, k, v, *sides, mass=mass), gpu=gpu_refusal(q, rows[0].shape[2], *rows))
 
 
 def refusal(
@@ -222,6 +233,19 @@ def _plain(x: Array | Coded, layer: Array, dtype: Any) -> Array:
         return x[layer].astype(dtype)
     scale, zero = (y.astype(dtype)[..., None] for y in halves(x.scale_zero[layer]))
     return x.codes[layer].astype(dtype) * scale + zero
+
+
+def _on_gpu(
+    q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
+    pos: Array | None, bias: Array | None, **options: Any,
+) -> tuple[Array, Array, Array | None]:  # fmt: skip
+    layers, b, heads, slots, _ = rows_of(k).shape
+    keys, rows = (None if x is None else rows_of(x).reshape(layers, b * heads * slots, -1) for x in (k, v))
+    assert keys is not None
+    origins = jnp.arange(b * heads, dtype=jnp.int32).reshape(b, heads, 1) * slots
+    return gpu_stacked_decode(
+        q, keys, rows, lengths, origins, q_pos, layer, sides_of(k, v, pos, bias), most=slots, **options
+    )
 
 
 def tpu_stacked_decode(

@@ -108,11 +108,11 @@ def attend_pages(
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
     """Attention of a few queries over one layer's pages; returns (out, lse).
 
-    implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. The kernel
+    implementation: as of `kvjax.ops.ragged_decode`; None takes the kernel where it can run. The kernel
     takes every live slot for one of each query's past, as in a decode step, and asks no positions. Raises
     NotImplementedError where a forced one cannot run.
     """
-    chosen = form("attention over pages", implementation, tpu=refusal(q, segment, pool))
+    chosen = form("attention over pages", implementation, **refusals(q, segment, pool))
     if chosen == "reference":
         return _attend_walking(q, segment, layer, pool, q_pos, scale=scale, softcap=softcap)
     page, lists = pool.page_tokens, segment.table.shape
@@ -133,15 +133,16 @@ def attend_pages(
     )  # fmt: skip
 
 
-def refusal(q: Array, segment: Paged, pool: Pages) -> str:
-    """Why the TPU kernel cannot read these pages; empty where it can."""
+def refusals(q: Array, segment: Paged, pool: Pages) -> dict[str, str]:
+    """Why the kernel of each platform cannot read these pages."""
     codes = [x for x in (pool.k, pool.v) if isinstance(x, Codes)]
     if any(set(x.data) != {"codes", "scale_zero"} or x.data["scale_zero"].ndim != 2 for x in codes):
-        return "they hold such codes, expected float32, bfloat16 or 8 bits with a scale and a zero per slot"
+        why = "they hold such codes, expected float32, bfloat16 or 8 bits with a scale and a zero per slot"
+        return dict(tpu=why, gpu=why)
     page, (_, heads, pages) = pool.page_tokens, segment.table.shape
     k, v = (x.data["codes"] if isinstance(x, Codes) else x for x in (pool.k, pool.v))
     assert k is not None
-    return ragged.refusal(q, k, v, page, (len(codes) + (pool.bias is not None), heads, pages * page))
+    return ragged.refusals(q, k, v, page, (len(codes) + (pool.bias is not None), heads, pages * page))
 
 
 def _attend_walking(

@@ -16,7 +16,7 @@ from kvjax.ops import grouped_decode as grouped
 from kvjax.ops import picked_decode as picked
 from kvjax.ops.attention import Keys, merge
 from kvjax.ops.dispatch import form
-from kvjax.ops.stacked_decode import Coded, refusal, rows_of, stacked_decode
+from kvjax.ops.stacked_decode import Coded, refusals, rows_of, stacked_decode
 from kvjax.place.paged import attend_pages
 from kvjax.read.pages import positions, visited
 from kvjax.steps.run import Run, turn_keys
@@ -117,16 +117,22 @@ def _form(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
     """In which form segment `i` is attended; NotImplementedError where a kernel is forced and cannot run."""
     slots = past.state[i]
     assert isinstance(slots, Slots)
-    why, k, v = _together(run, past, layer, x, i), _rows(slots.k), _rows(slots.v)
-    if (read := _picking(past, i)) is not None:
-        why = why or _refusal_of_picks(past, x.q, slots, read)
+    k, v = _rows(slots.k), _rows(slots.v)
+    if why := _together(run, past, layer, x, i):
+        each = _nowhere(why)
+    elif (read := _picking(past, i)) is not None:
+        each = _refusals_of_picks(past, x.q, slots, read)
     elif (codec := _groups(slots)) is not None:
-        why = why or _refusal_of_groups(past, layer, x.q, slots, codec)
+        each = _refusals_of_groups(past, layer, x.q, slots, codec)
     elif k is None or (v is None and slots.v is not None):
-        why = why or "a dense cache of such codes has no kernel"
+        each = _nowhere("a dense cache of such codes has no kernel")
     else:
-        why = why or refusal(x.q, k, v, slots.pos, slots.bias, mass=past.gm.wants_mass)
-    return form("attention over slots", run.implementation, tpu=why)
+        each = refusals(x.q, k, v, slots.pos, slots.bias, mass=past.gm.wants_mass)
+    return form("attention over slots", run.implementation, **each)
+
+
+def _nowhere(why: str) -> dict[str, str]:
+    return dict(tpu=why, gpu=why)
 
 
 def _rows(x: Array | Codes | None) -> Array | Coded | None:
@@ -148,21 +154,21 @@ def _groups(slots: Slots) -> Affine | None:
     return k if v == Affine(k.bits, group=k.group, together=k.granule) else None
 
 
-def _refusal_of_groups(past: Past, layer: Layer, q: Array, slots: Slots, codec: Affine) -> str:
-    """Why the kernel cannot read these codes; it counts slots and asks neither positions nor biases."""
+def _refusals_of_groups(past: Past, layer: Layer, q: Array, slots: Slots, codec: Affine) -> dict[str, str]:
+    """Why no kernel can read these codes; they count slots and ask neither positions nor biases."""
     if layer.window is not None or slots.bias is not None or past.gm.wants_mass:
-        return "windows, biases and masses over a dense cache of such codes have no kernel"
+        return _nowhere("windows, biases and masses over a dense cache of such codes have no kernel")
     assert isinstance(slots.k, Codes)
-    return grouped.refusal(q, grouped.Grouped(**slots.k.data), codec.bits, codec.granule)
+    return grouped.refusals(q, grouped.Grouped(**slots.k.data), codec.bits, codec.granule)
 
 
-def _refusal_of_picks(past: Past, q: Array, slots: Slots, read: Read) -> str:
-    """Why the kernel cannot read pages that a method picks."""
+def _refusals_of_picks(past: Past, q: Array, slots: Slots, read: Read) -> dict[str, str]:
+    """Why no kernel can read pages that a method picks."""
     if isinstance(slots.k, Codes) or isinstance(slots.v, Codes) or slots.v is None:
-        return "pages that a method picks have a kernel where keys and values are stored as rows"
+        return _nowhere("pages that a method picks have a kernel where keys and values are stored as rows")
     if slots.bias is not None or past.gm.wants_mass:
-        return "biases and masses over pages that a method picks have no kernel"
-    return picked.refusal(q, slots.k, slots.v, read.pages_visited(slots.capacity), read.granule)
+        return _nowhere("biases and masses over pages that a method picks have no kernel")
+    return picked.refusals(q, slots.k, slots.v, read.pages_visited(slots.capacity), read.granule)
 
 
 def _together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:

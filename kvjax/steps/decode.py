@@ -29,7 +29,7 @@ from kvjax.models.mixers.attention import lending, mixer_of
 from kvjax.models.transformer import decode_layers, unembed
 from kvjax.ops.dispatch import form
 from kvjax.ops.stacked_decode import LANES, on_lanes, stacked_append
-from kvjax.segments import flush_in_place
+from kvjax.segments import flush_if_full
 from kvjax.steps.attend import attend_past, past_of
 from kvjax.steps.run import Run, held, repeated
 
@@ -209,8 +209,8 @@ def _flush_if_full(gm: GroupMethod, group: tuple[Segment, ...]) -> tuple[Segment
     if not gm.split:
         return group
     body, tail = group
-    full = ((tail.pos >= 0).sum(-1) >= gm.residual + gm.granule).any()  # type: ignore[union-attr]
-    return jax.lax.cond(full, lambda b, t: flush_in_place(gm, b, t), lambda b, t: (b, t), body, tail)
+    assert isinstance(body, Slots) and isinstance(tail, Slots)
+    return flush_if_full(gm, body, tail)
 
 
 step = jax.jit(step_fn, static_argnames=("run",), donate_argnames=("cache",))

@@ -2,12 +2,9 @@
 
 One program takes one split of one (sequence, KV head): blocks of rows of words, gathered by the list's table,
 so that pages may be of any size. A row of words holds several tokens; each place within the words is a plane
-of tokens, unpacked by shifts, and no number moves from one thread to another for it. Flash-Decoding (Dao et
-al., 2023) with the tables of PagedAttention (Kwon et al., 2023, arXiv:2309.06180). What it computes is
-defined by `kvjax.ops.paged_decode`, what a page holds by `kvjax.ops.page_pool`.
-
-It is lowered by Pallas' Triton backend, which newer releases of jax call deprecated: the one that replaces it
-takes no GPU before Hopper in jax 0.10, and multiplies 64 rows at once where a decoding step has 4 to 16.
+of tokens, unpacked by shifts, and no number moves from one thread to another for it. The tables are those of
+PagedAttention (Kwon et al., 2023, arXiv:2309.06180), what kernels in parts share lies in `partial_gpu`. What
+it computes is defined by `kvjax.ops.paged_decode`, what a page holds by `kvjax.ops.page_pool`.
 """
 
 from __future__ import annotations
@@ -20,31 +17,26 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-NEG_INF = float("-inf")
+from kvjax.pallas_kernels import partial_gpu as parts
+from kvjax.pallas_kernels.partial_gpu import NEG_INF, Cut
+
 FLOAT8 = ("float8_e5m2", "float8_e4m3fn")
 PER_WORD = {"float32": 1, "bfloat16": 2, "int8": 4, **dict.fromkeys(FLOAT8, 4), "int4": 8, "uint2": 16}
 PER_CHANNEL = ("channel_scale", "channel_zero")
-SMALLEST = 16  # of a product on the matrix units
 
 
 class Sizes(NamedTuple):
     """What is static: how the work is cut, what a page holds, and what is done to the logits.
 
-    block: rows of words per step, a power of two from 16. blocks: steps of a split, of which there are
-    `splits`. page: tokens of a page, rows: words of its keys. names: the numbers behind its values, in order.
-    queries: rows of q that are real.
+    cut: steps are of rows of words. page: tokens of a page, rows: words of its keys. names: the numbers
+    behind its values, in order.
     """
 
-    block: int
-    blocks: int
-    splits: int
-    warps: int
-    stages: int
+    cut: Cut
     page: int
     rows: int
     payload: str
     names: tuple[str, ...]
-    queries: int
     scale: float
     window: int | None = None
     softcap: float | None = None
@@ -108,51 +100,29 @@ def _float8(lifted: Any, payload: str) -> Any:
 
 
 def _kernel(layer, lengths, table, q_pos, q, words, out, lse, *logits, sizes: Sizes) -> None:
-    i, split = pl.program_id(0), pl.program_id(1)
-    length = lengths[i]
-    count, lanes = q.shape[1:]
-    first = split * (sizes.blocks * sizes.block)
-    full = pl.cdiv(length, sizes.page) * sizes.rows
-    trips = jnp.clip(pl.cdiv(full - first, sizes.block), 0, sizes.blocks)
+    i, split, cut = pl.program_id(0), pl.program_id(1), sizes.cut
+    length, first = lengths[i], split * (cut.blocks * cut.block)
     kind = jnp.float32 if q.dtype == jnp.float32 else jnp.bfloat16
     asked, queries = q_pos[i], q[i].astype(kind)
 
-    def visit(step: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        top, total, acc = carry
-        at = _rows(layer, table, i, first + step * sizes.block, length, sizes)
+    def visit(step: Any, running: parts.Running) -> parts.Running:
+        at = _rows(layer, table, i, first + step * cut.block, length, sizes)
         scores = _scores(words, at, queries, asked, length, sizes, kind)
         if sizes.mass:
-            real = (jnp.arange(count) < sizes.queries)[:, None]
             for z, token in zip(scores, at.token, strict=True):
-                where = _grid(jnp.arange(count), token)
-                plt.store(logits[0].at[i, *where], z, mask=real & (token < length)[None])
-        new = top
-        for z in scores:
-            new = jnp.maximum(new, z.max(1))
-        safe = jnp.where(new == NEG_INF, 0.0, new)
-        fade = jnp.exp(top - safe)
-        weights = [jnp.exp(z - safe[:, None]) for z in scores]
-        total, acc = total * fade, acc * fade[:, None]
-        for p in weights:
-            total = total + p.sum(1)
-        return new, total, _add_values(words, at, weights, acc, length, sizes, kind)
+                parts.keep_logits(logits[0], i, z, token, token < length, cut.queries)
+        running, weights = parts.weigh(running, scores)
+        (acc,) = running.acc
+        return running._replace(acc=(_add_values(words, at, weights, acc, length, sizes, kind),))
 
-    start = (
-        jnp.full((count,), NEG_INF, jnp.float32),
-        jnp.zeros((count,), jnp.float32),
-        jnp.zeros((count, lanes), jnp.float32),
-    )
-    top, total, acc = jax.lax.fori_loop(0, trips, visit, start)
-    safe = jnp.where(total == 0.0, 1.0, total)
-    lse[i, split] = jnp.where(total == 0.0, NEG_INF, top + jnp.log(safe))
-    real = jnp.arange(count) < sizes.queries
-    where = _grid(jnp.arange(count), jnp.arange(lanes))
-    plt.store(out.at[i, split, *where], acc / safe[:, None], mask=jnp.broadcast_to(real[:, None], acc.shape))
+    running = parts.start(queries.shape[0], [queries.shape[1]])
+    turns = parts.trips(pl.cdiv(length, sizes.page) * sizes.rows, first, cut)
+    parts.finish(jax.lax.fori_loop(0, turns, visit, running), out, lse, i, split, cut.queries)
 
 
 def _rows(layer: Any, table: Any, i: Any, first: Any, length: Any, sizes: Sizes) -> Rows:
     """The rows of words from `first` on in the order of the list's table."""
-    number = first + jnp.arange(sizes.block)
+    number = first + jnp.arange(sizes.cut.block)
     listed, row = jax.lax.div(number, sizes.rows), jax.lax.rem(number, sizes.rows)
     if sizes.payload == "uint2":
         within = [row * 8 + (n % 8 + n // 8 * (sizes.page // 2)) for n in range(16)]
@@ -165,17 +135,12 @@ def _rows(layer: Any, table: Any, i: Any, first: Any, length: Any, sizes: Sizes)
     return Rows(layer[0], page, row, live, token, within)
 
 
-def _grid(a: Any, b: Any) -> tuple[Any, Any]:
-    shape = (a.shape[0], b.shape[0])
-    return jnp.broadcast_to(a[:, None], shape), jnp.broadcast_to(b[None], shape)
-
-
 def _load_rows(words: Any, at: Rows, row: Any, lanes: int) -> Any:
     """Words [block, lanes] of the rows `row` of a step's pages, 0 where nothing counts."""
     width = words.shape[-1]
     lane = jnp.arange(lanes)
-    rows, columns = _grid(row, lane)
-    pages = _grid(at.page, lane)[0]
+    rows, columns = parts.grid(row, lane)
+    pages = parts.grid(at.page, lane)[0]
     wanted = at.live[:, None] & (lane < width)[None]
     return plt.load(words.at[at.layer, pages, rows, columns], mask=wanted, other=0)
 
@@ -210,7 +175,7 @@ def _scores(words: Any, at: Rows, q: Any, asked: Any, length: Any, sizes: Sizes,
         codes = [(x.astype(jnp.float32) * scale + zero).astype(kind) for x in codes]
     found = []
     for plane, x in enumerate(codes):
-        z = _dot(q, x, 1)
+        z = parts.product(q, x, 1)
         if "key_scale" in sizes.names:
             z = z * number("key_scale", plane)[None]
         if "key_zero" in sizes.names:
@@ -243,16 +208,8 @@ def _add_values(
         if sizes.payload in ("bfloat16", *FLOAT8):
             # A word's later tokens may lie behind the length, and zero times anything may be no number.
             x = jnp.where((at.token[plane] < length)[:, None], x, jnp.zeros((), kind))
-        acc = acc + _dot(p.astype(kind), x, 0)
+        acc = acc + parts.product(p.astype(kind), x, 0)
     return acc
-
-
-def _dot(a: Any, b: Any, contract: int) -> Any:
-    """a [m, k] with b over its axis `contract`, exact for float32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        a, b, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
-    )
 
 
 def paged_decode(
@@ -272,20 +229,12 @@ def paged_decode(
     with pages, or anything, for all C splits; lengths [I]; q_pos [I, R]; layer [1]. Rows of out and of the
     logits behind the real queries are not written, nor are logits behind a list's length.
     """
-    lists, count, lanes = q.shape
-    splits, rows = sizes.splits, sizes.splits * sizes.blocks * sizes.block
+    (lists, count, lanes), cut = q.shape, sizes.cut
+    rows = cut.splits * cut.blocks * cut.block
     if table.shape[1] * sizes.rows < rows:
         raise ValueError(f"tables of {table.shape[1]} pages are shorter than {rows} rows of words: pad them")
-    shapes = [(lists, splits, count, lanes), (lists, splits, count)]
+    shapes = [(lists, cut.splits, count, lanes), (lists, cut.splits, count)]
     if sizes.mass:
         shapes.append((lists, count, table.shape[1] * sizes.page))
-    return tuple(
-        pl.pallas_call(
-            partial(_kernel, sizes=sizes),
-            grid=(lists, splits),
-            out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-            compiler_params=plt.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
-            interpret=interpret,
-            name="paged_decode",
-        )(layer, lengths, table, q_pos, q, words)
-    )
+    made = parts.call(partial(_kernel, sizes=sizes), cut, shapes, "paged_decode", interpret)
+    return tuple(made(layer, lengths, table, q_pos, q, words))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.methods import method
-from kvjax.ops.grouped_decode import Grouped, grouped_decode, tpu_grouped_decode
+from kvjax.ops.grouped_decode import Grouped, gpu_grouped_decode, grouped_decode, tpu_grouped_decode
 from kvjax.store.packing import pack_tokens
 from tests.kernels.close import check, with_races
 
@@ -72,7 +72,7 @@ def draw(bits, group, width=128, t=1, tiles=2, seed=0):
 CASES = [(2, 32, 128), (4, 32, 128), (1, 64, 128), (4, 16, 128), (4, 128, 128), (2, 32, 256)]
 
 
-@pytest.mark.parametrize("how", ["reference", "kernel"])
+@pytest.mark.parametrize("how", ["reference", "kernel", "gpu"])
 @pytest.mark.parametrize(("bits", "group", "width"), CASES)
 def test_it_is_attention_over_the_numbers_that_the_codes_stand_for(bits, group, width, how):
     q, stored, plain, lengths = draw(bits, group, width)
@@ -82,23 +82,28 @@ def test_it_is_attention_over_the_numbers_that_the_codes_stand_for(bits, group, 
     if how == "kernel":
         # Blocks of one tile: two steps a list.
         got = tpu_grouped_decode(*args, **options, block=8 * group, interpret=True)
+    elif how == "gpu":
+        # Four programs a list at most, some of several steps.
+        got = gpu_grouped_decode(*args, **options, programs=4 * K, interpret=True)
     else:
         got = jax.jit(lambda *x: grouped_decode(*x, **options, implementation="reference"))(*args)
     check(got, want, 2e-6)
 
 
-def test_several_queries_and_a_softcap_in_one_block():
+@pytest.mark.parametrize("how", ["tpu interpret", "gpu interpret"])
+def test_several_queries_and_a_softcap_in_one_block(how):
     q, stored, plain, lengths = draw(4, 16, t=3, seed=1)
     options = dict(bits=4, group=16, scale=0.05, softcap=2.0)
-    got = grouped_decode(q, *stored, jnp.asarray(lengths), 1, **options, implementation="tpu interpret")
+    got = grouped_decode(q, *stored, jnp.asarray(lengths), 1, **options, implementation=how)
     check(got, by_hand(q, *plain, lengths, 0.05, 2.0), 2e-6)
 
 
-def test_bfloat16_queries():
+@pytest.mark.parametrize("how", ["tpu interpret", "gpu interpret"])
+def test_bfloat16_queries(how):
     q, stored, plain, lengths = draw(2, 32, tiles=1, seed=2)
     q = q.astype(jnp.bfloat16)
     got = grouped_decode(
-        q, *stored, jnp.asarray(lengths), 1, bits=2, group=32, scale=0.05, implementation="tpu interpret"
+        q, *stored, jnp.asarray(lengths), 1, bits=2, group=32, scale=0.05, implementation=how
     )
     assert got[0].dtype == jnp.bfloat16
     check(got, by_hand(q, *plain, lengths, 0.05), 1e-2)
@@ -127,7 +132,7 @@ def test_kivi_stores_what_this_reads():
     q = jnp.asarray(rng.normal(size=(B, K * G, 1, 128)), jnp.float32)
     lengths = np.array([[128, 77, 16]])
     want = by_hand(q, *(np.asarray(y, np.float64) for y in plain), lengths, 0.1)
-    for how in ("reference", "tpu interpret"):
+    for how in ("reference", "tpu interpret", "gpu interpret"):
         got = grouped_decode(
             q, *(Grouped(**d) for d in data), jnp.asarray(lengths), 1, bits=4, group=16, scale=0.1,
             implementation=how,

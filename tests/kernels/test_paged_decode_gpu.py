@@ -16,6 +16,7 @@ from kvjax.ops.page_pool import BITS, PagePool, make_pool, page_rows
 from kvjax.ops.paged_decode import paged_decode
 from kvjax.ops.paged_decode_gpu import gpu_paged_decode
 from kvjax.pallas_kernels.paged_decode import kernel_gpu
+from kvjax.pallas_kernels.partial_gpu import Cut
 from tests.kernels.close import check
 from tests.kernels.cuda import lowered_for_cuda
 from tests.kernels.test_paged_decode import AFFINE, CASES, KIVI, by_hand, draw, split
@@ -141,7 +142,7 @@ def test_it_is_chosen_on_a_gpu_and_refuses_by_name():
 
 
 def test_a_table_that_ends_within_a_split_is_refused():
-    sizes = kernel_gpu.Sizes(16, 2, 3, 4, 2, 16, 16, "float32", (), 1, 1.0)
+    sizes = kernel_gpu.Sizes(Cut(16, 2, 3, 4, 2, 1), 16, 16, "float32", (), 1.0)
     q, words = jnp.zeros((1, 16, 16)), jnp.zeros((1, 4, 32, 16), jnp.int32)
     one = jnp.zeros((1,), jnp.int32)
     with pytest.raises(ValueError, match="tables of 5 pages are shorter than 96 rows of words: pad them"):
@@ -162,7 +163,7 @@ def test_programs_change_only_the_rounding():
 
 def test_the_release_of_jax_is_asked(monkeypatch):
     """Triton's lowering is to go: then the plain form runs, and a forced kernel says why it cannot."""
-    import kvjax.ops.paged_decode_gpu as module
+    import kvjax.ops.partial_gpu as module
 
     assert triton is not None
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
