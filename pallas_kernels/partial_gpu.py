@@ -53,8 +53,8 @@ def start(queries: int, widths: Sequence[int]) -> Running:
     )
 
 
-def weigh(r: Running, logits: Sequence[Any]) -> tuple[Running, list[Any]]:
-    """`r` with logits [R, S] taken in, -inf where hidden, and their weights; their values are to be added."""
+def weigh(r: Running, *logits: Any) -> tuple[Running, list[Any]]:
+    """`r` with logits [R, S] taken in, -inf where hidden, and their weights, whose values are to be added."""
     top = r.top
     for z in logits:
         top = jnp.maximum(top, z.max(1))
@@ -68,7 +68,7 @@ def weigh(r: Running, logits: Sequence[Any]) -> tuple[Running, list[Any]]:
 
 
 def finish(r: Running, out: Any, lse: Any, i: Any, split: Any, queries: int) -> None:
-    """Writes the part of list i: out [I, C, R, V], the rows of real queries alone, and lse [I, C, R]."""
+    """Writes the part of list i: out [I, C, Q, V] of the real queries, and lse [I, C, R]."""
     count, first = r.top.shape[0], 0
     safe = jnp.where(r.total == 0.0, 1.0, r.total)
     lse[i, split] = jnp.where(r.total == 0.0, NEG_INF, r.top + jnp.log(safe))
@@ -80,7 +80,7 @@ def finish(r: Running, out: Any, lse: Any, i: Any, split: Any, queries: int) -> 
 
 
 def keep_logits(logits: Any, i: Any, z: Any, slot: Any, live: Any, queries: int) -> None:
-    """Writes logits z [R, S] of slots where they count, for the mass."""
+    """Writes logits z [R, S] of the real queries to [I, Q, S], where their slots count, for the mass."""
     rows = jnp.arange(z.shape[0])
     plt.store(logits.at[i, *grid(rows, slot)], z, mask=(rows < queries)[:, None] & live[None])
 

@@ -1,4 +1,4 @@
-"""Compiles a case for a topology in a child process, and says how long it would take at least."""
+"""Compiles a case for a TPU or a GPU in a child process, and says how long it would take at least."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from kvjax.aot.cases import CASES
-from kvjax.aot.hardware import device_of
+from kvjax.aot import cases
+from kvjax.aot.case import Case
+from kvjax.aot.cases import gpu as gpu_cases
+from kvjax.aot.hardware import Device, Gpu, device_of
 from kvjax.aot.reading import largest
 from kvjax.errors import InputError
 
@@ -22,9 +25,14 @@ FATAL = re.compile(r"^F\d{4} \S+ +\d+ \S+?:\d+\] (.*)", re.M)
 RAISED = re.compile(r"^[\w.]*(?:Error|Exception)\b.*", re.M)
 
 
-def available() -> str:
-    """Why nothing can be compiled for TPUs here; empty where it can."""
-    if find_spec("libtpu") is None:
+def available(platform: str = "tpu") -> str:
+    """Why nothing can be compiled for TPUs, or GPUs, here; empty where it can."""
+    if platform == "gpu" and find_spec("jax_cuda13_plugin") is None:
+        return (
+            "the CUDA compiler is not installed: pip install 'kvjax[cuda-aot]' (700 MB; no GPU is needed), "
+            "or 'kvjax[cuda]' where there is a GPU"
+        )
+    if platform == "tpu" and find_spec("libtpu") is None:
         return (
             "the TPU compiler is not installed: pip install 'kvjax[tpu]' (libtpu, 690 MB; no TPU is needed)"
         )
@@ -35,43 +43,60 @@ def probe(topology: str, name: str, **options: Any) -> dict[str, Any]:
     """What the compiler says of case `name` on a device of `topology`, with the bounds in microseconds.
 
     options: of the case, instead of its own.
-    bundles_us: issue cycles of the schedule; model_us: the compiler's simulated cycles (None where it has no
-    estimate); hbm_us, mxu_us: bytes and operations at the device's rates; bound_us: the largest, and bound
-    its name. "error" instead where it does not compile.
+    hbm_us, mxu_us: bytes and operations at the device's rates; of a TPU bundles_us, issue cycles of the
+    schedule, and model_us, the compiler's simulated cycles (None where it has no estimate); bound_us: the
+    largest, and bound its name. "error" instead where it does not compile.
 
     Raises InputError for unknown cases, ValueError for unknown topologies.
     """
     device = device_of(topology)
-    if name not in CASES:
-        raise InputError(f"unknown case {name!r}: see `kvjax aot --list`")
-    case = partial(CASES[name], **options)(device)
+    known = cases_of(device)
+    if name not in known:
+        raise InputError(f"unknown case {name!r} for {topology}: see `kvjax aot --list`")
+    case = partial(known[name], **options)(device)
+    run = _on_gpu if isinstance(device, Gpu) else _on_tpu
+    found = run(device, case, topology, name, **options)
+    return found if "error" in found else found | {"cache": case.cache, "relaid": case.relaid}
+
+
+def cases_of(device: Device | Gpu) -> dict[str, Callable[..., Case]]:
+    """What can be compiled for a device, by name."""
+    return gpu_cases.CASES if isinstance(device, Gpu) else cases.CASES
+
+
+def _on_gpu(gpu: Gpu, case: Case, topology: str, name: str, **options: Any) -> dict[str, Any]:
+    found = _child("kvjax.aot.gpu_child", topology, name, **options)
+    return found if "error" in found else found | _bounds({}, case, gpu)
+
+
+def _on_tpu(device: Device, case: Case, topology: str, name: str, **options: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"error": ""}
     # The profiler may abort; everything else of the dump comes without it.
     for how in ("profile", "plain") if device.profiles and case.profiles else ("plain",):
         if "error" in found:
-            found = _child(topology, name, how, **options)
+            found = _child("kvjax.aot.child", topology, name, how, **options)
     if "error" in found:
         return found
     cycles = sum(case.trips.get(depth, 1) * n for depth, n in found["bundles"].items())
     for size, runs in zip(largest(found["branches"], len(case.branches)), case.branches, strict=False):
         cycles -= (case.trips["1"] - runs) * size
     cycles /= device.cores
-    bounds = {
-        "bundles": cycles / device.clock,
-        "model": (found["cycles"] or 0) / device.clock,
-        "hbm": case.bytes / device.hbm,
-        "mxu": case.flops / device.bf16,
-    }
-    times = {f"{n}_us": round(t * 1e6, 1) for n, t in bounds.items()}
+    schedule = {"bundles": cycles / device.clock, "model": (found["cycles"] or 0) / device.clock}
+    times = _bounds(schedule, case, device)
     times["model_us"] = times["model_us"] if found["cycles"] else None
+    return found | times
+
+
+def _bounds(schedule: dict[str, float], case: Case, device: Device | Gpu) -> dict[str, Any]:
+    bounds = schedule | {"hbm": case.bytes / device.hbm, "mxu": case.flops / device.bf16}
+    times = {f"{n}_us": round(t * 1e6, 1) for n, t in bounds.items()}
     bound = max(bounds, key=lambda n: bounds[n])
-    sizes = {"cache": case.cache, "relaid": case.relaid}
-    return found | times | {"bound": bound, "bound_us": times[f"{bound}_us"]} | sizes
+    return times | {"bound": bound, "bound_us": times[f"{bound}_us"]}
 
 
-def _child(topology: str, name: str, how: str, **options: Any) -> dict[str, Any]:
+def _child(module: str, topology: str, name: str, *how: str, **options: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "kvjax.aot.child", topology, name, folder, how, json.dumps(options)]
+        command = [sys.executable, "-m", module, topology, name, folder, *how, json.dumps(options)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         except subprocess.TimeoutExpired:

@@ -1,24 +1,30 @@
-"""`kvjax aot`: what the TPU compiler says of the kernels, without a TPU."""
+"""`kvjax aot`: what the compilers for TPUs and GPUs say of the kernels, without either."""
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from kvjax.aot.hardware import TOPOLOGIES
+from kvjax.aot.hardware import GPUS, TOPOLOGIES
 
-HELP = "compile the kernels for TPUs ahead of time, and print what the compiler says of them"
+HELP = "compile the kernels for TPUs or GPUs ahead of time, and print what the compiler says of them"
 EXAMPLE = """examples:
   kvjax aot --list
   kvjax aot --case 'paged_decode-*-h128' --topology v5e:2x2,v6e:2x2
+  kvjax aot --case 'decoder-*' --topology h100,a100
   kvjax aot --all --json aot.json
   kvjax aot --tune stacked_decode,paged_decode --topology v6e:2x2"""
 NOTE = (
     "Compiler model, not measured. bundles: issue cycles of the schedule; model: the compiler's simulated "
     "cycles; hbm, mxu: bytes and operations at the device's published rates."
+)
+NOTE_GPU = (
+    "Compiled, not measured. registers: of a thread; spills: bytes it moves for want of more; resident: "
+    "programs that one processor holds; waves: turns in which all run; hbm, mxu: as of a TPU."
 )
 
 
@@ -30,10 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="which cases (default: %(default)s)",
     )
     parser.add_argument(
-        "--topology", default=",".join(TOPOLOGIES), metavar="A,B", help="which TPUs (default: %(default)s)"
+        "--topology",
+        default=",".join(TOPOLOGIES),
+        metavar="A,B",
+        help=f"which TPUs or GPUs ({', '.join(GPUS)}; default: %(default)s)",
     )
     parser.add_argument("--all", action="store_true", help="every case")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
+    parser.add_argument(
+        "--list", action="store_true", help="print the names of the cases of the first topology and stop"
+    )
     parser.add_argument("--json", metavar="FILE", help="write everything that was found to FILE")
     parser.add_argument(
         "--tune", metavar="A,B", help="try slots per step of these operations, and write the kernels' table"
@@ -50,47 +61,70 @@ def run(args: argparse.Namespace) -> int:
     if args.tune is not None:
         _tune(args)
         return 0
-    from importlib.metadata import version
-
+    # Where CUDA's compiler lies without CUDA's libraries, jax would tell at length that these are missing.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     from rich.progress import track
 
-    from kvjax.aot.cases import CASES
     from kvjax.aot.hardware import device_of
-    from kvjax.aot.probe import available, probe
+    from kvjax.aot.probe import cases_of, probe
     from kvjax.commands.terminal import console
-    from kvjax.errors import InputError
     from kvjax.files import write_atomic
 
+    devices = {topology: device_of(topology) for topology in args.topology.split(",")}
     if args.list:
-        print("\n".join(CASES))
+        print("\n".join(cases_of(next(iter(devices.values())))))
         return 0
-    names = [n for n in CASES if args.all or fnmatch.fnmatch(n, args.case)]
-    topologies = args.topology.split(",")
-    for topology in topologies:
-        device_of(topology)
-    if not names:
-        raise InputError(f"no case is called {args.case!r}: see `kvjax aot --list`")
-    if available():
-        raise InputError(available())
-    todo = [(name, topology) for name in names for topology in topologies]
+    todo = _todo(args, devices)
     out = console()
     found = []
     for name, topology in track(todo, "compiling", console=out, transient=True):
         found.append({"case": name, "topology": topology} | probe(topology, name))
     if args.json:
-        report = {"note": NOTE, "libtpu": version("libtpu"), "jax": version("jax"), "cases": found}
-        write_atomic(Path(args.json), (json.dumps(report, indent=1) + "\n").encode())
-    out.print(_table(found))
+        write_atomic(Path(args.json), (json.dumps(_report(found), indent=1) + "\n").encode())
+    for table, note, rows in ((_table, NOTE, "tpu"), (_gpu_table, NOTE_GPU, "gpu")):
+        own = [row for row in found if devices[row["topology"]].platform == rows]
+        if own:
+            out.print(table(own))
+            out.print(note, style="dim")
     for row in found:
         if "error" in row:
             out.print(f"{row['case']} on {row['topology']}: {row['error']}")
-    out.print(NOTE, style="dim")
     return int(any("error" in row for row in found))
 
 
-def _tune(args: argparse.Namespace) -> None:
-    import os
+def _todo(args: argparse.Namespace, devices: dict[str, Any]) -> list[tuple[str, str]]:
+    """(case, topology) of all that is asked for; InputError where there is none, or no compiler."""
+    from kvjax.aot.probe import available, cases_of
+    from kvjax.errors import InputError
 
+    todo = [
+        (name, topology)
+        for topology, device in devices.items()
+        for name in cases_of(device)
+        if args.all or fnmatch.fnmatch(name, args.case)
+    ]
+    if not todo:
+        raise InputError(f"no case is called {args.case!r}: see `kvjax aot --list`")
+    for device in devices.values():
+        if why := available(device.platform):
+            raise InputError(why)
+    return sorted(todo, key=lambda x: x[0])
+
+
+def _report(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """What goes to --json: the rows, and by which releases they were made."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    made = {}
+    for name in ("libtpu", "jax-cuda13-plugin", "jax"):
+        try:
+            made[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {"note": f"{NOTE} {NOTE_GPU}", **made, "cases": found}
+
+
+def _tune(args: argparse.Namespace) -> None:
     from rich.progress import track
 
     from kvjax.aot.hardware import device_of
@@ -103,7 +137,8 @@ def _tune(args: argparse.Namespace) -> None:
     operations, topologies = args.tune.split(","), args.topology.split(",")
     check(operations)
     for topology in topologies:
-        device_of(topology)
+        if device_of(topology).platform != "tpu":
+            raise InputError(f"{topology} is no TPU: the kernels of GPUs are tuned by scripts/bench.py")
     if available():
         raise InputError(available())
     todo, kept = jobs(operations, topologies), Path(args.sweep)
@@ -159,5 +194,28 @@ def _table(found: list[dict[str, Any]]) -> Any:
             size(row["vmem"] or 0), str(row["spills"]), f"{row['bundles_us']:.0f}",
             "-" if row["model_us"] is None else f"{row['model_us']:.0f}", f"{row['hbm_us']:.0f}",
             f"{row['mxu_us']:.0f}", f"{row['bound']} {row['bound_us']:.0f}",
+        )  # fmt: skip
+    return table
+
+
+def _gpu_table(found: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    from kvjax.commands.terminal import BOX, size
+
+    table = Table(box=BOX)
+    for name in ("case", "GPU"):
+        table.add_column(name, no_wrap=True)
+    figures = ("registers", "spills", "shared", "resident", "waves")
+    for name in ("temp", "copies", *figures, "hbm us", "mxu us"):
+        table.add_column(name, justify="right")
+    for row in found:
+        if "error" in row:
+            table.add_row(row["case"], row["topology"], *["-"] * 7, "see below", style="red")
+            continue
+        own = ("-" if row[name] is None else str(row[name]) for name in figures)
+        table.add_row(
+            row["case"], row["topology"], size(row["temporaries"]), str(row["copies"]), *own,
+            f"{row['hbm_us']:.0f}", f"{row['mxu_us']:.0f}",
         )  # fmt: skip
     return table

@@ -22,7 +22,7 @@ def gpu_refusal(pool: PagePool, q: Array, heads: int, rope: Rope | None = None) 
 def gpu_paged_decode(
     q: Array, pool: PagePool, table: Array, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, window: int | None, softcap: float | None, mass: bool,
-    block: int | None = None, programs: int | None = None, warps: int | None = None, stages: int = 2,
+    block: int | None = 16, programs: int | None = None, warps: int | None = None, stages: int = 2,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """The kernel on the operands of `paged_decode`. block: rows of words; the others: see `partial_gpu`."""

@@ -89,15 +89,15 @@ def asked(
 
 
 def merged(
-    outs: Float[Array, "I C R W"], lses: Float[Array, "I C R"], like: Float[Array, "B N T H"]
+    outs: Float[Array, "I C Q W"], lses: Float[Array, "I C R"], like: Float[Array, "B N T H"]
 ) -> tuple[Float[Array, "B N T W"], Float[Array, "B N T"]]:
     """The union of partial attentions along C: `kvjax.ops.attention.merge` without a list.
 
-    like: the queries, whose rows come first among the R.
+    like: the queries; their rows come first among the R.
     """
     b, n, t, _ = like.shape
     queries = b * n * t // outs.shape[0]
-    outs, lses = outs[:, :, :queries], lses[:, :, :queries]
+    lses = lses[:, :, :queries]
     top = lses.max(1, keepdims=True)
     top = jnp.where(top == NEG_INF, 0.0, top)
     w = jnp.exp(lses - top)
@@ -109,11 +109,11 @@ def merged(
 
 
 def mass_of(
-    logits: Float[Array, "I R P"], lse: Float[Array, "B N T"], lengths: Int[Array, "B K"], slots: int
+    logits: Float[Array, "I Q P"], lse: Float[Array, "B N T"], lengths: Int[Array, "B K"], slots: int
 ) -> Float[Array, "B K S"]:
     """The probability of every slot, summed over the queries of its KV head; 0 behind the length."""
     lists = lengths.size
     base = jnp.where(lse == NEG_INF, 0.0, lse).reshape(lists, -1, 1)
     live = jnp.arange(slots)[None, None] < lengths.reshape(lists, 1, 1)
-    found = jnp.where(live, jnp.exp(logits[:, : base.shape[1], :slots] - base), 0.0)
+    found = jnp.where(live, jnp.exp(logits[:, :, :slots] - base), 0.0)
     return found.sum(1).reshape(*lengths.shape, slots)

@@ -74,7 +74,7 @@ def _kernel(layer, lengths, q, words, numbers, value_words, value_numbers, out, 
             z = parts.product(queries, _code(keys, plane, sizes, kind) * scale, 1) + base
             z = z * sizes.scale
             z = z if sizes.softcap is None else sizes.softcap * jnp.tanh(z / sizes.softcap)
-            running, (p,) = parts.weigh(running, [jnp.where((token < length)[None], z, NEG_INF)])
+            running, (p,) = parts.weigh(running, jnp.where((token < length)[None], z, NEG_INF))
             acc = []
             for n, (own, codes) in enumerate(zip(running.acc, values, strict=True)):
                 at = value_numbers.at[layer[0], i, group, n * sizes.group + within]
@@ -119,12 +119,13 @@ def grouped_decode(
     sizes: Sizes,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Parts (out [I, C, R, W], lse [I, C, R]) of I lists in C splits.
+    """Parts (out [I, C, Q, W], lse [I, C, R]) of I lists in C splits, Q the real queries.
 
     q [I, R, W'] with R and W' powers of two from 16, W' at least W, a multiple of the group; caches: words
     [L, I, S bits / 32, W] and scales [L, I, S / group, W] of keys, then of values; lengths [I]; layer [1].
     """
     lists, count, _ = q.shape
-    shapes = [(lists, sizes.cut.splits, count, caches[0].shape[3]), (lists, sizes.cut.splits, count)]
-    made = parts.call(partial(_kernel, sizes=sizes), sizes.cut, shapes, "grouped_decode", interpret)
+    cut, width = sizes.cut, caches[0].shape[3]
+    shapes = [(lists, cut.splits, cut.queries, width), (lists, cut.splits, count)]
+    made = parts.call(partial(_kernel, sizes=sizes), cut, shapes, "grouped_decode", interpret)
     return tuple(made(layer, lengths, q, *caches))

@@ -2,13 +2,17 @@
 
 One program takes one split of one (sequence, KV head): blocks of rows of words, gathered by the list's table,
 so that pages may be of any size. A row of words holds several tokens; each place within the words is a plane
-of tokens, unpacked by shifts, and no number moves from one thread to another for it. The tables are those of
-PagedAttention (Kwon et al., 2023, arXiv:2309.06180), what kernels in parts share lies in `partial_gpu`. What
-it computes is defined by `kvjax.ops.paged_decode`, what a page holds by `kvjax.ops.page_pool`.
+of tokens, unpacked by shifts, and no number moves from one thread to another for it. Where planes are many,
+one program text serves them in turns: written out, they compile long and do not fit the registers.
+
+The tables are those of PagedAttention (Kwon et al., 2023, arXiv:2309.06180); what kernels in parts share lies
+in `partial_gpu`. What it computes is defined by `kvjax.ops.paged_decode`, what a page holds by
+`kvjax.ops.page_pool`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,47 +50,47 @@ class Sizes(NamedTuple):
 class Rows(NamedTuple):
     """Where a step's rows of words lie, [block] each: page and row in it; `live`: whether a token counts.
 
-    token: of the list, of each plane; within: the same of the page.
+    listed: the place of the page in the list's table.
     """
 
     layer: Any
     page: Any
     row: Any
     live: Any
-    token: list[Any]
-    within: list[Any]
+    listed: Any
 
 
-def unpack(words: Any, payload: str, kind: Any) -> list[Any]:
-    """The codes of every plane of words [rows, W], as `kind`."""
+class Plane(NamedTuple):
+    """One place within the words: its tokens of the page and of the list, [block], and if these count."""
+
+    number: Any
+    within: Any
+    token: Any
+    live: Any
+
+
+def unpack(words: Any, plane: Any, payload: str, kind: Any) -> Any:
+    """The codes of a plane of words [rows, W], as `kind`."""
     if payload == "float32":
-        return [jax.lax.bitcast_convert_type(words, jnp.float32).astype(kind)]
-    if payload == "bfloat16":
-        halves = [words.astype(jnp.int16), jax.lax.shift_right_logical(words, 16).astype(jnp.int16)]
-        return [jax.lax.bitcast_convert_type(x, jnp.bfloat16).astype(kind) for x in halves]
+        return jax.lax.bitcast_convert_type(words, jnp.float32).astype(kind)
+    bits = 32 // PER_WORD[payload]
     if payload == "uint2":
         # The later half of a page's tokens lies two bits above the earlier.
-        shifts = [4 * i + 2 * half for half in (0, 1) for i in range(8)]
-        return [(jax.lax.shift_right_logical(words, n) & 3).astype(jnp.float32).astype(kind) for n in shifts]
-    if payload == "int4" and kind == jnp.bfloat16:
-        return _int4(words)
-    bits = 32 // PER_WORD[payload]
-    lifted = [words << (32 - bits * (i + 1)) for i in range(PER_WORD[payload])]
+        shift = 4 * jax.lax.rem(plane, 8) + 2 * jax.lax.div(plane, 8)
+    else:
+        shift = bits * plane
+    low = jax.lax.shift_right_logical(words, shift)
+    if payload == "bfloat16":
+        return jax.lax.bitcast_convert_type(low.astype(jnp.int16), jnp.bfloat16).astype(kind)
+    if payload == "int8":
+        return low.astype(jnp.int8).astype(kind)
     if payload in FLOAT8:
-        return [_float8(x, payload).astype(kind) for x in lifted]
-    return [(x >> (32 - bits)).astype(jnp.float32).astype(kind) for x in lifted]
-
-
-def _int4(words: Any) -> list[Any]:
-    """Planes of 4 bits as bfloat16, two at once and without conversions, of which a GPU does few at a time.
-
-    With its sign turned over, n + 8 is the end of the fraction of 128 + 8 + n, whose last bit counts ones.
-    """
-    pairs = [((words >> (4 * i)) & 0x000F000F) ^ 0x43084308 for i in range(4)]
-    halves = [*pairs, *(jax.lax.shift_right_logical(x, 16) for x in pairs)]
-    return [
-        jax.lax.bitcast_convert_type(x.astype(jnp.int16), jnp.bfloat16) - jnp.bfloat16(136) for x in halves
-    ]
+        return _float8(low << 24, payload).astype(kind)
+    # Without conversions, of which a GPU does few at a time: the last bit of the fraction of 128 + n counts
+    # ones. Where n has a sign, turning that over adds 8.
+    code, over = (low & 3, 128) if payload == "uint2" else ((low & 15) ^ 8, 136)
+    lifted = jax.lax.bitcast_convert_type((code | 0x4300).astype(jnp.int16), jnp.bfloat16)
+    return (lifted - jnp.bfloat16(over)).astype(kind)
 
 
 def _float8(lifted: Any, payload: str) -> Any:
@@ -104,16 +108,32 @@ def _kernel(layer, lengths, table, q_pos, q, words, out, lse, *logits, sizes: Si
     length, first = lengths[i], split * (cut.blocks * cut.block)
     kind = jnp.float32 if q.dtype == jnp.float32 else jnp.bfloat16
     asked, queries = q_pos[i], q[i].astype(kind)
+    count = PER_WORD[sizes.payload]
 
     def visit(step: Any, running: parts.Running) -> parts.Running:
         at = _rows(layer, table, i, first + step * cut.block, length, sizes)
-        scores = _scores(words, at, queries, asked, length, sizes, kind)
-        if sizes.mass:
-            for z, token in zip(scores, at.token, strict=True):
-                parts.keep_logits(logits[0], i, z, token, token < length, cut.queries)
-        running, weights = parts.weigh(running, scores)
-        (acc,) = running.acc
-        return running._replace(acc=(_add_values(words, at, weights, acc, length, sizes, kind),))
+        keys, values = (_load_rows(words, at, at.row + n, queries.shape[1]) for n in (0, sizes.rows))
+        channels = _channels(words, at, queries.shape[1], sizes)
+
+        def some(numbers: Sequence[Any], running: parts.Running) -> parts.Running:
+            planes, scores = [_plane(n, at, length, sizes) for n in numbers], []
+            for plane in planes:
+                codes = unpack(keys, plane.number, sizes.payload, kind)
+                for scale, zero in channels:
+                    codes = (codes.astype(jnp.float32) * scale + zero).astype(kind)
+                scores.append(_logits(words, at, plane, queries, codes, asked, sizes))
+                if sizes.mass:
+                    parts.keep_logits(logits[0], i, scores[-1], plane.token, plane.live, cut.queries)
+            running, weights = parts.weigh(running, *scores)
+            (acc,) = running.acc
+            for plane, p in zip(planes, weights, strict=True):
+                x = unpack(values, plane.number, sizes.payload, kind)
+                acc = acc + _weighted(words, at, plane, p, x, sizes)
+            return running._replace(acc=(acc,))
+
+        if count <= 2:
+            return some(range(count), running)
+        return jax.lax.fori_loop(0, count, lambda n, running: some([n], running), running)
 
     running = parts.start(queries.shape[0], [queries.shape[1]])
     turns = parts.trips(pl.cdiv(length, sizes.page) * sizes.rows, first, cut)
@@ -124,15 +144,19 @@ def _rows(layer: Any, table: Any, i: Any, first: Any, length: Any, sizes: Sizes)
     """The rows of words from `first` on in the order of the list's table."""
     number = first + jnp.arange(sizes.cut.block)
     listed, row = jax.lax.div(number, sizes.rows), jax.lax.rem(number, sizes.rows)
+    # Of a row's tokens the first comes with plane 0.
+    per = 8 if sizes.payload == "uint2" else PER_WORD[sizes.payload]
+    live = listed * sizes.page + row * per < length
+    return Rows(layer[0], plt.load(table.at[i, listed], mask=live, other=0), row, live, listed)
+
+
+def _plane(number: Any, at: Rows, length: Any, sizes: Sizes) -> Plane:
     if sizes.payload == "uint2":
-        within = [row * 8 + (n % 8 + n // 8 * (sizes.page // 2)) for n in range(16)]
+        within = at.row * 8 + jax.lax.rem(number, 8) + jax.lax.div(number, 8) * (sizes.page // 2)
     else:
-        per = PER_WORD[sizes.payload]
-        within = [row * per + n for n in range(per)]
-    token = [listed * sizes.page + x for x in within]
-    live = token[0] < length
-    page = plt.load(table.at[i, listed], mask=live, other=0)
-    return Rows(layer[0], page, row, live, token, within)
+        within = at.row * PER_WORD[sizes.payload] + number
+    token = at.listed * sizes.page + within
+    return Plane(number, within, token, token < length)
 
 
 def _load_rows(words: Any, at: Rows, row: Any, lanes: int) -> Any:
@@ -145,13 +169,21 @@ def _load_rows(words: Any, at: Rows, row: Any, lanes: int) -> Any:
     return plt.load(words.at[at.layer, pages, rows, columns], mask=wanted, other=0)
 
 
-def _number(words: Any, at: Rows, name: str, plane: int, length: Any, sizes: Sizes) -> Any:
+def _channels(words: Any, at: Rows, lanes: int, sizes: Sizes) -> list[tuple[Any, Any]]:
+    """Scale and zero of every channel of the step's keys, [block, lanes] each, where they have them."""
+    if "channel_scale" not in sizes.names:
+        return []
+    rows = (jnp.full_like(at.row, _offset(name, words.shape[-1], sizes)) for name in PER_CHANNEL)
+    scale, zero = (_load_rows(words, at, row, lanes) for row in rows)
+    return [tuple(jax.lax.bitcast_convert_type(x, jnp.float32) for x in (scale, zero))]
+
+
+def _number(words: Any, at: Rows, plane: Plane, name: str, sizes: Sizes) -> Any:
     """What goes with the tokens of a plane, [block], 0 behind the length."""
-    width, within = words.shape[-1], at.within[plane]
-    row = _offset(name, width, sizes) + jax.lax.div(within, width)
-    live = at.token[plane] < length
-    ref = words.at[at.layer, at.page, row, jax.lax.rem(within, width)]
-    return jax.lax.bitcast_convert_type(plt.load(ref, mask=live, other=0), jnp.float32)
+    width = words.shape[-1]
+    row = _offset(name, width, sizes) + jax.lax.div(plane.within, width)
+    ref = words.at[at.layer, at.page, row, jax.lax.rem(plane.within, width)]
+    return jax.lax.bitcast_convert_type(plt.load(ref, mask=plane.live, other=0), jnp.float32)
 
 
 def _offset(name: str, width: int, sizes: Sizes) -> int:
@@ -160,56 +192,38 @@ def _offset(name: str, width: int, sizes: Sizes) -> int:
     return 2 * sizes.rows + sum(1 if n in PER_CHANNEL else -(-sizes.page // width) for n in before)
 
 
-def _scores(words: Any, at: Rows, q: Any, asked: Any, length: Any, sizes: Sizes, kind: Any) -> list[Any]:
-    """Logits [queries, block] of every plane, -inf where a query does not see a token."""
-    number = partial(_number, words, at, length=length, sizes=sizes)
-    lanes, width = q.shape[1], words.shape[-1]
-    codes = unpack(_load_rows(words, at, at.row, lanes), sizes.payload, kind)
-    if "channel_scale" in sizes.names:
-        scale, zero = (
-            jax.lax.bitcast_convert_type(
-                _load_rows(words, at, jnp.full_like(at.row, _offset(name, width, sizes)), lanes), jnp.float32
-            )
-            for name in PER_CHANNEL
-        )
-        codes = [(x.astype(jnp.float32) * scale + zero).astype(kind) for x in codes]
-    found = []
-    for plane, x in enumerate(codes):
-        z = parts.product(q, x, 1)
-        if "key_scale" in sizes.names:
-            z = z * number("key_scale", plane)[None]
-        if "key_zero" in sizes.names:
-            z = z + q.astype(jnp.float32).sum(1)[:, None] * number("key_zero", plane)[None]
-        z = z * sizes.scale
-        if sizes.softcap is not None:
-            z = sizes.softcap * jnp.tanh(z / sizes.softcap)
-        if "bias" in sizes.names:
-            z = z + number("bias", plane)[None]
-        seen = (at.token[plane] < length)[None]
-        if "pos" in sizes.names:
-            pos, now = number("pos", plane)[None], asked.astype(jnp.float32)[:, None]
-            seen = seen & (pos >= 0.0) & (pos <= now)
-            if sizes.window is not None:
-                seen = seen & (pos > now - sizes.window)
-        found.append(jnp.where(seen, z, NEG_INF))
-    return found
+def _logits(words: Any, at: Rows, plane: Plane, q: Any, codes: Any, asked: Any, sizes: Sizes) -> Any:
+    """Logits [queries, block] of a plane, -inf where a query does not see a token."""
+    number = partial(_number, words, at, plane, sizes=sizes)
+    z = parts.product(q, codes, 1)
+    if "key_scale" in sizes.names:
+        z = z * number("key_scale")[None]
+    if "key_zero" in sizes.names:
+        z = z + q.astype(jnp.float32).sum(1)[:, None] * number("key_zero")[None]
+    z = z * sizes.scale
+    if sizes.softcap is not None:
+        z = sizes.softcap * jnp.tanh(z / sizes.softcap)
+    if "bias" in sizes.names:
+        z = z + number("bias")[None]
+    seen = plane.live[None]
+    if "pos" in sizes.names:
+        pos, now = number("pos")[None], asked.astype(jnp.float32)[:, None]
+        seen = seen & (pos >= 0.0) & (pos <= now)
+        if sizes.window is not None:
+            seen = seen & (pos > now - sizes.window)
+    return jnp.where(seen, z, NEG_INF)
 
 
-def _add_values(
-    words: Any, at: Rows, weights: list[Any], acc: Any, length: Any, sizes: Sizes, kind: Any
-) -> Any:
-    """acc and the values of a step weighted."""
-    codes = unpack(_load_rows(words, at, at.row + sizes.rows, acc.shape[1]), sizes.payload, kind)
-    for plane, (p, x) in enumerate(zip(weights, codes, strict=True)):
-        if "value_zero" in sizes.names:
-            acc = acc + (p * _number(words, at, "value_zero", plane, length, sizes)[None]).sum(1)[:, None]
-        if "value_scale" in sizes.names:
-            p = p * _number(words, at, "value_scale", plane, length, sizes)[None]
-        if sizes.payload in ("bfloat16", *FLOAT8):
-            # A word's later tokens may lie behind the length, and zero times anything may be no number.
-            x = jnp.where((at.token[plane] < length)[:, None], x, jnp.zeros((), kind))
-        acc = acc + parts.product(p.astype(kind), x, 0)
-    return acc
+def _weighted(words: Any, at: Rows, plane: Plane, p: Any, x: Any, sizes: Sizes) -> Any:
+    """The values x of a plane, weighted by p [queries, block]."""
+    number = partial(_number, words, at, plane, sizes=sizes)
+    rest = (p * number("value_zero")[None]).sum(1)[:, None] if "value_zero" in sizes.names else 0.0
+    if "value_scale" in sizes.names:
+        p = p * number("value_scale")[None]
+    if sizes.payload in ("bfloat16", *FLOAT8):
+        # A word's later tokens may lie behind the length, and zero times anything may be no number.
+        x = jnp.where(plane.live[:, None], x, jnp.zeros((), x.dtype))
+    return parts.product(p.astype(x.dtype), x, 0) + rest
 
 
 def paged_decode(
@@ -223,18 +237,18 @@ def paged_decode(
     sizes: Sizes,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Parts (out [I, C, R, W'], lse [I, C, R]) of I lists in C splits, and logits [I, R, S] for the mass.
+    """Parts (out [I, C, Q, W'], lse [I, C, R]) of I lists in C splits, and logits [I, Q, S] for the mass.
 
     q [I, R, W'] with R and W' powers of two from 16, W' at least W; words [L, P, rows, W] int32; table [I, M]
-    with pages, or anything, for all C splits; lengths [I]; q_pos [I, R]; layer [1]. Rows of out and of the
-    logits behind the real queries are not written, nor are logits behind a list's length.
+    with pages, or anything, for all C splits; lengths [I]; q_pos [I, R]; layer [1]. Q are
+    the real queries; logits behind a list's length are not written.
     """
     (lists, count, lanes), cut = q.shape, sizes.cut
     rows = cut.splits * cut.blocks * cut.block
     if table.shape[1] * sizes.rows < rows:
         raise ValueError(f"tables of {table.shape[1]} pages are shorter than {rows} rows of words: pad them")
-    shapes = [(lists, cut.splits, count, lanes), (lists, cut.splits, count)]
+    shapes = [(lists, cut.splits, cut.queries, lanes), (lists, cut.splits, count)]
     if sizes.mass:
-        shapes.append((lists, count, table.shape[1] * sizes.page))
+        shapes.append((lists, cut.queries, table.shape[1] * sizes.page))
     made = parts.call(partial(_kernel, sizes=sizes), cut, shapes, "paged_decode", interpret)
     return tuple(made(layer, lengths, table, q_pos, q, words))

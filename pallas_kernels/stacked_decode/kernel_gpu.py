@@ -59,7 +59,7 @@ def _kernel(layer, lengths, origins, q_pos, q, *refs, sizes: Sizes) -> None:
         z = jnp.where(_seen(given, asked, slot, live, sizes.window), z, NEG_INF)
         if sizes.mass:
             parts.keep_logits(logits[0], i, z, slot, live, cut.queries)
-        running, (p,) = parts.weigh(running, [z])
+        running, (p,) = parts.weigh(running, z)
         lanes = running.acc[0].shape[1]
         values = keys if sizes.packed else _load(caches[1], layer, row, live, lanes, kind)
         return running._replace(acc=(running.acc[0] + _weighted(p, values, given, sizes),))
@@ -134,19 +134,20 @@ def stacked_decode(
     sizes: Sizes,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Parts (out [I, C, R, V'], lse [I, C, R]) of I lists in C splits, and logits [I, R, S] for the mass.
+    """Parts (out [I, C, Q, V'], lse [I, C, R]) of I lists in C splits, and logits [I, Q, S] for the mass.
 
     q [I, R, W'] with R and W' powers of two from 16; k [L, M, W] and v [L, M, V], uint8 where they are codes,
     of at most W' and V' channels, V' a power of two; v None: rows of k hold both, and V' is W'. lengths [I];
     origins [I, 1], the row of a list's first slot, or [I, P], those of its pages; q_pos [I, R]; sides
-    [1 or L, I, S]; layer [1]. Logits behind the real queries or a list's length are not written.
+    [1 or L, I, S]; layer [1]. Q are the real queries; logits behind a list's length are not written.
     """
     lists, count, lanes = q.shape
     values = lanes if v is None else max(parts.SMALLEST, 1 << (v.shape[2] - 1).bit_length())
-    shapes = [(lists, sizes.cut.splits, count, values), (lists, sizes.cut.splits, count)]
+    cut = sizes.cut
+    shapes = [(lists, cut.splits, cut.queries, values), (lists, cut.splits, count)]
     if sizes.mass:
-        shapes.append((lists, count, sizes.mass))
+        shapes.append((lists, cut.queries, sizes.mass))
     kernel = partial(_kernel, sizes=sizes)
     caches = (k,) if v is None else (k, v)
-    made = parts.call(kernel, sizes.cut, shapes, "stacked_decode", interpret)
+    made = parts.call(kernel, cut, shapes, "stacked_decode", interpret)
     return tuple(made(layer, lengths, origins, q_pos, q, *sides, *caches))

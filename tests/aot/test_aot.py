@@ -69,7 +69,7 @@ def test_the_compiler_leaves_no_logs_behind_and_what_it_aborts_with_is_still_tol
     monkeypatch.setenv("TPU_LOG_DIR", str(logs))
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     # The simulation aborts on copies by hand.
-    found = module._child("v5e:2x2", "stacked_decode-bfloat16-h64", "profile")
+    found = module._child("kvjax.aot.child", "v5e:2x2", "stacked_decode-bfloat16-h64", "profile")
     assert "Static LLO profiling" in found["error"]
     assert list(logs.iterdir()) == list(scratch.iterdir()) == []
 

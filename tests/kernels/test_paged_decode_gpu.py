@@ -72,9 +72,8 @@ def test_every_pattern_of_bits_is_unpacked(payload):
         x = jnp.asarray(np.random.default_rng(0).integers(low, high + 1, (1, 1, 32, 128)), payload)
     pool = make_pool(x, x)
     for kind in (jnp.float32, jnp.bfloat16):
-        planes = jax.jit(partial(kernel_gpu.unpack, payload=payload, kind=kind))(
-            pool.words[0, 0, : pool.rows]
-        )
+        one = jax.jit(partial(kernel_gpu.unpack, payload=payload, kind=kind))
+        planes = [one(pool.words[0, 0, : pool.rows], n) for n in range(kernel_gpu.PER_WORD[payload])]
         tokens = jnp.stack(planes, 1).reshape(-1, 128)
         if payload == "uint2":
             half = jnp.stack(planes, 1).reshape(-1, 2, 8, 128)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental.layout import Layout
 
 from kvjax.aot.case import Case
-from kvjax.aot.hardware import Device
+from kvjax.aot.hardware import Device, Gpu
 from kvjax.cache import Cache, Paged, Slots, nbytes
 from kvjax.grammar import Method
 from kvjax.methods import method as build
@@ -41,9 +41,9 @@ LATENT = Config(
 BATCH, SLOTS = 4, 8192
 
 
-def decoder(device: Device, method: Method, config: Config = CONFIG) -> Case:
+def decoder(device: Device | Gpu, method: Method, config: Config = CONFIG) -> Case:
     """One token per row over a cache of 8192 slots, which the step may reuse."""
-    groups = plan(config, stacked=True)
+    groups = plan(config, stacked=device.platform == "tpu")
     dtype = jnp.bfloat16
     params = jax.eval_shape(lambda key: init(config, key, dtype, groups=groups), jax.random.key(0))
     run = Run(config, method)
@@ -55,11 +55,13 @@ def decoder(device: Device, method: Method, config: Config = CONFIG) -> Case:
     operands = (params, cache, lengths, jax.ShapeDtypeStruct((BATCH,), jnp.bool_))
     weights = sum(int(np.prod(x.shape)) * 2 for x in jax.tree.leaves(params))
     flops = BATCH * (weights + 4 * config.layers * config.heads * SLOTS * config.head_dim)
-    return Case(
+    case = Case(
         partial(step_fn, run), operands, weights + nbytes(cache), flops, nbytes(cache),
-        "stacked_decode", _trips(device, cache), profiles=False, donated=(1,),
-        layouts={0: partial(_weights, device)},
+        "stacked_decode", {}, profiles=False, donated=(1,),
     )  # fmt: skip
+    if isinstance(device, Gpu):
+        return case._replace(kernel="_decode")
+    return case._replace(trips=_trips(device, cache), layouts={0: partial(_weights, device)})
 
 
 def _trips(device: Device, cache: Cache) -> dict[str, int]:
@@ -79,10 +81,12 @@ def _trips(device: Device, cache: Cache) -> dict[str, int]:
     return {"1": lists // len(segments), "2": steps // len(segments)}
 
 
-def _as_on(device: Device) -> Any:
+def _as_on(device: Device | Gpu) -> Any:
     """Traced for a device of that generation, of which caches take their capacity."""
-    kind = next(kind for kind, name in GENERATIONS.items() if name == device.generation)
-    chip = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+    kind = device.generation
+    if device.platform == "tpu":
+        kind = next(kind for kind, name in GENERATIONS.items() if name == device.generation)
+    chip = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform=device.platform)
     mesh = jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Auto,), abstract_device=chip)
     return jax.sharding.use_abstract_mesh(mesh)
 

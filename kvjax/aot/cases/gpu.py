@@ -1,0 +1,86 @@
+"""Programs to compile for GPUs: the cases of a TPU with the same operands, through the public operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvjax.aot.case import Case
+from kvjax.aot.cases import (
+    decoder,
+    grouped_decode,
+    paged_decode,
+    picked_decode,
+    ragged_decode,
+    stacked_decode,
+)
+from kvjax.aot.hardware import DEVICES, Gpu
+from kvjax.ops.grouped_decode import grouped_decode as grouped
+from kvjax.ops.paged_decode import paged_decode as paged
+from kvjax.ops.picked_decode import picked_decode as picked
+from kvjax.ops.ragged_decode import ragged_decode as ragged
+from kvjax.ops.stacked_decode import stacked_decode as stacked
+
+SCALE = 128**-0.5
+# Whose operands are taken; nothing else of it is.
+NOMINAL = DEVICES["v5e"]
+Make = Callable[..., Case]
+
+
+def _same(make: Make, call: Callable[..., Any], gpu: Gpu, **options: Any) -> Case:
+    """A TPU's case with `call` on its operands, `options` of both."""
+    return make(NOMINAL, **options)._replace(run=partial(call, **options))
+
+
+def _paged(*operands: Any, mass: bool = False, **_: Any) -> Any:
+    return paged(*operands, scale=SCALE, mass=mass, implementation="gpu")
+
+
+def _stacked(*operands: Any, width: int = 128, packed: bool = False, mass: bool = False, **_: Any) -> Any:
+    *operands, sides = operands
+    first = width if packed else 0
+    return stacked(
+        *operands, scale=SCALE, values=width, first=first, mass=mass, implementation="gpu", **sides
+    )
+
+
+def _ragged(*operands: Any, page: int = 128, **_: Any) -> Any:
+    *operands, bias = operands
+    return ragged(
+        *operands, most=ragged_decode.SLOTS, aligned=page, scale=SCALE, bias=bias, implementation="gpu"
+    )
+
+
+def _picked(*operands: Any, page: int, **_: Any) -> Any:
+    return picked(*operands, page=page, scale=SCALE, implementation="gpu")
+
+
+def _grouped(*operands: Any, bits: int, group: int = 32, **_: Any) -> Any:
+    return grouped(*operands, bits=bits, group=group, scale=SCALE, implementation="gpu")
+
+
+CALLS: dict[Make, Callable[..., Any]] = {
+    paged_decode.paged_decode: _paged,
+    stacked_decode.stacked_decode: _stacked,
+    ragged_decode.ragged_decode: _ragged,
+    picked_decode.picked_decode: _picked,
+    grouped_decode.grouped_decode: _grouped,
+}
+
+
+def _registry() -> dict[str, Callable[[Gpu], Case]]:
+    """Every case of these operations that the GPU's kernels take, and all decoders."""
+    cases: dict[str, Callable[[Gpu], Case]] = {}
+    for module in (paged_decode, stacked_decode, ragged_decode, picked_decode, grouped_decode):
+        for name, case in module.CASES.items():
+            make = case.func if isinstance(case, partial) else case
+            options = case.keywords if isinstance(case, partial) else {}
+            # Turned keys, and pages of several parts, have a kernel for TPUs alone.
+            parted = module is paged_decode and {"rope", "packed", "groups"} & set(options)
+            if make in CALLS and not parted:
+                cases[name] = partial(_same, make, CALLS[make], **options)
+    return {**cases, **decoder.CASES}
+
+
+CASES = _registry()
