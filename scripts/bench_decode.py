@@ -32,8 +32,7 @@ class Ours:
         from kvjax.models.params import init, plan
 
         self.config = Config(head_dim=shape["d_model"] // shape["heads"], max_positions=2**18, **shape)
-        # Stacked layers, as on an accelerator: one by one, 32 of them compile for minutes.
-        groups = plan(self.config, stacked=True)
+        groups = plan(self.config)
         like = jax.eval_shape(lambda key: init(self.config, key, jnp.bfloat16, groups), jax.random.key(0))
         self.params, self.ratio, self.decode_tokens = made_up_cache.weights(like), ratio, decode
 

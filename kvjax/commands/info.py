@@ -34,15 +34,22 @@ def run(args: argparse.Namespace) -> None:
 def _attention(platform: str) -> list[str]:
     """What prompts and steps attend with here."""
     from kvjax.ops.dispatch import alone
+    from kvjax.ops.partial_gpu import unable
 
     plain = f"plain jax.numpy, compiled by XLA for {platform}"
-    if platform != "tpu":
-        return [plain, "Pallas kernels wait for a TPU: docs/kernels.md"]
+    if platform == "cpu":
+        return [plain, "Pallas kernels wait for a TPU or a GPU: docs/kernels.md"]
+    if platform == "gpu" and (why := unable()):
+        return [plain, f"no Pallas kernels: {why}"]
     if not alone():
-        return [plain, "Pallas kernels need one device, or shard_map; implementation='tpu' forces them"]
+        return [
+            plain,
+            f"Pallas kernels need one device, or shard_map; implementation='{platform}' forces them",
+        ]
+    prompts = ["prompts: flash_prefill, attention_stats (Pallas)"] if platform == "tpu" else []
     return [
-        "prompts: flash_prefill, attention_stats (Pallas)",
-        "steps: stacked_decode over dense slots, paged_decode over pages (Pallas)",
+        *prompts,
+        "steps: stacked_decode over dense slots and pages, grouped_decode over codes of groups (Pallas)",
         f"what these cannot read: {plain}",
     ]
 

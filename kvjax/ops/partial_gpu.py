@@ -21,10 +21,8 @@ PROGRAMS = 512
 
 def gpu_refusal(q: Array, heads: int, rows: dict[str, int]) -> str:
     """Why no GPU kernel can take these queries and rows of so many channels; empty where one can."""
-    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
-        return "this release of jax has no Triton lowering any more: use an older one or 'reference'"
-    if (device := too_old()) is not None:
-        return f"{device}, expected an NVIDIA GPU of compute capability 8.0 (Ampere) or more"
+    if why := unable():
+        return why
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"queries of {q.dtype}, expected float32 or bfloat16"
     queries = q.shape[1] // heads * q.shape[2]
@@ -36,18 +34,22 @@ def gpu_refusal(q: Array, heads: int, rows: dict[str, int]) -> str:
     return ""
 
 
-def too_old() -> str | None:
-    """The GPU that jax runs on and the kernels do not: Triton's compiler takes Ampere and what followed."""
+def unable() -> str:
+    """Why no kernel can run with this jax and on its GPU, if it has one; empty where they can.
+
+    Triton's compiler takes Ampere and what followed.
+    """
+    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        return "this release of jax has no Triton lowering any more: use an older one or 'reference'"
     if jax.default_backend() != "gpu":
-        return None
+        return ""
     device = jax.devices()[0]
     capability = str(getattr(device, "compute_capability", ""))
     enough = re.fullmatch(r"(\d+)\.\d+", capability)
-    return (
-        None
-        if enough and int(enough[1]) >= 8
-        else f"a {device.device_kind} of {capability or 'no'} capability"
-    )
+    if enough and int(enough[1]) >= 8:
+        return ""
+    found = f"a {device.device_kind} of {capability or 'no'} capability"
+    return f"{found}, expected an NVIDIA GPU of compute capability 8.0 (Ampere) or more"
 
 
 def power(width: int) -> int:

@@ -122,7 +122,7 @@ def _form_of_append(run: Run, tail: Slots) -> str:
     if isinstance(tail.k, Codes) or isinstance(tail.v, Codes) or not any(map(on_lanes, caches)):
         return "reference"
     why = "" if tail.capacity % LANES == 0 else f"{tail.capacity} slots, expected a multiple of {LANES}"
-    return form("append", run.implementation, tpu=why)
+    return form("append", run.without_gpu, tpu=why)
 
 
 def _tail(state: tuple[Segment, ...]) -> Slots:

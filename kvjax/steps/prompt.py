@@ -77,7 +77,7 @@ def observe(
         past = [turn_keys(run, layer, keys, context.length) for keys in past]
         new = new_keys(layer, k, x.v, context.pos)
         out, masses, scores = attend_new(
-            layer, x, q, new, past, layer.pos, mass=reduce, implementation=run.implementation
+            layer, x, q, new, past, layer.pos, mass=reduce, implementation=run.without_gpu
         )
         inputs = Inputs(q, x.q, new.k if x.k is None else x.k, x.hidden, context.pos, context.length)
         observed = {repr(o): o(inputs) for o in needs if not isinstance(o, Mass)}

@@ -21,7 +21,7 @@ from kvjax.ops.attention import Keys
 class Run(NamedTuple):
     """What is static in a run: equal values share compiled programs.
 
-    implementation: of attention, as in `kvjax.ops.dispatch.form`.
+    implementation: of attention, as in `kvjax.ops.dispatch.form`. A GPU's are those of steps alone.
     """
 
     config: Config
@@ -42,6 +42,11 @@ class Run(NamedTuple):
             out.append(gm._replace(codecs=(gm.codecs[0], None)) if ids else gm)
             first += size
         return tuple(out)
+
+    @property
+    def without_gpu(self) -> str | None:
+        """`implementation` where GPUs have no kernel and what XLA makes of the plain form serves them."""
+        return None if (self.implementation or "").startswith("gpu") else self.implementation
 
     @property
     def rank_phase(self) -> bool:

@@ -21,6 +21,7 @@ LENGTHS = np.array([96, 61])
 # The kernels' own: weights are left small, so that two layers do not amplify what float32 rounds. Another
 # prompt changes these logits by 0.8 of their size, so that attention is no small part of them.
 BAR = 2e-6
+each_kernel = pytest.mark.parametrize("kernel", ["tpu interpret", "gpu interpret"])
 
 
 def model(stacked=True, layers=2, **options):
@@ -38,16 +39,17 @@ def test_these_logits_depend_on_what_is_attended_to():
     assert rms(other, first) > 0.5
 
 
-def agree(model, method=None, tokens=3, room=32):
+def agree(model, method=None, tokens=3, room=32, kernel="tpu interpret"):
     """Logits and caches of some tokens, given beforehand, behind a prompt that was read in plain jnp."""
     _, cache = kvjax.prefill(model, PROMPT, lengths=LENGTHS, method=method, room=room)
-    caches = {"tpu interpret": cache, "reference": jax.tree.map(jnp.copy, cache)}
+    caches = {kernel: cache, "reference": jax.tree.map(jnp.copy, cache)}
     for token in range(tokens):
         done = {how: kvjax.step(model, c, [token, 7], implementation=how) for how, c in caches.items()}
         check(*map(jax.tree.leaves, done.values()), BAR)
         caches = {how: new for how, (_, new) in done.items()}
 
 
+@each_kernel
 @pytest.mark.parametrize(
     "method",
     [
@@ -58,29 +60,33 @@ def agree(model, method=None, tokens=3, room=32):
         kvjax.method("quest", budget=64, page=32, skip_layers=0),
     ],
 )
-def test_steps_through_the_kernel_are_steps_in_plain_jnp(method):
-    agree(model(), method)
+def test_steps_through_the_kernel_are_steps_in_plain_jnp(method, kernel):
+    agree(model(stacked=kernel.startswith("tpu")), method, kernel=kernel)
 
 
-def test_codes_are_read_as_they_lie():
+@each_kernel
+def test_codes_are_read_as_they_lie(kernel):
     # A second layer's codes come from what the first one gave: rounding may make them other codes.
-    agree(model(layers=1), kvjax.method("int8"))
+    agree(model(layers=1), kvjax.method("int8"), kernel=kernel)
 
 
-def test_pages_of_codes_are_read_as_they_lie():
+@each_kernel
+def test_pages_of_codes_are_read_as_they_lie(kernel):
     method = kvjax.chain(kvjax.method("adakv", budget=64, window=16), kvjax.method("int8"))
-    agree(model(layers=1), method)
+    agree(model(layers=1), method, kernel=kernel)
 
 
+@each_kernel
 @pytest.mark.parametrize(("bits", "group", "room"), [(4, 16, 48), (2, 32, 176)])
-def test_groups_of_codes_are_read_as_they_lie(bits, group, room):
+def test_groups_of_codes_are_read_as_they_lie(bits, group, room, kernel):
     """And the newest tokens beside them, with eight groups in all."""
-    agree(model(), kvjax.method("kivi", bits=bits, group=group, residual=16), room=room)
+    agree(model(), kvjax.method("kivi", bits=bits, group=group, residual=16), room=room, kernel=kernel)
 
 
-def test_windows_sinks_and_softcaps_reach_the_kernel():
+@each_kernel
+def test_windows_sinks_and_softcaps_reach_the_kernel(kernel):
     m = model(stacked=False, windows=(127, None), attention_softcap=3.0, mixers=(Attention(sink=True),) * 2)
-    agree(m)
+    agree(m, kernel=kernel)
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -92,6 +98,7 @@ def test_windows_sinks_and_softcaps_reach_the_kernel():
 def test_slots_on_the_lanes_are_appended_and_read_where_they_lie(options, stacked):
     m = model(stacked=stacked, **options)
     agree(m)
+    agree(m, kernel="gpu interpret")
     _, cache = kvjax.prefill(m, PROMPT, room=33)
     with pytest.raises(NotImplementedError, match="append cannot run as .*129 slots, expected a multiple"):
         kvjax.step(m, cache, [1, 2], implementation="tpu interpret")

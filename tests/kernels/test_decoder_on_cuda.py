@@ -1,5 +1,7 @@
-"""The decoder's step, lowered for CUDA on a CPU: it is XLA's, with layers stacked as on an accelerator."""
+"""The decoder's step, lowered for CUDA on a CPU: its layers one by one, around the kernels of a GPU."""
 
+import re
+from collections import Counter
 from functools import partial
 
 import jax
@@ -22,7 +24,7 @@ def prompt_and_step(name):
     """(prefill, its shapes), (step, its shapes) of a method, in bfloat16."""
     method = kvjax.method(name, **({"budget": 0.5} if takes_budget(name) else {}))
     run = steps.Run(CONFIG, method)
-    groups = plan(CONFIG, stacked=True)
+    groups = plan(CONFIG)
     params = jax.eval_shape(lambda key: init(CONFIG, key, jnp.bfloat16, groups), jax.random.key(0))
     ids, one = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((ROWS, TOKENS), (ROWS,)))
 
@@ -36,11 +38,25 @@ def prompt_and_step(name):
     return (prefill, (params, ids, one)), (step, (params, cache, one, append))
 
 
-@pytest.mark.parametrize("name", ["full", "snapkv", "adakv", "kivi", "quest"])
-def test_a_step_is_lowered_for_cuda(name):
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("full", {"stacked_decode": 4}),
+        ("snapkv", {"stacked_decode": 4}),
+        ("adakv", {"stacked_decode": 8}),
+        ("h2o", {"stacked_decode": 4}),
+        ("int8", {"stacked_decode": 4}),
+        # Body and tail of every layer.
+        ("kivi", {"grouped_decode": 4, "stacked_decode": 4}),
+        # The first two layers are read whole.
+        ("quest", {"stacked_decode": 6}),
+    ],
+)
+def test_a_step_is_lowered_for_cuda_with_its_kernels(name, kernels):
     _, (step, shapes) = prompt_and_step(name)
     text = lowered_for_cuda(step, *shapes)
-    assert "stablehlo.dot_general" in text and "custom_call" not in text.replace("@Sharding", "")
+    found = Counter(re.findall(r'name = "(\w+_decode)"', text))
+    assert found == kernels and text.count("@__gpu$xla.gpu.triton") == found.total()
 
 
 def test_a_prefill_is_lowered_for_cuda():
