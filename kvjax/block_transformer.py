@@ -124,10 +124,10 @@ def _step(
         x = block_inputs(params, block, config)[:, 0]
         return step_fn(Run(config.blocks, method), params["blocks"], blocks, x, ends)
 
-    def wait(blocks: Cache) -> tuple[Array, Cache]:
-        return jnp.zeros((rows, config.blocks.vocab), jax.eval_shape(add, blocks)[0].dtype), blocks
-
-    said, blocks = jax.lax.cond(ends.any(), add, wait, past.blocks)
+    # A loop of one turn or none: XLA for GPUs copies all that a conditional passes through.
+    nothing = jnp.zeros((rows, config.blocks.vocab), jax.eval_shape(add, past.blocks)[0].dtype)
+    turns = ends.any().astype(jnp.int32)
+    said, blocks = jax.lax.fori_loop(0, turns, lambda _, state: add(state[1]), (nothing, past.blocks))
     # A row whose block is complete begins the next one with its prefix, the others go on with their token.
     inputs = jnp.zeros((rows, config.prefix, config.tokens.d_model), params["start"].dtype)
     inputs = inputs.at[:, 0].set(embedded(params, token, config))

@@ -1,7 +1,7 @@
-"""The table of docs/kernels.md, from what `kvjax aot --all --json tests/aot/baseline.json` found.
+"""The tables of docs/kernels.md, from what `kvjax aot --all` found: tests/aot/baseline.json and gpu.json.
 
-python scripts/aot.py            # prints the table
-python scripts/aot.py --write    # puts it into docs/kernels.md
+python scripts/aot.py            # prints the tables
+python scripts/aot.py --write    # puts them into docs/kernels.md
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from table_page import print_or_write
 
-FOUND = Path(__file__).parents[1] / "tests" / "aot" / "baseline.json"
+FOLDER = Path(__file__).parents[1] / "tests" / "aot"
 
 
-def table() -> str:
-    found = json.loads(FOUND.read_text())
+def tpu_table() -> str:
+    found = json.loads((FOLDER / "baseline.json").read_text())
     lines = [
         f"Compiler model, not measured; libtpu {found['libtpu']}, jax {found['jax']}.",
         "",
@@ -38,5 +38,25 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def gpu_table() -> str:
+    found = json.loads((FOLDER / "gpu.json").read_text())
+    lines = [
+        f"Compiled, not measured; jax-cuda13-plugin {found['jax-cuda13-plugin']}, jax {found['jax']}.",
+        "",
+        "| case | GPU | temporaries, MiB | registers | spilled | shared, KiB | resident | waves | HBM, us "
+        "| MXU, us |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found["cases"]:
+        figures = [row[name] for name in ("registers", "spills", "shared", "resident", "waves")]
+        figures[2] = None if figures[2] is None else f"{figures[2] / 1024:.0f}"
+        own = " | ".join("XLA's" if x is None else str(x) for x in figures)
+        lines.append(
+            f"| {row['case']} | {row['topology']} | {row['temporaries'] / 2**20:.1f} | {own} | "
+            f"{row['hbm_us']:.0f} | {row['mxu_us']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print_or_write(__doc__, "kernels.md", "table", table)
+    print_or_write(__doc__, "kernels.md", {"table": tpu_table, "gpu table": gpu_table})

@@ -364,4 +364,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    print_or_write(__doc__, "architectures.md", "table", table)
+    print_or_write(__doc__, "architectures.md", {"table": table})

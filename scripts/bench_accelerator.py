@@ -166,7 +166,7 @@ def main(args: argparse.Namespace) -> None:
     device = probe()
     if device["platform"] == "cpu" and not args.smoke:
         raise SystemExit(
-            "--accelerator measures on a GPU or TPU, and jax sees only a CPU here: install jax[cuda12] or "
+            "--accelerator measures on a GPU or TPU, and jax sees only a CPU here: install jax[cuda13] or "
             "jax[tpu] on a machine that has one, or add --smoke to try every row on tiny shapes"
         )
     path = args.json or ("smoke.jsonl" if args.smoke else "accelerator.jsonl")

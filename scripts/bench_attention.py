@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from bench_rows import Deadline, Rows, child_arguments, median_seconds
 
 from kvjax.cache import nbytes
-from kvjax.ops.attention import Keys, attend
 from kvjax.ops.page_pool import make_pool
 from kvjax.ops.paged_decode import paged_decode
 from kvjax.ops.paged_decode_gpu import gpu_paged_decode
+from kvjax.ops.stacked_decode import stacked_decode
 
 TOKENS = (8192, 16384, 32768, 65536, 131072, 262144)
 PAYLOADS = {"bfloat16": (), "int8": ("key_scale", "value_scale"), "int4": ("key_scale", "value_scale")}
@@ -135,18 +135,19 @@ def measure(payload: str, tokens: int, sizes: Sizes, run: Any, setting: Any) -> 
 
 
 def dense(tokens: int, sizes: Sizes) -> dict[str, Any]:
-    """What the decoder does without compression: attention as XLA compiles it, over a dense cache."""
+    """What the decoder does without compression: attention over the dense cache of all layers."""
     key = jax.random.key(tokens)
     size = 4 * sizes.kv_heads * tokens * sizes.width
     layers = max(1, sizes.resident // size)
     shape = (layers, 1, sizes.kv_heads, tokens, sizes.width)
-    pos = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), shape[1:4])
+    pos = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), shape[:4])
+    lengths = jnp.full((1,), tokens, jnp.int32)
     q = jax.random.normal(key, (1, sizes.heads, 1, sizes.width), jnp.bfloat16)
     kv = [random_codes(jax.random.fold_in(key, i), "bfloat16", shape) for i in (0, 1)]
     asked = jnp.full((1, 1), tokens, jnp.int32)
 
     def call(q: Any, i: Any, kv: Any) -> Any:
-        out, _, _ = attend(q, Keys(kv[0][i], kv[1][i], pos), asked, scale=sizes.width**-0.5)
+        out, _, _ = stacked_decode(q, *kv, lengths, asked, i, pos=pos, scale=sizes.width**-0.5)
         return ((q + out) * 0.5).astype(q.dtype)
 
     return timed(call, q, kv, layers, size, sizes)
@@ -203,7 +204,7 @@ def main() -> None:
                 "attention", "kvjax", name, tokens,
                 lambda n=name, t=tokens, s=setting: shared(measure(n, t, sizes, run, s)) | {"setting": s},
             )  # fmt: skip
-        row("attention", "XLA, dense", "bfloat16", tokens, lambda t=tokens: shared(dense(t, sizes)))
+        row("attention", "dense cache", "bfloat16", tokens, lambda t=tokens: shared(dense(t, sizes)))
     until.report()
 
 

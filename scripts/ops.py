@@ -115,4 +115,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    print_or_write(__doc__, "architectures.md", "ops", table)
+    print_or_write(__doc__, "architectures.md", {"ops": table})

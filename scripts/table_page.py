@@ -9,14 +9,16 @@ from pathlib import Path
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-def print_or_write(about: str | None, page: str, name: str, table: Callable[[], str]) -> None:
-    """Prints `table()`; with --write puts it into docs/`page` between the marks of `name`."""
+def print_or_write(about: str | None, page: str, tables: dict[str, Callable[[], str]]) -> None:
+    """Prints every table; with --write puts it into docs/`page` between the marks of its name."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"put the table into docs/{page}")
-    if not parser.parse_args().write:
-        print(table())
-        return
-    write_table(page, name, table())
+    parser.add_argument("--write", action="store_true", help=f"put it into docs/{page}")
+    write = parser.parse_args().write
+    for name, table in tables.items():
+        if write:
+            write_table(page, name, table())
+        else:
+            print(table())
 
 
 def write_table(page: str, name: str, text: str) -> None:

@@ -54,8 +54,10 @@ def probe(topology: str, name: str, **options: Any) -> dict[str, Any]:
     if name not in known:
         raise InputError(f"unknown case {name!r} for {topology}: see `kvjax aot --list`")
     case = partial(known[name], **options)(device)
-    run = _on_gpu if isinstance(device, Gpu) else _on_tpu
-    found = run(device, case, topology, name, **options)
+    if isinstance(device, Gpu):
+        found = _on_gpu(device, case, topology, name, **options)
+    else:
+        found = _on_tpu(device, case, topology, name, **options)
     return found if "error" in found else found | {"cache": case.cache, "relaid": case.relaid}
 
 

@@ -123,6 +123,7 @@ def _figures(row: Row) -> Row:
     if "error" in found:
         return {"error": found["error"]}
     spills = (found["spills"] or 0) / sum(found["bundles"].values())
+    assert isinstance(device, Device)
     us = bound_us(found["bundles_us"], found["hbm_us"], _steps(partial(CASES[name], **options), device))
     return {"us": round(us, 1), "vmem": found["vmem"], "spills": round(spills, 3)}
 

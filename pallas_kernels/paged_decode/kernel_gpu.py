@@ -174,8 +174,10 @@ def _channels(words: Any, at: Rows, lanes: int, sizes: Sizes) -> list[tuple[Any,
     if "channel_scale" not in sizes.names:
         return []
     rows = (jnp.full_like(at.row, _offset(name, words.shape[-1], sizes)) for name in PER_CHANNEL)
-    scale, zero = (_load_rows(words, at, row, lanes) for row in rows)
-    return [tuple(jax.lax.bitcast_convert_type(x, jnp.float32) for x in (scale, zero))]
+    scale, zero = (
+        jax.lax.bitcast_convert_type(_load_rows(words, at, row, lanes), jnp.float32) for row in rows
+    )
+    return [(scale, zero)]
 
 
 def _number(words: Any, at: Rows, plane: Plane, name: str, sizes: Sizes) -> Any:

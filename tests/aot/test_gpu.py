@@ -20,10 +20,10 @@ RECORD = json.loads((Path(__file__).parent / "gpu.json").read_text())
 ROWS = {(row["case"], row["topology"]): row for row in RECORD["cases"]}
 DECODERS = [name for name in CASES if name.startswith("decoder-")]
 # Every decoder, some of every kernel; GPUs in turns. `kvjax aot --all` is the whole.
-NAMES = [*DECODERS, *[name for name in CASES if name not in DECODERS][::4]]
+NAMES = [*DECODERS, *[name for name in CASES if name not in DECODERS][1::4]]
 PAIRS = [(name, list(GPUS)[i % len(GPUS)]) for i, name in enumerate(NAMES)]
-# Exact float32 multiplies without matrix units; at this width a thread has not registers enough.
-SPILLING = {"paged_decode-float32-h256"}
+# Bytes that may be spilled. Exact float32 multiplies without matrix units, and at 256 lacks registers.
+SPILLING = {"paged_decode-float32-h256": 640, "paged_decode-int4-h128": 32, "paged_decode-int2-h128": 32}
 # Latents have no kernel on a GPU: XLA's attention over a layer of them.
 XLA = {"decoder-full-mla"}
 needs_compiler = pytest.mark.skipif(bool(available("gpu")), reason=available("gpu"))
@@ -37,8 +37,8 @@ def assert_fits(name, found):
         assert found["temporaries"] < max(0.01 * found["cache"], 24 * 2**20)
         assert found["aliases"] == found["cache"]
     if name not in XLA:
-        assert found["kernels"] >= 1 and found["resident"] >= 1
-        assert found["spills"] == 0 or name in SPILLING
+        assert found["kernels"] >= 1 and found["resident"] != 0
+        assert (found["spills"] or 0) <= SPILLING.get(name, 0)
 
 
 @needs_compiler
@@ -62,6 +62,7 @@ def test_the_record_is_whole_and_all_of_it_fits():
     for (name, _), row in ROWS.items():
         assert "error" not in row, row
         assert_fits(name, row)
+        assert (row["resident"] is None) == (name in XLA)
 
 
 def test_every_operation_and_every_gpu_is_compiled():

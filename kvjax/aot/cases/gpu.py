@@ -38,18 +38,14 @@ def _paged(*operands: Any, mass: bool = False, **_: Any) -> Any:
 
 
 def _stacked(*operands: Any, width: int = 128, packed: bool = False, mass: bool = False, **_: Any) -> Any:
-    *operands, sides = operands
+    *rest, sides = operands
     first = width if packed else 0
-    return stacked(
-        *operands, scale=SCALE, values=width, first=first, mass=mass, implementation="gpu", **sides
-    )
+    return stacked(*rest, scale=SCALE, values=width, first=first, mass=mass, implementation="gpu", **sides)
 
 
 def _ragged(*operands: Any, page: int = 128, **_: Any) -> Any:
-    *operands, bias = operands
-    return ragged(
-        *operands, most=ragged_decode.SLOTS, aligned=page, scale=SCALE, bias=bias, implementation="gpu"
-    )
+    *rest, bias = operands
+    return ragged(*rest, most=ragged_decode.SLOTS, aligned=page, scale=SCALE, bias=bias, implementation="gpu")
 
 
 def _picked(*operands: Any, page: int, **_: Any) -> Any:
@@ -69,9 +65,9 @@ CALLS: dict[Make, Callable[..., Any]] = {
 }
 
 
-def _registry() -> dict[str, Callable[[Gpu], Case]]:
+def _registry() -> dict[str, Make]:
     """Every case of these operations that the GPU's kernels take, and all decoders."""
-    cases: dict[str, Callable[[Gpu], Case]] = {}
+    cases: dict[str, Make] = {}
     for module in (paged_decode, stacked_decode, ragged_decode, picked_decode, grouped_decode):
         for name, case in module.CASES.items():
             make = case.func if isinstance(case, partial) else case
