@@ -121,13 +121,14 @@ def _sized(slots: Slots, capacity: int) -> Slots:
     return pad_slots(cut, capacity - cut.capacity)
 
 
-def flush_if_full(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
-    """`flush` of a tail at its resting capacity, if any list is full, row by row of a layer in place.
+def is_full(gm: GroupMethod, tail: Slots) -> Bool[Array, ""]:
+    """Whether any list of a tail at its resting capacity has a granule to give to the body before it."""
+    return ((tail.pos >= 0).sum(-1) >= gm.residual + gm.granule).any()
 
-    A loop of no turns where none is: XLA for GPUs copies all that a conditional passes through.
-    """
+
+def flush_in_place(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
+    """`flush` of a tail at its resting capacity, row by row of a layer: no layer is held twice."""
     layers, rows = tail.pos.shape[:2]
-    full = ((tail.pos >= 0).sum(-1) >= gm.residual + gm.granule).any()
 
     def one(at: Array, state: tuple[Slots, Slots]) -> tuple[Slots, Slots]:
         body, tail = state
@@ -138,7 +139,7 @@ def flush_if_full(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slo
 
     # A row of a layer looks like a layer of one row.
     apart = jax.tree.map(lambda x: x.reshape(layers * rows, 1, *x.shape[2:]), (body, tail))
-    done = jax.lax.fori_loop(0, jnp.where(full, layers * rows, 0), one, apart)
+    done = jax.lax.fori_loop(0, layers * rows, one, apart)
     return jax.tree.map(lambda x: x.reshape(layers, rows, *x.shape[2:]), done)
 
 

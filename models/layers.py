@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax.ops.dispatch import platform
 from kvjax.ops.dtypes import wide
 
 Params = dict[str, Any]
@@ -64,7 +65,14 @@ def linear_to_heads(p: Params, name: str, x: Float[Array, "B T D"]) -> Float[Arr
 
 
 def linear(p: Params, name: str, x: Array) -> Array:
-    """x W + b with W = p[name], and b = p[name_bias] where there is one."""
-    y = x @ p[name]
+    """x W + b with W = p[name], and b = p[name_bias] where there is one.
+
+    XLA for GPUs takes one row times a small matrix for a sum of products, which it writes and reads again:
+    two rows, the second of zeros, are a matrix product.
+    """
+    if platform() == "gpu" and x.size == x.shape[-1]:
+        y = (jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0))) @ p[name])[:1].reshape(*x.shape[:-1], -1)
+    else:
+        y = x @ p[name]
     bias = p.get(name + "_bias")
     return y if bias is None else y + last_axis(bias, y)

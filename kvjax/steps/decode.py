@@ -29,7 +29,7 @@ from kvjax.models.mixers.attention import lending, mixer_of
 from kvjax.models.transformer import decode_layers, unembed
 from kvjax.ops.dispatch import form
 from kvjax.ops.stacked_decode import LANES, on_lanes, stacked_append
-from kvjax.segments import flush_if_full
+from kvjax.segments import flush_in_place, is_full
 from kvjax.steps.attend import attend_past, past_of
 from kvjax.steps.run import Run, held, repeated
 
@@ -77,7 +77,7 @@ def step_fn(
     memory = Memory(at[:, None], attend, recur, held)
     x, groups, seen = decode_layers(params, token[:, None], config, memory, cache.groups)
     groups = _evict_lent(run, gms, groups, seen, length, append)
-    groups = tuple(_flush_if_full(gm, g) for gm, g in zip(gms, groups, strict=True))
+    groups = _flushed(gms, groups)
     new = dataclasses.replace(cache, groups=groups, next=jnp.where(append, length, cache.next))
     return unembed(params, x[:, 0], config), new
 
@@ -205,12 +205,25 @@ def _replace_layer(slots: Slots, index: int | Array, **leaves: Array) -> Slots:
     return dataclasses.replace(slots, **{n: put(getattr(slots, n), x) for n, x in leaves.items()})
 
 
-def _flush_if_full(gm: GroupMethod, group: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    if not gm.split:
-        return group
-    body, tail = group
-    assert isinstance(body, Slots) and isinstance(tail, Slots)
-    return flush_if_full(gm, body, tail)
+def _flushed(
+    gms: tuple[GroupMethod, ...], groups: tuple[tuple[Segment, ...], ...]
+) -> tuple[tuple[Segment, ...], ...]:
+    """Where any tail is full, all give what they can to the bodies before them.
+
+    One loop of one turn or none for all groups: XLA for GPUs copies all that a conditional passes through,
+    and waits for the host at every loop whose turns are data.
+    """
+    split = {i: group for i, (gm, group) in enumerate(zip(gms, groups, strict=True)) if gm.split}
+    if not split:
+        return groups
+    full = [is_full(gms[i], _tail(group)) for i, group in split.items()]
+
+    def flush(_: Any, split: dict[int, Any]) -> dict[int, Any]:
+        return {i: flush_in_place(gms[i], *group) for i, group in split.items()}
+
+    turns = jnp.stack(full).any().astype(jnp.int32)
+    split = jax.lax.fori_loop(0, turns, flush, split)
+    return tuple(split.get(i, group) for i, group in enumerate(groups))
 
 
 step = jax.jit(step_fn, static_argnames=("run",), donate_argnames=("cache",))

@@ -6,11 +6,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kvjax
 from kvjax import steps
 from kvjax.methods import takes_budget
+from kvjax.models import layers
 from kvjax.models.config import Config
 from kvjax.models.params import init, plan
 from kvjax.steps.decode import step_fn
@@ -62,3 +64,26 @@ def test_a_step_is_lowered_for_cuda_with_its_kernels(name, kernels):
 def test_a_prefill_is_lowered_for_cuda():
     (prefill, shapes), _ = prompt_and_step("snapkv")
     assert "stablehlo.dot_general" in lowered_for_cuda(prefill, *shapes)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_single_row_is_a_matrix_product_of_two(rows, monkeypatch):
+    rng = np.random.default_rng(0)
+    p = {"w": jnp.asarray(rng.normal(size=(8, 4))), "w_bias": jnp.asarray(rng.normal(size=4))}
+    x = jnp.asarray(rng.normal(size=(rows, 1, 8)))
+    want = layers.linear(p, "w", x)
+    monkeypatch.setattr(layers, "platform", lambda: "gpu")
+    np.testing.assert_allclose(layers.linear(p, "w", x), want, rtol=1e-6)
+    program = str(jax.make_jaxpr(lambda x: layers.linear(p, "w", x))(x))
+    assert ("f32[2,4] = dot_general" in program) == (rows == 1)
+
+
+def test_no_layer_has_a_conditional_or_a_loop_of_its_own():
+    """One loop flushes all tails: every other would make a GPU wait for the host."""
+    for name, loops in (("full", 0), ("quest", 1), ("kivi", 1)):
+        _, (step, shapes) = prompt_and_step(name)
+        text = lowered_for_cuda(step, *shapes)
+        outside = [
+            line for line in text.splitlines() if re.match(r" {4}\S.*stablehlo\.(while|case|if)", line)
+        ]
+        assert len(outside) == loops, (name, outside)
