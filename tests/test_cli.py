@@ -89,6 +89,14 @@ def test_info_says_which_kernels_a_tpu_runs(monkeypatch):
     assert "need one device" in info._attention("tpu")[1]
 
 
+def test_info_says_which_kernels_a_gpu_runs_and_which_gpu_runs_none(monkeypatch):
+    monkeypatch.setattr("kvjax.ops.dispatch.alone", lambda: True)
+    lines = info._attention("gpu")
+    assert lines[0].startswith("steps: stacked_decode") and "prompts" not in " ".join(lines)
+    monkeypatch.setattr("kvjax.ops.partial_gpu.unable", lambda: "a Tesla T4 of 7.5 capability")
+    assert info._attention("gpu")[1] == "no Pallas kernels: a Tesla T4 of 7.5 capability"
+
+
 def test_help_version_and_no_arguments(capsys):
     assert main([]) == 0
     assert "Start with: kvjax compare" in capsys.readouterr().out
