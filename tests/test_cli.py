@@ -79,7 +79,7 @@ def test_info_says_what_runs_here(capsys):
         "usable",
     ):
         assert text in out
-    assert "Pallas kernels wait for a TPU: docs/kernels.md" in out
+    assert "Pallas kernels wait for a TPU or a GPU: docs/kernels.md" in out
 
 
 def test_info_says_which_kernels_a_tpu_runs(monkeypatch):
