@@ -101,7 +101,7 @@ def bench(*arguments, cwd):
 
 def test_without_an_accelerator_it_says_what_it_needs(tmp_path):
     done = bench(cwd=tmp_path)
-    assert done.returncode and "jax sees only a CPU here: install jax[cuda12]" in done.stderr
+    assert done.returncode and "jax sees only a CPU here: install jax[cuda13]" in done.stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -53,15 +53,24 @@ def test_methods_as_json_has_every_field(capsys):
 
 
 def test_aot_says_what_does_not_compile_and_fails(monkeypatch, capsys):
-    monkeypatch.setattr(probing, "available", lambda: "")
+    monkeypatch.setattr(probing, "available", lambda platform: "")
     monkeypatch.setattr(probing, "probe", lambda topology, name: {"error": "the stack is too large"})
-    assert main(["aot", "--case", "paged_decode-int8-h128", "--topology", "v5e:2x2"]) == 1
-    assert "paged_decode-int8-h128 on v5e:2x2: the stack is too large" in capsys.readouterr().out
+    for topology, note in (("v5e:2x2", "Compiler model, not measured."), ("h100", "Compiled, not measured.")):
+        assert main(["aot", "--case", "paged_decode-int8-h128", "--topology", topology]) == 1
+        out = capsys.readouterr().out
+        assert f"paged_decode-int8-h128 on {topology}: the stack is too large" in out and note in out
+
+
+def test_aot_lists_the_cases_of_a_gpu_and_knows_what_is_tuned_for_tpus_alone(capsys):
+    assert main(["aot", "--list", "--topology", "a100"]) == 0
+    assert "decoder-kivi" in (out := capsys.readouterr().out) and "flash_prefill" not in out
+    assert main(["aot", "--tune", "stacked_decode", "--topology", "h100"]) == 2
+    assert "h100 is no TPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("operations", ["", "none"])
 def test_aot_tunes_what_can_be_tuned_alone_and_says_so_without_a_compiler(operations, monkeypatch, capsys):
-    monkeypatch.setattr(probing, "available", lambda: "no compiler")
+    monkeypatch.setattr(probing, "available", lambda *_: "no compiler")
     assert main(["aot", "--tune", operations]) == 2
     assert f"nothing to tune in '{operations}': expected stacked_decode" in capsys.readouterr().err
 
