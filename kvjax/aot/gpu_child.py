@@ -23,6 +23,8 @@ def main() -> None:
         # Compiling needs none of CUDA's libraries.
         JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
         JAX_ENABLE_COMPILATION_CACHE="false",
+        # A caller in a hurry, such as the tests, would have other figures.
+        JAX_DISABLE_MOST_OPTIMIZATIONS="0",
         # Newer releases write the assembly of kernels only where it is named.
         XLA_FLAGS=f"--xla_dump_to={folder} --xla_dump_emitter_re=ptx",
         TF_CPP_MIN_LOG_LEVEL="2",
