@@ -3,7 +3,8 @@
     python -m kvjax.aot.child TOPOLOGY CASE FOLDER profile|plain OPTIONS
 
 OPTIONS of the case are JSON. It prints one line, "AOT " and JSON; the compiler's dumps go to FOLDER. The
-environment is read when the compiler's library is loaded, so it is set before anything imports jax.
+environment is read when the compiler's library is loaded, so it is set before anything imports jax; what is
+the same for every compiler is `probe.ENVIRONMENT`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     profile = f" --xla_jf_dump_static_llo_profile_to={folder}/profile" if how == "profile" else ""
     os.environ.update(
-        JAX_PLATFORMS="cpu",
         TPU_SKIP_MDS_QUERY="1",
         TPU_WORKER_HOSTNAMES="localhost",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-        JAX_ENABLE_COMPILATION_CACHE="false",
-        JAX_DISABLE_MOST_OPTIMIZATIONS="0",
         XLA_FLAGS="",
         # Of every pass, a whole step's dumps take half a gigabyte and half of the time.
         LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
@@ -71,15 +69,8 @@ def main() -> None:
         compiled = jax.jit(case.run, donate_argnums=case.donated).lower(*placed).compile()
     # What is smaller is no cache; without a cache nothing is too large to be moved.
     least = case.cache // 4 or sys.maxsize
-    memory, module = compiled.memory_analysis(), compiled.as_text() or ""
-    assert memory is not None
-    found = {
-        "arguments": memory.argument_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "aliases": memory.alias_size_in_bytes,
-        "copies": reading.large_copies(module, least),
-        "staged": reading.staged(module, least),
-    }
+    found = reading.memory(compiled, least)
+    found["staged"] = reading.staged(compiled.as_text() or "", least)
     print("AOT " + json.dumps(found | reading.schedule(folder, case.kernel)))
 
 

@@ -3,7 +3,8 @@
     python -m kvjax.aot.gpu_child GPU CASE FOLDER OPTIONS
 
 It prints one line, "AOT " and JSON; the compiler's dumps go to FOLDER. The environment is read when the
-compiler's library is loaded, so it is set before anything imports jax.
+compiler's library is loaded, so it is set before anything imports jax; what is the same for every compiler is
+`probe.ENVIRONMENT`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,8 @@ from typing import Any
 def main() -> None:
     name, case_name, folder, options = sys.argv[1:5]
     os.environ.update(
-        JAX_PLATFORMS="cpu",
         # Compiling needs none of CUDA's libraries.
         JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
-        JAX_ENABLE_COMPILATION_CACHE="false",
-        # A caller in a hurry, such as the tests, would have other figures.
-        JAX_DISABLE_MOST_OPTIMIZATIONS="0",
         # Newer releases write the assembly of kernels only where it is named.
         XLA_FLAGS=f"--xla_dump_to={folder} --xla_dump_emitter_re=ptx",
         TF_CPP_MIN_LOG_LEVEL="2",
@@ -52,15 +49,8 @@ def main() -> None:
     with jax.set_mesh(mesh):
         operands = jax.tree.map(place, case.operands)
         compiled = jax.jit(case.run, donate_argnums=case.donated).lower(*operands).compile()
-    memory, module = compiled.memory_analysis(), compiled.as_text() or ""
-    assert memory is not None
-    found = {
-        "arguments": memory.argument_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "aliases": memory.alias_size_in_bytes,
-        "copies": reading.large_copies(module, case.cache // 4 or sys.maxsize),
-        "kernels": gpu_reading.kernels(module),
-    }
+    found = reading.memory(compiled, case.cache // 4 or sys.maxsize)
+    found["kernels"] = gpu_reading.kernels(compiled.as_text() or "")
     print("AOT " + json.dumps(found | gpu_reading.programs(folder, case.kernel, gpu)))
 
 

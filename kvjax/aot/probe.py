@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,12 @@ from kvjax.aot.reading import largest
 from kvjax.errors import InputError
 
 SECONDS = 300
+# Nothing is run, and no caller changes figures by compiling in a hurry or taking what was compiled before.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+}
 # A line of the compiler's log: F, date, time, thread, place in its source.
 FATAL = re.compile(r"^F\d{4} \S+ +\d+ \S+?:\d+\] (.*)", re.M)
 RAISED = re.compile(r"^[\w.]*(?:Error|Exception)\b.*", re.M)
@@ -99,8 +106,9 @@ def _bounds(schedule: dict[str, float], case: Case, device: Device | Gpu) -> dic
 def _child(module: str, topology: str, name: str, *how: str, **options: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", module, topology, name, folder, *how, json.dumps(options)]
+        env = os.environ | ENVIRONMENT
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=env)
         except subprocess.TimeoutExpired:
             return {"error": f"not compiled within {SECONDS} s"}
     for line in done.stdout.splitlines():

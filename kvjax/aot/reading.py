@@ -30,6 +30,22 @@ def array_bytes(dtype: str, shape: str) -> int:
     return math.prod(int(n) for n in shape.split(",") if n) * bits // 8
 
 
+def memory(compiled: Any, least: int) -> dict[str, Any]:
+    """Bytes that a compiled program takes, and its copies of at least `least` bytes.
+
+    >>> import jax
+    >>> memory(jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((256,), "float32")).compile(), 1024)
+    {'arguments': 1024, 'temporaries': 0, 'aliases': 0, 'copies': 0}
+    """
+    taken = compiled.memory_analysis()
+    return {
+        "arguments": taken.argument_size_in_bytes,
+        "temporaries": taken.temp_size_in_bytes,
+        "aliases": taken.alias_size_in_bytes,
+        "copies": large_copies(compiled.as_text() or "", least),
+    }
+
+
 def large_copies(module: str, least: int) -> int:
     """Copies of at least `least` bytes in a module's text: a cache that was laid out anew.
 
