@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.errors import InputError
 from kvjax.ops.attention import Keys
+from kvjax.ops.recurrence import StackedState
 
 
 @runtime_checkable
@@ -148,16 +149,33 @@ class State:
 
     def layer(self, index: int | Array) -> dict[str, Array]:
         """The plain arrays of one layer, without the Lg axis."""
-        return {n: dense(x)[index] for n, x in self.data.items()}
+        return {name: _of_layer(x, index) for name, x in self.data.items()}
 
-    def replaced(self, index: int | Array, new: dict[str, Array]) -> State:
+    def layer_in_place(self, index: int | Array, names: frozenset[str]) -> dict[str, Array | StackedState]:
+        """`layer`, but those of `names` that are not encoded stay in the stack."""
+
+        def one(name: str, x: Array | Codes) -> Array | StackedState:
+            if name in names and not isinstance(x, Codes):
+                return StackedState(x, index)
+            return _of_layer(x, index)
+
+        return {name: one(name, x) for name, x in self.data.items()}
+
+    def replaced(self, index: int | Array, new: dict[str, Array | StackedState]) -> State:
         """The same states with those of one layer written, encoded as they were."""
 
-        def put(old: Array | Codes, x: Array) -> Array | Codes:
+        def put(old: Array | Codes, x: Array | StackedState) -> Array | Codes:
+            if isinstance(x, StackedState):
+                return x.layers
             fresh = encode(x, old.codec) if isinstance(old, Codes) else x.astype(old.dtype)
-            return jax.tree.map(lambda a, b: a.at[index].set(b), old, fresh)
+            # An index that might miss the stack would have what is there read and chosen again.
+            return jax.tree.map(lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, index, 0), old, fresh)
 
         return State({n: put(x, new[n]) for n, x in self.data.items()})
+
+
+def _of_layer(x: Array | Codes, index: int | Array) -> Array:
+    return dense(jax.tree.map(lambda a: a[index], x))
 
 
 Segment = Slots | Paged | State

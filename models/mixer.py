@@ -113,8 +113,8 @@ class Projected(NamedTuple):
     rescore: Callable[[Array, Array, Array], Array] | None = None
 
 
-State = dict[str, Array]
-# (the layer's state or None, which tokens are real) -> (output, new state)
+State = dict[str, Any]
+# (the layer's state or None, which tokens are real) -> (output, new state); arrays or what `in_place` says.
 Step = Callable[[State | None, Bool[Array, "B T"]], tuple[Array, State]]
 
 
@@ -125,7 +125,7 @@ class Memory(NamedTuple):
     [B, N, T, V]. recur: (layer, step, state) with the output of the step. held: (layer, state) with the fixed
     slots of the layer or of the one that it reads, none where nothing filled them. last: index of each row's
     last new token, where only that one's logits are wanted and nothing is observed: layers that keep nothing
-    of their inputs then see no other.
+    of their inputs then see no other. implementation: of recurrences, as in `kvjax.ops.dispatch.form`.
     """
 
     pos: Int[Array, "B T"]
@@ -133,6 +133,7 @@ class Memory(NamedTuple):
     recur: Callable[[Layer, Step, Any], tuple[Array, Any, Any]]
     held: Callable[[Layer, Any], list[Keys]]
     last: Int[Array, "B"] | None = None
+    implementation: str | None = None
 
 
 class Mixer:
@@ -141,7 +142,8 @@ class Mixer:
     source: the layer whose slots are read, where they are not the layer's own. value_source: the layer whose
     values are read beside the layer's own keys. kv_input: the layer whose input keys and values come from,
     one below or this one. weights_source: the layer whose attention weights are taken. value_mix: the layer
-    asks for the values of layer 0. clip: (gamma, zeta) of a clipped softmax.
+    asks for the values of layer 0. clip: (gamma, zeta) of a clipped softmax. in_place: the parts of its state
+    that a step of one token takes and gives as `StackedState`, which a kernel writes where they lie.
     """
 
     source: int | None = None
@@ -150,6 +152,7 @@ class Mixer:
     weights_source: int | None = None
     value_mix: float | None = None
     clip: tuple[float, float] | None = None
+    in_place: frozenset[str] = frozenset()
 
     def check(self, config: Config) -> None:
         """Raises ValueError where it does not fit the model."""

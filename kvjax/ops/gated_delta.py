@@ -17,7 +17,7 @@ from kvjax.ops import recurrence
 from kvjax.ops.dispatch import form
 from kvjax.ops.dtypes import wide
 from kvjax.ops.packing import segment_starts
-from kvjax.ops.recurrence import Tokens
+from kvjax.ops.recurrence import StackedState, Tokens, stacked
 from kvjax.pallas_kernels.gated_delta import kernel_tpu as tpu
 from kvjax.pallas_kernels.gated_delta.backward_tpu import backward
 from kvjax.pallas_kernels.gated_delta.chunk import Chunk
@@ -54,23 +54,27 @@ def gated_delta(
 
 
 def gated_delta_step(
-    state: Float[Array, "B H K V"], token: Tokens, *, implementation: str | None = None
-) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
+    state: Float[Array, "B H K V"] | StackedState, token: Tokens, *, implementation: str | None = None
+) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"] | StackedState]:
     """`recurrence.step`: one token per row, its arrays without the time axis: (output as v, new state).
 
-    The kernel reads every state once and writes it once, in the memory of a state that is donated.
-    implementation and errors as in `gated_delta`.
+    The kernel reads every state once and writes it once, in the memory of a state that is donated; of a
+    `StackedState`, which comes back as one, it touches the one layer. implementation and errors as in
+    `gated_delta`.
 
     >>> x = jnp.ones((1, 1, 2)) * 0.5**0.5
     >>> out, state = gated_delta_step(jnp.zeros((1, 1, 2, 2)), Tokens(x, x, x, -x, x))
     >>> round(out[0, 0, 0].item(), 3)
     0.707
     """
-    chosen = form("gated_delta_step", implementation, tpu=step_refusal(state, token))
+    stack = stacked(state)
+    chosen = form("gated_delta_step", implementation, tpu=step_refusal(stack.layers, token))
     if chosen == "reference":
-        out, state = recurrence.step(state, widened(token))
-        return out.astype(token.v.dtype), state
-    return tpu_gated_delta_step(state, token, interpret=chosen != "tpu")
+        out, own = recurrence.step(stack.own(), widened(token))
+        out, new = out.astype(token.v.dtype), stack.replaced(own)
+    else:
+        out, new = tpu_gated_delta_step(stack, token, interpret=chosen != "tpu")
+    return out, new if isinstance(state, StackedState) else new.own()
 
 
 def refusal(tokens: Tokens) -> str:
@@ -86,14 +90,12 @@ def refusal(tokens: Tokens) -> str:
 
 
 def step_refusal(state: Array, token: Tokens) -> str:
-    """Why the TPU kernel cannot take this state and token; empty where it can."""
+    """Why the TPU kernel cannot take these states [..., K, V] and token; empty where it can."""
     if state.dtype != jnp.float32:
         return f"states of {state.dtype}, expected float32"
-    if state.shape[2] % SUBLANES or state.shape[3] % LANES:
-        return (
-            f"states of {state.shape[2]} x {state.shape[3]} would be copied, expected multiples of "
-            f"{SUBLANES} x {LANES}"
-        )
+    keys, values = state.shape[-2:]
+    if keys % SUBLANES or values % LANES:
+        return f"states of {keys} x {values} would be copied, expected multiples of {SUBLANES} x {LANES}"
     return refusal(token)
 
 
@@ -143,18 +145,21 @@ def heads_together(heads: int, state: int, exact: bool) -> int:
     return max(n for n in (1, 2, 4) if heads % n == 0 and n <= most)
 
 
-def tpu_gated_delta_step(state: Array, token: Tokens, *, interpret: Any = False) -> tuple[Array, Array]:
+def tpu_gated_delta_step(
+    state: StackedState, token: Tokens, *, interpret: Any = False
+) -> tuple[Array, StackedState]:
     """The kernel on the operands of `gated_delta_step`."""
-    b, h, keys, values = state.shape
+    layers, b, h, keys, values = state.layers.shape
     # About a megabyte per copy.
     together = max(SUBLANES, STEP_NUMBERS // (keys * values) // SUBLANES * SUBLANES)
     g = jnp.broadcast_to(token.log_decay, token.k.shape)
     q, k, v, g, p = (None if x is None else x.reshape(b * h, -1) for x in token._replace(log_decay=g))
     out, new = decode(
-        q, k, v, g, p, state.reshape(b * h, keys, values),  # pyright: ignore[reportArgumentType]
+        q, k, v, g, p,  # pyright: ignore[reportArgumentType]
+        state.layers.reshape(layers, b * h, keys, values), jnp.asarray(state.layer, jnp.int32)[None],
         together=min(together, b * h), interpret=interpret,
     )  # fmt: skip
-    return out.reshape(b, h, values), new.reshape(state.shape)
+    return out.reshape(b, h, values), StackedState(new.reshape(state.layers.shape), state.layer)
 
 
 def _flat(x: Array) -> Array:

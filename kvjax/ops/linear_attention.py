@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.ops.dtypes import wide
 from kvjax.ops.features import normalised
 from kvjax.ops.gated_delta import gated_delta, gated_delta_step
-from kvjax.ops.recurrence import Tokens, scan, tokens_of, zero_state
+from kvjax.ops.recurrence import StackedState, Tokens, scan, tokens_of, zero_state
 
 QK = Float[Array, "B T N K"]
 Values = Float[Array, "B T H V"]
@@ -28,28 +28,33 @@ PerHead = Float[Array, "B T H"]
 PerChannel = Float[Array, "B T H K"]
 Mask = Bool[Array, "B T"] | None
 State = Float[Array, "B H K V"]
-Output = tuple[Values, State]
+Output = tuple[Values, State | StackedState]
 
 
 def run(
     tokens: Tokens,
-    initial_state: State | None = None,
+    initial_state: State | StackedState | None = None,
     segments: Int[Array, "B T"] | None = None,
     recurrent: bool = False,
     implementation: str | None = None,
 ) -> Output:
     """The recurrence in chunks of matrix products, or token by token where `recurrent` or there is but one.
 
-    It starts from initial_state (zeros where None), and from zeros again wherever `segments` changes.
+    It starts from initial_state (zeros where None), and from zeros again wherever `segments` changes. Of one
+    token it may be a `StackedState`, which comes back as one.
     implementation: as in `gated_delta`, for chunks and for single tokens.
     Raises NotImplementedError where a forced one cannot run.
     """
     count = tokens.k.shape[1]
     if count == 1 and segments is None:
-        state = zero_state(tokens) if initial_state is None else initial_state.astype(tokens.v.dtype)
+        state = zero_state(tokens) if initial_state is None else initial_state
+        if not isinstance(state, StackedState):
+            state = state.astype(tokens.v.dtype)
         token = jax.tree.map(lambda x: x[:, 0], tokens)
         out, state = gated_delta_step(state, token, implementation=implementation)
         return out[:, None], state
+    if isinstance(initial_state, StackedState):
+        raise ValueError(f"a stacked state takes one token without segments, got {count} tokens")
     if not recurrent:
         return gated_delta(tokens, initial_state, segments, implementation=implementation)
     if implementation not in (None, "reference"):
@@ -193,6 +198,7 @@ def ssd(
     state = None if initial_state is None else jnp.swapaxes(initial_state, 2, 3)
     t = tokens_of(c, b, x, -jnp.exp(a_log)[None, None] * dt, write=dt, scale=1.0, mask=mask)
     out, state = run(t, state, **how)
+    assert not isinstance(state, StackedState)
     return out + (d[None, None, :, None] * x).astype(out.dtype), jnp.swapaxes(state, 2, 3)
 
 

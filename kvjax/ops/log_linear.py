@@ -25,83 +25,26 @@ level, which keeps absorbing: min(level, L - 1). L = 1 is the plain member times
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.ops.log_linear_decode import log_linear_decode
+from kvjax.ops.log_linear_levels import (
+    LevelState,
+    empty_levels,
+    level,
+    levels_for,
+    log_linear_step,
+    merge,
+    without,
+)
 from kvjax.ops.packing import segment_starts
-from kvjax.ops.recurrence import CHUNK_SCALAR, CHUNK_VECTOR, Tokens, chunked, step, tokens_of
-
-
-class LevelState(NamedTuple):
-    """Memory of the tokens before position `next`, in the levels that the last of them saw.
-
-    Rows may be at different positions. Nothing was merged for the token at `next` yet.
-    """
-
-    levels: Float[Array, "B L H K V"]
-    next: Int[Array, "B"]
-
+from kvjax.ops.recurrence import CHUNK_SCALAR, CHUNK_VECTOR, StackedState, Tokens, chunked, tokens_of
 
 Output = tuple[Float[Array, "B T H V"], LevelState]
-
-
-def level(t: Int[Array, "..."], s: Int[Array, "..."]) -> Int[Array, "..."]:
-    """Level on which a token at t sees one at s: 0 if s = t, else the number of bits of t xor s.
-
-    >>> level(jnp.asarray([5, 5, 5, 8]), jnp.asarray([5, 4, 3, 7])).tolist()
-    [0, 1, 3, 4]
-    """
-    apart = t ^ s
-    return jnp.iinfo(apart.dtype).bits - jax.lax.clz(apart)
-
-
-def levels_for(tokens: int) -> int:
-    """Levels that keep `tokens` tokens apart as the paper does: ceil(log2 tokens) + 1.
-
-    >>> [levels_for(n) for n in (1, 2, 3, 4, 5, 1024)]
-    [1, 2, 3, 3, 4, 11]
-    """
-    return (max(tokens, 1) - 1).bit_length() + 1
-
-
-def empty_levels(tokens: Tokens, count: int) -> LevelState:
-    """The state before the first token, with `count` levels."""
-    b, _, h, k = tokens.k.shape
-    levels = jnp.zeros((b, count, h, k, tokens.v.shape[-1]), tokens.v.dtype)
-    return LevelState(levels, jnp.zeros((b,), jnp.int32))
-
-
-def log_linear_step(
-    state: LevelState,
-    token: Tokens,
-    level_scales: Float[Array, "B H L"],
-    mask: Bool[Array, "B"] | None = None,
-) -> tuple[Float[Array, "B H V"], LevelState]:
-    """One token per row, its arrays without the time axis: (output, new state), at any position of each row.
-
-    Rows that `mask` leaves out keep their levels and position.
-
-    >>> tokens = tokens_of(*[jnp.ones((1, 3, 1, 1))] * 3)
-    >>> state = empty_levels(tokens, 3)
-    >>> for t in range(3):  # at position 2: itself on level 0, the two others on level 2
-    ...     token = jax.tree.map(lambda x: x[:, t], tokens)
-    ...     o, state = log_linear_step(state, token, jnp.asarray([[[1.0, 10.0, 100.0]]]))
-    >>> o.tolist(), state.levels[0, :, 0, 0, 0].tolist(), state.next.tolist()
-    ([[[201.0]]], [1.0, 0.0, 2.0], [3])
-    """
-    move, ahead = level(state.next, state.next - 1), jnp.ones_like(state.next)
-    if mask is not None:
-        token = without(token, mask)
-        move, ahead = (jnp.where(mask, x, jnp.zeros_like(x)) for x in (move, ahead))
-    levels = _merge(state.levels, move)
-    # Every level decays and is erased; only level 0 is written.
-    v = jnp.pad(token.v[:, None], [(0, 0), (0, levels.shape[1] - 1), (0, 0), (0, 0)])
-    out, levels = jax.vmap(lambda s, x: step(s, token._replace(v=x)), 1, 1)(levels, v)
-    out = jnp.einsum("bhl,blhv->bhv", level_scales.astype(out.dtype), out)
-    return out, LevelState(levels, state.next + ahead)
 
 
 def log_linear(
@@ -113,6 +56,7 @@ def log_linear(
     mask: Bool[Array, "B T"] | None = None,
     chunk: int | None = None,
     recurrent: bool = False,
+    implementation: str | None = None,
 ) -> Output:
     """The member of the recurrence that `tokens` feed, log-linear: in chunks, or token by token.
 
@@ -120,7 +64,8 @@ def log_linear(
     Tokens that `mask` leaves out have no position and change no level, wherever they are; their outputs read
     the state as it is. ValueError if the state has other levels than level_scales, or if a call without
     segments and mask has more tokens than its levels hold apart. Where positions are data (in decoding, or
-    with a mask) nothing is raised, and the topmost level absorbs what is further away.
+    with a mask) nothing is raised, and the topmost level absorbs what is further away. implementation: as
+    in `log_linear_decode`, for one token without segments; NotImplementedError where a forced one cannot run.
 
     >>> ones = jnp.ones((1, 3, 1, 1))
     >>> o, state = log_linear(tokens_of(ones, ones, ones), jnp.asarray([[[[1.0, 10.0, 100.0]]] * 3]))
@@ -131,17 +76,27 @@ def log_linear(
     count, dtype = level_scales.shape[-1], tokens.v.dtype
     if state is None:
         state = empty_levels(tokens, count)
-    elif state.levels.shape[1] != count:
-        raise ValueError(
-            f"the state has {state.levels.shape[1]} levels and level_scales {count}: give both as many"
-        )
+    held = state.levels.layers.shape[2] if isinstance(state.levels, StackedState) else state.levels.shape[1]
+    if held != count:
+        raise ValueError(f"the state has {held} levels and level_scales {count}: give both as many")
     if segments is None and mask is None and levels_for(t) > count:
         raise ValueError(
             f"{count} levels hold {2 ** (count - 1)} tokens apart, got {t} tokens: give level_scales "
             f"{levels_for(t)} levels, or a mask of ones if the topmost level is to hold all the others"
         )
-    state = LevelState(state.levels.astype(dtype), state.next.astype(jnp.int32))
     real = jnp.ones((b, t), bool) if mask is None else mask
+    state = state._replace(next=state.next.astype(jnp.int32))
+    if t == 1 and segments is None:
+        token = jax.tree.map(lambda x: x[:, 0], tokens)
+        out, state = log_linear_decode(
+            state, token, level_scales[:, 0], real[:, 0], implementation=implementation
+        )
+        return out[:, None], state
+    if implementation not in (None, "reference") or isinstance(state.levels, StackedState):
+        raise NotImplementedError(
+            f"{t} tokens have neither kernels nor a form over stacked states: give one token without segments"
+        )
+    state = state._replace(levels=state.levels.astype(dtype))
     fed = (tokens, level_scales.astype(dtype), segment_starts(segments, (b, t)), real)
     if recurrent:
         return _token_by_token(state, fed)
@@ -201,37 +156,17 @@ def log_linear_gated_delta(
     return log_linear(tokens, level_scales, initial_state, **how)
 
 
-def without(tokens: Tokens, mask: Bool[Array, "..."]) -> Tokens:
-    """Tokens that decay, erase and write nothing where the mask leaves them out."""
-    q, k, v, g, p = tokens
-    real = mask[..., None, None]
-    k, v, g = (jnp.where(real, x, jnp.zeros((), x.dtype)) for x in (k, v, g))
-    return Tokens(q, k, v, g, None if p is None else jnp.where(real, p, jnp.zeros((), p.dtype)))
-
-
-def _merge(levels: Float[Array, "B L H K V"], move: Int[Array, "B"]) -> Float[Array, "B L H K V"]:
-    """Levels 0..move of every row become its level `move`, or the topmost one.
-
-    Sums and no matrix product, which may round its factors.
-    """
-    number = jnp.arange(levels.shape[1], dtype=jnp.int32)[None]
-    target = jnp.minimum(move, levels.shape[1] - 1)[:, None]
-    low, there = (x[..., None, None, None] for x in (number <= target, number == target))
-    zero = jnp.zeros((), levels.dtype)
-    merged = jnp.where(low, levels, zero).sum(1, keepdims=True)
-    return jnp.where(there, merged, jnp.where(low, zero, levels))
-
-
-def _restart(state: LevelState, fresh: Bool[Array, "B"]) -> LevelState:
-    """The empty state in the rows where a segment begins."""
+def _restart(state: LevelState, fresh: Bool[Array, "B"]) -> tuple[Float[Array, "B L H K V"], Int[Array, "B"]]:
+    """The (levels, next) of a state that is empty in the rows where a segment begins."""
+    assert not isinstance(state.levels, StackedState)
     levels = jnp.where(fresh[:, None, None, None, None], jnp.zeros((), state.levels.dtype), state.levels)
-    return LevelState(levels, jnp.where(fresh, 0, state.next))
+    return levels, jnp.where(fresh, 0, state.next)
 
 
 def _token_by_token(state: LevelState, fed: tuple[Tokens, Array, Array, Array]) -> Output:
     def body(s: LevelState, at: tuple[Tokens, Array, Array, Array]) -> tuple[LevelState, Array]:
         token, scales, fresh, real = at
-        out, s = log_linear_step(_restart(s, fresh), token, scales, real)
+        out, s = log_linear_step(LevelState(*_restart(s, fresh)), token, scales, real)
         return s, out
 
     state, out = jax.lax.scan(body, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), fed))
@@ -283,7 +218,7 @@ def _one_chunk(
     by_level = jnp.einsum("bihk,blhkv->bihlv", enter, levels)
     out = out + jnp.einsum("bihl,bihlv->bihv", jnp.einsum("bihm,bilm->bihl", scales, entered), by_level)
 
-    merged = _merge(levels, level(last, before))
+    merged = merge(levels, level(last, before))
     # Where matrix products round their factors, chunk after chunk would wear the levels down.
     merged = jnp.einsum("bhkc,blhcv->blhkv", through, merged, precision=jax.lax.Precision.HIGHEST)
     written = jnp.einsum("bjm,bjhv->bjmhv", inside[:, -1], tokens.v)

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.ops.dispatch import form
 from kvjax.ops.gated_delta import LANES, SUBLANES, step_refusal, widened
-from kvjax.ops.log_linear import LevelState, level, log_linear_step, without
-from kvjax.ops.recurrence import Tokens
+from kvjax.ops.log_linear_levels import LevelState, level, log_linear_step, without
+from kvjax.ops.recurrence import StackedState, Tokens, stacked
 from kvjax.pallas_kernels.gated_delta.levels_tpu import decode_levels
 
 
@@ -38,7 +38,7 @@ def log_linear_decode(
     >>> o.item()
     201.0
     """
-    why = step_refusal(state.levels[:, 0], token)
+    why = step_refusal(stacked(state.levels).layers, token)
     chosen = form("log_linear_decode", implementation, tpu=why)
     if chosen == "reference":
         out, new = log_linear_step(state, widened(token), level_scales, mask)
@@ -51,18 +51,22 @@ def tpu_log_linear_decode(
     interpret: Any = False,
 ) -> tuple[Array, LevelState]:  # fmt: skip
     """The kernel on the operands of `log_linear_decode`."""
-    levels, following = state
-    b, count, h, keys, values = levels.shape
+    stack, following = stacked(state.levels), state.next
+    _, b, count, h, keys, values = stack.layers.shape
     real = jnp.ones((b,), bool) if mask is None else mask
     token = without(token, real)
     visits, counts, targets = visits_of(following, real, count)
     g = jnp.broadcast_to(token.log_decay, token.k.shape)
     together = SUBLANES if h % SUBLANES == 0 and keys * values <= 2 * LANES**2 else h
     out, levels = decode_levels(
-        *token._replace(log_decay=g), jnp.moveaxis(level_scales, 2, 1)[..., None].astype(jnp.float32), levels,
-        visits, counts, targets, together=together, interpret=interpret,
+        *token._replace(log_decay=g), jnp.moveaxis(level_scales, 2, 1)[..., None].astype(jnp.float32),
+        stack.layers, jnp.asarray(stack.layer, jnp.int32)[None], visits, counts, targets,
+        together=together, interpret=interpret,
     )  # fmt: skip
-    return out.astype(token.v.dtype), LevelState(levels, following + real.astype(following.dtype))
+    new = StackedState(levels, stack.layer)
+    return out.astype(token.v.dtype), LevelState(
+        new if isinstance(state.levels, StackedState) else new.own(), following + real.astype(following.dtype)
+    )
 
 
 def visits_of(

@@ -77,6 +77,34 @@ def tokens_of(
     return Tokens(q, k, v, g, p)
 
 
+class StackedState(NamedTuple):
+    """The state of one layer among those of all, `[L, ...]`: a step that takes it writes it where it lies.
+
+    Cut out of the stack for a kernel, a layer's state would be copied out and, behind it, back.
+    """
+
+    layers: Float[Array, "L *state"]
+    layer: int | Int[Array, ""]
+
+    def own(self) -> Float[Array, "*state"]:
+        """This layer's state."""
+        if self.layers.shape[0] == 1:
+            return self.layers[0]
+        return jax.lax.dynamic_index_in_dim(self.layers, self.layer, keepdims=False)
+
+    def replaced(self, new: Float[Array, "*state"]) -> StackedState:
+        """The same states with this layer's written."""
+        new = new.astype(self.layers.dtype)
+        if self.layers.shape[0] == 1:
+            return StackedState(new[None], self.layer)
+        return StackedState(jax.lax.dynamic_update_index_in_dim(self.layers, new, self.layer, 0), self.layer)
+
+
+def stacked(state: Float[Array, "*state"] | StackedState) -> StackedState:
+    """A plain state as that of the only layer."""
+    return state if isinstance(state, StackedState) else StackedState(state[None], 0)
+
+
 def zero_state(tokens: Tokens) -> Float[Array, "B H K V"]:
     b, _, h, k = tokens.k.shape
     return jnp.zeros((b, h, k, tokens.v.shape[-1]), tokens.v.dtype)
@@ -85,12 +113,29 @@ def zero_state(tokens: Tokens) -> Float[Array, "B H K V"]:
 def step(
     state: Float[Array, "B H K V"], token: Tokens
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
-    """One token per row, its arrays without the time axis: (output, new state)."""
+    """One token per row, its arrays without the time axis: (output, new state).
+
+    With a = exp g: u = v - S' (a p), o = S' (a q) + (q'k) u, S = Diag(a) S + k u'. Both products are of the
+    state as it was, so that no other one has to be made for them.
+    """
+    return advance(state, token, products(state, token))
+
+
+def products(state: Float[Array, "B H K V"], token: Tokens) -> Float[Array, "B H R V"]:
+    """S' (a q) and, where the token erases, S' (a p)."""
+    decay = jnp.exp(token.log_decay)
+    rows = jnp.stack([decay * x for x in (token.q, token.erase) if x is not None], 2)
+    return jnp.einsum("bhrk,bhkv->bhrv", rows, state)
+
+
+def advance(
+    state: Float[Array, "B H K V"], token: Tokens, products: Float[Array, "B H R V"]
+) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
+    """`step` with the products given."""
     q, k, v, g, p = token
-    state = jnp.exp(g)[..., None] * state
-    u = v if p is None else v - jnp.einsum("bhkv,bhk->bhv", state, p)
-    state = state + k[..., None] * u[..., None, :]
-    return jnp.einsum("bhkv,bhk->bhv", state, q), state
+    u = v if p is None else v - products[:, :, 1]
+    out = products[:, :, 0] + (q * k).sum(-1, keepdims=True) * u
+    return out, jnp.exp(g)[..., None] * state + k[..., None] * u[..., None, :]
 
 
 def scan(

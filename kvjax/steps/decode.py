@@ -71,10 +71,10 @@ def step_fn(
     def recur(layer: Layer, step: Step, state: tuple[Segment, ...]):
         past = state[0]
         assert isinstance(past, State)
-        out, new = step(past.layer(layer.index), append[:, None])
+        out, new = step(past.layer_in_place(layer.index, layer.mixer.in_place), append[:, None])
         return out, (past.replaced(layer.index, new),), None
 
-    memory = Memory(at[:, None], attend, recur, held)
+    memory = Memory(at[:, None], attend, recur, held, implementation=run.without_gpu)
     x, groups, seen = decode_layers(params, token[:, None], config, memory, cache.groups)
     groups = _evict_lent(run, gms, groups, seen, length, append)
     groups = _flushed(gms, groups)

@@ -90,7 +90,7 @@ def observe(
         return out, state, new
 
     last = jnp.maximum(lengths - 1, 0)
-    memory = Memory(context.pos, attend, recur, held, None if needs else last)
+    memory = Memory(context.pos, attend, recur, held, None if needs else last, run.without_gpu)
     x, _, found = decode_layers(params, tokens, config, memory, states)
     x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     logits = unembed(params, x, config)

@@ -9,6 +9,7 @@ text of the paper was not at hand: lambda is that of flash-linear-attention's lo
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes
-from kvjax.models.mixer import State
+from kvjax.models.mixer import Memory, State
 from kvjax.models.mixers.recurrent import GatedDelta, Mamba2
 from kvjax.ops.log_linear import LevelState, log_linear_attention, log_linear_gated_delta
 
@@ -33,9 +34,14 @@ def level_weights(p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T H L"
     )
 
 
-def memory_of(past: State | None, pos: Array) -> LevelState | None:
-    """The levels that the tokens before these left; a row counts its tokens by their positions."""
-    return None if past is None else LevelState(past["levels"], pos[:, 0])
+def told(memory: Memory, past: State | None) -> dict[str, Any]:
+    """The levels that the tokens before these left, a row's tokens counted by their positions, and the form.
+
+    Only single tokens have a kernel.
+    """
+    state = None if past is None else LevelState(past["levels"], memory.pos[:, 0])
+    one = state is not None and memory.pos.shape[1] == 1
+    return dict(initial_state=state, implementation=memory.implementation if one else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +49,7 @@ class LogLinearDelta(GatedDelta):
     """Log-linear Gated DeltaNet: every level is decayed and erased by e^g (I - beta k k')."""
 
     levels: int = 16
+    in_place = frozenset({"levels"})
 
     def shapes(self, config: Config) -> Shapes:
         return super().shapes(config) | level_shapes(config, self.heads, self.levels)
@@ -52,11 +59,11 @@ class LogLinearDelta(GatedDelta):
         return {"levels": (self.levels, *state["S"]), "tail": state["tail"]}
 
     def remember(
-        self, p: Params, x: Array, fed: tuple[Array, ...], pos: Array, past: State | None, mask: Array
+        self, p: Params, x: Array, fed: tuple[Array, ...], memory: Memory, past: State | None, mask: Array
     ) -> tuple[Array, State]:
         q, k, v, g, beta = fed
         out, new = log_linear_gated_delta(
-            q, k, v, g, beta, level_weights(p, x), initial_state=memory_of(past, pos), mask=mask
+            q, k, v, g, beta, level_weights(p, x), mask=mask, **told(memory, past)
         )
         return out, {"levels": new.levels}
 
@@ -66,6 +73,7 @@ class LogLinearMamba2(Mamba2):
     """Log-linear Mamba-2: every level decays by e^(-e^A dt), and y has D x added."""
 
     levels: int = 16
+    in_place = frozenset({"levels"})
 
     def shapes(self, config: Config) -> Shapes:
         return super().shapes(config) | level_shapes(config, self.heads, self.levels)
@@ -75,13 +83,13 @@ class LogLinearMamba2(Mamba2):
         return {"levels": levels, "tail": super().state(config)["tail"]}
 
     def remember(
-        self, p: Params, x: Array, fed: tuple[Array, ...], pos: Array, past: State | None, mask: Array
+        self, p: Params, x: Array, fed: tuple[Array, ...], memory: Memory, past: State | None, mask: Array
     ) -> tuple[Array, State]:
         values, dt, keys, queries = fed
         a_log, skip, bias = (p[n].astype(jnp.float32)[None, None] for n in ("a_log", "skip", "dt_bias"))
         values, dt = values.astype(jnp.float32), jax.nn.softplus(dt + bias)
         out, new = log_linear_attention(
             queries, keys, values * dt[..., None], -jnp.exp(a_log) * dt, level_weights(p, x),
-            initial_state=memory_of(past, pos), mask=mask,
+            mask=mask, **told(memory, past),
         )  # fmt: skip
         return out + skip[..., None] * values, {"levels": new.levels}

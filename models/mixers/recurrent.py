@@ -71,6 +71,7 @@ class Retention(Recurrent):
     """
 
     gated: bool = False
+    in_place = frozenset({"S"})
 
     def shapes(self, config: Config) -> Shapes:
         shapes = super().shapes(config) | {"out_gate": (config.d_model, self.heads * self.value_dim)}
@@ -83,12 +84,12 @@ class Retention(Recurrent):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
 
         def step(past: State | None, mask: Bool[Array, "B T"]) -> tuple[Array, State]:
-            start = None if past is None else past["S"]
+            start, forced = None if past is None else past["S"], memory.implementation
             if self.gated:
                 g = jax.nn.log_sigmoid((x @ p["decay"]).astype(jnp.float32)) / 16
-                out, new = ops.gla(q, k, v, g, mask=mask, initial_state=start)
+                out, new = ops.gla(q, k, v, g, mask=mask, initial_state=start, implementation=forced)
             else:
-                out, new = ops.retention(q, k, v, mask=mask, initial_state=start)
+                out, new = ops.retention(q, k, v, mask=mask, initial_state=start, implementation=forced)
             return out, {"S": new}
 
         out, state, collected = memory.recur(layer, step, state)
@@ -101,6 +102,7 @@ class GatedLinear(Recurrent):
     """GLA's layer (arXiv:2312.06635, section 4.4): a decay per key channel from a low rank, swish gate."""
 
     rank: int = 16
+    in_place = frozenset({"S"})
 
     def shapes(self, config: Config) -> Shapes:
         d, keys = config.d_model, self.heads * self.key_dim
@@ -113,7 +115,10 @@ class GatedLinear(Recurrent):
         g = jax.nn.log_sigmoid(low.astype(jnp.float32)) / 16
 
         def step(past: State | None, mask: Bool[Array, "B T"]) -> tuple[Array, State]:
-            out, new = ops.gla(q, k, v, g, mask=mask, initial_state=None if past is None else past["S"])
+            start = None if past is None else past["S"]
+            out, new = ops.gla(
+                q, k, v, g, mask=mask, initial_state=start, implementation=memory.implementation
+            )
             return out, {"S": new}
 
         out, state, collected = memory.recur(layer, step, state)
@@ -167,6 +172,7 @@ class _Delta(Recurrent):
     """Delta rules behind a short convolution over q, k and v, with keys and queries of unit length."""
 
     conv: int = 4
+    in_place = frozenset({"S"})
 
     def shapes(self, config: Config) -> Shapes:
         width = 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
@@ -190,16 +196,19 @@ class _Delta(Recurrent):
             y = jax.nn.silu(y)
             q, k, v = self.split(y[..., :keys], y[..., keys : 2 * keys], y[..., 2 * keys :])
             fed = (l2_norm(q), l2_norm(k), v, g, beta)
-            out, new = self.remember(p, x, fed, memory.pos, past, mask)
+            out, new = self.remember(p, x, fed, memory, past, mask)
             return out, new | {"tail": tail}
 
         return memory.recur(layer, step, state)
 
     def remember(
-        self, p: Params, x: Array, fed: tuple[Array, ...], pos: Array, past: State | None, mask: Array
+        self, p: Params, x: Array, fed: tuple[Array, ...], memory: Memory, past: State | None, mask: Array
     ) -> tuple[Array, State]:
         """(o, new memory) of the recurrence over q, k, v, g and beta."""
-        out, new = ops.gated_delta_rule(*fed, mask=mask, initial_state=None if past is None else past["S"])
+        start = None if past is None else past["S"]
+        out, new = ops.gated_delta_rule(
+            *fed, mask=mask, initial_state=start, implementation=memory.implementation
+        )
         return out, {"S": new}
 
 
@@ -291,7 +300,7 @@ class Mamba2(Recurrent):
             values = y[..., :inner].reshape(b, t, self.heads, self.value_dim)
             keys = y[..., inner : inner + bc].reshape(b, t, self.key_heads, self.key_dim)
             queries = y[..., inner + bc :].reshape(keys.shape)
-            out, new = self.remember(p, x, (values, dt, keys, queries), memory.pos, past, mask)
+            out, new = self.remember(p, x, (values, dt, keys, queries), memory, past, mask)
             return out, new | {"tail": tail}
 
         out, state, collected = memory.recur(layer, step, state)
@@ -299,10 +308,10 @@ class Mamba2(Recurrent):
         return linear(p, "o", rms_norm(y, p["out_norm"], layer.config.norm_eps)), state, collected
 
     def remember(
-        self, p: Params, x: Array, fed: tuple[Array, ...], pos: Array, past: State | None, mask: Array
+        self, p: Params, x: Array, fed: tuple[Array, ...], memory: Memory, past: State | None, mask: Array
     ) -> tuple[Array, State]:
         """(y, new memory) of the recurrence over x, dt, B and C."""
         rates = (p[name].astype(jnp.float32) for name in ("a_log", "skip", "dt_bias"))
         start = None if past is None else past["S"]
-        out, new = ops.ssd(*fed, *rates, mask=mask, initial_state=start)
+        out, new = ops.ssd(*fed, *rates, mask=mask, initial_state=start, implementation=memory.implementation)
         return out, {"S": new}

@@ -45,33 +45,36 @@ def advance(state: Any, v: Any, columns: Columns, n: int) -> tuple[Any, Any]:
     return out, decay * state + key * u
 
 
-def _kernel(*refs: Any) -> None:
+def _kernel(_: Any, *refs: Any) -> None:
     q, k, v, g, *p, state, out, new = refs
     columns = columns_of(q[...], k[...], g[...], p[0][...] if p else None)
     for n in range(v.shape[0]):
-        o, new[n] = advance(state[n], v[n : n + 1].astype(jnp.float32), columns, n)
+        o, new[0, n] = advance(state[0, n], v[n : n + 1].astype(jnp.float32), columns, n)
         out[n : n + 1] = o.astype(out.dtype)
 
 
 def decode(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, p: jax.Array | None, state: jax.Array, *,
-    together: int, interpret: Any = False,
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, p: jax.Array | None, state: jax.Array,
+    layer: jax.Array, *, together: int, interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """(o [I, V] as v, the states [I, K, V] in the memory of the given ones) of I = B H heads.
+    """(o [I, V] as v, the states [L, I, K, V] in the memory of the given ones) of I = B H heads of one layer.
 
-    q, k, g, p [I, K] and v [I, V]; together: states per grid step, a multiple of 8 or all of them.
+    q, k, g, p [I, K] and v [I, V]; layer [1]; together: states per grid step, a multiple of 8 or all of them.
     """
     given = [x for x in (q, k, v, g, p) if x is not None]
-    at = lambda i: (i, 0)  # noqa: E731
-    whole = pl.BlockSpec((together, *state.shape[1:]), lambda i: (i, 0, 0))
+    at = lambda i, _: (i, 0)  # noqa: E731
+    whole = pl.BlockSpec((1, together, *state.shape[2:]), lambda i, layer: (layer[0], i, 0, 0))
     return pl.pallas_call(
         _kernel,
         out_shape=[jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)],
-        grid=(pl.cdiv(state.shape[0], together),),
-        in_specs=[*(pl.BlockSpec((together, x.shape[1]), at) for x in given), whole],
-        out_specs=[pl.BlockSpec((together, v.shape[1]), at), whole],
-        input_output_aliases={len(given): 1},
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pl.cdiv(state.shape[1], together),),
+            in_specs=[*(pl.BlockSpec((together, x.shape[1]), at) for x in given), whole],
+            out_specs=[pl.BlockSpec((together, v.shape[1]), at), whole],
+        ),
+        input_output_aliases={1 + len(given): 1},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret,
         name="gated_delta_step",
-    )(*given, state)
+    )(layer, *given, state)

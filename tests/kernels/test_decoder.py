@@ -1,5 +1,7 @@
 """The decoder with its attention in kernels, in the interpreter, against the same in plain jnp."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,8 @@ import kvjax
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.latent import Latent
+from kvjax.models.mixers.log_linear import LogLinearDelta
+from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Retention
 from kvjax.models.model import Model
 from kvjax.models.params import init, plan
 from kvjax.ops.rope import Rope
@@ -102,6 +106,35 @@ def test_slots_on_the_lanes_are_appended_and_read_where_they_lie(options, stacke
     _, cache = kvjax.prefill(m, PROMPT, room=33)
     with pytest.raises(NotImplementedError, match="append cannot run as .*129 slots, expected a multiple"):
         kvjax.step(m, cache, [1, 2], implementation="tpu interpret")
+
+
+STATES = dict(heads=8, key_dim=8, value_dim=128)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        Retention(**STATES, gated=True),
+        GatedLinear(**STATES),
+        GatedDelta(**STATES),
+        KimiDelta(**STATES),
+        LogLinearDelta(**STATES, levels=9),
+    ],
+    ids=lambda mixer: type(mixer).__name__,
+)
+def test_states_are_written_where_they_lie(mixer, stacked):
+    agree(model(stacked=stacked, mixers=(mixer,) * 2))
+    m = model(stacked=stacked, mixers=(dataclasses.replace(mixer, value_dim=64),) * 2)
+    _, cache = kvjax.prefill(m, PROMPT, room=32)
+    with pytest.raises(NotImplementedError, match="cannot run as .*states of 8 x 64 would be copied"):
+        kvjax.step(m, cache, [1, 2], implementation="tpu interpret")
+
+
+def test_recurrent_layers_between_others_run_in_their_kernels():
+    agree(
+        model(layers=4, mixers=(GatedDelta(**STATES), GatedDelta(**STATES), Attention(), KimiDelta(**STATES)))
+    )
 
 
 def test_a_prompt_through_the_kernels_gives_the_same_cache_and_logits():

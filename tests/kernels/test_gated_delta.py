@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.ops import linear_attention as members
 from kvjax.ops.gated_delta import gated_delta, gated_delta_step, tpu_gated_delta, tpu_gated_delta_step
-from kvjax.ops.recurrence import Tokens, chunked, scan
+from kvjax.ops.recurrence import StackedState, Tokens, chunked, scan, stacked
 from kvjax.pallas_kernels.gated_delta.chunk import inverse, take_turns
 from tests.ops.oracles import oracle, rms
 from tests.ops.recurrences import by_hand
@@ -170,12 +170,12 @@ def test_blocks_are_written_back_as_on_the_machine(vector, erase):
         check(kernel(tokens, state, **how), by_hand(tokens, state), 2e-6)
         got = gradient(partial(tpu_gated_delta, **how), tokens, state)
         token = jax.tree.map(lambda x: x[:, 0], tokens)
-        out, new = jax.jit(partial(tpu_gated_delta_step, interpret=how["interpret"]))(state, token)
+        out, new = jax.jit(partial(tpu_gated_delta_step, interpret=how["interpret"]))(stacked(state), token)
     finally:
         pltpu.reset_tpu_interpret_mode_state()
     check(got, plain_gradient(tokens, state), 2e-6)
     first = jax.tree.map(lambda x: x[:, :1], tokens)
-    check((out[:, None], new), by_hand(first, state), 2e-6)
+    check((out[:, None], new.own()), by_hand(first, state), 2e-6)
 
 
 @dtypes
@@ -189,6 +189,25 @@ def test_a_step_is_the_equation(vector, erase, dtype):
     check((out[:, None], new), by_hand(tokens, state), BARS[dtype])
     want = jax.jit(partial(gated_delta_step, implementation="reference"))(state, token)
     check((out, new), want, BARS[dtype])
+
+
+@pytest.mark.parametrize("form", ["reference", "tpu interpret"])
+def test_a_step_over_stacked_states_changes_its_layer_alone(form):
+    tokens, state = draw(10, False, True, b=2, h=4, t=1, k=8, v=128)
+    token = jax.tree.map(lambda x: x[:, 0], tokens)
+    step = jax.jit(partial(gated_delta_step, implementation=form))
+    out, new = step(state, token)
+    others = jnp.full((3, *state.shape), jnp.nan).at[1].set(state)
+    found, (layers, layer) = step(StackedState(others, jnp.asarray(1)), token)
+    np.testing.assert_array_equal(found, out)
+    assert layer == 1
+    np.testing.assert_array_equal(layers, others.at[1].set(new))
+
+
+def test_a_stacked_state_takes_one_token():
+    tokens, state = draw(0, False, True, t=2)
+    with pytest.raises(ValueError, match="a stacked state takes one token without segments, got 2"):
+        members.run(tokens, StackedState(state[None], 0))
 
 
 def test_decoding_a_member_goes_through_the_step():

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.log_linear import LevelState, level
+from kvjax.ops.log_linear import log_linear
 from kvjax.ops.log_linear_decode import log_linear_decode, visits_of
-from kvjax.ops.recurrence import Tokens
+from kvjax.ops.log_linear_levels import LevelState, level
+from kvjax.ops.recurrence import StackedState, Tokens
 from tests.ops.oracles import rms
 
 B, H, K, V = 4, 2, 8, 128
@@ -81,6 +82,29 @@ def test_empty_levels_are_not_read():
     poisoned = state._replace(levels=jnp.where(seen, state.levels, jnp.nan))
     out, new = kernel(poisoned, token, scales, mask)
     check((out, new._replace(levels=jnp.where(seen, new.levels, 0.0))), want)
+
+
+@pytest.mark.parametrize("step", [kernel, plain], ids=["kernel", "plain"])
+def test_a_step_over_stacked_levels_changes_its_layer_alone(step):
+    state, token, scales, mask = draw(3, [5, 6, 8, 12], 6)
+    out, new = step(state, token, scales, mask)
+    others = jnp.full((3, *state.levels.shape), jnp.nan).at[1].set(state.levels)
+    found, held = step(state._replace(levels=StackedState(others, jnp.asarray(1))), token, scales, mask)
+    np.testing.assert_array_equal(found, out)
+    np.testing.assert_array_equal(held.levels.layers, others.at[1].set(new.levels))
+    np.testing.assert_array_equal(held.next, new.next)
+
+
+def test_one_token_goes_through_the_step_and_more_say_why_not():
+    state, token, scales, mask = draw(4, [5, 6, 8, 12], 6)
+    one = jax.tree.map(lambda x: x[:, None], (token, scales, mask))
+    call = partial(log_linear, state=state, implementation="tpu interpret")
+    out, new = call(*one[:2], mask=one[2])
+    want, held = kernel(state, token, scales, mask)
+    check((out[:, 0], new), (want, held))
+    twice = jax.tree.map(lambda x: jnp.repeat(x, 2, 1), one)
+    with pytest.raises(NotImplementedError, match="2 tokens have neither kernels nor"):
+        call(*twice[:2], mask=twice[2])
 
 
 def test_positions_say_which_levels_are_visited():

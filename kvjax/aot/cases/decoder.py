@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,12 +14,17 @@ from jax.experimental.layout import Layout
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device, Gpu
-from kvjax.cache import Cache, Paged, Slots, nbytes
+from kvjax.cache import Cache, Paged, Slots, State, nbytes
 from kvjax.grammar import Method
 from kvjax.methods import method as build
 from kvjax.models.config import Config
+from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.latent import Latent
+from kvjax.models.mixers.log_linear import LogLinearDelta
+from kvjax.models.mixers.recurrent import GatedDelta
 from kvjax.models.params import init, plan
+from kvjax.ops.gated_delta import STEP_NUMBERS, SUBLANES
+from kvjax.ops.log_linear_levels import levels_for
 from kvjax.ops.rope import Rope
 from kvjax.ops.stacked_decode import slots_per_step
 from kvjax.pallas_kernels.blocks import GENERATIONS
@@ -39,29 +45,63 @@ LATENT = Config(
     rope=Rope(theta=1e4), mixers=(Latent(512, 64, 128, 128),) * 16,
 )  # fmt: skip
 BATCH, SLOTS = 4, 8192
+# Of Gated DeltaNet 1.3B, and what stands in its place; the states of many rows exceed a TPU's VMEM.
+DELTA = GatedDelta(heads=16, key_dim=128, value_dim=128)
+LEVELS = LogLinearDelta(heads=16, key_dim=128, value_dim=128, levels=levels_for(SLOTS))
+RECURRENT = Config(
+    vocab=32000, d_model=2048, layers=16, heads=16, kv_heads=16, head_dim=128, d_ff=5632,
+    rope=Rope(theta=1e4), mixers=(DELTA,) * 16,
+)  # fmt: skip
 
 
-def decoder(device: Device | Gpu, method: Method, config: Config = CONFIG) -> Case:
-    """One token per row over a cache of 8192 slots, which the step may reuse."""
+def decoder(device: Device | Gpu, method: Method, config: Config = CONFIG, batch: int = BATCH) -> Case:
+    """One token per row over a cache of 8192 tokens, which the step may reuse."""
     groups = plan(config, stacked=device.platform == "tpu")
     dtype = jnp.bfloat16
     params = jax.eval_shape(lambda key: init(config, key, dtype, groups=groups), jax.random.key(0))
     run = Run(config, method)
-    tokens = jax.ShapeDtypeStruct((BATCH, SLOTS - 128), jnp.int32)
-    lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((batch, SLOTS - 128), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
     fill = partial(prefill, run, tokens_bound=SLOTS - 128, room=128, compress=True)
     with _as_on(device):
         _, cache = jax.eval_shape(lambda p, t, n: fill(p, t, n, None), params, tokens, lengths)
-    operands = (params, cache, lengths, jax.ShapeDtypeStruct((BATCH,), jnp.bool_))
+    operands = (params, cache, lengths, jax.ShapeDtypeStruct((batch,), jnp.bool_))
     weights = sum(int(np.prod(x.shape)) * 2 for x in jax.tree.leaves(params))
-    flops = BATCH * (weights + 4 * config.layers * config.heads * SLOTS * config.head_dim)
+    slotted = any(mixer.slots(config) for mixer in (mixer_of(config, i) for i in range(config.layers)))
+    attended = 4 * config.layers * config.heads * SLOTS * config.head_dim if slotted else 0
     case = Case(
-        partial(step_fn, run), operands, weights + nbytes(cache), flops, nbytes(cache),
+        partial(step_fn, run), operands, weights + _moved(cache), batch * (weights + attended), nbytes(cache),
         "stacked_decode", {}, profiles=False, donated=(1,),
     )  # fmt: skip
     if isinstance(device, Gpu):
         return case._replace(kernel="_decode")
-    return case._replace(trips=_trips(device, cache), layouts={0: partial(_weights, device)})
+    case = case._replace(layouts={0: partial(_weights, device)})
+    if not slotted:
+        return case._replace(**_steps(cache))
+    return case._replace(trips=_trips(device, cache))
+
+
+def _moved(cache: Cache) -> int:
+    """Slots are read; states are read and written, of levels half and one."""
+
+    def visited(name: str, x: Any) -> int:
+        return nbytes(x) * (x.shape[2] // 2 + 1) // x.shape[2] if name == "levels" else nbytes(x)
+
+    states = [segment.data for group in cache.groups for segment in group if isinstance(segment, State)]
+    if not states:
+        return nbytes(cache)
+    return sum(2 * visited(*item) for data in states for item in data.items())
+
+
+def _steps(cache: Cache) -> dict[str, Any]:
+    """The kernel of one token, and how often its body runs in a layer."""
+    (state, *_), *_ = cache.groups
+    assert isinstance(state, State)
+    if "levels" in state.data:
+        _, rows, count, heads, *_ = state.data["levels"].shape
+        return dict(kernel="log_linear_step", trips={"1": rows * heads // SUBLANES * (count // 2 + 1)})
+    _, *states = state.data["S"].shape
+    return dict(kernel="gated_delta_step", trips={"1": int(np.prod(states)) // STEP_NUMBERS})
 
 
 def _trips(device: Device, cache: Cache) -> dict[str, int]:
@@ -92,8 +132,10 @@ def _as_on(device: Device | Gpu) -> Any:
 
 
 def _weights(device: Device, x: Any) -> Layout | None:
-    """Stacked weights in the tiles they are multiplied in, or they are laid out anew at every call."""
-    return Layout(tuple(range(x.ndim)), tiling=((device.tile, 128), (2, 1))) if x.ndim > 2 else None
+    """Stacked matrices in the tiles they are multiplied in, or they are laid out anew at every call."""
+    if x.ndim < 3 or x.shape[-2] < device.tile:
+        return None
+    return Layout(tuple(range(x.ndim)), tiling=((device.tile, 128), (2, 1)))
 
 
 METHODS: dict[str, dict[str, float]] = {
@@ -107,6 +149,10 @@ CASES: dict[str, Callable[[Device], Case]] = {
     "decoder-full": partial(decoder, method=Method()),
     "decoder-full-h64": partial(decoder, method=Method(), config=SMALL),
     "decoder-full-mla": partial(decoder, method=Method(), config=LATENT),
+    "decoder-delta": partial(decoder, method=Method(), config=RECURRENT, batch=128),
+    "decoder-levels": partial(
+        decoder, method=Method(), config=dataclasses.replace(RECURRENT, mixers=(LEVELS,) * 16)
+    ),
     **{f"decoder-{name}": partial(decoder, method=build(name, **hyper)) for name, hyper in METHODS.items()},
     "decoder-kivi": partial(decoder, method=build("kivi")),
 }

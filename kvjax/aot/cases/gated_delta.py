@@ -18,9 +18,9 @@ from kvjax.ops.gated_delta import (
     tpu_gated_delta,
     tpu_gated_delta_step,
 )
-from kvjax.ops.log_linear import LevelState, levels_for
 from kvjax.ops.log_linear_decode import tpu_log_linear_decode
-from kvjax.ops.recurrence import Tokens
+from kvjax.ops.log_linear_levels import LevelState, levels_for
+from kvjax.ops.recurrence import Tokens, stacked
 from kvjax.pallas_kernels.gated_delta.backward_tpu import backward
 from kvjax.pallas_kernels.gated_delta.chunk import Chunk
 from kvjax.pallas_kernels.gated_delta.kernel_tpu import Sizes
@@ -105,9 +105,13 @@ def token(
     wide = jax.ShapeDtypeStruct((rows, heads, WIDTH), jnp.bfloat16)
     g = jax.ShapeDtypeStruct((rows, heads, WIDTH if by_channel else 1), jnp.float32)
     state = jax.ShapeDtypeStruct((rows, heads, WIDTH, WIDTH), jnp.float32)
+
+    def run(state: Any, *token: Any) -> tuple[Any, Any]:
+        out, new = tpu_gated_delta_step(stacked(state), Tokens(*token))
+        return out, new.own()
+
     return Case(
-        lambda state, *token: tpu_gated_delta_step(state, Tokens(*token)),
-        (state, wide, wide, wide, g, wide), _bytes(state, state, wide, wide, wide, wide, wide, g),
+        run, (state, wide, wide, wide, g, wide), _bytes(state, state, wide, wide, wide, wide, wide, g),
         rows * heads * 6 * WIDTH * WIDTH, _bytes(state), "gated_delta_step",
         trips={"1": rows * heads * WIDTH * WIDTH // STEP_NUMBERS}, profiles=False, donated=(0,),
     )  # fmt: skip

@@ -22,8 +22,8 @@ from kvjax.ops.attention_stats import STATISTICS, attention_stats
 from kvjax.ops.flash_prefill import flash_prefill
 from kvjax.ops.gated_delta import gated_delta, gated_delta_step
 from kvjax.ops.grouped_decode import Grouped, grouped_decode
-from kvjax.ops.log_linear import LevelState
 from kvjax.ops.log_linear_decode import log_linear_decode
+from kvjax.ops.log_linear_levels import LevelState
 from kvjax.ops.mla_decode import mla_decode
 from kvjax.ops.page_pool import PER_CHANNEL, PagePool, page_rows
 from kvjax.ops.page_scores import page_scores
