@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 from jaxtyping import install_import_hook
 
+from tests.every import pytest_addoption, pytest_collection_modifyitems  # noqa: F401
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
