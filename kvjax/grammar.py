@@ -233,8 +233,9 @@ class Read(Protocol):
         ...
 
     def select(
-        self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"]
-    ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:
+        self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
+        implementation: str | None = None,
+    ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
         """The pages of a layer of `body` that these queries attend to, and how many of them, from the first.
 
         M = pages_visited of the body's slots.

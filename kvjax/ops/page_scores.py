@@ -23,12 +23,13 @@ KINDS = (("centroid",), ("low", "high"))
 
 def page_scores(
     q: Float[Array, "B N T H"],
-    summary: dict[str, Float[Array, "B K P W"]],
+    summary: dict[str, Float[Array, "L B K P W"]],
     counts: Int[Array, "B K"],
+    layer: int | Int[Array, ""] = 0,
     *,
     implementation: str | None = None,
 ) -> Float[Array, "B K P"]:
-    """Scores of every page: the largest over the queries of a KV head; -inf from page `counts` on.
+    """Scores of a layer's pages: the largest over the queries of a KV head; -inf from page `counts` on.
 
     summary {"low", "high"}: Quest's bound sum_h max(q_h low_h, q_h high_h) = relu(q) high + min(q, 0) low;
     {"centroid"}: q centroid. W is the head's width or, with zeros behind it, a multiple of 128. Logits are
@@ -37,7 +38,7 @@ def page_scores(
     implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
     NotImplementedError where a forced one cannot, ValueError where operands do not fit.
 
-    >>> low, high = jnp.asarray([[[[-1.0], [2.0]]]]), jnp.asarray([[[[1.0], [3.0]]]])
+    >>> low, high = jnp.asarray([[[[[-1.0], [2.0]]]]]), jnp.asarray([[[[[1.0], [3.0]]]]])
     >>> q = jnp.asarray([[[[2.0]], [[-1.0]]]])  # two heads of one group
     >>> page_scores(q, {"low": low, "high": high}, jnp.asarray([[2]])).tolist()
     [[[2.0, 6.0]]]
@@ -49,7 +50,7 @@ def page_scores(
         )
     parts = tuple(summary[name] for name in names)
     b, n, _, h = q.shape
-    if parts[0].shape[0] != b or n % parts[0].shape[1] or h > parts[0].shape[-1]:
+    if parts[0].shape[1] != b or n % parts[0].shape[2] or h > parts[0].shape[-1]:
         raise ValueError(
             f"q {list(q.shape)} and summaries {list(parts[0].shape)} do not fit: expected as many sequences, "
             "KV heads that divide the query heads, and summaries at least as wide"
@@ -57,8 +58,8 @@ def page_scores(
     chosen = form("page_scores", implementation, tpu=refusal(q, summary))
     q, parts = jax.lax.stop_gradient((q, parts))
     if chosen == "reference":
-        return _reference(q, parts, counts)
-    return tpu_page_scores(q, parts, counts, interpret=chosen != "tpu")
+        return _reference(q, tuple(x[layer] for x in parts), counts)
+    return tpu_page_scores(q, parts, counts, layer, interpret=chosen != "tpu")
 
 
 def refusal(q: Array, summary: dict[str, Array]) -> str:
@@ -85,16 +86,18 @@ def _reference(q: Array, parts: tuple[Array, ...], counts: Array) -> Array:
 
 
 def tpu_page_scores(
-    q: Array, parts: tuple[Array, ...], counts: Array, *, block_pages: int = 2048, interpret: Any = False
-) -> Array:
-    """The kernel on the operands of `_reference`. block_pages: pages per step."""
+    q: Array, parts: tuple[Array, ...], counts: Array, layer: int | Array = 0, *, block_pages: int = 2048,
+    interpret: Any = False,
+) -> Array:  # fmt: skip
+    """The kernel on the operands of `page_scores`, `parts` of its summary. block_pages: pages per step."""
     b, n, t, h = q.shape
-    heads, pages, width = parts[0].shape[1:]
+    layers, _, heads, pages, width = parts[0].shape
     rows = jnp.pad(q.reshape(b * heads, n // heads * t, h), ((0, 0), (0, 0), (0, width - h)))
     # More of the last row changes no maximum.
     rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % SUBLANES), (0, 0)), mode="edge")
     found = tpu.page_scores(
-        rows, tuple(x.reshape(b * heads, pages, width) for x in parts), counts.reshape(-1).astype(jnp.int32),
+        rows, tuple(x.reshape(layers, b * heads, pages, width) for x in parts),
+        counts.reshape(-1).astype(jnp.int32), jnp.asarray(layer, jnp.int32)[None],
         pages=min(block_pages, -(-pages // LANES) * LANES), interpret=interpret,
     )  # fmt: skip
     return found.reshape(b, heads, pages)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.grammar import Budget
+from kvjax.ops.page_scores import page_scores
 from kvjax.ops.picked_decode import picked
 
 
@@ -34,29 +35,20 @@ class PageBounds:
         pages = k.reshape(*k.shape[:-2], k.shape[-2] // self.page, self.page, k.shape[-1])
         return {"low": pages.min(-2), "high": pages.max(-2)}
 
-    def bounds(
-        self, q: Float[Array, "B N T H"], summary: dict[str, Float[Array, "B K P H"]]
-    ) -> Float[Array, "B K P"]:
-        b, n, t, h = q.shape
-        kv_heads = summary["low"].shape[1]
-        rows = q.reshape(b, kv_heads, n // kv_heads * t, h).astype(jnp.float32)
-        low, high = (summary[name].astype(jnp.float32) for name in ("low", "high"))
-        # max(q low, q high) = relu(q) high - relu(-q) low, channel by channel.
-        up = jnp.einsum("bkrh,bkph->bkrp", jnp.maximum(rows, 0), high)
-        down = jnp.einsum("bkrh,bkph->bkrp", jnp.maximum(-rows, 0), low)
-        return (up - down).max(2)
-
     def pages_visited(self, slots: int) -> int:
         """Most pages of a body of `slots` slots that a query visits (static)."""
         return min(slots // self.page, -(-self.budget.capacity(slots) // self.page))
 
     def select(
-        self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"]
-    ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:
+        self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
+        implementation: str | None = None,
+    ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
         held = body.pos[layer]
         live = held.reshape(*held.shape[:2], -1, self.page)[..., 0] >= 0
-        summary = {name: x[layer] for name, x in body.summary.items()}
-        bounds = jnp.where(live, self.bounds(q, summary), -jnp.inf)
+        number = jnp.arange(1, live.shape[-1] + 1, dtype=jnp.int32)[None, None]
+        behind = jnp.where(live, number, 0).max(-1)
+        bounds = page_scores(q, body.summary, behind, layer, implementation=implementation)
+        bounds = jnp.where(live, bounds, -jnp.inf)
         _, pages = jax.lax.top_k(bounds, self.pages_visited(body.capacity))
         # Counted over the body, whose capacity bounds it, so that a row reads the same alone and in a batch.
         full = live.sum(-1, dtype=jnp.int32)

@@ -97,7 +97,7 @@ def _read(
     if isinstance(segment, Paged):
         keys = gather_pages(segment.layer(past.index), pools[segment.pool])
     elif (read := _picking(past, i)) is not None:
-        found = read.select(q, segment, past.index, at + 1)
+        found = read.select(q, segment, past.index, at + 1, run.without_gpu)
         keys = visited(segment, past.index, read.granule, *found).keys()
     else:
         keys = turn_keys(run, layer, segment.layer(past.index).keys(), at + 1)
@@ -194,7 +194,7 @@ def _attend_picked(
     """Attention over the pages that the method picks, where they lie: (out, lse)."""
     k, v = slots.k, slots.v
     assert not isinstance(k, Codes) and not isinstance(v, Codes) and v is not None
-    pages, counts = read.select(q, slots, past.index, pos[:, 0] + 1)
+    pages, counts = read.select(q, slots, past.index, pos[:, 0] + 1, run.without_gpu)
     held = positions(slots, past.index, read.granule, pages, counts)
     return picked.picked_decode(
         q, k, v, pages, counts, held, pos, past.index, page=read.granule, scale=layer.scale,

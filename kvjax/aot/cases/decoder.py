@@ -14,7 +14,7 @@ from jax.experimental.layout import Layout
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device, Gpu
-from kvjax.cache import Cache, Paged, Slots, State, nbytes
+from kvjax.cache import Cache, Codes, Paged, Slots, State, nbytes
 from kvjax.grammar import Method
 from kvjax.methods import method as build
 from kvjax.models.config import Config
@@ -75,10 +75,16 @@ def decoder(device: Device | Gpu, method: Method, config: Config = CONFIG, batch
     )  # fmt: skip
     if isinstance(device, Gpu):
         return case._replace(kernel="_decode")
-    case = case._replace(layouts={0: partial(_weights, device)})
+    case = case._replace(layouts={0: partial(_weights, device)}, relaid=_narrow(params))
     if not slotted:
         return case._replace(**_steps(cache))
     return case._replace(trips=_trips(device, cache))
+
+
+def _narrow(params: Any) -> int:
+    """Bytes of stacked matrices of few columns, which the compiler lays out anew on v5p."""
+    matrices = (x.shape for x in jax.tree.leaves(params) if x.ndim == 3)
+    return sum(2 * int(np.prod(shape)) for shape in matrices if 8 * shape[2] < shape[1])
 
 
 def _moved(cache: Cache) -> int:
@@ -97,11 +103,12 @@ def _steps(cache: Cache) -> dict[str, Any]:
     """The kernel of one token, and how often its body runs in a layer."""
     (state, *_), *_ = cache.groups
     assert isinstance(state, State)
+    (states,) = (x for name, x in state.data.items() if name != "tail")
+    assert not isinstance(states, Codes)
     if "levels" in state.data:
-        _, rows, count, heads, *_ = state.data["levels"].shape
+        _, rows, count, heads, *_ = states.shape
         return dict(kernel="log_linear_step", trips={"1": rows * heads // SUBLANES * (count // 2 + 1)})
-    _, *states = state.data["S"].shape
-    return dict(kernel="gated_delta_step", trips={"1": int(np.prod(states)) // STEP_NUMBERS})
+    return dict(kernel="gated_delta_step", trips={"1": int(np.prod(states.shape[1:])) // STEP_NUMBERS})
 
 
 def _trips(device: Device, cache: Cache) -> dict[str, int]:

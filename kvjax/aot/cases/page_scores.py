@@ -19,7 +19,7 @@ def page_scores(device: Device, *, parts: int, pages: int = 8192, batch: int = 4
     """K = 8, G = 8, bfloat16; `parts` summaries per page."""
     operands = (
         jax.ShapeDtypeStruct((batch, HEADS * GROUP, 1, width), jnp.bfloat16),
-        tuple(jax.ShapeDtypeStruct((batch, HEADS, pages, width), jnp.bfloat16) for _ in range(parts)),
+        tuple(jax.ShapeDtypeStruct((1, batch, HEADS, pages, width), jnp.bfloat16) for _ in range(parts)),
         jax.ShapeDtypeStruct((batch, HEADS), jnp.int32),
     )
     lists = batch * HEADS

@@ -160,7 +160,8 @@ def stats(payload: str, h: int) -> Iterator[Call]:
 
 
 def scores(payload: str, h: int) -> Iterator[Call]:
-    q, pages = shape(1, HEADS * GROUP, 1, h, dtype=payload), shape(1, HEADS, SLOTS, lanes(h), dtype=payload)
+    q = shape(1, HEADS * GROUP, 1, h, dtype=payload)
+    pages = shape(1, 1, HEADS, SLOTS, lanes(h), dtype=payload)
     for names in (("low", "high"), ("centroid",)):
         summary, counts = dict.fromkeys(names, pages), shape(1, HEADS, dtype=INT32)
         yield partial(page_scores, implementation="tpu"), (q, summary, counts)
