@@ -147,7 +147,8 @@ def prefill(
     tokens: [B, T] with right padding and `lengths` [B], or a list of lists. With cache=, the tokens
     continue it and its method applies. room: how many further tokens the cache must hold. chunk: read that
     many tokens at a time, compressing after each. compress=False stores the new tokens and evicts nothing.
-    implementation: of attention, "reference", "tpu" or "gpu"; None takes kernels where they can run.
+    implementation: of attention and recurrences, "reference", "tpu" or "gpu"; None takes kernels where they
+    can run.
 
     InputError for token ids outside the vocabulary, empty or too long prompts, or a foreign cache;
     NotImplementedError where a forced kernel cannot run.

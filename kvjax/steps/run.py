@@ -21,7 +21,8 @@ from kvjax.ops.attention import Keys
 class Run(NamedTuple):
     """What is static in a run: equal values share compiled programs.
 
-    implementation: of attention, as in `kvjax.ops.dispatch.form`. A GPU's are those of steps alone.
+    implementation: of attention and recurrences, as in `kvjax.ops.dispatch.form`. A GPU's are those of
+    attention in steps alone.
     """
 
     config: Config

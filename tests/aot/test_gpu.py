@@ -24,17 +24,18 @@ NAMES = [*DECODERS, *[name for name in CASES if name not in DECODERS][1::4]]
 PAIRS = [(name, list(GPUS)[i % len(GPUS)]) for i, name in enumerate(NAMES)]
 # Bytes that may be spilled. Exact float32 multiplies without matrix units, and at 256 lacks registers.
 SPILLING = {"paged_decode-float32-h256": 640, "paged_decode-int4-h128": 32, "paged_decode-int2-h128": 32}
-# Latents have no kernel on a GPU: XLA's attention over a layer of them.
-XLA = {"decoder-full-mla"}
+# Without a kernel on a GPU: attention over latents, and states, which XLA writes in place at the end of a step
+# and until then keeps what goes into them.
+XLA = {"decoder-full-mla", "decoder-delta", "decoder-levels"}
 needs_compiler = pytest.mark.skipif(bool(available("gpu")), reason=available("gpu"))
 
 
 def assert_fits(name, found):
     assert found["copies"] == 0
     # Results as long as the cache come as logits of every query first, and parts of lists are merged.
-    decoder = name.startswith("decoder-")
-    if decoder and name not in XLA:
-        assert found["temporaries"] < max(0.01 * found["cache"], 24 * 2**20)
+    if name.startswith("decoder-"):
+        least = 0.12 * found["cache"] if name in XLA else 24 * 2**20
+        assert found["temporaries"] < max(0.01 * found["cache"], least)
         assert found["aliases"] == found["cache"]
     if name not in XLA:
         assert found["kernels"] >= 1 and found["resident"] != 0
