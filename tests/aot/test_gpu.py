@@ -24,8 +24,8 @@ NAMES = [*DECODERS, *[name for name in CASES if name not in DECODERS][1::4]]
 PAIRS = [(name, list(GPUS)[i % len(GPUS)]) for i, name in enumerate(NAMES)]
 # Bytes that may be spilled. Exact float32 multiplies without matrix units, and at 256 lacks registers.
 SPILLING = {"paged_decode-float32-h256": 640, "paged_decode-int4-h128": 32, "paged_decode-int2-h128": 32}
-# Without a kernel on a GPU: attention over latents, and states, which XLA writes in place at the end of a step
-# and until then keeps what goes into them.
+# Without a kernel on a GPU: attention over latents, and states, which XLA writes in place at a step's end and
+# keeps what goes into them until then.
 XLA = {"decoder-full-mla", "decoder-delta", "decoder-levels"}
 needs_compiler = pytest.mark.skipif(bool(available("gpu")), reason=available("gpu"))
 
