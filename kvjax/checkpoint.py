@@ -24,7 +24,7 @@ from kvjax.models.hf import check_dtype
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.models.params import Group
-from kvjax.models.placement import leaves, map_leaves, placement
+from kvjax.models.placement import laid_out, leaves, map_leaves, placement
 from kvjax.models.tokenizer import read_text, write_text
 
 MARKER = "kvjax.json"
@@ -86,6 +86,7 @@ def load_checkpoint(
         there = _restore(folder, layout.shapes(config, saved), dtype, lambda *_: None)
         params = layout.regroup(there, groups)
         params = map_leaves(lambda path, x: jax.device_put(x, place(path, x.shape)), params)
+    params = map_leaves(lambda _, x: laid_out(x), params)
     kind: Any = BlockTransformer if isinstance(config, BlockConfig) else Model
     return kind(config, params, **read_text(folder)._asdict(), name=folder.resolve().name)
 

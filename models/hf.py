@@ -30,7 +30,7 @@ from kvjax.models.hf_tensors import Part, hf_name, match, short_name, tensors, t
 from kvjax.models.layers import Params
 from kvjax.models.model import Model, check_single
 from kvjax.models.params import Group, check_groups, plan, shapes
-from kvjax.models.placement import leaves, map_leaves, placement
+from kvjax.models.placement import laid_out, leaves, map_leaves, placement
 from kvjax.models.tokenizer import read_text, write_text
 
 LARGE_BYTES = 10**9
@@ -169,7 +169,7 @@ def _read_params(
             else:
                 out = jax.make_array_from_callback(shape, where, read)
             advance(out.nbytes)
-            return out
+            return laid_out(out)
 
         return map_leaves(leaf, tree)
 

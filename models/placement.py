@@ -1,4 +1,4 @@
-"""Names of the parameters' leaves, and on which devices each of them goes."""
+"""Names of the parameters' leaves, on which devices each of them goes, and how it lies there."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
 
 from kvjax.errors import InputError
 from kvjax.models.layers import Params
+from kvjax.pallas_kernels.blocks import GENERATIONS
+
+# Rows of the tiles that stacked matrices of bfloat16 are multiplied in, where these are not the default of 8.
+TILE_ROWS = {"tpu7x": 16}
 
 
 def map_leaves(f: Callable[[str, Any], Any], tree: Params, below: str = "") -> Params:
@@ -53,3 +59,24 @@ def placement(tree: Params, sharding: Any) -> Callable[[str, tuple[int, ...]], j
             f"the tree of shardings has none for {', '.join(absent[:8])}: give one for every parameter"
         )
     return lambda path, shape: given[path]
+
+
+def weight_layout(generation: str, x: Any) -> Layout | None:
+    """How the layers' matrices x [..., D, F] are to lie on a TPU; None where that is the default.
+
+    From other tiles XLA lays out the matrices of all layers anew at every call.
+
+    >>> weight_layout("tpu7x", jax.ShapeDtypeStruct((8, 256, 512), jnp.bfloat16)).tiling
+    ((16, 128), (2, 1))
+    """
+    rows = TILE_ROWS.get(generation)
+    if rows is None or x.ndim < 3 or x.shape[-2] < rows or x.dtype != jnp.bfloat16:
+        return None
+    return Layout(tuple(range(x.ndim)), tiling=((rows, 128), (2, 1)))
+
+
+def laid_out(x: jax.Array) -> jax.Array:
+    """x on its devices, as they multiply it."""
+    kind = next(iter(x.devices())).device_kind
+    layout = weight_layout(GENERATIONS.get(kind, ""), x)
+    return x if layout is None else jax.device_put(x, Format(layout, x.sharding))

@@ -9,8 +9,7 @@ class Device(NamedTuple):
     """generation: its name. clock: cycles per second; hbm: bytes per second; bf16: operations per second.
 
     cores: TensorCores that a kernel may split its outermost grid axis over. profiles: whether the compiler's
-    cycle estimate exists (it aborts on tpu7x). tile: rows of the tiles that bfloat16 weights are multiplied
-    in; weights of a layer scan that come in others are laid out anew, all of them, at every call.
+    cycle estimate exists (it aborts on tpu7x).
     """
 
     generation: str
@@ -19,7 +18,6 @@ class Device(NamedTuple):
     bf16: float
     cores: int = 1
     profiles: bool = True
-    tile: int = 8
     platform: str = "tpu"
 
 
@@ -52,7 +50,7 @@ DEVICES = {
     "v5e": Device("v5e", 1.5e9, 819e9, 197e12),
     "v5p": Device("v5p", 1.75e9, 2765e9, 459e12, cores=2),
     "v6e": Device("v6e", 1.75e9, 1640e9, 918e12),
-    "tpu7x": Device("tpu7x", 1.9e9, 3690e9, 1153e12, profiles=False, tile=16),
+    "tpu7x": Device("tpu7x", 1.9e9, 3690e9, 1153e12, profiles=False),
 }
 # NVIDIA's data sheets and the CUDA C++ Programming Guide's table of capabilities.
 GPUS = {

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental.layout import Layout
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvjax.checkpoint import load_checkpoint, save_checkpoint
 from kvjax.errors import InputError
-from kvjax.models import hf
+from kvjax.models import hf, placement
 from kvjax.models.config import Config
 from kvjax.models.files import Stored
 from kvjax.models.hf import load_hf, save_hf
@@ -402,6 +403,39 @@ def test_checkpoints_load_in_any_stacking_dtype_and_sharding(dtype, tmp_path):
             place = tensor_parallel if callable(sharding) else lambda path, shape, s=sharding: s
             if sharding is not None:
                 assert model.params["norm"].sharding == place("norm", model.params["norm"].shape)
+
+
+@pytest.mark.parametrize("sharding", [None, tensor_parallel], ids=["one device", "four"])
+def test_weights_lie_as_their_device_multiplies_them_and_stay_so(sharding, tmp_path, monkeypatch):
+    """Other tiles are a TPU's; a CPU can only swap axes."""
+    folder, fixture = directory("olmo2", tmp_path)
+    plain = load_hf(folder)
+    save_checkpoint(plain, tmp_path / "checkpoint")
+    turned = Layout((0, 2, 1))
+    monkeypatch.setattr(placement, "weight_layout", lambda generation, x: turned if x.ndim == 3 else None)
+    for model in (
+        load_hf(folder, sharding=sharding),
+        load_checkpoint(tmp_path / "checkpoint", sharding=sharding),
+        load_checkpoint(tmp_path / "checkpoint", sharding=sharding, groups=plan(plain.config, stacked=True)),
+    ):
+        for leaf in jax.tree.leaves(model.params["layers"]):
+            order = turned.major_to_minor if leaf.ndim == 3 else tuple(range(leaf.ndim))
+            assert leaf.format.layout.major_to_minor == order
+        assert relative_error(model(fixture.tokens), fixture.logits) <= BAR
+
+
+def test_stacked_matrices_of_tpu7x_lie_in_tiles_of_16_rows():
+    shape = jax.ShapeDtypeStruct
+    layout = placement.weight_layout("tpu7x", shape((4, 256, 512), jnp.bfloat16))
+    assert layout == Layout((0, 1, 2), tiling=((16, 128), (2, 1)))
+    for generation, x in {
+        "v6e": shape((4, 256, 512), jnp.bfloat16),
+        "": shape((4, 256, 512), jnp.bfloat16),
+        "tpu7x": shape((256, 512), jnp.bfloat16),
+    }.items():
+        assert placement.weight_layout(generation, x) is None
+    assert placement.weight_layout("tpu7x", shape((4, 256, 512), jnp.float32)) is None
+    assert placement.weight_layout("tpu7x", shape((4, 4, 512), jnp.bfloat16)) is None
 
 
 def test_checkpoints_hold_what_no_class_of_transformers_computes(tmp_path):

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device, Gpu
@@ -23,6 +22,7 @@ from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.log_linear import LogLinearDelta
 from kvjax.models.mixers.recurrent import GatedDelta
 from kvjax.models.params import init, plan
+from kvjax.models.placement import weight_layout
 from kvjax.ops.gated_delta import STEP_NUMBERS, SUBLANES
 from kvjax.ops.log_linear_levels import levels_for
 from kvjax.ops.rope import Rope
@@ -75,7 +75,7 @@ def decoder(device: Device | Gpu, method: Method, config: Config = CONFIG, batch
     )  # fmt: skip
     if isinstance(device, Gpu):
         return case._replace(kernel="_decode")
-    case = case._replace(layouts={0: partial(_weights, device)}, relaid=_narrow(params))
+    case = case._replace(layouts={0: partial(weight_layout, device.generation)}, relaid=_narrow(params))
     if not slotted:
         return case._replace(**_steps(cache))
     return case._replace(trips=_trips(device, cache))
@@ -136,13 +136,6 @@ def _as_on(device: Device | Gpu) -> Any:
     chip = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform=device.platform)
     mesh = jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Auto,), abstract_device=chip)
     return jax.sharding.use_abstract_mesh(mesh)
-
-
-def _weights(device: Device, x: Any) -> Layout | None:
-    """Stacked matrices in the tiles they are multiplied in, or they are laid out anew at every call."""
-    if x.ndim < 3 or x.shape[-2] < device.tile:
-        return None
-    return Layout(tuple(range(x.ndim)), tiling=((device.tile, 128), (2, 1)))
 
 
 METHODS: dict[str, dict[str, float]] = {

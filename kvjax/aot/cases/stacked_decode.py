@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
+from kvjax.models.placement import weight_layout
 from kvjax.ops.stacked_decode import Coded, slots_per_step, stacked_append, tpu_stacked_decode
 
 BATCH, HEADS, GROUP, LAYERS = 4, 8, 8, 32
@@ -121,7 +121,7 @@ def step(device: Device, *, tokens: int = 1) -> Case:
     return Case(
         run, operands, tokens * (2 * numbers + kept), tokens * flops, kept, "stacked_decode",
         trips={"1": steps, "2": steps * slots // block}, profiles=False, donated=(1, 2),
-        layouts={4: Layout((0, 1, 2), tiling=((device.tile, 128), (2, 1)))},
+        layouts={4: partial(weight_layout, device.generation)},
     )  # fmt: skip
 
 
