@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes
@@ -34,12 +34,13 @@ def level_weights(p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T H L"
     )
 
 
-def told(memory: Memory, past: State | None) -> dict[str, Any]:
+def told(memory: Memory, past: State | None, mask: Bool[Array, "B T"]) -> dict[str, Any]:
     """The levels that the tokens before these left, a row's tokens counted by their positions, and the form.
 
-    Only single tokens have a kernel.
+    A token that is asked again is one of those before. Only single tokens have a kernel.
     """
-    state = None if past is None else LevelState(past["levels"], memory.pos[:, 0])
+    before = memory.pos[:, 0] + (~mask[:, 0]).astype(jnp.int32)
+    state = None if past is None else LevelState(past["levels"], before)
     one = state is not None and memory.pos.shape[1] == 1
     return dict(initial_state=state, implementation=memory.implementation if one else None)
 
@@ -63,7 +64,7 @@ class LogLinearDelta(GatedDelta):
     ) -> tuple[Array, State]:
         q, k, v, g, beta = fed
         out, new = log_linear_gated_delta(
-            q, k, v, g, beta, level_weights(p, x), mask=mask, **told(memory, past)
+            q, k, v, g, beta, level_weights(p, x), mask=mask, **told(memory, past, mask)
         )
         return out, {"levels": new.levels}
 
@@ -90,6 +91,6 @@ class LogLinearMamba2(Mamba2):
         values, dt = values.astype(jnp.float32), jax.nn.softplus(dt + bias)
         out, new = log_linear_attention(
             queries, keys, values * dt[..., None], -jnp.exp(a_log) * dt, level_weights(p, x),
-            mask=mask, **told(memory, past),
+            mask=mask, **told(memory, past, mask),
         )  # fmt: skip
         return out + skip[..., None] * values, {"levels": new.levels}

@@ -1,6 +1,7 @@
 """The decoder with its attention in kernels, in the interpreter, against the same in plain jnp."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -43,12 +44,15 @@ def test_these_logits_depend_on_what_is_attended_to():
     assert rms(other, first) > 0.5
 
 
-def agree(model, method=None, tokens=3, room=32, kernel="tpu interpret"):
+def agree(model, method=None, tokens=3, room=32, kernel="tpu interpret", append=(True,)):
     """Logits and caches of some tokens, given beforehand, behind a prompt that was read in plain jnp."""
     _, cache = kvjax.prefill(model, PROMPT, lengths=LENGTHS, method=method, room=room)
     caches = {kernel: cache, "reference": jax.tree.map(jnp.copy, cache)}
-    for token in range(tokens):
-        done = {how: kvjax.step(model, c, [token, 7], implementation=how) for how, c in caches.items()}
+    for token, appended in itertools.product(range(tokens), append):
+        done = {
+            how: kvjax.step(model, c, [token, 7], append=appended, implementation=how)
+            for how, c in caches.items()
+        }
         check(*map(jax.tree.leaves, done.values()), BAR)
         caches = {how: new for how, (_, new) in done.items()}
 
@@ -124,7 +128,7 @@ STATES = dict(heads=8, key_dim=8, value_dim=128)
     ids=lambda mixer: type(mixer).__name__,
 )
 def test_states_are_written_where_they_lie(mixer, stacked):
-    agree(model(stacked=stacked, mixers=(mixer,) * 2))
+    agree(model(stacked=stacked, mixers=(mixer,) * 2), append=(False, True))
     m = model(stacked=stacked, mixers=(dataclasses.replace(mixer, value_dim=64),) * 2)
     _, cache = kvjax.prefill(m, PROMPT, room=32)
     with pytest.raises(NotImplementedError, match="cannot run as .*states of 8 x 64 would be copied"):
