@@ -20,6 +20,7 @@ class Hgrn2(Recurrent):
     """HGRN2 (Qin et al., 2024, arXiv:2404.07904): decay a = lb + (1 - lb) sigmoid(x W), key 1 - a."""
 
     lower_bound: float = 0.1
+    in_place = frozenset({"S"})
 
     def shapes(self, config: Config) -> Shapes:
         d, keys, values = config.d_model, self.heads * self.key_dim, self.heads * self.value_dim
