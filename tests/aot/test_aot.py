@@ -23,8 +23,10 @@ BASELINE = json.loads((Path(__file__).parent / "baseline.json").read_text())
 ROWS = {(row["case"], row["topology"]): row for row in BASELINE["cases"]}
 # Small shapes, which only have to compile, are in test_shapes.py.
 LARGE = [name for name in CASES if name not in shapes.CASES | bundled.CASES]
-# Every fourth case, for the topologies in turn: some of every operation. `kvjax aot --all` is the whole.
+# Every fourth case, for the topologies in turn: some of every operation; and a decoder with more states than
+# VMEM holds. `kvjax aot --all` is the whole.
 PAIRS = [(name, TOPOLOGIES[i % len(TOPOLOGIES)]) for i, name in enumerate(LARGE[2::4])]
+PAIRS.append(("decoder-delta", "v5e:2x2"))
 MIB = 2**20
 needs_compiler = pytest.mark.skipif(bool(available()), reason=available())
 
