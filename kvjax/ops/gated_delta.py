@@ -74,7 +74,7 @@ def gated_delta_step(
         out, new = out.astype(token.v.dtype), stack.replaced(own)
     else:
         out, new = tpu_gated_delta_step(stack, token, interpret=chosen != "tpu")
-    return out, new if isinstance(state, StackedState) else new.own()
+    return out, new.like(state)
 
 
 def refusal(tokens: Tokens) -> str:

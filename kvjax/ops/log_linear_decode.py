@@ -63,10 +63,8 @@ def tpu_log_linear_decode(
         stack.layers, jnp.asarray(stack.layer, jnp.int32)[None], visits, counts, targets,
         together=together, interpret=interpret,
     )  # fmt: skip
-    new = StackedState(levels, stack.layer)
-    return out.astype(token.v.dtype), LevelState(
-        new if isinstance(state.levels, StackedState) else new.own(), following + real.astype(following.dtype)
-    )
+    new = StackedState(levels, stack.layer).like(state.levels)
+    return out.astype(token.v.dtype), LevelState(new, following + real.astype(following.dtype))
 
 
 def visits_of(

@@ -1,6 +1,7 @@
 """The levels of log-linear attention, one state per power of two of distance, and one token over them.
 
-`kvjax.ops.log_linear` says what they are. A state has the levels that its last token saw.
+Log-Linear Attention (Guo et al., 2025, arXiv:2506.04761, section 3); `kvjax.ops.log_linear` says what levels
+are. A state has those that its last token saw.
 """
 
 from __future__ import annotations
@@ -91,8 +92,7 @@ def log_linear_step(
     found = merge(by_level(products(flat(levels), each)), move)
     out, levels = map(by_level, advance(flat(merge(levels, move)), each, flat(found)))
     out = jnp.einsum("bhl,blhv->bhv", level_scales.astype(out.dtype), out)
-    new = stack.replaced(levels) if isinstance(state.levels, StackedState) else levels
-    return out, LevelState(new, state.next + ahead)
+    return out, LevelState(stack.replaced(levels).like(state.levels), state.next + ahead)
 
 
 def without(tokens: Tokens, mask: Bool[Array, "..."]) -> Tokens:

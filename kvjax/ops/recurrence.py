@@ -99,6 +99,10 @@ class StackedState(NamedTuple):
             return StackedState(new[None], self.layer)
         return StackedState(jax.lax.dynamic_update_index_in_dim(self.layers, new, self.layer, 0), self.layer)
 
+    def like(self, given: Float[Array, "*state"] | StackedState) -> Float[Array, "*state"] | StackedState:
+        """This layer's state, or the stack of all where one was given."""
+        return self if isinstance(given, StackedState) else self.own()
+
 
 def stacked(state: Float[Array, "*state"] | StackedState) -> StackedState:
     """A plain state as that of the only layer."""
@@ -129,12 +133,12 @@ def products(state: Float[Array, "B H K V"], token: Tokens) -> Float[Array, "B H
 
 
 def advance(
-    state: Float[Array, "B H K V"], token: Tokens, products: Float[Array, "B H R V"]
+    state: Float[Array, "B H K V"], token: Tokens, found: Float[Array, "B H R V"]
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
-    """`step` with the products given."""
+    """`step` with its `products` found before."""
     q, k, v, g, p = token
-    u = v if p is None else v - products[:, :, 1]
-    out = products[:, :, 0] + (q * k).sum(-1, keepdims=True) * u
+    u = v if p is None else v - found[:, :, 1]
+    out = found[:, :, 0] + (q * k).sum(-1, keepdims=True) * u
     return out, jnp.exp(g)[..., None] * state + k[..., None] * u[..., None, :]
 
 

@@ -34,10 +34,11 @@ def level_weights(p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T H L"
     )
 
 
-def told(memory: Memory, past: State | None, mask: Bool[Array, "B T"]) -> dict[str, Any]:
-    """The levels that the tokens before these left, a row's tokens counted by their positions, and the form.
+def continuing(memory: Memory, past: State | None, mask: Bool[Array, "B T"]) -> dict[str, Any]:
+    """How the operation continues: from the levels that the tokens before these left, and in which form.
 
-    A token that is asked again is one of those before. Only single tokens have a kernel.
+    A row's tokens are counted by their positions; one that is asked again is among those before. Only single
+    tokens have a kernel.
     """
     before = memory.pos[:, 0] + (~mask[:, 0]).astype(jnp.int32)
     state = None if past is None else LevelState(past["levels"], before)
@@ -64,7 +65,7 @@ class LogLinearDelta(GatedDelta):
     ) -> tuple[Array, State]:
         q, k, v, g, beta = fed
         out, new = log_linear_gated_delta(
-            q, k, v, g, beta, level_weights(p, x), mask=mask, **told(memory, past, mask)
+            q, k, v, g, beta, level_weights(p, x), mask=mask, **continuing(memory, past, mask)
         )
         return out, {"levels": new.levels}
 
@@ -91,6 +92,6 @@ class LogLinearMamba2(Mamba2):
         values, dt = values.astype(jnp.float32), jax.nn.softplus(dt + bias)
         out, new = log_linear_attention(
             queries, keys, values * dt[..., None], -jnp.exp(a_log) * dt, level_weights(p, x),
-            mask=mask, **told(memory, past, mask),
+            mask=mask, **continuing(memory, past, mask),
         )  # fmt: skip
         return out + skip[..., None] * values, {"levels": new.levels}

@@ -45,7 +45,7 @@ LATENT = Config(
     rope=Rope(theta=1e4), mixers=(Latent(512, 64, 128, 128),) * 16,
 )  # fmt: skip
 BATCH, SLOTS = 4, 8192
-# Of Gated DeltaNet 1.3B, and what stands in its place; the states of many rows exceed a TPU's VMEM.
+# Of Gated DeltaNet 1.3B, and its log-linear form. The states of 128 rows exceed a TPU's VMEM.
 DELTA = GatedDelta(heads=16, key_dim=128, value_dim=128)
 LEVELS = LogLinearDelta(heads=16, key_dim=128, value_dim=128, levels=levels_for(SLOTS))
 RECURRENT = Config(
