@@ -1,11 +1,20 @@
 """`--every N`: a part of the suite in which every test still runs, for a second release of jax."""
 
+import argparse
+
 import pytest
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on; what else is given, pytest refuses in a line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text}")
+    return int(text)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--every", type=int, default=1, metavar="N",
+        "--every", type=count, default=1, metavar="N",
         help="of every test each N-th case, and all cases of each N-th method and architecture",
     )  # fmt: skip
 

@@ -1,10 +1,11 @@
 """What `--every` leaves out."""
 
+import argparse
 from types import SimpleNamespace
 
 import pytest
 
-from tests.every import pytest_collection_modifyitems
+from tests.every import count, pytest_collection_modifyitems
 
 
 class Item:
@@ -46,3 +47,10 @@ def test_no_test_is_left_out_and_groups_stay_together(every):
     assert first == second == list("abcdef")[::every]
     assert len(kept) + len(asked.left_out) == len(items)
     assert [x for x in items if x in kept] == kept
+
+
+def test_what_is_no_count_is_refused():
+    assert count("4") == 4
+    for text in ("0", "-1", "half"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"from 1 on, got {text}"):
+            count(text)
