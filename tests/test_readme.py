@@ -1,4 +1,4 @@
-"""The README says what is so: its commands parse, its Python runs and prints what its comments say."""
+"""The README and the page of kernels say what is so: commands parse, Python runs and prints what it says."""
 
 import re
 import shlex
@@ -11,7 +11,9 @@ from kvjax.cli import make_parser
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
+BLOCKS = CODE.findall(README)
+KERNELS = CODE.findall((ROOT / "docs" / "kernels.md").read_text())
 COMMANDS = sorted(set(re.findall(r"(?:^|`|&& )(kvjax(?: [^`\n]+)?)(?=`|\n)", README, re.MULTILINE)))
 
 
@@ -34,6 +36,11 @@ def test_the_second_block_is_snapkv():
     for hyper in ({}, {"window": 16, "kernel": 7}):
         assert names["snapkv"](0.25, **hyper).keep == kvjax.method("snapkv", budget=0.25, **hyper).keep
     assert len(BLOCKS) == 2
+
+
+@pytest.mark.parametrize("number", range(len(KERNELS)))
+def test_the_blocks_of_the_page_of_kernels_run_each_alone(number):
+    exec(compile(KERNELS[number], f"docs/kernels.md, block {number}", "exec"), {})
 
 
 def test_the_chain_in_the_text_is_a_method():
