@@ -18,8 +18,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.errors import InputError
-from kvjax.ops.attention import Keys
-from kvjax.ops.recurrence import StackedState
+from kvjax.ops.attention.union import Keys
+from kvjax.ops.recurrent.recurrence import StackedState
 
 
 @runtime_checkable

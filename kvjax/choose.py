@@ -22,7 +22,7 @@ from kvjax.cache import (
 from kvjax.grammar import AttentionSpec, Keep, Seen, View, over_layers
 from kvjax.group import GroupMethod
 from kvjax.keep.select import top
-from kvjax.models.mixer import Scores
+from kvjax.models.mixer import AttentionLogits
 
 
 class Fresh(NamedTuple):
@@ -39,7 +39,7 @@ class Fresh(NamedTuple):
     observed: dict[str, Any]
     masses: tuple[Float[Array, "Lg B K S"], ...]
     readers: tuple[dict[str, Any], ...] = ()
-    scores: Scores | None = None
+    scores: AttentionLogits | None = None
 
 
 def union(

@@ -15,12 +15,12 @@ from kvjax.cache import Cache
 from kvjax.errors import InputError
 from kvjax.generation import Tokens, bind, labelled, method_of, padded
 from kvjax.grammar import Method, View
-from kvjax.models import context as encoders
+from kvjax.models import encoder as encoders
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.model import Model, check_single
-from kvjax.ops.attention import Keys
+from kvjax.ops.attention.union import Keys
 from kvjax.place.rows import reset_rows
 from kvjax.segments import build
 from kvjax.steps import Run
@@ -41,7 +41,7 @@ def encode_context(
     """A cache that holds a context for the decoder `model` and nothing else: its next token stands at 0.
 
     tokens, lengths: as in `kvjax.prefill`, in the encoder's vocabulary; a row may be empty. chunk: encode
-    every `chunk` tokens by themselves (`kvjax.models.context.encode`). method: what `prefill`, `step` and
+    every `chunk` tokens by themselves (`kvjax.models.encoder.encode`). method: what `prefill`, `step` and
     `generate` will follow from here; codecs that encode token by token encode the context too, and no keep
     drops any of it. room: how many tokens the cache must hold besides.
 
@@ -78,7 +78,7 @@ def encode_context(
 
 
 def context_cache(model: Model, held: Keys, *, method: Method | str | None = None, room: int = 128) -> Cache:
-    """`encode_context` from states that are there already, as `kvjax.models.context.encode` returns them.
+    """`encode_context` from states that are there already, as `kvjax.models.encoder.encode` returns them.
 
     Raises InputError where the decoder has no layer that holds a context, or one of another width.
     """

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Codec, Slots
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 
 
 class View(NamedTuple):

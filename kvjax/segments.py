@@ -29,7 +29,7 @@ from kvjax.choose import Fresh
 from kvjax.grammar import View
 from kvjax.group import GroupMethod
 from kvjax.keep.select import slot_lists
-from kvjax.ops.dispatch import platform
+from kvjax.ops.base.dispatch import platform
 from kvjax.place.paged import build_pages, pool_pages
 
 TILE, LANES, SUBLANES = 32, 128, 8

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.models.mixer import Layer, Projected, Scores
-from kvjax.ops.attention import NEG_INF, Keys, logits, weigh
-from kvjax.ops.prompt_attention import causal_attention
-from kvjax.ops.rope import angles, rotate
+from kvjax.models.mixer import AttentionLogits, Layer, Projected
+from kvjax.ops.attention.prompt_attention import causal_attention
+from kvjax.ops.attention.union import NEG_INF, Keys, logits, weigh
+from kvjax.ops.base.rope import angles, rotate
 
 
 def rotary(layer: Layer, x: Float[Array, "B X S H"], pos: Array, length: Int[Array, "B"]) -> Array:
@@ -43,7 +43,7 @@ def attend_new(
     *,
     mass: str | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B N T V"], tuple[Array, ...], Scores | None]:
+) -> tuple[Float[Array, "B N T V"], tuple[Array, ...], AttentionLogits | None]:
     """Attention of a layer's rotated queries over `past` and the new tokens: (out, masses, logits to show).
 
     Masses come as (one per past set ..., the new tokens), in the heads that the layer stores.
@@ -78,7 +78,7 @@ def attend_at_once(
     pos: Int[Array, "B T"],
     *,
     mass: str | None = None,
-) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Array, ...], Scores]:
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Array, ...], AttentionLogits]:
     """Attention by whole maps of logits, a layer's own or those it is shown: (out, lse, masses, logits)."""
     if layer.shown is None:
         softcap = layer.config.attention_softcap

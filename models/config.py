@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from kvjax.models.layers import ACTIVATIONS
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)

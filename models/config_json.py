@@ -23,7 +23,7 @@ from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, Ki
 from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 
 C = TypeVar("C")
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.ops.attention import Keys
+from kvjax.ops.attention.union import Keys
 
 
 class Expand(NamedTuple):

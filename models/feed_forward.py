@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import Config
 from kvjax.models.layers import ACTIVATIONS, Params, Shapes, linear
-from kvjax.ops.dtypes import wide
+from kvjax.ops.base.dtypes import wide
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from kvjax.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.hf_mixed import MIXED, Mixed
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 
 Json = Mapping[str, Any]
 

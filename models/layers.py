@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.ops.dispatch import platform
-from kvjax.ops.dtypes import wide
+from kvjax.ops.base.dispatch import platform
+from kvjax.ops.base.dtypes import wide
 
 Params = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]

@@ -16,11 +16,11 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes
-from kvjax.ops.attention import Keys
-from kvjax.ops.rope import Rope
+from kvjax.ops.attention.union import Keys
+from kvjax.ops.base.rope import Rope
 
 # Attention logits over each set of keys, -inf where a key is not visible.
-Scores = tuple[Float[Array, "B N T _"], ...]
+AttentionLogits = tuple[Float[Array, "B N T _"], ...]
 
 
 class Given(NamedTuple):
@@ -37,7 +37,7 @@ class Given(NamedTuple):
     k: Float[Array, "B K T F"] | None
     v: Float[Array, "B K T V"] | None
     above: bool
-    scores: Scores | None = None
+    scores: AttentionLogits | None = None
 
 
 class Layer(NamedTuple):
@@ -61,7 +61,7 @@ class Layer(NamedTuple):
     lends: bool = False
     shows: bool = False
     given: Given | None = None
-    shown: Scores | None = None
+    shown: AttentionLogits | None = None
     first_values: Array | None = None
     kv_hidden: Array | None = None
     input: Array | None = None
@@ -125,7 +125,7 @@ class Memory(NamedTuple):
     [B, N, T, V]. recur: (layer, step, state) with the output of the step. held: (layer, state) with the fixed
     slots of the layer or of the one that it reads, none where nothing filled them. last: index of each row's
     last new token, where only that one's logits are wanted and nothing is observed: layers that keep nothing
-    of their inputs then see no other. implementation: of recurrences, as in `kvjax.ops.dispatch.form`.
+    of their inputs then see no other. implementation: of recurrences, as in `kvjax.ops.base.dispatch.form`.
     """
 
     pos: Int[Array, "B T"]

@@ -11,7 +11,7 @@ from jax.experimental.layout import Format, Layout
 
 from kvjax.errors import InputError
 from kvjax.models.layers import Params
-from kvjax.pallas_kernels.blocks import GENERATIONS
+from kvjax.pallas_kernels.block_sizes import GENERATIONS
 
 # Rows of the tiles that stacked matrices of bfloat16 are multiplied in, where these are not the default of 8.
 TILE_ROWS = {"tpu7x": 16}

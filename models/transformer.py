@@ -16,10 +16,10 @@ from kvjax.models.attending import attend_new, new_keys, rotary
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import mlp_of
 from kvjax.models.layers import Params, rms_norm
-from kvjax.models.mixer import Given, Layer, Memory, Projected, Scores, Step
+from kvjax.models.mixer import AttentionLogits, Given, Layer, Memory, Projected, Step
 from kvjax.models.mixers.attention import lending, mixer_of
-from kvjax.ops.attention import Keys
-from kvjax.ops.dtypes import wide
+from kvjax.ops.attention.union import Keys
+from kvjax.ops.base.dtypes import wide
 
 # Ids, or the vectors that a decoder is given in their place.
 Tokens = Int[Array, "B T"] | Float[Array, "B T D"]
@@ -37,7 +37,7 @@ class Lent(NamedTuple):
 
     k: Float[Array, "B K T F"]
     v: Float[Array, "B K T V"] | None
-    scores: Scores | None = None
+    scores: AttentionLogits | None = None
 
 
 def block(
@@ -232,7 +232,7 @@ def forward(
     lengths: Int[Array, "B"] | None = None,
     context: Keys | None = None,
 ) -> Float[Array, "B T V"]:
-    """Logits of every token without a cache; context: what `kvjax.models.context.encode` made of one.
+    """Logits of every token without a cache; context: what `kvjax.models.encoder.encode` made of one.
 
     >>> import jax
     >>> from kvjax.models.params import init

@@ -39,7 +39,7 @@ from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, Ki
 from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct
-from kvjax.ops.attention import Keys
+from kvjax.ops.attention.union import Keys
 from kvjax.steps import Run
 
 LAYERS = 32

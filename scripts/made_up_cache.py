@@ -17,7 +17,7 @@ import numpy as np
 from kvjax import steps
 from kvjax.cache import Cache, Paged, Pages, Slots
 from kvjax.group import GroupMethod
-from kvjax.store.packing import pair
+from kvjax.ops.base.bit_packing import pair
 
 
 def shapes(run: steps.Run, params: Any, batch: int, tokens: int, room: int) -> Cache:

@@ -15,8 +15,17 @@ import jax.numpy as jnp
 from table_page import print_or_write
 
 from kvjax.cache import nbytes
-from kvjax.ops import features, gau, infini, lattice, log_linear, rwkv, slot_attention, transformer_vq
-from kvjax.ops import linear_attention as linear
+from kvjax.ops.recurrent import (
+    features,
+    gau,
+    infini,
+    lattice,
+    log_linear,
+    rwkv,
+    slot_attention,
+    transformer_vq,
+)
+from kvjax.ops.recurrent import linear_attention as linear
 
 HEADS = WIDTH = 64
 SLOTS, LEVELS, SEGMENT, CODES = 16, 13, 256, 512

@@ -22,7 +22,7 @@ from kvjax.models.hf import save_hf
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.params import Group
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 from tests.reference import Decoder, rope, softmax
 
 L, P, T = 4, 2, 14

@@ -24,10 +24,10 @@ from kvjax.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init, plan
+from kvjax.ops.base.bit_packing import pair
 from kvjax.place.rows import reset_rows
 from kvjax.steps import Run
 from kvjax.store.affine import Affine
-from kvjax.store.packing import pair
 from tests.compilation import optimised
 
 L, B, K, S, H = 2, 3, 2, 7, 4

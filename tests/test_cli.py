@@ -17,7 +17,7 @@ from kvjax.commands import info
 from kvjax.commands.generate import SAMPLE
 from kvjax.methods import TABLE
 from kvjax.models.load import SHIPPED
-from kvjax.ops import dispatch
+from kvjax.ops.base import dispatch
 
 RUN_MAIN = [sys.executable, "-c", "import sys; from kvjax.cli import main; sys.exit(main(sys.argv[1:]))"]
 
@@ -99,10 +99,10 @@ def test_info_says_which_kernels_a_tpu_runs(monkeypatch):
 
 
 def test_info_says_which_kernels_a_gpu_runs_and_which_gpu_runs_none(monkeypatch):
-    monkeypatch.setattr("kvjax.ops.dispatch.alone", lambda: True)
+    monkeypatch.setattr("kvjax.ops.base.dispatch.alone", lambda: True)
     lines = info._attention("gpu")
     assert lines[0].startswith("steps: stacked_decode") and "prompts" not in " ".join(lines)
-    monkeypatch.setattr("kvjax.ops.partial_gpu.unable", lambda: "a Tesla T4 of 7.5 capability")
+    monkeypatch.setattr("kvjax.ops.decode.partial_gpu.unable", lambda: "a Tesla T4 of 7.5 capability")
     assert info._attention("gpu")[1] == "no Pallas kernels: a Tesla T4 of 7.5 capability"
 
 

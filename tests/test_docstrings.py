@@ -31,4 +31,4 @@ def test_examples_compute_what_they_show(name, tmp_path, monkeypatch):
 
 
 def test_the_examples_are_found():
-    assert len(examples("kvjax.ops.linear_attention")) > 5 and len(MODULES) > 100
+    assert len(examples("kvjax.ops.recurrent.linear_attention")) > 5 and len(MODULES) > 100

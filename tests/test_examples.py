@@ -15,7 +15,7 @@ from kvjax.methods.user import from_file
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 from tests.methods import test_kvpress as kvpress
 from tests.methods.battery import MAIN, model, positions, prompt_of
 from tests.methods.table import count

@@ -12,7 +12,7 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import Layer, Memory, State
 from kvjax.models.mixers.recurrent import Recurrent
-from kvjax.ops.linear_attention import hgrn2
+from kvjax.ops.recurrent.linear_attention import hgrn2
 
 
 @dataclasses.dataclass(frozen=True)

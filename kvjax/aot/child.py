@@ -42,7 +42,7 @@ def main() -> None:
     from kvjax.aot import reading
     from kvjax.aot.cases import CASES
     from kvjax.aot.hardware import device_of
-    from kvjax.pallas_kernels.blocks import here
+    from kvjax.pallas_kernels.block_sizes import here
 
     device = device_of(topology)
     case = partial(CASES[name], **json.loads(options))(device)
@@ -64,7 +64,7 @@ def main() -> None:
     with jax.set_mesh(mesh):
         if here() != device.generation:
             raise RuntimeError(
-                f"{topology} is a {devices[0].device_kind}: add that to pallas_kernels/blocks.py"
+                f"{topology} is a {devices[0].device_kind}: add that to pallas_kernels/block_sizes.py"
             )
         compiled = jax.jit(case.run, donate_argnums=case.donated).lower(*placed).compile()
     # What is smaller is no cache; without a cache nothing is too large to be moved.

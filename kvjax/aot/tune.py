@@ -19,7 +19,7 @@ from kvjax.aot.hardware import Device, device_of
 from kvjax.aot.probe import probe
 from kvjax.errors import InputError
 from kvjax.files import write_atomic
-from kvjax.pallas_kernels.blocks import TABLE
+from kvjax.pallas_kernels.block_sizes import TABLE
 
 # The compiler's simulation starts a copy in 600 to 650 cycles on v5e; assumed for the others.
 LATENCY_US = 0.43

@@ -136,7 +136,7 @@ def _tune(args: argparse.Namespace) -> None:
     from kvjax.aot.tune import best, check, jobs, measure, write_table
     from kvjax.commands.terminal import console
     from kvjax.errors import InputError
-    from kvjax.pallas_kernels.blocks import TABLE
+    from kvjax.pallas_kernels.block_sizes import TABLE
 
     operations, topologies = args.tune.split(","), args.topology.split(",")
     check(operations)

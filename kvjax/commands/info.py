@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _attention(platform: str) -> list[str]:
     """What prompts and steps attend with here."""
-    from kvjax.ops.dispatch import alone
-    from kvjax.ops.partial_gpu import unable
+    from kvjax.ops.base.dispatch import alone
+    from kvjax.ops.decode.partial_gpu import unable
 
     plain = f"plain jax.numpy, compiled by XLA for {platform}"
     if platform == "cpu":

@@ -19,15 +19,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.eval.cellplan import Custom, Entry, plan_cells
-from kvjax.eval.cells import Cell, summarise
-from kvjax.eval.log import UnitLog
-from kvjax.eval.memory import fitting_rows, peak_bytes
-from kvjax.eval.report import print_table, write_frontier, write_report
-from kvjax.eval.rows import PROTOCOLS, Rows, forced_length, make_rows
-from kvjax.eval.runner import Runner, Unit, programs, two_at_a_time
+from kvjax.eval.report.cells import Cell, summarise
+from kvjax.eval.report.frontier import write_frontier
+from kvjax.eval.report.page import write_report
+from kvjax.eval.report.table import print_table
+from kvjax.eval.run.cellplan import Custom, Entry, plan_cells
+from kvjax.eval.run.log import UnitLog
+from kvjax.eval.run.memory import fitting_rows, peak_bytes
+from kvjax.eval.run.runner import Runner, Unit, programs, two_at_a_time
 from kvjax.eval.streaming import compare_text
-from kvjax.eval.suite import LENGTH, Suite, make_suite, most_new_tokens, new_tokens
+from kvjax.eval.tasks.rows import PROTOCOLS, Rows, forced_length, make_rows
+from kvjax.eval.tasks.suite import LENGTH, Suite, make_suite, most_new_tokens, new_tokens
 from kvjax.files import write_atomic
 from kvjax.fit import check_budget
 from kvjax.generation import bucket

@@ -26,13 +26,13 @@ from rich.table import Table
 from kvjax import steps as stepping
 from kvjax.cache import Cache
 from kvjax.errors import InputError
-from kvjax.eval.cellplan import Entry
-from kvjax.eval.cells import bootstrap_interval, budget_label
-from kvjax.eval.log import UnitLog
-from kvjax.eval.memory import fitting_rows
-from kvjax.eval.rows import Rows
-from kvjax.eval.runner import Runner, bare_run, settle, two_at_a_time
-from kvjax.eval.suite import LENGTH, Recall, reader_of
+from kvjax.eval.report.cells import bootstrap_interval, budget_label
+from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.log import UnitLog
+from kvjax.eval.run.memory import fitting_rows
+from kvjax.eval.run.runner import Runner, bare_run, settle, two_at_a_time
+from kvjax.eval.tasks.rows import Rows
+from kvjax.eval.tasks.suite import LENGTH, Recall, reader_of
 from kvjax.files import write_atomic
 from kvjax.generation import bucket
 from kvjax.grammar import PREFILL_END, Method
@@ -186,7 +186,7 @@ def stream_text(
 
     Raises InputError for whatever `read_windows` refuses.
 
-    >>> from kvjax.eval.cellplan import plan_cells
+    >>> from kvjax.eval.run.cellplan import plan_cells
     >>> from kvjax.models.load import load
     >>> model = load("recall-tiny")
     >>> stream_text(model, plan_cells(model, ["snapkv"], [0.5], "short"), "book.txt")  # doctest: +SKIP

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from kvjax.grammar import Observation, Seen, View
 from kvjax.keep.observe import QueryMoments
 from kvjax.keep.score import Word
-from kvjax.ops.rope import angles, rotate
+from kvjax.ops.base.rope import angles, rotate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from kvjax.grammar import Observation, Score, Seen, View
 from kvjax.keep.observe import Mass, Queries
-from kvjax.ops.attention import Keys, logits
+from kvjax.ops.attention.union import Keys, logits
 
 
 class Word:

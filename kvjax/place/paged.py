@@ -1,8 +1,8 @@
 """Pages: slots in a pool shared by layers, rows and heads, so that unequal budgets save real bytes.
 
-The pages of a list are neighbours, so `kvjax.ops.ragged_decode` reads a list at once where its kernel can
-run. The plain reference walks the pages of a layer in order: its cost follows the pages that exist, whoever
-owns them.
+The pages of a list are neighbours, so `kvjax.ops.decode.ragged_decode` reads a list at once where its kernel
+can run. The plain reference walks the pages of a layer in order: its cost follows the pages that exist,
+whoever owns them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Codec, Codes, Paged, Pages, dense, encode
 from kvjax.grammar import View
-from kvjax.ops import ragged_decode as ragged
-from kvjax.ops.attention import NEG_INF
-from kvjax.ops.dispatch import form
+from kvjax.ops.attention.union import NEG_INF
+from kvjax.ops.base.dispatch import form
+from kvjax.ops.decode import ragged_decode as ragged
 
 FREE = np.iinfo(np.int32).max
 # Tokens of pages per pass of the walk: large enough for the matrix unit, small enough to stay in cache.
@@ -108,7 +108,7 @@ def attend_pages(
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
     """Attention of a few queries over one layer's pages; returns (out, lse).
 
-    implementation: as of `kvjax.ops.ragged_decode`; None takes the kernel where it can run. The kernel
+    implementation: as of `kvjax.ops.decode.ragged_decode`; None takes the kernel where it can run. The kernel
     takes every live slot for one of each query's past, as in a decode step, and asks no positions. Raises
     NotImplementedError where a forced one cannot run.
     """

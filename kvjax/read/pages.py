@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.grammar import Budget
-from kvjax.ops.page_scores import page_scores
-from kvjax.ops.picked_decode import picked
+from kvjax.ops.decode.page_scores import page_scores
+from kvjax.ops.decode.picked_decode import picked
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,12 @@ from kvjax.cache import Codes, Paged, Pages, Segment, Slots, State, gather_pages
 from kvjax.grammar import Read
 from kvjax.group import GroupMethod
 from kvjax.models.attending import attend_at_once
-from kvjax.models.mixer import Layer, Projected, Scores
-from kvjax.ops import grouped_decode as grouped
-from kvjax.ops import picked_decode as picked
-from kvjax.ops.attention import Keys, merge
-from kvjax.ops.dispatch import form
-from kvjax.ops.stacked_decode import Coded, refusals, rows_of, stacked_decode
+from kvjax.models.mixer import AttentionLogits, Layer, Projected
+from kvjax.ops.attention.union import Keys, merge
+from kvjax.ops.base.dispatch import form
+from kvjax.ops.decode import grouped_decode as grouped
+from kvjax.ops.decode import picked_decode as picked
+from kvjax.ops.decode.stacked_decode import Coded, refusals, rows_of, stacked_decode
 from kvjax.place.paged import attend_pages
 from kvjax.read.pages import positions, visited
 from kvjax.steps.run import Run, turn_keys
@@ -47,7 +47,7 @@ def past_of(owner: dict[int, GroupMethod], gm: GroupMethod, layer: Layer, state:
 
 def attend_past(
     run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"]
-) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B K S"] | None, Scores]:
+) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B K S"] | None, AttentionLogits]:
     """One query over a layer's segments; the mass on the last one where evicting needs it; the logits.
 
     Logits are those of the segments that are attended together: of all where another layer uses them.

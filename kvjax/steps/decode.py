@@ -24,11 +24,11 @@ from kvjax.grammar import Seen, View
 from kvjax.group import GroupMethod
 from kvjax.models.attending import rotary
 from kvjax.models.layers import Params
-from kvjax.models.mixer import Layer, Memory, Projected, Scores, Step
+from kvjax.models.mixer import AttentionLogits, Layer, Memory, Projected, Step
 from kvjax.models.mixers.attention import lending, mixer_of
 from kvjax.models.transformer import decode_layers, unembed
-from kvjax.ops.dispatch import form
-from kvjax.ops.stacked_decode import LANES, on_lanes, stacked_append
+from kvjax.ops.base.dispatch import form
+from kvjax.ops.decode.stacked_decode import LANES, on_lanes, stacked_append
 from kvjax.segments import flush_in_place, is_full
 from kvjax.steps.attend import attend_past, past_of
 from kvjax.steps.run import Run, held, repeated
@@ -95,7 +95,7 @@ class Asked(NamedTuple):
 
     mass: Float[Array, "B K S"] | None
     q: Float[Array, "B N 1 H"]
-    scores: Scores | None
+    scores: AttentionLogits | None
 
 
 def _append(

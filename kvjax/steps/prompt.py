@@ -29,7 +29,7 @@ from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.transformer import Context, Tokens, decode_layers, positions, unembed
-from kvjax.ops.attention import Keys
+from kvjax.ops.attention.union import Keys
 from kvjax.segments import build, build_group_pages, extend, whole_slots
 from kvjax.steps.run import Run, held, repeated, turn_keys
 

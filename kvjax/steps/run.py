@@ -15,13 +15,13 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.ops.attention import Keys
+from kvjax.ops.attention.union import Keys
 
 
 class Run(NamedTuple):
     """What is static in a run: equal values share compiled programs.
 
-    implementation: of attention and recurrences, as in `kvjax.ops.dispatch.form`. A GPU's are those of
+    implementation: of attention and recurrences, as in `kvjax.ops.base.dispatch.form`. A GPU's are those of
     attention in steps alone.
     """
 

@@ -18,7 +18,7 @@ from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.params import init, plan, regroup
-from kvjax.ops.dtypes import wide
+from kvjax.ops.base.dtypes import wide
 
 Weights = Float[Array, "L K"]
 

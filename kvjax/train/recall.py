@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvjax.errors import InputError
-from kvjax.eval import recall
 from kvjax.eval.compare import compare
-from kvjax.eval.recall_tasks import TASKS, training_batch
+from kvjax.eval.tasks import recall
+from kvjax.eval.tasks.recall_tasks import TASKS, training_batch
 from kvjax.files import write_atomic
 from kvjax.models.config import Config
 from kvjax.models.hf import save_hf

@@ -24,7 +24,7 @@ from jaxtyping import Array, Key
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.params import plan, regroup
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 
 CONSTANT = 0.5
 """The constant channel of every embedding; the other channels have norm 1 together."""

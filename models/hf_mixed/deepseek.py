@@ -27,7 +27,7 @@ from kvjax.models.hf_mixed.pieces import (
 )
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.latent import Latent
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 
 
 def read_deepseek(data: Json, rope: Rope) -> dict[str, Any]:

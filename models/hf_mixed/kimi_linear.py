@@ -25,7 +25,7 @@ from kvjax.models.hf_mixed.pieces import Json, Piece, mlp, norms, whole
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.recurrent import KimiDelta
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 
 
 def read_kimi_linear(data: Json, rope: Rope) -> dict[str, Any]:

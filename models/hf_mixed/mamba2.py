@@ -17,7 +17,7 @@ from kvjax.models.hf_mixed.pieces import (
 )
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.recurrent import Mamba2
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 
 
 def read_mamba2(data: Json, rope: Rope) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from kvjax.models.hf_mixed.pieces import (
     mlp,
     norms,
 )
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 
 
 def read_mixtral(data: Json, rope: Rope) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MoE, mlp_of
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 
 Json = Mapping[str, Any]
 

@@ -22,7 +22,7 @@ from kvjax.models.hf_mixed.pieces import (
 )
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.recurrent import GatedDelta
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 
 
 def read_qwen3_next(data: Json, rope: Rope) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear, linear_to_heads, rms_norm
 from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape
-from kvjax.ops.attention import Keys
-from kvjax.ops.rope import Rope
+from kvjax.ops.attention.union import Keys
+from kvjax.ops.base.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import Layer, Memory, Mixer
 from kvjax.models.mixers.attention import ATTENTION
-from kvjax.ops.attention import Keys
-from kvjax.ops.rope import angles, rotate
-from kvjax.ops.strips import attend_to_all
+from kvjax.ops.attention.strips import attend_to_all
+from kvjax.ops.attention.union import Keys
+from kvjax.ops.base.rope import angles, rotate
 
 
 @dataclasses.dataclass(frozen=True)

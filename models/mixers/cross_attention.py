@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import Layer, Memory, Mixer, SlotShape
-from kvjax.ops.attention import Keys
-from kvjax.ops.rope import angles, rotate
-from kvjax.ops.strips import attend_to_all
+from kvjax.ops.attention.strips import attend_to_all
+from kvjax.ops.attention.union import Keys
+from kvjax.ops.base.rope import angles, rotate
 
 
 @dataclasses.dataclass(frozen=True)

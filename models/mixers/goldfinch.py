@@ -17,7 +17,7 @@ from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, group_norm, rms_norm
 from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape, State
 from kvjax.models.mixers.rwkv import TimeMix, ddlerp, low_rank, low_rank_shapes, share_shapes, shares
-from kvjax.ops import rwkv as ops
+from kvjax.ops.recurrent import rwkv as ops
 
 # Of the LayerNorms, as in the authors' code.
 EPS = 1e-5

@@ -12,9 +12,9 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import Layer, Memory, State
 from kvjax.models.mixers.recurrent import Recurrent
-from kvjax.ops.convolution import answered
-from kvjax.ops.infini import InfiniState, infini_attention
-from kvjax.ops.rope import angles, rotate
+from kvjax.ops.base.rope import angles, rotate
+from kvjax.ops.recurrent.convolution import answered
+from kvjax.ops.recurrent.infini import InfiniState, infini_attention
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, linear, linear_to_heads, rms_norm
 from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)

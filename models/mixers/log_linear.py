@@ -19,7 +19,7 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes
 from kvjax.models.mixer import Memory, State
 from kvjax.models.mixers.recurrent import GatedDelta, Mamba2
-from kvjax.ops.log_linear import LevelState, log_linear_attention, log_linear_gated_delta
+from kvjax.ops.recurrent.log_linear import LevelState, log_linear_attention, log_linear_gated_delta
 
 
 def level_shapes(config: Config, heads: int, levels: int) -> Shapes:

@@ -12,10 +12,10 @@ from jaxtyping import Array, Bool, Float
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, l2_norm, linear, rms_norm
 from kvjax.models.mixer import Layer, Memory, Mixer, State
-from kvjax.ops import linear_attention as ops
-from kvjax.ops.convolution import short_conv
-from kvjax.ops.rope import angles, rotate
-from kvjax.ops.slot_attention import Slots, gsa
+from kvjax.ops.base.rope import angles, rotate
+from kvjax.ops.recurrent import linear_attention as ops
+from kvjax.ops.recurrent.convolution import short_conv
+from kvjax.ops.recurrent.slot_attention import Slots, gsa
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, group_norm, l2_norm, linear
 from kvjax.models.mixer import Layer, Memory, Mixer, State
-from kvjax.ops import rwkv as ops
-from kvjax.ops.convolution import answered, token_shift
+from kvjax.ops.recurrent import rwkv as ops
+from kvjax.ops.recurrent.convolution import answered, token_shift
 
 # The authors' models divide by a head's deviation with this eps.
 EPS = 64e-5
@@ -153,9 +153,9 @@ class Rwkv7(TimeMix):
         kk = (k * k_k) / |k * k_k|;  k = k (1 + (a - 1) k_a)
         S = (Diag(e^w) - (a * kk) kk') S + k v',  y = (g * (GroupNorm(S' r) + (r' Diag(r_k) k) v)) W_o
 
-    w, a and g come from low ranks (a through a sigmoid; w as in `kvjax.ops.rwkv`). v_rank: of the share of
-    v_0, the values of layer 0; None in layer 0 itself, and where there is no such share. The text of the
-    paper was not at hand: these are the equations of the authors' code, without its starting values.
+    w, a and g come from low ranks (a through a sigmoid; w as in `kvjax.ops.recurrent.rwkv`). v_rank: of the
+    share of v_0, the values of layer 0; None in layer 0 itself, and where there is no such share. The text of
+    the paper was not at hand: these are the equations of the authors' code, without its starting values.
     """
 
     decay_rank: int = 64

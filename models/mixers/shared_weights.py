@@ -13,7 +13,7 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape
-from kvjax.ops.rope import angles, rotate
+from kvjax.ops.base.rope import angles, rotate
 
 
 @dataclasses.dataclass(frozen=True)

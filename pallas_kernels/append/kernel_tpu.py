@@ -1,6 +1,6 @@
 """The TPU kernel that writes one slot per list in place: tiles are read, changed and written back.
 
-What it computes is defined by `kvjax.ops.append`.
+What it computes is defined by `kvjax.ops.decode.append`.
 """
 
 from __future__ import annotations

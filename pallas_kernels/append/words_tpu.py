@@ -1,4 +1,4 @@
-"""The TPU kernel that writes one token per list into pages of words; defined by `kvjax.ops.paged_append`.
+"""The TPU kernel that writes one token per list into pages of words; defined by `ops.decode.paged_append`.
 
 It finds the pages itself and takes keys and values as they are: every small operation of XLA's before it
 would take as long as its copies.

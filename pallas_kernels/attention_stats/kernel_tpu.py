@@ -2,7 +2,7 @@
 
 The grid is (lists, key blocks, query blocks), query blocks innermost, so a block of keys is read once. Keys
 lie along sublanes and queries along lanes: adding up queries adds whole registers, and lanes meet once, when
-a block of keys ends. What it computes is defined by `kvjax.ops.attention_stats`.
+a block of keys ends. What it computes is defined by `kvjax.ops.attention.attention_stats`.
 """
 
 from __future__ import annotations

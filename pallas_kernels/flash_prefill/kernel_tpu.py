@@ -2,7 +2,7 @@
 
 Scores lie as [queries, slots]. The product for the next rows is issued before the softmax of the last ones,
 so that the matrix units have work meanwhile. A block that all its queries see whole takes no mask. What it
-computes is defined by `kvjax.ops.flash_prefill`.
+computes is defined by `kvjax.ops.attention.flash_prefill`.
 """
 
 from __future__ import annotations

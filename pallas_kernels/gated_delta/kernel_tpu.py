@@ -1,7 +1,7 @@
 """The TPU kernel of the chunked forward pass: the state stays in VMEM from one chunk to the next.
 
-One grid step is one chunk of a few heads. What it computes is defined by `kvjax.ops.gated_delta`; the
-mathematics of a chunk is in `chunk.py`.
+One grid step is one chunk of a few heads. What it computes is defined by `kvjax.ops.recurrent.gated_delta`;
+the mathematics of a chunk is in `chunk.py`.
 """
 
 from __future__ import annotations

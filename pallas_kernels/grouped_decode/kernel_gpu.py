@@ -2,7 +2,7 @@
 
 A step takes rows of words, each of which holds some tokens of one group. Each place within the words is a
 plane of tokens, unpacked by one shift and attended by itself: as one program text for all planes, which
-compiles in a second and not in a minute. What it computes is defined by `kvjax.ops.grouped_decode`, and what
+compiles in a second and not in a minute. What it computes is defined by `ops.decode.grouped_decode`, and what
 kernels in parts share lies in `partial_gpu`.
 """
 
@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
 
 
 def _token(plane: Any, row: Any, sizes: Sizes) -> Any:
-    """Which tokens of their groups the rows [block] hold at a plane: see `kvjax.store.packing.pack_tokens`.
+    """Which tokens of their groups the rows [block] hold at a plane: see `ops.base.bit_packing.pack_tokens`.
 
     A word has 8 tokens next to each other in every part of its group.
     """

@@ -2,7 +2,7 @@
 
 Words of codes and words of scales lie in one array each for all layers, tokens along the rows; a step copies
 the rows of a block of one list's slots from all four. What it computes is defined by
-`kvjax.ops.grouped_decode`.
+`ops.decode.grouped_decode`.
 
 A word holds tokens of `planes` parts of its group, so the columns of a block's logits are not its slots in
 order: of every 8 groups come first all tokens of plane 0, then those of plane 1. Nothing but the mask asks

@@ -1,7 +1,7 @@
 """The TPU kernel of decoding over latents: a page comes once, and serves as keys and as values.
 
 One grid step is one sequence, with all its query heads as rows. Pages come by manual DMA, many per step; of
-the last step only those that the length reaches. What it computes is defined by `kvjax.ops.mla_decode`.
+the last step only those that the length reaches. What it computes is defined by `ops.decode.mla_decode`.
 """
 
 from __future__ import annotations

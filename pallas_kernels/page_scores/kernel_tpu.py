@@ -1,7 +1,7 @@
 """The TPU kernel of page scores: the summaries of many pages against the queries of one KV head.
 
 The grid is (lists, blocks of pages). Blocks behind a list's last page are neither fetched nor computed. What
-it computes is defined by `kvjax.ops.page_scores`.
+it computes is defined by `kvjax.ops.decode.page_scores`.
 """
 
 from __future__ import annotations

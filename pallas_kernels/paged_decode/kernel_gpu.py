@@ -6,8 +6,8 @@ of tokens, unpacked by shifts, and no number moves from one thread to another fo
 one program text serves them in turns: written out, they compile long and do not fit the registers.
 
 The tables are those of PagedAttention (Kwon et al., 2023, arXiv:2309.06180); what kernels in parts share lies
-in `partial_gpu`. What it computes is defined by `kvjax.ops.paged_decode`, what a page holds by
-`kvjax.ops.page_pool`.
+in `partial_gpu`. What it computes is defined by `kvjax.ops.decode.paged_decode`, what a page holds by
+`kvjax.ops.decode.page_pool`.
 """
 
 from __future__ import annotations

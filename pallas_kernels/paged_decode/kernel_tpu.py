@@ -1,8 +1,8 @@
 """The TPU kernel of paged decoding: pages come by manual DMA, many per step, in two buffers.
 
 One grid step is one (sequence, KV head), whose pages are streamed up to that head's own length; those behind
-it are not copied. What it computes is defined by `kvjax.ops.paged_decode`, what a page holds by
-`kvjax.ops.page_pool`.
+it are not copied. What it computes is defined by `kvjax.ops.decode.paged_decode`, what a page holds by
+`kvjax.ops.decode.page_pool`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Where a list begins is a number that the kernel reads, so that nothing is ever sliced out of the array: what
 `kernel_tpu.py` beside this does for a TPU, split over many programs (`partial_gpu`). What it computes is
-defined by `kvjax.ops.stacked_decode`, `kvjax.ops.ragged_decode` and `kvjax.ops.picked_decode`.
+defined by `ops.decode.stacked_decode`, `kvjax.ops.decode.ragged_decode` and `kvjax.ops.decode.picked_decode`.
 """
 
 from __future__ import annotations

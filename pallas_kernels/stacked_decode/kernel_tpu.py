@@ -2,9 +2,9 @@
 
 The layer and the first row of every list are numbers that reach the kernel ahead of its grid, so that
 nothing is ever sliced out of the array. A step is a block of one list's slots, copied whole; of the last
-block only the pieces that the length reaches. What it computes is defined by `kvjax.ops.stacked_decode`,
-where every list has as much room, by `kvjax.ops.ragged_decode`, where a list has the rows it needs, and by
-`kvjax.ops.picked_decode`, where it is pages out of a longer one.
+block only the pieces that the length reaches. What it computes is defined by `ops.decode.stacked_decode`,
+where every list has as much room, by `ops.decode.ragged_decode`, where a list has the rows it needs, and by
+`ops.decode.picked_decode`, where it is pages out of a longer one.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from kvjax import pallas_kernels
 from kvjax.aot.cases import CASES, shapes
 from kvjax.aot.hardware import DEVICES, TOPOLOGIES
 from kvjax.aot.probe import available, probe
-from kvjax.ops.page_pool import BITS
+from kvjax.ops.decode.page_pool import BITS
 
 NAMES = [*shapes.SHORT, *list(shapes.LONG)[::7]]
 PAIRS = [(name, TOPOLOGIES[i % len(TOPOLOGIES)]) for i, name in enumerate(NAMES)]

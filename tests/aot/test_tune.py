@@ -13,9 +13,9 @@ from kvjax.aot import tune
 from kvjax.aot.cases import CASES
 from kvjax.aot.hardware import DEVICES
 from kvjax.errors import InputError
-from kvjax.ops import grouped_decode, mla_decode, paged_decode, stacked_decode
-from kvjax.ops.page_pool import PagePool, page_rows
-from kvjax.pallas_kernels import blocks
+from kvjax.ops.decode import grouped_decode, mla_decode, paged_decode, stacked_decode
+from kvjax.ops.decode.page_pool import PagePool, page_rows
+from kvjax.pallas_kernels import block_sizes as blocks
 
 ROW = dict(slots=1024, us=100.0, vmem=2**21, spills=0.0)
 V6E = "TPU v6 lite"
@@ -83,7 +83,7 @@ def test_a_table_keeps_what_was_not_swept(tmp_path):
             | row
         )
 
-    path = tmp_path / "blocks.json"
+    path = tmp_path / "block_sizes.json"
     tune.write_table([found("stacked_decode", "v5e:2x2"), found("stacked_decode", "v6e:2x2")], path)
     # The second sweep has nothing that fits.
     tune.write_table([found("stacked_decode", "v5e:2x2", error="no"), found("mla_decode", "v6e:2x2")], path)

@@ -3,7 +3,7 @@
 import pytest
 
 import kvjax
-from kvjax.eval.cellplan import plan_cells
+from kvjax.eval.run.cellplan import plan_cells
 from kvjax.methods import TABLE, takes_budget
 
 

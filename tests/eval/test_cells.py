@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from kvjax.eval.cells import Budget, Cell, bootstrap_interval, score_of, summarise, wilson_interval
+from kvjax.eval.report.cells import Budget, Cell, bootstrap_interval, score_of, summarise, wilson_interval
 from tests.eval.rows import row, scored
 
 

@@ -15,8 +15,8 @@ from rich.console import Console
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.eval import recall_tasks
 from kvjax.eval.compare import compare
+from kvjax.eval.tasks import recall_tasks
 
 # One process makes the run that all tests look at.
 pytestmark = pytest.mark.xdist_group("compare")
@@ -51,7 +51,7 @@ def test_the_full_cache_answers_exactly_as_the_model_without_a_cache(small):
 
 
 def recall_words(ids):
-    from kvjax.eval.recall import WORDS
+    from kvjax.eval.tasks.recall import WORDS
 
     return [WORDS[int(i)] for i in ids]
 

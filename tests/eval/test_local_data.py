@@ -8,12 +8,12 @@ import pytest
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.eval import suite
-from kvjax.eval.local_data import LONGBENCH, read_local
-from kvjax.eval.recall_tasks import Sample
-from kvjax.eval.rows import make_rows
-from kvjax.eval.runner import observe, settle
-from kvjax.eval.suite import Mixed, OpenSample, generate_answers, make_suite
+from kvjax.eval.run.runner import observe, settle
+from kvjax.eval.tasks import suite
+from kvjax.eval.tasks.local_data import LONGBENCH, read_local
+from kvjax.eval.tasks.recall_tasks import Sample
+from kvjax.eval.tasks.rows import make_rows
+from kvjax.eval.tasks.suite import Mixed, OpenSample, generate_answers, make_suite
 from kvjax.grammar import Method
 from kvjax.models.load import load
 from kvjax.steps import Run

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.eval import metrics
+from kvjax.eval.tasks import metrics
 
 WORDS = "the a an cat dog, sat on. mat Red blue 7".split()
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.eval import recall
-from kvjax.eval.recall import WORDS, make_context, min_tokens, tokenizer
-from kvjax.eval.recall_tasks import (
+from kvjax.eval.tasks import recall
+from kvjax.eval.tasks.recall import WORDS, make_context, min_tokens, tokenizer
+from kvjax.eval.tasks.recall_tasks import (
     MIX,
     TASKS,
     Sample,

@@ -17,9 +17,12 @@ from matplotlib.axes import Axes
 from rich.console import Console
 
 from kvjax import files
-from kvjax.eval import page
-from kvjax.eval.frontier import frontier_png
-from kvjax.eval.report import Cell, print_table, summarise, write_atomic, write_frontier, write_report
+from kvjax.eval.report import page
+from kvjax.eval.report.cells import Cell, summarise
+from kvjax.eval.report.frontier import frontier_png, write_frontier
+from kvjax.eval.report.page import write_report
+from kvjax.eval.report.table import print_table
+from kvjax.files import write_atomic
 from tests.eval.rows import FULL_BYTES, QUALITY, TASKS, comparison, row, scored
 
 # Table

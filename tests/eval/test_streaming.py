@@ -13,9 +13,10 @@ from scipy.special import rel_entr
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.eval import recall, streaming
-from kvjax.eval.cellplan import Entry
+from kvjax.eval import streaming
+from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.streaming import compare_text, divergence, print_stream, read_windows, stream_text
+from kvjax.eval.tasks import recall
 from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
 from kvjax.models.load import load

@@ -7,9 +7,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from kvjax.errors import InputError
-from kvjax.eval import recall, words
-from kvjax.eval.suite import TASKS, Recall, make_suite, reader_of
-from kvjax.eval.words import Words, make_words
+from kvjax.eval.tasks import recall, words
+from kvjax.eval.tasks.suite import TASKS, Recall, make_suite, reader_of
+from kvjax.eval.tasks.words import Words, make_words
 from kvjax.models.config import Config
 from kvjax.models.hf import save_hf
 from kvjax.models.load import load

@@ -8,7 +8,7 @@ import pytest
 from kvjax.grammar import AttentionSpec, Seen, View
 from kvjax.keep.observe import Mass, Queries
 from kvjax.keep.score import AccumulatedAttention, KeyNorm, Pool, Position, Uniformly, WindowAttention
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 
 B, N, K, S, H = 2, 6, 3, 20, 8
 G = N // K

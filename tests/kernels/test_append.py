@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.append import append, tpu_append
-from kvjax.ops.page_pool import make_pool
-from kvjax.ops.paged_append import paged_append, tpu_paged_append
-from kvjax.ops.paged_decode import paged_decode
+from kvjax.ops.decode.append import append, tpu_append
+from kvjax.ops.decode.page_pool import make_pool
+from kvjax.ops.decode.paged_append import paged_append, tpu_paged_append
+from kvjax.ops.decode.paged_decode import paged_decode
 from kvjax.pallas_kernels.append import tiles, words_tpu
 from tests.kernels.close import check, with_races
 
@@ -95,7 +95,7 @@ def test_one_slot_of_every_active_list_changes_and_nothing_else(payload, rows, f
 
 @pytest.mark.parametrize("dma", ["on_wait", "eager"])
 def test_tiles_have_arrived_before_they_change_and_are_back_before_it_ends(dma, monkeypatch):
-    monkeypatch.setattr("kvjax.ops.append.CHUNK", 4)
+    monkeypatch.setattr("kvjax.ops.decode.append.CHUNK", 4)
     rng = np.random.default_rng(1)
     pools = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((5, 2, 16, 128), (5, 3, 128))]
     new = [jnp.asarray(rng.standard_normal((5, *x.shape[1:2], *x.shape[3:])), jnp.float32) for x in pools]

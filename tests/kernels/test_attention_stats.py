@@ -12,9 +12,9 @@ import pytest
 from kvjax.grammar import AttentionSpec, Inputs, Seen, View
 from kvjax.keep.observe import Queries
 from kvjax.keep.score import WindowAttention
-from kvjax.ops.attention import Keys, attend
-from kvjax.ops.attention_stats import STATISTICS, attention_stats, tpu_attention_stats, visits
-from kvjax.ops.rope import Rope
+from kvjax.ops.attention.attention_stats import STATISTICS, attention_stats, tpu_attention_stats, visits
+from kvjax.ops.attention.union import Keys, attend
+from kvjax.ops.base.rope import Rope
 from tests.ops.oracles import rms
 
 B, K, LAST, SHORTER = 2, 2, 5, 7

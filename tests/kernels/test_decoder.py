@@ -16,7 +16,7 @@ from kvjax.models.mixers.log_linear import LogLinearDelta
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Retention
 from kvjax.models.model import Model
 from kvjax.models.params import init, plan
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 from tests.kernels.close import check
 from tests.ops.oracles import rms
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax.ops import flash_prefill as op
-from kvjax.ops.flash_prefill import Blocks, flash_prefill, tpu_flash_prefill
+from kvjax.ops.attention import flash_prefill as op
+from kvjax.ops.attention.flash_prefill import Blocks, flash_prefill, tpu_flash_prefill
 from kvjax.pallas_kernels.flash_prefill import plan
 from tests.ops.oracles import rms
 

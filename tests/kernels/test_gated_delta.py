@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax.ops import linear_attention as members
-from kvjax.ops.gated_delta import gated_delta, gated_delta_step, tpu_gated_delta, tpu_gated_delta_step
-from kvjax.ops.recurrence import StackedState, Tokens, chunked, scan, stacked
+from kvjax.ops.recurrent import linear_attention as members
+from kvjax.ops.recurrent.gated_delta import (
+    gated_delta,
+    gated_delta_step,
+    tpu_gated_delta,
+    tpu_gated_delta_step,
+)
+from kvjax.ops.recurrent.recurrence import StackedState, Tokens, chunked, scan, stacked
 from kvjax.pallas_kernels.gated_delta.chunk import inverse, take_turns
 from tests.ops.oracles import oracle, rms
 from tests.ops.recurrences import by_hand

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvjax.methods import method
-from kvjax.ops.grouped_decode import Grouped, gpu_grouped_decode, grouped_decode, tpu_grouped_decode
-from kvjax.store.packing import pack_tokens
+from kvjax.ops.base.bit_packing import pack_tokens
+from kvjax.ops.decode.grouped_decode import Grouped, gpu_grouped_decode, grouped_decode, tpu_grouped_decode
 from tests.kernels.close import check, with_races
 
 B, K, G, LAYERS = 1, 3, 2, 2

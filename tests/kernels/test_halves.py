@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.ops.base.bit_packing import pair
 from kvjax.pallas_kernels.halves import halves
-from kvjax.store.packing import pair
 
 
 def test_every_finite_float16_comes_back():

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.log_linear import log_linear
-from kvjax.ops.log_linear_decode import log_linear_decode, visits_of
-from kvjax.ops.log_linear_levels import LevelState, level
-from kvjax.ops.recurrence import StackedState, Tokens
+from kvjax.ops.recurrent.log_linear import log_linear
+from kvjax.ops.recurrent.log_linear_decode import log_linear_decode, visits_of
+from kvjax.ops.recurrent.log_linear_levels import LevelState, level
+from kvjax.ops.recurrent.recurrence import StackedState, Tokens
 from tests.ops.oracles import rms
 
 B, H, K, V = 4, 2, 8, 128

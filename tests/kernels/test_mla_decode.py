@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.latent import mla
-from kvjax.ops.mla_decode import latent_append, mla_decode, tpu_mla_decode
+from kvjax.ops.attention.latent import mla
+from kvjax.ops.decode.mla_decode import latent_append, mla_decode, tpu_mla_decode
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
 

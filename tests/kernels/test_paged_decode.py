@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax.ops.page_pool import BITS, PER_CHANNEL, make_pool
-from kvjax.ops.paged_decode import paged_decode, tpu_paged_decode
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
+from kvjax.ops.decode.page_pool import BITS, PER_CHANNEL, make_pool
+from kvjax.ops.decode.paged_decode import paged_decode, tpu_paged_decode
 from kvjax.pallas_kernels import streaming
 from kvjax.steps.run import ranks_by_position
 from tests.ops.oracles import rms

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import triton
 
-from kvjax.ops.page_pool import BITS, PagePool, make_pool, page_rows
-from kvjax.ops.paged_decode import paged_decode
-from kvjax.ops.paged_decode_gpu import gpu_paged_decode
+from kvjax.ops.decode.page_pool import BITS, PagePool, make_pool, page_rows
+from kvjax.ops.decode.paged_decode import paged_decode
+from kvjax.ops.decode.paged_decode_gpu import gpu_paged_decode
 from kvjax.pallas_kernels.paged_decode import kernel_gpu
 from kvjax.pallas_kernels.partial_gpu import Cut
 from tests.kernels.close import check
@@ -162,7 +162,7 @@ def test_programs_change_only_the_rounding():
 
 def test_the_release_of_jax_is_asked(monkeypatch):
     """Triton's lowering is to go: then the plain form runs, and a forced kernel says why it cannot."""
-    import kvjax.ops.partial_gpu as module
+    import kvjax.ops.decode.partial_gpu as module
 
     assert triton is not None
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.picked_decode import picked_decode, tpu_picked_decode
+from kvjax.ops.decode.picked_decode import picked_decode, tpu_picked_decode
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.attention import Keys
-from kvjax.ops.prompt_attention import causal_attention
-from kvjax.ops.strips import causal_in_strips
+from kvjax.ops.attention.prompt_attention import causal_attention
+from kvjax.ops.attention.strips import causal_in_strips
+from kvjax.ops.attention.union import Keys
 from tests.kernels.close import check
 
 B, N, K, T, H = 2, 4, 2, 40, 16

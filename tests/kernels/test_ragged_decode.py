@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.ragged_decode import CodedRows, ragged_decode, tpu_ragged_decode
+from kvjax.ops.decode.ragged_decode import CodedRows, ragged_decode, tpu_ragged_decode
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.stacked_decode import Coded, stacked_append, stacked_decode, tpu_stacked_decode
+from kvjax.ops.decode.stacked_decode import Coded, stacked_append, stacked_decode, tpu_stacked_decode
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax.ops import partial_gpu
-from kvjax.ops.picked_decode import picked_decode
-from kvjax.ops.ragged_decode import ragged_decode
-from kvjax.ops.stacked_decode import stacked_decode
+from kvjax.ops.decode import partial_gpu
+from kvjax.ops.decode.picked_decode import picked_decode
+from kvjax.ops.decode.ragged_decode import ragged_decode
+from kvjax.ops.decode.stacked_decode import stacked_decode
 from tests.kernels import test_picked_decode as picked
 from tests.kernels import test_ragged_decode as ragged
 from tests.kernels import test_stacked_decode as stacked

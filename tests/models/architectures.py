@@ -21,7 +21,7 @@ from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, Ki
 from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 
 SMALL = Config(
     vocab=40, d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=24, rope=Rope(theta=100.0)

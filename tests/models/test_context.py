@@ -18,7 +18,7 @@ from kvjax.context import context_cache
 from kvjax.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.config_json import config_from_json, config_to_json
-from kvjax.models.context import encode
+from kvjax.models.encoder import encode
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.bidirectional import Bidirectional
 from kvjax.models.mixers.cross_attention import CrossAttention

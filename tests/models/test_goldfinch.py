@@ -17,7 +17,7 @@ from kvjax.models.mixers.goldfinch import FinchC2, Gold, digits, from_digits, to
 from kvjax.models.model import Model
 from kvjax.models.params import init, plan
 from kvjax.models.transformer import forward
-from kvjax.ops.attention import Keys
+from kvjax.ops.attention.union import Keys
 from tests.models.single import D, close, drawn, run
 
 T, HEADS, WIDTH = 9, 2, 4

@@ -25,7 +25,7 @@ from kvjax.models.load import load, shipped
 from kvjax.models.model import Model
 from kvjax.models.params import Group, init, plan
 from kvjax.models.tokenizer import chat
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 from tests import hf_fixtures
 from tests.hf_fixtures import BAR, NAMES, relative_error
 

@@ -12,7 +12,7 @@ from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import Group, check_groups, init, layer_shapes, plan, shapes
 from kvjax.models.transformer import forward
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 
 SMALL = Config(
     vocab=40, d_model=12, layers=3, heads=6, kv_heads=3, head_dim=8, d_ff=20, rope=Rope(theta=100.0)

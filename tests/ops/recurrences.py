@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.ops.recurrence import Tokens
+from kvjax.ops.recurrent.recurrence import Tokens
 
 B, T, H, K, V = 2, 41, 3, 6, 5
 

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops import attention, strips
-from kvjax.ops.attention import Keys
-from kvjax.ops.strips import causal_in_strips
+from kvjax.ops.attention import strips
+from kvjax.ops.attention import union as attention
+from kvjax.ops.attention.strips import causal_in_strips
+from kvjax.ops.attention.union import Keys
 from tests.compilation import optimised
 
 B, N, K, T, H, V = 2, 4, 2, 3, 8, 6

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.delta_product import gated_delta_product
-from kvjax.ops.linear_attention import gated_delta_rule
+from kvjax.ops.recurrent.delta_product import gated_delta_product
+from kvjax.ops.recurrent.linear_attention import gated_delta_rule
 from tests.ops.oracles import oracle, rms
 from tests.parity.ops.rwkv import OPS
 

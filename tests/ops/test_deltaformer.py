@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvjax.ops.deltaformer import deltaformer
+from kvjax.ops.attention.deltaformer import deltaformer
 from tests.ops import sequences
 from tests.ops.oracles import oracle
 from tests.ops.sequences import T

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from kvjax.ops import dispatch
-from kvjax.ops.dispatch import alone, form, platform
+from kvjax.ops.base import dispatch
+from kvjax.ops.base.dispatch import alone, form, platform
 
 
 @pytest.fixture

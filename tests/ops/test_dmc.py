@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.dmc import dmc
+from kvjax.ops.attention.dmc import dmc
 from tests.ops import sequences
 from tests.ops.oracles import oracle
 from tests.ops.sequences import T, as_arrays

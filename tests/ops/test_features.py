@@ -7,9 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops import features
-from kvjax.ops.features import RandomSums, log_positive_features, orthogonal_projection, taylor_features
-from kvjax.ops.slot_memory import LogSum
+from kvjax.ops.recurrent import features
+from kvjax.ops.recurrent.features import (
+    RandomSums,
+    log_positive_features,
+    orthogonal_projection,
+    taylor_features,
+)
+from kvjax.ops.recurrent.slot_memory import LogSum
 from tests.ops.oracles import oracle, rms
 from tests.ops.rows import T, check_cuts, check_gradients, check_packed_rows
 from tests.parity.ops.slots import OPS

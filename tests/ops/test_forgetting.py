@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.attention import Keys, attend
-from kvjax.ops.forgetting import forgetting_attention
+from kvjax.ops.attention.forgetting import forgetting_attention
+from kvjax.ops.attention.union import Keys, attend
 from tests.ops import sequences
 from tests.ops.oracles import oracle, rms
 from tests.ops.sequences import T, as_arrays
@@ -62,7 +62,7 @@ def test_no_room_is_nan(tokens):
 
 
 def test_gradients_are_finite_under_strong_decay_and_agree(rng, monkeypatch):
-    monkeypatch.setattr("kvjax.ops.forgetting.CHUNK", 8)  # three chunks
+    monkeypatch.setattr("kvjax.ops.attention.forgetting.CHUNK", 8)  # three chunks
     sequences.gradients_agree(run, draw(rng, strongest=100.0))
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.gau import GAUState, mixed_chunk_attention
+from kvjax.ops.recurrent.gau import GAUState, mixed_chunk_attention
 from tests.ops import rows
 from tests.ops.oracles import oracle, rms
 from tests.parity.ops.memory import OPS

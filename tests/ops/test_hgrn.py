@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.hgrn import hgrn
+from kvjax.ops.recurrent.hgrn import hgrn
 from tests.ops.oracles import oracle, rms
 from tests.parity.ops.rwkv import OPS
 

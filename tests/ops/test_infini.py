@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.infini import InfiniState, infini_attention
+from kvjax.ops.recurrent.infini import InfiniState, infini_attention
 from tests.ops.oracles import oracle, rms
 from tests.ops.rows import T, check_cuts, check_gradients, check_packed_rows
 from tests.parity.ops.slots import OPS

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.latent import interleaved, mla
-from kvjax.ops.rope import Rope
+from kvjax.ops.attention.latent import interleaved, mla
+from kvjax.ops.base.rope import Rope
 from tests.ops import sequences
 from tests.ops.oracles import oracle, rms
 from tests.ops.sequences import T, as_arrays

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.lattice import lattice
+from kvjax.ops.recurrent.lattice import lattice
 from tests.ops.oracles import oracle, rms
 from tests.ops.rows import T, check_cuts, check_packed_rows
 from tests.parity.ops.slots import OPS

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.local_linear import local_linear_attention, parallax
+from kvjax.ops.attention.local_linear import local_linear_attention, parallax
 from tests.ops.oracles import oracle, rms
 from tests.parity.ops.memory import OPS
 

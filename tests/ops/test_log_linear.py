@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops import linear_attention as plain
-from kvjax.ops.log_linear import (
+from kvjax.ops.recurrent import linear_attention as plain
+from kvjax.ops.recurrent.log_linear import (
     LevelState,
     empty_levels,
     level,
@@ -16,7 +16,7 @@ from kvjax.ops.log_linear import (
     log_linear_gated_delta,
     log_linear_step,
 )
-from kvjax.ops.recurrence import Tokens
+from kvjax.ops.recurrent.recurrence import Tokens
 from tests.ops.oracles import oracle, rms
 from tests.parity.ops.log_linear import OPS
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.mesa import MesaState, mesa
+from kvjax.ops.recurrent.mesa import MesaState, mesa
 from tests.ops import rows
 from tests.ops.oracles import oracle, rms
 from tests.parity.ops.memory import OPS

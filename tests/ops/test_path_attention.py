@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.forgetting import forgetting_attention
-from kvjax.ops.path_attention import path_attention
+from kvjax.ops.attention.forgetting import forgetting_attention
+from kvjax.ops.attention.path_attention import path_attention
 from tests.ops import sequences
 from tests.ops.oracles import oracle, rms
 from tests.ops.sequences import T, as_arrays, piece

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops import linear_attention as ops
-from kvjax.ops.recurrence import chunked, scan, step, tokens_of
+from kvjax.ops.recurrent import linear_attention as ops
+from kvjax.ops.recurrent.recurrence import chunked, scan, step, tokens_of
 from tests.ops.oracles import ORACLES, oracle, rms
 from tests.ops.recurrences import B, H, K, T, V, by_hand, draw
 from tests.parity.ops_table import OPS

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.rope import Rope, angles, rotate
+from kvjax.ops.base.rope import Rope, angles, rotate
 
 H = 16
 POSITIONS = np.array([0, 1, 2, 7, 63, 500, 4095])

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.attention import Keys, attend
-from kvjax.ops.sinks import add_kv_bias, add_slot, clipped_softmax, gated_output, sink_attention
+from kvjax.ops.attention.sinks import add_kv_bias, add_slot, clipped_softmax, gated_output, sink_attention
+from kvjax.ops.attention.union import Keys, attend
 from tests.ops import sequences
 from tests.ops.oracles import oracle, rms
 from tests.ops.sequences import T, as_arrays
@@ -75,7 +75,7 @@ def test_gradients_agree_also_where_logits_are_large(tokens):
 
 
 def test_many_queries_go_in_strips(tokens, monkeypatch):
-    monkeypatch.setattr("kvjax.ops.sinks.QUERIES", 16)
+    monkeypatch.setattr("kvjax.ops.attention.sinks.QUERIES", 16)
     out, _ = jax.jit(lambda x: run(x))(as_arrays(tokens, jnp.float32))
     assert rms(out, by_hand(tokens)) < 1e-6
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.slot_attention import Averages, Slots, abc, gsa
-from kvjax.ops.slot_memory import LogSum
+from kvjax.ops.recurrent.slot_attention import Averages, Slots, abc, gsa
+from kvjax.ops.recurrent.slot_memory import LogSum
 from tests.ops.oracles import oracle, rms
 from tests.ops.rows import T, by_rows, check_cuts, check_gradients, check_packed_rows
 from tests.parity.ops.slots import OPS

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.ops.solve import cholesky_solve, conjugate_gradient
+from kvjax.ops.base.solve import cholesky_solve, conjugate_gradient
 from tests.ops.oracles import rms
 
 N, K = (3, 2), 5

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops import token_cache as cache
-from kvjax.ops.dtypes import wide
+from kvjax.ops.attention import token_cache as cache
+from kvjax.ops.base.dtypes import wide
 from tests.ops.oracles import rms
 
 # Two rows; * opens a segment, - is padding: row 0 is a b* c - d*, row 1 is - a b* - -.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.transformer_vq import VQState, quantise, transformer_vq
+from kvjax.ops.recurrent.transformer_vq import VQState, quantise, transformer_vq
 from tests.ops import rows
 from tests.ops.oracles import oracle, rms
 from tests.parity.ops.memory import OPS

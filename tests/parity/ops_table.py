@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.ops import linear_attention as ops
+from kvjax.ops.recurrent import linear_attention as ops
 from tests.parity.ops import attention, layers, log_linear, memory, rwkv, slots
 
 Arrays = Mapping[str, Any]

@@ -7,8 +7,8 @@ import pytest
 
 from kvjax import cache
 from kvjax.cache import Codes, nbytes
+from kvjax.ops.base.bit_packing import pack_tokens, unpack_tokens
 from kvjax.store.affine import Affine, Float8
-from kvjax.store.packing import pack_tokens, unpack_tokens
 
 encode = jax.jit(cache.encode, static_argnames="codec")
 decode = jax.jit(Codes.decode)

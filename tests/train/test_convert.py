@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.models import transformer
 from kvjax.models.config import Config
-from kvjax.models.context import encode
+from kvjax.models.encoder import encode
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.params import init
 from kvjax.train.convert import drop_attention, insert_cross_attention, pool_heads, share_layers

@@ -15,7 +15,7 @@ from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.model import Model
 from kvjax.models.params import Group, init, plan, regroup
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 from kvjax.train.convert import Grouping, group_heads, pool_heads
 
 forward = jax.jit(transformer.forward, static_argnums=2)

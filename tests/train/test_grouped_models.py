@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.eval.recall_tasks import training_batch
+from kvjax.eval.tasks.recall_tasks import training_batch
 from kvjax.models import transformer
 from kvjax.models.config import Config
 from kvjax.models.model import Model

@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.eval.recall_tasks import TASKS, training_batch
+from kvjax.eval.tasks.recall_tasks import TASKS, training_batch
 from kvjax.train import recall
 from kvjax.train.recall import SCHEDULE, Stage, plan, train
 from kvjax.train.recall_init import CONFIG, circuit_init

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.eval.recall_tasks import sample
+from kvjax.eval.tasks.recall_tasks import sample
 from kvjax.models.params import shapes
 from kvjax.train.recall_init import CONFIG, CONSTANT, circuit_init
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.attention_stats import STATISTICS, tpu_attention_stats
+from kvjax.ops.attention.attention_stats import STATISTICS, tpu_attention_stats
 
 HEADS, GROUP, BLOCK = 8, 4, 1024
 

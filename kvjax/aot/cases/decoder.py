@@ -23,11 +23,11 @@ from kvjax.models.mixers.log_linear import LogLinearDelta
 from kvjax.models.mixers.recurrent import GatedDelta
 from kvjax.models.params import init, plan
 from kvjax.models.placement import weight_layout
-from kvjax.ops.gated_delta import STEP_NUMBERS, SUBLANES
-from kvjax.ops.log_linear_levels import levels_for
-from kvjax.ops.rope import Rope
-from kvjax.ops.stacked_decode import slots_per_step
-from kvjax.pallas_kernels.blocks import GENERATIONS
+from kvjax.ops.base.rope import Rope
+from kvjax.ops.decode.stacked_decode import slots_per_step
+from kvjax.ops.recurrent.gated_delta import STEP_NUMBERS, SUBLANES
+from kvjax.ops.recurrent.log_linear_levels import levels_for
+from kvjax.pallas_kernels.block_sizes import GENERATIONS
 from kvjax.steps import Run, prefill
 from kvjax.steps.decode import step_fn
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.flash_prefill import Blocks, default_blocks, slots_in_vmem, tpu_flash_prefill
+from kvjax.ops.attention.flash_prefill import Blocks, default_blocks, slots_in_vmem, tpu_flash_prefill
 
 TOKENS, HEADS = 8192, 8
 

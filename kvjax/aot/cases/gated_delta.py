@@ -11,16 +11,16 @@ import jax.numpy as jnp
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.gated_delta import (
+from kvjax.ops.recurrent.gated_delta import (
     STEP_NUMBERS,
     SUBLANES,
     heads_together,
     tpu_gated_delta,
     tpu_gated_delta_step,
 )
-from kvjax.ops.log_linear_decode import tpu_log_linear_decode
-from kvjax.ops.log_linear_levels import LevelState, levels_for
-from kvjax.ops.recurrence import Tokens, stacked
+from kvjax.ops.recurrent.log_linear_decode import tpu_log_linear_decode
+from kvjax.ops.recurrent.log_linear_levels import LevelState, levels_for
+from kvjax.ops.recurrent.recurrence import Tokens, stacked
 from kvjax.pallas_kernels.gated_delta.backward_tpu import backward
 from kvjax.pallas_kernels.gated_delta.chunk import Chunk
 from kvjax.pallas_kernels.gated_delta.kernel_tpu import Sizes

@@ -16,11 +16,11 @@ from kvjax.aot.cases import (
     stacked_decode,
 )
 from kvjax.aot.hardware import DEVICES, Gpu
-from kvjax.ops.grouped_decode import grouped_decode as grouped
-from kvjax.ops.paged_decode import paged_decode as paged
-from kvjax.ops.picked_decode import picked_decode as picked
-from kvjax.ops.ragged_decode import ragged_decode as ragged
-from kvjax.ops.stacked_decode import stacked_decode as stacked
+from kvjax.ops.decode.grouped_decode import grouped_decode as grouped
+from kvjax.ops.decode.paged_decode import paged_decode as paged
+from kvjax.ops.decode.picked_decode import picked_decode as picked
+from kvjax.ops.decode.ragged_decode import ragged_decode as ragged
+from kvjax.ops.decode.stacked_decode import stacked_decode as stacked
 
 SCALE = 128**-0.5
 # Whose operands are taken; nothing else of it is.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.grouped_decode import Grouped, slots_per_step, tpu_grouped_decode
+from kvjax.ops.decode.grouped_decode import Grouped, slots_per_step, tpu_grouped_decode
 
 BATCH, HEADS, GROUP, SLOTS = 4, 8, 8, 32768
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.mla_decode import latent_append, pages_per_step, tpu_mla_decode
+from kvjax.ops.decode.mla_decode import latent_append, pages_per_step, tpu_mla_decode
 
 RANK, ROPE, WIDTH = 512, 64, 640
 

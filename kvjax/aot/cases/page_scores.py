@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.page_scores import tpu_page_scores
+from kvjax.ops.decode.page_scores import tpu_page_scores
 
 HEADS, GROUP, BLOCK = 8, 8, 2048
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.page_pool import PagePool, page_rows
-from kvjax.ops.paged_append import paged_append
-from kvjax.ops.paged_decode import tpu_paged_decode
+from kvjax.ops.decode.page_pool import PagePool, page_rows
+from kvjax.ops.decode.paged_append import paged_append
+from kvjax.ops.decode.paged_decode import tpu_paged_decode
 
 BATCH, HEADS, GROUP, LAYERS, WIDTH = 4, 8, 8, 32, 128
 SCALES = ("key_scale", "value_scale")

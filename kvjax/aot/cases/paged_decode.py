@@ -11,10 +11,10 @@ import numpy as np
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.page_pool import PagePool, page_rows
-from kvjax.ops.paged_decode import PIECES, tpu_paged_decode
-from kvjax.ops.rope import Rope
-from kvjax.pallas_kernels.blocks import tuned
+from kvjax.ops.base.rope import Rope
+from kvjax.ops.decode.page_pool import PagePool, page_rows
+from kvjax.ops.decode.paged_decode import PIECES, tpu_paged_decode
+from kvjax.pallas_kernels.block_sizes import tuned
 
 BATCH, HEADS, GROUP = 4, 8, 8
 SCALES = ("key_scale", "value_scale")

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.picked_decode import tpu_picked_decode
-from kvjax.ops.stacked_decode import slots_per_step
+from kvjax.ops.decode.picked_decode import tpu_picked_decode
+from kvjax.ops.decode.stacked_decode import slots_per_step
 
 BATCH, HEADS, GROUP, LAYERS, SLOTS, WIDTH = 4, 8, 4, 4, 32768, 128
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.ragged_decode import tpu_ragged_decode
-from kvjax.ops.stacked_decode import slots_per_step
+from kvjax.ops.decode.ragged_decode import tpu_ragged_decode
+from kvjax.ops.decode.stacked_decode import slots_per_step
 
 BATCH, HEADS, GROUP, SLOTS = 4, 8, 4, 8192
 

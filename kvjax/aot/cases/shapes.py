@@ -17,22 +17,22 @@ import jax.numpy as jnp
 from kvjax.aot.case import Case
 from kvjax.aot.cases.paged_decode import PAYLOADS
 from kvjax.aot.hardware import Device
-from kvjax.ops.append import append
-from kvjax.ops.attention_stats import STATISTICS, attention_stats
-from kvjax.ops.flash_prefill import flash_prefill
-from kvjax.ops.gated_delta import gated_delta, gated_delta_step
-from kvjax.ops.grouped_decode import Grouped, grouped_decode
-from kvjax.ops.log_linear_decode import log_linear_decode
-from kvjax.ops.log_linear_levels import LevelState
-from kvjax.ops.mla_decode import mla_decode
-from kvjax.ops.page_pool import PER_CHANNEL, PagePool, page_rows
-from kvjax.ops.page_scores import page_scores
-from kvjax.ops.paged_append import paged_append
-from kvjax.ops.paged_decode import paged_decode
-from kvjax.ops.picked_decode import picked_decode
-from kvjax.ops.recurrence import Tokens
-from kvjax.ops.rope import Rope
-from kvjax.ops.stacked_decode import stacked_decode
+from kvjax.ops.attention.attention_stats import STATISTICS, attention_stats
+from kvjax.ops.attention.flash_prefill import flash_prefill
+from kvjax.ops.base.rope import Rope
+from kvjax.ops.decode.append import append
+from kvjax.ops.decode.grouped_decode import Grouped, grouped_decode
+from kvjax.ops.decode.mla_decode import mla_decode
+from kvjax.ops.decode.page_pool import PER_CHANNEL, PagePool, page_rows
+from kvjax.ops.decode.page_scores import page_scores
+from kvjax.ops.decode.paged_append import paged_append
+from kvjax.ops.decode.paged_decode import paged_decode
+from kvjax.ops.decode.picked_decode import picked_decode
+from kvjax.ops.decode.stacked_decode import stacked_decode
+from kvjax.ops.recurrent.gated_delta import gated_delta, gated_delta_step
+from kvjax.ops.recurrent.log_linear_decode import log_linear_decode
+from kvjax.ops.recurrent.log_linear_levels import LevelState
+from kvjax.ops.recurrent.recurrence import Tokens
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 HEADS, GROUP, SLOTS, LANES = 2, 4, 1024, 128

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
 from kvjax.models.placement import weight_layout
-from kvjax.ops.stacked_decode import Coded, slots_per_step, stacked_append, tpu_stacked_decode
+from kvjax.ops.decode.stacked_decode import Coded, slots_per_step, stacked_append, tpu_stacked_decode
 
 BATCH, HEADS, GROUP, LAYERS = 4, 8, 8, 32
 

@@ -13,7 +13,7 @@ from scipy.spatial.distance import squareform
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.params import plan, regroup
-from kvjax.ops.dtypes import wide
+from kvjax.ops.base.dtypes import wide
 from kvjax.train.convert import Grouping
 from kvjax.train.grouping.products import HeadProducts, Products, canonical, check_plain, cosine
 

@@ -8,15 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.ops.deltaformer import deltaformer
-from kvjax.ops.dmc import dmc
-from kvjax.ops.dtypes import wide
-from kvjax.ops.forgetting import forgetting_attention
-from kvjax.ops.latent import mla
-from kvjax.ops.path_attention import path_attention
-from kvjax.ops.rope import Rope
-from kvjax.ops.sinks import sink_attention
-from kvjax.ops.tensor_product import tpa
+from kvjax.ops.attention.deltaformer import deltaformer
+from kvjax.ops.attention.dmc import dmc
+from kvjax.ops.attention.forgetting import forgetting_attention
+from kvjax.ops.attention.latent import mla
+from kvjax.ops.attention.path_attention import path_attention
+from kvjax.ops.attention.sinks import sink_attention
+from kvjax.ops.attention.tensor_product import tpa
+from kvjax.ops.base.dtypes import wide
+from kvjax.ops.base.rope import Rope
 
 Arrays = Mapping[str, Any]
 WINDOW = 17  # of attn_gqa_sink_window

@@ -11,7 +11,7 @@ from kvjax.models.config import Config
 from kvjax.models.feed_forward import MLP
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.transformer import hidden
-from kvjax.ops.rope import Rope
+from kvjax.ops.base.rope import Rope
 
 Arrays = Mapping[str, Any]
 HEADS, WINDOW = 2, 11  # of cross_layer_kv

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.ops import log_linear as ops
+from kvjax.ops.recurrent import log_linear as ops
 
 Arrays = Mapping[str, Any]
 

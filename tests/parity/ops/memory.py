@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.ops import gau, local_linear, mesa, transformer_vq
+from kvjax.ops.attention import local_linear
+from kvjax.ops.recurrent import gau, mesa, transformer_vq
 
 Arrays = Mapping[str, Any]
 BLOCK, CHUNK, RIDGE = 16, 32, 0.5

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvjax.ops.delta_product import gated_delta_product
-from kvjax.ops.hgrn import hgrn
-from kvjax.ops.rwkv import rwkv6, rwkv7
+from kvjax.ops.recurrent.delta_product import gated_delta_product
+from kvjax.ops.recurrent.hgrn import hgrn
+from kvjax.ops.recurrent.rwkv import rwkv6, rwkv7
 
 Arrays = Mapping[str, Any]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvjax.ops.features import based_attention
-from kvjax.ops.infini import infini_attention
-from kvjax.ops.lattice import lattice
-from kvjax.ops.slot_attention import Slots, abc, gsa
+from kvjax.ops.recurrent.features import based_attention
+from kvjax.ops.recurrent.infini import infini_attention
+from kvjax.ops.recurrent.lattice import lattice
+from kvjax.ops.recurrent.slot_attention import Slots, abc, gsa
 
 Arrays = Mapping[str, Any]
 INFINI_SEGMENT = 32  # the file's constant

@@ -1,0 +1,16 @@
+"""What people look at after `kvjax compare`: cells, the printed table, the frontier plot and the report page.
+
+One row per sample goes in (`results.jsonl`, one JSON object per line):
+
+    {"id": str, "method": str, "budget": float | int | None, "task": str,
+     "protocol": "agnostic" | "aware" | "multi-turn", "prediction": str, "answer": str,
+     "score": float in [0, 1], "kept_bytes": int, "full_bytes": int, "read_bytes": int,
+     "span_kept": float | None, "seconds": float}
+
+    cells = summarise(rows)                  # cells.py: the arithmetic
+    print_table(cells, timings)              # table.py: the terminal
+    write_frontier("frontier.png", cells)    # frontier.py: quality against measured bytes
+    write_report("report.html", metrics, cells, examples, timings=timings)    # page.py: one page
+
+Running methods and timing them belongs in the runner; nothing here measures.
+"""

@@ -1,0 +1,199 @@
+"""The runner: one prefill per batch of prompts, shared by every cell; then compress, ask, score.
+
+A unit is (batch, protocol, cell); its rows are appended to a log as one line, so a killed run loses at most
+the unit it was in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import steps
+from kvjax.cache import Cache, kept_positions, nbytes
+from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.tasks.rows import Rows
+from kvjax.eval.tasks.suite import Suite, generate_answers, predicted, row_new_tokens
+from kvjax.grammar import Method
+from kvjax.keep.patterns import Recent
+from kvjax.models.layers import Params
+from kvjax.models.model import Model
+from kvjax.segments import unread_bytes
+from kvjax.steps import Prompt, Run
+
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+observe = jax.jit(steps.observe, static_argnames=("run", "needs"))
+
+
+probed = jax.jit(steps.probed, static_argnames=("run", "probe"))
+
+
+@partial(jax.jit, static_argnames=("run", "tokens", "room"))
+def settle(run: Run, params: Params, prompt: Prompt, *, tokens: int, room: int) -> Cache:
+    """The compressed cache of a prompt that was read before."""
+    return steps.settle(run, params, prompt, None, tokens=tokens, room=room, compress=True)
+
+
+_COMPILED = (observe, probed, settle, generate_answers)
+
+
+class Unit(NamedTuple):
+    """What one cell did on one batch.
+
+    rows: lines of results.jsonl. seconds: per stage, None where compiling hid them. steps: tokens decoded.
+    share: per token of the first prompt, the share of (layer, head) lists that held it.
+    """
+
+    rows: list[dict[str, Any]]
+    seconds: dict[str, float] | None
+    steps: int
+    share: list[float]
+
+
+def programs() -> int:
+    """How many programs the runner has compiled in this process."""
+    return sum(f._cache_size() for f in _COMPILED)  # type: ignore[attr-defined]
+
+
+def two_at_a_time(make: Callable[[X], Y], xs: Iterable[X]) -> Iterator[tuple[X, Y]]:
+    """(x, make(x)) as they finish, in two threads, because a program is compiled by one.
+
+    >>> sorted(two_at_a_time(str.upper, ["a", "b"]))
+    [('a', 'A'), ('b', 'B')]
+    """
+    with ThreadPoolExecutor(2) as pool:
+        waiting = {pool.submit(make, x): x for x in xs}
+        try:
+            for done in as_completed(waiting):
+                yield waiting[done], done.result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def bare_run(model: Model, method: Method) -> Run:
+    """The static part of compressing with a method: the asked token is protected for all alike."""
+    return Run(model.config, method.protecting(Recent(1)))
+
+
+class Runner:
+    """Runs cells of one model over batches of rows; holds no results."""
+
+    def __init__(self, model: Model, suite: Suite, entries: list[Entry], tokens: int, room: int):
+        self.model, self.suite, self.entries = model, suite, entries
+        self.tokens, self.room = tokens, room
+        self.plain = Run(model.config, Method())
+        needs = (steps.needs_of(bare_run(model, e.method), model.params) for e in entries)
+        self.needs = frozenset().union(*needs)
+        keeps = (e.method.keep for e in entries)
+        self.probes = list(dict.fromkeys(k.probe for k in keeps if k is not None and k.probe is not None))
+        self.runs: Counter[tuple[Entry, int]] = Counter()
+        self.bytes: dict[Entry, tuple[int, int]] = {}
+
+    def prompt(self, rows: Rows) -> tuple[Prompt, dict[str, float] | None]:
+        """The shared prefill of a batch, probes included, and the seconds of each (None: it compiled)."""
+        before, seconds = programs(), {}
+        start = time.perf_counter()
+        tokens, length = jnp.asarray(rows.prompt), jnp.asarray(rows.length)
+        out = observe(self.plain, self.model.params, tokens, length, None, self.needs)
+        jax.block_until_ready(out)
+        seconds[""] = time.perf_counter() - start
+        for probe in self.probes:
+            start = time.perf_counter()
+            out = probed(self.plain, self.model.params, out, probe)
+            jax.block_until_ready(out)
+            seconds[repr(probe)] = time.perf_counter() - start
+        return out, None if programs() > before else seconds
+
+    def bytes_of(self, entry: Entry, prompt: Prompt) -> tuple[int, int]:
+        """Measured bytes per row: held at the end of prefill, without room, and read by one decode step."""
+        if entry not in self.bytes:
+            run = bare_run(self.model, entry.method)
+            build = partial(settle, run, tokens=self.tokens, room=0)
+            cache = jax.eval_shape(build, self.model.params, prompt)
+            rows = prompt.context.length.shape[0]
+            held = nbytes(cache)
+            unread = sum(
+                unread_bytes(gm, group)
+                for gm, group in zip(run.groups(self.model.params), cache.groups, strict=True)
+            )
+            self.bytes[entry] = held // rows, (held - unread) // rows
+        return self.bytes[entry]
+
+    def times_run(self, entry: Entry, rows: Rows) -> int:
+        """How often a cell ran before on as many rows: the first time compiles and cannot be timed."""
+        return self.runs[entry, rows.prompt.shape[0]]
+
+    def unit(
+        self, entry: Entry, prompt: Prompt, rows: Rows, protocol: str, full_bytes: int, *, alone: bool
+    ) -> Unit:
+        """Compress, ask and score one cell on one batch.
+
+        Timed where it runs alone on the machine, and not for the first time, when it compiles.
+        """
+        run, params = bare_run(self.model, entry.method), self.model.params
+        decode = Run(self.model.config, entry.method.decode_part())
+        start = time.perf_counter()
+        cache = settle(run, params, prompt, tokens=self.tokens, room=self.room)
+        jax.block_until_ready(cache)
+        settled = time.perf_counter()
+        kept = kept_positions(cache)
+        asked = time.perf_counter()
+        new, stop = row_new_tokens(rows), np.array(self.model.stop_ids or (-1,), np.int32)
+        given = map(jnp.asarray, (rows.forced, rows.count, rows.again, new, stop))
+        said = generate_answers(decode, params, cache, *given, width=self.room - rows.forced.shape[1])
+        said = np.asarray(said)
+        seconds = {"settle": settled - start, "ask": time.perf_counter() - asked}
+        kept_bytes, read_bytes = self.bytes_of(entry, prompt)
+        common = {
+            "method": entry.label,
+            "budget": entry.budget,
+            "protocol": protocol,
+            "kept_bytes": kept_bytes,
+            "full_bytes": full_bytes,
+            "read_bytes": read_bytes,
+            "seconds": sum(seconds.values()) / len(rows.turns),
+        }
+        out = [
+            self._row(sample, prediction, common, _span_kept(kept, row, sample.spans))
+            for row, turns in enumerate(rows.turns)
+            for sample, prediction in ((x, predicted(x, said[row], at)) for at, x in turns)
+        ]
+        timed = alone and self.times_run(entry, rows) > 0
+        self.runs[entry, rows.prompt.shape[0]] += 1
+        share = _held(kept, 0, int(rows.length[0])).mean(0)
+        steps_run = int((said >= 0).any(0).sum()) * rows.prompt.shape[0]
+        return Unit(out, seconds if timed else None, steps_run, [round(float(x), 3) for x in share])
+
+    def _row(
+        self, sample: Any, prediction: list[int], common: dict[str, Any], span: float | None
+    ) -> dict[str, Any]:
+        """One line of results.jsonl."""
+        graded = self.suite.grade(sample, prediction)._asdict()
+        return {"id": sample.id, "task": sample.task, **common, **graded, "span_kept": span}
+
+
+def _held(kept: list[np.ndarray], row: int, tokens: int) -> np.ndarray:
+    """[lists, tokens]: whether each (layer, head) of a row holds each position."""
+    lists = [head for layer in kept for head in layer[row]]
+    out = np.zeros((len(lists), tokens + 1), bool)
+    for i, pos in enumerate(lists):
+        out[i, np.where((pos >= 0) & (pos < tokens), pos, tokens)] = True
+    return out[:, :tokens]
+
+
+def _span_kept(kept: list[np.ndarray], row: int, spans: tuple[tuple[int, int], ...]) -> float | None:
+    if not spans:
+        return None
+    need = np.concatenate([np.arange(a, b) for a, b in spans])
+    return float(_held(kept, row, int(need.max()) + 1)[:, need].mean())

@@ -1,0 +1,1 @@
+"""Where questions come from, and how their answers are graded."""

@@ -1,0 +1,66 @@
+"""DeltaFormer: attention over values from which what memory already held has been subtracted."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
+from jaxtyping import Array, Float
+
+from kvjax.ops.attention import token_cache as cache
+from kvjax.ops.attention.token_cache import CHUNK, Mask, Segments, Slots
+from kvjax.ops.base.dtypes import wide
+
+
+def deltaformer(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    beta: Float[Array, "B T H"],
+    *,
+    initial_state: Slots | None = None,
+    capacity: int | None = None,
+    segments: Segments = None,
+    mask: Mask = None,
+    recurrent: bool = False,
+    scale: float | None = None,
+) -> tuple[Float[Array, "B T H V"], Slots]:
+    """u_t = v_t - beta_t sum_{s<t} p_ts u_s, then o_t = softmax_{s<=t}(scale q_t k_s) u.
+
+    p_t is the softmax of scale q_t k_s over s < t, and scale is K^-0.5 unless given. DeltaFormer (Zhong et
+    al., 2025, arXiv:2505.19488), as in flash-linear-attention: q reads in both equations, and beta weighs
+    what is subtracted.
+
+    The state keeps k and u in promote(float32, input); v itself is not needed again. u depends on all of its
+    past, a triangular system of T equations per head. It is solved forward in chunks: what older chunks hold
+    is subtracted, and what remains is a system of C equations, so the largest arrays are [C, S] per head,
+    not [T, T]; a gradient keeps the state of every chunk. Token by token where `recurrent`. Segments are
+    apart; tokens that mask leaves out are not kept. Room is that of `kvjax.ops.attention.token_cache`.
+
+    >>> x = jnp.ones((1, 2, 1, 1))
+    >>> o, state = deltaformer(x, x, 3 * x, x[..., 0])
+    >>> state.kept["u"].ravel().tolist(), o.ravel().tolist()
+    ([3.0, 0.0], [3.0, 1.5])
+    """
+    dtype = wide(v)
+    q, k, v, beta = (x.astype(dtype) for x in (q, k, v, beta))
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    slots = cache.room({"k": k, "u": v}, initial_state, capacity)
+
+    def chunk(slots: Slots, tokens: tuple[Array, ...]) -> tuple[Slots, Array]:
+        q, k, v, beta, fresh, real = tokens
+        old, size, c = slots.kept, slots.capacity, q.shape[1]
+        at = cache.places(slots, fresh, real)
+        scores = jnp.concatenate([cache.products(q, old["k"]), cache.products(q, k)], -1) * factor
+        visible = cache.seen_arriving(slots, at)
+        earlier = jnp.concatenate([jnp.ones((c, size), bool), jnp.tril(jnp.ones((c, c), bool), -1)], -1)
+        p, _ = cache.softmax(scores, visible & earlier[None, None])
+        p = p * jnp.swapaxes(beta, 1, 2)[..., None]
+        rest = jnp.swapaxes(v - cache.mix(p[..., :size], old["u"]), 1, 2)
+        system = p[..., size:] + jnp.eye(c, dtype=dtype)[None, None]
+        u = jnp.swapaxes(solve_triangular(system, rest, lower=True, unit_diagonal=True), 1, 2)
+        p, _ = cache.softmax(scores, visible)
+        out = cache.mix_both(p, old["u"], u)
+        return cache.put(slots, {"k": k, "u": u}, at), cache.checked(out, at.slot[..., None], size)
+
+    tokens = (q, k, v, beta, *cache.marks(q, segments, mask))
+    return cache.by_chunks(chunk, slots, tokens, 1 if recurrent else CHUNK)

@@ -1,0 +1,92 @@
+"""Attention of many new tokens over what is held and over themselves: in strips, or by the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.ops.attention import attention_stats as stats
+from kvjax.ops.attention import flash_prefill as flash
+from kvjax.ops.attention.strips import causal_in_strips
+from kvjax.ops.attention.union import Keys, attend, merge
+from kvjax.ops.base.dispatch import form
+
+
+def causal_attention(
+    q: Float[Array, "B N T H"],
+    new: Keys,
+    past: Sequence[Keys],
+    q_pos: Int[Array, "B T"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    mass: str | None = None,
+    clip: tuple[float, float] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B N T V"], tuple[Array, ...]]:
+    """Attention of T new tokens over `past` sets and over themselves; returns (out, masses).
+
+    Masses come as (one per past set ..., the new set); `mass` and `clip` are those of
+    `kvjax.ops.attention.union.weigh`. The new keys must lie in the order of the queries.
+
+    implementation: "reference" (`kvjax.ops.attention.strips`), "tpu" or "tpu interpret", which are
+    `flash_prefill` of every set, and `attention_stats` for the masses; None takes the kernels where they can
+    run. Raises NotImplementedError where forced ones cannot.
+
+    >>> x, pos = jnp.ones((1, 1, 3, 8)), jnp.arange(3)[None]
+    >>> out, masses = causal_attention(x, Keys(x, x, pos[:, None]), (), pos, scale=1.0, mass="sum")
+    >>> [round(x, 2) for x in masses[0][0, 0].tolist()]
+    [1.83, 0.83, 0.33]
+    """
+    sets = (*past, new)
+    chosen = form("prompt attention", implementation, tpu=refusal(q, sets, mass, clip))
+    options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap)
+    if chosen == "reference":
+        return causal_in_strips(q, new, past, q_pos, mass=mass, clip=clip, **options)
+    parts = [_part(q, s, q_pos, implementation=chosen, **options) for s in sets]
+    out, lse = merge(parts) if len(parts) > 1 else parts[0]
+    if mass is None:
+        return out, ()
+    return out, tuple(_mass(q, s, lse, q_pos, mass, implementation=chosen, **options) for s in sets)
+
+
+def refusal(
+    q: Array, sets: Sequence[Keys], mass: str | None = None, clip: tuple[float, float] | None = None
+) -> str:
+    """Why the TPU kernels cannot attend to these sets; empty where they can."""
+    if clip is not None:
+        return "the softmax is clipped"
+    for s in sets:
+        if s.pos is not None and s.bias is not None:
+            return "slots have biases"
+        why = "" if s.pos is None else flash.refusal(q, s.k, s.v, s.pos)
+        why = why or ("" if mass is None else stats.refusal(q, s.k))
+        if why:
+            return why
+    return ""
+
+
+def _part(
+    q: Array, keys: Keys, q_pos: Array, *, implementation: str, **options: Any
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
+    """(out, lse) over one set. What every query sees is a slot or two, and needs no kernel."""
+    if keys.pos is None:
+        return attend(q, keys, q_pos, **options)[:2]
+    return flash.flash_prefill(q, keys.k, keys.v, q_pos, keys.pos, implementation=implementation, **options)
+
+
+def _mass(
+    q: Array, keys: Keys, lse: Array, q_pos: Array, mass: str, *, window: int | None, **options: Any
+) -> Float[Array, "B K S"]:
+    """What every slot of a set received. What every query sees stands at position 0, under no window."""
+    k_pos = keys.pos
+    if k_pos is None:
+        k_pos, window = jnp.zeros((q.shape[0], 1, keys.k.shape[2]), jnp.int32), None
+    found = stats.attention_stats(
+        q, keys.k, lse, q_pos, k_pos, keys.bias, want=(mass,), window=window, **options
+    )
+    return found[mass]

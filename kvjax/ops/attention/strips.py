@@ -1,0 +1,148 @@
+"""Attention of many queries in plain jnp, a strip of them at a time: no map of all queries exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.ops.attention.union import Keys, attend
+from kvjax.ops.base.dispatch import platform
+
+# Queries per strip, and how many different key prefixes a long prompt is cut into: each prefix is compiled
+# apart and its strips run in a loop, so more prefixes skip more of the causal half and compile longer.
+STRIP = 256
+PREFIXES = 8
+REMAT_FROM = 1024
+# Beyond so many bytes of scores, a CPU works one KV head at a time: what stays in its cache is faster. Other
+# devices take all heads at once, which may lie on several of them.
+CACHED_BYTES = 2**24
+
+
+def causal_in_strips(
+    q: Float[Array, "B N T H"],
+    new: Keys,
+    past: Sequence[Keys],
+    q_pos: Int[Array, "B T"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    mass: str | None = None,
+    clip: tuple[float, float] | None = None,
+) -> tuple[Float[Array, "B N T V"], tuple[Array, ...]]:
+    """Attention of T new tokens over `past` sets and over themselves; returns (out, masses).
+
+    Works in strips of queries, so no [T, T] map exists, and a strip hardly touches the new keys behind its
+    last row: the causal half is skipped. Masses come as (one per past set ..., the new set). The new keys
+    must lie in the order of the queries.
+    """
+    whole = partial(_in_strips, window=window, mass=mass, scale=scale, softcap=softcap, clip=clip)
+    b, n, t, _ = q.shape
+    heads, slots = new.k.shape[1], t + sum(s.k.shape[2] for s in past)
+    if heads == 1 or platform() != "cpu" or 4 * b * n * min(t, STRIP) * slots < CACHED_BYTES:
+        return whole(q, new, past, q_pos)
+
+    def split(x: Array) -> Array:
+        per_head = x.reshape(b, heads, -1, *x.shape[2:]) if x.shape[1] >= heads else x[:, None]
+        return jnp.moveaxis(jnp.broadcast_to(per_head, (b, heads, *per_head.shape[2:])), 1, 0)
+
+    def join(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(b, -1, *x.shape[3:])
+
+    def one(part: tuple[Array, Keys, tuple[Keys, ...]]) -> tuple[Array, tuple[Array, ...]]:
+        return whole(part[0], part[1], part[2], q_pos)
+
+    parts = jax.tree.map(split, (q, new, tuple(past)))
+    return jax.tree.map(join, jax.lax.map(one, parts))
+
+
+def _in_strips(
+    q: Float[Array, "B N T H"],
+    new: Keys,
+    past: Sequence[Keys],
+    q_pos: Int[Array, "B T"],
+    *,
+    window: int | None,
+    mass: str | None,
+    **options: Any,
+) -> tuple[Float[Array, "B N T V"], tuple[Array, ...]]:
+    """`causal_in_strips` of all heads at once; `options` are those of `attend`."""
+    t = q.shape[2]
+    join = jnp.maximum if mass == "max" else jnp.add
+    part = -(-t // (PREFIXES * STRIP)) * STRIP
+    outs, total = [], None
+    for start in range(0, t, part):
+        stop = min(start + part, t)
+        # Right padding keeps positions increasing along a row, so older strips hide nothing newer.
+        first = 0 if window is None else max(0, start - window + 1)
+        seen = jax.tree.map(lambda x, a=first, z=stop: x[:, :, a:z], new)
+
+        # A gradient recomputes the probabilities, or a long prompt would keep its whole [T, T] map.
+        @(jax.checkpoint if t >= REMAT_FROM else lambda f: f)
+        def strip(at: tuple[Array, Array], seen: Keys = seen) -> tuple[Array, tuple[Array, ...]]:
+            out, _, masses = attend(at[0], (*past, seen), at[1], window=window, mass=mass, **options)
+            return out, masses
+
+        out, masses = _by_strips(strip, q[:, :, start:stop], q_pos[:, start:stop], join)
+        outs.append(out)
+        if mass is not None:
+            here = jnp.zeros((*new.k.shape[:2], t), masses[-1].dtype).at[:, :, first:stop].set(masses[-1])
+            masses = (*masses[:-1], here)
+            total = masses if total is None else tuple(map(join, total, masses))
+    return jnp.concatenate(outs, axis=2), total or ()
+
+
+def _by_strips(
+    strip: Callable[[tuple[Array, Array]], tuple[Array, tuple[Array, ...]]],
+    q: Float[Array, "B N T H"],
+    q_pos: Int[Array, "B T"],
+    join: Callable[[Array, Array], Array],
+) -> tuple[Float[Array, "B N T V"], tuple[Array, ...]]:
+    """strip over every STRIP queries, masses joined; a remainder that is not a whole strip goes at once."""
+    b, n, t, h = q.shape
+    if t <= STRIP or t % STRIP:
+        return strip((q, q_pos))
+    rows = jnp.moveaxis(q.reshape(b, n, t // STRIP, STRIP, h), 2, 0)
+    pos = jnp.moveaxis(q_pos.reshape(b, t // STRIP, STRIP), 1, 0)
+    shapes = jax.eval_shape(strip, (rows[0], pos[0]))[1]
+
+    def body(masses: tuple[Array, ...], at: tuple[Array, Array]) -> tuple[tuple[Array, ...], Array]:
+        out, new = strip(at)
+        return tuple(map(join, masses, new)), out
+
+    # Masses are never negative, so zero starts a sum and a maximum alike.
+    zero = tuple(jnp.zeros(m.shape, m.dtype) for m in shapes)
+    masses, outs = jax.lax.scan(body, zero, (rows, pos))
+    return jnp.moveaxis(outs, 0, 2).reshape(b, n, t, -1), masses
+
+
+def attend_to_all(
+    q: Float[Array, "B N T H"],
+    sets: Sequence[Keys],
+    q_pos: Int[Array, "B T"],
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Float[Array, "B N T V"]:
+    """Attention of T tokens over every live key of `sets`, later ones too; 0 where there is none.
+
+    Works in strips of queries, so no [T, S] map exists. Queries with position -1 see nothing.
+    """
+    t = q.shape[2]
+    # A key at position 0 is in no query's future.
+    sets = [s if s.pos is None else s._replace(pos=jnp.minimum(s.pos, 0)) for s in sets]
+
+    @(jax.checkpoint if t >= REMAT_FROM else lambda f: f)
+    def strip(at: tuple[Array, Array]) -> tuple[Array, tuple[Array, ...]]:
+        return attend(at[0], sets, at[1], scale=scale, softcap=softcap)[0], ()
+
+    whole = t - t % STRIP
+    cuts = [(a, z) for a, z in ((0, whole), (whole, t)) if a < z]
+    return jnp.concatenate(
+        [_by_strips(strip, q[:, :, a:z], q_pos[:, a:z], jnp.add)[0] for a, z in cuts], axis=2
+    )

@@ -1,0 +1,192 @@
+"""A cache for the ops that attend, and the few lines of attention that they share.
+
+Softmax over all tokens so far needs all of them, so the state of these ops is not a sum but slots: a row's
+tokens, in order, in the first `count` of S slots. Who sees which slot is decided by slot numbers alone.
+Everything here works in any float dtype, and lies [B, T, heads, ...] like the linear attentions;
+`kvjax.ops.attention.union` is the same mathematics for caches of models.
+
+How a state gets its room: an op makes the slots of `initial_state` T more, so that every token fits. With
+`capacity` the state has exactly that many instead, which keeps shapes constant over steps of decoding; a
+token beyond them is not kept and its output is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.ops.base.packed_sequences import segment_starts
+from kvjax.ops.base.softmax import softmax
+
+# Tokens per chunk where a chunk changes the state, and queries at a time where it does not.
+CHUNK, QUERIES = 32, 256
+NOWHERE = jnp.iinfo(jnp.int32).max
+
+Mask = Bool[Array, "B T"] | None
+Segments = Int[Array, "B T"] | None
+
+
+class Slots(NamedTuple):
+    """What is kept of every token, arrays [B, S, ...] by name; the open segment began at slot `start`."""
+
+    kept: dict[str, Array]
+    start: Int[Array, "B"]
+    count: Int[Array, "B"]
+
+    @property
+    def capacity(self) -> int:
+        return next(iter(self.kept.values())).shape[1]
+
+
+class Places(NamedTuple):
+    """Where new tokens go. A token that is not `real` takes no slot and has that of the last one that is."""
+
+    slot: Int[Array, "B T"]
+    first: Int[Array, "B T"]  # slot of the first token of its segment
+    real: Bool[Array, "B T"]
+
+
+def marks(like: Array, segments: Segments, mask: Mask) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
+    """Which of tokens [B, T, ...] open a segment, and which are real. The first one continues the past."""
+    b, t = like.shape[:2]
+    fresh = segment_starts(segments, (b, t))
+    return fresh, jnp.ones((b, t), bool) if mask is None else mask
+
+
+def room(new: dict[str, Array], before: Slots | None, capacity: int | None) -> Slots:
+    """The slots of `before` (none where None) with room for `new`, arrays [B, T, ...], or of `capacity`."""
+    b, t = next(iter(new.values())).shape[:2]
+    had = 0 if before is None else before.capacity
+    size = had + t if capacity is None else capacity
+    if size < had:
+        raise ValueError(f"capacity is {size} slots, but initial_state has {had}: give at least as many")
+    if before is None:
+        kept = {n: jnp.zeros((b, size, *x.shape[2:]), x.dtype) for n, x in new.items()}
+        none = jnp.zeros((b,), jnp.int32)
+        return Slots(kept, none, none)
+
+    def grown(x: Array, dtype: Any) -> Array:
+        return jnp.pad(x.astype(dtype), [(0, 0), (0, size - had)] + [(0, 0)] * (x.ndim - 2))
+
+    return before._replace(kept={n: grown(before.kept[n], x.dtype) for n, x in new.items()})
+
+
+def places(slots: Slots, fresh: Bool[Array, "B T"], real: Bool[Array, "B T"]) -> Places:
+    """Places of new tokens behind those of `slots`; a token takes one if it is real."""
+    taken = real.astype(jnp.int32)
+    slot = slots.count[:, None] + jnp.cumsum(taken, 1, dtype=jnp.int32) - 1
+    opened = jax.lax.cummax(jnp.where(fresh, slot + 1 - taken, 0), axis=1)
+    return Places(slot, jnp.maximum(opened, slots.start[:, None]), real)
+
+
+def put(slots: Slots, new: dict[str, Array], at: Places) -> Slots:
+    """`slots` with the real ones of the new tokens in their places."""
+    index = jnp.where(at.real, at.slot, slots.capacity)
+    rows = jnp.arange(index.shape[0])[:, None]
+    kept = {n: x.at[rows, index].set(new[n], mode="drop") for n, x in slots.kept.items()}
+    return Slots(kept, at.first[:, -1], at.slot[:, -1] + 1)
+
+
+def append(
+    new: dict[str, Array], before: Slots | None, segments: Segments, mask: Mask, capacity: int | None
+) -> tuple[Slots, Places]:
+    """All new tokens at once, for ops that change nothing of older ones."""
+    slots = room(new, before, capacity)
+    at = places(slots, *marks(next(iter(new.values())), segments, mask))
+    return put(slots, new, at), at
+
+
+def stored(slots: Slots) -> Int[Array, "B S"]:
+    """Slot numbers for `seen`, NOWHERE where a slot is empty."""
+    number = jnp.arange(slots.capacity, dtype=jnp.int32)[None]
+    return jnp.where(number < slots.count[:, None], number, NOWHERE)
+
+
+def seen(at: Places, keys: Int[Array, "B S"], window: int | None = None) -> Bool[Array, "B 1 T S"]:
+    """Which keys each token sees: those of its segment up to itself, the last `window` of them if given."""
+    key, slot, first = keys[:, None], at.slot[..., None], at.first[..., None]
+    visible = (key >= first) & (key <= slot)
+    return (visible if window is None else visible & (key > slot - window))[:, None]
+
+
+def seen_arriving(slots: Slots, at: Places) -> Bool[Array, "B 1 T U"]:
+    """Which slots, and which of themselves, tokens see that are not put yet."""
+    return seen(at, jnp.concatenate([stored(slots), jnp.where(at.real, at.slot, NOWHERE)], 1))
+
+
+def products(q: Float[Array, "B T N K"], k: Float[Array, "B S H K"]) -> Float[Array, "B N T S"]:
+    """q k' of every query head with the keys of its group."""
+    b, t, n, d = q.shape
+    grouped = q.reshape(b, t, k.shape[2], -1, d)
+    return jnp.einsum("bthgk,bshk->bhgts", grouped, k).reshape(b, n, t, -1)
+
+
+def mix(p: Float[Array, "B N T S"], v: Float[Array, "B S H V"]) -> Float[Array, "B T N V"]:
+    """Sum of the values of its group, weighted by p, for every query head."""
+    b, n, t, s = p.shape
+    grouped = p.reshape(b, v.shape[2], -1, t, s)
+    return jnp.einsum("bhgts,bshv->bthgv", grouped, v).reshape(b, t, n, -1)
+
+
+def mix_both(
+    p: Float[Array, "B N T W"], old: Float[Array, "B S H V"], new: Float[Array, "B U H V"]
+) -> Float[Array, "B T N V"]:
+    """`mix` over slots and what comes behind them."""
+    size = old.shape[1]
+    return mix(p[..., :size], old) + mix(p[..., size:], new)
+
+
+def attend(
+    q: Float[Array, "B T N K"],
+    k: Float[Array, "B S H K"],
+    v: Float[Array, "B S H V"],
+    visible: Bool[Array, "B #N T S"],
+    *,
+    scale: float,
+    bias: Float[Array, "B N T S"] | None = None,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """(softmax(scale q k' + bias) v, log of the normaliser) over what is visible."""
+    scores = products(q, k) * scale
+    p, lse = softmax(scores if bias is None else scores + bias, visible)
+    return mix(p, v), jnp.swapaxes(lse, 1, 2)
+
+
+def checked(
+    out: Float[Array, "B T N V"], slot: Int[Array, "B T #N"], capacity: int
+) -> Float[Array, "B T N V"]:
+    """`out`, NaN where the token itself found no room."""
+    return jnp.where((slot < capacity)[..., None], out, jnp.nan).astype(out.dtype)
+
+
+def by_chunks(
+    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, tokens: Any, size: int
+) -> tuple[Any, Any]:
+    """(outputs, last carry) of body(carry, tokens) over `size` tokens at a time, of arrays [B, T, ...].
+
+    The last chunk is filled up with zeros, which are False to a mask of real tokens.
+    """
+    b, t = jax.tree.leaves(tokens)[0].shape[:2]
+    if t <= size:
+        carry, out = body(carry, tokens)
+        return out, carry
+    count = -(-t // size)
+
+    def cut(x: Array) -> Array:
+        padded = jnp.pad(x, [(0, 0), (0, count * size - t)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(padded.reshape(b, count, size, *x.shape[2:]), 1, 0)
+
+    def join(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(b, count * size, *x.shape[3:])[:, :t]
+
+    carry, out = jax.lax.scan(body, carry, jax.tree.map(cut, tokens))
+    return jax.tree.map(join, out), carry
+
+
+def over_queries(body: Callable[[Any, Places], Array], queries: Any, at: Places, size: int) -> Array:
+    """body(queries, places) over `size` queries at a time, so that no [T, S] map of all of them exists."""
+    out, _ = by_chunks(lambda carry, x: (carry, body(*x)), (), (queries, at), size)
+    return out

@@ -1,0 +1,173 @@
+"""Attention over a union of key/value sets, decided by positions alone.
+
+A key is visible to a query when its position is known (>= 0), not in the query's future and, under a
+sliding window, not too old. Nothing here asks which method arranged the keys or in which order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.ops.base.dtypes import wide
+
+NEG_INF = float("-inf")
+
+
+class Keys(NamedTuple):
+    """One set of keys and values to attend to; slots in any order.
+
+    `pos` is -1 where a slot is empty, and None for slots outside the sequence, which every query sees (sinks,
+    learned keys). `bias` is added to the logits (log counts of merged slots). Values of empty slots must be
+    finite, because they are multiplied by zero and not left out.
+    """
+
+    k: Float[Array, "B K S H"]
+    v: Float[Array, "B K S V"]
+    pos: Int[Array, "B #K S"] | None
+    bias: Float[Array, "B K S"] | None = None
+
+
+def visible(q_pos: Int[Array, "B T"], k_pos: Int[Array, "B K S"] | None, window: int | None = None) -> Array:
+    """Boolean mask [B, K, T, S]: which key each query may see. Queries with position -1 see nothing."""
+    q = q_pos[:, None, :, None]
+    if k_pos is None:
+        return q >= 0
+    k = k_pos[:, :, None, :]
+    seen = (k >= 0) & (k <= q)
+    return seen if window is None else seen & (k > q - window)
+
+
+def logits(
+    q: Float[Array, "B N T H"],
+    keys: Keys,
+    q_pos: Int[Array, "B T"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "B K G T S"]:
+    """Masked attention logits in promote(float32, q), -inf where a key is not visible.
+
+    `softcap` is Gemma 2's c * tanh(s / c) (arXiv:2408.00118), applied before the bias and the mask.
+    """
+    b, n, t, h = q.shape
+    kv_heads = keys.k.shape[1]
+    rows = q.reshape(b, kv_heads, n // kv_heads * t, h)
+    s = _products(rows, keys.k) * scale
+    s = s.reshape(b, kv_heads, n // kv_heads, t, -1)
+    if softcap is not None:
+        s = softcap * jnp.tanh(s / softcap)
+    if keys.bias is not None:
+        s = s + keys.bias[:, :, None, None, :]
+    return jnp.where(visible(q_pos, keys.pos, window)[:, :, None], s, NEG_INF)
+
+
+def _products(rows: Float[Array, "B K R H"], k: Float[Array, "B K S H"]) -> Float[Array, "B K R S"]:
+    """q k' in promote(float32, q). With few rows XLA on CPU reads keys a fifth faster as the left operand."""
+    if rows.shape[2] > 8:
+        return jnp.einsum("bkrh,bksh->bkrs", rows, k, preferred_element_type=wide(rows))
+    return jnp.swapaxes(jnp.einsum("bksh,bkrh->bksr", k, rows, preferred_element_type=wide(rows)), 2, 3)
+
+
+def attend(
+    q: Float[Array, "B N T H"],
+    keys: Keys | Sequence[Keys],
+    q_pos: Int[Array, "B T"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    mass: str | None = None,
+    clip: tuple[float, float] | None = None,
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Array, ...]]:
+    """Exact attention over the union of `keys`; returns (out, lse, masses).
+
+    out = sum_j p_j v_j with p = softmax over every visible key of every set; lse = log sum_j exp(s_j),
+    -inf (and out 0) where a query sees nothing. `mass` and `clip` are those of `weigh`.
+    """
+    sets = (keys,) if isinstance(keys, Keys) else tuple(keys)
+    scores = [logits(q, s, q_pos, scale=scale, window=window, softcap=softcap) for s in sets]
+    out, lse, masses = weigh(scores, sets, mass=mass, clip=clip)
+    return out.astype(q.dtype), lse, masses
+
+
+def weigh(
+    scores: Sequence[Float[Array, "B _ _ T _"]],
+    sets: Sequence[Keys],
+    *,
+    mass: str | None = None,
+    clip: tuple[float, float] | None = None,
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Array, ...]]:
+    """Values of several sets weighted by the softmax over all their scores: (out, lse, masses).
+
+    scores: logits [B, K, G, T, S] of each set, -inf where a key is not visible. `mass` asks for one [B, K, S]
+    array per set: the probability that each slot received, reduced over the queries and the heads of its
+    group by "sum" or "max"; it costs no second pass over the keys. clip = (gamma, zeta) makes probabilities
+    clip((zeta - gamma) p + gamma, 0, 1), the clipped softmax of arXiv:2306.12929; such parts do not merge.
+    """
+    b, k, g, t, _ = scores[0].shape
+    n = k * g
+    # Sets may differ in their number of KV heads (a method may store one slot list per query head), so
+    # the normaliser lives at [B, N, T].
+    top = jnp.stack([s.max(-1).reshape(b, n, t) for s in scores]).max(0)
+    top = jax.lax.stop_gradient(jnp.where(top == NEG_INF, 0.0, top))
+    weights = [jnp.exp(s - _grouped(top, s)) for s in scores]
+    total = jnp.stack([w.sum(-1).reshape(b, n, t) for w in weights]).sum(0)
+    safe = jnp.where(total == 0.0, 1.0, total)
+    norm = safe
+    if clip is not None:
+        gamma, zeta = clip
+        weights = [jnp.clip((zeta - gamma) * (w / _grouped(safe, w)) + gamma, 0.0, 1.0) for w in weights]
+        norm = jnp.ones_like(safe)
+    out = _sum([_weighted_values(w, s, (b, n, t)) for w, s in zip(weights, sets, strict=True)])
+    masses = ()
+    if mass is not None:
+        over = {"sum": jnp.sum, "max": jnp.max}[mass]
+        masses = tuple(over(w / _grouped(norm, w), axis=(2, 3)) for w in weights)
+    return out / norm[..., None], _log_total(top, total, safe), masses
+
+
+def _sum(xs: Sequence[Array]) -> Array:
+    return reduce(jnp.add, xs)
+
+
+def _grouped(x: Array, like: Array) -> Array:
+    """[B, N, T] seen as [B, K, G, T, 1] of `like`."""
+    return x.reshape(*like.shape[:4], 1)
+
+
+def _log_total(top: Array, total: Array, safe: Array) -> Array:
+    # log of the safe total keeps the gradient finite where a query sees nothing.
+    return jnp.where(total == 0.0, NEG_INF, top + jnp.log(safe))
+
+
+def _weighted_values(p: Float[Array, "B K G T S"], keys: Keys, bnt: tuple[int, int, int]) -> Array:
+    """sum_j p_j v_j as [B, N, T, V]."""
+    b, k, g, t, s = p.shape
+    weights = p.reshape(b, k, g * t, s).astype(keys.v.dtype)
+    out = jnp.einsum("bkts,bksv->bktv", weights, keys.v, preferred_element_type=wide(keys.v))
+    return out.reshape(*bnt, -1)
+
+
+def merge(
+    parts: Sequence[tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]],
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
+    """Exact union of partial attentions from their (out, lse) pairs.
+
+    out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i) (FlashAttention, arXiv:2205.14135).
+    """
+    lse = jnp.stack([p[1] for p in parts])
+    top = lse.max(0)
+    top = jnp.where(top == NEG_INF, 0.0, top)
+    w = jnp.exp(lse - top[None])
+    total = w.sum(0)
+    safe = jnp.where(total == 0.0, 1.0, total)
+    w = w / safe[None]
+    out = _sum([wi[..., None] * o.astype(wide(o)) for wi, (o, _) in zip(w, parts, strict=True)])
+    return out.astype(parts[0][0].dtype), _log_total(top, total, safe)

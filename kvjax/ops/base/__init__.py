@@ -1,0 +1,1 @@
+"""What all operations share: which form runs, dtypes, rotation, softmax, packed sequences and packed bits."""

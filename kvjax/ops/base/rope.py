@@ -1,0 +1,135 @@
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) in the rotate-half layout of Hugging Face.
+
+A rotation is a function of a position and of static frequencies; which position a slot is rotated by
+(its own, or its rank among the live slots) is the caller's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.ops.base.dtypes import wide
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Frequencies of one rotary embedding; `kind` is Hugging Face's `rope_type`.
+
+    default: f_i = theta^(-2i/H). linear: f / factor. llama3, yarn: blends of f and f / factor by
+    wavelength (Llama 3.1; YaRN, arXiv:2309.00071, section 3.2 and eq. 22). dynamic: theta grows with the
+    row's length beyond `original_max` (NTK-aware scaling), so it is the one kind whose frequencies depend on
+    data. none: nothing turns (NoPE). rotary_dim: channels that turn, all unless given; start: the first of
+    them.
+
+    Difference from the YaRN paper, as in its authors' code and every library: between the frequencies that
+    are kept and those that are divided, the blend is linear in the index i, not in the number of turns.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_max: int = 8192
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+    rotary_dim: int | None = None
+    start: int = 0
+
+    def __post_init__(self):
+        kinds = ("default", "linear", "dynamic", "llama3", "yarn", "none")
+        if self.kind not in kinds:
+            raise ValueError(f"rope kind must be one of {', '.join(kinds)}, got {self.kind!r}")
+        if self.rotary_dim is not None and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            raise ValueError(
+                f"rotary_dim must be even and >= 2: channels turn in pairs; got {self.rotary_dim}"
+            )
+
+    def turning(self, head_dim: int) -> int:
+        """How many of a head's channels turn."""
+        return 0 if self.kind == "none" else self.rotary_dim or head_dim - self.start
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """Static angular frequencies [H/2] in float64 (for "dynamic": those of a short row)."""
+        dim = self.turning(head_dim)
+        base = self.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / max(dim, 1))
+        if self.kind == "linear":
+            return base / self.factor
+        if self.kind == "llama3":
+            wavelength = 2 * np.pi / base
+            low, high = self.low_freq_factor, self.high_freq_factor
+            smooth = np.clip((self.original_max / wavelength - low) / (high - low), 0, 1)
+            return base / self.factor * (1 - smooth) + base * smooth
+        if self.kind == "yarn":
+            keep = 1 - _yarn_ramp(self, dim)
+            return base / self.factor * (1 - keep) + base * keep
+        return base
+
+    @property
+    def amplitude(self) -> float:
+        """Factor on cos and sin; 1 except for YaRN's attention temperature."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return _yarn_mscale(self.factor, self.mscale) / _yarn_mscale(self.factor, self.mscale_all_dim)
+        return _yarn_mscale(self.factor, 1.0)
+
+
+def _yarn_mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn_ramp(rope: Rope, dim: int) -> np.ndarray:
+    """0 where a frequency turns often within the original context (kept), 1 where it hardly turns."""
+
+    def turns_at(rotations: float) -> float:
+        return dim * math.log(rope.original_max / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = turns_at(rope.beta_fast), turns_at(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    return np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+
+
+def angles(
+    rope: Rope, pos: Int[Array, "*s"], head_dim: int, length: Int[Array, "*#s"] | None = None
+) -> tuple[Float[Array, "*s h"], Float[Array, "*s h"]]:
+    """(cos, sin) of every position. `length` (tokens of the row so far) matters to "dynamic" only."""
+    freq = _last_axis(rope.frequencies(head_dim), pos.ndim)
+    if rope.kind == "dynamic" and length is not None:
+        dim = rope.turning(head_dim)
+        reach = jnp.maximum(length, rope.original_max).astype(jnp.float32)
+        stretch = rope.factor * reach / rope.original_max - (rope.factor - 1)
+        theta = rope.theta * stretch ** (dim / (dim - 2))
+        freq = theta[..., None] ** _last_axis(-np.arange(0, dim, 2) / dim, pos.ndim)
+    angle = pos[..., None].astype(jnp.float32) * freq
+    return jnp.cos(angle) * rope.amplitude, jnp.sin(angle) * rope.amplitude
+
+
+def _last_axis(x: np.ndarray, before: int) -> Array:
+    return jnp.asarray(x, jnp.float32).reshape((1,) * before + (-1,))
+
+
+def rotate(
+    x: Float[Array, "*s H"], cos: Float[Array, "*#s h"], sin: Float[Array, "*#s h"], start: int = 0
+) -> Float[Array, "*s H"]:
+    """x turned by its angles: pairs (i, i + h) of the 2h channels from `start`; the others pass unchanged."""
+    half = cos.shape[-1]
+    a, b = x[..., start : start + half], x[..., start + half : start + 2 * half]
+    a, b, cos, sin = (y.astype(wide(x)) for y in (a, b, cos, sin))
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+    if 2 * half == x.shape[-1]:
+        return turned
+    return jnp.concatenate([x[..., :start], turned, x[..., start + 2 * half :]], -1)

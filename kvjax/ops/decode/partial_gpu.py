@@ -1,0 +1,121 @@
+"""Decoding on a GPU in parts: how lists are cut for `pallas_kernels.partial_gpu`, and parts are merged."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+if TYPE_CHECKING:
+    from kvjax.pallas_kernels.partial_gpu import Cut
+
+NEG_INF = float("-inf")
+MOST_QUERIES, SMALLEST = 64, 16
+# About how many programs run: four of the kernels' fit each of the 132 processors of an H100 at once.
+PROGRAMS = 512
+
+
+def gpu_refusal(q: Array, heads: int, rows: dict[str, int]) -> str:
+    """Why no GPU kernel can take these queries and rows of so many channels; empty where one can."""
+    if why := unable():
+        return why
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"queries of {q.dtype}, expected float32 or bfloat16"
+    queries = q.shape[1] // heads * q.shape[2]
+    if queries > MOST_QUERIES:
+        return f"{queries} queries for each KV head, expected at most {MOST_QUERIES}"
+    for name, width in rows.items():
+        if width > 512:
+            return f"{name} are {width} wide, expected at most 512"
+    return ""
+
+
+def unable() -> str:
+    """Why no kernel can run with this jax and on its GPU, if it has one; empty where they can.
+
+    Triton's compiler takes Ampere and what followed.
+    """
+    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        return "this release of jax has no Triton lowering any more: use an older one or 'reference'"
+    if jax.default_backend() != "gpu":
+        return ""
+    device = jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", ""))
+    enough = re.fullmatch(r"(\d+)\.\d+", capability)
+    if enough and int(enough[1]) >= 8:
+        return ""
+    found = f"a {device.device_kind} of {capability or 'no'} capability"
+    return f"{found}, expected an NVIDIA GPU of compute capability 8.0 (Ampere) or more"
+
+
+def power(width: int) -> int:
+    """What a block of `width` is padded to: a power of two that matrix units take."""
+    return max(SMALLEST, 1 << (width - 1).bit_length())
+
+
+def cut(
+    q: Float[Array, "B N T H"], heads: int, units: int, width: int, *,
+    block: int | None, programs: int | None, warps: int | None, stages: int,
+) -> Cut:  # fmt: skip
+    """How lists of at most `units` of what a step visits `block` of are cut; width: the widest row's.
+
+    What is None is chosen. None of the four changes a result by more than rounding.
+    """
+    from kvjax.pallas_kernels.partial_gpu import Cut
+
+    b, n, t, _ = q.shape
+    # Without matrix units, as float32 is exact, a step's products take more registers than its operands.
+    exact = q.dtype == jnp.float32
+    block = block or (16 if width > 128 or exact else 32)
+    steps = max(1, -(-units // block))
+    blocks = max(1, -(-steps * b * heads // (programs or PROGRAMS)))
+    return Cut(block, blocks, -(-steps // blocks), warps or (8 if exact else 4), stages, n // heads * t)
+
+
+def asked(
+    q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], heads: int, lanes: int
+) -> tuple[Float[Array, "I R W"], Int[Array, "I R"]]:
+    """Queries and their positions, list by list; what pads them is nobody's, at position -1."""
+    b, n, t, h = q.shape
+    lists, queries = b * heads, n // heads * t
+    pad = (0, power(queries) - queries)
+    pos = jnp.broadcast_to(q_pos[:, None, None], (b, heads, n // heads, t)).reshape(lists, queries)
+    return (
+        jnp.pad(q.reshape(lists, queries, h), ((0, 0), pad, (0, lanes - h))),
+        jnp.pad(pos.astype(jnp.int32), ((0, 0), pad), constant_values=-1),
+    )
+
+
+def merged(
+    outs: Float[Array, "I C Q W"], lses: Float[Array, "I C R"], like: Float[Array, "B N T H"]
+) -> tuple[Float[Array, "B N T W"], Float[Array, "B N T"]]:
+    """The union of partial attentions along C: `kvjax.ops.attention.union.merge` without a list.
+
+    like: the queries; their rows come first among the R.
+    """
+    b, n, t, _ = like.shape
+    queries = b * n * t // outs.shape[0]
+    lses = lses[:, :, :queries]
+    top = lses.max(1, keepdims=True)
+    top = jnp.where(top == NEG_INF, 0.0, top)
+    w = jnp.exp(lses - top)
+    total = w.sum(1)
+    safe = jnp.where(total == 0.0, 1.0, total)
+    out = (outs * w[..., None]).sum(1) / safe[..., None]
+    lse = jnp.where(total == 0.0, NEG_INF, top[:, 0] + jnp.log(safe))
+    return out.astype(like.dtype).reshape(b, n, t, -1), lse.reshape(b, n, t)
+
+
+def mass_of(
+    logits: Float[Array, "I Q P"], lse: Float[Array, "B N T"], lengths: Int[Array, "B K"], slots: int
+) -> Float[Array, "B K S"]:
+    """The probability of every slot, summed over the queries of its KV head; 0 behind the length."""
+    lists = lengths.size
+    base = jnp.where(lse == NEG_INF, 0.0, lse).reshape(lists, -1, 1)
+    live = jnp.arange(slots)[None, None] < lengths.reshape(lists, 1, 1)
+    found = jnp.where(live, jnp.exp(logits[:, :, :slots] - base), 0.0)
+    return found.sum(1).reshape(*lengths.shape, slots)

@@ -1,0 +1,236 @@
+"""One recurrence behind most linear attentions: a state [K, V] per head that decays, erases and writes.
+
+    S~ = Diag(exp g) S
+    S  = S~ + k (w v - S~' p)'
+    o  = scale S' q
+
+g is the log decay (one per head, or one per key channel), p the erase vector and w the write factor. Linear
+attention, RetNet, GLA, HGRN2, Mamba-2, DeltaNet, Gated DeltaNet, KDA, GDN-2 and Comba are calls of it
+(`kvjax.ops.recurrent.linear_attention`). `step` is one token, `scan` a sequence token by token, `chunked` the
+same in chunks that are matrix products (DeltaNet, arXiv:2406.06484; Kimi Linear, arXiv:2510.26692, eq. 6-9).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.ops.base.dtypes import wide
+from kvjax.ops.base.packed_sequences import segment_numbers, segment_starts
+
+# Tokens per chunk: decays of channels are compared pairwise, [C, C, K], those of heads as [C, C].
+CHUNK_VECTOR, CHUNK_SCALAR = 16, 32
+
+
+class Tokens(NamedTuple):
+    """What a sequence feeds the recurrence; the time axis is the second one, heads H are those of the values.
+
+    log_decay: [B, T, H, K] or [B, T, H, 1], at most 0. erase is None where nothing is erased.
+    """
+
+    q: Float[Array, "B T H K"]
+    k: Float[Array, "B T H K"]
+    v: Float[Array, "B T H V"]
+    log_decay: Float[Array, "B T H _"]
+    erase: Float[Array, "B T H K"] | None
+
+
+def tokens_of(
+    q: Float[Array, "B T N K"],
+    k: Float[Array, "B T N K"],
+    v: Float[Array, "B T H V"],
+    log_decay: Float[Array, "B T H *c"] | None = None,
+    *,
+    erase: Float[Array, "B T _ K"] | None = None,
+    write: Float[Array, "B T H *d"] | None = None,
+    scale: float | None = None,
+    mask: Bool[Array, "B T"] | None = None,
+) -> Tokens:
+    """Arguments of a layer in the form of the recurrence, in promote(float32, input).
+
+    Query and key heads are repeated for their groups of value heads. scale: K^-0.5 unless given. Tokens that
+    `mask` leaves out change no state.
+    """
+    dtype = wide(v)
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
+    heads = v.shape[2]
+
+    def grouped(x: Array) -> Array:
+        return x if x.shape[2] == heads else jnp.repeat(x, heads // x.shape[2], axis=2)
+
+    q = grouped(q) * jnp.asarray(q.shape[-1] ** -0.5 if scale is None else scale, dtype)
+    k = grouped(k)
+    g = jnp.zeros((*v.shape[:3], 1), dtype) if log_decay is None else log_decay.astype(dtype)
+    g = g[..., None] if g.ndim == 3 else g
+    p = None if erase is None else grouped(erase.astype(dtype))
+    if write is not None:
+        w = write.astype(dtype)
+        v = v * (w[..., None] if w.ndim == 3 else w)
+    if mask is not None:
+        real = mask[:, :, None, None]
+        k, v, g = (jnp.where(real, x, jnp.zeros((), dtype)) for x in (k, v, g))
+        p = None if p is None else jnp.where(real, p, jnp.zeros((), dtype))
+    return Tokens(q, k, v, g, p)
+
+
+class StackedState(NamedTuple):
+    """The state of one layer among those of all, `[L, ...]`: a step that takes it writes it where it lies.
+
+    Cut out of the stack for a kernel, a layer's state would be copied out and, behind it, back.
+    """
+
+    layers: Float[Array, "L *state"]
+    layer: int | Int[Array, ""]
+
+    def own(self) -> Float[Array, "*state"]:
+        """This layer's state."""
+        if self.layers.shape[0] == 1:
+            return self.layers[0]
+        return jax.lax.dynamic_index_in_dim(self.layers, self.layer, keepdims=False)
+
+    def replaced(self, new: Float[Array, "*state"]) -> StackedState:
+        """The same states with this layer's written."""
+        new = new.astype(self.layers.dtype)
+        if self.layers.shape[0] == 1:
+            return StackedState(new[None], self.layer)
+        return StackedState(jax.lax.dynamic_update_index_in_dim(self.layers, new, self.layer, 0), self.layer)
+
+    def like(self, given: Float[Array, "*state"] | StackedState) -> Float[Array, "*state"] | StackedState:
+        """This layer's state, or the stack of all where one was given."""
+        return self if isinstance(given, StackedState) else self.own()
+
+
+def stacked(state: Float[Array, "*state"] | StackedState) -> StackedState:
+    """A plain state as that of the only layer."""
+    return state if isinstance(state, StackedState) else StackedState(state[None], 0)
+
+
+def zero_state(tokens: Tokens) -> Float[Array, "B H K V"]:
+    b, _, h, k = tokens.k.shape
+    return jnp.zeros((b, h, k, tokens.v.shape[-1]), tokens.v.dtype)
+
+
+def step(
+    state: Float[Array, "B H K V"], token: Tokens
+) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
+    """One token per row, its arrays without the time axis: (output, new state).
+
+    With a = exp g: u = v - S' (a p), o = S' (a q) + (q'k) u, S = Diag(a) S + k u'. Both products are of the
+    state as it was, so that no other one has to be made for them.
+    """
+    return advance(state, token, products(state, token))
+
+
+def products(state: Float[Array, "B H K V"], token: Tokens) -> Float[Array, "B H R V"]:
+    """S' (a q) and, where the token erases, S' (a p)."""
+    decay = jnp.exp(token.log_decay)
+    rows = jnp.stack([decay * x for x in (token.q, token.erase) if x is not None], 2)
+    return jnp.einsum("bhrk,bhkv->bhrv", rows, state)
+
+
+def advance(
+    state: Float[Array, "B H K V"], token: Tokens, found: Float[Array, "B H R V"]
+) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
+    """`step` with its `products` found before."""
+    q, k, v, g, p = token
+    u = v if p is None else v - found[:, :, 1]
+    out = found[:, :, 0] + (q * k).sum(-1, keepdims=True) * u
+    return out, jnp.exp(g)[..., None] * state + k[..., None] * u[..., None, :]
+
+
+def scan(
+    tokens: Tokens, state: Float[Array, "B H K V"] | None = None, segments: Int[Array, "B T"] | None = None
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+    """The recurrence token by token, as it is written; where `segments` changes, it starts from zero."""
+    state = zero_state(tokens) if state is None else state.astype(tokens.v.dtype)
+    fresh = segment_starts(segments, tokens.k.shape[:2])
+
+    def body(s: Array, at: tuple[Tokens, Array]) -> tuple[Array, Array]:
+        token, new = at
+        out, s = step(jnp.where(new[:, None, None, None], jnp.zeros((), s.dtype), s), token)
+        return s, out
+
+    by_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, fresh))
+    state, out = jax.lax.scan(body, state, by_time)
+    return jnp.moveaxis(out, 0, 1), state
+
+
+def chunked(
+    tokens: Tokens,
+    state: Float[Array, "B H K V"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    *,
+    chunk: int | None = None,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+    """`scan` in chunks of matrix products, at any length."""
+    state = zero_state(tokens) if state is None else state.astype(tokens.v.dtype)
+    b, t = tokens.k.shape[:2]
+    size = chunk or (CHUNK_SCALAR if tokens.log_decay.shape[-1] == 1 else CHUNK_VECTOR)
+    count = -(-t // size)
+    number = segment_numbers(segments, (b, t))
+
+    def cut(x: Array, mode: str = "constant") -> Array:
+        padded = jnp.pad(x, [(0, 0), (0, count * size - t)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+        return jnp.moveaxis(padded.reshape(b, count, size, *x.shape[2:]), 1, 0)
+
+    # Padding belongs to the last segment; it decays, erases and writes nothing.
+    numbers = cut(number, "edge")
+    chunks = jax.tree.map(lambda x: jnp.swapaxes(cut(x), 2, 3), tokens)
+
+    def body(carry: tuple[Array, Array], at: tuple[Tokens, Array]) -> tuple[tuple[Array, Array], Array]:
+        s, segment = carry
+        one, number = at
+        out, s = _one_chunk(one, s, number, segment)
+        return (s, number[:, -1]), out
+
+    start = (state, jnp.zeros((b,), jnp.int32))
+    (state, _), out = jax.lax.scan(body, start, (chunks, numbers))
+    out = jnp.moveaxis(out, 0, 1).swapaxes(2, 3)  # [B, chunks, C, H, V]
+    return out.reshape(b, count * size, *out.shape[3:])[:, :t], state
+
+
+def _one_chunk(
+    tokens: Tokens, state: Float[Array, "B H K V"], segment: Int[Array, "B C"], before: Int[Array, "B"]
+) -> tuple[Float[Array, "B H C V"], Float[Array, "B H K V"]]:
+    """One chunk, [B, H, C, ...]. `before` is the segment that the entering state belongs to."""
+    q, k, v, g, p = tokens
+    # Sums of multiples of 1/16 are exact: strong decays leave no rounding error in differences of weak ones.
+    coarse = jax.lax.stop_gradient(jnp.round(g * 16) / 16)
+    whole, part = jnp.cumsum(coarse, axis=2), jnp.cumsum(g - coarse, axis=2)
+    total = whole + part
+    size = g.shape[2]
+    lower = jnp.tril(jnp.ones((1, 1, size, size), bool))
+    same = (segment[:, :, None] == segment[:, None, :])[:, None]
+    entering = jnp.where((segment == before[:, None])[:, None, :, None], jnp.exp(total), 0.0).astype(v.dtype)
+
+    def products(x: Array, mask: Array) -> Array:
+        """x_i' Diag(exp(G_i - G_j)) k_j where mask; only differences, so that no factor overflows."""
+        seen = mask & same
+        if g.shape[-1] == 1:
+            apart = (whole - jnp.swapaxes(whole, 2, 3)) + (part - jnp.swapaxes(part, 2, 3))
+            decay = jnp.where(seen, jnp.exp(jnp.where(seen, apart, 0.0)), 0.0)
+            return jnp.einsum("bhik,bhjk->bhij", x, k) * decay
+        apart = (whole[:, :, :, None] - whole[:, :, None]) + (part[:, :, :, None] - part[:, :, None])
+        decay = jnp.where(seen[..., None], jnp.exp(jnp.where(seen[..., None], apart, 0.0)), 0.0)
+        return jnp.einsum("bhik,bhjk,bhijk->bhij", x, k, decay)
+
+    if p is not None:
+        rest = v - jnp.einsum("bhik,bhkv->bhiv", p * entering, state)
+        v = solve_triangular(
+            products(p, jnp.tril(lower, -1)) + jnp.eye(size, dtype=v.dtype)[None, None],
+            rest,
+            lower=True,
+            unit_diagonal=True,
+        )
+    out = jnp.einsum("bhik,bhkv->bhiv", q * entering, state)
+    out = out + jnp.einsum("bhij,bhjv->bhiv", products(q, lower), v)
+    behind = (whole[:, :, -1:] - whole) + (part[:, :, -1:] - part)
+    ends = (segment == segment[:, -1:])[:, None, :, None]
+    kept = jnp.where(ends, jnp.exp(jnp.where(ends, behind, 0.0)), 0.0).astype(v.dtype)
+    new = jnp.einsum("bhik,bhiv->bhkv", k * kept, v)
+    carried = entering[:, :, -1]
+    return out, carried[..., None] * state + new

@@ -1,0 +1,112 @@
+"""The matrix-valued states of RWKV-6 and RWKV-7, as calls of the one recurrence.
+
+Both take [B, T, H, ...] and return (o [B, T, H, V], final state [B, H, K, V]) in promote(float32, input).
+What surrounds them in a layer (token shifts, low-rank projections, norms, gates, the bonus that RWKV-7 adds
+to its output and its values of the first layer) is not here. By keyword, both take
+
+* initial_state, segments, recurrent: as in `linear_attention.run`;
+* mask: tokens that it leaves out (padding) change no state;
+* scale: what o is multiplied by, 1 as in the papers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.ops.base.dtypes import wide
+from kvjax.ops.base.packed_sequences import segment_starts
+from kvjax.ops.recurrent.delta_product import substeps
+from kvjax.ops.recurrent.linear_attention import Mask, Output, PerChannel, State, Values, run
+from kvjax.ops.recurrent.recurrence import tokens_of, zero_state
+
+
+def rwkv6(
+    r: PerChannel,
+    k: PerChannel,
+    v: Values,
+    w_pre: PerChannel,
+    u: Float[Array, "H K"],
+    *,
+    initial_state: State | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    mask: Mask = None,
+    recurrent: bool = False,
+    scale: float = 1.0,
+) -> Output:
+    """o = scale (S + Diag(u) k v')' r, then S = Diag(e^-e^w_pre) S + k v': reads before it decays and writes.
+
+    RWKV-6 "Finch" (Peng et al., 2024, arXiv:2404.05892); with a constant w_pre it is RWKV-5 "Eagle" of the
+    same paper. The bonus u weighs the current token, which the state does not hold yet.
+    w_pre beyond 5 counts as 5: either forgets everything.
+
+    >>> one = jnp.ones((1, 3, 1, 1))
+    >>> rwkv6(one, one, one, jnp.log(jnp.log(2.0)) * one, jnp.full((1, 1), 10.0))[0].ravel().round(4).tolist()
+    [10.0, 11.0, 11.5]
+    """
+    dtype = wide(v)
+    r, k, v, w_pre, u = (x.astype(dtype) for x in (r, k, v, w_pre, u))
+    # e^-e^5 is below 1e-64. Without the limit the decays of a chunk add up to infinity.
+    g = -jnp.exp(jnp.minimum(w_pre, 5.0))
+    tokens = tokens_of(r, k, v, g, scale=scale, mask=mask)
+    state = zero_state(tokens) if initial_state is None else initial_state.astype(dtype)
+    # The state that a token reads is the one its predecessor left: every query moves one token ahead.
+    ahead = tokens._replace(q=jnp.roll(tokens.q, -1, axis=1))
+    left, last = run(ahead, state, segments, recurrent)
+    first = jnp.einsum("bhk,bhkv->bhv", tokens.q[:, 0], state)
+    read = jnp.concatenate([first[:, None], left[:, :-1]], 1)
+    if segments is not None:
+        starts = segment_starts(segments, k.shape[:2])
+        read = jnp.where(starts[..., None, None], jnp.zeros((), dtype), read)
+    bonus = jnp.einsum("bthk,hk,bthk->bth", tokens.q, u, tokens.k)
+    return read + bonus[..., None] * tokens.v, last
+
+
+def rwkv7(
+    r: PerChannel,
+    k: PerChannel,
+    v: Values,
+    w_pre: PerChannel,
+    kk: PerChannel,
+    a: PerChannel,
+    *,
+    initial_state: State | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    mask: Mask = None,
+    recurrent: bool = False,
+    scale: float = 1.0,
+) -> Output:
+    """S = (Diag(e^w) - (a * kk) kk') S + k v', o = scale S' r, with w = -e^-0.5 sigmoid(w_pre).
+
+    RWKV-7 "Goose" (Peng et al., 2025, arXiv:2503.14456). kk is the removal key, of unit length; a in (0, 1)
+    the in-context learning rate; k the replacement key.
+
+    The erase reads the state before it decays, and takes away along another key than v is written to. So a
+    token is two steps of the recurrence: decay and erase, then write. The first reads the decayed state with
+    kk e^-w, which is safe because w is never below -0.607.
+
+    >>> x = jnp.full((1, 1, 1, 1), 0.5)
+    >>> state = jnp.full((1, 1, 1, 1), 8.0)
+    >>> _, state = rwkv7(x, x, x, jnp.full_like(x, -99.0), jnp.ones_like(x), x, initial_state=state)
+    >>> state.item()  # 8 - 0.5 * 8 + 0.5 * 0.5
+    4.25
+    """
+    dtype = wide(v)
+    r, k, v, w_pre, kk, a = (x.astype(dtype) for x in (r, k, v, w_pre, kk, a))
+    w = -math.exp(-0.5) * jax.nn.sigmoid(w_pre)
+    zero, nothing = jnp.zeros_like(k), jnp.zeros_like(v)
+    tokens = tokens_of(
+        substeps(zero, r),
+        substeps(a * kk, k),
+        substeps(nothing, v),
+        substeps(w, zero),
+        erase=substeps(kk * jnp.exp(-w), zero),
+        scale=scale,
+        mask=None if mask is None else jnp.repeat(mask, 2, axis=1),
+    )
+    twice = None if segments is None else jnp.repeat(segments, 2, axis=1)
+    out, state = run(tokens, initial_state, twice, recurrent)
+    return out[:, 1::2], state

@@ -1,0 +1,105 @@
+"""What a chunk of tokens leaves in M slots: the sums behind slot attention, and behind random features.
+
+    A_im = enters_im A_0m + sum_{j <= i} holds_ijm x_j
+
+A is what slot m holds when token i of the chunk looks at it, A_0 what it held before the chunk. Slots decay
+by a gate (`gated`), or they are running averages with weights exp(s) (`averaged`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kvjax.ops.base.chunks import Chunk
+
+
+class Shares(NamedTuple):
+    """holds: what part of token j each slot holds at token i. enters: what part of what it held before."""
+
+    holds: Float[Array, "B C C H M"]
+    enters: Float[Array, "B C H M"]
+
+
+class LogSum(NamedTuple):
+    """sum_j exp(s_j) = total exp(top) with top = max_j s_j; an empty sum has total 0 and top -inf.
+
+    Two numbers, because their one logarithm would round the weights: near 1000, float32 has steps of 6e-5.
+    """
+
+    top: Float[Array, "*n H M"]
+    total: Float[Array, "*n H M"]
+
+
+def empty_sum(like: Float[Array, "B T H M"]) -> LogSum:
+    """The sum of nothing, for scores like these."""
+    zero = jnp.zeros_like(like[:, 0])
+    return LogSum(zero - jnp.inf, zero)
+
+
+def gated(s: Float[Array, "B C H M"], g: Float[Array, "B C H M"], chunk: Chunk) -> Shares:
+    """Slots that decay by e^g at every token and then take s of it."""
+    seen, carried = _visible(chunk)
+    after = seen & ~jnp.eye(g.shape[1], dtype=bool)[None, :, :, None, None]
+    # Summed for every pair: a difference of two sums would lose weak decays behind strong ones.
+    apart = jnp.cumsum(jnp.where(after, g[:, :, None], 0.0), axis=1)
+    enters = jnp.exp(jnp.cumsum(jnp.where(carried, g, 0.0), axis=1))
+    return Shares(jnp.where(seen, jnp.exp(apart), 0.0) * s[:, None], jnp.where(carried, enters, 0.0))
+
+
+def averaged(s: Float[Array, "B C H M"], chunk: Chunk, before: LogSum) -> tuple[Shares, LogSum]:
+    """Slots that average the tokens of a segment so far, weighted by exp(s); and the sums of the weights.
+
+    The largest score so far is taken from every exponent and cancels: nothing can overflow, what a token
+    reads does not depend on later ones, and the largest weight is 1. `before` is the sum in what enters.
+    """
+    # Finite where nothing is summed: the difference of two infinities is not a number.
+    low = jnp.asarray(jnp.finfo(s.dtype).min / 2, s.dtype)
+    seen, carried = _visible(chunk)
+    seen = seen & chunk.real[:, None, :, None, None]
+    old = jnp.maximum(before.top, low)[:, None]
+    top = jnp.maximum(jnp.where(seen, s[:, None], low).max(2), jnp.where(carried, old, low))
+    # No result depends on what was taken, and so does no gradient.
+    top = jax.lax.stop_gradient(top)
+    holds = jnp.where(seen, jnp.exp(jnp.where(seen, s[:, None] - top[:, :, None], 0.0)), 0.0)
+    enters = jnp.where(carried, jnp.exp(jnp.where(carried, old - top, 0.0)), 0.0) * before.total[:, None]
+    total = holds.sum(2) + enters
+    some = jnp.where(total > 0, total, 1.0)
+    shares = Shares(holds / some[:, :, None], enters / some)
+    return shares, LogSum(jnp.where(total > 0, top, -jnp.inf), total)
+
+
+def _visible(chunk: Chunk) -> tuple[Bool[Array, "B C C 1 1"], Bool[Array, "B C 1 1"]]:
+    """(which tokens j token i may see, whether it continues the entering segment)."""
+    size = chunk.number.shape[1]
+    same = chunk.number[:, :, None] == chunk.number[:, None]
+    seen = same & jnp.tril(jnp.ones((1, size, size), bool))
+    return seen[..., None, None], (chunk.number == chunk.before[:, None])[..., None, None]
+
+
+def read(
+    p: Float[Array, "B C H M"], shares: Shares, x: Float[Array, "B C H V"], kept: Float[Array, "B H M V"]
+) -> Float[Array, "B C H V"]:
+    """sum_m p_im A_im for slots that held `kept` and take tokens x."""
+    weights = jnp.einsum("bihm,bijhm->bijh", p, shares.holds)
+    old = jnp.einsum("bihm,bhmv->bihv", p * shares.enters, kept)
+    return jnp.einsum("bijh,bjhv->bihv", weights, x) + old
+
+
+def match(
+    q: Float[Array, "B C H K"], shares: Shares, x: Float[Array, "B C H K"], kept: Float[Array, "B H M K"]
+) -> Float[Array, "B C H M"]:
+    """q_i' A_im for slots that held `kept` and take tokens x."""
+    new = jnp.einsum("bijh,bijhm->bihm", jnp.einsum("bihk,bjhk->bijh", q, x), shares.holds)
+    return new + shares.enters * jnp.einsum("bihk,bhmk->bihm", q, kept)
+
+
+def carry(
+    shares: Shares, x: Float[Array, "B C H V"], kept: Float[Array, "B H M V"]
+) -> Float[Array, "B H M V"]:
+    """A behind the chunk."""
+    new = jnp.einsum("bjhm,bjhv->bhmv", shares.holds[:, -1], x)
+    return shares.enters[:, -1, :, :, None] * kept + new
