@@ -22,7 +22,7 @@ class Affine:
 
     Codes of 8 bits are uint8 [*b, S, H]; fewer bits are packed in uint32 words, [*b, S / granule * w, H]
     where tokens are encoded together and [*b, S, w] otherwise. scale and zero are float16, the halves of one
-    uint32 (`bit_packing.pair`), by channel [*b, S / group, H], by token [*b, S] with one group, [*b, S, groups]
+    uint32 (`pair`), by channel [*b, S / group, H], by token [*b, S] with one group, [*b, S, groups]
     with several, and where tokens are encoded together [*b, S / together, groups * together], the groups
     outside. Codes are computed from the rounded ones, so |error| <= scale / 2 up to float16 rounding of the
     range's ends.

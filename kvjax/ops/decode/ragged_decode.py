@@ -27,7 +27,7 @@ ALWAYS = np.iinfo(np.int32).max
 
 
 class CodedRows(NamedTuple):
-    """Rows in codes of 8 bits; of a list's slots, scales and zeros (`bit_packing.pair`): scale * code + zero."""
+    """Rows in codes of 8 bits; of a list's slots, scales and zeros (`pair`): scale * code + zero."""
 
     codes: UInt8[Array, "R W"]
     scale_zero: UInt32[Array, "B K S"]
