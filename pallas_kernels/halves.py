@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 
 def halves(words: Any) -> tuple[Any, Any]:
-    """(low, high) halves of words as float32; what is infinite or no number comes as some finite number.
+    """(low, high) halves of words as float32; infinities and NaN become some finite number.
 
-    The low half must not be negative, as scales are not: that saves instructions where they count.
+    The low half must not be negative. It holds scales, which are not, and leaving its sign out saves
+    instructions.
     """
     bits = jax.lax.bitcast_convert_type(words, jnp.int32)
     low, high = (_widened(x & 0x0FFFE000) for x in (bits << 13, jax.lax.shift_right_logical(bits, 3)))
@@ -22,10 +23,10 @@ def halves(words: Any) -> tuple[Any, Any]:
 
 
 def _widened(bits: Any) -> Any:
-    """float32 of a float16's 5 bits of exponent and 10 of fraction, shifted to where a float32 has its own.
+    """float32 of a float16 whose exponent and fraction have been shifted to where a float32 has its own.
 
-    Exponents count from 15 there and from 127 here. Numbers below 2^-14 have no leading one: with one they
-    are too large by what is subtracted, and other numbers would be larger yet.
+    The exponents differ in their offset: 15 and 127. A float16 below 2^-14 is subnormal, it has no implied
+    leading one; read as if it had one, it is 2^-14 too large. The smaller of both readings is the right one.
     """
     normal, small = (jax.lax.bitcast_convert_type(bits + (n << 23), jnp.float32) for n in (112, 113))
     return jnp.minimum(normal, small - 2.0**-14)

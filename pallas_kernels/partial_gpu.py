@@ -1,7 +1,7 @@
-"""What the GPU kernels of decoding share: a softmax that runs over one part of a list, merged later.
+"""What the GPU kernels of decoding share: a softmax over one part of a list, to be merged with the others.
 
 A list is split over many programs, since a decoding step has too few lists to fill a GPU: Flash-Decoding (Dao
-et al., 2023). `kvjax.ops.decode.partial_gpu` cuts the work and merges what these leave.
+et al., 2023). `kvjax.ops.decode.partial_gpu` decides the splits and merges their results.
 
 The kernels are lowered by Pallas' Triton backend, which newer releases of jax call deprecated: the one that
 replaces it takes no GPU before Hopper in jax 0.10, and multiplies 64 rows at once where a decoding step has 4
@@ -45,7 +45,8 @@ class Running(NamedTuple):
     acc: tuple[Any, ...]
 
 
-def start(queries: int, widths: Sequence[int]) -> Running:
+def nothing_yet(queries: int, widths: Sequence[int]) -> Running:
+    """A softmax before its first logit; `widths`: of the pieces of its values."""
     return Running(
         jnp.full((queries,), NEG_INF, jnp.float32),
         jnp.zeros((queries,), jnp.float32),

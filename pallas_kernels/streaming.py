@@ -1,7 +1,8 @@
-"""What decoding kernels share: the slots of a list streamed through two buffers, and a running softmax.
+"""What the TPU kernels of decoding share: slots that come through two buffers, and a running softmax.
 
-One grid step of axis 1 is one list of slots. Its steps are copied by hand, each while the one before is
-worked on, and the last step of a list starts the first one of the next list, so that memory never idles.
+A grid step of axis 1 works on one list of slots, in steps. Every step is copied from HBM while the step
+before it is computed. The last step of a list starts the first copy of the next list, so that memory
+never idles.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ from jax.experimental import pallas as pl
 
 LANES, SUBLANES = 128, 8
 NEG_INF = float("-inf")
-# copies(ahead, s, slot, act): act on every copy of step s into buffer `slot`, of this list or the one ahead.
+# copies(ahead, s, slot, act) calls act with every copy of step s into buffer `slot`: of this list, or of
+# the next one if `ahead`.
 Copies = Callable[[Any, Any, Any, Callable[[Any], None]], None]
 
 
 class Running(NamedTuple):
-    """Softmax so far, per query: largest logit, sum of exponentials (both [R, 128]), of values [R, V]."""
+    """Scratch memory of a softmax so far, per query: the largest logit and the sum of exponentials, both
+    [R, 128] with equal lanes, and the weighted sum of values [R, V]."""
 
     top: Any
     total: Any
     acc: Any
 
 
-def block(lists: int, per_core: int, *shape: int, ahead: int = 0, **options: Any) -> pl.BlockSpec:
-    """Of an operand [lists, *shape], what belongs to a grid step's list or to the one `ahead` of it.
+def spec_of_list(lists: int, per_core: int, *shape: int, ahead: int = 0, **options: Any) -> pl.BlockSpec:
+    """A grid step's list's part of an operand [lists, *shape], or that of the list `ahead` places later.
 
-    The grid is (core, list of the core); nothing lies ahead of the last list but itself.
+    The grid is (core, list of the core). Where there is no later list, it is the last one's.
     """
 
     def at(core: Any, j: Any, *_: Any) -> tuple[Any, ...]:
@@ -48,9 +51,9 @@ def wait(copy: Any) -> None:
 
 
 def pick(ahead: Any, own: Any, other: Any) -> Any:
-    """What is `own`'s, or the `other` list's if `ahead`.
+    """`own` of this list, or `other` of the next one if `ahead`.
 
-    A choice of scalars is fewer instructions than the copies of many pages written twice.
+    To choose between scalars takes fewer instructions than to write the copies of many pages twice.
     """
     return (own, other)[ahead] if isinstance(ahead, int) else jnp.where(ahead, other, own)
 
@@ -63,10 +66,10 @@ def stream(
     copies: Copies,
     visit: Callable[[Any, Any], None],
 ) -> None:
-    """visit(s, slot) for every step s of `span`, in order, when its copies have arrived in buffer `slot`.
+    """Calls visit(s, slot) for all steps s of `span` in order, once their copies are in buffer `slot`.
 
-    turn: int32 [1] in SMEM, the buffer that is next. begin_next: first step of the next list; more: whether
-    there is one on this core. copies must act on nothing where a step does not exist.
+    turn: int32 [1] in SMEM, which buffer is the next. begin_next: first step of the next list; more: whether
+    this core has a next list. For a step that does not exist, `copies` must call nothing.
     """
     begin, steps = span[0], jnp.maximum(span[1] - span[0], 0)
     head, none = pl.program_id(1) == 0, steps == 0
@@ -102,9 +105,10 @@ def each(live: Any, most: int, whole: Callable[[], None], one: Callable[[Any], N
 
 
 def blank(piece: Callable[[Any], Any], size: int, most: int, live: Any, axis: int = 0) -> None:
-    """Zeros slots from `live` on, of `most` pieces of `size`: zero times what they hold may be no number.
+    """Writes zeros into the slots from `live` on, of `most` pieces of `size` slots each.
 
-    axis: of a piece, on which its slots lie.
+    Their weight is zero, but memory behind a list may hold NaN, and zero times NaN is NaN. axis: of a
+    piece, on which its slots lie.
     """
     shape = (size, 1) if axis == 0 else (1, size)
 
@@ -132,7 +136,7 @@ def clear(r: Running) -> None:
 
 
 def weigh(r: Running, z: Any) -> tuple[Any, Any]:
-    """(weights [R, S], what `r.acc` shrinks by) of logits z, -inf where hidden, that `r` takes in."""
+    """(weights [R, S], factor for `r.acc`) of logits z, -inf where hidden; updates `r.top`, `r.total`."""
     old = r.top[:, :1]
     top = jnp.maximum(old, z.max(-1, keepdims=True))
     safe = jnp.where(top == NEG_INF, 0.0, top)
@@ -143,7 +147,7 @@ def weigh(r: Running, z: Any) -> tuple[Any, Any]:
 
 
 def fold(r: Running, z: Any, v: Any, axis: int = 0) -> None:
-    """Folds logits z [R, S], -inf where hidden, and finite values v, whose `axis` is S, into `r`."""
+    """Adds logits z [R, S], -inf where hidden, and finite values v, whose `axis` is S, to `r`."""
     p, fade = weigh(r, z)
     r.acc[...] = r.acc[...] * fade + product(p.astype(v.dtype), v, axis)
 

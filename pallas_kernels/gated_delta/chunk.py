@@ -3,12 +3,12 @@
     rhs = v - (p e^D) S,   u = (I + A)^-1 rhs,   o = (q e^D) S + M u,   S' = e^(sum g) S + (k e^R)' u
 
 with A_ij = sum_d p_id k_jd exp(sum_{j < l <= i} g_ld) below the diagonal and M of q, with the diagonal
-(DeltaNet, arXiv:2406.06484; Kimi Linear, arXiv:2510.26692, eq. 6-9). D sums the log decays up to a token, R
-those behind it. Every exponent is a sum of log decays and never a difference of two sums: nothing overflows,
-nothing cancels, and a decay that forgets everything does no harm to its neighbours.
+(DeltaNet, arXiv:2406.06484; Kimi Linear, arXiv:2510.26692, eq. 6-9). D sums the log decays up to a token,
+R those behind it. Every exponent is a sum of log decays and never a difference of two sums. So nothing
+overflows, no precision is lost, and a decay that forgets everything leaves other tokens' numbers exact.
 
-Functions that `yield` between products run side by side (`take_turns`): the compiler overlaps what is near in
-the program, and the products of one head wait for each other.
+The products of one head depend on each other. Functions here `yield` between products, and `take_turns`
+interleaves those of several heads: the compiler overlaps what stands near each other in the program.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ def _pairs_by_channel(c: Chunk, exact: bool) -> Steps:
         left = jnp.concatenate([_second(x, half) * from_border for x in sides])
         right = jnp.where(is_second, 0.0, decay) * c.k
         found = jnp.split(dot(left, right, ROWS_BY_ROWS, 6 if exact else 1), len(sides))
-        # What is further away than this block is wrong until its own size comes, or above the diagonal.
+        # Pairs further apart than this block are still wrong: a later size overwrites them, or the last
+        # mask does.
         pairs = [
             _with_second(x, jnp.where(near, _second(x, half), y), half)
             for x, y in zip(pairs, found, strict=True)

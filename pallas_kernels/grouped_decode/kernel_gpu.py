@@ -86,7 +86,7 @@ def _kernel(layer, lengths, q, words, numbers, value_words, value_numbers, out, 
 
         return jax.lax.fori_loop(0, 32 // sizes.bits, one, running)
 
-    running = parts.start(queries.shape[0], [sizes.group] * (width // sizes.group))
+    running = parts.nothing_yet(queries.shape[0], [sizes.group] * (width // sizes.group))
     turns = parts.trips(pl.cdiv(length, sizes.group) * sizes.rows, first, cut)
     parts.finish(jax.lax.fori_loop(0, turns, visit, running), out, lse, i, split, cut.queries)
 

@@ -4,9 +4,9 @@ Words of codes and words of scales lie in one array each for all layers, tokens 
 the rows of a block of one list's slots from all four. What it computes is defined by
 `ops.decode.grouped_decode`.
 
-A word holds tokens of `planes` parts of its group, so the columns of a block's logits are not its slots in
-order: of every 8 groups come first all tokens of plane 0, then those of plane 1. Nothing but the mask asks
-which slot a column is.
+A word holds tokens of `planes` parts of its group. So the columns of a block's logits are not its slots
+in order: for every 8 groups, first come all tokens of plane 0, then those of plane 1. Only the mask has
+to know which slot a column is.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def _tile(numbers: Any, n: int) -> Any:
 def _codes(words: Any, tile: int, sizes: Sizes, kind: Any) -> Any:
     """Codes [tokens, W] of one tile, plane by plane, of type `kind`, as `_shifted` expects them.
 
-    The hardware widens numbers of 4 bits with a sign, so a code becomes the upper bits of one, its own upper
-    bit the sign: values lie around 0, and sums of them and of zeros do not cancel.
+    The hardware widens signed numbers of 4 bits. A code becomes the upper bits of such a number, with its
+    upper bit turned over as the sign: values lie around 0, and their sums keep their precision.
     """
     rows = sizes.tile // sizes.per_row[0]
     x = jax.lax.bitcast_convert_type(words[tile * rows : (tile + 1) * rows], jnp.int32)
@@ -196,8 +196,9 @@ def _values(p: Any, words: Any, numbers: Any, sizes: Sizes, kind: Any) -> Any:
 def _by_group(numbers: Any, sizes: Sizes) -> list[tuple[Any, Any]]:
     """Scales and zeros of a tile's values, [8, 128] each, per 128 lanes: groups of channels on the rows.
 
-    Stored are, for a group of tokens in a row, the tokens of one group of channels after the other, on the
-    lanes. Runs of tokens in `across` rows and as many places on the lanes change these: row and place.
+    A stored row is a group of tokens; on its lanes lie the tokens for the first group of channels, then
+    those for the second, and so on. This transposes: in every `across` rows, the run of tokens at place n
+    of row m goes to place m of row n.
     """
     bits = jax.lax.bitcast_convert_type(numbers, jnp.int32)
     across = LANES // sizes.run
@@ -230,7 +231,7 @@ def grouped_decode(
     values, [L, I, rows, W] uint32, of whole tiles of slots; lengths [I]; layer [1].
     """
     lists, count, width = q.shape
-    of = partial(streaming.block, lists, sizes.lists)
+    of = partial(streaming.spec_of_list, lists, sizes.lists)
     return pl.pallas_call(
         partial(_kernel, sizes=sizes),
         out_shape=[

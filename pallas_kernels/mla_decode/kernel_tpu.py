@@ -85,7 +85,7 @@ def mla_decode(
     of 128.
     """
     sequences, count, width = q.shape
-    of, smem = partial(streaming.block, sequences, sizes.sequences), pltpu.SMEM
+    of, smem = partial(streaming.spec_of_list, sequences, sizes.sequences), pltpu.SMEM
     made = pl.pallas_call(
         partial(_kernel, sizes=sizes),
         out_shape=[

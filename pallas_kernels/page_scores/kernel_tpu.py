@@ -38,7 +38,7 @@ def _kernel(_: Any, counts: Any, q: Any, *refs: Any) -> None:
 
 
 def _products(rows: Any, pages: Any) -> Any:
-    """[R, pages]; a page that is nobody's spoils its own column alone."""
+    """[R, pages]; NaN in a page spoils its own column alone."""
     kind = jnp.float32 if jnp.float32 in (rows.dtype, pages.dtype) else jnp.bfloat16
     return jax.lax.dot_general(
         rows.astype(kind), pages.astype(kind), (((1,), (1,)), ((), ())),

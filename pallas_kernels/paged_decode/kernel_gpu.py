@@ -2,8 +2,8 @@
 
 One program takes one split of one (sequence, KV head): blocks of rows of words, gathered by the list's table,
 so that pages may be of any size. A row of words holds several tokens; each place within the words is a plane
-of tokens, unpacked by shifts, and no number moves from one thread to another for it. Where planes are many,
-one program text serves them in turns: written out, they compile long and do not fit the registers.
+of tokens, unpacked by shifts, so that no number has to move from one thread to another. A loop goes over the
+planes: a program in which many of them are written out compiles for long and does not fit the registers.
 
 The tables are those of PagedAttention (Kwon et al., 2023, arXiv:2309.06180); what kernels in parts share lies
 in `partial_gpu`. What it computes is defined by `kvjax.ops.decode.paged_decode`, what a page holds by
@@ -135,7 +135,7 @@ def _kernel(layer, lengths, table, q_pos, q, words, out, lse, *logits, sizes: Si
             return some(range(count), running)
         return jax.lax.fori_loop(0, count, lambda n, running: some([n], running), running)
 
-    running = parts.start(queries.shape[0], [queries.shape[1]])
+    running = parts.nothing_yet(queries.shape[0], [queries.shape[1]])
     turns = parts.trips(pl.cdiv(length, sizes.page) * sizes.rows, first, cut)
     parts.finish(jax.lax.fori_loop(0, turns, visit, running), out, lse, i, split, cut.queries)
 
@@ -223,7 +223,7 @@ def _weighted(words: Any, at: Rows, plane: Plane, p: Any, x: Any, sizes: Sizes) 
     if "value_scale" in sizes.names:
         p = p * number("value_scale")[None]
     if sizes.payload in ("bfloat16", *FLOAT8):
-        # A word's later tokens may lie behind the length, and zero times anything may be no number.
+        # A word's later tokens may lie behind the length and hold NaN, and zero times NaN is NaN.
         x = jnp.where(plane.live[:, None], x, jnp.zeros((), x.dtype))
     return parts.product(p.astype(x.dtype), x, 0) + rest
 

@@ -179,7 +179,7 @@ def paged_decode(
     length is not written.
     """
     (lists, count, width), slots = q.shape, table.shape[2] * sizes.page
-    of = partial(streaming.block, lists, sizes.heads)
+    of = partial(streaming.spec_of_list, lists, sizes.heads)
     inputs = {
         "table": (table, of(1, table.shape[2], memory_space=pltpu.SMEM)),
         "next_table": (table, of(1, table.shape[2], ahead=1, memory_space=pltpu.SMEM)),

@@ -76,7 +76,7 @@ def page_numbers(buffer: Any, slot: Any, sizes: Any) -> dict[str, Any]:
 
 
 def blank(buffer: Any, slot: Any, sizes: Any, live: Any) -> None:
-    """Zeros values, and their numbers, of a step's tokens from `live` on: they may be no numbers."""
+    """Writes zeros into values and their numbers, of tokens from `live` on: they may hold NaN."""
     width, per = buffer.shape[3], sizes.page // sizes.rows
     floats = sizes.payload.startswith(("float", "bfloat"))
 

@@ -64,7 +64,7 @@ def _kernel(layer, lengths, origins, q_pos, q, *refs, sizes: Sizes) -> None:
         values = keys if sizes.packed else _load(caches[1], layer, row, live, lanes, kind)
         return running._replace(acc=(running.acc[0] + _weighted(p, values, given, sizes),))
 
-    running = parts.start(queries.shape[0], [out.shape[3]])
+    running = parts.nothing_yet(queries.shape[0], [out.shape[3]])
     running = jax.lax.fori_loop(0, parts.trips(length, first, cut), visit, running)
     parts.finish(running, out, lse, i, split, cut.queries)
 

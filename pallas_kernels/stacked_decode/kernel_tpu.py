@@ -1,10 +1,10 @@
 """The TPU kernel of decoding over slots that lie behind each other, in the rows of one array for all layers.
 
-The layer and the first row of every list are numbers that reach the kernel ahead of its grid, so that
-nothing is ever sliced out of the array. A step is a block of one list's slots, copied whole; of the last
-block only the pieces that the length reaches. What it computes is defined by `ops.decode.stacked_decode`,
-where every list has as much room, by `ops.decode.ragged_decode`, where a list has the rows it needs, and by
-`ops.decode.picked_decode`, where it is pages out of a longer one.
+The layer and the first row of every list are scalars that the kernel gets before its grid starts, so that
+nothing is sliced out of the array. A step copies a block of one list's slots, and of the last block only
+the pieces up to the list's length. Three operations are this kernel: `ops.decode.stacked_decode`, where
+all lists have equal room, `ops.decode.ragged_decode`, where each has the rows it needs, and
+`ops.decode.picked_decode`, where a list is pages picked out of a longer one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvjax.pallas_kernels import streaming
 from kvjax.pallas_kernels.halves import halves
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running
 
-# Codes are taken as code - MIDDLE, so that sums of them and of zeros do not cancel.
+# Codes are taken as code - MIDDLE: small numbers around zero, whose sums keep their precision.
 MIDDLE = 128
 
 
@@ -196,7 +196,7 @@ def stacked_decode(
     they are codes; v None: rows of k hold keys and values, V = W. lengths [I]; begins [I], the first block
     that is visited; origins [I], the row of a list's first slot, a multiple of the piece, and so is M, or
     [I * sizes.pages], the rows of all pieces; q_pos
-    [I, R, 128] int32, -1 where a query is nobody's; sides [1 or L, B, K, S'] with S' the slots of whole
+    [I, R, 128] int32, -1 where a row is no query; sides [1 or L, B, K, S'] with S' the slots of whole
     blocks; layer [1]. Mass of blocks that are not visited is not written. A cache with its slots on the lanes
     is [L, I, W, S], W of any whole tiles and S a multiple of 128.
     """
@@ -207,7 +207,7 @@ def stacked_decode(
         for x, lanes in zip(caches, sizes.lanes, strict=False)
     ]
     values = caches[-1].shape[2]
-    of = partial(streaming.block, lists, sizes.lists)
+    of = partial(streaming.spec_of_list, lists, sizes.lists)
 
     def heads(x: jax.Array) -> pl.BlockSpec:
         """All heads of a sequence, which are copied once for all of its lists."""

@@ -18,15 +18,15 @@ from kvjax.aot.cases import CASES, bundled, shapes
 from kvjax.aot.hardware import TOPOLOGIES, device_of
 from kvjax.aot.probe import available, probe
 from kvjax.errors import InputError
+from tests.aot.turns import by_kernel
 
+ROOT = Path(__file__).parents[2]
 BASELINE = json.loads((Path(__file__).parent / "baseline.json").read_text())
 ROWS = {(row["case"], row["topology"]): row for row in BASELINE["cases"]}
 # Small shapes, which only have to compile, are in test_shapes.py.
 LARGE = [name for name in CASES if name not in shapes.CASES | bundled.CASES]
-# Every fourth case, for the topologies in turn: some of every operation; and a decoder with more states than
-# VMEM holds. `kvjax aot --all` is the whole.
-PAIRS = [(name, TOPOLOGIES[i % len(TOPOLOGIES)]) for i, name in enumerate(LARGE[2::4])]
-PAIRS.append(("decoder-delta", "v5e:2x2"))
+# Their result is their donated cache.
+IN_PLACE = [n for n in LARGE if n.startswith("paged_append") or n.endswith(("-step", "-generation"))]
 MIB = 2**20
 needs_compiler = pytest.mark.skipif(bool(available()), reason=available())
 
@@ -38,8 +38,9 @@ def compiler():
         return ""
 
 
-def assert_fits(found):
+def assert_fits(name, found):
     """A cache stays where it is in HBM. Without one a kernel may take half of the smallest VMEM, 64 MiB."""
+    assert name not in IN_PLACE or found["aliases"] == found["cache"]
     assert found["copies"] == 0 and not found["staged"]
     if found["cache"]:
         assert found["temporaries"] < 0.01 * found["cache"] + found["relaid"]
@@ -47,11 +48,11 @@ def assert_fits(found):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("name", "topology"), PAIRS, ids=lambda x: x)
+@pytest.mark.parametrize(("name", "topology"), by_kernel(LARGE, TOPOLOGIES))
 def test_a_kernel_compiles_copies_no_cache_and_keeps_its_schedule(name, topology):
     found = probe(topology, name)
     assert "error" not in found, found
-    assert_fits(found)
+    assert_fits(name, found)
     if compiler() == BASELINE["libtpu"]:
         for figure in ("spills", "temporaries", "bundles_us"):
             assert found[figure] <= ROWS[name, topology][figure] * 1.05, figure
@@ -86,7 +87,7 @@ def test_the_baseline_is_whole_and_of_cases_that_exist():
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_what_is_recorded_of_ours_fits(topology):
     for name in LARGE:
-        assert_fits(ROWS[name, topology])
+        assert_fits(name, ROWS[name, topology])
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
@@ -115,10 +116,14 @@ def test_paged_decoding_is_ahead_of_jaxs_own_kernels(topology):
         assert ours["bound_us"] <= 1.001 * theirs["bound_us"]
 
 
-def test_every_operation_and_every_topology_is_compiled():
-    assert {name.split("-")[0] for name, _ in PAIRS} == {name.split("-")[0] for name in LARGE}
-    assert {topology for _, topology in PAIRS} == set(TOPOLOGIES)
-    # Only these have cases without a cache.
+def test_every_operation_and_every_topology_is_compiled_every_time():
+    always = [case.values for case in by_kernel(LARGE, TOPOLOGIES) if not case.marks]
+    assert {name.split("-")[0] for name, _ in always} == {name.split("-")[0] for name in LARGE}
+    assert {topology for _, topology in always} == set(TOPOLOGIES)
+    assert {"stacked_decode-step", "stacked_decode-generation", "mla_decode-bfloat16-step"} <= set(IN_PLACE)
+
+
+def test_only_these_have_no_cache():
     bare = {name.split("-")[0] for name in LARGE if ROWS[name, TOPOLOGIES[0]]["cache"] == 0}
     assert bare == {"flash_prefill", "attention_stats", "gated_delta"}
 
@@ -185,3 +190,13 @@ def test_vmem_of_a_kernel_is_what_it_allocates_and_not_what_xla_holds_below(tmp_
     report = json.dumps({"hlo_breakdowns": operations})
     (tmp_path / "1-vmem_report.html").write_text(f"<script>const DATA = {report};</script>")
     assert reading.schedule(str(tmp_path), "kernel")["vmem"] == 4608
+
+
+def test_the_page_of_kernels_shows_the_record(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import aot
+
+    assert (
+        f"<!-- summary -->\n{aot.summary()}\n<!-- end of summary -->"
+        in (ROOT / "docs/kernels.md").read_text()
+    )

@@ -15,13 +15,10 @@ from kvjax.aot.cases.gpu import CASES
 from kvjax.aot.hardware import GPUS
 from kvjax.aot.probe import available, probe
 from kvjax.errors import InputError
+from tests.aot.turns import by_kernel
 
 RECORD = json.loads((Path(__file__).parent / "gpu.json").read_text())
 ROWS = {(row["case"], row["topology"]): row for row in RECORD["cases"]}
-DECODERS = [name for name in CASES if name.startswith("decoder-")]
-# Every decoder, some of every kernel; GPUs in turns. `kvjax aot --all` is the whole.
-NAMES = [*DECODERS, *[name for name in CASES if name not in DECODERS][1::4]]
-PAIRS = [(name, list(GPUS)[i % len(GPUS)]) for i, name in enumerate(NAMES)]
 # Bytes that may be spilled. Exact float32 multiplies without matrix units, and at 256 lacks registers.
 SPILLING = {"paged_decode-float32-h256": 640, "paged_decode-int4-h128": 32, "paged_decode-int2-h128": 32}
 # Without a kernel on a GPU: attention over latents, and states, which XLA writes in place at a step's end and
@@ -43,7 +40,7 @@ def assert_fits(name, found):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("name", "gpu"), PAIRS, ids=lambda x: x)
+@pytest.mark.parametrize(("name", "gpu"), by_kernel(CASES, list(GPUS)))
 def test_it_compiles_for_a_gpu_and_fits(name, gpu):
     found = probe(gpu, name)
     assert "error" not in found, found
@@ -66,9 +63,10 @@ def test_the_record_is_whole_and_all_of_it_fits():
         assert (row["resident"] is None) == (name in XLA)
 
 
-def test_every_operation_and_every_gpu_is_compiled():
-    assert {name.split("-")[0] for name in NAMES} == {name.split("-")[0] for name in CASES}
-    assert {gpu for _, gpu in PAIRS} == set(GPUS)
+def test_every_operation_and_every_gpu_is_compiled_every_time():
+    always = [case.values for case in by_kernel(CASES, list(GPUS)) if not case.marks]
+    assert {name.split("-")[0] for name, _ in always} == {name.split("-")[0] for name in CASES}
+    assert {gpu for _, gpu in always} == set(GPUS)
 
 
 def test_unknown_cases_are_refused_by_the_gpu_that_has_none():

@@ -11,12 +11,12 @@ from kvjax.aot.hardware import DEVICES, TOPOLOGIES
 from kvjax.aot.probe import available, probe
 from kvjax.ops.decode.page_pool import BITS
 
-NAMES = [*shapes.SHORT, *list(shapes.LONG)[::7]]
-PAIRS = [(name, TOPOLOGIES[i % len(TOPOLOGIES)]) for i, name in enumerate(NAMES)]
+PAIRS = [(name, TOPOLOGIES[i % len(TOPOLOGIES)]) for i, name in enumerate(shapes.CASES)]
 
 
 @pytest.mark.skipif(bool(available()), reason=available())
-@pytest.mark.parametrize(("name", "topology"), PAIRS, ids=lambda x: x)
+@pytest.mark.rotating
+@pytest.mark.parametrize(("name", "topology"), PAIRS)
 def test_a_kernel_compiles_at_every_head_dimension(name, topology):
     found = probe(topology, name)
     assert "error" not in found, found

@@ -1,6 +1,7 @@
 """Appending in place: each form against numpy, bit by bit, with lists that write nothing."""
 
 import dataclasses
+import itertools
 from functools import partial
 
 import jax
@@ -14,6 +15,7 @@ from kvjax.ops.decode.paged_append import paged_append, tpu_paged_append
 from kvjax.ops.decode.paged_decode import paged_decode
 from kvjax.pallas_kernels.append import tiles, words_tpu
 from tests.kernels.close import check, with_races
+from tests.sweep import sweep
 
 B, K, LAYERS, PAGES, M, ABSURD = 2, 3, 2, 9, 2, 10**6
 PAYLOADS = {
@@ -76,24 +78,27 @@ def by_hand(pool, table, lengths, active, k, v, side):
     return keys, values, rows
 
 
-@pytest.mark.parametrize("form", ["reference", "tpu interpret"])
-@pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("payload", [*PAYLOADS, "bfloat16, packed", "uint2, packed"])
-def test_one_slot_of_every_active_list_changes_and_nothing_else(payload, rows, form):
+POOLS = list(itertools.product([*PAYLOADS, "bfloat16, packed", "uint2, packed"], [False, True]))
+ALWAYS = [("float32", False), ("bfloat16, packed", True), ("int8", True), ("int4", True), ("uint2", True)]
+
+
+@pytest.mark.parametrize("payload, rows", sweep(POOLS, *ALWAYS))
+def test_one_slot_of_every_active_list_changes_and_nothing_else(payload, rows):
     payload, _, packed = payload.partition(", ")
     pool, table, lengths, active, k, v, side = draw(0, payload, rows=rows, packed=bool(packed))
     keys, values, want = by_hand(pool, table, lengths, active, k, v, side)
     if payload == "uint2" and rows:
         k, v = k.astype(jnp.uint8), v.astype(jnp.uint8)
-    call = partial(paged_append, numbers=side, active=active, implementation=form)
-    got = jax.jit(call, donate_argnums=0)(pool, table, lengths, k, v, 1)
-    np.testing.assert_array_equal(exactly(got.keys), keys)
-    np.testing.assert_array_equal(exactly(got.values), values)
-    for name, x in want.items():
-        np.testing.assert_array_equal(np.asarray(got.number(name)), x)
+    for form in ("reference", "tpu interpret"):
+        call = partial(paged_append, numbers=side, active=active, implementation=form)
+        got = jax.jit(call, donate_argnums=0)(jax.tree.map(jnp.copy, pool), table, lengths, k, v, 1)
+        np.testing.assert_array_equal(exactly(got.keys), keys)
+        np.testing.assert_array_equal(exactly(got.values), values)
+        for name, x in want.items():
+            np.testing.assert_array_equal(np.asarray(got.number(name)), x)
 
 
-@pytest.mark.parametrize("dma", ["on_wait", "eager"])
+@pytest.mark.parametrize("dma", sweep(["on_wait", "eager"], "eager"))
 def test_tiles_have_arrived_before_they_change_and_are_back_before_it_ends(dma, monkeypatch):
     monkeypatch.setattr("kvjax.ops.decode.append.CHUNK", 4)
     rng = np.random.default_rng(1)
@@ -116,7 +121,7 @@ def test_tiles_have_arrived_before_they_change_and_are_back_before_it_ends(dma, 
     assert dma == "on_wait" or with_races(call, dma)[1]
 
 
-@pytest.mark.parametrize("dma", ["on_wait", "eager"])
+@pytest.mark.parametrize("dma", sweep(["on_wait", "eager"], "eager"))
 def test_tokens_of_pages_do_not_race_either(dma, monkeypatch):
     monkeypatch.setattr(words_tpu, "LISTS", 4)
     pool, table, lengths, active, k, v, side = draw(3, "int8", rows=True)

@@ -19,6 +19,7 @@ from kvjax.models.params import init, plan
 from kvjax.ops.base.rope import Rope
 from tests.kernels.close import check
 from tests.ops.oracles import rms
+from tests.sweep import sweep
 
 SIZES = dict(vocab=64, d_model=32, heads=4, kv_heads=2, head_dim=128, d_ff=64, max_positions=4096)
 PROMPT = np.random.default_rng(0).integers(0, 64, (2, 96))
@@ -26,7 +27,7 @@ LENGTHS = np.array([96, 61])
 # The kernels' own: weights are left small, so that two layers do not amplify what float32 rounds. Another
 # prompt changes these logits by 0.8 of their size, so that attention is no small part of them.
 BAR = 2e-6
-each_kernel = pytest.mark.parametrize("kernel", ["tpu interpret", "gpu interpret"])
+TPU, GPU = "tpu interpret", "gpu interpret"
 
 
 def model(stacked=True, layers=2, **options):
@@ -35,6 +36,7 @@ def model(stacked=True, layers=2, **options):
     return Model(config, params, name="random")
 
 
+@pytest.mark.rotating
 def test_these_logits_depend_on_what_is_attended_to():
     first, other = (
         kvjax.step(m, kvjax.prefill(m, prompt, lengths=LENGTHS, room=32)[1], [0, 7])[0]
@@ -57,56 +59,65 @@ def agree(model, method=None, tokens=3, room=32, kernel="tpu interpret", append=
         caches = {how: new for how, (_, new) in done.items()}
 
 
-@each_kernel
+METHODS = {
+    "full": None,
+    "snapkv": kvjax.method("snapkv", budget=96),
+    "h2o": kvjax.method("h2o", budget=39),
+    "adakv": kvjax.method("adakv", budget=64, window=16),
+    "quest": kvjax.method("quest", budget=64, page=32, skip_layers=0),
+}
+
+
 @pytest.mark.parametrize(
-    "method",
-    [
-        None,
-        kvjax.method("snapkv", budget=96),
-        kvjax.method("h2o", budget=39),
-        kvjax.method("adakv", budget=64, window=16),
-        kvjax.method("quest", budget=64, page=32, skip_layers=0),
-    ],
+    "method, kernel",
+    sweep(itertools.product(METHODS, (TPU, GPU)), ("h2o", TPU), ("quest", TPU)),
 )
 def test_steps_through_the_kernel_are_steps_in_plain_jnp(method, kernel):
-    agree(model(stacked=kernel.startswith("tpu")), method, kernel=kernel)
+    agree(model(stacked=kernel == TPU), METHODS[method], kernel=kernel)
 
 
-@each_kernel
+@pytest.mark.parametrize("kernel", sweep((TPU, GPU)))
 def test_codes_are_read_as_they_lie(kernel):
     # A second layer's codes come from what the first one gave: rounding may make them other codes.
     agree(model(layers=1), kvjax.method("int8"), kernel=kernel)
 
 
-@each_kernel
+@pytest.mark.parametrize("kernel", sweep((TPU, GPU), TPU))
 def test_pages_of_codes_are_read_as_they_lie(kernel):
     method = kvjax.chain(kvjax.method("adakv", budget=64, window=16), kvjax.method("int8"))
     agree(model(layers=1), method, kernel=kernel)
 
 
-@each_kernel
-@pytest.mark.parametrize(("bits", "group", "room"), [(4, 16, 48), (2, 32, 176)])
+@pytest.mark.parametrize(
+    "kernel, bits, group, room",
+    sweep([(k, *how) for k in (TPU, GPU) for how in ((4, 16, 48), (2, 32, 176))], (TPU, 2, 32, 176)),
+)
 def test_groups_of_codes_are_read_as_they_lie(bits, group, room, kernel):
     """And the newest tokens beside them, with eight groups in all."""
     agree(model(), kvjax.method("kivi", bits=bits, group=group, residual=16), room=room, kernel=kernel)
 
 
-@each_kernel
+@pytest.mark.parametrize("kernel", sweep((TPU, GPU), GPU))
 def test_windows_sinks_and_softcaps_reach_the_kernel(kernel):
     m = model(stacked=False, windows=(127, None), attention_softcap=3.0, mixers=(Attention(sink=True),) * 2)
     agree(m, kernel=kernel)
 
 
-@pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize(
-    "options",
-    [dict(head_dim=64), dict(mixers=(Latent(32, 16, 24, 24),) * 2, kv_heads=4)],
-    ids=["heads of 64", "latents"],
-)
-def test_slots_on_the_lanes_are_appended_and_read_where_they_lie(options, stacked):
-    m = model(stacked=stacked, **options)
-    agree(m)
-    agree(m, kernel="gpu interpret")
+LANES = {
+    "heads of 64": dict(head_dim=64),
+    "latents": dict(mixers=(Latent(32, 16, 24, 24),) * 2, kv_heads=4),
+}
+
+
+@pytest.mark.parametrize("kernel", sweep((TPU, GPU), TPU))
+@pytest.mark.parametrize("stacked", sweep([True, False], True))
+@pytest.mark.parametrize("case", sweep(LANES, "latents"))
+def test_slots_on_the_lanes_are_appended_and_read_where_they_lie(case, stacked, kernel):
+    agree(model(stacked=stacked, **LANES[case]), kernel=kernel)
+
+
+def test_slots_on_the_lanes_come_in_whole_tiles():
+    m = model(layers=1, head_dim=64)
     _, cache = kvjax.prefill(m, PROMPT, room=33)
     with pytest.raises(NotImplementedError, match="append cannot run as .*129 slots, expected a multiple"):
         kvjax.step(m, cache, [1, 2], implementation="tpu interpret")
@@ -115,30 +126,33 @@ def test_slots_on_the_lanes_are_appended_and_read_where_they_lie(options, stacke
 STATES = dict(heads=8, key_dim=8, value_dim=128)
 
 
-@pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize(
-    "mixer",
-    [
-        Retention(**STATES, gated=True),
-        GatedLinear(**STATES),
-        GatedDelta(**STATES),
-        KimiDelta(**STATES),
-        LogLinearDelta(**STATES, levels=9),
-    ],
-    ids=lambda mixer: type(mixer).__name__,
-)
-def test_states_are_written_where_they_lie(mixer, stacked):
-    agree(model(stacked=stacked, mixers=(mixer,) * 2), append=(False, True))
-    m = model(stacked=stacked, mixers=(dataclasses.replace(mixer, value_dim=64),) * 2)
+RECURRENT = {
+    "Retention": Retention(**STATES, gated=True),
+    "GatedLinear": GatedLinear(**STATES),
+    "GatedDelta": GatedDelta(**STATES),
+    "KimiDelta": KimiDelta(**STATES),
+    "LogLinearDelta": LogLinearDelta(**STATES, levels=9),
+}
+
+
+@pytest.mark.parametrize("stacked", sweep([True, False]))
+@pytest.mark.parametrize("name", RECURRENT)
+def test_states_are_written_where_they_lie(name, stacked):
+    agree(model(stacked=stacked, mixers=(RECURRENT[name],) * 2), append=(False, True))
+
+
+@pytest.mark.parametrize("name", sweep(RECURRENT, "GatedDelta"))
+def test_states_that_would_be_copied_are_refused(name):
+    m = model(layers=1, mixers=(dataclasses.replace(RECURRENT[name], value_dim=64),))
     _, cache = kvjax.prefill(m, PROMPT, room=32)
     with pytest.raises(NotImplementedError, match="cannot run as .*states of 8 x 64 would be copied"):
         kvjax.step(m, cache, [1, 2], implementation="tpu interpret")
 
 
 def test_recurrent_layers_between_others_run_in_their_kernels():
-    agree(
-        model(layers=4, mixers=(GatedDelta(**STATES), GatedDelta(**STATES), Attention(), KimiDelta(**STATES)))
-    )
+    """Two equal layers, whose states are one stack, and another alone; also where no token is appended."""
+    mixers = (RECURRENT["GatedDelta"], RECURRENT["GatedDelta"], Attention())
+    agree(model(layers=3, mixers=mixers), append=(False, True), tokens=2)
 
 
 def test_a_prompt_through_the_kernels_gives_the_same_cache_and_logits():
@@ -153,7 +167,7 @@ def test_a_prompt_through_the_kernels_gives_the_same_cache_and_logits():
 
 
 def test_forcing_a_kernel_on_what_it_cannot_read_says_why():
-    m = model()
+    m = model(layers=1)
     refused = {
         "pages that a method picks have a kernel where": kvjax.chain(
             kvjax.method("quest", budget=32, skip_layers=0), kvjax.method("int8")

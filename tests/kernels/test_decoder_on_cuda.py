@@ -17,6 +17,7 @@ from kvjax.models.config import Config
 from kvjax.models.params import init, plan
 from kvjax.steps.decode import step_fn
 from tests.kernels.cuda import lowered_for_cuda
+from tests.sweep import sweep
 
 CONFIG = Config(vocab=64, d_model=64, layers=4, heads=4, kv_heads=2, head_dim=32, d_ff=64)
 ROWS, TOKENS, ROOM = 2, 256, 32
@@ -40,25 +41,30 @@ def prompt_and_step(name):
     return (prefill, (params, ids, one)), (step, (params, cache, one, append))
 
 
-@pytest.mark.parametrize(
-    ("name", "kernels"),
-    [
-        ("full", {"stacked_decode": 4}),
-        ("snapkv", {"stacked_decode": 4}),
-        ("adakv", {"stacked_decode": 8}),
-        ("h2o", {"stacked_decode": 4}),
-        ("int8", {"stacked_decode": 4}),
-        # Body and tail of every layer.
-        ("kivi", {"grouped_decode": 4, "stacked_decode": 4}),
-        # The first two layers are read whole.
-        ("quest", {"stacked_decode": 6}),
-    ],
-)
-def test_a_step_is_lowered_for_cuda_with_its_kernels(name, kernels):
+KERNELS = {
+    "full": {"stacked_decode": 4},
+    "snapkv": {"stacked_decode": 4},
+    "adakv": {"stacked_decode": 8},
+    "h2o": {"stacked_decode": 4},
+    "int8": {"stacked_decode": 4},
+    # Body and tail of every layer.
+    "kivi": {"grouped_decode": 4, "stacked_decode": 4},
+    # The first two layers are read whole.
+    "quest": {"stacked_decode": 6},
+}
+# One loop flushes all tails: any other, and every conditional, would make a GPU wait for the host.
+LOOPS = {"full": 0, "quest": 1, "kivi": 1}
+
+
+@pytest.mark.parametrize("name", sweep(KERNELS, "full", "kivi", "quest"))
+def test_a_step_is_lowered_for_cuda_with_its_kernels(name):
     _, (step, shapes) = prompt_and_step(name)
     text = lowered_for_cuda(step, *shapes)
     found = Counter(re.findall(r'name = "(\w+_decode)"', text))
-    assert found == kernels and text.count("@__gpu$xla.gpu.triton") == found.total()
+    assert found == KERNELS[name] and text.count("@__gpu$xla.gpu.triton") == found.total()
+    if name in LOOPS:
+        outside = re.findall(r"^ {4}\S.*stablehlo\.(?:while|case|if)", text, re.MULTILINE)
+        assert len(outside) == LOOPS[name], outside
 
 
 def test_a_prefill_is_lowered_for_cuda():
@@ -76,14 +82,3 @@ def test_a_single_row_is_a_matrix_product_of_two(rows, monkeypatch):
     np.testing.assert_allclose(layers.linear(p, "w", x), want, rtol=1e-6)
     program = str(jax.make_jaxpr(lambda x: layers.linear(p, "w", x))(x))
     assert ("f32[2,4] = dot_general" in program) == (rows == 1)
-
-
-def test_no_layer_has_a_conditional_or_a_loop_of_its_own():
-    """One loop flushes all tails: every other would make a GPU wait for the host."""
-    for name, loops in (("full", 0), ("quest", 1), ("kivi", 1)):
-        _, (step, shapes) = prompt_and_step(name)
-        text = lowered_for_cuda(step, *shapes)
-        outside = [
-            line for line in text.splitlines() if re.match(r" {4}\S.*stablehlo\.(while|case|if)", line)
-        ]
-        assert len(outside) == loops, (name, outside)

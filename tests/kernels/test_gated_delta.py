@@ -3,6 +3,8 @@
 Blocks behind the end of a sequence hold no numbers in the interpreters, and neither does fresh memory.
 """
 
+import itertools
+from contextlib import contextmanager
 from functools import partial
 
 import jax
@@ -18,22 +20,18 @@ from kvjax.ops.recurrent.gated_delta import (
     tpu_gated_delta,
     tpu_gated_delta_step,
 )
-from kvjax.ops.recurrent.recurrence import StackedState, Tokens, chunked, scan, stacked
+from kvjax.ops.recurrent.recurrence import StackedState, Tokens, chunked, stacked
 from kvjax.pallas_kernels.gated_delta.chunk import inverse, take_turns
 from tests.ops.oracles import oracle, rms
 from tests.ops.recurrences import by_hand
 from tests.parity.ops_table import OPS
+from tests.sweep import sweep
 
 B, T, H, K, V = 1, 19, 2, 6, 5
 BARS = {"float32": 2e-6, "bfloat16": 1e-2}
-kinds = pytest.mark.parametrize(
-    "vector, erase", [(False, False), (True, False), (False, True), (True, True)],
-    ids=["mamba-2", "gla", "gated delta", "kda"],
-)  # fmt: skip
-dtypes = pytest.mark.parametrize("dtype", BARS)
-simplest_and_richest = pytest.mark.parametrize(
-    "vector, erase", [(False, False), (True, True)], ids=["mamba-2", "kda"]
-)
+# (whether every channel has a decay of its own, whether keys erase, dtype)
+MAMBA_2, KDA, HALF = (False, False, "float32"), (True, True, "float32"), (True, True, "bfloat16")
+KINDS = list(itertools.product([False, True], [False, True], BARS))
 
 
 def draw(seed, vector, erase, *, b=B, t=T, h=H, k=K, v=V, strength=2.0, dtype="float32"):
@@ -48,6 +46,12 @@ def draw(seed, vector, erase, *, b=B, t=T, h=H, k=K, v=V, strength=2.0, dtype="f
     return Tokens(q, key, value, jnp.asarray(g, jnp.float32), p if erase else None), state
 
 
+def with_holes(tokens, seed=0):
+    """A fifth of the decays forget everything."""
+    gone = np.random.default_rng(seed).random(tokens.log_decay.shape) < 0.2
+    return tokens._replace(log_decay=jnp.where(gone, -200.0, tokens.log_decay))
+
+
 def check(got, want, bar):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         x = np.asarray(x, np.float64)
@@ -60,40 +64,65 @@ def kernel(tokens, state, segments=None, chunk=8, **how):
     )
 
 
-@dtypes
-@kinds
-def test_the_forward_pass_is_the_equation(vector, erase, dtype):
-    tokens, state = draw(0, vector, erase, dtype=dtype)
-    check(kernel(tokens, state), by_hand(tokens, state), BARS[dtype])
+def gradient(form, tokens, state, segments=None):
+    """(gradients of a weighted sum of everything that `form` returns, what it returns)."""
+    rng = np.random.default_rng(9)
+
+    def loss(tokens, state):
+        out = form(tokens, state, segments)
+        weights = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in out]
+        return sum((x * w).sum().astype(state.dtype) for x, w in zip(out, weights, strict=True)), out
+
+    return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(tokens, state)
 
 
+@contextmanager
+def machine():
+    """The interpreter that acts as a TPU does: (its mode), and no races within."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    try:
+        yield pltpu.InterpretParams(detect_races=True)
+        assert not interpret_pallas_call.races.races_found
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+
+
+def plain_gradient(tokens, state, segments=None):
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64), (tokens, state))
+        return gradient(chunked, *wide, segments)[0]
+
+
+@pytest.mark.parametrize("vector, erase, dtype", sweep(KINDS, (False, False, "bfloat16"), KDA))
+def test_results_and_gradients_are_those_of_the_equation(vector, erase, dtype):
+    """Two spans of two chunks, the last of them not whole, of rows of several segments.
+
+    This interpreter moves blocks when the hardware does, tells races, and starts with memory of no numbers.
+    """
+    tokens, state = draw(4, vector, erase, b=2, t=27, dtype=dtype, strength=1.0)
+    tokens = with_holes(tokens)
+    segments = jnp.asarray([[0] * 9 + [1] * 18, [3] * 8 + [5] + [2] * 18], jnp.int32)
+    with machine() as mode:
+        form = partial(tpu_gated_delta, chunk=8, span=2, interpret=mode)
+        got, results = gradient(form, tokens, state, segments)
+    check(results, by_hand(tokens, state, np.asarray(segments)), BARS[dtype])
+    assert got[0].k.dtype == dtype and got[0].log_decay.dtype == jnp.float32
+    check(got, plain_gradient(tokens, state, segments), BARS[dtype])
+
+
+@pytest.mark.rotating
 @pytest.mark.parametrize("t", [1, 8, 16, 17])
 def test_any_length_fits(t):
     tokens, state = draw(1, True, True, t=t)
     check(kernel(tokens, state), by_hand(tokens, state), 2e-6)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("k, v, h", [(64, 96, 1), (80, 64, 3), (128, 128, 4), (192, 128, 1), (256, 256, 2)])
 def test_heads_of_any_width_and_number(k, v, h):
     tokens, state = draw(2, False, True, k=k, v=v, h=h, t=11)
     check(kernel(tokens, state), by_hand(tokens, state), 2e-6)
-
-
-@kinds
-def test_decays_that_forget_everything_do_no_harm(vector, erase):
-    tokens, state = draw(3, vector, erase, strength=0.2)
-    strong = np.random.default_rng(0).random(tokens.log_decay.shape) < 0.2
-    tokens = tokens._replace(log_decay=jnp.where(strong, -200.0, tokens.log_decay))
-    check(kernel(tokens, state), by_hand(tokens, state), 2e-6)
-
-
-@kinds
-def test_segments_start_from_zero(vector, erase):
-    tokens, state = draw(4, vector, erase, b=2)
-    segments = jnp.asarray([[0] * 9 + [1] * 10, [3] * 8 + [5] + [2] * 10], jnp.int32)
-    with jax.enable_x64(True):
-        want = scan(*jax.tree.map(lambda x: x.astype(jnp.float64), (tokens, state)), segments)
-    check(kernel(tokens, state, segments), want, 2e-6)
 
 
 ORACLES = [
@@ -102,7 +131,7 @@ ORACLES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize("name", sweep(ORACLES, "kda_gva", "mamba2_ssd"))
 def test_every_member_is_its_oracle(name):
     inputs, want = oracle(name)
     how = dict(implementation="tpu interpret")
@@ -111,7 +140,7 @@ def test_every_member_is_its_oracle(name):
         assert got[key].dtype == np.float32 and rms(got[key], x) < 2e-6, key
 
 
-@dtypes
+@pytest.mark.parametrize("dtype", BARS)
 def test_the_inverse_survives_keys_that_are_alike(dtype):
     """Powers of this matrix grow beyond 1e15, its inverse does not."""
     rng = np.random.default_rng(0)
@@ -123,68 +152,16 @@ def test_the_inverse_survives_keys_that_are_alike(dtype):
     check(got, np.linalg.inv(np.eye(128) + a.astype(np.float64)), BARS[dtype])
 
 
-def gradient(form, tokens, state, segments=None):
-    """Of a weighted sum of everything that `form` returns."""
-    rng = np.random.default_rng(9)
-
-    def loss(tokens, state):
-        out = form(tokens, state, segments)
-        weights = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in out]
-        return sum((x * w).sum().astype(state.dtype) for x, w in zip(out, weights, strict=True))
-
-    return jax.jit(jax.grad(loss, (0, 1)))(tokens, state)
+@pytest.mark.parametrize("vector, erase, dtype", sweep([MAMBA_2, KDA], KDA))
+def test_a_step_is_written_back_as_on_the_machine(vector, erase, dtype):
+    tokens, state = draw(8, vector, erase, t=1, h=1)
+    token = jax.tree.map(lambda x: x[:, 0], tokens)
+    with machine() as mode:
+        out, new = jax.jit(partial(tpu_gated_delta_step, interpret=mode))(stacked(state), token)
+        check((out[:, None], new.own()), by_hand(tokens, state), 2e-6)
 
 
-def plain_gradient(tokens, state, segments=None):
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: x.astype(jnp.float64), (tokens, state))
-        return gradient(chunked, *wide, segments)
-
-
-@kinds
-def test_gradients_are_those_of_the_plain_form(vector, erase):
-    tokens, state = draw(5, vector, erase, t=27, h=1)
-    got = gradient(partial(tpu_gated_delta, chunk=8, span=2, interpret=True), tokens, state)
-    check(got, plain_gradient(tokens, state), 2e-6)
-
-
-@simplest_and_richest
-def test_gradients_in_bfloat16(vector, erase):
-    tokens, state = draw(6, vector, erase, h=1, dtype="bfloat16")
-    got = gradient(partial(tpu_gated_delta, chunk=16, span=2, interpret=True), tokens, state)
-    assert got[0].k.dtype == jnp.bfloat16 and got[0].log_decay.dtype == jnp.float32
-    check(got, plain_gradient(tokens, state), 1e-2)
-
-
-@simplest_and_richest
-def test_gradients_under_strong_decay_and_across_segments(vector, erase):
-    tokens, state = draw(7, vector, erase, h=1)
-    strong = np.random.default_rng(0).random(tokens.log_decay.shape) < 0.2
-    tokens = tokens._replace(log_decay=jnp.where(strong, -200.0, tokens.log_decay))
-    segments = jnp.asarray([[0] * 9 + [1] * 10], jnp.int32)
-    got = gradient(partial(tpu_gated_delta, chunk=8, span=2, interpret=True), tokens, state, segments)
-    check(got, plain_gradient(tokens, state, segments), 2e-6)
-
-
-@simplest_and_richest
-def test_blocks_are_written_back_as_on_the_machine(vector, erase):
-    """This interpreter moves blocks when the hardware does, and starts with memory of no numbers."""
-    tokens, state = draw(8, vector, erase, t=27, h=1)
-    how = dict(chunk=8, span=3, interpret=pltpu.InterpretParams(detect_races=True))
-    try:
-        check(kernel(tokens, state, **how), by_hand(tokens, state), 2e-6)
-        got = gradient(partial(tpu_gated_delta, **how), tokens, state)
-        token = jax.tree.map(lambda x: x[:, 0], tokens)
-        out, new = jax.jit(partial(tpu_gated_delta_step, interpret=how["interpret"]))(stacked(state), token)
-    finally:
-        pltpu.reset_tpu_interpret_mode_state()
-    check(got, plain_gradient(tokens, state), 2e-6)
-    first = jax.tree.map(lambda x: x[:, :1], tokens)
-    check((out[:, None], new.own()), by_hand(first, state), 2e-6)
-
-
-@dtypes
-@kinds
+@pytest.mark.parametrize("vector, erase, dtype", sweep(KINDS, MAMBA_2, HALF))
 def test_a_step_is_the_equation(vector, erase, dtype):
     tokens, state = draw(9, vector, erase, b=5, h=4, t=1, k=24, v=128, dtype=dtype)
     token = jax.tree.map(lambda x: x[:, 0], tokens)
@@ -196,7 +173,7 @@ def test_a_step_is_the_equation(vector, erase, dtype):
     check((out, new), want, BARS[dtype])
 
 
-@pytest.mark.parametrize("form", ["reference", "tpu interpret"])
+@pytest.mark.parametrize("form", sweep(["reference", "tpu interpret"], "tpu interpret"))
 def test_a_step_over_stacked_states_changes_its_layer_alone(form):
     tokens, state = draw(10, False, True, b=2, h=4, t=1, k=8, v=128)
     token = jax.tree.map(lambda x: x[:, 0], tokens)
@@ -251,8 +228,7 @@ def test_the_plain_form_takes_bfloat16_tokens():
     check((out, last), by_hand(tokens, state), 1e-2)
 
 
-@simplest_and_richest
-@dtypes
+@pytest.mark.parametrize("vector, erase, dtype", sweep([MAMBA_2, KDA, HALF, (False, False, "bfloat16")]))
 def test_several_chunks_of_the_real_size(vector, erase, dtype):
     tokens, state = draw(10, vector, erase, t=300, h=1, strength=0.1, dtype=dtype)
     call = jax.jit(partial(gated_delta, implementation="tpu interpret"))

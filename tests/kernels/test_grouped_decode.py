@@ -1,5 +1,7 @@
 """Decoding over codes with scales of groups, against numpy over the numbers that these stand for."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from kvjax.methods import method
 from kvjax.ops.base.bit_packing import pack_tokens
 from kvjax.ops.decode.grouped_decode import Grouped, gpu_grouped_decode, grouped_decode, tpu_grouped_decode
 from tests.kernels.close import check, with_races
+from tests.sweep import sweep
 
 B, K, G, LAYERS = 1, 3, 2, 2
 NO_NUMBER = 0x7E007E00  # two halves
@@ -26,7 +29,8 @@ def coded(rng, bits, group, width, slots):
     """(codes of all layers, the numbers [B, K, S, W] of the last one) of keys and of values."""
     groups = slots // group
     codes = [rng.integers(0, 2**bits, (LAYERS, B, K, groups, group, width)) for _ in range(2)]
-    words = [pack_tokens(jnp.asarray(x, jnp.uint32), bits) for x in codes]
+    packed = jax.jit(pack_tokens, static_argnums=1)
+    words = [packed(jnp.asarray(x, jnp.uint32), bits) for x in codes]
     of_keys, scale, zero = halves(rng, (LAYERS, B, K, groups, width))
     keys = codes[0] * scale[..., None, :] + zero[..., None, :]
     of_values, *numbers = halves(rng, (LAYERS, B, K, groups, width // group, group))
@@ -56,8 +60,8 @@ def by_hand(q, keys, values, lengths, scale, softcap=None):
 def spoilt(stored, lengths, group):
     """What no kernel may read holds no numbers: other layers, and groups behind the lengths."""
     unread = np.arange(stored[0].scale_zero.shape[3]) * group >= lengths[..., None]
-    unread = jnp.asarray(np.stack([np.ones_like(unread), unread]))[..., None]
-    return [Grouped(x.words, jnp.where(unread, jnp.uint32(NO_NUMBER), x.scale_zero)) for x in stored]
+    unread = np.stack([np.ones_like(unread), unread])[..., None]
+    return [Grouped(x.words, jnp.asarray(np.where(unread, NO_NUMBER, x.scale_zero))) for x in stored]
 
 
 def draw(bits, group, width=128, t=1, tiles=2, seed=0):
@@ -72,44 +76,42 @@ def draw(bits, group, width=128, t=1, tiles=2, seed=0):
 CASES = [(2, 32, 128), (4, 32, 128), (1, 64, 128), (4, 16, 128), (4, 128, 128), (2, 32, 256)]
 
 
-@pytest.mark.parametrize("how", ["reference", "kernel", "gpu"])
-@pytest.mark.parametrize(("bits", "group", "width"), CASES)
-def test_it_is_attention_over_the_numbers_that_the_codes_stand_for(bits, group, width, how):
-    q, stored, plain, lengths = draw(bits, group, width)
-    want = by_hand(q, *plain, lengths, 0.05)
-    options = dict(bits=bits, group=group, scale=0.05)
+@pytest.mark.parametrize(("bits", "group", "width"), sweep(CASES, *CASES[:3]))
+def test_it_is_attention_over_the_numbers_that_the_codes_stand_for(bits, group, width):
+    """A list that is full, an empty one, and one that ends within a group."""
+    q, stored, plain, lengths = draw(bits, group, width, t=2)
+    want = by_hand(q, *plain, lengths, 0.05, 2.0)
+    options = dict(bits=bits, group=group, scale=0.05, softcap=2.0)
     args = (q, *stored, jnp.asarray(lengths), jnp.int32(1))
-    if how == "kernel":
-        # Blocks of one tile: two steps a list.
-        got = tpu_grouped_decode(*args, **options, block=8 * group, interpret=True)
-    elif how == "gpu":
-        # Four programs a list at most, some of several steps.
-        got = gpu_grouped_decode(*args, **options, programs=4 * K, interpret=True)
-    else:
-        got = jax.jit(lambda *x: grouped_decode(*x, **options, implementation="reference"))(*args)
-    check(got, want, 2e-6)
+    # Blocks of one tile: two steps a list.
+    tpu = jax.jit(partial(tpu_grouped_decode, **options, block=8 * group, interpret=True))
+    check(tpu(*args), want, 2e-6)
+    # Four programs a list at most, some of several steps.
+    gpu = jax.jit(partial(gpu_grouped_decode, **options, programs=4 * K, interpret=True))
+    check(gpu(*args), want, 2e-6)
+    check(jax.jit(partial(grouped_decode, **options, implementation="reference"))(*args), want, 2e-6)
 
 
-@pytest.mark.parametrize("how", ["tpu interpret", "gpu interpret"])
+@pytest.mark.parametrize("how", sweep(["tpu interpret", "gpu interpret"]))
 def test_several_queries_and_a_softcap_in_one_block(how):
     q, stored, plain, lengths = draw(4, 16, t=3, seed=1)
     options = dict(bits=4, group=16, scale=0.05, softcap=2.0)
-    got = grouped_decode(q, *stored, jnp.asarray(lengths), 1, **options, implementation=how)
+    call = jax.jit(partial(grouped_decode, **options, implementation=how))
+    got = call(q, *stored, jnp.asarray(lengths), 1)
     check(got, by_hand(q, *plain, lengths, 0.05, 2.0), 2e-6)
 
 
-@pytest.mark.parametrize("how", ["tpu interpret", "gpu interpret"])
+@pytest.mark.parametrize("how", sweep(["tpu interpret", "gpu interpret"], "tpu interpret"))
 def test_bfloat16_queries(how):
     q, stored, plain, lengths = draw(2, 32, tiles=1, seed=2)
     q = q.astype(jnp.bfloat16)
-    got = grouped_decode(
-        q, *stored, jnp.asarray(lengths), 1, bits=2, group=32, scale=0.05, implementation=how
-    )
+    call = jax.jit(partial(grouped_decode, bits=2, group=32, scale=0.05, implementation=how))
+    got = call(q, *stored, jnp.asarray(lengths), 1)
     assert got[0].dtype == jnp.bfloat16
     check(got, by_hand(q, *plain, lengths, 0.05), 1e-2)
 
 
-@pytest.mark.parametrize("dma", ["on_wait", "eager"])
+@pytest.mark.parametrize("dma", sweep(["on_wait", "eager"], "on_wait"))
 def test_codes_have_arrived_before_they_are_read(dma):
     q, stored, plain, lengths = draw(4, 16, seed=3)
     args = (q, *stored, jnp.asarray(lengths), jnp.int32(1))
@@ -120,24 +122,24 @@ def test_codes_have_arrived_before_they_are_read(dma):
 
 
 def test_kivi_stores_what_this_reads():
-    """A body as the method's codecs encode it, in both forms."""
+    """A body as the method's codecs encode it."""
     rng = np.random.default_rng(4)
     x = jnp.asarray(rng.normal(size=(2, LAYERS, B, K, 128, 128)), jnp.float32)
     store = method("kivi", bits=4, group=16).store
-    data = [codec.encode(y) for codec, y in zip((store.keys, store.values), x, strict=True)]
-    plain = [
-        codec.decode(d, 128, jnp.float32)[1]
-        for codec, d in zip((store.keys, store.values), data, strict=True)
-    ]
+    codecs = (store.keys, store.values)
+
+    @jax.jit
+    def stored(x):
+        data = [codec.encode(y) for codec, y in zip(codecs, x, strict=True)]
+        return data, [codec.decode(d, 128, jnp.float32)[1] for codec, d in zip(codecs, data, strict=True)]
+
+    data, plain = stored(x)
     q = jnp.asarray(rng.normal(size=(B, K * G, 1, 128)), jnp.float32)
     lengths = np.array([[128, 77, 16]])
     want = by_hand(q, *(np.asarray(y, np.float64) for y in plain), lengths, 0.1)
-    for how in ("reference", "tpu interpret", "gpu interpret"):
-        got = grouped_decode(
-            q, *(Grouped(**d) for d in data), jnp.asarray(lengths), 1, bits=4, group=16, scale=0.1,
-            implementation=how,
-        )  # fmt: skip
-        check(got, want, 2e-6)
+    args = (q, *(Grouped(**d) for d in data), jnp.asarray(lengths), 1)
+    call = partial(grouped_decode, bits=4, group=16, scale=0.1, implementation="reference")
+    check(jax.jit(call)(*args), want, 2e-6)
 
 
 def test_what_cannot_run_says_why():

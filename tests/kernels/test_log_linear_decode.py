@@ -15,6 +15,7 @@ from kvjax.ops.recurrent.log_linear_decode import log_linear_decode, visits_of
 from kvjax.ops.recurrent.log_linear_levels import LevelState, level
 from kvjax.ops.recurrent.recurrence import StackedState, Tokens
 from tests.ops.oracles import rms
+from tests.sweep import sweep
 
 B, H, K, V = 4, 2, 8, 128
 kernel = jax.jit(partial(log_linear_decode, implementation="tpu interpret"))
@@ -48,14 +49,16 @@ def check(got, want, bar=2e-6):
     np.testing.assert_array_equal(got[1].next, want[1].next)
 
 
-@pytest.mark.parametrize("vector, erase", [(False, False), (True, True)], ids=["mamba-2", "kda"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+KINDS = [(many, many, dtype) for many in (False, True) for dtype in ("float32", "bfloat16")]
+
+
+@pytest.mark.parametrize("vector, erase, dtype", sweep(KINDS, KINDS[0], KINDS[3]))
 def test_rows_at_different_positions(vector, erase, dtype):
     inputs = draw(0, [0, 1, 7, 12], 5, vector=vector, erase=erase, dtype=dtype)
     check(kernel(*inputs), plain(*inputs), 2e-6 if dtype == "float32" else 1e-2)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", sweep([1, 2, 4], 4))
 def test_the_topmost_level_absorbs_what_is_further_away(count):
     for first in (0, 4, 8, 28):
         inputs = draw(1, range(first, first + B), count)
@@ -84,7 +87,7 @@ def test_empty_levels_are_not_read():
     check((out, new._replace(levels=jnp.where(seen, new.levels, 0.0))), want)
 
 
-@pytest.mark.parametrize("step", [kernel, plain], ids=["kernel", "plain"])
+@pytest.mark.parametrize("step", sweep([kernel, plain], kernel), ids=["kernel", "plain"])
 def test_a_step_over_stacked_levels_changes_its_layer_alone(step):
     state, token, scales, mask = draw(3, [5, 6, 8, 12], 6)
     out, new = step(state, token, scales, mask)

@@ -13,6 +13,7 @@ from kvjax.ops.attention.latent import mla
 from kvjax.ops.decode.mla_decode import latent_append, mla_decode, tpu_mla_decode
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
+from tests.sweep import sweep
 
 B, LAYERS, ABSURD = 3, 2, 10**6
 
@@ -57,7 +58,10 @@ def by_hand(q, q_rope, pages, table, lengths, *, scale):
     return out, lse
 
 
+# Heads that fill no tile, a list that is full, one that ends within a step, and an empty one.
+FIRST = "DeepSeek's ratio of widths"
 CASES = {
+    FIRST: dict(rank=256, rope=32, heads=5, page=8, pages=5),
     "plain": dict(),
     "DeepSeek's widths": dict(rank=512, rope=64, heads=8),
     "128 heads": dict(heads=128),
@@ -69,21 +73,18 @@ CASES = {
 LAYER = jnp.asarray(1, jnp.int32)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_plain_form_is_the_equation(case):
-    inputs = draw(0, **CASES[case])
-    call = jax.jit(lambda *x: mla_decode(*x, 1, scale=0.07, implementation="reference"))
-    check(call(*inputs), by_hand(*inputs, scale=0.07), 1e-2 if case == "bfloat16" else 2e-6)
-
-
-@pytest.mark.parametrize("step", [1, 3])
-@pytest.mark.parametrize("case", CASES)
-def test_the_kernel_is_the_equation(case, step):
+@pytest.mark.parametrize(
+    "case, step", sweep([(case, step) for case in CASES for step in (1, 3)], (FIRST, 3), ("bfloat16", 1))
+)
+def test_both_forms_are_the_equation(case, step):
     inputs = draw(1, **CASES[case])
+    want, bar = by_hand(*inputs, scale=0.07), 1e-2 if case == "bfloat16" else 2e-6
+    check(jax.jit(lambda *x: mla_decode(*x, 1, scale=0.07, implementation="reference"))(*inputs), want, bar)
     call = jax.jit(lambda *x: tpu_mla_decode(*x, LAYER, scale=0.07, step=step, interpret=True))
-    check(call(*inputs), by_hand(*inputs, scale=0.07), 1e-2 if case == "bfloat16" else 2e-6)
+    check(call(*inputs), want, bar)
 
 
+@pytest.mark.rotating
 def test_cores_share_the_sequences():
     inputs = draw(1)
     call = jax.jit(lambda *x: tpu_mla_decode(*x, LAYER, scale=0.07, step=2, cores=3, interpret=True))
@@ -97,8 +98,12 @@ def raced(inputs, dma):
     return with_races(call, dma)
 
 
-@pytest.mark.parametrize("dma", ["on_wait", "eager"])
-@pytest.mark.parametrize("case", ["plain", "one token"])
+@pytest.mark.parametrize(
+    "case, dma",
+    sweep(
+        [(case, dma) for case in ("plain", "one token") for dma in ("on_wait", "eager")], ("plain", "on_wait")
+    ),
+)
 def test_copies_have_arrived_before_they_are_read(case, dma):
     inputs = draw(2, **CASES[case])
     got, races = raced(inputs, dma)

@@ -3,6 +3,8 @@
 Pages behind a list's count are no numbers.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from kvjax.ops.decode.page_scores import best_pages, page_scores, tpu_page_score
 from kvjax.ops.decode.paged_decode import paged_decode
 from kvjax.read.pages import PageBounds, visited
 from tests.ops.oracles import rms
+from tests.sweep import sweep
 
 B, K = 2, 2
 
@@ -66,20 +69,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_scores_are_the_equation(case):
-    drawn = draw(0, **CASES[case])
-    check(jax.jit(lambda *x: page_scores(*x, implementation="reference"))(*drawn), by_hand(*drawn), 2e-6)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_kernel_is_the_equation(case):
+@pytest.mark.parametrize("case", sweep(CASES, "several queries", "centroids", "half precision"))
+def test_both_forms_are_the_equation(case):
     q, summary, counts = draw(1, **CASES[case])
+    want = by_hand(q, summary, counts)
+    check(jax.jit(partial(page_scores, implementation="reference"))(q, summary, counts), want, 2e-6)
     call = jax.jit(lambda *x: tpu_page_scores(*x, block_pages=128, interpret=True))
-    check(call(q, tuple(summary.values()), counts), by_hand(q, summary, counts), 2e-6)
+    check(call(q, tuple(summary.values()), counts), want, 2e-6)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "tpu interpret"])
+@pytest.mark.parametrize("implementation", sweep(["reference", "tpu interpret"], "tpu interpret"))
 def test_of_a_stack_one_layer_is_read(implementation):
     q, summary, counts = draw(6, pages=20)
     stack = {name: jnp.full((3, *x.shape[1:]), jnp.nan).at[2].set(x[0]) for name, x in summary.items()}
@@ -87,7 +86,7 @@ def test_of_a_stack_one_layer_is_read(implementation):
     check(call(2), by_hand(q, summary, counts), 2e-6)
 
 
-@pytest.mark.parametrize("group", range(1, 17))
+@pytest.mark.parametrize("group", sweep(range(1, 17), 5))
 def test_groups_of_every_size_are_one_list(group):
     drawn = draw(2, group=group, pages=20)
     check(page_scores(*drawn, implementation="tpu interpret"), by_hand(*drawn), 2e-6)
@@ -114,7 +113,7 @@ def body(rng):
     return Slots(k, v, jnp.asarray(pos, jnp.int32), summary=PageBounds(Budget(0.5), PAGE).summarise(k))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "tpu interpret"])
+@pytest.mark.parametrize("implementation", sweep(["reference", "tpu interpret"], "tpu interpret"))
 def test_quest_visits_the_best_pages_by_its_bounds(rng, body, implementation):
     """In float64 numpy, channel by channel; paged decoding reads the same of these pages."""
     quest = PageBounds(Budget(0.5), PAGE)

@@ -4,18 +4,20 @@ Everything that must not be read is no number: pages of nobody, slots behind a l
 of the table (which name no page at all).
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.ops.base.rope import Rope
 from kvjax.ops.decode.page_pool import BITS, PER_CHANNEL, make_pool
 from kvjax.ops.decode.paged_decode import paged_decode, tpu_paged_decode
 from kvjax.pallas_kernels import streaming
 from kvjax.steps.run import ranks_by_position
-from tests.ops.oracles import rms
+from tests.kernels.close import check, with_races
+from tests.sweep import sweep
 
 B, K, LAYERS, ABSURD = 2, 2, 2, 10**6
 CODES = {"int4": (-8, 7), "uint2": (0, 3)}
@@ -126,16 +128,49 @@ def by_hand(
     return out, lse, mass
 
 
-def check(got, want, bar):
-    for x, y in zip(got, want, strict=True):
-        x = np.asarray(x, np.float64)
-        np.testing.assert_array_equal(np.isneginf(x), np.isneginf(y))
-        finite = np.isfinite(y)
-        assert np.isfinite(x[finite]).all() and rms(x[finite], y[finite]) < bar
-
-
 CASES = {
     "plain": dict(),
+    # All payloads with everything that goes with them, and pages that fill no step.
+    "float32 in all": dict(t=2, rows=("pos", "bias"), pages=9, window=100, softcap=5.0),
+    "bfloat16 in all": dict(
+        width=64,
+        packed=True,
+        dtype=jnp.bfloat16,
+        rows=("pos", "bias"),
+        page=128,
+        pages=3,
+        rope=Rope(),
+        window=250,
+        softcap=5.0,
+        t=2,
+        phase=True,
+    ),
+    "int8 in all": dict(
+        group=3,
+        rows=("pos", "bias", *AFFINE),
+        page=32,
+        pages=7,
+        dtype=jnp.int8,
+        window=150,
+        softcap=5.0,
+        t=2,
+        rope=Rope(rotary_dim=32, start=16),
+    ),
+    "e4m3 in all": dict(
+        rows=("pos", "key_scale", "value_scale"), page=32, pages=5, dtype=jnp.float8_e4m3fn, window=120
+    ),
+    "int4 in all": dict(
+        rows=("pos", "bias", *KIVI),
+        page=128,
+        pages=3,
+        dtype=jnp.int4,
+        groups=4,
+        rope=Rope(rotary_dim=64),
+        t=2,
+        window=300,
+        softcap=5.0,
+    ),
+    "2 bits in all": dict(width=64, packed=True, rows=("pos", *KIVI), page=32, pages=5, dtype=jnp.uint2, t=2),
     "several queries": dict(t=3, rows=("pos",), page=128, pages=4),
     "one head each": dict(group=1),
     "many heads each": dict(group=9, width=256),
@@ -208,50 +243,41 @@ def drawn(seed, case):
     return inputs, options
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_plain_form_is_the_equation(case):
-    inputs, options = drawn(0, case)
-    call = jax.jit(lambda *x: paged_decode(*x, 1, mass=True, implementation="reference", **options))
-    check(call(*inputs), by_hand(*inputs, **options), 1e-2 if "bfloat16" in case else 2e-6)
+ALWAYS = [(case, 3 if i % 2 else 2) for i, case in enumerate(x for x in CASES if x.endswith("in all"))]
+STEPS = [(case, step) for case in CASES for step in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("step", [1, 3])
-@pytest.mark.parametrize("case", CASES)
-def test_the_kernel_is_the_plain_form(case, step):
+@pytest.mark.parametrize("case, step", sweep(STEPS, *ALWAYS))
+def test_both_forms_are_the_equation(case, step):
     inputs, options = drawn(1, case)
+    want, bar = by_hand(*inputs, **options), 1e-2 if "bfloat16" in case else 2e-6
     at = jnp.asarray(1, jnp.int32)
-    want = jax.jit(lambda *x: paged_decode(*x, at, mass=True, implementation="reference", **options))(*inputs)
+    plain = jax.jit(lambda *x: paged_decode(*x, at, mass=True, implementation="reference", **options))(
+        *inputs
+    )
+    check(plain, want, bar)
     options = dict(window=None, softcap=None) | options
     call = jax.jit(lambda *x: tpu_paged_decode(*x, at, mass=True, step=step, interpret=True, **options))
-    bar = 1e-2 if "bfloat16" in case else 2e-6
-    check(call(*inputs), [np.asarray(x, np.float64) for x in want], bar)
+    check(call(*inputs), want, bar)
 
 
-def with_races(inputs, options, dma):
-    """(results, whether the interpreter saw a race) of the kernel with copies that take their time."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as machine
-
+def raced(inputs, options, mode):
     at, options = jnp.asarray(1, jnp.int32), dict(window=None, softcap=None) | options
-    mode = pltpu.InterpretParams(detect_races=True, dma_execution_mode=dma)
-    call = jax.jit(lambda *x: tpu_paged_decode(*x, at, mass=True, step=2, interpret=mode, **options))
-    try:
-        return [np.asarray(x, np.float64) for x in call(*inputs)], machine.races.races_found
-    except jax.errors.JaxRuntimeError as error:
-        # Later releases stop at a race instead of noting it.
-        if "RACE DETECTED" not in str(error):
-            raise
-        return [], True
-    finally:
-        pltpu.reset_tpu_interpret_mode_state()
+    return jax.jit(lambda *x: tpu_paged_decode(*x, at, mass=True, step=2, interpret=mode, **options))(*inputs)
 
 
-@pytest.mark.parametrize("dma", ["on_wait", "eager"])
+RACED = ("plain", "int8 with positions", "kivi in groups", "192 packed with numbers", "turned by rank")
+
+
 @pytest.mark.parametrize(
-    "case", ["plain", "int8 with positions", "kivi in groups", "192 packed with numbers", "turned by rank"]
+    "case, dma",
+    sweep(
+        [(case, dma) for case in RACED for dma in ("on_wait", "eager")], ("int8 with positions", "on_wait")
+    ),
 )
 def test_copies_have_arrived_before_they_are_read(case, dma):
     inputs, options = drawn(2, case)
-    got, races = with_races(inputs, options, dma)
+    got, races = with_races(partial(raced, inputs, options), dma)
     check(got, by_hand(*inputs, **options), 2e-6)
     assert not races
 
@@ -259,8 +285,7 @@ def test_copies_have_arrived_before_they_are_read(case, dma):
 def test_a_missing_wait_is_found(monkeypatch):
     """A copy that happens at once makes the answer right, and the detector must still see the race."""
     monkeypatch.setattr(streaming, "wait", lambda copy: None)
-    inputs, options = drawn(2, "plain")
-    assert with_races(inputs, options, "eager")[1]
+    assert with_races(partial(raced, *drawn(2, "plain")), "eager")[1]
 
 
 def test_late_positions_turn_exactly_in_the_kernel():
@@ -311,8 +336,12 @@ def test_what_cannot_run_says_why():
         make_pool(*(x[:, :, :6].astype(jnp.int8) for x in (pool.keys, pool.values)))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("payload", BITS)
+POOLS = [(payload, packed) for payload in BITS for packed in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "payload, packed", sweep(POOLS, ("bfloat16", True), ("int8", False), ("uint2", True))
+)
 def test_a_pool_gives_back_what_was_put_into_it(payload, packed):
     rng = np.random.default_rng(0)
     low, high = CODES.get(payload, (-100, 100))

@@ -20,6 +20,7 @@ from kvjax.pallas_kernels.partial_gpu import Cut
 from tests.kernels.close import check
 from tests.kernels.cuda import lowered_for_cuda
 from tests.kernels.test_paged_decode import AFFINE, CASES, KIVI, by_hand, draw, split
+from tests.sweep import sweep
 
 SCALES = ("key_scale", "value_scale")
 MORE = {
@@ -36,7 +37,11 @@ TAKEN = {name: case for name, case in CASES.items() if not set(REFUSED) & set(ca
 EITHER = [(case, 1000 if i % 2 else 5) for i, case in enumerate(TAKEN | MORE)]
 
 
-@pytest.mark.parametrize("case,programs", [*EITHER, ("plain", 1000), ("several queries", 5)])
+ALWAYS = ("float32 in all", "e4m3 in all", "kivi", "int8 with positions", "int4 in small pages", "192 wide")
+EVERY = [*EITHER, ("plain", 1000), ("several queries", 5)]
+
+
+@pytest.mark.parametrize("case,programs", sweep(EVERY, *(one for one in EVERY if one[0] in ALWAYS)))
 def test_the_kernel_is_the_equation(case, programs):
     drawn, options = split(case) if case in CASES else (MORE[case], dict(scale=0.09))
     inputs = draw(1, **drawn)
@@ -47,7 +52,7 @@ def test_the_kernel_is_the_equation(case, programs):
     check(call(*inputs), by_hand(*inputs, **options), bar)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", sweep(["int8", "int4"], "int8"))
 def test_codes_meet_queries_of_bfloat16(dtype):
     """As a decoder asks: codes on the matrix units, which take no float32."""
     q, *rest = draw(2, rows=AFFINE, page=128, pages=2, dtype=jnp.dtype(dtype))
@@ -57,7 +62,7 @@ def test_codes_meet_queries_of_bfloat16(dtype):
     check(jax.jit(call)(q, *rest, at), by_hand(q, *rest, scale=0.09), 1e-2)
 
 
-@pytest.mark.parametrize("payload", BITS)
+@pytest.mark.parametrize("payload", sweep(BITS, "int8", "uint2", "float8_e4m3fn"))
 def test_every_pattern_of_bits_is_unpacked(payload):
     """As `page_pool` packs it: 8 rows of words, with every byte and every nibble among them."""
     if payload in ("float32", "bfloat16"):
@@ -96,23 +101,25 @@ def has_kernel(text):
     return len(calls) == 1 and 'name = "paged_decode"' in text and "grid_x = 8 : i32" in text
 
 
-@pytest.mark.parametrize("width", [64, 128, 256])
-@pytest.mark.parametrize("payload", BITS)
+@pytest.mark.parametrize(
+    "payload, width",
+    sweep([(p, w) for p in BITS for w in (64, 128, 256)], ("int8", 64), ("float8_e5m2", 256)),
+)
 def test_it_is_lowered_for_cuda(payload, width):
     names = () if payload in ("float32", "bfloat16") else SCALES
     call = partial(paged_decode, scale=0.1, implementation="gpu")
     assert has_kernel(lowered_for_cuda(call, *shapes(payload, width, names=names)))
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        dict(mass=True, t=3, names=("pos", "bias"), window=100, softcap=5.0),
-        dict(names=KIVI, payload="uint2"),
-        dict(names=AFFINE, payload="int4", dtype=jnp.float32),
-        dict(width=80),
-    ],
-)
+GOES_WITH = [
+    dict(mass=True, t=3, names=("pos", "bias"), window=100, softcap=5.0),
+    dict(names=KIVI, payload="uint2"),
+    dict(names=AFFINE, payload="int4", dtype=jnp.float32),
+    dict(width=80),
+]
+
+
+@pytest.mark.parametrize("how", sweep(GOES_WITH, *GOES_WITH[:3]))
 def test_what_goes_with_it_is_lowered_too(how):
     options = {n: x for n, x in how.items() if n in ("mass", "window", "softcap")}
     drawn = dict(payload="bfloat16", width=128) | {n: x for n, x in how.items() if n not in options}

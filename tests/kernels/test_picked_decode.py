@@ -14,6 +14,7 @@ import pytest
 from kvjax.ops.decode.picked_decode import picked_decode, tpu_picked_decode
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
+from tests.sweep import sweep
 
 L, B, K, SLOTS = 2, 2, 2, 512
 # Pages of every list: all that fit the table, none, one, and some.
@@ -65,6 +66,10 @@ def by_hand(inputs, *, page, scale, window=None, softcap=None):
 
 
 CASES = {
+    "all there is": (
+        dict(t=2, group=3, counts="mixed", page=16),
+        dict(page=16, window=700, softcap=5.0),
+    ),
     "quest": (dict(), dict(page=16)),
     "no group": (dict(group=1), dict(page=16)),
     "wide": (dict(width=256, group=5), dict(page=16)),
@@ -76,17 +81,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("form", ["reference", "tpu interpret"])
-@pytest.mark.parametrize("case", CASES)
-def test_what_is_picked_is_attended_and_nothing_else(case, form):
+@pytest.mark.parametrize("case", sweep(CASES, "all there is", "bfloat16"))
+def test_what_is_picked_is_attended_and_nothing_else(case):
     how, options = CASES[case]
     inputs, options = draw(0, **how), options | dict(scale=0.09)
-    call = jax.jit(lambda *x: picked_decode(*x, 1, implementation=form, **options))
-    bar = 1e-2 if how.get("dtype") == jnp.bfloat16 else 2e-6
-    check(call(*inputs), by_hand(inputs, **options), bar)
+    want, bar = by_hand(inputs, **options), 1e-2 if how.get("dtype") == jnp.bfloat16 else 2e-6
+    for form in ("reference", "tpu interpret"):
+        check(jax.jit(partial(picked_decode, implementation=form, **options))(*inputs, 1), want, bar)
 
 
-@pytest.mark.parametrize("form", ["reference", "tpu interpret"])
+@pytest.mark.parametrize("form", sweep(["reference", "tpu interpret"]))
 def test_where_nothing_is_picked_nothing_is_seen(form):
     out, lse = picked_decode(*draw(3, counts="empty"), 1, page=16, scale=1.0, implementation=form)
     assert (np.asarray(out) == 0).all() and np.isneginf(lse).all()
@@ -97,8 +101,12 @@ def in_steps(inputs, mode):
     return jax.jit(lambda *x: tpu_picked_decode(*x, jnp.asarray(1, jnp.int32), **options))(*inputs)
 
 
-@pytest.mark.parametrize("dma", ["on_wait", "eager"])
-@pytest.mark.parametrize("counts", ["mixed", "empty ends"])
+@pytest.mark.parametrize(
+    "counts, dma",
+    sweep(
+        [(c, dma) for c in ("mixed", "empty ends") for dma in ("on_wait", "eager")], ("empty ends", "on_wait")
+    ),
+)
 def test_pages_that_take_several_steps_do_not_race(counts, dma):
     inputs = draw(1, counts=counts)
     got, races = with_races(partial(in_steps, inputs), dma)

@@ -1,5 +1,7 @@
 """Prompts through the kernels, against the same in strips of plain jnp and its gradients."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from kvjax.ops.attention.prompt_attention import causal_attention
 from kvjax.ops.attention.strips import causal_in_strips
 from kvjax.ops.attention.union import Keys
 from tests.kernels.close import check
+from tests.sweep import sweep
 
 B, N, K, T, H = 2, 4, 2, 40, 16
 HOW = dict(scale=0.3, softcap=5.0)
@@ -29,13 +32,14 @@ def draw(seed, *, bias=False, heads=K):
 
 
 @pytest.mark.parametrize(
-    "mass, window, heads", [(None, None, K), ("sum", 12, K), ("max", None, N)], ids=["plain", "sum", "max"]
+    "mass, window, heads", sweep([(None, None, K), ("sum", 12, K), ("max", None, N)], ("sum", 12, K))
 )
 def test_sets_through_kernels_are_sets_in_strips(mass, window, heads):
     q, new, past, sink, pos = draw(0, heads=heads)
     options = dict(mass=mass, window=window, **HOW)
-    found = causal_attention(q, new, (sink, past), pos, implementation="tpu interpret", **options)
-    want = causal_in_strips(q, new, (sink, past), pos, **options)
+    call = partial(causal_attention, implementation="tpu interpret", **options)
+    found = jax.jit(call)(q, new, (sink, past), pos)
+    want = jax.jit(partial(causal_in_strips, **options))(q, new, (sink, past), pos)
     real = (pos >= 0)[:, None, :, None]
     assert len(found[1]) == len(want[1]) == (0 if mass is None else 3)
     check(*([jnp.where(real, out, 0.0), *masses] for out, masses in (found, want)), 2e-6)
@@ -53,7 +57,7 @@ def test_gradients_through_several_sets_are_those_of_strips():
         def of(q, k, v, old):
             return loss(q, new._replace(k=k, v=v), past._replace(k=old), implementation)
 
-        return jax.grad(of, argnums=(0, 1, 2, 3))(q, new.k, new.v, past.k)
+        return jax.jit(jax.grad(of, argnums=(0, 1, 2, 3)))(q, new.k, new.v, past.k)
 
     check(gradients("tpu interpret"), gradients("reference"), 2e-6)
 

@@ -13,6 +13,7 @@ import pytest
 from kvjax.ops.decode.ragged_decode import CodedRows, ragged_decode, tpu_ragged_decode
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
+from tests.sweep import sweep
 
 B, K = 2, 2
 # Full, none, one slot, one past a step: in this order, in another one, and nothing at all.
@@ -79,6 +80,8 @@ def by_hand(inputs, options, softcap=None):
 
 
 CASES = {
+    # Blocks end within tiles, biases have tails of their own, and values are narrower than keys.
+    "all there is": dict(t=2, group=3, width=256, aligned=128, unit=4, bias=True),
     "plain": dict(),
     "empty lists first and last": dict(lengths="empty ends"),
     "several queries": dict(t=3),
@@ -96,27 +99,26 @@ def bar(case):
     return 1e-2 if case == "bfloat16" else 2e-6
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_plain_form_is_the_equation(case):
-    inputs, options = draw(0, **CASES[case])
-    call = jax.jit(partial(ragged_decode, implementation="reference", softcap=5.0, **options))
-    check(call(*inputs), by_hand(inputs, options, 5.0), bar(case))
-
-
 def kernel(inputs, options, block, interpret=True, **more):
     call = partial(tpu_ragged_decode, block=block, interpret=interpret, **options, **more)
     return jax.jit(call)(*inputs)
 
 
-@pytest.mark.parametrize("block", [16, 64])
-@pytest.mark.parametrize("case", CASES)
-def test_the_kernel_is_the_equation(case, block):
+ALWAYS = [("all there is", 16), ("latents", 16), ("bfloat16", 16)]
+
+
+@pytest.mark.parametrize(
+    "case, block", sweep([(case, block) for case in CASES for block in (16, 64)], *ALWAYS)
+)
+def test_both_forms_are_the_equation(case, block):
     inputs, options = draw(1, **CASES[case])
-    got = kernel(inputs, options, block * CASES[case].get("unit", 1), softcap=5.0)
-    check(got, by_hand(inputs, options, 5.0), bar(case))
+    want = by_hand(inputs, options, 5.0)
+    plain = jax.jit(partial(ragged_decode, implementation="reference", softcap=5.0, **options))
+    check(plain(*inputs), want, bar(case))
+    check(kernel(inputs, options, block * CASES[case].get("unit", 1), softcap=5.0), want, bar(case))
 
 
-@pytest.mark.parametrize("case", ["plain", "latents"])
+@pytest.mark.parametrize("case", sweep(["plain", "latents"], "plain"))
 def test_the_kernel_chooses_its_own_steps(case):
     inputs, options = draw(5, **CASES[case])
     call = jax.jit(partial(ragged_decode, implementation="tpu interpret", **options))
@@ -137,9 +139,8 @@ def coded(rows, starts, lengths, most):
     return CodedRows(jnp.asarray(codes), jnp.asarray(words)), jnp.asarray(plain, jnp.float32)
 
 
-@pytest.mark.parametrize("which", ["both", "values", "latents"])
-@pytest.mark.parametrize("how", ["reference", "tpu interpret"])
-def test_codes_are_the_numbers_that_they_stand_for(how, which):
+@pytest.mark.parametrize("which", sweep(["both", "values", "latents"], "both"))
+def test_codes_are_the_numbers_that_they_stand_for(which):
     """And biases are added to what is left of them."""
     inputs, options = draw(8, aligned=128, unit=4, bias=True, packed=which == "latents")
     q, k, v, starts, lengths = inputs
@@ -148,11 +149,16 @@ def test_codes_are_the_numbers_that_they_stand_for(how, which):
         (x, x) if x is None or (which == "values" and x is k) else coded(x, *given, options["most"])
         for x in (k, v)
     )
-    got = jax.jit(partial(ragged_decode, implementation=how, **options))(q, k, v, starts, lengths)
-    check(got, by_hand((q, plain_k, plain_v, starts, lengths), options), 2e-6)
+    want = by_hand((q, plain_k, plain_v, starts, lengths), options)
+    for how in ("reference", "tpu interpret"):
+        check(
+            jax.jit(partial(ragged_decode, implementation=how, **options))(q, k, v, starts, lengths),
+            want,
+            2e-6,
+        )
 
 
-@pytest.mark.parametrize("how", ["reference", "tpu interpret"])
+@pytest.mark.parametrize("how", sweep(["reference", "tpu interpret"]))
 def test_lists_without_slots_give_zeros(how):
     inputs, options = draw(4, lengths="empty")
     out, lse = jax.jit(partial(ragged_decode, implementation=how, **options))(*inputs)
@@ -164,8 +170,12 @@ def test_two_cores_share_the_lists():
     check(kernel(inputs, options, 16, cores=2), by_hand(inputs, options), 2e-6)
 
 
-@pytest.mark.parametrize("dma", ["on_wait", "eager"])
-@pytest.mark.parametrize("case", ["plain", "empty lists first and last", "biases"])
+RACED = ("plain", "empty lists first and last", "biases")
+
+
+@pytest.mark.parametrize(
+    "case, dma", sweep([(case, dma) for case in RACED for dma in ("on_wait", "eager")], (RACED[1], "on_wait"))
+)
 def test_copies_have_arrived_before_they_are_read(case, dma):
     inputs, options = draw(3, **CASES[case])
     block = 16 * CASES[case].get("unit", 1)

@@ -14,6 +14,7 @@ import pytest
 from kvjax.ops.decode.stacked_decode import Coded, stacked_append, stacked_decode, tpu_stacked_decode
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
+from tests.sweep import sweep
 
 B, K, LAYERS = 2, 2, 2
 LENGTHS = {"each": [[64, 61], [33, 0]], "one": [40, 0]}
@@ -97,6 +98,9 @@ def by_hand(
 
 
 CASES = {
+    # Blocks that slots do not fill, positions in no order, and masses of all queries.
+    "all on rows": dict(t=2, group=3, slots=328, window=250, softcap=5.0, mass=True, **sides(7, 328)),
+    "all on the lanes": dict(width=80, slots=384, t=2, window=290, softcap=5.0, mass=True, **sides(9, 384)),
     "plain": dict(),
     "several queries": dict(t=3),
     "one head each": dict(group=1),
@@ -149,21 +153,19 @@ def given(results):
     return [x for x in results if x is not None]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_plain_form_is_the_equation(case):
-    drawn, options = split(case)
-    inputs = draw(0, **drawn)
-    call = jax.jit(lambda *x: stacked_decode(*x, 1, implementation="reference", **options))
-    check(given(call(*inputs)), by_hand(*inputs, **options), 1e-2 if "bfloat16" in case else 2e-6)
+EVERY = [(case, block) for case in CASES for block in (16, 64)]
+ALWAYS = [("all on rows", 64), ("all on the lanes", 64), ("slots that fill no block", 16),
+          ("latents on the lanes", 16), ("bfloat16", 16)]  # fmt: skip
 
 
-@pytest.mark.parametrize("block", [16, 64])
-@pytest.mark.parametrize("case", CASES)
-def test_the_kernel_is_the_equation(case, block):
+@pytest.mark.parametrize("case, block", sweep(EVERY, *ALWAYS))
+def test_both_forms_are_the_equation(case, block):
     drawn, options = split(case)
     inputs = draw(1, **drawn)
-    got = kernel(inputs, options, block, True)
-    check(got, by_hand(*inputs, **options), 1e-2 if "bfloat16" in case else 2e-6)
+    want, bar = by_hand(*inputs, **options), 1e-2 if "bfloat16" in case else 2e-6
+    call = jax.jit(lambda *x: stacked_decode(*x, 1, implementation="reference", **options))
+    check(given(call(*inputs)), want, bar)
+    check(kernel(inputs, options, block, True), want, bar)
 
 
 def test_blocks_in_front_of_a_window_are_never_read():
@@ -188,9 +190,14 @@ def test_two_cores_share_the_lists():
     check(kernel(inputs, options, 16, True, cores=2), by_hand(*inputs, **options), 2e-6)
 
 
-@pytest.mark.parametrize("dma", ["on_wait", "eager"])
+RACED = ("plain", "window and soft-cap", "positions and biases", "mass", "heads of 80 on the lanes")
+
+
 @pytest.mark.parametrize(
-    "case", ["plain", "window and soft-cap", "positions and biases", "mass", "heads of 80 on the lanes"]
+    "case, dma",
+    sweep(
+        [(case, dma) for case in RACED for dma in ("on_wait", "eager")], ("positions and biases", "on_wait")
+    ),
 )
 def test_copies_have_arrived_before_they_are_read(case, dma):
     drawn, options = split(case)
@@ -207,10 +214,9 @@ def test_a_missing_wait_is_found(monkeypatch):
     assert with_races(lambda mode: kernel(draw(3, **drawn), options, 16, mode), "eager")[1]
 
 
-@pytest.mark.parametrize("how", ["reference", "tpu interpret"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", sweep([jnp.float32, jnp.bfloat16], jnp.bfloat16))
 @pytest.mark.parametrize("width, slots", [(128, 64), (64, 128)], ids=["rows", "lanes"])
-def test_a_row_is_appended_where_the_length_says_and_nowhere_else(how, dtype, width, slots):
+def test_a_row_is_appended_where_the_length_says_and_nowhere_else(dtype, width, slots):
     _, k, v, _, _ = draw(4, dtype=dtype, width=width, slots=slots)
     rng = np.random.default_rng(5)
     new = [jnp.asarray(rng.standard_normal((B, K, width)), dtype) for _ in range(2)]
@@ -220,10 +226,11 @@ def test_a_row_is_appended_where_the_length_says_and_nowhere_else(how, dtype, wi
         for b, h in np.ndindex(B, K):
             if slot[b, h] >= 0:
                 x[1, b, h, slot[b, h]] = y[b, h].astype(jnp.float32)
-    call = jax.jit(partial(stacked_append, implementation=how), donate_argnums=(0, 1))
-    got = call(k, v, *new, jnp.asarray(slot), jnp.asarray(1))
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_array_equal(np.asarray(x.astype(jnp.float32)), y)
+    for how in ("reference", "tpu interpret"):
+        call = jax.jit(partial(stacked_append, implementation=how), donate_argnums=(0, 1))
+        got = call(jnp.copy(k), jnp.copy(v), *new, jnp.asarray(slot), jnp.asarray(1))
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_array_equal(np.asarray(x.astype(jnp.float32)), y)
 
 
 def test_a_scan_over_layers_decodes_with_the_row_it_appended():
@@ -272,9 +279,8 @@ def code(x):
     return Coded(jnp.asarray(codes), jnp.asarray(words)), jnp.asarray(plain, jnp.float32)
 
 
-@pytest.mark.parametrize("which", ["both", "keys", "values", "latents"])
-@pytest.mark.parametrize("how", ["reference", "kernel"])
-def test_codes_are_the_numbers_that_they_stand_for(which, how):
+@pytest.mark.parametrize("which", sweep(["both", "keys", "values", "latents"], "both"))
+def test_codes_are_the_numbers_that_they_stand_for(which):
     """Scales and zeros behind the lengths are no numbers."""
     packed = which == "latents"
     q, k, v, lengths, pos = draw(11, t=2, slots=320, packed=packed)
@@ -283,14 +289,12 @@ def test_codes_are_the_numbers_that_they_stand_for(which, how):
     coded_v, plain_v = (v, v) if which in ("keys", "latents") else code(v)
     want = by_hand(q, plain_k, plain_v, lengths, pos, **options)
     inputs = (q, coded_k, coded_v, lengths, pos)
-    if how == "kernel":
-        check(kernel(inputs, options, 128, True), want, 2e-6)
-        return
+    check(kernel(inputs, options, 128, True), want, 2e-6)
     call = jax.jit(lambda *x: stacked_decode(*x, 1, implementation="reference", **options))
     check(given(call(*inputs)), want, 2e-6)
 
 
-@pytest.mark.parametrize("dma", ["on_wait", "eager"])
+@pytest.mark.parametrize("dma", sweep(["on_wait", "eager"]))
 def test_codes_have_arrived_before_they_are_read(dma):
     q, k, v, lengths, pos = draw(13, slots=384)
     (coded_k, plain_k), (coded_v, plain_v) = code(k), code(v)

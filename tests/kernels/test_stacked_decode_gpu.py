@@ -20,6 +20,7 @@ from tests.kernels import test_ragged_decode as ragged
 from tests.kernels import test_stacked_decode as stacked
 from tests.kernels.close import check
 from tests.kernels.cuda import lowered_for_cuda
+from tests.sweep import sweep
 
 # Latents wider than a power of two, rows that fill no block, and heads that fill no lanes: it masks them all.
 MORE = {
@@ -29,14 +30,20 @@ MORE = {
 GPU = "gpu interpret"
 
 
-@pytest.fixture(params=[1000, 3], ids=["many parts", "few parts"])
-def programs(request, monkeypatch):
-    """Few programs take several steps each, many take one and leave more to merge."""
-    monkeypatch.setattr(partial_gpu, "PROGRAMS", request.param)
+# Few programs take several steps each, many take one and leave more to merge.
+MANY, FEW = 1000, 3
 
 
-@pytest.mark.parametrize("case", stacked.CASES)
-def test_dense_lists(case, programs):
+def in_parts(cases, *always):
+    """Cases with many parts and with few, of which those in `always` run every time."""
+    return pytest.mark.parametrize(
+        "case, programs", sweep([(x, n) for x in cases for n in (MANY, FEW)], *always)
+    )
+
+
+@in_parts(stacked.CASES, ("all on rows", MANY), ("all on the lanes", FEW), ("bfloat16", FEW))
+def test_dense_lists(case, programs, monkeypatch):
+    monkeypatch.setattr(partial_gpu, "PROGRAMS", programs)
     drawn, options = stacked.split(case)
     inputs = stacked.draw(1, **drawn)
     call = jax.jit(lambda *x: stacked_decode(*x, 1, implementation=GPU, **options))
@@ -47,12 +54,13 @@ def test_dense_lists(case, programs):
     )
 
 
-@pytest.mark.parametrize("which", ["both", "keys", "values", "latents"])
-def test_dense_codes(which, programs):
-    q, k, v, lengths, pos = stacked.draw(11, t=2, slots=320, packed=which == "latents")
+@in_parts(["both", "keys", "values", "latents"], ("both", MANY))
+def test_dense_codes(case, programs, monkeypatch):
+    monkeypatch.setattr(partial_gpu, "PROGRAMS", programs)
+    q, k, v, lengths, pos = stacked.draw(11, t=2, slots=320, packed=case == "latents")
     options = dict(scale=0.09, window=200, mass=True, pos=stacked.sides(12, 320)["pos"])
-    coded_k, plain_k = (k, k) if which == "values" else stacked.code(k)
-    coded_v, plain_v = (v, v) if which in ("keys", "latents") else stacked.code(v)
+    coded_k, plain_k = (k, k) if case == "values" else stacked.code(k)
+    coded_v, plain_v = (v, v) if case in ("keys", "latents") else stacked.code(v)
     call = jax.jit(lambda *x: stacked_decode(*x, 1, implementation=GPU, **options))
     check(
         call(q, coded_k, coded_v, lengths, pos),
@@ -61,14 +69,17 @@ def test_dense_codes(which, programs):
     )
 
 
-@pytest.mark.parametrize("case", ragged.CASES)
-def test_lists_of_unequal_lengths(case, programs):
+@in_parts(ragged.CASES, ("all there is", MANY))
+def test_lists_of_unequal_lengths(case, programs, monkeypatch):
+    monkeypatch.setattr(partial_gpu, "PROGRAMS", programs)
     inputs, options = ragged.draw(1, **ragged.CASES[case])
     call = jax.jit(partial(ragged_decode, implementation=GPU, softcap=5.0, **options))
     check(call(*inputs), ragged.by_hand(inputs, options, 5.0), ragged.bar(case))
 
 
-def test_codes_of_unequal_lengths(programs):
+@in_parts(["both"], ("both", FEW))
+def test_codes_of_unequal_lengths(case, programs, monkeypatch):
+    monkeypatch.setattr(partial_gpu, "PROGRAMS", programs)
     (q, k, v, starts, lengths), options = ragged.draw(4, aligned=128, unit=4)
     (coded_k, plain_k), (coded_v, plain_v) = (
         ragged.coded(x, starts, lengths, options["most"]) for x in (k, v)
@@ -78,8 +89,9 @@ def test_codes_of_unequal_lengths(programs):
     check(call(q, coded_k, coded_v, starts, lengths), want, 2e-6)
 
 
-@pytest.mark.parametrize("case", picked.CASES)
-def test_picked_pages(case, programs):
+@in_parts(picked.CASES, ("all there is", FEW))
+def test_picked_pages(case, programs, monkeypatch):
+    monkeypatch.setattr(partial_gpu, "PROGRAMS", programs)
     how, options = picked.CASES[case]
     inputs, options = picked.draw(0, **how), options | dict(scale=0.09)
     call = jax.jit(lambda *x: picked_decode(*x, 1, implementation=GPU, **options))

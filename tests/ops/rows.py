@@ -54,18 +54,20 @@ def check_packed_rows(op, row, x, state, bar=1e-10):
 
 
 def check_cuts(op, row, x, state, step=None, bar=1e-10):
-    """prefill(a), prefill(b) is prefill(a + b), and so are single steps from its state. In float64."""
+    """Prefills of a third each are one of the whole, and so are single steps after the first. In float64."""
     want = by_rows(row, x, state)
     with jax.enable_x64(True):
         x, state = jax.tree.map(jnp.asarray, (x, state))
         run = jax.jit(lambda x, s: op(x, initial_state=s))
         one = jax.jit(lambda x, s: (step or op)(x, initial_state=s))
-        for cut in (T // 3, 2 * T // 3):  # few lengths, or this is nothing but compiling
-            first, middle = run({n: y[:, :cut] for n, y in x.items()}, state)
-            second, last = run({n: y[:, cut:] for n, y in x.items()}, middle)
-            close((jnp.concatenate([first, second], 1), last), want, bar)
+        third = T // 3  # one length, or this is nothing but compiling
+        cuts = [{n: y[:, start : start + third] for n, y in x.items()} for start in range(0, T, third)]
+        first, middle = run(cuts[0], state)
+        second, later = run(cuts[1], middle)
+        last, end = run(cuts[2], later)
+        close((jnp.concatenate([first, second, last], 1), end), want, bar)
         outs = [first]
-        for t in range(cut, T):
+        for t in range(third, T):
             out, middle = one({n: y[:, t : t + 1] for n, y in x.items()}, middle)
             outs.append(out)
         close((jnp.concatenate(outs, 1), middle), want, bar)

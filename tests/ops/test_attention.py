@@ -1,5 +1,7 @@
 """Attention over unions of key sets, against float64 numpy written from the equation."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from kvjax.ops.attention import union as attention
 from kvjax.ops.attention.strips import causal_in_strips
 from kvjax.ops.attention.union import Keys
 from tests.compilation import optimised
+from tests.sweep import sweep
 
 B, N, K, T, H, V = 2, 4, 2, 3, 8, 6
 SCALE = 0.37
@@ -88,12 +91,11 @@ def test_attend_is_the_softmax_over_the_visible_keys_of_all_sets(rng):
     close((out, lse, masses), (want, want_lse, tuple(grouped(x, K, np.sum) for x in p)))
 
 
-@pytest.mark.parametrize("window, softcap", [(7, None), (None, 1.5), (7, 1.5)])
+@pytest.mark.parametrize("window, softcap", sweep([(7, None), (None, 1.5), (7, 1.5)], (7, 1.5)))
 def test_windows_hide_what_is_too_old_and_softcaps_bound_logits_before_the_bias(rng, window, softcap):
     (q, q_pos), sets = make_queries(rng), two_sets(rng)
-    out, lse, (_, mass) = attention.attend(
-        q, sets, q_pos, scale=SCALE, window=window, softcap=softcap, mass="max"
-    )
+    how = dict(scale=SCALE, window=window, softcap=softcap, mass="max")
+    out, lse, (_, mass) = jax.jit(partial(attention.attend, **how))(q, sets, q_pos)
     want, want_lse, p = by_hand(q, sets, q_pos, window=window, softcap=softcap)
     close((out, lse, mass), (want, want_lse, grouped(p[1], K, np.max)))
 
@@ -119,7 +121,7 @@ def test_merging_parts_equals_attending_to_their_union(rng):
     (q, q_pos), (a, b) = make_queries(rng), two_sets(rng)
     # The last part lies in the future of every query: it must drop out.
     sets = (a, b, make_keys(rng, 5, lowest=90, highest=99))
-    parts = [attention.attend(q, s, q_pos, scale=SCALE)[:2] for s in sets]
+    parts = [attend(q, (s,), q_pos)[:2] for s in sets]
     assert (parts[-1][1] == -jnp.inf).all()
     close(attention.merge(parts), by_hand(q, sets, q_pos)[:2])
 
@@ -197,7 +199,11 @@ def test_a_nan_that_is_visible_is_not_hidden(rng):
 @pytest.mark.parametrize(
     "mass, window, tokens, strip, prefixes",
     # One strip; strips of four with a remainder; two prefixes of two strips each, with and without a window.
-    [("sum", None, 11, 256, 8), ("max", 5, 11, 4, 8), ("sum", 5, 16, 4, 2), ("max", None, 16, 4, 2)],
+    sweep(
+        [("sum", None, 11, 256, 8), ("max", 5, 11, 4, 8), ("sum", 5, 16, 4, 2), ("max", None, 16, 4, 2)],
+        ("max", 5, 11, 4, 8),
+        ("max", None, 16, 4, 2),
+    ),
 )
 def test_causal_attention_in_strips_equals_attention_to_past_and_new(
     rng, monkeypatch, mass, window, tokens, strip, prefixes
@@ -245,7 +251,8 @@ def test_one_head_at_a_time_is_all_heads_at_once(rng, monkeypatch):
 
     def run():
         new = Keys(k, v, pos[:, None])
-        return causal_in_strips(q, new, past, pos, scale=SCALE, window=30, mass="sum")
+        # Another function each time, or the second call would be the first one's program.
+        return jax.jit(partial(causal_in_strips, scale=SCALE, window=30, mass="sum"))(q, new, past, pos)
 
     want = run()
     monkeypatch.setattr(strips, "CACHED_BYTES", 0)

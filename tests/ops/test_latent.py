@@ -11,6 +11,7 @@ from tests.ops import sequences
 from tests.ops.oracles import oracle, rms
 from tests.ops.sequences import T, as_arrays
 from tests.parity.ops.attention import OPS
+from tests.sweep import sweep
 
 B, H, K, P, R, V, THETA = 2, 3, 6, 4, 7, 5, 100.0
 ROPE = Rope(theta=THETA)
@@ -45,22 +46,21 @@ def by_hand(x, turn=complex_pairs):
     return out
 
 
-def test_both_forms_are_the_oracle_also_from_bfloat16():
-    sequences.the_oracle(OPS["mla"], *oracle("mla"))
+@pytest.mark.rotating
+def test_bfloat16_inputs_give_the_oracle():
+    sequences.bfloat16_gives_the_oracle(OPS["mla"], *oracle("mla"))
 
 
-def test_float64_is_the_equation_from_any_state_and_in_segments(tokens):
+def test_float64_is_the_equation_from_any_state_in_segments_and_with_masks(tokens):
     sequences.the_equation_in_float64(run, tokens, by_hand)
 
 
-def test_pieces_and_steps_are_the_whole(tokens):
-    sequences.pieces_are_the_whole(run, tokens, by_hand)
+@pytest.mark.parametrize("size", sweep([1, 14], 1))
+def test_pieces_and_steps_are_the_whole(tokens, size):
+    sequences.pieces_are_the_whole(run, tokens, by_hand, size)
 
 
-def test_masked_tokens_change_nothing(tokens, rng):
-    sequences.masked_tokens_change_nothing(run, tokens, by_hand, rng)
-
-
+@pytest.mark.rotating
 def test_no_room_is_nan(tokens):
     sequences.no_room_is_nan(run, tokens, by_hand)
 
@@ -69,6 +69,7 @@ def test_gradients_agree(tokens):
     sequences.gradients_agree(run, tokens)
 
 
+@pytest.mark.rotating
 def test_positions_count_from_the_start_of_a_segment(tokens):
     few = sequences.piece(tokens, 0, 6)
     x, segments = as_arrays(sequences.join([few, few]), jnp.float32), jnp.asarray([[0] * 6 + [1] * 6] * B)
@@ -77,6 +78,7 @@ def test_positions_count_from_the_start_of_a_segment(tokens):
     assert rms(jax.jit(run)(x)[1].kept["rope"][:, 6:], state[:, :6]) > 0.1
 
 
+@pytest.mark.rotating
 def test_without_rope_nothing_turns(tokens):
     got, _ = jax.jit(lambda x: run(x, rope=None))(as_arrays(tokens, jnp.float32))
     assert rms(got, by_hand(tokens, turn=lambda x, t: x)) < 1e-6

@@ -9,6 +9,7 @@ from kvjax.ops.recurrent.mesa import MesaState, mesa
 from tests.ops import rows
 from tests.ops.oracles import oracle, rms
 from tests.parity.ops.memory import OPS
+from tests.sweep import sweep
 
 B, T, H, K, V = 2, rows.T, 2, 4, 3
 FORMS = {
@@ -17,7 +18,7 @@ FORMS = {
     "conjugate gradients": {"iterations": 2 * K},
     "conjugate gradients, recurrent": {"iterations": 2 * K, "recurrent": True},
 }
-forms = pytest.mark.parametrize("how", FORMS.values(), ids=FORMS)
+forms = pytest.mark.parametrize("form", sweep(FORMS, "chunked", "recurrent", "conjugate gradients"))
 RIDGE = 0.25 + np.random.default_rng(1).random((H, K))
 
 
@@ -56,15 +57,15 @@ def op_of(how):
     return op
 
 
-@pytest.mark.parametrize("how", [{}, {"recurrent": True}, {"iterations": 24}], ids=str)
-def test_float32_results_are_those_of_the_oracle(how):
+def test_conjugate_gradients_reach_the_oracle():
     inputs, want = oracle("mesa_net")
-    got = jax.jit(lambda x: OPS["mesa_net"](x, **how))(inputs)
+    got = jax.jit(lambda x: OPS["mesa_net"](x, iterations=24))(inputs)
     assert got.keys() == want.keys()
     for key, x in want.items():
         assert got[key].dtype == np.float32 and rms(got[key], x) < 1e-6, key
 
 
+@pytest.mark.rotating
 def test_bfloat16_inputs_keep_a_float32_state():
     inputs, want = oracle("mesa_net")
     got = jax.jit(OPS["mesa_net"])({n: jnp.asarray(x, jnp.bfloat16) for n, x in inputs.items()})
@@ -73,15 +74,16 @@ def test_bfloat16_inputs_keep_a_float32_state():
 
 
 @forms
-def test_packed_rows_are_the_equation_from_any_state(rng, how):
-    rows.check_packed_rows(op_of(how), row, draw(rng), draw_state(rng))
+def test_packed_rows_are_the_equation_from_any_state(rng, form):
+    rows.check_packed_rows(op_of(FORMS[form]), row, draw(rng), draw_state(rng))
 
 
-@pytest.mark.parametrize("how", [{}, {"iterations": 2 * K}], ids=["exact", "conjugate gradients"])
-def test_a_sequence_may_be_cut_anywhere(rng, how):
-    rows.check_cuts(op_of(how), row, draw(rng), draw_state(rng))
+@pytest.mark.parametrize("form", sweep(["chunked", "conjugate gradients"], "chunked"))
+def test_a_sequence_may_be_cut_anywhere(rng, form):
+    rows.check_cuts(op_of(FORMS[form]), row, draw(rng), draw_state(rng))
 
 
+@pytest.mark.rotating
 def test_more_steps_come_closer(rng):
     x = jax.tree.map(lambda y: jnp.asarray(y, jnp.float32), draw(rng))
     want, _ = rows.by_rows(row, x)
@@ -89,6 +91,8 @@ def test_more_steps_come_closer(rng):
     assert errors[0] > 4 * errors[1] > 1e-3
 
 
-@pytest.mark.parametrize("how", [{}, {"iterations": 2 * K}], ids=["exact", "conjugate gradients"])
-def test_gradients_stay_finite_under_strong_decay_and_agree(rng, how):
-    rows.check_gradients(op_of(how), op_of({"recurrent": True}), draw(rng, decay=12.0), draw_state(rng))
+@pytest.mark.parametrize("form", sweep(["chunked", "conjugate gradients"], "conjugate gradients"))
+def test_gradients_stay_finite_under_strong_decay_and_agree(rng, form):
+    rows.check_gradients(
+        op_of(FORMS[form]), op_of({"recurrent": True}), draw(rng, decay=12.0), draw_state(rng)
+    )

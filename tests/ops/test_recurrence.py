@@ -1,5 +1,7 @@
 """The recurrence of linear attentions: against stored float64 results, and against itself cut in any way."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,103 +12,101 @@ from kvjax.ops.recurrent.recurrence import chunked, scan, step, tokens_of
 from tests.ops.oracles import ORACLES, oracle, rms
 from tests.ops.recurrences import B, H, K, T, V, by_hand, draw
 from tests.parity.ops_table import OPS
+from tests.sweep import sweep
 
 
 def test_every_oracle_has_a_function():
     assert {path.stem for path in ORACLES.iterdir()} == set(OPS)
 
 
-@pytest.mark.parametrize("recurrent", [False, True], ids=["chunked", "recurrent"])
 @pytest.mark.parametrize("name", OPS)
-def test_float32_results_are_those_of_the_oracle(name, recurrent):
+def test_float32_results_of_both_forms_are_those_of_the_oracle(name):
     inputs, want = oracle(name)
-    got = jax.jit(lambda x: OPS[name](x, recurrent=recurrent))(jax.tree.map(jnp.asarray, inputs))
-    assert got.keys() == want.keys()
-    for key, x in want.items():
-        exact = got[key].dtype == np.float32 or not np.issubdtype(x.dtype, np.floating)
-        assert exact and rms(got[key], x) < 1e-6, key
+    both = jax.jit(lambda x: [OPS[name](x, recurrent=recurrent) for recurrent in (False, True)])
+    for got in both(jax.tree.map(jnp.asarray, inputs)):
+        assert got.keys() == want.keys()
+        for key, x in want.items():
+            exact = got[key].dtype == np.float32 or not np.issubdtype(x.dtype, np.floating)
+            assert exact and rms(got[key], x) < 1e-6, key
 
 
-@pytest.mark.parametrize("name", ["gla", "kda", "mamba2_ssd"])
+@pytest.mark.parametrize("name", sweep(["gla", "kda", "mamba2_ssd"], "kda"))
 def test_bfloat16_inputs_keep_a_float32_state(name):
     inputs, want = oracle(name)
     half = {n: jnp.asarray(x, jnp.float32 if "state" in n else jnp.bfloat16) for n, x in inputs.items()}
     if name == "mamba2_ssd":  # D x is added to the output, whose dtype is the state's
         half["x"], half["D"] = (half[n].astype(jnp.float32) for n in ("x", "D"))
     with jax.numpy_dtype_promotion("standard"):
-        got = OPS[name](half)
+        got = jax.jit(OPS[name])(half)
     assert got["final_state"].dtype == np.float32
     assert all(rms(got[n], want[n]) < 1e-2 for n in want)
 
 
-@pytest.mark.parametrize("vector", [False, True], ids=["scalar decay", "vector decay"])
-@pytest.mark.parametrize("erase", [False, True], ids=["writes", "erases"])
+MEMBERS = [(vector, erase) for vector in (False, True) for erase in (False, True)]
+
+
+@pytest.mark.parametrize("vector, erase", sweep(MEMBERS, MEMBERS[0], MEMBERS[3]))
 def test_float64_results_are_exact_in_every_form(rng, vector, erase):
     with jax.enable_x64(True):
         tokens = jax.tree.map(lambda x: x.astype(jnp.float64), draw(rng, vector=vector, erase=erase))
         state = jnp.asarray(rng.normal(size=(B, H, K, V)))
         want = by_hand(tokens, state)
-        for form in (scan, chunked, lambda *a: chunked(*a, chunk=7)):
-            for got, x in zip(form(tokens, state), want, strict=True):
+        for form in (scan, chunked, partial(chunked, chunk=7)):
+            for got, x in zip(jax.jit(form)(tokens, state), want, strict=True):
                 assert rms(got, x) < 1e-10
 
 
 def test_a_step_is_one_token_of_the_scan(rng):
     tokens = draw(rng)
     state = jnp.zeros((B, H, K, V), jnp.float32)
-    want, _ = scan(tokens)
+    (want, _), one = by_hand(tokens, state), jax.jit(step)
     for t in range(5):
-        out, state = step(state, jax.tree.map(lambda x, t=t: x[:, t], tokens))
+        out, state = one(state, jax.tree.map(lambda x, t=t: x[:, t], tokens))
         np.testing.assert_allclose(out, want[:, t], atol=1e-6)
 
 
-@pytest.mark.parametrize("cut", [1, 16, 30])
+@pytest.mark.parametrize("cut", sweep([1, 16, 30], 30))
 def test_a_sequence_may_be_cut_anywhere(rng, cut):
     tokens = draw(rng)
-    want, last = chunked(tokens)
-    first, state = chunked(jax.tree.map(lambda x: x[:, :cut], tokens))
-    second, state = chunked(jax.tree.map(lambda x: x[:, cut:], tokens), state)
+    (want, last), run = by_hand(tokens, np.zeros((B, H, K, V))), jax.jit(chunked)
+    first, state = run(jax.tree.map(lambda x: x[:, :cut], tokens))
+    second, state = run(jax.tree.map(lambda x: x[:, cut:], tokens), state)
     np.testing.assert_allclose(jnp.concatenate([first, second], 1), want, atol=2e-6)
     np.testing.assert_allclose(state, last, atol=2e-6)
 
 
-@pytest.mark.parametrize("vector", [False, True], ids=["scalar decay", "vector decay"])
+@pytest.mark.parametrize("vector", sweep([False, True], True))
 def test_packed_segments_are_each_alone(rng, vector):
     tokens = draw(rng, vector=vector)
     ends = [[9, 33, T], [20, 21, T]]
     segments = jnp.asarray([np.searchsorted(e, np.arange(T), side="right") for e in ends], jnp.int32)
     state = jnp.asarray(rng.normal(size=(B, H, K, V)), jnp.float32)
+    want, end = by_hand(tokens, state, np.asarray(segments))
     for form in (scan, chunked):
-        got, last = form(tokens, state, segments)
-        cuts = [(b, *cut) for b in range(B) for cut in zip([0, *ends[b]], ends[b], strict=False)]
-        for row, start, stop in cuts:
-            alone = jax.tree.map(lambda x, r=row, a=start, z=stop: x[r : r + 1, a:z], tokens)
-            want, end = scan(alone, state[row : row + 1] if start == 0 else None)
-            np.testing.assert_allclose(got[row : row + 1, start:stop], want, atol=3e-6)
-            if stop == T:
-                np.testing.assert_allclose(last[row : row + 1], end, atol=3e-6)
+        got, last = jax.jit(form)(tokens, state, segments)
+        np.testing.assert_allclose(got, want, atol=3e-6)
+        np.testing.assert_allclose(last, end, atol=3e-6)
 
 
 def test_masked_tokens_leave_the_state_unchanged(rng):
     q, k, v, g, _ = draw(rng)
     beta = jnp.asarray(rng.random((B, T, H)), jnp.float32)
     real = jnp.arange(T)[None] < jnp.asarray([[T], [T - 11]])
-    _, got = ops.gated_delta_rule(q, k, v, g, beta, mask=real)
-    _, want = ops.gated_delta_rule(*(x[1:, : T - 11] for x in (q, k, v, g, beta)))
+    run = jax.jit(ops.gated_delta_rule)
+    _, got = run(q, k, v, g, beta, mask=real)
+    _, want = run(*(x[1:, : T - 11] for x in (q, k, v, g, beta)))
     np.testing.assert_allclose(got[1:], want, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["gla_strong_decay", "kda_strong_decay"])
-@pytest.mark.parametrize("recurrent", [False, True], ids=["chunked", "recurrent"])
-def test_gradients_stay_finite_under_strong_decay_and_agree(name, recurrent):
+@pytest.mark.parametrize("name", sweep(["gla_strong_decay", "kda_strong_decay"], "kda_strong_decay"))
+def test_gradients_stay_finite_under_strong_decay_and_agree(name):
     inputs = jax.tree.map(jnp.asarray, oracle(name)[0])
 
     def loss(x, recurrent):
         return sum((y**2).sum() for y in OPS[name](x, recurrent=recurrent).values())
 
-    got = jax.jit(jax.grad(loss), static_argnums=1)(inputs, recurrent)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
-    want = jax.jit(jax.grad(loss), static_argnums=1)(inputs, True)
+    got, want = (jax.jit(jax.grad(partial(loss, recurrent=how)))(inputs) for how in (False, True))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((got, want)))
     for key, x in want.items():
         assert rms(got[key], x) < 1e-5, key
 
@@ -116,7 +116,8 @@ def test_keys_serve_a_group_of_value_heads(rng):
     v = jnp.asarray(rng.normal(size=(B, T, H, V)), jnp.float32)
     shared = tokens_of(q, k, v)
     assert shared.k.shape == (B, T, H, K) and shared.log_decay.shape == (B, T, H, 1)
-    out, _ = chunked(shared)
+    run = jax.jit(chunked)
+    out, _ = run(shared)
     for h in range(H):
-        one, _ = chunked(tokens_of(q, k, v[:, :, h : h + 1]))
+        one, _ = run(tokens_of(q, k, v[:, :, h : h + 1]))
         np.testing.assert_allclose(out[:, :, h : h + 1], one, atol=1e-6)

@@ -1,5 +1,6 @@
 """Rotary embedding against float64 numpy written from the papers' equations."""
 
+import functools
 import math
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.ops.base.rope import Rope, angles, rotate
+from tests.sweep import sweep
 
 H = 16
 POSITIONS = np.array([0, 1, 2, 7, 63, 500, 4095])
@@ -22,8 +24,12 @@ def complex_rotation(x: np.ndarray, angle: np.ndarray) -> np.ndarray:
 
 def turned(rope: Rope, x: np.ndarray, positions: np.ndarray, length: int | None = None) -> np.ndarray:
     reach = None if length is None else jnp.full(positions.shape, length, jnp.int32)
-    cos, sin = angles(rope, jnp.asarray(positions, jnp.int32), x.shape[-1], reach)
-    return np.asarray(rotate(jnp.asarray(x, jnp.float32), cos, sin), np.float64)
+    return np.asarray(_turned(rope, x.astype(np.float32), positions.astype(np.int32), reach), np.float64)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _turned(rope, x, positions, reach):
+    return rotate(x, *angles(rope, positions, x.shape[-1], reach))
 
 
 def assert_rotates(rope, frequencies, rng, amplitude=1.0, length=None):
@@ -52,7 +58,7 @@ def test_linear_divides_positions(rng):
     assert_rotates(Rope(kind="linear", factor=4.0), base(10000.0) / 4, rng)
 
 
-@pytest.mark.parametrize("length", [1, 100, 128, 129, 300, 5000])
+@pytest.mark.parametrize("length", [100, 128, 129, 5000])
 def test_dynamic_changes_the_base_beyond_the_original_length(length, rng):
     """Dynamic NTK: theta' = theta (s l / L - (s - 1))^(H / (H - 2)) for l > L."""
     factor, original = 2.0, 128
@@ -149,13 +155,11 @@ KINDS = [
 
 @pytest.mark.parametrize("rope", KINDS, ids=lambda r: r.kind + str(r.rotary_dim or ""))
 def test_scores_depend_on_distance_alone(rope, rng):
-    q, k = rng.standard_normal((2, 1, H))
-
-    def score(m, n):
-        return float((turned(rope, q, np.array([m]), 100) * turned(rope, k, np.array([n]), 100)).sum())
-
-    assert score(40, 33) == pytest.approx(score(7, 0), abs=1e-4)
-    assert score(40, 33) != pytest.approx(score(40, 20), abs=1e-2)
+    q, k = rng.standard_normal((2, 1, H)).repeat(4, 1)
+    pairs = np.array([[40, 33], [7, 0], [40, 20], [9, 2]]).T
+    near, same, other, again = (turned(rope, q, pairs[0], 100) * turned(rope, k, pairs[1], 100)).sum(-1)
+    assert near == pytest.approx(same, abs=1e-4) and near == pytest.approx(again, abs=1e-4)
+    assert near != pytest.approx(other, abs=1e-2)
 
 
 @pytest.mark.parametrize("rope", KINDS, ids=lambda r: r.kind + str(r.rotary_dim or ""))
@@ -187,7 +191,7 @@ def test_low_precision_inputs_keep_their_dtype_and_turn_in_float32(rng):
     np.testing.assert_array_equal(np.asarray(out), np.asarray(exact.astype(jnp.bfloat16)))
 
 
-@pytest.mark.parametrize("rope", KINDS, ids=lambda r: r.kind + str(r.rotary_dim or ""))
+@pytest.mark.parametrize("rope", sweep(KINDS, KINDS[2]), ids=lambda r: r.kind + str(r.rotary_dim or ""))
 def test_positions_of_any_shape_and_jit_give_the_same(rope, rng):
     pos = jnp.asarray(rng.integers(0, 100, (2, 3, 4)), jnp.int32)
     length = jnp.full((2, 1, 1), 100, jnp.int32)

@@ -11,6 +11,7 @@ from tests.ops import sequences
 from tests.ops.oracles import oracle, rms
 from tests.ops.sequences import T, as_arrays
 from tests.parity.ops.attention import OPS
+from tests.sweep import sweep
 
 B, N, H, K, V, WINDOW = 2, 4, 2, 6, 5, 7
 SINK = np.array([-3.0, 0.5, 2.0, 40.0])
@@ -50,22 +51,21 @@ def plain(tokens, dtype):
     return jnp.moveaxis(out, 1, 2), jnp.moveaxis(lse, 1, 2)
 
 
-def test_both_forms_are_the_oracle_also_from_bfloat16():
-    sequences.the_oracle(OPS["attn_gqa_sink_window"], *oracle("attn_gqa_sink_window"))
+@pytest.mark.rotating
+def test_bfloat16_inputs_give_the_oracle():
+    sequences.bfloat16_gives_the_oracle(OPS["attn_gqa_sink_window"], *oracle("attn_gqa_sink_window"))
 
 
-def test_float64_is_the_equation_from_any_state_and_in_segments(tokens):
+def test_float64_is_the_equation_from_any_state_in_segments_and_with_masks(tokens):
     sequences.the_equation_in_float64(run, tokens, by_hand)
 
 
-def test_pieces_and_steps_are_the_whole(tokens):
-    sequences.pieces_are_the_whole(run, tokens, by_hand)
+@pytest.mark.parametrize("size", sweep([1, 14], 1))
+def test_pieces_and_steps_are_the_whole(tokens, size):
+    sequences.pieces_are_the_whole(run, tokens, by_hand, size)
 
 
-def test_masked_tokens_change_nothing(tokens, rng):
-    sequences.masked_tokens_change_nothing(run, tokens, by_hand, rng)
-
-
+@pytest.mark.rotating
 def test_no_room_is_nan(tokens):
     sequences.no_room_is_nan(run, tokens, by_hand)
 

@@ -66,15 +66,7 @@ def op(x, **how):
     return transformer_vq(x["q"], x["k"], x["v"], jnp.asarray(BOOK, x["v"].dtype), block=BLOCK, **how)
 
 
-@forms
-def test_float32_results_are_those_of_the_oracle(recurrent):
-    inputs, want = oracle("transformer_vq")
-    got = jax.jit(lambda x: OPS["transformer_vq"](x, recurrent=recurrent))(inputs)
-    assert got.keys() == want.keys()
-    for key, x in want.items():
-        assert got[key].dtype == np.float32 and rms(got[key], x) < 1e-6, key
-
-
+@pytest.mark.rotating
 def test_bfloat16_inputs_keep_a_float32_state():
     inputs, want = oracle("transformer_vq")
     got = jax.jit(OPS["transformer_vq"])({n: jnp.asarray(x, jnp.bfloat16) for n, x in inputs.items()})
