@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.cache import nbytes
-from kvjax.methods import TABLE
+from kvjax.methods import METHODS
 from tests.methods.battery import (
     PACKED,
     ROOM,
@@ -50,7 +50,7 @@ every = rows(ROWS)
 
 
 def test_every_method_has_a_row():
-    assert set(TABLE) == {id for r in ROWS for id, _ in r.build if len(r.build) == 1}
+    assert set(METHODS) == {id for r in ROWS for id, _ in r.build if len(r.build) == 1}
 
 
 @every
