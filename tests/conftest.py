@@ -35,8 +35,8 @@ def rng() -> np.random.Generator:
 
 
 # A process may map 65530 regions of memory, and every compiled program takes several: a few thousand of them
-# end in a crash of the compiler. And a laptop with 8 cores runs 8 processes side by side, so each of them forgets
-# its programs before it takes more memory than its share.
+# end in a crash of the compiler. And a laptop with 8 cores runs 8 processes side by side, so each of them
+# forgets its programs before it takes more memory than its share.
 MOST_MAPPINGS = 30_000
 MOST_MEMORY = 2_000_000_000
 
