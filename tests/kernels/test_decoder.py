@@ -135,10 +135,11 @@ RECURRENT = {
 }
 
 
-@pytest.mark.parametrize("stacked", sweep([True, False]))
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize(
+    "name, stacked", sweep(itertools.product(RECURRENT, [True, False]), ("LogLinearDelta", False))
+)
 def test_states_are_written_where_they_lie(name, stacked):
-    agree(model(stacked=stacked, mixers=(RECURRENT[name],) * 2), append=(False, True))
+    agree(model(stacked=stacked, mixers=(RECURRENT[name],) * 2), append=(False, True), tokens=2)
 
 
 @pytest.mark.parametrize("name", sweep(RECURRENT, "GatedDelta"))

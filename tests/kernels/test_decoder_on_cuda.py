@@ -67,6 +67,7 @@ def test_a_step_is_lowered_for_cuda_with_its_kernels(name):
         assert len(outside) == LOOPS[name], outside
 
 
+@pytest.mark.rotating
 def test_a_prefill_is_lowered_for_cuda():
     (prefill, shapes), _ = prompt_and_step("snapkv")
     assert "stablehlo.dot_general" in lowered_for_cuda(prefill, *shapes)

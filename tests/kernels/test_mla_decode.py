@@ -111,6 +111,7 @@ def test_copies_have_arrived_before_they_are_read(case, dma):
     assert not races
 
 
+@pytest.mark.rotating
 def test_a_missing_wait_is_found(monkeypatch):
     """A copy that happens at once makes the answer right, and the detector must still see the race."""
     monkeypatch.setattr(streaming, "wait", lambda copy: None)

@@ -157,6 +157,7 @@ def test_a_table_that_ends_within_a_split_is_refused():
         )
 
 
+@pytest.mark.rotating
 def test_programs_change_only_the_rounding():
     inputs = (*draw(3, page=16, pages=9), jnp.asarray(1, jnp.int32))
     how = dict(scale=0.09, window=None, softcap=None, mass=False, interpret=True)

@@ -165,6 +165,7 @@ def test_lists_without_slots_give_zeros(how):
     assert (out == 0).all() and (lse == -jnp.inf).all()
 
 
+@pytest.mark.rotating
 def test_two_cores_share_the_lists():
     inputs, options = draw(2)
     check(kernel(inputs, options, 16, cores=2), by_hand(inputs, options), 2e-6)
@@ -184,6 +185,7 @@ def test_copies_have_arrived_before_they_are_read(case, dma):
     assert not races
 
 
+@pytest.mark.rotating
 def test_a_missing_wait_is_found(monkeypatch):
     """A copy that happens at once makes the answer right, and the detector must still see the race."""
     monkeypatch.setattr(streaming, "wait", lambda copy: None)
