@@ -114,7 +114,8 @@ def test_packed_segments_are_each_alone(recurrent, rng):
     inputs, state = draw(rng)
     ends = [[9, 20, T], [14, 15, T]]
     segments = jnp.asarray([np.searchsorted(e, np.arange(T), side="right") for e in ends], jnp.int32)
-    got, last = run(*inputs, initial_state=state, segments=segments, recurrent=recurrent)
+    every = jnp.ones((B, T), bool)
+    got, last = run(*inputs, initial_state=state, segments=segments, mask=every, recurrent=recurrent)
     for row in range(B):
         one = slice(row, row + 1)
         for start, stop in zip([0, *ends[row]], ends[row], strict=False):
@@ -129,7 +130,9 @@ def test_masked_tokens_change_nothing(recurrent, rng):
     inputs, state = draw(rng)
     real = np.ones((B, T), bool)
     real[0, [4, 5]], real[0, 18:] = False, False
-    got, last = run(*inputs, initial_state=state, mask=jnp.asarray(real), recurrent=recurrent)
+    one = jnp.zeros((B, T), jnp.int32)  # as the test of segments calls it: one program
+    how = {"segments": one, "mask": jnp.asarray(real), "recurrent": recurrent}
+    got, last = run(*inputs, initial_state=state, **how)
     for row in range(B):
         kept = np.flatnonzero(real[row])
         wide = (kept[:, None] * N + np.arange(N)).ravel()

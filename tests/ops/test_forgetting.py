@@ -73,6 +73,7 @@ def test_what_was_forgotten_long_ago_costs_no_precision(tokens, recurrent):
     assert rms(got[:, T - 10 :], by_hand(tokens)[:, T - 10 :]) < 1e-6
 
 
+@pytest.mark.rotating
 def test_the_state_is_a_bias_of_ordinary_attention(tokens):
     x = as_arrays(tokens, jnp.float32)
     _, state = jax.jit(run)(x)

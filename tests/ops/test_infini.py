@@ -154,6 +154,6 @@ def test_states_and_rotations_must_fit(rng):
     run = functools.partial(infini_attention, x["q"], x["k"], x["v"], jnp.zeros(H))
     with pytest.raises(ValueError, match="both or neither"):
         run(segment_tokens=S, k_local=x["k"])
-    _, state = run(segment_tokens=S)
+    _, state = jax.eval_shape(functools.partial(run, segment_tokens=S))
     with pytest.raises(ValueError, match="segments of 7 tokens"):
         run(segment_tokens=S + 1, initial_state=state)

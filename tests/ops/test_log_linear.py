@@ -300,6 +300,7 @@ def test_gradients_of_both_forms_agree(rng, double):
         assert rms(x, y) < 1e-10
 
 
+@pytest.mark.rotating
 def test_gradients_stay_finite_in_float32_under_strong_decay(rng):
     fed, state = draw(rng, vector=False), draw_state(rng, [6, 0])
     fed = fed[0]._replace(log_decay=24 * fed[0].log_decay), fed[1]

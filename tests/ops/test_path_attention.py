@@ -69,6 +69,7 @@ def test_gradients_are_finite_under_strong_decay_and_agree(rng):
     sequences.gradients_agree(run, draw(rng, strongest=100.0))
 
 
+@pytest.mark.rotating
 def test_without_reflections_it_is_forgetting_attention_with_scaled_gates(tokens):
     x = piece(as_arrays(tokens, jnp.float32), 0, 20)
     q, k, v, w, beta, g = (x[name] for name in ("q", "k", "v", "w", "beta", "g"))
