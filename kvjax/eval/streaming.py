@@ -31,8 +31,10 @@ from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.run.log import UnitLog
 from kvjax.eval.run.memory import fitting_rows
 from kvjax.eval.run.runner import Runner, bare_run, settle, two_at_a_time
+from kvjax.eval.tasks.reader import reader_of
 from kvjax.eval.tasks.rows import Rows
-from kvjax.eval.tasks.suite import LENGTH, Recall, reader_of
+from kvjax.eval.tasks.sample import LENGTH
+from kvjax.eval.tasks.suite import Recall
 from kvjax.files import write_atomic
 from kvjax.generation import bucket
 from kvjax.grammar import PREFILL_END, Method

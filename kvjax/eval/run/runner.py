@@ -19,9 +19,10 @@ import numpy as np
 
 from kvjax import steps
 from kvjax.cache import Cache, kept_positions, nbytes
+from kvjax.eval.run.answers import generate_answers, predicted, row_new_tokens
 from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.tasks.rows import Rows
-from kvjax.eval.tasks.suite import Suite, generate_answers, predicted, row_new_tokens
+from kvjax.eval.tasks.sample import Sample, Suite
 from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
 from kvjax.models.layers import Params
@@ -176,7 +177,7 @@ class Runner:
         return Unit(out, seconds if timed else None, steps_run, [round(float(x), 3) for x in share])
 
     def _row(
-        self, sample: Any, prediction: list[int], common: dict[str, Any], span: float | None
+        self, sample: Sample, prediction: list[int], common: dict[str, Any], span: float | None
     ) -> dict[str, Any]:
         """One line of results.jsonl."""
         graded = self.suite.grade(sample, prediction)._asdict()
