@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import steps
 from kvjax.cache import Cache, Segment, State
 from kvjax.errors import InputError
-from kvjax.fit import check_blocks, check_budget
-from kvjax.generation import Tokens, bare_cache, check_cache, check_reach, labelled, method_of, padded
+from kvjax.fit import check_block_transformer, check_budget
+from kvjax.generation import TokenIds, bare_cache, check_cache, check_reach, labelled, method_of, padded
 from kvjax.grammar import Method
 from kvjax.models.block_transformer import (
     BlockConfig,
@@ -192,7 +192,7 @@ class BlockTransformer(Model):
         return _forward(self.params, jnp.asarray(tokens, jnp.int32), self.config)
 
     def prefill(
-        self, tokens: Tokens, *, method: Method | str | None = None, lengths: Any = None, room: int = 128
+        self, tokens: TokenIds, *, method: Method | str | None = None, lengths: Any = None, room: int = 128
     ) -> tuple[Float[Array, "B V"], Cache]:
         """Logits [B, V] at each row's last token, and the cache with room for `room` more tokens.
 
@@ -201,7 +201,7 @@ class BlockTransformer(Model):
         """
         batch, chosen = padded(self, tokens, lengths), method_of(self, method, None)
         check_reach(self, int(batch.lengths.max()))
-        check_blocks(chosen, self.config)
+        check_block_transformer(chosen, self.config)
         check_budget(chosen, int(batch.lengths.min()) // self.config.length, "blocks")
         logits, cache = prefill(
             self.params, jnp.asarray(batch.tokens), jnp.asarray(batch.lengths),

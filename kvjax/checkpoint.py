@@ -39,7 +39,7 @@ def save_checkpoint(model: Model, path: str | os.PathLike[str]) -> None:
     be written.
 
     >>> import tempfile
-    >>> from kvjax.models.load import load
+    >>> from kvjax.loading import load
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_checkpoint(load("recall-tiny"), f"{folder}/mine")
     ...     load(f"{folder}/mine").config.layers

@@ -13,7 +13,7 @@ import numpy as np
 from kvjax import steps
 from kvjax.cache import Cache
 from kvjax.errors import InputError
-from kvjax.generation import Tokens, bind, labelled, method_of, padded
+from kvjax.generation import TokenIds, bind, labelled, method_of, padded
 from kvjax.grammar import Method, View
 from kvjax.models import encoder as encoders
 from kvjax.models.config import Config
@@ -31,7 +31,7 @@ _encode = jax.jit(encoders.encode, static_argnames=("config", "chunk"))
 def encode_context(
     model: Model,
     encoder: Model,
-    tokens: Tokens,
+    tokens: TokenIds,
     *,
     lengths: Any = None,
     chunk: int | None = None,

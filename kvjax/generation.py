@@ -29,7 +29,7 @@ from kvjax.segments import free_slots, reserve
 from kvjax.steps import Run
 from kvjax.verbs import has_verbs, refuse
 
-Tokens = Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int]]
+TokenIds = Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int]]
 
 
 def bucket(tokens: int) -> int:
@@ -54,7 +54,7 @@ class Batch(NamedTuple):
     lengths: np.ndarray
 
 
-def padded(model: Model, tokens: Tokens, lengths: Any, least: int = 1) -> Batch:
+def padded(model: Model, tokens: TokenIds, lengths: Any, least: int = 1) -> Batch:
     """Checks and pads a prompt; InputError for what the model cannot take, or rows of fewer than `least`."""
     if isinstance(tokens, list | tuple) and len(tokens) and isinstance(tokens[0], list | tuple):
         if lengths is not None:
@@ -132,7 +132,7 @@ def labelled(cache: Cache, method: Method, model: Model) -> Cache:
 
 def prefill(
     model: Model,
-    tokens: Tokens,
+    tokens: TokenIds,
     *,
     method: Method | str | None = None,
     cache: Cache | None = None,
@@ -301,7 +301,7 @@ class Generated(NamedTuple):
 
 def generate(
     model: Model,
-    tokens: Tokens,
+    tokens: TokenIds,
     *,
     method: Method | str | None = None,
     cache: Cache | None = None,

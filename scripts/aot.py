@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from table_page import print_or_write
+from docs_tables import print_or_write
 
 FOLDER = Path(__file__).parents[1] / "tests" / "aot"
 

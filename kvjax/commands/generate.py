@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
             "--top-k or --top-p was given at temperature 0, expected a draw: add --temperature 1"
         )
     from kvjax.commands.generate_stream import encode, stream
-    from kvjax.models.load import load
+    from kvjax.loading import load
     from kvjax.sampling import Sampler
 
     try:

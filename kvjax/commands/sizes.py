@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from kvjax import steps
 from kvjax.block_transformer import prefill as prefill_blocks
 from kvjax.cache import Cache, nbytes
-from kvjax.fit import check_blocks, check_fit
+from kvjax.fit import check_block_transformer, check_fit
 from kvjax.generation import bucket
 from kvjax.grammar import Method
 from kvjax.models.block_transformer import BlockConfig, layout_of
@@ -22,10 +22,10 @@ from kvjax.steps import Run
 
 def sizes_of(
     config: Config | BlockConfig, dtype: Any, tokens: int, methods: list[Method]
-) -> Sizes | BlockSizes:
+) -> Sizes | BlockTransformerSizes:
     """The sizes of a model's caches, of one decoder or two."""
     if isinstance(config, BlockConfig):
-        return BlockSizes(config, dtype, tokens)
+        return BlockTransformerSizes(config, dtype, tokens)
     return Sizes(config, dtype, tokens, methods)
 
 
@@ -62,12 +62,13 @@ class Sizes:
         return nbytes(self.cache(method, room))
 
 
-class BlockSizes:
+class BlockTransformerSizes:
     """`Sizes` of a Block Transformer: the same numbers, from a trace per method.
 
     >>> sizes = dict(layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=32)
     >>> blocks, tokens = Config(vocab=32, d_model=16, **sizes), Config(vocab=20, d_model=16, **sizes)
-    >>> BlockSizes(BlockConfig(blocks, tokens), "float32", 64).nbytes(Method())  # 16 slots + 5, 4 ids, next
+    >>> sizes = BlockTransformerSizes(BlockConfig(blocks, tokens), "float32", 64)
+    >>> sizes.nbytes(Method())  # 16 slots + 5, 4 ids, next
     1448
     """
 
@@ -77,7 +78,7 @@ class BlockSizes:
 
     def cache(self, method: Method, room: int = 0) -> Cache:
         """As `Sizes.cache`."""
-        check_blocks(method, self.config)
+        check_block_transformer(method, self.config)
         ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, self.tokens), (1,)))
         call = partial(prefill_blocks, config=self.config, method=method, room=room)
         return jax.eval_shape(call, self.params, ids, length)[1]

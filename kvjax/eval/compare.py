@@ -20,9 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import kvjax
 from kvjax.errors import InputError
 from kvjax.eval.report.cells import Cell, NominalBudget, summarise
+from kvjax.eval.report.comparison_table import print_table
 from kvjax.eval.report.frontier import write_frontier
 from kvjax.eval.report.page import write_report
-from kvjax.eval.report.table import print_table
 from kvjax.eval.run.cellplan import Custom, Entry, plan_cells
 from kvjax.eval.run.log import UnitLog
 from kvjax.eval.run.memory import fitting_rows, peak_bytes
@@ -35,7 +35,7 @@ from kvjax.files import write_atomic
 from kvjax.fit import check_budget
 from kvjax.generation import bucket
 from kvjax.gin_bindings import load_preset
-from kvjax.models.load import load
+from kvjax.loading import load
 from kvjax.models.model import Model, check_single
 from kvjax.steps import Prompt
 

@@ -189,7 +189,7 @@ def stream_text(
     Raises InputError for whatever `read_windows` refuses.
 
     >>> from kvjax.eval.run.cellplan import plan_cells
-    >>> from kvjax.models.load import load
+    >>> from kvjax.loading import load
     >>> model = load("recall-tiny")
     >>> stream_text(model, plan_cells(model, ["snapkv"], [0.5], "short"), "book.txt")  # doctest: +SKIP
     """

@@ -13,9 +13,9 @@ from kvjax.eval.run.runner import observe, settle
 from kvjax.eval.tasks.local_data import LONGBENCH, read_local
 from kvjax.eval.tasks.rows import make_rows
 from kvjax.eval.tasks.sample import ForcedSample, OpenSample, most_new_tokens
-from kvjax.eval.tasks.suite import Mixed, make_suite
+from kvjax.eval.tasks.suite import CombinedSuite, make_suite
 from kvjax.grammar import Method
-from kvjax.models.load import load
+from kvjax.loading import load
 from kvjax.steps import Run
 from tests.eval.test_words import TOKENIZERS, hf_folder
 
@@ -223,7 +223,7 @@ def test_paths_that_cannot_be_read_are_refused(model, tmp_path):
 
 def test_files_and_built_in_tasks_stand_side_by_side(model, folder):
     mixed = make_suite(model, ["get", str(folder / "vt.jsonl"), "copy"], length=400)
-    assert isinstance(mixed, Mixed) and mixed.tasks == ("get", "copy", "vt")
+    assert isinstance(mixed, CombinedSuite) and mixed.tasks == ("get", "copy", "vt")
     assert mixed.contexts is None and mixed.length == 400 and len(mixed.sources) == 1
     assert [row[0].task for row in mixed.rows(0, "agnostic")] == ["get", "copy", "vt"]
     assert [row[0].task for row in mixed.rows(1, "agnostic")] == ["get", "copy"]

@@ -1,7 +1,7 @@
 """The arithmetic of a comparison: from one row per sample to one cell per (method, budget, protocol).
 
 Plain values in, plain values out. Scores, recoveries and interval ends are shares in [0, 1], sizes are bytes.
-How the cells are shown belongs in `table.py`, `frontier.py` and `page.py`.
+How the cells are shown belongs in `comparison_table.py`, `frontier.py` and `page.py`.
 """
 
 import math

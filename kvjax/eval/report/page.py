@@ -13,9 +13,9 @@ from html import escape
 from typing import Any
 
 from kvjax.eval.report.cells import Cell, MeanScore, budget_label
+from kvjax.eval.report.comparison_table import PROTOCOLS, Timings, byte_unit, interval_names
 from kvjax.eval.report.frontier import frontier_png
 from kvjax.eval.report.page_assets import SCRIPT, STYLE
-from kvjax.eval.report.table import PROTOCOLS, Timings, byte_unit, interval_names
 from kvjax.files import write_atomic
 
 Example = Mapping[str, Any]

@@ -122,7 +122,7 @@ class Runner:
             run = bare_run(self.model, entry.method)
             build = partial(settle, run, tokens=self.tokens, room=0)
             cache = jax.eval_shape(build, self.model.params, prompt)
-            rows = prompt.context.length.shape[0]
+            rows = prompt.positions.length.shape[0]
             held = nbytes(cache)
             unread = sum(
                 unread_bytes(gm, group)

@@ -43,7 +43,9 @@ class Reader(NamedTuple):
     def words(self, ids: Sequence[int]) -> list[str]:
         """What each token reads as."""
         return [
-            self.tokenizer.decode([i], skip_special_tokens=False).strip() or self.tokenizer.id_to_token(i)
+            self.tokenizer.decode([i], skip_special_tokens=False).strip()
+            or self.tokenizer.id_to_token(i)
+            or ""
             for i in ids
         ]
 
@@ -64,7 +66,7 @@ class Reader(NamedTuple):
 def reader_of(model: Model) -> Reader:
     """The model's tokenizer, without truncation or padding; InputError where it has none.
 
-    >>> from kvjax.models.load import load
+    >>> from kvjax.loading import load
     >>> reader_of(load("recall-tiny")).split("<get> brave", " otter")
     [(3, 12), (64,)]
     """

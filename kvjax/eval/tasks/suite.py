@@ -54,7 +54,7 @@ class Recall:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixed:
+class CombinedSuite:
     """Several suites of one model side by side; context number i of each. Their tasks differ in name."""
 
     parts: tuple[Suite, ...]
@@ -106,7 +106,7 @@ def make_suite(
     Raises InputError for whatever cannot be asked: unknown tasks, unreadable files, lengths that are too
     short for the questions or beyond the model's positions, a model without a tokenizer.
 
-    >>> from kvjax.models.load import load
+    >>> from kvjax.loading import load
     >>> suite = make_suite(load("recall-tiny"), ["get", "copy"])
     >>> suite.tasks, suite.length, len(suite.rows(0, "aware"))
     (('get', 'copy'), 512, 2)
@@ -128,7 +128,7 @@ def make_suite(
         raise InputError(
             f"the task {doubled[0]} is named twice, once built in and once in a file: rename the file"
         )
-    return parts[0] if len(parts) == 1 else Mixed(tuple(parts))
+    return parts[0] if len(parts) == 1 else CombinedSuite(tuple(parts))
 
 
 def _is_path(task: str) -> bool:

@@ -156,7 +156,7 @@ def make_words(
     Raises InputError for unknown tasks, a model without a tokenizer or with one that cannot write English,
     and a length that is too short for the questions (naming the minimum) or beyond the model's positions.
 
-    >>> from kvjax.models.load import load
+    >>> from kvjax.loading import load
     >>> make_words(load("path/to/model"), ["get"], length=256).rows(0, "aware")  # doctest: +SKIP
     """
     for task in tasks:

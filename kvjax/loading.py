@@ -10,13 +10,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from kvjax import models
 from kvjax.errors import InputError
 from kvjax.models.files import check_folder
 from kvjax.models.hf import load_hf
 from kvjax.models.model import Model
 from kvjax.models.params import Group
 
-SHIPPED = Path(__file__).parent / "zoo"
+SHIPPED = Path(models.__file__).parent / "zoo"
 _WANTED = ("*.json", "*.safetensors", "*.jinja")
 
 
@@ -62,6 +63,7 @@ def shipped() -> list[str]:
 
 
 def _load_folder(folder: Path, options: dict[str, Any]) -> Model:
+    # Here and not above: it imports Orbax, which takes half a second.
     from kvjax.checkpoint import MARKER, load_checkpoint
 
     if (folder / MARKER).is_file():
