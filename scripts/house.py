@@ -3,8 +3,8 @@
     python scripts/house.py            # prints every room and the rooms that it imports
     python scripts/house.py --write    # draws docs/house.svg and writes the table of docs/architecture.md
 
-A room is a folder or a few files of one purpose. It may import the rooms of the floors below its own and nothing
-else, not even inside a function; tests/test_floors.py holds it to that. Files are parsed, never imported.
+A room is a folder or a few files of one purpose. It may import the rooms of the floors below its own and no
+other, not even inside a function; tests/test_floors.py holds it to that. Files are parsed, never imported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def _room(name: str, about: str, *paths: str) -> Room:
     return Room(name, paths, about)
 
 
-# From the ground up. A floor is what may be built on the floors below it; its rooms know nothing of each other.
+# From the ground up. Rooms of a floor know nothing of each other. A floor without a name belongs to the named
+# one below it.
 FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
     (
         "ground",
@@ -55,13 +56,22 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
     ),
     (
         "operations",
-        (_room("ops/base", "softmax, rope, chunks, dtypes; which implementation runs", "kvjax/ops/base", "kvjax/ops/__init__.py"),),
+        (
+            _room(
+                "ops/base",
+                "softmax, rope, chunks, dtypes; which implementation runs",
+                "kvjax/ops/base",
+                "kvjax/ops/__init__.py",
+            ),
+        ),
     ),
     (
         "",
         (
             _room("ops/attention", "attention of many tokens over a union of slots", "kvjax/ops/attention"),
-            _room("ops/recurrent", "linear attentions and other states of constant size", "kvjax/ops/recurrent"),
+            _room(
+                "ops/recurrent", "linear attentions and other states of constant size", "kvjax/ops/recurrent"
+            ),
         ),
     ),
     ("", (_room("ops/decode", "attention and appends of one token", "kvjax/ops/decode"),)),
@@ -69,12 +79,13 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
         "state, models",
         (
             _room(
-                "cache", "`Slots`, `Pages`, `Paged`, `Codes`, `State`, `Cache`, and how rows are written",
+                "cache",
+                "`Slots`, `Pages`, `Paged`, `Codes`, `State`, `Cache`, and how rows are written",
                 "kvjax/cache.py",
             ),
             _room(
                 "models",
-                "the decoder: config, mixers and feed-forwards, the stack; Hugging Face formats; the shipped model",
+                "the decoder: config, mixers, feed-forwards, the stack; Hugging Face files; a shipped model",
                 "models",
             ),
         ),
@@ -103,8 +114,8 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
         (
             _room(
                 "segments",
-                "what a sentence means for a run of layers (`group.py`), which slots stay (`choose.py`), and how they "
-                "are moved (`segments.py`)",
+                "what a sentence means for a run of layers (`group.py`), which slots stay (`choose.py`), and "
+                "how they are moved (`segments.py`)",
                 "kvjax/group.py",
                 "kvjax/choose.py",
                 "kvjax/segments.py",
@@ -113,14 +124,17 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
             _room("fit", "whether a method suits a model", "kvjax/fit.py"),
         ),
     ),
-    ("steps", (_room("steps", "the two pure functions: `prefill` (many tokens) and `step` (one)", "kvjax/steps"),)),
+    (
+        "steps",
+        (_room("steps", "the two pure functions: `prefill` (many tokens) and `step` (one)", "kvjax/steps"),),
+    ),
     (
         "verbs",
         (
             _room(
                 "verbs",
-                "`prefill`, `step` and `generate`: checks, buckets, sampling; contexts for cross-attention; two "
-                "decoders as one",
+                "`prefill`, `step` and `generate`: checks, buckets, sampling; contexts for cross-attention; "
+                "two decoders as one",
                 "kvjax/generation.py",
                 "kvjax/context.py",
                 "kvjax/sampling.py",
@@ -169,7 +183,10 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
             _room("aot", "kernels and decoders through the compilers of TPUs and GPUs", "kvjax/aot"),
         ),
     ),
-    ("commands", (_room("commands", "the command line, thin", "kvjax/commands", "kvjax/cli.py", "kvjax/__main__.py"),)),
+    (
+        "commands",
+        (_room("commands", "the command line, thin", "kvjax/commands", "kvjax/cli.py", "kvjax/__main__.py"),),
+    ),
     ("scripts", (_room("scripts", "benchmarks, fixtures, the tables of docs/, this picture", "scripts"),)),
 )
 ROOMS = {room.name: room for _, rooms in FLOORS for room in rooms}
@@ -267,7 +284,7 @@ def _home(name: str) -> str:
 
 
 def _file_of(module: str) -> str | None:
-    """The file of a module, or of the module that defines the last part of the name; None for other libraries."""
+    """The file of a module, or of the module that defines a name; None for other libraries."""
     return modules().get(module) or modules().get(module.rpartition(".")[0])
 
 

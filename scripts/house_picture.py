@@ -63,15 +63,16 @@ def draw(
     at, routes = _laid_out([[room.name for room in rooms] for _, rooms in floors], arrows)
     left, right = (f(x + s * n.width / 2 for n, (x, _) in at.items()) for f, s in ((min, -1), (max, 1)))
     left -= 2.4
-    plt.rcParams.update({"svg.hashsalt": "house", "font.family": "DejaVu Sans"})
+    plt.rcParams.update({"svg.hashsalt": "house", "svg.fonttype": "none", "font.family": "sans-serif"})
     figure, axis = plt.subplots(figsize=(12, 11))
     axis.set(xlim=(left, right + GAP), ylim=(-0.55, len(floors) - 0.4))
     axis.axis("off")
     for i, (floor, _) in enumerate(floors):
         axis.axhspan(i - 0.5, i + 0.5, color=WALLS[_group(floors, i) % 2], zorder=0, linewidth=0)
-        group = [j for j in range(len(floors)) if _group(floors, j) == _group(floors, i)]
-        middle = sum(group) / len(group)
-        axis.text(left + 0.15, middle, floor, va="center", fontsize=11, color="#5f6b7a", style="italic")
+        if floor:
+            above = itertools.takewhile(lambda other: not other[0], floors[i + 1 :])
+            middle = i + sum(1 for _ in above) / 2
+            axis.text(left + 0.15, middle, floor, va="center", fontsize=11, color="#5f6b7a", style="italic")
     floor_of = {room.name: _group(floors, i) for i, (_, rooms) in enumerate(floors) for room in rooms}
     for a, b in arrows:
         _arrow(axis, routes[a, b], COLOURS[floor_of[a] % len(COLOURS)])
@@ -94,10 +95,19 @@ def _box(axis: Any, name: str, x: float, y: float, files: int, lines: int, colou
     style = "round,pad=0,rounding_size=0.08"
     axis.add_patch(
         FancyBboxPatch(
-            corner, ROOM_WIDTH, ROOM_HEIGHT, boxstyle=style, facecolor="white", edgecolor=colour, linewidth=1.4, zorder=3
+            corner,
+            ROOM_WIDTH,
+            ROOM_HEIGHT,
+            boxstyle=style,
+            facecolor="white",
+            edgecolor=colour,
+            linewidth=1.4,
+            zorder=3,
         )
     )
-    axis.text(x, y + 0.1, name, ha="center", va="center", fontsize=10, weight="bold", color="#1f2933", zorder=4)
+    axis.text(
+        x, y + 0.1, name, ha="center", va="center", fontsize=10, weight="bold", color="#1f2933", zorder=4
+    )
     what = f"{files} file{'s' * (files > 1)}, {lines:,} lines"
     axis.text(x, y - 0.12, what, ha="center", va="center", fontsize=7.5, color="#5f6b7a", zorder=4)
 
@@ -143,7 +153,7 @@ def _laid_out(
 def _spread(
     rows: list[list[Node]], near: dict[Node, list[Node]], seed: int
 ) -> tuple[dict[Node, float], list[list[Node]]]:
-    """Every node near the middle of its neighbours, none over another, from a random order on; and the order."""
+    """From a random order on, every node near the middle of its neighbours; and the order that comes out."""
     draw = random.Random(seed)
     rows = [draw.sample(row, len(row)) for row in rows]
     x = {node: 2.0 * i for row in rows for i, node in enumerate(row)}
@@ -166,7 +176,7 @@ def _middle(node: Node, near: list[Node], x: dict[Node, float]) -> float:
 
 
 def _apart(row: list[Node], wish: dict[Node, float]) -> list[float]:
-    """Places near the wishes, in order, with a gap between neighbours: halfway between pushing right and left."""
+    """Places near the wishes, in this order, with gaps: halfway between pushing all right and all left."""
     space = [(a.width + b.width) / 2 + GAP for a, b in itertools.pairwise(row)]
     right = [wish[n] for n in row]
     for i, s in enumerate(space):
