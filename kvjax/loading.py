@@ -1,4 +1,4 @@
-"""One door for every kind of model: a directory on disk, a shipped name, or a repository on the hub."""
+"""How a model is loaded: from a directory on disk, by the name of a shipped one, or from the hub."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kvjax import steps
 from kvjax.block_transformer import prefill as prefill_blocks
@@ -21,7 +21,7 @@ from kvjax.steps import Run
 
 
 def sizes_of(
-    config: Config | BlockConfig, dtype: Any, tokens: int, methods: list[Method]
+    config: Config | BlockConfig, dtype: DTypeLike, tokens: int, methods: list[Method]
 ) -> Sizes | BlockTransformerSizes:
     """The sizes of a model's caches, of one decoder or two."""
     if isinstance(config, BlockConfig):
@@ -37,7 +37,7 @@ class Sizes:
     8708
     """
 
-    def __init__(self, config: Config, dtype: Any, tokens: int, methods: list[Method]):
+    def __init__(self, config: Config, dtype: DTypeLike, tokens: int, methods: list[Method]):
         self.config, self.tokens = config, bucket(tokens)
         # Stacked layers trace in the time of one; the bytes are the same.
         self.params = abstract_params(config, dtype)
@@ -72,7 +72,7 @@ class BlockTransformerSizes:
     1448
     """
 
-    def __init__(self, config: BlockConfig, dtype: Any, tokens: int):
+    def __init__(self, config: BlockConfig, dtype: DTypeLike, tokens: int):
         self.config, self.tokens = config, bucket(tokens)
         self.params = abstract_params(config, dtype)
 
@@ -88,7 +88,7 @@ class BlockTransformerSizes:
         return nbytes(self.cache(method, room))
 
 
-def abstract_params(config: Config | BlockConfig, dtype: Any) -> Params:
+def abstract_params(config: Config | BlockConfig, dtype: DTypeLike) -> Params:
     """Shapes of a model's parameters, its layers stacked."""
     layout = layout_of(config)
     tree = layout.shapes(config, layout.plan(config, stacked=True))

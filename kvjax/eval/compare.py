@@ -210,7 +210,7 @@ def _run(plan: _Plan, log: UnitLog, console: Console) -> None:
                 progress.update(bar, description=f"{entry.label}{budget}, {protocol}", advance=1)
                 log.add(_key(protocol, number, entry), _record(unit, read_s, rows))
             if len(batches) == 1:
-                # Compiling hid every time: the same once more.
+                # These first runs compiled, so their seconds say nothing: run the batch again to time it.
                 progress.update(bar, description="timing")
                 prompt, read_s = runner.prompt(rows)
                 for entry in todo:
@@ -225,7 +225,7 @@ def _record(unit: Unit, read_s: dict[str, float] | None, rows: Rows) -> dict[str
 def _units(
     runner: Runner, todo: list[Entry], prompt: Prompt, rows: Rows, protocol: str, full_bytes: int
 ) -> Iterator[tuple[Entry, Unit]]:
-    """Units as they finish: two at a time, but for the runs that are timed, which follow the first one."""
+    """Units as they finish: two at a time where a cell compiles, and alone where it is timed."""
 
     def unit(entry: Entry, alone: bool = False) -> Unit:
         return runner.unit(entry, prompt, rows, protocol, full_bytes, alone=alone)

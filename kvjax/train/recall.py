@@ -116,7 +116,7 @@ def _loss(
 
 
 def _optimiser() -> optax.GradientTransformation:
-    """AdamW without its learning rate, which a step applies itself: it follows tokens, not steps."""
+    """AdamW without a learning rate, which `_update` applies: it follows tokens seen, not steps."""
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.scale_by_adam(b2=0.98, eps=1e-9),
@@ -188,7 +188,7 @@ def train(
     state, done, before = load_state(folder, TrainState(params, _optimiser().init(params)))
     trim_log(folder, done)
     now, saved = clock(before), time.monotonic()
-    # Attention makes a token of a long sequence dearer: in these units the time left is nearly right.
+    # Tokens of long sequences take longer, because of attention: this estimates the time of every step.
     cost = [step.batch * step.length * (1 + step.length / 1200) for step in steps]
     tokens = sum(step.batch * step.length for step in steps[:done])
     with _progress() as progress, open(folder / LOG, "a") as log:

@@ -67,7 +67,7 @@ def programs() -> int:
 
 
 def two_at_a_time(make: Callable[[X], Y], xs: Iterable[X]) -> Iterator[tuple[X, Y]]:
-    """(x, make(x)) as they finish, in two threads, because a program is compiled by one.
+    """(x, make(x)) as they finish, in two threads, because compiling a program keeps only one core busy.
 
     >>> sorted(two_at_a_time(str.upper, ["a", "b"]))
     [('a', 'A'), ('b', 'B')]
@@ -83,7 +83,7 @@ def two_at_a_time(make: Callable[[X], Y], xs: Iterable[X]) -> Iterator[tuple[X, 
 
 
 def bare_run(model: Model, method: Method) -> Run:
-    """The static part of compressing with a method: the asked token is protected for all alike."""
+    """What is static in compressing with a method, which keeps the last token: that one is asked again."""
     return Run(model.config, method.protecting(Recent(1)))
 
 

@@ -34,7 +34,7 @@ class Reader(NamedTuple):
         return [tuple(ids[a:b]) for a, b in itertools.pairwise([0, *cuts.tolist(), len(ids)])]
 
     def after(self, *pieces: str) -> list[tuple[int, ...]]:
-        """`split` of what stands behind the end of a sentence."""
+        """`split` of pieces that follow a full stop, as they do in a context."""
         return self.split(".", *pieces)[1:]
 
     def text(self, ids: Sequence[int]) -> str:

@@ -19,7 +19,8 @@ PROTOCOLS = ("agnostic", "aware", "multi-turn")
 
 
 class Rows(NamedTuple):
-    """A batch. `forced` is fed after the prompt; prediction j of turn t stands at starts[t] + j.
+    """A batch. `forced` is fed after the prompt; `turns` holds, per row, (start, sample) of every question:
+    prediction j of its answer comes behind token start + j of `forced`.
 
     again: the first forced token is the prompt's last one, asked again over the compressed cache.
     """

@@ -275,7 +275,7 @@ class Words:
         bos, seed = len(self.reader.bos), int(rng.integers(2**32))
         filler = limit - bos - sum(len(p) for p in self.reader.split(_INTRO, *(f.text for f in facts)))
         found = None
-        # Tokens of sentences need not add up where a tokenizer joins words with what follows.
+        # Sentences may have more or fewer tokens together than apart, so the filler is corrected a few times.
         for _ in range(8):
             draw = np.random.default_rng(seed)
             texts = [*(fact.text for fact in facts), *self._filler(draw, filler)]

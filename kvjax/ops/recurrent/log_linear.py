@@ -212,7 +212,7 @@ def _one_chunk(
     until = jnp.tril(jnp.ones((1, size, size), bool))
     segment = (until & fresh[:, None]).sum(-1, dtype=jnp.int32)
     mates = until & real[:, None] & (segment[:, :, None] == segment[:, None])
-    # The position of a token left out is that of the one before it.
+    # A token that the mask leaves out has the position of the one before it.
     position = mates.sum(-1, dtype=jnp.int32) - 1 + jnp.where(segment == 0, following[:, None], 0)
     before, last = following - 1, position[:, -1]
     read, enter, write, through = _maps(tokens, segment)
@@ -227,7 +227,7 @@ def _one_chunk(
     out = out + jnp.einsum("bihl,bihlv->bihv", jnp.einsum("bihm,bilm->bihl", scales, entered), by_level)
 
     merged = merge(levels, level(last, before))
-    # Where matrix products round their factors, chunk after chunk would wear the levels down.
+    # Full precision: levels go through this product in every chunk, and rounding would add up.
     merged = jnp.einsum("bhkc,blhcv->blhkv", through, merged, precision=jax.lax.Precision.HIGHEST)
     written = jnp.einsum("bjm,bjhv->bjmhv", inside[:, -1], tokens.v)
     return out, LevelState(merged + jnp.einsum("bhkj,bjmhv->bmhkv", write, written), last + 1)

@@ -71,7 +71,7 @@ def gsa(
         out, k, v = _attend(chunk.tokens, shares, state.k, state.v)
         return GSAState(k, v), out
 
-    size = 1 if recurrent else CHUNK_VECTOR  # of one token, a chunk is the equation
+    size = 1 if recurrent else CHUNK_VECTOR  # a chunk of one token is the recurrence itself
     state, out = scan_chunks(body, state, tokens, size=size, segments=segments, mask=mask)
     return out, state
 
@@ -108,7 +108,7 @@ def abc(
         out, k, v = _attend(chunk.tokens, shares, state.k, state.v)
         return Averages(k, v, jax.tree.map(lambda x: x[:, -1], sums)), out
 
-    size = 1 if recurrent else CHUNK_VECTOR  # of one token, a chunk is the equation
+    size = 1 if recurrent else CHUNK_VECTOR  # a chunk of one token is the recurrence itself
     state, out = scan_chunks(body, state, tokens, size=size, segments=segments, mask=mask)
     return out, state
 

@@ -87,7 +87,7 @@ def group_layers(
     ]
     genes = [[w, *options] for w, options in zip(whole, layers, strict=True)]
     most = max(map(len, genes))
-    # Every layer at its k-th option, so that the ends of the front are there from the start.
+    # The first population: for every k, all layers at their k-th option, which has both ends of the front.
     start = np.array([[min(k, len(g) - 1) for g in genes] for k in range(most)])
     table = np.array([[(o.heads, o.error) for o in g] + [(np.inf, np.inf)] * (most - len(g)) for g in genes])
     at = np.arange(len(genes))
