@@ -76,27 +76,27 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
     ),
     ("", (_room("ops/decode", "attention and appends of one token", "kvjax/ops/decode"),)),
     (
-        "state, models",
+        "state",
         (
             _room(
                 "cache",
                 "`Slots`, `Pages`, `Paged`, `Codes`, `State`, `Cache`, and how rows are written",
                 "kvjax/cache.py",
             ),
-            _room(
-                "models",
-                "the decoder: config, mixers, feed-forwards, the stack; Hugging Face files; a shipped model",
-                "models",
-            ),
         ),
     ),
     (
-        "grammar",
+        "grammar, models",
         (
             _room(
                 "grammar",
                 "the sentence (`Method`, `Keep`, `Store`, `Budget`) and what its words promise",
                 "kvjax/grammar.py",
+            ),
+            _room(
+                "models",
+                "the decoder: config, mixers, feed-forwards, the stack; Hugging Face files; a shipped model",
+                "models",
             ),
         ),
     ),

@@ -106,7 +106,7 @@ def _box(axis: Any, name: str, x: float, y: float, files: int, lines: int, colou
         )
     )
     axis.text(
-        x, y + 0.1, name, ha="center", va="center", fontsize=10, weight="bold", color="#1f2933", zorder=4
+        x, y + 0.1, name, ha="center", va="center", fontsize=9.5, weight="bold", color="#1f2933", zorder=4
     )
     what = f"{files} file{'s' * (files > 1)}, {lines:,} lines"
     axis.text(x, y - 0.12, what, ha="center", va="center", fontsize=7.5, color="#5f6b7a", zorder=4)
@@ -169,10 +169,12 @@ def _spread(
 
 def _middle(node: Node, near: list[Node], x: dict[Node, float]) -> float:
     """The mean place of the neighbours; lanes count most among each other, so that arrows run straight."""
+    if not near:
+        return sum(x.values()) / len(x)
     weights = [1 + 3 * (other.through is not None) + 8 * (other.through == node.through) for other in near]
     if node.through is None:
         weights = [1 for _ in near]
-    return sum(w * x[n] for w, n in zip(weights, near, strict=True)) / sum(weights) if near else x[node]
+    return sum(w * x[n] for w, n in zip(weights, near, strict=True)) / sum(weights)
 
 
 def _apart(row: list[Node], wish: dict[Node, float]) -> list[float]:
