@@ -194,11 +194,12 @@ FLOOR = {room.name: i for i, (_, rooms) in enumerate(FLOORS) for room in rooms}
 
 
 class Import(NamedTuple):
-    """That `file` imports the module of the file `of`, in which line."""
+    """That `file` imports the module of the file `of`, in which line; types: only for a type checker."""
 
     file: str
     of: str
     line: int
+    types: bool = False
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} ({room_of(self.file)}) imports {self.of} ({room_of(self.of)})"
@@ -233,38 +234,43 @@ def imports() -> tuple[Import, ...]:
     """Every import of one file of the repository by another, those inside functions included."""
     found = set()
     for name, file in modules().items():
-        for module, line in _imported(name, file):
+        for module, line, types in _imported(name, file):
             if (of := _file_of(module)) and of != file:
-                found.add(Import(file, of, line))
+                found.add(Import(file, of, line, types))
     return tuple(sorted(found))
 
 
-def _imported(name: str, file: str) -> Iterator[tuple[str, int]]:
-    """Names of modules, or of what they define, and the lines that ask for them."""
+def _imported(name: str, file: str) -> Iterator[tuple[str, int, bool]]:
+    """Names of modules, or of what they define, the lines that ask for them, and whether for types alone."""
     package = name if file.endswith("__init__.py") else name.rpartition(".")[0]
     doors = set()  # what this file calls the package `kvjax`, whose public names are imported when asked for
     tree = ast.parse((ROOT / file).read_text())
-    for node in _statements(tree):
+    for node, types in _statements(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield alias.name, node.lineno
+                yield alias.name, node.lineno, types
                 doors |= {alias.asname or "kvjax"} if alias.name == "kvjax" else set()
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: 1 - node.level or None] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
-                yield _home(f"{base}.{alias.name}"), node.lineno
+                yield _home(f"{base}.{alias.name}"), node.lineno, types
     for node in ast.walk(tree) if doors else ():
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in doors:
-            yield _home(f"kvjax.{node.attr}"), node.lineno
+            yield _home(f"kvjax.{node.attr}"), node.lineno, False
 
 
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """All statements below a node; expressions, which are most of a file, hold no imports."""
+def _statements(node: ast.AST, types: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """All statements below a node, and whether only a type checker reads them.
+
+    Expressions, which are most of a file, hold no imports.
+    """
+    checking = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
     for part in ("body", "orelse", "finalbody", "handlers", "cases"):
         for statement in getattr(node, part, ()) if not isinstance(node, ast.expr) else ():
-            yield statement
-            yield from _statements(statement)
+            below = types or (checking and part == "body")
+            yield statement, below
+            yield from _statements(statement, below)
 
 
 @cache
@@ -320,8 +326,12 @@ def circles(uses: dict[str, set[str]]) -> list[list[str]]:
 
 
 def file_uses() -> dict[str, set[str]]:
-    """The files that each file imports."""
-    return {file: {one.of for one in imports() if one.file == file} for file in modules().values()}
+    """The files that each file imports when the program runs: types may refer to each other."""
+    found: dict[str, set[str]] = {file: set() for file in modules().values()}
+    for one in imports():
+        if not one.types:
+            found[one.file].add(one.of)
+    return found
 
 
 # --- what is shown -------------------------------------------------------------------------------------

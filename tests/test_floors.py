@@ -42,6 +42,8 @@ def test_imports_of_every_form_are_seen(house, tmp_path, monkeypatch):
         "kvjax/d/e.py": "from . import f\nfrom ..a import x",
         "kvjax/d/f.py": "import kvjax\n\ndef g():\n    return kvjax.load",
         "kvjax/d/g.py": "import numpy\nfrom kvjax import load",
+        "kvjax/t.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kvjax import u",
+        "kvjax/u.py": "from kvjax import t",
     }
     for file, text in forms.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -65,6 +67,8 @@ def test_imports_of_every_form_are_seen(house, tmp_path, monkeypatch):
         (f"{below}f.py", "kvjax/__init__.py"),
         (f"{below}f.py", "kvjax/c.py"),
         (f"{below}g.py", "kvjax/c.py"),
+        ("kvjax/t.py", "kvjax/u.py"),
+        ("kvjax/u.py", "kvjax/t.py"),
     }
     assert circles == [["kvjax/a.py", "kvjax/b.py", "kvjax/c.py", f"{below}e.py", f"{below}f.py"]]
 
