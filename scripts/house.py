@@ -120,7 +120,12 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/choose.py",
                 "kvjax/segments.py",
             ),
-            _room("methods", "one short function per paper, one table", "kvjax/methods"),
+            _room(
+                "methods",
+                "one short function per paper, with what is known of the paper, in its family's file",
+                "kvjax/methods",
+            ),
+            _room("layout", "classes of sentences whose caches are laid out alike", "kvjax/layout.py"),
             _room("fit", "whether a method suits a model", "kvjax/fit.py"),
         ),
     ),

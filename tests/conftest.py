@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from jaxtyping import install_import_hook
 
-from tests.every import pytest_addoption, pytest_collection_modifyitems  # noqa: F401
+from tests.parts import pytest_addoption, pytest_collection_modifyitems  # noqa: F401
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -35,14 +35,18 @@ def rng() -> np.random.Generator:
 
 
 # A process may map 65530 regions of memory, and every compiled program takes several: a few thousand of them
-# end in a crash of the compiler.
+# end in a crash of the compiler. And a laptop with 8 cores runs 8 processes side by side, so each of them
+# forgets its programs before it takes more memory than its share.
 MOST_MAPPINGS = 30_000
+MOST_MEMORY = 2_000_000_000
 
 
 @pytest.fixture(autouse=True)
 def forgotten_programs():
-    """Drops compiled programs before a process has mapped more memory than it may."""
+    """Drops compiled programs before a process maps more regions, or holds more memory, than it may."""
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
+    if not Path("/proc/self/statm").exists():
+        return
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if resident > MOST_MEMORY or Path("/proc/self/maps").read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()

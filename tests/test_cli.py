@@ -16,7 +16,7 @@ from kvjax.cli import main
 from kvjax.commands import info
 from kvjax.commands.generate import SAMPLE
 from kvjax.loading import SHIPPED
-from kvjax.methods import TABLE
+from kvjax.methods import METHODS
 from kvjax.ops.base import dispatch
 
 RUN_MAIN = [sys.executable, "-c", "import sys; from kvjax.cli import main; sys.exit(main(sys.argv[1:]))"]
@@ -36,7 +36,7 @@ def test_methods_prints_a_table_that_fits(width, columns, capsys):
     assert main(["methods"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= width
-    for id in TABLE:
+    for id in METHODS:
         assert re.search(rf"^{id} ", out, re.MULTILINE)
     assert "arXiv:2404.14469 (2024)" in re.sub(r"\s+", " ", out)
     assert "window=64" in out and "also knorm" in out
@@ -45,7 +45,7 @@ def test_methods_prints_a_table_that_fits(width, columns, capsys):
 def test_methods_as_json_has_every_field(capsys):
     assert main(["methods", "--json"]) == 0
     rows = {row["id"]: row for row in json.loads(capsys.readouterr().out)}
-    assert list(rows) == list(TABLE)
+    assert list(rows) == list(METHODS)
     kivi = rows["kivi"]
     assert kivi["hyper"] == {"bits": 2, "group": 32, "residual": 128}
     assert (kivi["url"], kivi["year"], kivi["verbs"]) == ("https://arxiv.org/abs/2402.02750", 2024, ["store"])

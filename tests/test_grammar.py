@@ -7,7 +7,7 @@ from kvjax.grammar import STEP, Budget, Keep, Store, chain
 from kvjax.keep.budget import AcrossHeads, Uniform
 from kvjax.keep.patterns import Recent
 from kvjax.keep.score import Position, WindowAttention
-from kvjax.methods import ALIASES, TABLE, methods, takes_budget
+from kvjax.methods import ALIASES, METHODS, methods, takes_budget
 from kvjax.read.pages import PageBounds
 from kvjax.store.affine import Affine
 
@@ -76,7 +76,7 @@ def test_protecting_adds_slots_that_must_stay():
 
 def test_every_method_says_what_it_is():
     found = methods()
-    assert [m.id for m in found] == list(TABLE)
+    assert [m.id for m in found] == list(METHODS)
     for m in found:
         assert m.title and m.phase in ("none", "prefill", "decode", "both")
         assert bool(m.arxiv) == (m.family != "baseline") and (m.year is None) == (not m.arxiv)

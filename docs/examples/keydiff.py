@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from kvjax.grammar import Budget, Keep, Method, Seen, View
 from kvjax.keep.budget import Uniform
 from kvjax.keep.score import Word
+from kvjax.methods import paper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,14 @@ class KeyDistinctness(Word):
         return -jnp.einsum("bksh,bkh->bks", unit, anchor)
 
 
+@paper(
+    "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in "
+    "Resource-Constrained Environments",
+    arxiv="2504.15364",
+    family="selection-static",
+    exact="equal",
+    kvpress="KeyDiffPress",
+)
 def keydiff(budget: float | int) -> Method:
     """KeyDiff (Park et al., 2025, arXiv:2504.15364): keeps the keys that are least like the mean key.
 

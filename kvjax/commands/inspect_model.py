@@ -21,7 +21,7 @@ from kvjax.errors import InputError
 from kvjax.gin_bindings import load_preset
 from kvjax.grammar import Method
 from kvjax.loading import SHIPPED, load, shipped
-from kvjax.methods import TABLE
+from kvjax.methods import METHODS
 from kvjax.methods.parse import parse_method
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
@@ -203,7 +203,7 @@ def cache_table(config: Config | BlockConfig, dtype: str, tokens: int) -> tuple[
     """The table of bytes per method and budget, and the note below it."""
     preset = "short" if tokens <= 1024 else "long"
     hyper = load_preset(preset)
-    builders = {id: parse_method(id, hyper)[1] for id in TABLE}
+    builders = {id: parse_method(id, hyper)[1] for id in METHODS}
     columns = {
         id: {b: build(b) for b in (BUDGETS if build.takes_budget else (None,))}
         for id, build in builders.items()

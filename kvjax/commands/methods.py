@@ -1,4 +1,4 @@
-"""`kvjax methods`: the table of methods."""
+"""`kvjax methods`: every method, with its paper and its hyper-parameters."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ EXAMPLE = """examples:
 _WIDE_COLUMNS = 110
 _LEGEND = (
     "Second line: what a method decides (keep, store, read, place), when it acts (prefill, decode, both), "
-    "its family, its paper. budget: a fraction of the tokens kept, or slots per head. Write snapkv:window=16 "
-    "to set a hyper-parameter, snapkv+kivi to chain, my_file.py:my_method for your own."
+    "its family, its paper, and whether it deviates from it (its docstring says how). budget: a fraction of "
+    "the tokens kept, or slots per head. Write snapkv:window=16 to set a hyper-parameter, snapkv+kivi to "
+    "chain, my_file.py:my_method for your own."
 )
 
 
@@ -43,15 +44,16 @@ def listing() -> list[dict[str, Any]]:
     """
     import inspect
 
-    from kvjax.methods import ALIASES, TABLE, methods
+    from kvjax.methods import METHODS, methods
 
     rows = []
     for info in methods():
-        parameters = inspect.signature(TABLE[info.id].build).parameters
+        function = METHODS[info.id]
+        parameters = inspect.signature(function).parameters
         row = info._asdict() | {
             "verbs": list(info.verbs),
             "url": f"https://arxiv.org/abs/{info.arxiv}" if info.arxiv else None,
-            "aliases": [alias for alias, id in ALIASES.items() if id == info.id],
+            "aliases": list(function.paper.aliases),
             "takes_budget": "budget" in parameters,
             "hyper": {name: p.default for name, p in parameters.items() if p.default is not p.empty},
         }
@@ -93,6 +95,8 @@ def _details(row: dict[str, Any]) -> Text:
         text.append(" · ")
         text.append(f"arXiv:{row['arxiv']}", style=f"link {row['url']}")
         text.append(f" ({row['year']})")
+    if row["exact"] == "deviates":
+        text.append(" · deviates")
     if row["aliases"]:
         text.append(f" · also {', '.join(row['aliases'])}")
     return text

@@ -1,1 +1,1 @@
-"""Keep: which slots stay. score -> budget -> select, with patterns that always stay."""
+"""Keep: which slots stay. Scores rank them, a budget says how many, patterns name those that always stay."""

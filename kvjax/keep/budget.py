@@ -1,9 +1,9 @@
-"""Budget: how a mean number of slots is shared between heads and layers."""
+"""Allocations: how a mean number of slots per head is shared between heads and layers."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from types import ModuleType
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
 from kvjax.keep.select import ranks
+
+# What the host computes with numpy and the program with jax.numpy, by the same lines.
+Counts = Array | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +92,12 @@ class AcrossLayers:
 class Pyramid:
     """PyramidKV (arXiv:2406.02069, section 4.2): counts fall linearly from the first layer to the last.
 
-    "paper": beyond a window that every layer keeps, the last layer gets (n - window) / beta slots and the
-    first as much above the mean as the last lies below it, at most what the prompt has; rounded so that the
-    stack keeps L * n. "kvpress": the window counts inside the layer's share, each layer is rounded alone, and
-    budgets too small for the window are uniform; its mean is the budget before it is floored, so it wants
-    `budget` (with `beta` a whole number the counts are exact at any length).
+    "paper": every layer keeps `window` slots and a share of the rest. The last layer's share is
+    (n - window) / beta, the first layer's as much above the mean as the last one's lies below it, but at most
+    what the prompt has. Counts are rounded so that the stack keeps L * n.
+    "kvpress": a layer's share includes the window, each layer is rounded alone, and all layers keep the mean
+    where the smallest share would be less than the window. The mean is ratio * length before it is rounded
+    down to n, which needs `budget`. If `beta` is a whole number, counts are exact at any length.
     """
 
     beta: float = 20.0
@@ -105,7 +109,8 @@ class Pyramid:
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
         live = (scores > -jnp.inf).sum(-1, dtype=jnp.int32).max((0, 2))
-        # A cache compressed before holds fewer slots than its row has tokens.
+        # In a cache that was compressed before, a row has fewer slots than tokens. It has at least the tokens
+        # that a mean of n takes.
         length = jnp.maximum(live, self._shortest(jnp, n))
         if self.variant == "kvpress":
             count = self._kvpress(n[None], self._floored_off(live, n)[None], length[None], scores.shape[0])
@@ -114,7 +119,8 @@ class Pyramid:
         return jnp.broadcast_to(count[..., None], scores.shape[:3])
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
-        # For a given mean, counts move one way with the length: its ends are enough.
+        # For a given mean, a layer's count only grows or only falls with the length of the prompt, so the
+        # shortest and the longest prompt give the largest count.
         mean = np.arange(1, n + 1)[None]
         if self.variant == "paper":
             ends = (self._shortest(np, mean), np.full_like(mean, tokens))
@@ -124,11 +130,14 @@ class Pyramid:
         return [heads * min(int(x), tokens) for x in np.concatenate(rows, 1).max(1)]
 
     def _kvpress_most(self, mean: np.ndarray, n: np.ndarray, tokens: int, layers: int) -> np.ndarray:
+        """Most slots [L, n] that a layer keeps for each mean, over prompts of at most `tokens` tokens."""
+        # The first layer's share, for the shortest and for the longest prompt.
         low, high = (
             np.minimum(2 * mean - mean / self.beta, length - self.window)
             for length in (self._shortest(np, n), tokens)
         )
-        # There is a pyramid from the flat one to the one whose last layer keeps just the window.
+        # Where the first layer's share exceeds this, the last layer's is less than the window. Then, and
+        # where it is less than the mean, all layers keep the mean.
         steepest = 2 * mean - self.window
         flat = (low < mean) | (high > steepest)
         high = np.minimum(high, steepest)
@@ -139,20 +148,20 @@ class Pyramid:
         pyramid = np.where(high >= mean, np.maximum(*shares), 0.0)
         return np.ceil(np.where(flat | (high < mean), np.maximum(pyramid, mean), pyramid))
 
-    def _shortest(self, xp: Any, n: Any) -> Any:
-        """The fewest tokens of which the mean can be n."""
+    def _shortest(self, xp: ModuleType, n: Counts) -> Counts:
+        """The fewest tokens a row can have where its budget comes to n slots; xp is numpy or jax.numpy."""
         ratio = None if self.budget is None else self.budget.ratio
         return n if ratio is None else xp.where(n == 1, n, -(-n * ratio.denominator // ratio.numerator))
 
     def _floored_off(self, length: Int[Array, "B"], n: Int[Array, "B"]) -> Float[Array, "B"]:
-        """What flooring took off ratio * length, where n came from it."""
+        """The fraction that rounding ratio * length down to n cut off; 0 where n is not that number."""
         ratio = None if self.budget is None else self.budget.ratio
         if ratio is None:
             return jnp.zeros(n.shape, jnp.float32)
         whole, rest = jnp.divmod(length * ratio.numerator, ratio.denominator)
         return jnp.where(whole == n, rest.astype(jnp.float32) / ratio.denominator, 0.0)
 
-    def _paper(self, xp: Any, n: Any, length: Any, layers: int) -> Any:
+    def _paper(self, xp: ModuleType, n: Counts, length: Counts, layers: int) -> Counts:
         """Counts [L, B] with the array module xp; n and length are integers [1, B]."""
         depth = xp.arange(layers, dtype=xp.int32)[:, None].astype(xp.float32)
         whole = xp.maximum(n - self.window, 0).astype(xp.int32)
@@ -168,7 +177,11 @@ class Pyramid:
     def _kvpress(
         self, n: Int[Array, "1 B"], part: Float[Array, "1 B"], length: Int[Array, "1 B"], layers: int
     ) -> Int[Array, "L B"]:
-        """Counts of the mean n + part; numbers are (integer, small float): float32 alone rounds at 10^5."""
+        """Counts where the mean is n + part.
+
+        Each number is a pair (integer, float) that stands for their sum: in a single float32, the fractions
+        that decide how counts are rounded would be lost from about 10^5 tokens on.
+        """
 
         def floating(x: Array) -> Array:
             return x.astype(jnp.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,9 @@ from kvjax.ops.base.rope import angles, rotate
 class ExpectedAttention(Word):
     """score[j] = (softmax_j(k_j m / sqrt(H) + k_j' C k_j / 2H) + epsilon) ||v_j|| (arXiv:2510.00636).
 
-    Unrotated queries are taken as Gaussian with the mean and covariance of the prompt's (its first `sinks`
-    left out); m and C are these turned by the RoPE averaged over the next `future` positions. The softmax
-    runs over the slots behind the sinks, the mean over the heads of a group.
+    Future queries are taken as Gaussian. Before rotation, their mean and covariance are those of the prompt's
+    queries without the first `sinks`; m and C are both after the average rotation of the next `future`
+    positions. The softmax runs over the slots that are no sinks, and the heads of a group are averaged.
     """
 
     future: int = 512
@@ -46,7 +47,7 @@ class ExpectedAttention(Word):
         scale = seen.attention.scale
         logit = jnp.einsum("bkgh,bksh->bkgs", mean, k) * scale
         if cov is not None:
-            # C = R cov R', one side at a time.
+            # C = R cov R' for the average rotation R, applied to one side and then to the other.
             cov = jnp.swapaxes(turn(jnp.swapaxes(turn(cov), -1, -2)), -1, -2)
             cov = cov.reshape(b, heads, -1, h, h)
             logit = logit + jnp.einsum("bksh,bkghj,bksj->bkgs", k, cov, k) * (scale**2 / 2)
@@ -56,8 +57,8 @@ class ExpectedAttention(Word):
             return p
         return (p + self.epsilon) * jnp.linalg.norm(view.v.astype(jnp.float32), axis=-1)
 
-    def _average_turn(self, seen: Seen, head_dim: int):
-        """x -> mean over the next `future` positions of RoPE(x); x is [B, N, ..., H]."""
+    def _average_turn(self, seen: Seen, head_dim: int) -> Callable[[Array], Array]:
+        """The function x -> mean over the next `future` positions of RoPE(x), for x [B, N, ..., H]."""
         pos = seen.length[:, None] + jnp.arange(self.future, dtype=jnp.int32)[None]
         cos, sin = angles(seen.attention.rope, pos, head_dim, seen.length[:, None])
         cos, sin = cos.mean(1), sin.mean(1)

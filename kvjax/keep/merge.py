@@ -1,4 +1,4 @@
-"""Merge: what leaves is folded into what stays, and `bias` remembers how many tokens a slot stands for."""
+"""Merging: evicted slots are folded into kept ones, whose `bias` says how many tokens they stand for."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from kvjax.keep.observe import Queries
 
 @dataclasses.dataclass(frozen=True)
 class ZipMerge:
-    """KeepKV's merge (arXiv:2504.09936, section 4): votes, and no perturbation of the current output.
+    """KeepKV's merge (arXiv:2504.09936, section 4), which leaves the current attention output as it was.
 
-    An evicted slot e joins the kept slot c of the most similar key (cosine >= threshold), else it is dropped.
-    With s_i = exp(q k_i / sqrt(H)), votes p_i (1 for a token) and w_i = p_i s_i, everything that meets in c
-    becomes p = sum p_i, v = sum w_i v_i / sum w_i and k = a * sum w_i k_i / sum w_i, where a is such that
-    p exp(q k / sqrt(H)) = sum w_i; the logits carry log p. So the attention of the query q is unchanged.
+    An evicted slot joins the kept slot c whose key is most similar, or is dropped where their cosine is below
+    `threshold`. Slot i has p_i votes, the number of tokens it stands for, and weighs w_i = p_i s_i with
+    s_i = exp(q k_i / sqrt(H)). What meets in c (c itself and all that join it) becomes one slot with
+    p = sum p_i, v = sum w_i v_i / sum w_i and k = a * sum w_i k_i / sum w_i. The factor a is such that
+    p exp(q k / sqrt(H)) = sum w_i, and log p is added to the logits, so the attention of the query q stays
+    the same.
 
-    Deviations: q is the newest query where the paper predicts s by a moving average; with grouped queries it
-    is their mean; where a would leave [1/2, 2] the key is not scaled and log p carries the difference.
+    Deviations: q is the newest query, where the paper predicts s_i by a moving average. With grouped queries,
+    q is their mean. Where a lies outside [1/2, 2], the key is not scaled, and the bias takes the difference.
     """
 
     threshold: float = 0.8
@@ -34,7 +36,7 @@ class ZipMerge:
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
     ) -> View:
-        """View with the slots `leaving` (indices; S where there is none) merged into `kept` ones."""
+        """The view after the slots `leaving` have joined `kept` ones; an index of S stands for no slot."""
         b, heads, s = view.pos.shape
         k, v = view.k.astype(jnp.float32), view.v.astype(jnp.float32)
         bias = jnp.zeros(view.pos.shape, jnp.float32) if view.bias is None else view.bias
@@ -52,13 +54,14 @@ class ZipMerge:
         w = jnp.exp(log_w - top)
 
         def gather(x: Array) -> Array:
-            """x of a slot plus x of everything that joins it."""
+            """The x of every slot plus those of the slots that join it."""
             joining = _pick(x, index)
             rows = jax.vmap(jax.vmap(lambda y, t, z: y.at[t].add(z, mode="drop")))
             return rows(x, target, joining)
 
         grown = gather(jnp.ones_like(w)) > 1.5
-        # What nothing joins is not divided: its weight may be 0, and the gradient of 0 / 0 is not finite.
+        # Slots that no other joins are divided by 1 and not by their weight, which may be 0: the gradient of
+        # 0 / 0 is not finite.
         total = jnp.where(grown, jnp.maximum(gather(w), 1e-30), 1.0)
         votes = gather(jnp.exp(bias))
         mean_k = gather(w[..., None] * k) / total[..., None]
@@ -84,7 +87,10 @@ def _pick(x: Array, index: Int[Array, "B K E"]) -> Array:
 def _nearest(
     e: Float[Array, "B K E H"], k: Float[Array, "B K S H"], kept: Bool[Array, "B K S"], strip: int = 128
 ) -> tuple[Int[Array, "B K E"], Float[Array, "B K E"]]:
-    """For every leaving key, the kept slot of largest cosine and that cosine; in strips, never [S, S]."""
+    """For every leaving key, the kept slot of the largest cosine, and that cosine.
+
+    It takes `strip` leaving keys at a time, so that no [S, S] array is ever formed.
+    """
 
     def unit(x: Array) -> Array:
         # An empty slot's key is zero, where the gradient of a norm is not finite.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NoReturn
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -28,12 +29,12 @@ class Queries:
 class Mass:
     """The attention probability every slot received from all new queries: "sum" or "max" over them.
 
-    Recorded by the attention itself, at no second pass; calling the word is never needed.
+    Attention records it while it runs, so this only asks for it; a call raises TypeError.
     """
 
     reduce: str = "sum"
 
-    def __call__(self, inputs: Inputs) -> Array:
+    def __call__(self, inputs: Inputs) -> NoReturn:
         raise TypeError("mass is recorded inside attention")
 
 
@@ -47,7 +48,7 @@ class RawKeys:
 
 @dataclasses.dataclass(frozen=True)
 class QueryMoments:
-    """Mean [B, N, H] and covariance [B, N, H, H] of the unrotated queries behind the first `skip`."""
+    """Mean [B, N, H] and covariance [B, N, H, H] of the unrotated queries without the first `skip`."""
 
     skip: int = 0
     covariance: bool = True

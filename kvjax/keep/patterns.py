@@ -1,4 +1,4 @@
-"""Patterns: slots that must stay by their position alone."""
+"""Patterns: slots that stay because of their position, whatever their score."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ class Sink:
 
     tokens: int = 4
 
-    def __call__(self, pos: Int[Array, "B K S"], length: Array, n: Array) -> Bool[Array, "B K S"]:
+    def __call__(
+        self, pos: Int[Array, "B K S"], length: Int[Array, "B"], n: Int[Array, "B"]
+    ) -> Bool[Array, "B K S"]:
         return (pos >= 0) & (pos < self.tokens)
 
 
@@ -23,7 +25,9 @@ class Recent:
 
     tokens: int | float
 
-    def __call__(self, pos: Int[Array, "B K S"], length: Array, n: Array) -> Bool[Array, "B K S"]:
+    def __call__(
+        self, pos: Int[Array, "B K S"], length: Int[Array, "B"], n: Int[Array, "B"]
+    ) -> Bool[Array, "B K S"]:
         if isinstance(self.tokens, int):
             return pos >= (length - self.tokens)[:, None, None]
         share = (n * round(self.tokens * 1000)) // 1000

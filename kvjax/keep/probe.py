@@ -1,4 +1,4 @@
-"""Probes: extra tokens that read the uncompressed cache once, so that their attention can score it."""
+"""Probes: extra tokens that attend once to the uncompressed cache, and whose attention scores its slots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvjax.keep.score import Word
 class RepeatContext:
     """KVzip's probe (arXiv:2505.23416, section 3.1): an instruction, then the prompt once more.
 
-    prefix holds the token ids of the instruction; None means "the model's tokenizer encodes `text`".
+    prefix holds the token ids of the instruction; where it is None, the model's tokenizer encodes `text`.
     """
 
     prefix: tuple[int, ...] | None = None
@@ -32,7 +32,10 @@ class RepeatContext:
 
 @dataclasses.dataclass(frozen=True)
 class ProbeAttention(Word):
-    """score[j] = max_i p_ij over the probe's queries i and the heads of a group, p over cache and probe."""
+    """score[j] = max_i p_ij over the probe's queries i and the heads of a group.
+
+    The softmax behind p runs over the slots of the cache and the tokens of the probe.
+    """
 
     looks = False
 

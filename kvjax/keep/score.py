@@ -1,4 +1,4 @@
-"""Scores: how much a slot matters. Each word is one equation; `>>` smooths it along the slots."""
+"""Scores: how much a slot matters. Each class is one equation; `score >> pool` smooths it along the slots."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvjax.ops.attention.union import Keys, logits
 
 
 class Word:
-    """What scores share: nothing needed and nothing remembered unless said, and `>>`.
+    """The base of all scores: one that needs no observations and keeps no statistics; others override these.
 
-    looks: whether the score reads stored keys or values, not only positions and attention received.
+    looks: whether the score reads stored keys or values, and not only positions and received attention.
     """
 
     looks = True
@@ -56,7 +56,7 @@ class Pool:
 
 @dataclasses.dataclass(frozen=True)
 class Pooled(Word):
-    """score >> pool."""
+    """A score smoothed along the slots, as `score >> pool` makes it."""
 
     score: Score
     pool: Pool
@@ -85,7 +85,7 @@ class WindowAttention(Word):
     score[j] = reduce_i softmax_j(q_i k_j / sqrt(H)) over i in the window, where the softmax runs over all
     visible slots; the window's own slots score 0 (protect them). reduce: "sum" or "mean" over the window.
     heads: "mean" over the group of a KV head, or "layer" for one score shared by the layer's heads.
-    In a decode step the last query's attention is already at hand, so last=1 costs nothing there.
+    A decode step has computed the attention of its one query anyway, so last=1 costs nothing there.
     """
 
     last: int
@@ -169,9 +169,9 @@ class KeyNorm(Word):
 
 @dataclasses.dataclass(frozen=True)
 class Uniformly(Word):
-    """A uniform draw that is a function of (seed, layer, head, position) alone: the random baseline.
+    """The random baseline: a uniform draw that depends on (seed, layer, head, position) alone.
 
-    So a row draws the same alone as in a batch.
+    A row therefore draws the same numbers alone and in a batch.
     """
 
     looks = False

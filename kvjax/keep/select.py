@@ -1,4 +1,4 @@
-"""Select: from scores and counts to the slots that stay. Deterministic: float32, ties to the older slot."""
+"""Select: from scores and counts to the slots that stay. Equal scores (in float32): the first stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Methods: every published method as one short function, and the one table that names them all."""
+"""Methods: every published method is one short function, with what is known of its paper beside it.
+
+A method lives in the file of its family; a family that outgrows a file (400 lines) is split, for example by
+what its scores look at. This module collects the functions of those files by id. What methods are made of
+lies in `kvjax.keep`, `kvjax.store` and `kvjax.read`.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +16,44 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from kvjax.grammar import STEP, Method, chain, check
-from kvjax.methods.eviction import (
-    adakv,
-    expected_attention,
-    h2o,
-    keepkv,
-    kvzip,
-    l2compress,
-    pyramidkv,
-    random,
-    sink_recent,
-    snapkv,
-    streamingllm,
-    tova,
+from kvjax.methods import (
+    baseline,
+    budget_head,
+    budget_layer,
+    merge_token,
+    quant_mixed,
+    retrieval_sparse_pages,
+    selection_dynamic_attention,
+    selection_dynamic_position,
+    selection_static_attention,
+    selection_static_keys,
 )
-from kvjax.methods.quantisation import fp8, full, int4, int8, kivi
-from kvjax.methods.reading import quest
-from kvjax.methods.table import ALIASES, TABLE
+from kvjax.methods.papers import MethodFunction, Press, collect, paper
+
+# The order of every list of methods; within a file, the order of its functions.
+_FAMILIES = (
+    baseline,
+    selection_dynamic_position,
+    selection_dynamic_attention,
+    selection_static_keys,
+    selection_static_attention,
+    budget_layer,
+    budget_head,
+    merge_token,
+    quant_mixed,
+    retrieval_sparse_pages,
+)
+
+METHODS = collect(*_FAMILIES)
+ALIASES = {alias: id for id, function in METHODS.items() for alias in function.paper.aliases}
 
 
 class MethodInfo(NamedTuple):
-    """One row of the table of methods. phase says when it acts; training whether it needs fitted weights."""
+    """What is known of a method.
+
+    phase says when it acts; training whether it needs fitted weights; exact how it compares with its paper
+    (see `Paper`); kvpress is the name of its class in kvpress, "" without one.
+    """
 
     id: str
     title: str
@@ -41,14 +63,20 @@ class MethodInfo(NamedTuple):
     verbs: tuple[str, ...]
     phase: str
     training: bool
+    exact: str
+    kvpress: str
 
 
 def resolve(id: str) -> str:
-    """The table's id for an id or alias; ValueError naming the nearest one otherwise."""
+    """The id that an id or alias stands for; ValueError naming the nearest one where there is none.
+
+    >>> resolve("Ada_KV")
+    'adakv'
+    """
     name = ALIASES.get(id.lower().replace("_", "-"), id.lower().replace("_", "-"))
-    if name not in TABLE:
-        near = difflib.get_close_matches(name, [*TABLE, *ALIASES], n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known methods: {', '.join(TABLE)}"
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, [*METHODS, *ALIASES], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known methods: {', '.join(METHODS)}"
         if ":" in id:
             # As the command line writes it.
             hint = "hyper-parameters are arguments here, as in kvjax.method('snapkv', budget=0.25, window=16)"
@@ -58,7 +86,7 @@ def resolve(id: str) -> str:
 
 @cache
 def _build(id: str, hyper: tuple[tuple[str, Any], ...]) -> Method:
-    built = dataclasses.replace(TABLE[id].build(**dict(hyper)), spec=(id, hyper))
+    built = dataclasses.replace(METHODS[id](**dict(hyper)), spec=(id, hyper))
     check(built)
     return built
 
@@ -73,7 +101,7 @@ def method(id: str, **hyper: Any) -> Method:
     'snapkv'
     """
     name = resolve(id)
-    known = inspect.signature(TABLE[name].build).parameters
+    known = inspect.signature(METHODS[name]).parameters
     for key in hyper:
         if key not in known:
             near = difflib.get_close_matches(key, list(known), n=1)
@@ -86,21 +114,59 @@ def method(id: str, **hyper: Any) -> Method:
 
 def takes_budget(id: str) -> bool:
     """Whether a method has a budget to choose."""
-    return "budget" in inspect.signature(TABLE[resolve(id)].build).parameters
+    return "budget" in inspect.signature(METHODS[resolve(id)]).parameters
 
 
 def methods() -> list[MethodInfo]:
-    """Every method in the table, in its order."""
-    out = []
-    for id, row in TABLE.items():
-        m = row.build(**({"budget": 0.5} if takes_budget(id) else {}))
-        verbs = tuple(n for n in ("keep", "store", "read") if getattr(m, n) is not None)
-        if m.keep is not None and not m.keep.allocate.uniform:
-            verbs = (*verbs, "place")
-        both = m.store is not None or (m.keep is not None and m.keep.when == STEP)
-        phase = "decode" if m.read is not None else "both" if both else "prefill" if m.keep else "none"
-        out.append(MethodInfo(id, row.title, row.arxiv, row.year, row.family, verbs, phase, False))
-    return out
+    """What is known of every method, in the order of the families' files.
+
+    >>> methods()[0].id
+    'full'
+    """
+    return [_info(id) for id in METHODS]
+
+
+def _info(id: str) -> MethodInfo:
+    known = METHODS[id].paper
+    built = method(id, **({"budget": 0.5} if takes_budget(id) else {}))
+    keep = built.keep
+    verbs = [name for name in ("keep", "store", "read") if getattr(built, name) is not None]
+    if keep is not None and not keep.allocate.uniform:
+        verbs.append("place")
+    return MethodInfo(
+        id,
+        known.title,
+        known.arxiv,
+        known.year,
+        known.family,
+        tuple(verbs),
+        _phase(built),
+        training=False,
+        exact=known.exact,
+        kvpress=known.kvpress.name if known.kvpress else "",
+    )
+
+
+def _phase(built: Method) -> str:
+    if built.read is not None:
+        return "decode"
+    if built.store is not None or (built.keep is not None and built.keep.when == STEP):
+        return "both"
+    return "none" if built.keep is None else "prefill"
+
+
+_BY_NAME = {function.__name__: function for function in METHODS.values()}
+
+
+def __getattr__(name: str) -> MethodFunction:
+    # `from kvjax.methods import snapkv` finds the functions of all families without a list of their names.
+    if name not in _BY_NAME:
+        raise AttributeError(f"module 'kvjax.methods' has no attribute {name!r}")
+    return _BY_NAME[name]
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_BY_NAME])
 
 
 class _CallableModule(types.ModuleType):
@@ -113,29 +179,13 @@ sys.modules[__name__].__class__ = _CallableModule
 
 __all__ = [
     "ALIASES",
-    "TABLE",
+    "METHODS",
     "MethodInfo",
-    "adakv",
+    "Press",
     "chain",
-    "expected_attention",
-    "fp8",
-    "full",
-    "h2o",
-    "int4",
-    "int8",
-    "keepkv",
-    "kivi",
-    "kvzip",
-    "l2compress",
     "method",
     "methods",
-    "pyramidkv",
-    "quest",
-    "random",
+    "paper",
     "resolve",
-    "sink_recent",
-    "snapkv",
-    "streamingllm",
     "takes_budget",
-    "tova",
 ]

@@ -1,6 +1,6 @@
 """Methods as text, the way the command line and saved files name them.
 
-snapkv                          an id or alias of the table
+snapkv                          an id or alias
 snapkv:window=16,variant=kvpress     with hyper-parameters
 snapkv+kivi:bits=2              a chain
 my_file.py:my_method:alpha=3    a function in a file of one's own
@@ -22,7 +22,7 @@ from kvjax.methods.user import from_file, load_function
 
 Hyper = tuple[tuple[str, Any], ...]
 _CONSTANTS = {"true": True, "false": False, "none": None}
-# A + between methods, not the one of 1e+3.
+# The + between methods has a name behind it, the one in 1e+3 a digit.
 _JOIN = re.compile(r"\s*\+\s*(?=[A-Za-z_./~])")
 _FILE = re.compile(r"(?P<name>.+\.py:[^:]*)(:(?P<hyper>.*))?", re.DOTALL)
 
@@ -53,9 +53,9 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Builder:
-    """What a text says: called with a budget (None where it takes none), it builds the method.
+    """A parsed text: called with a budget (None where it takes none), it builds the method.
 
-    A budget goes to every part that takes one and has none written in the text.
+    The budget goes to every part that takes one and has none written in the text.
     """
 
     label: str
@@ -80,7 +80,7 @@ class Builder:
 
 
 def parse_method(text: str, defaults: Mapping[str, Mapping[str, Any]] | None = None) -> tuple[str, Builder]:
-    """(label, builder) of a method's text; the label is the text in its plainest form.
+    """(label, builder) of a method's text; the label is the text in normal form, which parses to the same.
 
     defaults: hyper-parameters per method id for what the text leaves out, as presets bind them.
 
@@ -129,7 +129,7 @@ def parse_budget(text: str) -> float | int:
 
 
 def from_spec(spec: tuple[Any, ...]) -> Method:
-    """The method whose `spec` this is: of the table, of a user's file, or a chain of such.
+    """The method whose `spec` this is: one of the library, one of a user's file, or a chain of such.
 
     Raises InputError where it cannot be built again.
 
@@ -183,7 +183,7 @@ def _sorted(hyper: Mapping[str, Any]) -> Hyper:
 
 
 def _value(text: str) -> Any:
-    """The number, constant or word that a text writes."""
+    """The number, constant (true, false, none) or word that a text stands for."""
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
     for kind in (int, float):

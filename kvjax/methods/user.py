@@ -41,7 +41,7 @@ def from_file(name: str, /, **hyper: Any) -> Method:
     try:
         built = function(**hyper)
     except ValueError:
-        raise  # a word of the grammar said what is wrong
+        raise  # a word of the grammar refused a value, and its message says why
     except Exception as error:
         file = str(Path(name.rpartition(":")[0]).expanduser())
         raise InputError(
@@ -91,14 +91,14 @@ def _module(file: str) -> ModuleType:
 
 @cache
 def _import(path: str, version: tuple[int, int]) -> ModuleType:
-    """The module of a file; one per version, so that equal methods stay equal in one process."""
+    """The module of a file, imported once per version: its classes, and so equal methods, stay equal."""
     digest = hashlib.sha256(f"{path}{version}".encode()).hexdigest()[:12]
     spec = importlib.util.spec_from_file_location(f"kvjax_user_{digest}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up there while the file runs.
+    # Dataclasses look up their module in sys.modules while the file is still running.
     sys.modules[spec.name] = module
-    # Helpers beside the file import as when it runs by itself, but shadow nothing that is installed.
+    # Modules beside the file can be imported. At the end of the path, they hide none that is installed.
     folder = str(Path(path).parent)
     sys.path.append(folder)
     try:

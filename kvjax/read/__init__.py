@@ -1,1 +1,1 @@
-"""Read: which slots a query visits."""
+"""Read: which slots of the cache a query attends to."""

@@ -16,11 +16,12 @@ from kvjax.ops.decode.picked_decode import picked
 
 @dataclasses.dataclass(frozen=True)
 class PageBounds:
-    """Quest (arXiv:2406.10774, section 3.3): visit the pages whose keys could score highest.
+    """Quest (arXiv:2406.10774, section 3.3): attend to the pages whose keys could score highest.
 
     A page's bound is sum_c max(q_c low_c, q_c high_c) with the channel-wise minimum and maximum of its keys.
-    The heads of a group visit the same pages, those of the largest bound among them. The budget counts over
-    the body; the tail behind it is read in any case.
+    The heads of a group visit the same pages: a page counts with its largest bound among these heads. The
+    budget is a share of the body, the slots that lie in pages; the newest tokens, in the tail behind it, are
+    always read.
     """
 
     budget: Budget
@@ -50,7 +51,7 @@ class PageBounds:
         bounds = page_scores(q, body.summary, behind, layer, implementation=implementation)
         bounds = jnp.where(live, bounds, -jnp.inf)
         _, pages = jax.lax.top_k(bounds, self.pages_visited(body.capacity))
-        # Counted over the body, whose capacity bounds it, so that a row reads the same alone and in a batch.
+        # The budget counts the pages that the row itself fills, so a row reads the same alone and in a batch.
         full = live.sum(-1, dtype=jnp.int32)
         wanted = -(-self.budget.count(full.max(-1) * self.page) // self.page)
         return pages, jnp.minimum(full, wanted[:, None])
@@ -59,10 +60,11 @@ class PageBounds:
 def visited(
     body: Slots, layer: int | Array, page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"]
 ) -> Slots:
-    """The first `counts` of the `pages` of one layer, as slots without the Lg axis."""
+    """The slots of the first `counts` of `pages` in one layer; their arrays have no Lg axis."""
 
     def pick(x: Array) -> Array:
-        # Numbers per slot are few, and lie in tiles that an index over all layers would lay out anew.
+        # Arrays of one number per slot are cut down to their layer first: an index into all layers at once
+        # would have them laid out anew, all of them, in other tiles.
         x, at = (x, layer) if x.ndim > 4 else (x[layer][None], 0)
         return picked(x, pages, at, x.shape[3] * page // body.capacity)
 
@@ -73,6 +75,6 @@ def visited(
 def positions(
     body: Slots, layer: int | Array, page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"]
 ) -> Int[Array, "B K S"]:
-    """Of the slots of the first `counts` pages; -1 in all others."""
+    """Positions of the slots in the first `counts` of `pages`; -1 for the slots of the other pages."""
     used = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None] < counts[..., None]
     return jnp.where(jnp.repeat(used, page, axis=2), picked(body.pos[layer][None], pages, 0, page), -1)

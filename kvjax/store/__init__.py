@@ -1,1 +1,1 @@
-"""Store: how slots are encoded. A codec turns rows of tokens into arrays and back, nothing more."""
+"""Store: how slots are encoded. A codec turns the keys or values of tokens into arrays and back."""

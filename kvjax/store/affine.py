@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kvjax.ops.base.bit_packing import halves, pack, pack_tokens, packed_words, pair, unpack, unpack_tokens
@@ -17,15 +17,18 @@ class Affine:
 
     axis "token": groups of `group` channels of one token (None: all of them). axis "channel": groups of
     `group` tokens of one channel, which are encoded together (KIVI's keys, arXiv:2402.02750, section 3).
-    `together`: tokens that share words although their groups do not need it, which an accelerator reads
-    faster and which cannot be appended one by one.
+    `together` (axis "token"): how many tokens are packed into the same words. Accelerators read those faster,
+    but such tokens can only be appended `together` at a time.
 
-    Codes of 8 bits are uint8 [*b, S, H]; fewer bits are packed in uint32 words, [*b, S / granule * w, H]
-    where tokens are encoded together and [*b, S, w] otherwise. scale and zero are float16, the halves of one
-    uint32 (`pair`), by channel [*b, S / group, H], by token [*b, S] with one group, [*b, S, groups]
-    with several, and where tokens are encoded together [*b, S / together, groups * together], the groups
-    outside. Codes are computed from the rounded ones, so |error| <= scale / 2 up to float16 rounding of the
-    range's ends.
+    Codes of 8 bits are uint8 [*b, S, H]. Fewer bits are packed in uint32 words: [*b, S / granule * w, H]
+    where granule > 1 tokens are encoded together, [*b, S, w] otherwise. The float16 scale and zero of a group
+    are the halves of one uint32 (`pair`), stored as
+      [*b, S / group, H]                       for axis "channel",
+      [*b, S]                                  for axis "token" with one group per token,
+      [*b, S, groups]                          with several groups,
+      [*b, S / together, groups * together]    where together > 1, with the tokens of a group side by side.
+    Codes are computed with the rounded scale and zero, so |error| <= scale / 2, except at the ends of a
+    group's range, which float16 rounds.
     """
 
     bits: int
@@ -60,7 +63,7 @@ class Affine:
         kept = self._packed(codes.reshape(x.shape))
         return kept | {"scale_zero": self._numbers(pair(scale, zero))}
 
-    def decode(self, data: dict[str, Array], width: int, dtype: Any) -> Float[Array, "*b S H"]:
+    def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
         codes = self._codes(data, width).astype(jnp.float32)
         rows, _ = self._grouped(codes)
         numbers = halves(self._spread(data["scale_zero"], rows.ndim))
@@ -129,7 +132,7 @@ class Affine:
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """x ~ fp8(x / scale) * scale, one float16 scale per token: its largest value fills the range."""
+    """x ~ fp8(x / scale) * scale, with one float16 scale per token that maps its largest value to fp8's."""
 
     kind: str = "e4m3"
 
@@ -140,7 +143,7 @@ class Float8:
             raise ValueError(f"kind must be 'e4m3' or 'e5m2', got {self.kind!r}")
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DTypeLike:
         return jnp.float8_e4m3fn if self.kind == "e4m3" else jnp.float8_e5m2
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
@@ -151,6 +154,6 @@ class Float8:
         codes = jnp.clip(x / step, -limit, limit).astype(self.dtype)
         return {"codes": codes, "scale": scale[..., 0]}
 
-    def decode(self, data: dict[str, Array], width: int, dtype: Any) -> Float[Array, "*b S H"]:
+    def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
         x = data["codes"].astype(jnp.float32) * data["scale"].astype(jnp.float32)[..., None]
         return x.astype(dtype)

@@ -17,7 +17,7 @@ from kvjax.cli import main
 from kvjax.commands.inspect_model import find_config, model_rows
 from kvjax.commands.sizes import Sizes
 from kvjax.loading import SHIPPED
-from kvjax.methods import TABLE, method
+from kvjax.methods import METHODS, method
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
@@ -29,10 +29,10 @@ CONFIG = Config(
 )
 
 
-@pytest.mark.parametrize("id", TABLE)
+@pytest.mark.parametrize("id", METHODS)
 def test_sizes_are_those_of_the_prefill(id):
     small = {"window": 4, "page": 8, "residual": 8, "sinks": 1, "budget": 0.5}
-    known = inspect.signature(TABLE[id].build).parameters
+    known = inspect.signature(METHODS[id]).parameters
     made = method(id, **{name: value for name, value in small.items() if name in known})
     params = jax.eval_shape(lambda key: init(CONFIG, key), jax.random.key(0))
     ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 64), (1,)))

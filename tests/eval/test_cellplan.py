@@ -4,7 +4,7 @@ import pytest
 
 import kvjax
 from kvjax.eval.run.cellplan import plan_cells
-from kvjax.methods import TABLE, takes_budget
+from kvjax.methods import METHODS, takes_budget
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_kvzip_asks_the_shipped_model_in_its_own_words(model):
 
 def test_without_methods_everything_in_the_table_runs(model):
     entries = plan_cells(model, None, [0.5], "short")
-    assert {e.label for e in entries} == set(TABLE)
+    assert {e.label for e in entries} == set(METHODS)
     assert all((e.budget is None) != takes_budget(e.label) for e in entries)
 
 

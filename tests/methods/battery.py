@@ -1,4 +1,4 @@
-"""One conversation per method, run once and looked at by many tests."""
+"""What tests of methods look at, computed once: compressed prompts of every row, conversations of some."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ import numpy as np
 import kvjax
 from kvjax import steps
 from kvjax.cache import Cache, kept_positions
+from kvjax.generation import bind
+from kvjax.grammar import Method
+from kvjax.keep.observe import Mass
+from kvjax.layout import LayoutClass, layout_class
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.steps import Run
-from tests.methods.table import BY_LABEL, WINDOWS
+from tests.methods.table import BY_LABEL, ROWS, WINDOWS, Row
 from tests.reference import Decoder, Prompt
 
 B, T, ROOM, VOCAB = 4, 32, 32, 64
@@ -67,6 +71,88 @@ BATCHES = {
     "other": OTHER,
     "alone": Batch([MAIN.first[ALONE]], MAIN.steps[:, ALONE:], [MAIN.second[ALONE]]),
 }
+
+
+# --- compressed prompts: every row ------------------------------------------------------------------------
+
+# The rows of MAIN, and one of them again behind other companions.
+PACKED = [*MAIN.first, MAIN.first[SHARED]]
+# What empty slots hold may be anything finite.
+GARBAGE = 1e3
+
+
+class Packed(NamedTuple):
+    """A compressed prompt of the rows PACKED, and the logits [B, V] of its last tokens, asked again."""
+
+    logits: jax.Array
+    cache: Cache
+    asked: jax.Array
+
+
+_observe = jax.jit(steps.observe, static_argnames=("run", "needs"))
+_probed = jax.jit(steps.probed, static_argnames=("run", "probe"))
+_settle = jax.jit(steps.settle, static_argnames=("run", "tokens", "room", "compress"))
+
+
+def needs(row: Row) -> frozenset:
+    return steps.needs_of(Run(model(row.model).config, row.method()), model(row.model).params)
+
+
+@cache
+def observed(name: str, mass: str | None) -> steps.Prompt:
+    """PACKED read by a model, with all that the rows on it observe; padding holds garbage.
+
+    mass: which reduction of the attention is recorded; a reading records one.
+    """
+    m = model(name)
+    wanted = frozenset().union(*(needs(row) for row in ROWS if row.model == name))
+    wanted = frozenset(o for o in wanted if not isinstance(o, Mass))
+    wanted |= frozenset() if mass is None else {Mass(mass)}
+    tokens = np.zeros((len(PACKED), T), np.int32)
+    for i, row in enumerate(PACKED):
+        tokens[i, : len(row)] = row
+    lengths = jnp.asarray([len(row) for row in PACKED], jnp.int32)
+    prompt = _observe(Run(m.config, Method()), m.params, jnp.asarray(tokens), lengths, None, wanted)
+
+    def soiled(x: jax.Array) -> jax.Array:
+        real = (prompt.context.pos >= 0)[None, :, None, :, None]
+        return jnp.where(real, x, GARBAGE)
+
+    fresh = tuple(f._replace(k=soiled(f.k), v=soiled(f.v)) for f in prompt.fresh)
+    return prompt._replace(fresh=fresh)
+
+
+@cache
+def packed(label: str, whole: bool = False) -> Packed:
+    """The compressed prompt of a row of the table; whole: with hyper-parameters that keep everything."""
+    row = BY_LABEL[label]
+    m, method = model(row.model), row.method(row.whole if whole else None)
+    run = Run(m.config, bind(method, m))
+    mass = next((o.reduce for o in needs(row) if isinstance(o, Mass)), None)
+    prompt = observed(row.model, mass)
+    probe = run.method.keep.probe if run.method.keep is not None else None
+    if probe is not None:
+        prompt = _probed(Run(m.config, Method()), m.params, prompt, probe)
+    cache = _settle(run, m.params, prompt, None, tokens=T, room=ROOM, compress=True)
+    cache = dataclasses.replace(cache, method=method)
+    asked, _ = step(m, cache, [r[-1] for r in PACKED], append=False)
+    return Packed(prompt.logits, cache, asked)
+
+
+# --- whole conversations: one row of every class of layout -----------------------------------------------
+
+
+def class_of(row: Row) -> tuple[LayoutClass, bool]:
+    """The class of layout of a row; windows of layers are one more way in which layouts differ."""
+    return layout_class(row.method()), row.model == "windowed"
+
+
+def first_of_each_class() -> list[str]:
+    """The label of the first row of every class of layout."""
+    first: dict[tuple[LayoutClass, bool], str] = {}
+    for row in ROWS:
+        first.setdefault(class_of(row), row.label)
+    return list(first.values())
 
 
 def step(model: Model, cache: Cache, token: Any, append: bool) -> tuple[jax.Array, Cache]:

@@ -1,4 +1,9 @@
-"""Every method of the table through what must hold for all of them."""
+"""Whole conversations: one method of every class of layout through what must hold for all of them.
+
+A prompt, steps and a second turn; alone, among others, in chunks, sharded, with gradients. The first row of a
+class stands for it in the plain suite, and the other rows take turns (`pytest --rotate all`). What every
+method must do with a prompt is `test_sentences.py`.
+"""
 
 import dataclasses
 
@@ -10,7 +15,6 @@ import pytest
 import kvjax
 from kvjax import steps
 from kvjax.cache import Slots, nbytes
-from kvjax.methods import TABLE
 from kvjax.models.params import init, plan, regroup
 from kvjax.steps import Run
 from tests.methods.battery import (
@@ -22,49 +26,57 @@ from tests.methods.battery import (
     VOCAB,
     B,
     T,
+    class_of,
+    first_of_each_class,
     kept_of,
     model,
     off,
+    packed,
     positions,
     prompt_of,
     step,
     talk,
 )
-from tests.methods.table import BY_LABEL, ROWS, Sizes
+from tests.methods.table import BY_LABEL, ROWS
 from tests.reference import Row as Slotwise
 
 LABELS = [r.label for r in ROWS]
+FIRST = first_of_each_class()
 
 
-def rows(labels, marks=lambda label: ()):
-    """One test per method; those of a method run in one process, which compiles its conversation once."""
-    group = pytest.mark.xdist_group
-    return pytest.mark.parametrize("label", [pytest.param(x, marks=(group(x), *marks(x))) for x in labels])
+def rows(labels, plain=FIRST):
+    """One test per method, rotating unless it is in `plain`; those of a method share programs."""
+
+    def marks(label):
+        group = pytest.mark.xdist_group(label)
+        return (group,) if label in plain else (group, pytest.mark.rotating)
+
+    return pytest.mark.parametrize("label", [pytest.param(x, marks=marks(x)) for x in labels])
 
 
 every = rows(LABELS)
 
 
 def some(*labels):
-    """Costly checks of all methods: these in the plain suite, the others with -m slow."""
+    """Costly checks: these methods in the plain suite."""
     assert set(labels) <= set(LABELS)
-    return rows(LABELS, lambda label: () if label in labels else (pytest.mark.slow,))
+    return rows(LABELS, labels)
 
 
-def test_every_method_has_a_row():
-    assert set(TABLE) == {id for r in ROWS for id, _ in r.build if len(r.build) == 1}
+def test_every_class_of_layout_has_a_method_that_stands_for_it():
+    assert len(FIRST) == len({class_of(row) for row in ROWS}) == len(set(FIRST))
 
 
 # --- what it keeps and what it answers, against float64 numpy ---------------------------------------------
 
 
 @every
-def test_a_prompt_leaves_the_tokens_that_the_method_says(label):
-    found = positions(talk(label).prompt[1])
-    for b, tokens in enumerate(MAIN.first):
-        want = kept_of(label, prompt_of(BY_LABEL[label].model, "main", b))
-        for layer, keep in enumerate(want):
-            assert found[layer][b] == [set(np.flatnonzero(k).tolist()) for k in keep], (layer, b, len(tokens))
+def test_a_prompt_leaves_what_the_shared_reading_of_it_leaves(label):
+    mine, shared = talk(label), packed(label)
+    assert off(mine.prompt[0], shared.logits[:B]) < 1e-6
+    assert off(mine.asked, shared.asked[:B]) < same(label)
+    for lists, others in zip(positions(mine.prompt[1]), positions(shared.cache), strict=True):
+        assert lists == others[:B]
 
 
 def same(label):
@@ -79,18 +91,6 @@ def slotwise(label, b):
 
 
 exact = rows([r.label for r in ROWS if r.error is not None])
-
-
-@exact
-def test_logits_are_those_of_the_prompt_and_of_attention_over_what_is_kept(label):
-    done, error = talk(label), BY_LABEL[label].error
-    prompts, asked = [], []
-    for b, tokens in enumerate(MAIN.first):
-        prompt, slots = slotwise(label, b)
-        prompts.append(prompt.all_logits[-1])
-        asked.append(slots.step(tokens[-1], append=False))
-    assert off(done.prompt[0], np.stack(prompts)) < 1e-5
-    assert off(done.asked, np.stack(asked)) < error
 
 
 @exact
@@ -133,32 +133,11 @@ def test_a_second_turn_leaves_each_head_a_subset_of_old_and_new_within_the_budge
             assert total <= lists * (new // 2)
 
 
-# --- identity -----------------------------------------------------------------------------------------
-
-
-@rows([r.label for r in ROWS if r.whole is not None])
-def test_a_budget_that_covers_the_prompt_changes_nothing(label):
-    row = BY_LABEL[label]
-    m = model(row.model)
-    logits, cache = kvjax.prefill(m, MAIN.first, method=row.method(row.whole), room=ROOM)
-    full = kvjax.prefill(m, MAIN.first, room=ROOM)
-    last = [tokens[-1] for tokens in MAIN.first]
-    assert off(logits, full[0]) < 1e-6
-    assert off(step(m, cache, last, append=False)[0], step(m, full[1], last, append=False)[0]) < 1e-5
-    want = positions(full[1])
-    assert all(lists == row[:1] * len(lists) for got, all_ in zip(positions(cache), want, strict=True)
-               for lists, row in zip(got, all_, strict=True))  # fmt: skip
-
-
 # --- compilation --------------------------------------------------------------------------------------
 
 
 @every
-def test_equal_arguments_give_one_object_and_one_tree(label):
-    row = BY_LABEL[label]
-    assert row.method() == row.method() and hash(row.method()) == hash(row.method())
-    if len(row.build) == 1:
-        assert row.method() is row.method()
+def test_other_data_gives_the_same_tree(label):
     trees = [jax.tree.structure(talk(label, batch).prompt[1]) for batch in ("main", "other")]
     assert trees[0] == trees[1]
 
@@ -172,7 +151,7 @@ def test_other_data_of_the_same_shapes_compiles_nothing(label):
     assert [f._cache_size() for f in (steps.prefill, steps.step_keeping)] == compiled
 
 
-@some("h2o")
+@some()
 def test_without_jit_the_numbers_are_the_same(label):
     done, data, m = talk(label, "alone"), BATCHES["alone"], model(BY_LABEL[label].model)
     with jax.disable_jit():
@@ -211,10 +190,7 @@ def test_a_row_is_the_same_among_other_rows(label):
     compare_rows(label, SHARED, talk(label, "other"), SHARED)
 
 
-@some(
-    "streamingllm", "h2o", "tova", "snapkv", "snapkv windowed", "adakv", "pyramidkv", "kvzip", "keepkv",
-    "kivi", "quest",
-)  # fmt: skip
+@some("h2o", "snapkv windowed", "adakv", "kvzip", "kivi", "quest")
 def test_a_row_is_the_same_alone_and_in_a_smaller_bucket(label):
     compare_rows(label, ALONE, talk(label, "alone"), 0)
 
@@ -242,7 +218,7 @@ def test_the_order_of_slots_does_not_matter(label):
         assert positions(mixed) == positions(twin)
 
 
-@every
+@some("h2o", "keepkv", "snapkv windowed", "adakv", "kvzip", "kivi")
 def test_reading_in_chunks_equals_reading_in_turns_and_leaves_ended_rows_alone(label):
     m, method = model(BY_LABEL[label].model), BY_LABEL[label].method()
     first = [tokens if i == SHARED else (tokens * 4)[:T] for i, tokens in enumerate(MAIN.first)]
@@ -266,16 +242,13 @@ def test_reading_in_chunks_equals_reading_in_turns_and_leaves_ended_rows_alone(l
 
 
 @every
-def test_bytes_are_those_of_the_claim_before_and_after_running(label):
-    row = BY_LABEL[label]
-    m, cache = model(row.model), talk(label).prompt[1]
-    c = m.config
-    sizes = Sizes(B, c.kv_heads, c.heads, c.head_dim, c.layers, T, ROOM)
-    assert nbytes(cache) == row.nbytes(sizes)
-    shape = jax.ShapeDtypeStruct
+def test_bytes_are_planned_before_running(label):
+    row, cache = BY_LABEL[label], talk(label).prompt[1]
+    m, shape = model(row.model), jax.ShapeDtypeStruct
     _, planned = jax.eval_shape(
         lambda params, tokens, lengths: steps.prefill(
-            Run(c, row.method()), params, tokens, lengths, None, tokens_bound=T, room=ROOM, compress=True
+            Run(m.config, row.method()), params, tokens, lengths, None,
+            tokens_bound=T, room=ROOM, compress=True,
         ),
         m.params, shape((B, T), jnp.int32), shape((B,), jnp.int32),
     )  # fmt: skip
@@ -299,7 +272,7 @@ def heads_split(path, x):
     )
 
 
-@some("snapkv", "h2o", "adakv", "kvzip", "snapkv + kivi")
+@some("h2o", "adakv")
 def test_stacked_sharded_and_scanned_decoding_equals_the_plain_one(label):
     row, done = BY_LABEL[label], talk(label)
     m = model(row.model)
@@ -340,7 +313,7 @@ def test_stacked_sharded_and_scanned_decoding_equals_the_plain_one(label):
     assert positions(cache) == positions(done.steps[-1][1])
 
 
-@some("keepkv", "kvzip", "snapkv + kivi")
+@some("keepkv")
 def test_gradients_through_a_compressed_cache_are_finite(label):
     row = BY_LABEL[label]
     config = dataclasses.replace(model(row.model).config, layers=2, windows=())

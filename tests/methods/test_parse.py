@@ -4,7 +4,7 @@ import pytest
 
 from kvjax.errors import InputError
 from kvjax.grammar import chain
-from kvjax.methods import TABLE, method, takes_budget
+from kvjax.methods import METHODS, method, takes_budget
 from kvjax.methods.parse import from_spec, parse_budget, parse_method
 
 MINE = "from kvjax.methods import snapkv\ndef short(budget, window=8): return snapkv(budget, window=window)\n"
@@ -16,7 +16,7 @@ def mine(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
 
 
-@pytest.mark.parametrize("id", TABLE)
+@pytest.mark.parametrize("id", METHODS)
 def test_an_id_is_the_method_of_the_table(id):
     label, build = parse_method(id)
     assert label == id

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvjax.generation import bind
 from kvjax.gin_bindings import load_preset
 from kvjax.grammar import Budget, Method
-from kvjax.methods import TABLE
+from kvjax.methods import METHODS
 from kvjax.methods.parse import parse_method
 from kvjax.models.model import Model
 
@@ -42,7 +42,7 @@ def plan_cells(
         Budget(b)
     hyper = load_preset(preset)
     found: dict[str, Custom] = {}
-    for item in (*ALWAYS, *(TABLE if methods is None else methods)):
+    for item in (*ALWAYS, *(METHODS if methods is None else methods)):
         if isinstance(item, str):
             label, build = parse_method(item, hyper)
             found.setdefault(label, (label, build.takes_budget, build))

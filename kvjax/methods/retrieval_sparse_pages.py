@@ -1,12 +1,20 @@
-"""Methods that keep everything and read a part of it."""
+"""Retrieval by pages: everything stays in the cache, and each query reads the pages that may matter to it."""
 
 from __future__ import annotations
 
 from kvjax.grammar import Budget, Method
+from kvjax.methods.papers import paper
+from kvjax.methods.shared import Amount
 from kvjax.read.pages import PageBounds
 
 
-def quest(budget: float | int, *, page: int = 16, skip_layers: int = 2) -> Method:
+@paper(
+    "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference",
+    arxiv="2406.10774",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def quest(budget: Amount, *, page: int = 16, skip_layers: int = 2) -> Method:
     """Quest (Tang et al., 2024, arXiv:2406.10774), section 3.3: only pages that may matter to this query.
 
     budget is the share (or number) of tokens visited per decoded token; the first `skip_layers` layers and

@@ -1,31 +1,18 @@
-"""Methods that keep every token and store it in fewer bits."""
+"""Quantisation that treats keys, values, tokens or layers differently."""
 
 from __future__ import annotations
 
 from kvjax.grammar import Method, Store
-from kvjax.store.affine import Affine, Float8
+from kvjax.methods.papers import paper
+from kvjax.store.affine import Affine
 
 
-def full() -> Method:
-    """Baseline: every token, as computed."""
-    return Method()
-
-
-def int8() -> Method:
-    """Baseline: min-max int8 per token and head, keys and values alike."""
-    return Method(store=Store(Affine(8), Affine(8)))
-
-
-def int4(*, group: int | None = 32) -> Method:
-    """Baseline: min-max int4 per token in groups of `group` channels (None: a whole head)."""
-    return Method(store=Store(Affine(4, group=group), Affine(4, group=group)))
-
-
-def fp8(*, kind: str = "e4m3") -> Method:
-    """Baseline: float8 with one scale per token and head."""
-    return Method(store=Store(Float8(kind), Float8(kind)))
-
-
+@paper(
+    "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache",
+    arxiv="2402.02750",
+    family="quant-mixed",
+    exact="deviates",
+)
 def kivi(*, bits: int = 2, group: int = 32, residual: int = 128) -> Method:
     """KIVI (Liu et al., 2024, arXiv:2402.02750), section 3.3: keys per channel, values per token.
 

@@ -1,0 +1,87 @@
+"""Classes of layout: what decides how the caches of a sentence are laid out and how a step goes over them.
+
+Budgets, scores and most hyper-parameters decide *which* slots stay. The class is what is left when those are
+forgotten: sentences of one class have caches of the same structure and steps of the same shape. Tests run
+one sentence of every class through a whole conversation.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from kvjax.grammar import STEP, Keep, Method
+from kvjax.keep.observe import Mass, Queries
+
+
+class LayoutClass(NamedTuple):
+    """The ways in which caches and steps of two sentences can differ.
+
+    storage: "dense", "pages" (unequal heads, a pool per layer) or "one pool" (slots move between layers).
+    lists: "kv heads", or "query heads" where each of them selects its own slots. evicts: "never", "at
+    prefill", or at every step by what that step must know of each slot: "every step", "every step by mass",
+    "every step by query". merges: what leaves goes into what stays. phase: what slots are rotated by,
+    "position" or "rank". codec: "plain", "token" (tokens are encoded one by one) or "granule" (some tokens
+    together, behind a plain tail). reads: "all" slots, or "pages" of them. skips: the first layers are left
+    alone. reads_twice: the prompt is read again to be scored.
+    """
+
+    storage: str
+    lists: str
+    evicts: str
+    merges: bool
+    phase: str
+    codec: str
+    reads: str
+    skips: bool
+    reads_twice: bool
+
+    def __str__(self) -> str:
+        words = [self.storage, self.lists, f"evicts {self.evicts}"]
+        words += ["merges"] if self.merges else []
+        words += ["rotates by rank"] if self.phase == "rank" else []
+        words += [f"{self.codec} codes"] if self.codec != "plain" else []
+        words += ["reads pages"] if self.reads == "pages" else []
+        words += ["skips layers"] if self.skips else []
+        return ", ".join([*words, "reads twice"] if self.reads_twice else words)
+
+
+def layout_class(method: Method) -> LayoutClass:
+    """The class of layout of a sentence.
+
+    >>> from kvjax.methods import method
+    >>> str(layout_class(method("h2o", budget=0.5)))
+    'dense, kv heads, evicts every step by mass'
+    >>> layout_class(method("snapkv", budget=0.5)) == layout_class(method("snapkv", budget=64, window=8))
+    True
+    """
+    keep, store, read = method.keep, method.store, method.read
+    encoded = store is not None and (store.keys is not None or store.values is not None)
+    granules = store is not None and (store.granule > 1 or store.residual > 0)
+    return LayoutClass(
+        storage=_storage(keep),
+        lists="query heads" if keep is not None and keep.per_query_head else "kv heads",
+        evicts=_evicts(keep),
+        merges=keep is not None and keep.merge is not None,
+        phase="rank" if keep is not None and keep.rank_phase else "position",
+        codec="granule" if granules else "token" if encoded else "plain",
+        reads="all" if read is None else "pages",
+        skips=any(part is not None and part.skip_layers > 0 for part in (keep, read)),
+        reads_twice=keep is not None and keep.probe is not None,
+    )
+
+
+def _storage(keep: Keep | None) -> str:
+    if keep is None or keep.allocate.uniform:
+        return "dense"
+    return "one pool" if keep.allocate.across_layers else "pages"
+
+
+def _evicts(keep: Keep | None) -> str:
+    if keep is None:
+        return "never"
+    if keep.when != STEP:
+        return "at prefill"
+    needs: Any = frozenset() if keep.score is None else keep.score.needs
+    if any(isinstance(o, Mass) for o in needs):
+        return "every step by mass"
+    return "every step by query" if any(isinstance(o, Queries) for o in needs) else "every step"

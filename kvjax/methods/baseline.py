@@ -1,0 +1,52 @@
+"""Baselines: what every paper's method is compared with, and what needs no paper."""
+
+from __future__ import annotations
+
+from kvjax.grammar import STEP, Budget, Keep, Method, Store
+from kvjax.keep.budget import Uniform
+from kvjax.keep.patterns import Sink
+from kvjax.keep.score import Position, Uniformly
+from kvjax.methods.papers import Press, paper
+from kvjax.methods.shared import Amount
+from kvjax.store.affine import Affine, Float8
+
+
+@paper("Full cache", family="baseline")
+def full() -> Method:
+    """Baseline: every token, as computed."""
+    return Method()
+
+
+@paper("Random eviction", family="baseline", kvpress=Press("RandomPress", same="no: other random numbers"))
+def random(budget: Amount, *, seed: int = 0) -> Method:
+    """Baseline: a uniformly random set of tokens per head, the same for a row alone and in a batch."""
+    return Method(Keep(Uniformly(seed), Budget(budget), Uniform()))
+
+
+@paper(
+    "Sinks and recent tokens",
+    family="baseline",
+    kvpress=Press("StreamingLLMPress", same="the same set, at the end of the prompt; acts in decoding too"),
+    aliases=("sinkrecent",),
+)
+def sink_recent(budget: Amount, *, sinks: int = 4) -> Method:
+    """Baseline: the first `sinks` and the newest tokens, at their own positions, also while decoding."""
+    return Method(Keep(Position(), Budget(budget), Uniform(), (Sink(sinks),), when=STEP))
+
+
+@paper("Per-token int8", family="baseline")
+def int8() -> Method:
+    """Baseline: min-max int8 per token and head, keys and values alike."""
+    return Method(store=Store(Affine(8), Affine(8)))
+
+
+@paper("Per-token int4", family="baseline")
+def int4(*, group: int | None = 32) -> Method:
+    """Baseline: min-max int4 per token in groups of `group` channels (None: a whole head)."""
+    return Method(store=Store(Affine(4, group=group), Affine(4, group=group)))
+
+
+@paper("Per-token float8", family="baseline")
+def fp8(*, kind: str = "e4m3") -> Method:
+    """Baseline: float8 with one scale per token and head."""
+    return Method(store=Store(Float8(kind), Float8(kind)))

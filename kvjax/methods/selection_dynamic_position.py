@@ -1,0 +1,32 @@
+"""Selection after every token that looks at no attention: by where tokens stand, or what they are."""
+
+from __future__ import annotations
+
+from kvjax.grammar import STEP, Budget, Keep, Method
+from kvjax.keep.budget import Uniform
+from kvjax.keep.patterns import Sink
+from kvjax.keep.score import Position
+from kvjax.methods.papers import Press, paper
+from kvjax.methods.shared import Amount
+
+
+@paper(
+    "Efficient Streaming Language Models with Attention Sinks",
+    arxiv="2309.17453",
+    family="selection-dynamic",
+    exact="deviates",
+    kvpress=Press(
+        "KeyRerotationPress(StreamingLLMPress)",
+        same="the same set, at the end of the prompt; acts in decoding too",
+    ),
+    aliases=("streaming-llm",),
+)
+def streamingllm(budget: Amount, *, sinks: int = 4) -> Method:
+    """StreamingLLM (Xiao et al., 2023, arXiv:2309.17453), section 3.2: sinks and a rolling window.
+
+    Rotation is by slot rank inside the cache, not by position in the text, so any length decodes within
+    the trained window. Deviation: a prompt is read in one pass with ordinary attention before it is cut;
+    the paper streams it token by token.
+    """
+    keep = Keep(Position(), Budget(budget), Uniform(), (Sink(sinks),), when=STEP, rank_phase=True)
+    return Method(keep)

@@ -1,0 +1,58 @@
+"""Selection once, at the end of a prompt, by the attention that tokens received."""
+
+from __future__ import annotations
+
+from kvjax.grammar import Budget, Keep, Method
+from kvjax.keep.budget import AcrossLayers, Uniform
+from kvjax.keep.patterns import Recent, Sink
+from kvjax.keep.probe import ProbeAttention, RepeatContext
+from kvjax.methods.papers import Press, paper
+from kvjax.methods.shared import Amount, per_query_head, window_score
+
+
+@paper(
+    "SnapKV: LLM Knows What You are Looking for Before Generation",
+    arxiv="2404.14469",
+    family="selection-static",
+    exact="equal",
+    kvpress=Press("SnapKVPress", "variant=kvpress"),
+)
+def snapkv(budget: Amount, *, window: int = 64, kernel: int = 5, variant: str = "paper") -> Method:
+    """SnapKV (Li et al., 2024, arXiv:2404.14469), section 4: what the last `window` queries attend to.
+
+    score[j] = pool(sum_{i in window} softmax_j(q_i k_j / sqrt(H))); the window itself stays. "paper", as in
+    the authors' code: max pooling, one selection per query head, so the cache holds N heads of slots.
+    "kvpress": average pooling, mean over the group of a KV head, K heads of slots.
+    """
+    score = window_score(window, kernel, variant)
+    each = per_query_head(variant)
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), per_query_head=each))
+
+
+@paper(
+    "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
+    arxiv="2505.23416",
+    family="selection-static",
+    exact="deviates",
+    kvpress=Press("KVzipPress", same="yes, for contexts up to 2048 tokens"),
+)
+def kvzip(
+    budget: Amount,
+    *,
+    sinks: int = 4,
+    uniform: bool = False,
+    page: int = 128,
+    prefix: tuple[int, ...] | None = None,
+) -> Method:
+    """KVzip (Kim et al., 2025, arXiv:2505.23416), section 3: what the model needs to repeat its context.
+
+    The prompt is read a second time over the full cache behind an instruction to repeat it; a slot's score
+    is the largest attention it receives. The best slots of the whole stack stay (uniform=True: of every
+    head). prefix: token ids of the instruction, by default encoded with the model's tokenizer. Deviation:
+    one pass whatever the length, where the paper repeats 2048 tokens at a time; `sinks` stay as in kvpress.
+    """
+    probe = RepeatContext(prefix)
+    allocate = Uniform() if uniform else AcrossLayers()
+    return Method(
+        Keep(ProbeAttention(probe), Budget(budget), allocate, (Sink(sinks),), probe=probe, page=page)
+    )

@@ -1,0 +1,225 @@
+"""Plants faults in a copy of the tree, one at a time, and says which test of the plain suite finds each.
+
+    python scripts/mutants.py                   all of them
+    python scripts/mutants.py --only kivi       those whose name has this in it
+    python scripts/mutants.py --write           all, and their table into CONTRIBUTING.md
+
+Some of the faults were made once and mended since; the others are planted. The tests that should find a fault
+run first; the whole plain suite runs only where they do not. Exit status 1 if a fault lives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.progress import track
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "CONTRIBUTING.md"
+BEGIN, END = "<!-- mutants: written by scripts/mutants.py --write -->", "<!-- end of mutants -->"
+# As the wheel lays them out, so that the copy is imported and nothing else.
+INSIDE = ("models", "pallas_kernels", "configs")
+
+
+class Mutant(NamedTuple):
+    """A fault: in `file`, the one place `old` becomes `new`; `tests` should find it.
+
+    made: it was in the library once.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    made: bool = False
+
+
+METHODS = "tests/methods/test_sentences.py tests/methods/test_battery.py"
+MUTANTS = [
+    Mutant(
+        "a wrong sign in a score", "kvjax/keep/score.py",
+        "return -jnp.linalg.norm(view.k", "return jnp.linalg.norm(view.k", METHODS,
+    ),
+    Mutant(
+        "an off-by-one in a budget", "kvjax/grammar.py",
+        "return jnp.maximum(1, length * self.ratio.numerator // self.ratio.denominator)",
+        "return jnp.maximum(1, length * self.ratio.numerator // self.ratio.denominator - 1)", METHODS,
+    ),
+    Mutant(
+        "a companion's influence on a budget", "kvjax/choose.py",
+        "    n = keep.budget.count(length)\n    numbers",
+        "    n = keep.budget.count(jnp.full_like(length, length.max()))\n    numbers", METHODS,
+    ),
+    Mutant(
+        "a statistic forgotten between turns", "kvjax/choose.py",
+        "stats={n: x + seen for n, x in views[i].stats.items()}",
+        "stats={n: x for n, x in views[i].stats.items()}", METHODS,
+    ),
+    Mutant(
+        "a rotation one position late", "kvjax/steps/run.py",
+        "    return jnp.argsort(order, axis=-1).astype(jnp.int32)",
+        "    return jnp.argsort(order, axis=-1).astype(jnp.int32) + 1", METHODS,
+    ),
+    Mutant(
+        "a byte count without scales", "kvjax/cache.py",
+        "for x in jax.tree.leaves(tree))", "for x in jax.tree.leaves(tree) if x.dtype != np.uint32)", METHODS,
+    ),
+    Mutant(
+        "KIVI's residual off by one", "kvjax/segments.py",
+        "moved = jnp.maximum(count - gm.residual, 0) // g",
+        "moved = jnp.maximum(count - gm.residual - 1, 0) // g", METHODS,
+    ),
+    Mutant(
+        "Quest reads one page more", "kvjax/read/pages.py",
+        "return pages, jnp.minimum(full, wanted[:, None])",
+        "return pages, jnp.minimum(full, wanted[:, None] + 1)", METHODS,
+    ),
+    Mutant(
+        "codes without their zero", "kvjax/store/affine.py",
+        "(rows * scale + zero).astype(dtype)", "(rows * scale).astype(dtype)", "tests/store " + METHODS,
+    ),
+    Mutant(
+        "merged slots forget how many they are", "kvjax/keep/merge.py",
+        "bias=jnp.where(grown, log_p, bias),", "bias=bias,", METHODS + " tests/methods/test_golden.py",
+    ),
+    Mutant(
+        "the observation window scores itself", "kvjax/keep/score.py",
+        "    hide_window: bool = True", "    hide_window: bool = False", METHODS,
+    ),
+    Mutant(
+        "a row that ended in an earlier chunk is compressed again", "kvjax/steps/prompt.py",
+        "kept = {i: stay | (idle & (views[i].pos >= 0)) for i, stay in kept.items()}",
+        "kept = {i: stay for i, stay in kept.items()}", METHODS, made=True,
+    ),
+    Mutant(
+        "a sliding window one token wide of its mark", "kvjax/ops/attention/union.py",
+        "seen & (k > q - window)", "seen & (k >= q - window)", "tests/ops/test_attention.py " + METHODS,
+    ),
+    Mutant(
+        "evicting drops the newest of all slots", "kvjax/steps/decode.py",
+        "lowest = score == score.min(-1, keepdims=True)",
+        "lowest = one.pos == one.pos.max(-1, keepdims=True)", METHODS,
+    ),
+    Mutant(
+        "a token that is asked again is written", "kvjax/steps/decode.py",
+        "jnp.where(append, at, -1)", "at", METHODS,
+    ),
+    Mutant(
+        "Ada-KV's floor is not blended", "kvjax/keep/budget.py",
+        "count = _blend(count, n, self.floor)", "count = _blend(count, n, 0.0)", METHODS,
+    ),
+    Mutant(
+        "a token asked again reads one level of too few tokens", "models/mixers/log_linear.py",
+        "before = memory.pos[:, 0] + (~mask[:, 0]).astype(jnp.int32)", "before = memory.pos[:, 0]",
+        "tests/kernels/test_decoder.py tests/models/test_architectures.py", made=True,
+    ),
+    Mutant(
+        "a cache that evicts does not grow with its rows", "kvjax/segments.py",
+        "jnp.where(full, 0, gm.keep.budget.reach(slots.capacity - 1) - cache.next)",
+        "jnp.full_like(cache.next, 2**30)", "tests/test_generation.py " + METHODS, made=True,
+    ),
+    Mutant(
+        "a consumed cache is taken again", "kvjax/cache.py",
+        "not isinstance(at, Tracer) and at.is_deleted()", "not isinstance(at, Tracer) and False",
+        "tests/test_cache.py tests/test_generation.py", made=True,
+    ),
+]  # fmt: skip
+
+
+def copied(folder: Path) -> None:
+    """The tree without its history, laid out as the wheel is."""
+    shutil.copytree(
+        ROOT, folder, ignore=shutil.ignore_patterns(".git", "*.egg-info", "__pycache__", ".venv", "build")
+    )
+    for room in INSIDE:
+        shutil.move(folder / room, folder / "kvjax" / room)
+        (folder / room).symlink_to(folder / "kvjax" / room)
+
+
+def killer(mutant: Mutant, folder: Path) -> str | None:
+    """The first test that fails once the fault is planted in the copy; None where it lives."""
+    file = folder / mutant.file
+    text = file.read_text()
+    if text.count(mutant.old) != 1:
+        raise SystemExit(
+            f"{mutant.name}: {mutant.file} has {mutant.old!r} {text.count(mutant.old)} times, expected once: "
+            "the code has changed, and scripts/mutants.py must plant this fault where it lies now"
+        )
+    file.write_text(text.replace(mutant.old, mutant.new))
+    try:
+        return first_failure(folder, mutant.tests.split()) or first_failure(folder, [])
+    finally:
+        file.write_text(text)
+
+
+def first_failure(folder: Path, tests: list[str]) -> str | None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-n",
+        "0",
+        "--tb=no",
+        "-p",
+        "no:cacheprovider",
+        *tests,
+    ]
+    out = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if out.returncode == 0:
+        return None
+    found = re.search(r"^(?:FAILED|ERROR) (\S+(?:\[[^\]]*\])?)", out.stdout, re.M)
+    if found is None:
+        raise SystemExit(
+            f"pytest ended with {out.returncode} and named no test:\n{out.stdout[-2000:]}{out.stderr[-2000:]}"
+        )
+    return found[1]
+
+
+def table(rows: list[tuple[Mutant, str | None]]) -> str:
+    lines = ["| fault | where | found by |", "|---|---|---|"]
+    for mutant, test in rows:
+        name = mutant.name + (" (was made once)" if mutant.made else "")
+        lines.append(f"| {name} | `{mutant.file}` | {f'`{test}`' if test else '**nothing**'} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults whose name has this in it")
+    parser.add_argument("--write", action="store_true", help="write the table into CONTRIBUTING.md")
+    options = parser.parse_args()
+    chosen = [m for m in MUTANTS if options.only.lower() in m.name.lower()]
+    if not chosen:
+        parser.error(
+            f"no fault has {options.only!r} in its name; there are: {'; '.join(m.name for m in MUTANTS)}"
+        )
+    if options.write and options.only:
+        parser.error("--write needs all faults: leave --only out")
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "kvjax"
+        copied(folder)
+        rows = [(m, killer(m, folder)) for m in track(chosen, "faults", console=console)]
+    print(table(rows))
+    if options.write:
+        before, rest = PAGE.read_text().split(BEGIN)
+        _, after = rest.split(END)
+        PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
+    return int(any(test is None for _, test in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""The golden record: what every method did on small models, as data that later cores are held to.
+
+`python -m tests.methods.golden --write` makes `tests/fixtures/golden.npz` anew. It is written from a core
+whose answers the other tests hold to float64 numpy and to other libraries; whoever changes it says in the
+changelog which number moved and why.
+
+A conversation is a prompt of rows of unequal length, its last token asked again, three steps, and, apart from
+those, a second turn; and the same prompt read in chunks. Recorded after each part: logits, the positions that
+every list holds, and bytes; and how many programs each part compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvjax
+from kvjax import steps
+from kvjax.cache import Cache, kept_positions, nbytes
+from kvjax.errors import InputError
+from kvjax.files import write_atomic
+from kvjax.models.config import Config
+from kvjax.models.mixers.latent import Latent
+from kvjax.models.model import Model
+from kvjax.models.params import init
+from tests.methods.table import BY_LABEL
+
+RECORD = Path(__file__).parents[1] / "fixtures" / "golden.npz"
+VOCAB, ROOM, CHUNK = 64, 16, 16
+STEPS = 3
+COMPILED = (steps.prefill, steps.step, steps.step_keeping)
+
+MODELS = {
+    "no groups": dict(layers=3, heads=2, kv_heads=2),
+    "groups": dict(layers=3, heads=4, kv_heads=2),
+    "windows": dict(layers=4, heads=4, kv_heads=2, windows=(8, None, 8, None)),
+    "latents": dict(
+        layers=3, heads=4, kv_heads=4, mixers=(Latent(rank=16, rope_dim=8, nope_dim=8, value_dim=16),) * 3
+    ),
+}
+
+
+@cache
+def model(name: str) -> Model:
+    config = Config(vocab=VOCAB, d_model=32, head_dim=16, d_ff=48, **MODELS[name])
+    return Model(config, init(config, jax.random.key(7)), name=name)
+
+
+def turns() -> tuple[list[list[int]], np.ndarray, list[list[int]]]:
+    """A first turn, the tokens of the steps [STEPS, B], and a second turn."""
+    rng = np.random.default_rng(7)
+    first, second = (
+        [rng.integers(0, VOCAB, n).tolist() for n in lengths] for lengths in ([48, 37, 20], [9, 16, 4])
+    )
+    return first, rng.integers(0, VOCAB, (STEPS, len(first))), second
+
+
+def programs() -> int:
+    """How many programs of prompts and steps were compiled in this conversation."""
+    return sum(f._cache_size() for f in COMPILED)
+
+
+class Conversation:
+    """What one method did on one model: arrays by the name of the part."""
+
+    def __init__(self, label: str, name: str):
+        self.found: dict[str, Any] = {}
+        self.model, self.method = model(name), BY_LABEL[label].method()
+        first, tokens, second = turns()
+        for compiled in COMPILED:
+            compiled.clear_cache()
+        cache = self.prompt("prompt", first, method=self.method)
+        self.step("asked", kvjax.fork(cache, 1), [row[-1] for row in first], append=False)
+        walked = kvjax.fork(cache, 1)
+        for i, token in enumerate(tokens):
+            walked = self.step(f"step {i}", walked, token, append=True)
+        self.prompt("second turn", second, cache=cache)
+        self.prompt("chunks", first, method=self.method, chunk=CHUNK)
+
+    def prompt(self, part: str, rows: list[list[int]], **options: Any) -> Cache:
+        before = programs()
+        logits, cache = kvjax.prefill(self.model, rows, room=ROOM, **options)
+        self.note(part, logits, cache, programs() - before)
+        return cache
+
+    def step(self, part: str, cache: Cache, token: Any, append: bool) -> Cache:
+        before = programs()
+        logits, cache = kvjax.step(self.model, cache, np.asarray(token, np.int32), append=append)
+        self.note(part, logits, cache, programs() - before)
+        return cache
+
+    def note(self, part: str, logits: jax.Array, cache: Cache, compiled: int) -> None:
+        self.found[f"{part}/logits"] = np.asarray(logits, np.float32)
+        self.found[f"{part}/held"] = held(cache)
+        self.found[f"{part}/bytes"] = np.int64(nbytes(cache))
+        self.found[f"{part}/programs"] = np.int64(compiled)
+
+
+def held(cache: Cache) -> np.ndarray:
+    """Which positions every list holds, in any slot: one string of bits [layers, B, K, positions], packed."""
+    layers = kept_positions(cache)
+    most = 1 + max(int(p.max(initial=0)) for p in layers)
+    lists = max(p.shape[1] for p in layers)
+    bits = np.zeros((len(layers), layers[0].shape[0], lists, most), bool)
+    for layer, positions in enumerate(layers):
+        rows, heads, slots = np.nonzero(positions >= 0)
+        bits[layer, rows, heads, positions[rows, heads, slots]] = True
+    return np.packbits(bits, axis=-1)
+
+
+def cases() -> list[tuple[str, str]]:
+    """Every method on every model that it fits, which `kvjax.prefill` decides."""
+    return [(label, name) for name in MODELS for label in BY_LABEL]
+
+
+def converse(label: str, name: str) -> dict[str, np.ndarray] | str:
+    """The conversation of a case, or why the method does not fit the model."""
+    try:
+        return Conversation(label, name).found
+    except InputError as error:
+        return str(error)
+
+
+def recorded() -> dict[str, np.ndarray]:
+    with np.load(RECORD) as arrays:
+        return dict(arrays)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="replace the record")
+    write = parser.parse_args().write
+    arrays: dict[str, Any] = {}
+    for label, name in cases():
+        found = converse(label, name)
+        print(f"{label} on {name}: {found if isinstance(found, str) else 'recorded'}", flush=True)
+        if isinstance(found, str):
+            arrays[f"{label}/{name}/refused"] = np.asarray(found)
+        else:
+            arrays |= {f"{label}/{name}/{part}": x for part, x in found.items()}
+    if write:
+        file = io.BytesIO()
+        np.savez_compressed(file, **arrays)
+        write_atomic(RECORD, file.getvalue())
+
+
+if __name__ == "__main__":
+    main()

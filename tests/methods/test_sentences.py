@@ -1,0 +1,115 @@
+"""Every row of the table: one prompt, compressed once, against float64 numpy.
+
+The prompt is read once per model and shared by all rows; its batch packs what must not matter: rows of
+unequal length, one row twice behind other companions, and garbage where no token is. A whole conversation,
+with steps and a second turn, is `test_battery.py`.
+"""
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache import nbytes
+from kvjax.methods import METHODS
+from tests.methods.battery import (
+    PACKED,
+    ROOM,
+    SHARED,
+    T,
+    decoder,
+    kept_of,
+    model,
+    off,
+    packed,
+    positions,
+    step,
+)
+from tests.methods.table import BY_LABEL, ROWS, Sizes
+from tests.reference import Prompt
+from tests.reference import Row as Slotwise
+
+TWIN = len(PACKED) - 1
+_prompts = {}
+
+
+def prompt_of(name, row):
+    if (name, row) not in _prompts:
+        _prompts[name, row] = Prompt(decoder(name), PACKED[row])
+    return _prompts[name, row]
+
+
+def rows(rows):
+    # Rows on one model share its reading of the prompt, and rows of one layout their step.
+    group = pytest.mark.xdist_group
+    return pytest.mark.parametrize(
+        "label", [pytest.param(r.label, marks=group(f"sentences {r.model}")) for r in rows]
+    )
+
+
+every = rows(ROWS)
+
+
+def test_every_method_has_a_row():
+    assert set(METHODS) == {id for r in ROWS for id, _ in r.build if len(r.build) == 1}
+
+
+@every
+def test_a_prompt_leaves_the_tokens_that_the_method_says(label):
+    found = positions(packed(label).cache)
+    for b in range(len(PACKED)):
+        want = kept_of(label, prompt_of(BY_LABEL[label].model, b))
+        for layer, keep in enumerate(want):
+            assert found[layer][b] == [set(np.flatnonzero(k).tolist()) for k in keep], (layer, b)
+
+
+@rows([r for r in ROWS if r.error is not None])
+def test_the_last_token_asked_again_attends_to_what_is_kept(label):
+    row = BY_LABEL[label]
+    want = []
+    for b, tokens in enumerate(PACKED):
+        prompt = prompt_of(row.model, b)
+        want.append(Slotwise(prompt, kept_of(label, prompt), row.phase).step(tokens[-1], append=False))
+    assert off(packed(label).asked, np.stack(want)) < row.error
+
+
+@every
+def test_a_row_is_the_same_behind_other_companions(label):
+    done = packed(label)
+    assert off(done.asked[TWIN], done.asked[SHARED]) < 1e-6
+    for lists in positions(done.cache):
+        assert lists[TWIN] == lists[SHARED]
+
+
+@every
+def test_bytes_are_those_of_the_claim(label):
+    row = BY_LABEL[label]
+    c = model(row.model).config
+    sizes = Sizes(len(PACKED), c.kv_heads, c.heads, c.head_dim, c.layers, T, ROOM)
+    assert nbytes(packed(label).cache) == row.nbytes(sizes)
+
+
+@every
+def test_equal_arguments_give_one_object(label):
+    row = BY_LABEL[label]
+    assert row.method() == row.method() and hash(row.method()) == hash(row.method())
+    if len(row.build) == 1:
+        assert row.method() is row.method()
+
+
+@rows([r for r in ROWS if r.whole is not None])
+def test_a_budget_that_covers_the_prompt_changes_nothing(label):
+    full = kvjax.prefill(model(BY_LABEL[label].model), PACKED, room=ROOM)[1]
+    done = packed(label, whole=True)
+    asked, _ = step(model(BY_LABEL[label].model), full, [r[-1] for r in PACKED], append=False)
+    assert off(done.asked, asked) < 1e-5
+    for got, want in zip(positions(done.cache), positions(full), strict=True):
+        for lists, row in zip(got, want, strict=True):
+            assert lists == row[:1] * len(lists)
+
+
+@pytest.mark.parametrize("name", ["4/2", "6/3", "deep", "windowed"])
+def test_the_shared_reading_gives_the_logits_of_the_prompt(name):
+    m = model(name)
+    logits, _ = kvjax.prefill(m, PACKED, room=ROOM)
+    want = np.stack([prompt_of(name, b).all_logits[-1] for b in range(len(PACKED))])
+    assert off(logits, want) < 1e-5
