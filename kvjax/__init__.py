@@ -14,7 +14,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "load": "kvjax.models.load",
+    "load": "kvjax.loading",
     "Model": "kvjax.models.model",
     "methods": "kvjax.methods",
     "method": "kvjax.methods",

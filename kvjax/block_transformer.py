@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import steps
 from kvjax.cache import Cache, Segment, State
 from kvjax.errors import InputError
-from kvjax.fit import check_blocks, check_budget
-from kvjax.generation import Tokens, bare_cache, check_cache, check_reach, labelled, method_of, padded
+from kvjax.fit import check_block_transformer, check_budget
+from kvjax.generation import bare_cache, check_cache, check_reach, labelled, method_of, padded
 from kvjax.grammar import Method
 from kvjax.models.block_transformer import (
     BlockConfig,
@@ -37,6 +37,7 @@ from kvjax.place.rows import reset_rows
 from kvjax.segments import free_slots
 from kvjax.steps import Run
 from kvjax.steps.decode import step_fn
+from kvjax.verbs import Lengths, OneToken, TokenIds
 
 __all__ = ["BlockConfig", "BlockTransformer", "Parts", "init", "parts"]
 
@@ -192,7 +193,12 @@ class BlockTransformer(Model):
         return _forward(self.params, jnp.asarray(tokens, jnp.int32), self.config)
 
     def prefill(
-        self, tokens: Tokens, *, method: Method | str | None = None, lengths: Any = None, room: int = 128
+        self,
+        tokens: TokenIds,
+        *,
+        method: Method | str | None = None,
+        lengths: Lengths | None = None,
+        room: int = 128,
     ) -> tuple[Float[Array, "B V"], Cache]:
         """Logits [B, V] at each row's last token, and the cache with room for `room` more tokens.
 
@@ -201,7 +207,7 @@ class BlockTransformer(Model):
         """
         batch, chosen = padded(self, tokens, lengths), method_of(self, method, None)
         check_reach(self, int(batch.lengths.max()))
-        check_blocks(chosen, self.config)
+        check_block_transformer(chosen, self.config)
         check_budget(chosen, int(batch.lengths.min()) // self.config.length, "blocks")
         logits, cache = prefill(
             self.params, jnp.asarray(batch.tokens), jnp.asarray(batch.lengths),
@@ -209,9 +215,7 @@ class BlockTransformer(Model):
         )  # fmt: skip
         return logits, labelled(cache, chosen, self)
 
-    def step(
-        self, cache: Cache, token: Int[Array | np.ndarray, "B"] | Sequence[int]
-    ) -> tuple[Float[Array, "B V"], Cache]:
+    def step(self, cache: Cache, token: OneToken) -> tuple[Float[Array, "B V"], Cache]:
         """One token per row; the given cache is consumed. InputError when it has no room or is another's."""
         check_cache(self, cache)
         ids = jnp.asarray(token, jnp.int32)

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from kvjax.errors import InputError
 from kvjax.ops.attention.union import Keys
@@ -33,7 +34,7 @@ class Codec(Protocol):
         """Arrays of shape [*b, S / granule, ...]."""
         ...
 
-    def decode(self, data: dict[str, Array], width: int, dtype: Any) -> Float[Array, "*b S H"]: ...
+    def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]: ...
 
 
 @jax.tree_util.register_dataclass
@@ -168,7 +169,7 @@ class State:
             if isinstance(x, StackedState):
                 return x.layers
             fresh = encode(x, old.codec) if isinstance(old, Codes) else x.astype(old.dtype)
-            # An index that might miss the stack would have what is there read and chosen again.
+            # `.at[index].set` would allow for an index outside the stack, by reading and selecting all of it.
             return jax.tree.map(lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, index, 0), old, fresh)
 
         return State({n: put(x, new[n]) for n, x in self.data.items()})
@@ -191,9 +192,9 @@ Segment = Slots | Paged | State
 class Cache:
     """The whole KV state: explicit, donated, returned. `next[b]` is the position of row b's next token.
 
-    method and model are static and name what filled it: equal methods give equal tree structures. spare is
-    the host's own note of how many more tokens surely fit, so that a step need not ask the device; it is no
-    part of the tree.
+    method (a `kvjax.grammar.Method`, which this floor cannot name) and model are static and say what filled
+    it: equal methods give equal tree structures. spare is the host's own note of how many more tokens surely
+    fit, so that a step need not ask the device; it is no part of the tree.
     """
 
     groups: tuple[tuple[Segment, ...], ...]
@@ -204,7 +205,7 @@ class Cache:
     spare: int = 0
 
 
-def nbytes(tree: Any) -> int:
+def nbytes(tree: PyTree) -> int:
     """Bytes of every array in a cache (or any pytree, `jax.eval_shape` results included).
 
     Everything counts: codes, scales, page tables, summaries, statistics, padding and room.
@@ -259,7 +260,7 @@ def gather_pages(segment: Paged, pool: Pages) -> Keys:
 
     pos = jnp.where(live, mine.pos.reshape(b, k, -1), -1)
     bias = None if mine.bias is None else mine.bias.reshape(b, k, -1)
-    # A list's last pages may be another row's, whose values may have overflowed.
+    # Pages behind a list's end may belong to another row, and inf or NaN there times a weight of 0 is NaN.
     v = flat(mine.values())
     return Keys(flat(dense(mine.k)), jnp.where(live[..., None], v, jnp.zeros((), v.dtype)), pos, bias)
 
@@ -273,8 +274,8 @@ def write_rows(
     """x with x[layer + i, b, k, slot[i, b, k, c]] = new[i, b, k, c]; slots outside [0, S) write nothing.
 
     One flat row scatter: it stays in place inside a scan that carries x, where a multi-dimensional index
-    would copy the cache. Numbers per slot lie in tiles of lists and slots, which a flat index would lay out
-    anew: of them the written layers are selected from.
+    would copy the cache. One number per slot (x of 4 axes) is written by a `where` over the written layers
+    instead: accelerators tile the last two axes, and for a flat index XLA would copy x into another layout.
     """
     layers, b, k, c = slot.shape
     s = x.shape[3]
@@ -301,9 +302,8 @@ def write_blocks(
 ) -> Shaped[Array, "Lg B K S *r"]:
     """x with blocks of n = D / C slots: x[layer + i, .., block[i, .., c] * n + j] = new[i, .., c * n + j].
 
-    Blocks below 0 or behind the end write nothing. As in `write_rows` the index is flat, numbers per slot
-    are selected, and slots stay on the axis they are on: rows of blocks would be laid out anew on an
-    accelerator.
+    Blocks below 0 or behind the end write nothing. As in `write_rows` the index is flat, and one number per
+    slot is written by a `where`. The slots keep their axis: an accelerator would copy x to split it in two.
     """
     s, rest = x.shape[3], x.shape[4:]
     size = new.shape[3] // block.shape[3]

@@ -39,7 +39,7 @@ def save_checkpoint(model: Model, path: str | os.PathLike[str]) -> None:
     be written.
 
     >>> import tempfile
-    >>> from kvjax.models.load import load
+    >>> from kvjax.loading import load
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_checkpoint(load("recall-tiny"), f"{folder}/mine")
     ...     load(f"{folder}/mine").config.layers
@@ -145,7 +145,7 @@ def _restore(folder: Path, tree: Params, dtype: Any, place: Any) -> Params:
 
 
 def _check_shapes(folder: Path, tree: Params, found: Any) -> None:
-    # Orbax notices too, but only once it is reading, and not by name.
+    # Orbax would notice too, but later, and without naming the array.
     expected = dict(leaves(tree))
     stored = {path: tuple(leaf.shape) for path, leaf in leaves({**found})}
     names = sorted(expected.keys() | stored.keys())

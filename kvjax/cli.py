@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         return _complain(str(error))
     except ValueError as error:
-        # Words of the grammar refuse their values so; from elsewhere it is a bug and keeps its traceback.
+        # kvjax raises ValueError with a message for the user. One that another library raised is a bug.
         if not _deliberate(error.__traceback__):
             raise
         return _complain(f"{error}: see `kvjax {words[0]} --help`")
@@ -88,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, like every other error of the input, and takes no abbreviations."""
+    """Raises InputError for wrong arguments, as everything else does, and takes no abbreviated options."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options, allow_abbrev=False)
@@ -121,7 +121,7 @@ def _deliberate(traceback: TracebackType | None) -> bool:
 
 
 def _silence_stdout() -> None:
-    """Nobody reads any more: what is still buffered must not fail again when Python exits."""
+    """Sends what is still buffered nowhere: the reader is gone, and Python would fail to write it at exit."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):

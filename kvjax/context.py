@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import numpy as np
 from kvjax import steps
 from kvjax.cache import Cache
 from kvjax.errors import InputError
-from kvjax.generation import Tokens, bind, labelled, method_of, padded
+from kvjax.generation import bind, labelled, method_of, padded
 from kvjax.grammar import Method, View
 from kvjax.models import encoder as encoders
 from kvjax.models.config import Config
@@ -24,6 +23,7 @@ from kvjax.ops.attention.union import Keys
 from kvjax.place.rows import reset_rows
 from kvjax.segments import build
 from kvjax.steps import Run
+from kvjax.verbs import Lengths, TokenIds
 
 _encode = jax.jit(encoders.encode, static_argnames=("config", "chunk"))
 
@@ -31,9 +31,9 @@ _encode = jax.jit(encoders.encode, static_argnames=("config", "chunk"))
 def encode_context(
     model: Model,
     encoder: Model,
-    tokens: Tokens,
+    tokens: TokenIds,
     *,
-    lengths: Any = None,
+    lengths: Lengths | None = None,
     chunk: int | None = None,
     method: Method | str | None = None,
     room: int = 128,
@@ -122,7 +122,7 @@ def hold(run: Run, params: Params, held: Keys, room: int) -> Cache:
 
 def _nothing(run: Run, params: Params, rows: int, room: int) -> Cache:
     """The cache of rows that have read no token: the shapes that a prefill leaves, emptied."""
-    # The one token that is traced leaves a slot, too.
+    # The shapes come from a prefill of one token, which takes one of the slots.
     call = partial(steps.prefill, run, tokens_bound=1, room=max(room - 1, 0), compress=False)
     ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, 1), (rows,)))
     _, shapes = jax.eval_shape(call, params, ids, length, None)

@@ -72,7 +72,7 @@ def check_fit(method: Method, config: Config) -> None:
         _refuse(method, "it merges keys and values apart, and the model stores one latent for both", "snapkv")
 
 
-def check_blocks(method: Method, config: BlockConfig) -> None:
+def check_block_transformer(method: Method, config: BlockConfig) -> None:
     """InputError where a method cannot act on the block decoder, or its codecs not on both decoders."""
     check_fit(method, config.blocks)
     check_fit(dataclasses.replace(method, keep=None, read=None), config.tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,7 @@ from kvjax.models.model import Model
 from kvjax.sampling import Sampler, draw
 from kvjax.segments import free_slots, reserve
 from kvjax.steps import Run
-from kvjax.verbs import has_verbs, refuse
-
-Tokens = Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int]]
+from kvjax.verbs import Lengths, OneToken, TokenIds, has_verbs, refuse
 
 
 def bucket(tokens: int) -> int:
@@ -54,7 +52,7 @@ class Batch(NamedTuple):
     lengths: np.ndarray
 
 
-def padded(model: Model, tokens: Tokens, lengths: Any, least: int = 1) -> Batch:
+def padded(model: Model, tokens: TokenIds, lengths: Lengths | None, least: int = 1) -> Batch:
     """Checks and pads a prompt; InputError for what the model cannot take, or rows of fewer than `least`."""
     if isinstance(tokens, list | tuple) and len(tokens) and isinstance(tokens[0], list | tuple):
         if lengths is not None:
@@ -132,11 +130,11 @@ def labelled(cache: Cache, method: Method, model: Model) -> Cache:
 
 def prefill(
     model: Model,
-    tokens: Tokens,
+    tokens: TokenIds,
     *,
     method: Method | str | None = None,
     cache: Cache | None = None,
-    lengths: Any = None,
+    lengths: Lengths | None = None,
     room: int = 128,
     chunk: int | None = None,
     compress: bool = True,
@@ -237,7 +235,7 @@ def _with_room(run: Run, model: Model, cache: Cache, tokens: int) -> Cache:
 def step(
     model: Model,
     cache: Cache,
-    token: Int[Array, "B"] | np.ndarray | Sequence[int],
+    token: OneToken,
     *,
     append: bool = True,
     implementation: str | None = None,
@@ -301,11 +299,11 @@ class Generated(NamedTuple):
 
 def generate(
     model: Model,
-    tokens: Tokens,
+    tokens: TokenIds,
     *,
     method: Method | str | None = None,
     cache: Cache | None = None,
-    lengths: Any = None,
+    lengths: Lengths | None = None,
     max_new_tokens: int = 64,
     sampler: Sampler | None = None,
     stop: Sequence[int] | None = None,

@@ -1,25 +1,31 @@
-"""Models that read and step in a way of their own: what the public verbs ask of them, and refuse for them."""
+"""What the public verbs take, and models that bring their own `prefill` and `step`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeGuard
 
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Cache
 from kvjax.errors import InputError
 from kvjax.grammar import Method
+
+# What the verbs take: token ids of rows, how many of each row count, and one token per row.
+TokenIds = Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int]]
+Lengths = Int[Array, "B"] | np.ndarray | Sequence[int]
+OneToken = Int[Array, "B"] | np.ndarray | Sequence[int]
 
 
 class Verbs(Protocol):
     """What a model brings that is no single decoder, such as the Block Transformer."""
 
     def prefill(
-        self, tokens: Any, *, method: Method | str | None, lengths: Any, room: int
+        self, tokens: TokenIds, *, method: Method | str | None, lengths: Lengths | None, room: int
     ) -> tuple[Float[Array, "B V"], Cache]: ...
 
-    def step(self, cache: Cache, token: Any) -> tuple[Float[Array, "B V"], Cache]: ...
+    def step(self, cache: Cache, token: OneToken) -> tuple[Float[Array, "B V"], Cache]: ...
 
     def stepping(self, method: Method | None) -> Callable[[Cache, Array, Array], tuple[Array, Cache]]:
         """A method's step without checks: (bare cache, token [B], append [B]) to (logits, bare cache)."""
@@ -28,7 +34,7 @@ class Verbs(Protocol):
 
 def has_verbs(model: object) -> TypeGuard[Verbs]:
     """Whether a model reads and steps by itself."""
-    return hasattr(model, "stepping")  # isinstance of a protocol would cost a percent of a step
+    return hasattr(model, "stepping")  # isinstance of a protocol takes 1% of a step
 
 
 def refuse(model: object, options: Mapping[str, bool]) -> None:

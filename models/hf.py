@@ -56,7 +56,7 @@ def load_hf(
     Raises InputError that says what is wrong with the directory, naming tensors that are missing, extra or
     wrongly shaped, before any weight is read.
 
-    >>> from kvjax.models.load import SHIPPED
+    >>> from kvjax.loading import SHIPPED
     >>> load_hf(SHIPPED / "recall-tiny")(jnp.zeros((1, 4), jnp.int32)).shape
     (1, 4, 220)
     """

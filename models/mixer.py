@@ -113,9 +113,9 @@ class Projected(NamedTuple):
     rescore: Callable[[Array, Array, Array], Array] | None = None
 
 
-State = dict[str, Any]
+RecurrentState = dict[str, Any]
 # (the layer's state or None, which tokens are real) -> (output, new state); arrays or what `in_place` says.
-Step = Callable[[State | None, Bool[Array, "B T"]], tuple[Array, State]]
+Step = Callable[[RecurrentState | None, Bool[Array, "B T"]], tuple[Array, RecurrentState]]
 
 
 class Memory(NamedTuple):

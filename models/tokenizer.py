@@ -147,7 +147,7 @@ def chat(
 
     Raises InputError where the model has no tokenizer or no chat template, or the template refuses.
 
-    >>> from kvjax.models.load import load  # doctest: +SKIP
+    >>> from kvjax.loading import load  # doctest: +SKIP
     >>> model = load("Qwen/Qwen2.5-0.5B-Instruct")  # doctest: +SKIP
     >>> ids = chat(model, [{"role": "user", "content": "Name a prime."}])  # doctest: +SKIP
     """

@@ -22,10 +22,10 @@ from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dtypes import wide
 
 # Ids, or the vectors that a decoder is given in their place.
-Tokens = Int[Array, "B T"] | Float[Array, "B T D"]
+IdsOrVectors = Int[Array, "B T"] | Float[Array, "B T D"]
 
 
-class Context(NamedTuple):
+class Positions(NamedTuple):
     """Where the new tokens stand: pos [B, T] (-1 on padding), length [B] tokens so far, these included."""
 
     pos: Int[Array, "B T"]
@@ -64,7 +64,7 @@ def block(
 
 def stack(
     params: Params,
-    tokens: Tokens,
+    tokens: IdsOrVectors,
     config: Config,
     memory: Memory,
     states: tuple[Any, ...],
@@ -172,7 +172,7 @@ def _first_values(
 
 
 def decode_layers(
-    params: Params, tokens: Tokens, config: Config, memory: Memory, states: tuple[Any, ...]
+    params: Params, tokens: IdsOrVectors, config: Config, memory: Memory, states: tuple[Any, ...]
 ) -> tuple[Float[Array, "B _ D"], tuple[Any, ...], tuple[Any, ...]]:
     """`stack`, also where layers read from above (LCKV, arXiv:2405.10637).
 
@@ -218,16 +218,16 @@ def unembed(params: Params, x: Float[Array, "*b D"], config: Config) -> Float[Ar
     return y if cap is None else cap * jnp.tanh(y / cap)
 
 
-def positions(tokens: Tokens, lengths: Int[Array, "B"], start: Int[Array, "B"]) -> Context:
-    """Context of right-padded tokens whose rows continue at `start`."""
+def positions(tokens: IdsOrVectors, lengths: Int[Array, "B"], start: Int[Array, "B"]) -> Positions:
+    """Positions of right-padded tokens whose rows continue at `start`."""
     t = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     pos = jnp.where(t < lengths[:, None], start[:, None] + t, -1)
-    return Context(pos, start + lengths)
+    return Positions(pos, start + lengths)
 
 
 def forward(
     params: Params,
-    tokens: Tokens,
+    tokens: IdsOrVectors,
     config: Config,
     lengths: Int[Array, "B"] | None = None,
     context: Keys | None = None,
@@ -246,7 +246,7 @@ def forward(
 
 def hidden(
     params: Params,
-    tokens: Tokens,
+    tokens: IdsOrVectors,
     config: Config,
     lengths: Int[Array, "B"] | None = None,
     context: Keys | None = None,

@@ -33,11 +33,11 @@ def tuned(operation: str, payload: str, width: int, generation: str | None = Non
     >>> tuned("stacked_decode", "bfloat16", 7, "v5e") is None
     True
     """
-    return table().get((operation, generation or here(), payload, width))
+    return tuned_sizes().get((operation, generation or here(), payload, width))
 
 
 @cache
-def table() -> dict[tuple[str, str, str, int], int]:
+def tuned_sizes() -> dict[tuple[str, str, str, int], int]:
     """Slots by (operation, generation, payload, width)."""
     rows = json.loads(TABLE.read_text())["rows"]
     return {(r["operation"], r["generation"], r["payload"], r["width"]): r["slots"] for r in rows}

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from table_page import write_table
+from docs_tables import write_table
 
 FOLDER = Path(__file__).parents[1] / "tests" / "aot"
 TPU = json.loads((FOLDER / "baseline.json").read_text())

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from table_page import print_or_write
+from docs_tables import print_or_write
 
 from kvjax import steps
 from kvjax.block_transformer import prefill

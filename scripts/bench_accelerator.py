@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_rows import Rows
-from table_page import write_table
+from docs_tables import write_table
 
 HERE = Path(__file__).parent
 PACKAGES = ("jax", "jaxlib", "torch", "transformers", "kvpress")

@@ -88,7 +88,7 @@ def copied(size: int, sizes: Sizes) -> float:
     layers = max(1, sizes.resident // size)
     source = jnp.zeros((layers, size // 4), jnp.int32)
 
-    # Something must change on the way, or the compiler leaves the copy out.
+    # A plain copy would be optimised away, so the numbers are changed on the way.
     def copy(x: Any, i: Any, source: Any) -> Any:
         return jax.lax.dynamic_index_in_dim(source, i, keepdims=False) ^ i
 
@@ -196,7 +196,7 @@ def main() -> None:
                     "setting", str(setting), name, sizes.tuned_at,
                     lambda n=name, s=setting: {"setting": s} | measure(n, sizes.tuned_at, sizes, run, s),
                 )  # fmt: skip
-    # The longest first: where the time ends, it is the small ones that are missing.
+    # The longest first: if time runs out, the short ones are missing.
     for tokens in sorted(sizes.tokens, key=lambda t: (t != sizes.tuned_at, -t)):
         for name in PAYLOADS:
             setting = best_setting(rows, key, name) if tunes else None

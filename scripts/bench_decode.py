@@ -13,7 +13,7 @@ from bench_rows import Deadline, Rows, child_arguments, median_seconds
 LLAMA_8B = dict(layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336, vocab=128256)
 TINY = dict(layers=3, d_model=128, heads=4, kv_heads=2, d_ff=64, vocab=128)
 NAMES = ("none", "snapkv", "adakv", "kivi", "quest")
-# What says most comes first: where the time ends, it is the last of these that are missing.
+# The most telling first: if time runs out, the last of these are missing.
 CELLS = ((32768, 1), (8192, 8), (131072, 1), (32768, 8), (8192, 1), (131072, 8))
 ROUNDS, PER_ROUND, ROOM = 3, 16, 64
 

@@ -48,7 +48,7 @@ class Deadline:
         self.at, self.expected, self.left_out = at, first, []
 
     def run(self, what: str, row: Callable[[], None]) -> None:
-        """Runs the row if there is time. One that fails is told, left out of the file, and costs no other."""
+        """Runs the row if there is time. A failure is printed, and the other rows still run."""
         start = time.time()
         if start + self.expected > self.at:
             self.left_out.append(what)

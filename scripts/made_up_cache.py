@@ -72,7 +72,7 @@ def made_up(like: Cache, gms: tuple[GroupMethod, ...], tokens: int, room: int, s
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(like)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    # Of random bits some are no numbers: codes get all the same scale and zero.
+    # Random bits may be NaN, so scales and zeros of codes are all set to the same number.
     one = pair(jnp.float16(0.01), jnp.float16(-1))
     cache = tree.unflatten(
         [
@@ -89,7 +89,7 @@ def made_up(like: Cache, gms: tuple[GroupMethod, ...], tokens: int, room: int, s
             tail = gm.residual + (tokens - gm.residual) % gm.granule
         for i, segment in enumerate(group):
             if isinstance(segment, Slots):
-                # What is not in the tail that new tokens go to lies in the body before it.
+                # The tail, to which new tokens go, holds the newest; all others lie in the body before it.
                 live = tail if i == len(group) - 1 else min(segment.capacity, tokens - tail)
                 pos = _positions(segment.pos.shape, live, tokens)
                 stats = jax.tree.map(jnp.abs, segment.stats)

@@ -8,7 +8,7 @@ A test compares the page with what this prints.
 
 from __future__ import annotations
 
-from table_page import print_or_write
+from docs_tables import print_or_write
 
 from kvjax.methods import METHODS
 

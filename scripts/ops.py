@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from table_page import print_or_write
+from docs_tables import print_or_write
 
 from kvjax.cache import nbytes
 from kvjax.ops.recurrent import (

@@ -15,8 +15,8 @@ from kvjax.aot import probe as probing
 from kvjax.cli import main
 from kvjax.commands import info
 from kvjax.commands.generate import SAMPLE
+from kvjax.loading import SHIPPED
 from kvjax.methods import METHODS
-from kvjax.models.load import SHIPPED
 from kvjax.ops.base import dispatch
 
 RUN_MAIN = [sys.executable, "-c", "import sys; from kvjax.cli import main; sys.exit(main(sys.argv[1:]))"]

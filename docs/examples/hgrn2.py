@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
-from kvjax.models.mixer import Layer, Memory, State
+from kvjax.models.mixer import Layer, Memory, RecurrentState
 from kvjax.models.mixers.recurrent import Recurrent
 from kvjax.ops.recurrent.linear_attention import hgrn2
 
@@ -31,7 +31,7 @@ class Hgrn2(Recurrent):
         q, f, v = self.split(*(linear(p, name, x) for name in ("q", "forget", "v")))
         low = jnp.full((self.heads, self.key_dim), self.lower_bound)
 
-        def step(past: State | None, mask: Array) -> tuple[Array, State]:
+        def step(past: RecurrentState | None, mask: Array) -> tuple[Array, RecurrentState]:
             start = None if past is None else past["S"]
             out, new = hgrn2(q, f, v, low, mask=mask, initial_state=start)
             return out, {"S": new}

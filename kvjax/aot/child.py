@@ -26,10 +26,10 @@ def main() -> None:
         TPU_WORKER_HOSTNAMES="localhost",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
         XLA_FLAGS="",
-        # Of every pass, a whole step's dumps take half a gigabyte and half of the time.
+        # Only the final passes are dumped: all of them take half a gigabyte and half of the time.
         LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
         f"--xla_jf_dump_llo_pass_label_regex=final_(bundles|hlo){profile}",
-        # Its log files grow by gigabytes and nobody reads them; what is fatal comes to stderr all the same.
+        # The compiler's log files grow by gigabytes; fatal errors come to stderr without them.
         TPU_LOG_DIR="disabled",
         TPU_MIN_LOG_LEVEL="3",
     )
@@ -60,14 +60,14 @@ def main() -> None:
         return jax.tree.map(one, operand)
 
     placed = [place(at, operand) for at, operand in enumerate(case.operands)]
-    # Pallas asks the mesh which generation it lowers for.
+    # Pallas reads from the mesh for which generation of TPUs it compiles.
     with jax.set_mesh(mesh):
         if here() != device.generation:
             raise RuntimeError(
                 f"{topology} is a {devices[0].device_kind}: add that to pallas_kernels/block_sizes.py"
             )
         compiled = jax.jit(case.run, donate_argnums=case.donated).lower(*placed).compile()
-    # What is smaller is no cache; without a cache nothing is too large to be moved.
+    # Only copies of at least a quarter of the cache count; without a cache, none do.
     least = case.cache // 4 or sys.maxsize
     found = reading.memory(compiled, least)
     found["staged"] = reading.staged(compiled.as_text() or "", least)

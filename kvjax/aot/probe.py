@@ -21,7 +21,7 @@ from kvjax.aot.reading import largest
 from kvjax.errors import InputError
 
 SECONDS = 300
-# Nothing is run, and no caller changes figures by compiling in a hurry or taking what was compiled before.
+# No device is needed. The other two keep a caller's settings from changing what is compiled.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",

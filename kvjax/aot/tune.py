@@ -23,11 +23,11 @@ from kvjax.pallas_kernels.block_sizes import TABLE
 
 # The compiler's simulation starts a copy in 600 to 650 cycles on v5e; assumed for the others.
 LATENCY_US = 0.43
-# A kernel may have 16 MiB; most are left to positions, biases, probabilities and more queries.
+# Of the 16 MiB that a kernel may have; the rest is for positions, biases, probabilities and more queries.
 VMEM = 9 * 2**19
-# Spilled stores per bundle. The bundles count them already; this bars what thrashes.
+# Most spilled stores per bundle. Bundles count their time already; with more, a kernel does little else.
 SPILLS = 0.25
-# Figures of the compiler that differ by less are equal. Short lists pay for steps that are longer than they.
+# Times that differ by less count as equal, and the shorter step is taken: it wastes less on short lists.
 TIE = 0.05
 
 
@@ -134,7 +134,7 @@ def _steps(case: Callable[[Device], Any], device: Device) -> float:
 
 
 def bound_us(bundles_us: float, hbm_us: float, steps: float) -> float:
-    """What `steps` steps through two buffers take at least, each waiting for a copy of its own.
+    """What `steps` steps through two buffers take at least (the module's docstring says why).
 
     >>> bound_us(100.0, 300.0, 100.0), bound_us(100.0, 110.0, 1000.0)
     (300.0, 320.0)
@@ -143,7 +143,7 @@ def bound_us(bundles_us: float, hbm_us: float, steps: float) -> float:
 
 
 def pick(rows: list[Row], vmem: int = VMEM) -> Row | None:
-    """The row of the least time, of those as good as equal the one of the least VMEM; None where none fits.
+    """The fastest row, or of those within `TIE` of it the one of the least VMEM; None where none fits.
 
     >>> row = dict(slots=512, us=100.0, vmem=2**20, spills=0.0)
     >>> pick([row, row | dict(slots=1024, us=99.0, vmem=2**21)])["slots"]

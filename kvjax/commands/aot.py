@@ -7,9 +7,12 @@ import fnmatch
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvjax.aot.hardware import GPUS, TOPOLOGIES
+from kvjax.aot.hardware import GPUS, TOPOLOGIES, Device, Gpu
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 HELP = "compile the kernels for TPUs or GPUs ahead of time, and print what the compiler says of them"
 EXAMPLE = """examples:
@@ -60,12 +63,12 @@ def run(args: argparse.Namespace) -> int:
     """The exit code: 1 where something did not compile."""
     import jax
 
-    # Only children compile. A library that finds no TPU of its own would tell at length what it misses.
+    # Only child processes compile. Here, libtpu would only print at length that it finds no TPU.
     jax.config.update("jax_platforms", "cpu")
     if args.tune is not None:
         _tune(args)
         return 0
-    # Where CUDA's compiler lies without CUDA's libraries, jax would tell at length that these are missing.
+    # With CUDA's compiler but without its libraries, jax would print at length that they are missing.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     from rich.progress import track
 
@@ -96,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     return int(any("error" in row for row in found))
 
 
-def _todo(args: argparse.Namespace, devices: dict[str, Any]) -> list[tuple[str, str]]:
+def _todo(args: argparse.Namespace, devices: dict[str, Device | Gpu]) -> list[tuple[str, str]]:
     """(case, topology) of all that is asked for; InputError where there is none, or no compiler."""
     from kvjax.aot.probe import available, cases_of
     from kvjax.errors import InputError
@@ -156,7 +159,7 @@ def _tune(args: argparse.Namespace) -> None:
     out.print(f"The best of each are in {TABLE}. {NOTE}", style="dim")
 
 
-def _tuned(found: list[dict[str, Any]], chosen: list[dict[str, Any]]) -> Any:
+def _tuned(found: list[dict[str, Any]], chosen: list[dict[str, Any]]) -> Table:
     """Every candidate; the best stand out, and what does not compile says why."""
     from rich.table import Table
 
@@ -179,7 +182,7 @@ def _tuned(found: list[dict[str, Any]], chosen: list[dict[str, Any]]) -> Any:
     return table
 
 
-def _table(found: list[dict[str, Any]]) -> Any:
+def _table(found: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     from kvjax.commands.terminal import BOX, size
@@ -202,7 +205,7 @@ def _table(found: list[dict[str, Any]]) -> Any:
     return table
 
 
-def _gpu_table(found: list[dict[str, Any]]) -> Any:
+def _gpu_table(found: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     from kvjax.commands.terminal import BOX, size

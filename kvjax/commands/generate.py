@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvjax.commands.options import add_dtype, add_model, whole
 from kvjax.errors import InputError
+
+if TYPE_CHECKING:
+    from kvjax.grammar import Method
 
 HELP = "continue a prompt over a compressed cache, and say what the cache took"
 SAMPLE = "<bos> the <set> brave otter 17 4 52 <.> road to <set> calm fox 1 2 3 <.> a hill <get> brave otter"
@@ -53,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
             "--top-k or --top-p was given at temperature 0, expected a draw: add --temperature 1"
         )
     from kvjax.commands.generate_stream import encode, stream
-    from kvjax.models.load import load
+    from kvjax.loading import load
     from kvjax.sampling import Sampler
 
     try:
@@ -98,7 +101,7 @@ def _read_prompt(args: argparse.Namespace) -> str | list[int]:
     return text
 
 
-def _method(args: argparse.Namespace) -> Any:
+def _method(args: argparse.Namespace) -> Method | None:
     """The method that was asked for; None for the full cache."""
     from kvjax.methods.parse import parse_budget, parse_method
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import jax
 import numpy as np
@@ -73,7 +72,7 @@ class Clock:
     def __exit__(self, *_: object) -> None:
         monitoring.unregister_event_duration_listener(self._listen)
 
-    def _listen(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: object) -> None:
         if event.startswith("/jax/core/compile/"):
             self.compiling += duration_secs
 
@@ -88,7 +87,7 @@ class Printer:
     def __init__(self, model: Model, clock: Clock):
         self.model, self.clock = model, clock
         self.seconds: list[float] = []
-        self.decoder: Any = None
+        self.decoder: DecodeStream | None = None
         if model.tokenizer is not None:
             self.decoder = DecodeStream(skip_special_tokens=True)
 

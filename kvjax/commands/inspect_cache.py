@@ -82,7 +82,7 @@ def _leaves(node: Any, place: str) -> Iterator[tuple[str, int]]:
             yield from _leaves(child, below)
 
 
-def _live(tree: dict[str, Any], file: Any) -> Iterator[np.ndarray]:
+def _live(tree: dict[str, Any], file: safe_open) -> Iterator[np.ndarray]:
     """Live slots [Lg, B, K] of every group that has slots."""
     for g, group in enumerate(tree["groups"]):
         if any(segment["node"] == "State" for segment in group):

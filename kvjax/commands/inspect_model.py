@@ -20,13 +20,13 @@ from kvjax.commands.terminal import BOX, console, pairs, size
 from kvjax.errors import InputError
 from kvjax.gin_bindings import load_preset
 from kvjax.grammar import Method
+from kvjax.loading import SHIPPED, load, shipped
 from kvjax.methods import METHODS
 from kvjax.methods.parse import parse_method
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.files import check_folder, read_json
 from kvjax.models.hf_config import config_from_hf
-from kvjax.models.load import SHIPPED, load, shipped
 from kvjax.models.mixer import SlotShape
 from kvjax.models.mixers.attention import mixer_of
 

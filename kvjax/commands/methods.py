@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 HELP = "list the methods: papers, what they act on, hyper-parameters with their defaults"
 EXAMPLE = """examples:
@@ -82,7 +85,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     out.print(Text(f"{len(rows)} methods. {_LEGEND}", style="dim"))
 
 
-def _details(row: dict[str, Any]) -> Any:
+def _details(row: dict[str, Any]) -> Text:
     """What it decides, when, of which family, where it was published."""
     from rich.text import Text
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kvjax import steps
 from kvjax.block_transformer import prefill as prefill_blocks
 from kvjax.cache import Cache, nbytes
-from kvjax.fit import check_blocks, check_fit
+from kvjax.fit import check_block_transformer, check_fit
 from kvjax.generation import bucket
 from kvjax.grammar import Method
 from kvjax.models.block_transformer import BlockConfig, layout_of
@@ -21,11 +21,11 @@ from kvjax.steps import Run
 
 
 def sizes_of(
-    config: Config | BlockConfig, dtype: Any, tokens: int, methods: list[Method]
-) -> Sizes | BlockSizes:
+    config: Config | BlockConfig, dtype: DTypeLike, tokens: int, methods: list[Method]
+) -> Sizes | BlockTransformerSizes:
     """The sizes of a model's caches, of one decoder or two."""
     if isinstance(config, BlockConfig):
-        return BlockSizes(config, dtype, tokens)
+        return BlockTransformerSizes(config, dtype, tokens)
     return Sizes(config, dtype, tokens, methods)
 
 
@@ -37,7 +37,7 @@ class Sizes:
     8708
     """
 
-    def __init__(self, config: Config, dtype: Any, tokens: int, methods: list[Method]):
+    def __init__(self, config: Config, dtype: DTypeLike, tokens: int, methods: list[Method]):
         self.config, self.tokens = config, bucket(tokens)
         # Stacked layers trace in the time of one; the bytes are the same.
         self.params = abstract_params(config, dtype)
@@ -62,22 +62,23 @@ class Sizes:
         return nbytes(self.cache(method, room))
 
 
-class BlockSizes:
+class BlockTransformerSizes:
     """`Sizes` of a Block Transformer: the same numbers, from a trace per method.
 
     >>> sizes = dict(layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=32)
     >>> blocks, tokens = Config(vocab=32, d_model=16, **sizes), Config(vocab=20, d_model=16, **sizes)
-    >>> BlockSizes(BlockConfig(blocks, tokens), "float32", 64).nbytes(Method())  # 16 slots + 5, 4 ids, next
+    >>> sizes = BlockTransformerSizes(BlockConfig(blocks, tokens), "float32", 64)
+    >>> sizes.nbytes(Method())  # 16 slots + 5, 4 ids, next
     1448
     """
 
-    def __init__(self, config: BlockConfig, dtype: Any, tokens: int):
+    def __init__(self, config: BlockConfig, dtype: DTypeLike, tokens: int):
         self.config, self.tokens = config, bucket(tokens)
         self.params = abstract_params(config, dtype)
 
     def cache(self, method: Method, room: int = 0) -> Cache:
         """As `Sizes.cache`."""
-        check_blocks(method, self.config)
+        check_block_transformer(method, self.config)
         ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, self.tokens), (1,)))
         call = partial(prefill_blocks, config=self.config, method=method, room=room)
         return jax.eval_shape(call, self.params, ids, length)[1]
@@ -87,7 +88,7 @@ class BlockSizes:
         return nbytes(self.cache(method, room))
 
 
-def abstract_params(config: Config | BlockConfig, dtype: Any) -> Params:
+def abstract_params(config: Config | BlockConfig, dtype: DTypeLike) -> Params:
     """Shapes of a model's parameters, its layers stacked."""
     layout = layout_of(config)
     tree = layout.shapes(config, layout.plan(config, stacked=True))

@@ -19,23 +19,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.eval.report.cells import Cell, summarise
+from kvjax.eval.report.cells import Cell, NominalBudget, summarise
+from kvjax.eval.report.comparison_table import print_table
 from kvjax.eval.report.frontier import write_frontier
 from kvjax.eval.report.page import write_report
-from kvjax.eval.report.table import print_table
 from kvjax.eval.run.cellplan import Custom, Entry, plan_cells
 from kvjax.eval.run.log import UnitLog
 from kvjax.eval.run.memory import fitting_rows, peak_bytes
 from kvjax.eval.run.runner import Runner, Unit, programs, two_at_a_time
 from kvjax.eval.streaming import compare_text
 from kvjax.eval.tasks.rows import PROTOCOLS, Rows, forced_length, make_rows
-from kvjax.eval.tasks.suite import LENGTH, Suite, make_suite, most_new_tokens, new_tokens
+from kvjax.eval.tasks.sample import LENGTH, Sample, Suite, most_new_tokens, new_tokens
+from kvjax.eval.tasks.suite import make_suite
 from kvjax.files import write_atomic
 from kvjax.fit import check_budget
 from kvjax.generation import bucket
 from kvjax.gin_bindings import load_preset
-from kvjax.models.load import load
+from kvjax.loading import load
 from kvjax.models.model import Model, check_single
+from kvjax.steps import Prompt
 
 SCHEMA = 1
 SAMPLES = 32
@@ -50,7 +52,7 @@ class Comparison(NamedTuple):
 
     cells: list[Cell]
     rows: list[dict[str, Any]]
-    timings: dict[tuple[str, Any], dict[str, float]]
+    timings: dict[tuple[str, NominalBudget], dict[str, float]]
     metrics: dict[str, Any]
     out: Path
 
@@ -146,7 +148,7 @@ def _settings(plan: _Plan, seed: int, preset: str) -> dict[str, Any]:
     }
 
 
-def _batches(plan: _Plan) -> list[tuple[str, int, list[list[Any]]]]:
+def _batches(plan: _Plan) -> list[tuple[str, int, list[Sequence[Sample]]]]:
     """(protocol, number, rows) of every batch; a batch holds whole contexts."""
     itemsize = jax.tree.leaves(plan.model.params)[0].dtype.itemsize
     out = []
@@ -164,7 +166,7 @@ def _batches(plan: _Plan) -> list[tuple[str, int, list[list[Any]]]]:
     return sorted(out, key=lambda b: b[1])
 
 
-def _check_positions(model: Model, protocol: str, rows: list[list[list[Any]]]) -> None:
+def _check_positions(model: Model, protocol: str, rows: list[list[Sequence[Sample]]]) -> None:
     """InputError where a row, its questions and its answers reach beyond the model's positions."""
     asked = lambda s: len(s.question) + len(s.answer) + new_tokens(s)  # noqa: E731
     longest = max(len(row[0].context) + sum(map(asked, row)) for context in rows for row in context)
@@ -176,7 +178,7 @@ def _check_positions(model: Model, protocol: str, rows: list[list[list[Any]]]) -
         )
 
 
-def _arrays(plan: _Plan, batches: list[tuple[str, int, list[list[Any]]]]) -> list[Rows]:
+def _arrays(plan: _Plan, batches: list[tuple[str, int, list[Sequence[Sample]]]]) -> list[Rows]:
     forced = bucket(max(forced_length(rows) for _, _, rows in batches))
     size: dict[str, int] = {}
     for protocol, _, rows in batches:
@@ -208,7 +210,7 @@ def _run(plan: _Plan, log: UnitLog, console: Console) -> None:
                 progress.update(bar, description=f"{entry.label}{budget}, {protocol}", advance=1)
                 log.add(_key(protocol, number, entry), _record(unit, read_s, rows))
             if len(batches) == 1:
-                # Compiling hid every time: the same once more.
+                # These first runs compiled, so their seconds say nothing: run the batch again to time it.
                 progress.update(bar, description="timing")
                 prompt, read_s = runner.prompt(rows)
                 for entry in todo:
@@ -221,9 +223,9 @@ def _record(unit: Unit, read_s: dict[str, float] | None, rows: Rows) -> dict[str
 
 
 def _units(
-    runner: Runner, todo: list[Entry], prompt: Any, rows: Rows, protocol: str, full_bytes: int
+    runner: Runner, todo: list[Entry], prompt: Prompt, rows: Rows, protocol: str, full_bytes: int
 ) -> Iterator[tuple[Entry, Unit]]:
-    """Units as they finish: two at a time, but for the runs that are timed, which follow the first one."""
+    """Units as they finish: two at a time where a cell compiles, and alone where it is timed."""
 
     def unit(entry: Entry, alone: bool = False) -> Unit:
         return runner.unit(entry, prompt, rows, protocol, full_bytes, alone=alone)
@@ -259,9 +261,9 @@ def _examples(plan: _Plan, log: UnitLog) -> list[dict[str, Any]]:
     return found
 
 
-def _timings(plan: _Plan, log: UnitLog) -> dict[tuple[str, Any], dict[str, float]]:
+def _timings(plan: _Plan, log: UnitLog) -> dict[tuple[str, NominalBudget], dict[str, float]]:
     """Median prefill milliseconds per prompt, decoded tokens per second of a batch; compile time apart."""
-    out: dict[tuple[str, Any], dict[str, float]] = {}
+    out: dict[tuple[str, NominalBudget], dict[str, float]] = {}
     for entry in plan.entries:
         keep = entry.method.keep
         probe = "" if keep is None or keep.probe is None else repr(keep.probe)

@@ -31,8 +31,10 @@ from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.run.log import UnitLog
 from kvjax.eval.run.memory import fitting_rows
 from kvjax.eval.run.runner import Runner, bare_run, settle, two_at_a_time
+from kvjax.eval.tasks.reader import reader_of
 from kvjax.eval.tasks.rows import Rows
-from kvjax.eval.tasks.suite import LENGTH, Recall, reader_of
+from kvjax.eval.tasks.sample import LENGTH
+from kvjax.eval.tasks.suite import Recall
 from kvjax.files import write_atomic
 from kvjax.generation import bucket
 from kvjax.grammar import PREFILL_END, Method
@@ -97,7 +99,8 @@ def follow(
 def divergence(p: Float[Array, "*b V"], q: Float[Array, "*b V"]) -> Float[Array, "*b"]:
     """KL(p || q) of log-probabilities, exact to rounding also where they are nearly equal.
 
-    sum p (e^d - 1 - d) with d = log q - log p: adding sum q - sum p = 0 makes every term >= 0: none cancel.
+    sum p (e^d - 1 - d) with d = log q - log p. The added sum q - sum p is 0; with it every term is >= 0, so
+    that terms do not cancel.
 
     >>> p = jnp.log(jnp.array([0.5, 0.5]))
     >>> float(divergence(p, p)), round(float(divergence(p, jnp.log(jnp.array([0.25, 0.75])))), 4)
@@ -187,7 +190,7 @@ def stream_text(
     Raises InputError for whatever `read_windows` refuses.
 
     >>> from kvjax.eval.run.cellplan import plan_cells
-    >>> from kvjax.models.load import load
+    >>> from kvjax.loading import load
     >>> model = load("recall-tiny")
     >>> stream_text(model, plan_cells(model, ["snapkv"], [0.5], "short"), "book.txt")  # doctest: +SKIP
     """
@@ -324,7 +327,9 @@ def compare_text(
     results.jsonl has a line per window and entry; metrics.json holds `about` (versions, device ...), the
     settings and the rows of the table. InputError as `stream_text` and `UnitLog`.
     """
-    read_windows(model, text_path, length=length, steps=STEPS, windows=1, seed=seed)  # may refuse
+    read_windows(
+        model, text_path, length=length, steps=STEPS, windows=1, seed=seed
+    )  # raises before a log is begun
     settings = {
         "text": hashlib.sha256(Path(text_path).read_bytes()).hexdigest(),
         "model": model.name,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,13 +120,14 @@ def attend_pages(
         """[P, page] of a layer's lists, [B, K, S]."""
         return x[segment.table].reshape(*lists[:2], -1)
 
-    def rows(x: Any) -> Any:
-        if isinstance(x, Codes):
-            return ragged.CodedRows(rows(x.data["codes"]), listed(x.data["scale_zero"]))
-        return None if x is None else x.reshape(-1, x.shape[-1])
+    def rows(x: Array | Codes) -> Array | ragged.CodedRows:
+        numbers = x.data["codes"] if isinstance(x, Codes) else x
+        flat = numbers.reshape(-1, numbers.shape[-1])
+        return ragged.CodedRows(flat, listed(x.data["scale_zero"])) if isinstance(x, Codes) else flat
 
     return ragged.ragged_decode(
-        q, rows(pool.k), rows(pool.v), segment.table[..., 0] * page, segment.lengths,
+        q, rows(pool.k), None if pool.v is None else rows(pool.v),
+        segment.table[..., 0] * page, segment.lengths,
         most=lists[2] * page, aligned=page, scale=scale, values=pool.shared or None,
         bias=None if pool.bias is None else listed(pool.bias), softcap=softcap, implementation=chosen,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.models.transformer import Context, Tokens, decode_layers, positions, unembed
+from kvjax.models.transformer import IdsOrVectors, Positions, decode_layers, positions, unembed
 from kvjax.ops.attention.union import Keys
 from kvjax.segments import build, build_group_pages, extend, whole_slots
 from kvjax.steps.run import Run, held, repeated, turn_keys
@@ -41,15 +41,15 @@ class Prompt(NamedTuple):
     """
 
     fresh: tuple[Fresh | dict[str, Array] | None, ...]
-    context: Context
-    tokens: Tokens
+    positions: Positions
+    tokens: IdsOrVectors
     logits: Float[Array, "B V"]
 
 
 def observe(
     run: Run,
     params: Params,
-    tokens: Tokens,
+    tokens: IdsOrVectors,
     lengths: Int[Array, "B"],
     cache: Cache | None,
     needs: frozenset,
@@ -57,7 +57,7 @@ def observe(
     """New tokens through the model, over what the cache holds; nothing is stored yet."""
     config = run.config
     start = jnp.zeros_like(lengths) if cache is None else cache.next
-    context = positions(tokens, lengths, start)
+    at = positions(tokens, lengths, start)
     states = ((),) * len(params["layers"]) if cache is None else cache.groups
     pools = () if cache is None else cache.pools
     reduce = next((o.reduce for o in needs if isinstance(o, Mass)), None)
@@ -71,30 +71,30 @@ def observe(
             live = (held >= 0).sum(-1, dtype=jnp.int32)
             phase = live[..., None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, None]
         group = x.q.shape[1] // phase.shape[1] if phase.ndim == 3 else 1
-        q = rotary(layer, x.q, jnp.repeat(phase, group, axis=1) if phase.ndim == 3 else phase, context.length)
-        phase = context.pos if phase is layer.pos else phase
-        k = None if x.k is None else rotary(layer, x.k, phase, context.length)
-        past = [turn_keys(run, layer, keys, context.length) for keys in past]
-        new = new_keys(layer, k, x.v, context.pos)
+        q = rotary(layer, x.q, jnp.repeat(phase, group, axis=1) if phase.ndim == 3 else phase, at.length)
+        phase = at.pos if phase is layer.pos else phase
+        k = None if x.k is None else rotary(layer, x.k, phase, at.length)
+        past = [turn_keys(run, layer, keys, at.length) for keys in past]
+        new = new_keys(layer, k, x.v, at.pos)
         out, masses, scores = attend_new(
             layer, x, q, new, past, layer.pos, mass=reduce, implementation=run.without_gpu
         )
-        inputs = Inputs(q, x.q, new.k if x.k is None else x.k, x.hidden, context.pos, context.length)
+        inputs = Inputs(q, x.q, new.k if x.k is None else x.k, x.hidden, at.pos, at.length)
         observed = {repr(o): o(inputs) for o in needs if not isinstance(o, Mass)}
         return out, state, Fresh(k, x.v, observed, masses, scores=scores if layer.shows else None)
 
     def recur(layer: Layer, step: Step, state: tuple[Segment, ...]):
         past = state[0] if state else None
         assert past is None or isinstance(past, State)
-        out, new = step(None if past is None else past.layer(layer.index), context.pos >= 0)
+        out, new = step(None if past is None else past.layer(layer.index), at.pos >= 0)
         return out, state, new
 
     last = jnp.maximum(lengths - 1, 0)
-    memory = Memory(context.pos, attend, recur, held, None if needs else last, run.without_gpu)
+    memory = Memory(at.pos, attend, recur, held, None if needs else last, run.without_gpu)
     x, _, found = decode_layers(params, tokens, config, memory, states)
     x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     logits = unembed(params, x, config)
-    return Prompt(_by_owner(run.groups(params), config, found, reduce), context, tokens, logits)
+    return Prompt(_by_owner(run.groups(params), config, found, reduce), at, tokens, logits)
 
 
 def _by_owner(
@@ -174,7 +174,7 @@ def settle(
     everything, new tokens are added and nothing is evicted; windowed layers always keep their window.
     """
     gms = run.groups(params)
-    pos, length = prompt.context
+    pos, length = prompt.positions
     old_pools = () if cache is None else cache.pools
     pasts = ((),) * len(gms) if cache is None else cache.groups
     acting = [gm.keep is not None and (compress or run.config.window(gm.first) is not None) for gm in gms]
@@ -235,7 +235,7 @@ def _with_probe(
     pasts: tuple[tuple[Segment, ...], ...],
 ) -> dict[int, Fresh]:
     """`fresh` with the largest attention that every uncompressed slot receives from a probe's queries."""
-    pos, length = prompt.context
+    pos, length = prompt.positions
     tokens, lengths = probe.tokens(prompt.tokens, (pos >= 0).sum(-1, dtype=jnp.int32))
     gms = run.groups(params)
     whole = {i: (whole_slots(gms[i], view),) for i, view in views.items()}
@@ -256,7 +256,7 @@ def probed(run: Run, params: Params, prompt: Prompt, probe: Any) -> Prompt:
     """A prompt read for the first time together with a probe's scores, so that many budgets share them."""
     gms = run.groups(params)
     fresh = {i: f for i, f in enumerate(prompt.fresh) if isinstance(f, Fresh)}
-    views = {i: union(gms[i], (), (), f, prompt.context.pos) for i, f in fresh.items()}
+    views = {i: union(gms[i], (), (), f, prompt.positions.pos) for i, f in fresh.items()}
     fresh = _with_probe(run, params, prompt, fresh, views, probe, ((),) * len(gms))
     return prompt._replace(fresh=tuple(fresh.get(i, f) for i, f in enumerate(prompt.fresh)))
 
@@ -265,7 +265,7 @@ def probed(run: Run, params: Params, prompt: Prompt, probe: Any) -> Prompt:
 def prefill(
     run: Run,
     params: Params,
-    tokens: Tokens,
+    tokens: IdsOrVectors,
     lengths: Int[Array, "B"],
     cache: Cache | None,
     *,

@@ -61,7 +61,7 @@ WARMUP_STEPS = 100
 LOG_EVERY = 25
 
 
-class Step(NamedTuple):
+class TrainStep(NamedTuple):
     """One optimiser step: sequence length, sequences, learning rate."""
 
     length: int
@@ -69,14 +69,14 @@ class Step(NamedTuple):
     learning_rate: float
 
 
-class State(NamedTuple):
+class TrainState(NamedTuple):
     """Everything that a step changes."""
 
     params: Params
     optimiser: Any
 
 
-def plan(schedule: Sequence[Stage]) -> list[Step]:
+def plan(schedule: Sequence[Stage]) -> list[TrainStep]:
     """Every step of a schedule: warm-up, constant to 60 % of the tokens, then linear down to 3 %.
 
     >>> steps = plan(SCHEDULE)
@@ -92,7 +92,7 @@ def plan(schedule: Sequence[Stage]) -> list[Step]:
             done = seen / total
             decay = 1.0 if done < 0.6 else max(0.03, 1 - (done - 0.6) / 0.4)
             warmup = min(1.0, (len(steps) + 1) / WARMUP_STEPS)
-            steps.append(Step(stage.length, batch, PEAK_LEARNING_RATE * warmup * decay))
+            steps.append(TrainStep(stage.length, batch, PEAK_LEARNING_RATE * warmup * decay))
             seen += batch * stage.length
     return steps
 
@@ -116,7 +116,7 @@ def _loss(
 
 
 def _optimiser() -> optax.GradientTransformation:
-    """AdamW without its learning rate, which a step applies itself: it follows tokens, not steps."""
+    """AdamW without a learning rate, which `_update` applies: it follows tokens seen, not steps."""
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.scale_by_adam(b2=0.98, eps=1e-9),
@@ -126,16 +126,16 @@ def _optimiser() -> optax.GradientTransformation:
 
 @partial(jax.jit, static_argnames="config", donate_argnums=0)
 def _update(
-    state: State,
+    state: TrainState,
     batch: tuple[Int[Array, "B T"], Float[Array, "B T"], Int[Array, "B T"]],
     learning_rate: Float[Array, ""],
     config: Config,
-) -> tuple[State, Float[Array, ""], Float[Array, "tasks 2"]]:
+) -> tuple[TrainState, Float[Array, ""], Float[Array, "tasks 2"]]:
     (loss, counts), gradient = jax.value_and_grad(_loss, has_aux=True)(state.params, *batch, config)
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of an integer step
         direction, optimiser = _optimiser().update(gradient, state.optimiser, state.params)
     params = jax.tree.map(lambda p, d: p - learning_rate * d, state.params, direction)
-    return State(params, optimiser), loss, counts
+    return TrainState(params, optimiser), loss, counts
 
 
 def _record(
@@ -185,10 +185,10 @@ def train(
     settings = {"seed": seed, "schedule": [list(s) for s in schedule], "config": dataclasses.asdict(config)}
     open_run(folder, settings, resume)
     params = circuit_init(jax.random.key(seed), config)
-    state, done, before = load_state(folder, State(params, _optimiser().init(params)))
+    state, done, before = load_state(folder, TrainState(params, _optimiser().init(params)))
     trim_log(folder, done)
     now, saved = clock(before), time.monotonic()
-    # Attention makes a token of a long sequence dearer: in these units the time left is nearly right.
+    # Tokens of long sequences take longer, because of attention: this estimates the time of every step.
     cost = [step.batch * step.length * (1 + step.length / 1200) for step in steps]
     tokens = sum(step.batch * step.length for step in steps[:done])
     with _progress() as progress, open(folder / LOG, "a") as log:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, group_norm, rms_norm
-from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape, State
+from kvjax.models.mixer import Layer, Memory, Mixer, Projected, RecurrentState, SlotShape
 from kvjax.models.mixers.rwkv import TimeMix, ddlerp, low_rank, low_rank_shapes, share_shapes, shares
 from kvjax.ops.recurrent import rwkv as ops
 
@@ -45,7 +45,7 @@ class FinchC2(TimeMix):
         return shapes | low_rank_shapes("second", d, self.second_rank, self.width, bias=False)
 
     def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
-        def mix(before: Array, past: State | None, mask: Array) -> tuple[Array, State]:
+        def mix(before: Array, past: RecurrentState | None, mask: Array) -> tuple[Array, RecurrentState]:
             r, k, v, w, u = ddlerp(p, "rkvwu", x, before)
             decay = low_rank(p, "decay", w).astype(jnp.float32)
             key = (k @ p["k"]).astype(jnp.float32) * -jnp.expm1(-jnp.exp(decay))

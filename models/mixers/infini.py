@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
-from kvjax.models.mixer import Layer, Memory, State
+from kvjax.models.mixer import Layer, Memory, RecurrentState
 from kvjax.models.mixers.recurrent import Recurrent
 from kvjax.ops.base.rope import angles, rotate
 from kvjax.ops.recurrent.convolution import answered
@@ -57,7 +57,7 @@ class Infini(Recurrent):
         cos, sin = angles(layer.config.rope, memory.pos[..., None], self.key_dim)
         near_q, near_k = rotate(q, cos, sin), rotate(k, cos, sin)
 
-        def step(past: State | None, mask: Bool[Array, "B T"]) -> tuple[Array, State]:
+        def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             start = None if past is None else InfiniState(*(past[n] for n in InfiniState._fields))
             out, new = infini_attention(
                 q, k, v, p["memory_share"], segment_tokens=self.segment, delta=self.delta,

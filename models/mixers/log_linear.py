@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes
-from kvjax.models.mixer import Memory, State
+from kvjax.models.mixer import Memory, RecurrentState
 from kvjax.models.mixers.recurrent import GatedDelta, Mamba2
 from kvjax.ops.recurrent.log_linear import LevelState, log_linear_attention, log_linear_gated_delta
 
@@ -34,7 +34,7 @@ def level_weights(p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T H L"
     )
 
 
-def continuing(memory: Memory, past: State | None, mask: Bool[Array, "B T"]) -> dict[str, Any]:
+def continuing(memory: Memory, past: RecurrentState | None, mask: Bool[Array, "B T"]) -> dict[str, Any]:
     """How the operation continues: from the levels that the tokens before these left, and in which form.
 
     A row's tokens are counted by their positions; one that is asked again is among those before. Only single
@@ -61,8 +61,14 @@ class LogLinearDelta(GatedDelta):
         return {"levels": (self.levels, *state["S"]), "tail": state["tail"]}
 
     def remember(
-        self, p: Params, x: Array, fed: tuple[Array, ...], memory: Memory, past: State | None, mask: Array
-    ) -> tuple[Array, State]:
+        self,
+        p: Params,
+        x: Array,
+        fed: tuple[Array, ...],
+        memory: Memory,
+        past: RecurrentState | None,
+        mask: Array,
+    ) -> tuple[Array, RecurrentState]:
         q, k, v, g, beta = fed
         out, new = log_linear_gated_delta(
             q, k, v, g, beta, level_weights(p, x), mask=mask, **continuing(memory, past, mask)
@@ -85,8 +91,14 @@ class LogLinearMamba2(Mamba2):
         return {"levels": levels, "tail": super().state(config)["tail"]}
 
     def remember(
-        self, p: Params, x: Array, fed: tuple[Array, ...], memory: Memory, past: State | None, mask: Array
-    ) -> tuple[Array, State]:
+        self,
+        p: Params,
+        x: Array,
+        fed: tuple[Array, ...],
+        memory: Memory,
+        past: RecurrentState | None,
+        mask: Array,
+    ) -> tuple[Array, RecurrentState]:
         values, dt, keys, queries = fed
         a_log, skip, bias = (p[n].astype(jnp.float32)[None, None] for n in ("a_log", "skip", "dt_bias"))
         values, dt = values.astype(jnp.float32), jax.nn.softplus(dt + bias)

@@ -11,11 +11,11 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, l2_norm, linear, rms_norm
-from kvjax.models.mixer import Layer, Memory, Mixer, State
+from kvjax.models.mixer import Layer, Memory, Mixer, RecurrentState
 from kvjax.ops.base.rope import angles, rotate
 from kvjax.ops.recurrent import linear_attention as ops
 from kvjax.ops.recurrent.convolution import short_conv
-from kvjax.ops.recurrent.slot_attention import Slots, gsa
+from kvjax.ops.recurrent.slot_attention import GSAState, gsa
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Retention(Recurrent):
         cos, sin = angles(config.rope, memory.pos[..., None], self.key_dim)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
 
-        def step(past: State | None, mask: Bool[Array, "B T"]) -> tuple[Array, State]:
+        def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             start, forced = None if past is None else past["S"], memory.implementation
             if self.gated:
                 g = jax.nn.log_sigmoid((x @ p["decay"]).astype(jnp.float32)) / 16
@@ -114,7 +114,7 @@ class GatedLinear(Recurrent):
         low = linear(p, "decay_up", x @ p["decay_down"]).reshape(q.shape)
         g = jax.nn.log_sigmoid(low.astype(jnp.float32)) / 16
 
-        def step(past: State | None, mask: Bool[Array, "B T"]) -> tuple[Array, State]:
+        def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             start = None if past is None else past["S"]
             out, new = ops.gla(
                 q, k, v, g, mask=mask, initial_state=start, implementation=memory.implementation
@@ -154,8 +154,8 @@ class GatedSlot(Recurrent):
         q, k, v = self.split(*(jax.nn.silu(linear(p, name, x)) for name in "qkv"))
         low = (x @ p["forget"]).astype(jnp.float32).reshape(*x.shape[:2], self.heads, self.count)
 
-        def step(past: State | None, mask: Bool[Array, "B T"]) -> tuple[Array, State]:
-            start = None if past is None else Slots(past["K"], past["V"])
+        def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
+            start = None if past is None else GSAState(past["K"], past["V"])
             # The op's own mask would leave out the query too, which a token that is asked again has.
             g = jnp.where(mask[..., None, None], jax.nn.log_sigmoid(low) / 8, 0.0)
             out, new = gsa(q, k, v, -jnp.expm1(g), g, initial_state=start, scale=1.0)
@@ -191,7 +191,7 @@ class _Delta(Recurrent):
         beta = jax.nn.sigmoid((x @ p["beta"]).astype(jnp.float32))
         keys = self.key_heads * self.key_dim
 
-        def step(past: State | None, mask: Bool[Array, "B T"]) -> tuple[Array, State]:
+        def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             y, tail = short_conv(flat, p["conv"], tail=None if past is None else past["tail"], mask=mask)
             y = jax.nn.silu(y)
             q, k, v = self.split(y[..., :keys], y[..., keys : 2 * keys], y[..., 2 * keys :])
@@ -202,8 +202,14 @@ class _Delta(Recurrent):
         return memory.recur(layer, step, state)
 
     def remember(
-        self, p: Params, x: Array, fed: tuple[Array, ...], memory: Memory, past: State | None, mask: Array
-    ) -> tuple[Array, State]:
+        self,
+        p: Params,
+        x: Array,
+        fed: tuple[Array, ...],
+        memory: Memory,
+        past: RecurrentState | None,
+        mask: Array,
+    ) -> tuple[Array, RecurrentState]:
         """(o, new memory) of the recurrence over q, k, v, g and beta."""
         start = None if past is None else past["S"]
         out, new = ops.gated_delta_rule(
@@ -293,7 +299,7 @@ class Mamba2(Recurrent):
         flat, dt, z = x @ p["xbc"], (x @ p["dt"]).astype(jnp.float32), x @ p["z"]
         inner, bc = self.heads * self.value_dim, self.key_heads * self.key_dim
 
-        def step(past: State | None, mask: Bool[Array, "B T"]) -> tuple[Array, State]:
+        def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             tail = None if past is None else past["tail"]
             y, tail = short_conv(flat, p["conv"], p["conv_bias"], tail=tail, mask=mask)
             y = jax.nn.silu(y)
@@ -308,8 +314,14 @@ class Mamba2(Recurrent):
         return linear(p, "o", rms_norm(y, p["out_norm"], layer.config.norm_eps)), state, collected
 
     def remember(
-        self, p: Params, x: Array, fed: tuple[Array, ...], memory: Memory, past: State | None, mask: Array
-    ) -> tuple[Array, State]:
+        self,
+        p: Params,
+        x: Array,
+        fed: tuple[Array, ...],
+        memory: Memory,
+        past: RecurrentState | None,
+        mask: Array,
+    ) -> tuple[Array, RecurrentState]:
         """(y, new memory) of the recurrence over x, dt, B and C."""
         rates = (p[name].astype(jnp.float32) for name in ("a_log", "skip", "dt_bias"))
         start = None if past is None else past["S"]

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, group_norm, l2_norm, linear
-from kvjax.models.mixer import Layer, Memory, Mixer, State
+from kvjax.models.mixer import Layer, Memory, Mixer, RecurrentState
 from kvjax.ops.recurrent import rwkv as ops
 from kvjax.ops.recurrent.convolution import answered, token_shift
 
@@ -25,7 +25,9 @@ from kvjax.ops.recurrent.convolution import answered, token_shift
 EPS = 64e-5
 
 # (the token before each token, past state or None, mask) -> (output, new matrix states)
-Mix = Callable[[Float[Array, "B T D"], State | None, Bool[Array, "B T"]], tuple[Array, State]]
+Mix = Callable[
+    [Float[Array, "B T D"], RecurrentState | None, Bool[Array, "B T"]], tuple[Array, RecurrentState]
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Shifted(Mixer):
     def run(self, mix: Mix, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
         """`mix` with the token before each of x, and the state around what it keeps itself."""
 
-        def step(past: State | None, mask: Bool[Array, "B T"]) -> tuple[Array, State]:
+        def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             shift, answer = (
                 jnp.zeros_like(x[:, 0]) if past is None else past[n] for n in ("shift", "answer")
             )
@@ -133,7 +135,7 @@ class Rwkv6(TimeMix):
         return shapes | {"out_gate": (d, self.width), "bonus": (self.heads, self.head_dim)}
 
     def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
-        def mix(before: Array, past: State | None, mask: Array) -> tuple[Array, State]:
+        def mix(before: Array, past: RecurrentState | None, mask: Array) -> tuple[Array, RecurrentState]:
             w, k, v, r, g = ddlerp(p, "wkvrg", x, before)
             decay = low_rank(p, "decay", w)
             r, k, v, decay = self.split(r @ p["r"], k @ p["k"], v @ p["v"], decay)
@@ -193,14 +195,14 @@ class Rwkv7(TimeMix):
     ) -> Float[Array, "B T C"]:
         """What later layers with a `v_rank` add to their values, where this is layer 0."""
 
-        def step(past: State | None, mask: Array) -> tuple[Array, State]:
+        def step(past: RecurrentState | None, mask: Array) -> tuple[Array, RecurrentState]:
             shift = jnp.zeros_like(x[:, 0]) if past is None else past["shift"]
             return lerp(p, "v", x, token_shift(x, shift, mask)[0]) @ p["v"], past or {}
 
         return memory.recur(layer, step, state)[0]
 
     def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
-        def mix(before: Array, past: State | None, mask: Array) -> tuple[Array, State]:
+        def mix(before: Array, past: RecurrentState | None, mask: Array) -> tuple[Array, RecurrentState]:
             r, w, k, v, a, g = (lerp(p, n, x, before) for n in "rwkvag")
             value = v @ p["v"]
             if self.v_rank is not None:
@@ -239,7 +241,7 @@ class ChannelMix(Shifted):
         return shapes | ({"mix_r": (d,), "r": (d, d)} if self.gate else {})
 
     def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
-        def mix(before: Array, past: State | None, mask: Array) -> tuple[Array, State]:
+        def mix(before: Array, past: RecurrentState | None, mask: Array) -> tuple[Array, RecurrentState]:
             y = jnp.square(jax.nn.relu(lerp(p, "k", x, before) @ p["k"])) @ p["v"]
             return y * jax.nn.sigmoid(lerp(p, "r", x, before) @ p["r"]) if self.gate else y, {}
 

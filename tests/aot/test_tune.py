@@ -15,7 +15,7 @@ from kvjax.aot.hardware import DEVICES
 from kvjax.errors import InputError
 from kvjax.ops.decode import grouped_decode, mla_decode, paged_decode, stacked_decode
 from kvjax.ops.decode.page_pool import PagePool, page_rows
-from kvjax.pallas_kernels import block_sizes as blocks
+from kvjax.pallas_kernels import block_sizes
 
 ROW = dict(slots=1024, us=100.0, vmem=2**21, spills=0.0)
 V6E = "TPU v6 lite"
@@ -92,13 +92,13 @@ def test_a_table_keeps_what_was_not_swept(tmp_path):
 
 
 def test_every_committed_row_is_of_an_operation_a_generation_and_a_candidate_that_exist():
-    rows = json.loads(blocks.TABLE.read_text())["rows"]
-    assert rows and len(blocks.table()) == len(rows)
+    rows = json.loads(block_sizes.TABLE.read_text())["rows"]
+    assert rows and len(block_sizes.tuned_sizes()) == len(rows)
     for row in rows:
         sweep = tune.SWEEPS[row["operation"]]
         assert row["generation"] in DEVICES and row["slots"] in sweep.candidates, row
         assert sweep.cases[row["payload"], row["width"]] in CASES and row["vmem"] <= sweep.vmem, row
-    assert set(blocks.GENERATIONS.values()) == set(DEVICES)
+    assert set(block_sizes.GENERATIONS.values()) == set(DEVICES)
     assert all(device.generation == name for name, device in DEVICES.items())
 
 
@@ -120,7 +120,7 @@ def test_the_wrappers_take_what_the_table_says_of_the_device_that_is_compiled_fo
         ("paged_decode", "v6e", "int8", 128): 640,
         ("mla_decode", "v6e", "bfloat16", 640): 640,
     }
-    monkeypatch.setattr(blocks, "table", lambda: made_up)
+    monkeypatch.setattr(block_sizes, "tuned_sizes", lambda: made_up)
     rows = jax.ShapeDtypeStruct((1, 1, 1, 8192, 128), jnp.bfloat16)
     words = jax.ShapeDtypeStruct((1, 9, page_rows("int8", 128, 128), 128), jnp.int32)
     latents = jax.ShapeDtypeStruct((1, 9, 128, 640), jnp.bfloat16)
@@ -143,7 +143,7 @@ def test_the_wrappers_take_what_the_table_says_of_the_device_that_is_compiled_fo
 
 
 def test_the_kernel_gets_the_steps_of_the_table(monkeypatch):
-    monkeypatch.setattr(blocks, "table", lambda: {("stacked_decode", "v6e", "bfloat16", 128): 640})
+    monkeypatch.setattr(block_sizes, "tuned_sizes", lambda: {("stacked_decode", "v6e", "bfloat16", 128): 640})
     given = []
 
     def kernel(*operands, sizes, **how):
@@ -168,7 +168,7 @@ def test_the_kernel_gets_the_steps_of_the_table(monkeypatch):
 def test_lists_are_split_over_both_cores_of_a_device_that_has_two():
     for kind, lists, cores in (("TPU v5", 32, 2), ("TPU v5", 3, 1), ("TPU v5 lite", 32, 1)):
         with compiled_for(kind):
-            assert blocks.cores_for(lists) == cores
+            assert block_sizes.cores_for(lists) == cores
 
 
 def test_operations_without_a_sweep_are_refused():

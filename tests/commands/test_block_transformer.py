@@ -12,7 +12,7 @@ from kvjax.checkpoint import save_checkpoint
 from kvjax.cli import main
 from kvjax.commands.generate import SAMPLE
 from kvjax.commands.inspect_model import find_config
-from kvjax.commands.sizes import BlockSizes
+from kvjax.commands.sizes import BlockTransformerSizes
 from kvjax.models.config import Config
 
 L, P = 4, 2
@@ -67,7 +67,9 @@ def test_inspect_counts_every_parameter(model, folder, capsys):
 def test_sizes_are_those_of_the_prefill(model, folder, name):
     method = kvjax.method(name, **({"budget": 0.5, "window": 2, "page": 4} if name == "adakv" else {}))
     _, cache = kvjax.prefill(model, np.ones((1, 60), int), method=method, room=7)
-    assert BlockSizes(find_config(folder)[0], "float32", 60).nbytes(method, room=7) == kvjax.nbytes(cache)
+    assert BlockTransformerSizes(find_config(folder)[0], "float32", 60).nbytes(
+        method, room=7
+    ) == kvjax.nbytes(cache)
 
 
 def test_inspect_shows_a_saved_cache(model, tmp_path, capsys):

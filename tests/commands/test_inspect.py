@@ -16,9 +16,9 @@ from kvjax.checkpoint import save_checkpoint
 from kvjax.cli import main
 from kvjax.commands.inspect_model import find_config, model_rows
 from kvjax.commands.sizes import Sizes
+from kvjax.loading import SHIPPED
 from kvjax.methods import METHODS, method
 from kvjax.models.config import Config
-from kvjax.models.load import SHIPPED
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.steps import Run

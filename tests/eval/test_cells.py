@@ -7,11 +7,18 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from kvjax.eval.report.cells import Budget, Cell, bootstrap_interval, score_of, summarise, wilson_interval
+from kvjax.eval.report.cells import (
+    Cell,
+    NominalBudget,
+    bootstrap_interval,
+    score_of,
+    summarise,
+    wilson_interval,
+)
 from tests.eval.rows import row, scored
 
 
-def cell_of(cells: list[Cell], method: str, budget: Budget = None, protocol: str = "agnostic") -> Cell:
+def cell_of(cells: list[Cell], method: str, budget: NominalBudget = None, protocol: str = "agnostic") -> Cell:
     (found,) = [
         c for c in cells if (c.method, repr(c.budget), c.protocol) == (method, repr(budget), protocol)
     ]

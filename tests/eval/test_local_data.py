@@ -8,14 +8,14 @@ import pytest
 
 import kvjax
 from kvjax.errors import InputError
+from kvjax.eval.run.answers import generate_answers, predicted, row_new_tokens
 from kvjax.eval.run.runner import observe, settle
-from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.local_data import LONGBENCH, read_local
-from kvjax.eval.tasks.recall_tasks import Sample
 from kvjax.eval.tasks.rows import make_rows
-from kvjax.eval.tasks.suite import Mixed, OpenSample, generate_answers, make_suite
+from kvjax.eval.tasks.sample import ForcedSample, OpenSample, most_new_tokens
+from kvjax.eval.tasks.suite import CombinedSuite, make_suite
 from kvjax.grammar import Method
-from kvjax.models.load import load
+from kvjax.loading import load
 from kvjax.steps import Run
 from tests.eval.test_words import TOKENIZERS, hf_folder
 
@@ -223,7 +223,7 @@ def test_paths_that_cannot_be_read_are_refused(model, tmp_path):
 
 def test_files_and_built_in_tasks_stand_side_by_side(model, folder):
     mixed = make_suite(model, ["get", str(folder / "vt.jsonl"), "copy"], length=400)
-    assert isinstance(mixed, Mixed) and mixed.tasks == ("get", "copy", "vt")
+    assert isinstance(mixed, CombinedSuite) and mixed.tasks == ("get", "copy", "vt")
     assert mixed.contexts is None and mixed.length == 400 and len(mixed.sources) == 1
     assert [row[0].task for row in mixed.rows(0, "agnostic")] == ["get", "copy", "vt"]
     assert [row[0].task for row in mixed.rows(1, "agnostic")] == ["get", "copy"]
@@ -251,11 +251,11 @@ def answers(model, samples, protocol, stop=-1):
     lengths, needs = jnp.asarray(rows.length), frozenset()
     prompt = observe(run, model.params, jnp.asarray(rows.prompt), lengths, None, needs)
     cache = settle(run, model.params, prompt, tokens=64, room=16 + WIDTH)
-    new, stops = suite.row_new_tokens(rows), np.array([-1, stop], np.int32)
+    new, stops = row_new_tokens(rows), np.array([-1, stop], np.int32)
     arrays = map(jnp.asarray, (rows.forced, rows.count, rows.again, new, stops))
     said = np.asarray(generate_answers(run, model.params, cache, *arrays, width=WIDTH))
     turns = [(start, sample) for row in rows.turns for start, sample in row]
-    return said, [suite.predicted(sample, said[i], start) for i, (start, sample) in enumerate(turns)]
+    return said, [predicted(sample, said[i], start) for i, (start, sample) in enumerate(turns)]
 
 
 @pytest.mark.parametrize("protocol", ["agnostic", "aware"])
@@ -263,7 +263,7 @@ def test_free_answers_are_those_of_greedy_generation(model, rng, protocol):
     draw = lambda n: rng.integers(3, 900, n).tolist()  # noqa: E731
     lengths = [(20, 5, 9), (31, 2, 1), (12, 7, 4)]
     samples = [open_sample(draw(c), draw(q), new) for c, q, new in lengths]
-    assert suite.most_new_tokens([samples]) == 9
+    assert most_new_tokens([samples]) == 9
     _, found = answers(model, samples, protocol)
     out = kvjax.generate(model, [[*s.context, *s.question] for s in samples], max_new_tokens=9, stop=[])
     expected = [row[: s.max_new_tokens] for row, s in zip(out.tokens.tolist(), samples, strict=True)]
@@ -272,7 +272,7 @@ def test_free_answers_are_those_of_greedy_generation(model, rng, protocol):
 
 def test_forced_answers_are_judged_beside_free_ones(model, rng):
     ids = rng.integers(3, 900, 40).tolist()
-    forced = Sample("y", "get", tuple(ids[:25]), tuple(ids[25:30]), tuple(ids[30:36]), ())
+    forced = ForcedSample("y", "get", tuple(ids[:25]), tuple(ids[25:30]), tuple(ids[30:36]), ())
     free = open_sample(ids[:20], ids[20:24], 6)
     _, (said, own) = answers(model, [forced, free], "agnostic")
     logits = np.asarray(model(np.array([ids[:36]], np.int32)))[0]
@@ -291,7 +291,7 @@ def test_a_stop_ends_its_row_and_is_not_said(model, rng):
 
 def test_forced_answers_may_hold_a_stop(model, rng):
     ids = rng.integers(3, 900, 40).tolist()
-    forced = Sample("y", "get", tuple(ids[:25]), tuple(ids[25:30]), tuple(ids[30:36]), ())
+    forced = ForcedSample("y", "get", tuple(ids[:25]), tuple(ids[25:30]), tuple(ids[30:36]), ())
     _, (plain,) = answers(model, [forced], "agnostic")
     _, (said,) = answers(model, [forced], "agnostic", stop=plain[0])
     assert said == plain

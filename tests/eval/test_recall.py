@@ -12,13 +12,13 @@ from kvjax.eval.tasks.recall import WORDS, make_context, min_tokens, tokenizer
 from kvjax.eval.tasks.recall_tasks import (
     MIX,
     TASKS,
-    Sample,
     context_samples,
     conversation,
     sample,
     score,
     training_batch,
 )
+from kvjax.eval.tasks.sample import ForcedSample
 
 TOKENS = 256
 EVERY_TASK = tuple(TASKS)
@@ -71,7 +71,7 @@ class Parsed:
         return [counts[0][0], "<.>"], [span for _, span in self.votes]
 
 
-def check_sample(one: Sample):
+def check_sample(one: ForcedSample):
     question = words(one.question)
     if one.task == "copy":
         (start, end) = one.spans[0]
@@ -189,7 +189,7 @@ def test_samples_do_not_drift_between_releases():
 SAMPLES_CRC = 468095027
 
 
-def _flat(one: Sample) -> tuple[int, ...]:
+def _flat(one: ForcedSample) -> tuple[int, ...]:
     return (*one.context, *one.question, *one.answer)
 
 

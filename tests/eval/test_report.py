@@ -19,9 +19,9 @@ from rich.console import Console
 from kvjax import files
 from kvjax.eval.report import page
 from kvjax.eval.report.cells import Cell, summarise
+from kvjax.eval.report.comparison_table import print_table
 from kvjax.eval.report.frontier import frontier_png, write_frontier
 from kvjax.eval.report.page import write_report
-from kvjax.eval.report.table import print_table
 from kvjax.files import write_atomic
 from tests.eval.rows import FULL_BYTES, QUALITY, TASKS, comparison, row, scored
 

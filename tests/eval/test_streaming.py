@@ -19,7 +19,7 @@ from kvjax.eval.streaming import compare_text, divergence, print_stream, read_wi
 from kvjax.eval.tasks import recall
 from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
-from kvjax.models.load import load
+from kvjax.loading import load
 from tests.eval.test_words import CORPUS, TOKENIZERS, hf_folder
 
 # One process makes the run that all tests look at.

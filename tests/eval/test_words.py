@@ -8,11 +8,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from kvjax.errors import InputError
 from kvjax.eval.tasks import recall, words
-from kvjax.eval.tasks.suite import TASKS, Recall, make_suite, reader_of
+from kvjax.eval.tasks.reader import reader_of
+from kvjax.eval.tasks.sample import TASKS
+from kvjax.eval.tasks.suite import Recall, make_suite
 from kvjax.eval.tasks.words import Words, make_words
+from kvjax.loading import load
 from kvjax.models.config import Config
 from kvjax.models.hf import save_hf
-from kvjax.models.load import load
 from kvjax.models.model import Model
 from kvjax.models.params import init
 

@@ -115,7 +115,7 @@ def observed(name: str, mass: str | None) -> steps.Prompt:
     prompt = _observe(Run(m.config, Method()), m.params, jnp.asarray(tokens), lengths, None, wanted)
 
     def soiled(x: jax.Array) -> jax.Array:
-        real = (prompt.context.pos >= 0)[None, :, None, :, None]
+        real = (prompt.positions.pos >= 0)[None, :, None, :, None]
         return jnp.where(real, x, GARBAGE)
 
     fresh = tuple(f._replace(k=soiled(f.k), v=soiled(f.v)) for f in prompt.fresh)

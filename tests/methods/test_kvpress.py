@@ -126,7 +126,7 @@ def scores(press: str) -> np.ndarray:
     @jax.jit
     def go(params, tokens, lengths):
         prompt = steps.observe(run, params, tokens, lengths, None, steps.needs_of(run, params))
-        pos, length = prompt.context
+        pos, length = prompt.positions
         return [
             score_slots(gm, union(gm, (), (), fresh, pos), fresh, length, run.attention_spec(gm.first))
             for gm, fresh in zip(run.groups(params), prompt.fresh, strict=True)

@@ -16,12 +16,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvjax.checkpoint import load_checkpoint, save_checkpoint
 from kvjax.errors import InputError
+from kvjax.loading import load, shipped
 from kvjax.models import hf, placement
 from kvjax.models.config import Config
 from kvjax.models.files import Stored
 from kvjax.models.hf import load_hf, save_hf
 from kvjax.models.hf_config import config_from_hf, config_to_hf
-from kvjax.models.load import load, shipped
 from kvjax.models.model import Model
 from kvjax.models.params import Group, init, plan
 from kvjax.models.tokenizer import chat

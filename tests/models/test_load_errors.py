@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 
 from kvjax.checkpoint import load_checkpoint, save_checkpoint
 from kvjax.errors import InputError
+from kvjax.loading import load
 from kvjax.models.hf import load_hf, save_hf
-from kvjax.models.load import load
 from tests import hf_fixtures
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.recurrent.slot_attention import Averages, Slots, abc, gsa
+from kvjax.ops.recurrent.slot_attention import Averages, GSAState, abc, gsa
 from kvjax.ops.recurrent.slot_memory import LogSum
 from tests.ops.oracles import oracle, rms
 from tests.ops.rows import T, by_rows, check_cuts, check_gradients, check_packed_rows
@@ -31,7 +31,7 @@ def gsa_row(x, state):
         keys[h] = keys[h] @ np.diag(np.exp(g[t, h])) + np.outer(k[t, h], s[t, h])
         values[h] = np.diag(np.exp(g[t, h])) @ values[h] + np.outer(s[t, h], v[t, h])
         out[t, h] = softmax(q[t, h] @ keys[h] / np.sqrt(K)) @ values[h]
-    return out, Slots(keys, values)
+    return out, GSAState(keys, values)
 
 
 def abc_row(x, state):
@@ -66,7 +66,7 @@ def draw(rng, *, strong=False):
 
 
 def gsa_case(rng, **how):
-    state = Slots(rng.normal(size=(B, H, K, M)), rng.normal(size=(B, H, M, V)))
+    state = GSAState(rng.normal(size=(B, H, K, M)), rng.normal(size=(B, H, M, V)))
     return lambda x, **k: gsa(*(x[n] for n in "qkvsg"), **k), gsa_row, draw(rng, **how), state
 
 

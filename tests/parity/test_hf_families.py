@@ -17,8 +17,8 @@ from transformers import (
     GenerationConfig,
 )
 
+from kvjax.loading import SHIPPED, load
 from kvjax.models.hf import load_hf, save_hf
-from kvjax.models.load import SHIPPED, load
 from kvjax.models.params import plan
 from kvjax.models.tokenizer import render_chat
 from tests import hf_reference

@@ -10,7 +10,7 @@ from kvjax.train.grouping.dha import cut, dha, merges
 from kvjax.train.grouping.key_driven import dgqa_average, dgqa_difference, kdgqa
 from kvjax.train.grouping.nsga2 import Evolution
 from kvjax.train.grouping.products import HeadProducts, cosine, pooling_error
-from kvjax.train.grouping.qcqa import Layer, group_layer, group_layers, within
+from kvjax.train.grouping.qcqa import LayerGrouping, group_layer, group_layers, within
 
 SHORT = Evolution(population=60, generations=40)
 
@@ -108,7 +108,7 @@ def test_qcqa_finds_the_front_of_all_choices_of_layers(rng):
     for _ in range(4):
         k, v = rng.standard_normal((2, 5, 3))
         fronts.append(group_layer(HeadProducts(products(k), products(v)), 3, Evolution(30, 10)))
-    choices = itertools.product(*([Layer((0, 1, 2, 3, 4), 5, 0.0), *front] for front in fronts))
+    choices = itertools.product(*([LayerGrouping((0, 1, 2, 3, 4), 5, 0.0), *front] for front in fronts))
     every = [(sum(x.heads for x in c), sum(x.error for x in c)) for c in choices]
     stacks = group_layers(fronts, SHORT)
     np.testing.assert_allclose([(s.heads, s.error) for s in stacks], pareto(every), rtol=1e-9)
@@ -117,7 +117,7 @@ def test_qcqa_finds_the_front_of_all_choices_of_layers(rng):
 
 
 def test_one_option_per_layer_says_which_layers_to_group(rng):
-    options = [[Layer((0, 0, 1), 2, e)] for e in (0.3, 0.1, 0.2)]
+    options = [[LayerGrouping((0, 0, 1), 2, e)] for e in (0.3, 0.1, 0.2)]
     stacks = group_layers(options, SHORT)
     kept = [[g is None for g in s.groupings] for s in stacks]
     assert kept == [[False] * 3, [True, False, False], [True, False, True], [True] * 3]
@@ -235,7 +235,10 @@ def test_equal_seeds_give_equal_groups_and_different_ones_search_elsewhere(rng):
         (lambda: asymgqa(np.eye(4), 0), "4 heads cannot form 0 groups: give 1 to 4"),
         (lambda: group_layer(HeadProducts(np.eye(4), np.eye(4)), 6), "4 heads cannot form 6 groups"),
         (lambda: group_layers([[]]), "every layer needs at least one option"),
-        (lambda: within([Layer((0, 1), 2, 0.0)], 1), "no option has 1 KV heads or fewer: the least is 2"),
+        (
+            lambda: within([LayerGrouping((0, 1), 2, 0.0)], 1),
+            "no option has 1 KV heads or fewer: the least is 2",
+        ),
         (
             lambda: kdgqa(np.ones(3), 2, least=1),
             "2 query heads cannot give each of 3 KV heads 1: lower least",

@@ -28,10 +28,10 @@ def attention_stats(
 ) -> Case:
     """K = 8, G = 4, bfloat16; the queries are the last of `slots` tokens, in order.
 
-    Trips are the steps that see something; each is counted with the code that only the first and the last of
-    a block of keys runs. A step that sees nothing costs the grid's own latency, which no bound here has. The
-    simulation is left out where there are such steps: it takes all for whole ones. B = 4, or tpu7x holds the
-    keys in VMEM. Keys of more tokens than are asked are a cache.
+    Trips are the steps that see something, and each counts the code of the first and the last step of a block
+    of keys too. Steps that see nothing cost the grid's latency, which no bound here includes; the simulation
+    would take them for whole steps, so there is none where they occur. With fewer than 4 rows, tpu7x would
+    hold all keys in VMEM. Where there are more keys than queries, the keys count as a cache.
     """
     heads = HEADS * GROUP
     operands = (

@@ -1,10 +1,10 @@
 """Jax's own kernels at the shapes of ours, to stand beside them: decoding over pages, and prompts.
 
-What they copy and take is theirs to mend: no test holds them to it. `paged_attention` has a table per
-sequence, `ragged_paged_attention` one too and all heads in a page. Their loops run as long as the data says,
-which the compiler guesses at: the first is taken in its form with a grid step per block, and both are counted
-with every path of a block, also those that run once: upper figures. The simulation's figure for splash is
-below the matrix units' least time.
+No test holds these kernels to their figures. Both decoding kernels have one table of pages per sequence;
+pages of `ragged_paged_attention` hold all heads. How long their loops run depends on data, at which the
+compiler can only guess. So `paged_attention` is taken in its form with a grid step per block, and both are
+counted as if every block ran all code, even what runs once: their figures are upper bounds. The simulation's
+figure for splash attention is not to be trusted: it is less than the matrix units need.
 """
 
 from __future__ import annotations

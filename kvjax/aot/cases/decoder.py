@@ -82,13 +82,13 @@ def decoder(device: Device | Gpu, method: Method, config: Config = CONFIG, batch
 
 
 def _narrow(params: Any) -> int:
-    """Bytes of stacked matrices of few columns, which the compiler lays out anew on v5p."""
+    """Bytes of stacked matrices of few columns, which the compiler copies into another layout on v5p."""
     matrices = (x.shape for x in jax.tree.leaves(params) if x.ndim == 3)
     return sum(2 * int(np.prod(shape)) for shape in matrices if 8 * shape[2] < shape[1])
 
 
 def _moved(cache: Cache) -> int:
-    """Slots are read; states are read and written, of levels half and one."""
+    """Bytes that a step moves: slots are read, states read and written, of L levels L / 2 + 1."""
 
     def visited(name: str, x: Any) -> int:
         return nbytes(x) * (x.shape[2] // 2 + 1) // x.shape[2] if name == "levels" else nbytes(x)
@@ -112,7 +112,7 @@ def _steps(cache: Cache) -> dict[str, Any]:
 
 
 def _trips(device: Device, cache: Cache) -> dict[str, int]:
-    """Of the mean call, as bundles are summed over the calls: one per segment of a group, all slots full."""
+    """Trips of the average call. There is one call per segment of a group, and every slot is full."""
     lists, steps, segments = 0, 0, [segment for group in cache.groups for segment in group]
     for one in segments:
         if isinstance(one, Paged):
@@ -129,7 +129,7 @@ def _trips(device: Device, cache: Cache) -> dict[str, int]:
 
 
 def _as_on(device: Device | Gpu) -> Any:
-    """Traced for a device of that generation, of which caches take their capacity."""
+    """Traces as on a device of that generation, because the capacity of caches depends on it."""
     kind = device.generation
     if device.platform == "tpu":
         kind = next(kind for kind, name in GENERATIONS.items() if name == device.generation)

@@ -85,7 +85,7 @@ def gradient(
             g = jnp.moveaxis(g, 1, 2).reshape(BATCH, HEADS, -1, 1, chunk)
         return backward(Chunk(q, k, v, g, p), saved, dout, dstate, sizes=sizes)
 
-    # Each of its two ways through a span runs in half of the steps.
+    # The kernel passes every span twice, to make its states again and for gradients: half of the steps each.
     # Every span is read twice, but for q and the gradient of the outputs.
     moved = _bytes(*tokens) * 3 - _bytes(tokens[0]) + _bytes(tokens[0], saved, STATE, STATE)
     return Case(

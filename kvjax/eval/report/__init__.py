@@ -8,7 +8,7 @@ One row per sample goes in (`results.jsonl`, one JSON object per line):
      "span_kept": float | None, "seconds": float}
 
     cells = summarise(rows)                  # cells.py: the arithmetic
-    print_table(cells, timings)              # table.py: the terminal
+    print_table(cells, timings)              # comparison_table.py: the terminal
     write_frontier("frontier.png", cells)    # frontier.py: quality against measured bytes
     write_report("report.html", metrics, cells, examples, timings=timings)    # page.py: one page
 

@@ -1,7 +1,7 @@
 """The arithmetic of a comparison: from one row per sample to one cell per (method, budget, protocol).
 
 Plain values in, plain values out. Scores, recoveries and interval ends are shares in [0, 1], sizes are bytes.
-How the cells are shown belongs in `table.py`, `frontier.py` and `page.py`.
+How the cells are shown belongs in `comparison_table.py`, `frontier.py` and `page.py`.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-Budget = float | int | None
+NominalBudget = float | int | None
 Row = Mapping[str, Any]
 
 CONFIDENCE = 0.95
@@ -22,7 +22,7 @@ _Z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
 
 
 @dataclass(frozen=True)
-class Score:
+class MeanScore:
     """The mean score of one task with its 95% interval; `interval` says how the interval was made.
 
     `wilson` for scores that are all 0 or 1, `bootstrap` (percentile, fixed seed) for fractional ones.
@@ -48,9 +48,9 @@ class Cell:
     """
 
     method: str
-    budget: Budget
+    budget: NominalBudget
     protocol: str
-    tasks: dict[str, Score]
+    tasks: dict[str, MeanScore]
     mean: float
     mean_low: float
     mean_high: float
@@ -79,7 +79,7 @@ class Cell:
         return self.read_bytes <= 0.95 * self.kept_bytes
 
 
-def budget_label(budget: Budget) -> str:
+def budget_label(budget: NominalBudget) -> str:
     """A budget as people read it: a share of the tokens, slots per head, or a dash where a method has none.
 
     >>> budget_label(0.25), budget_label(64), budget_label(None)
@@ -117,7 +117,7 @@ def bootstrap_interval(scores: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def score_of(scores: Sequence[float]) -> Score:
+def score_of(scores: Sequence[float]) -> MeanScore:
     """The mean of one task's scores with the interval that fits them.
 
     Equal fractional scores leave no spread to resample: they get Wilson's, the widest case for their mean.
@@ -128,8 +128,8 @@ def score_of(scores: Sequence[float]) -> Score:
     mean = math.fsum(scores) / len(scores)
     distinct = set(scores)
     if distinct <= {0.0, 1.0} or len(distinct) == 1:
-        return Score(mean, *wilson_interval(mean, len(scores)), len(scores), "wilson")
-    return Score(mean, *bootstrap_interval(scores), len(scores), "bootstrap")
+        return MeanScore(mean, *wilson_interval(mean, len(scores)), len(scores), "wilson")
+    return MeanScore(mean, *bootstrap_interval(scores), len(scores), "bootstrap")
 
 
 def summarise(rows: Iterable[Row], *, baseline: str = "full") -> list[Cell]:

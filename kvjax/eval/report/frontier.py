@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kvjax.eval.report.cells import Cell
-from kvjax.eval.report.table import PROTOCOLS
+from kvjax.eval.report.comparison_table import PROTOCOLS
 from kvjax.files import write_atomic
 
 # Okabe and Ito's colours, told apart with any kind of colour vision; without yellow, which is lost on white.

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from kvjax.eval.report.cells import Cell, Score, budget_label
+from kvjax.eval.report.cells import Cell, MeanScore, budget_label
+from kvjax.eval.report.comparison_table import PROTOCOLS, Timings, byte_unit, interval_names
 from kvjax.eval.report.frontier import frontier_png
 from kvjax.eval.report.page_assets import SCRIPT, STYLE
-from kvjax.eval.report.table import PROTOCOLS, Timings, byte_unit, interval_names
 from kvjax.files import write_atomic
 
 Example = Mapping[str, Any]
@@ -229,7 +229,7 @@ def _entry(key: str | float | None, content: str, style: str = "", *, share: flo
     return f'<td class="{style}" data-sort="{sort}"{bar}>{content}</td>'
 
 
-def _score(score: Score | None) -> str:
+def _score(score: MeanScore | None) -> str:
     return _entry(None, "–") if score is None else _interval(score.mean, score.low, score.high)
 
 

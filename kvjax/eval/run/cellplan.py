@@ -25,7 +25,7 @@ class Entry(NamedTuple):
     method: Method
 
 
-# A method by other means than its text: its label, whether it takes a budget, and how to build it.
+# A method that is not given as text: its label, whether it takes a budget, and how to build it.
 Custom = tuple[str, bool, Callable[[float | int | None], Method]]
 
 

@@ -25,7 +25,7 @@ def free_bytes() -> int:
 
 
 def row_bytes(config: Config, tokens: int, itemsize: int) -> int:
-    """Estimated peak of one row: its keys and values as read, as chosen and as stored, and a strip."""
+    """Estimated peak of one row: keys and values as read, selected and stored, and logits of one strip."""
     slots = [mixer_of(config, i).slots(config) for i in range(config.layers)]
     kv = sum(s.heads * (s.key + s.value) for s in slots if s is not None) * tokens * itemsize
     group = max((config.heads // s.heads for s in slots if s is not None and not s.shared), default=1)

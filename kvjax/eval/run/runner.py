@@ -19,9 +19,10 @@ import numpy as np
 
 from kvjax import steps
 from kvjax.cache import Cache, kept_positions, nbytes
+from kvjax.eval.run.answers import generate_answers, predicted, row_new_tokens
 from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.tasks.rows import Rows
-from kvjax.eval.tasks.suite import Suite, generate_answers, predicted, row_new_tokens
+from kvjax.eval.tasks.sample import Sample, Suite
 from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
 from kvjax.models.layers import Params
@@ -66,7 +67,7 @@ def programs() -> int:
 
 
 def two_at_a_time(make: Callable[[X], Y], xs: Iterable[X]) -> Iterator[tuple[X, Y]]:
-    """(x, make(x)) as they finish, in two threads, because a program is compiled by one.
+    """(x, make(x)) as they finish, in two threads, because compiling a program keeps only one core busy.
 
     >>> sorted(two_at_a_time(str.upper, ["a", "b"]))
     [('a', 'A'), ('b', 'B')]
@@ -82,7 +83,7 @@ def two_at_a_time(make: Callable[[X], Y], xs: Iterable[X]) -> Iterator[tuple[X, 
 
 
 def bare_run(model: Model, method: Method) -> Run:
-    """The static part of compressing with a method: the asked token is protected for all alike."""
+    """What is static in compressing with a method, which keeps the last token: that one is asked again."""
     return Run(model.config, method.protecting(Recent(1)))
 
 
@@ -121,7 +122,7 @@ class Runner:
             run = bare_run(self.model, entry.method)
             build = partial(settle, run, tokens=self.tokens, room=0)
             cache = jax.eval_shape(build, self.model.params, prompt)
-            rows = prompt.context.length.shape[0]
+            rows = prompt.positions.length.shape[0]
             held = nbytes(cache)
             unread = sum(
                 unread_bytes(gm, group)
@@ -176,7 +177,7 @@ class Runner:
         return Unit(out, seconds if timed else None, steps_run, [round(float(x), 3) for x in share])
 
     def _row(
-        self, sample: Any, prediction: list[int], common: dict[str, Any], span: float | None
+        self, sample: Sample, prediction: list[int], common: dict[str, Any], span: float | None
     ) -> dict[str, Any]:
         """One line of results.jsonl."""
         graded = self.suite.grade(sample, prediction)._asdict()

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 from kvjax.errors import InputError
 from kvjax.eval.tasks import metrics
-from kvjax.eval.tasks.suite import Graded, OpenSample, Reader, reader_of
+from kvjax.eval.tasks.reader import Reader, reader_of
+from kvjax.eval.tasks.sample import Graded, OpenSample, Sample
 from kvjax.models.model import Model
 
 # (written text, references, classes) -> score in [0, 1]
-Score = Callable[[str, Sequence[str], Sequence[str]], float]
+Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 
 
 class Benchmark(NamedTuple):
@@ -30,11 +31,11 @@ class Benchmark(NamedTuple):
 
     prompt: str
     new_tokens: int
-    score: Score
+    score: Metric
     question: str = ""
 
 
-def _best(metric: Callable[[str, str], float], first_line: bool = False) -> Score:
+def _best(metric: Callable[[str, str], float], first_line: bool = False) -> Metric:
     """The best score over the references; of the first line alone where only that counts."""
 
     def score(text: str, references: Sequence[str], classes: Sequence[str]) -> float:
@@ -49,7 +50,7 @@ def _classification(text: str, references: Sequence[str], classes: Sequence[str]
     return max((metrics.classification(line, r, classes) for r in references), default=0.0)
 
 
-def _matching(metric: Callable[[str, Sequence[str]], float]) -> Score:
+def _matching(metric: Callable[[str, Sequence[str]], float]) -> Metric:
     """RULER's metric: control characters of the written text become line ends first."""
     return lambda text, references, _: metric(re.sub(r"[\x00-\x1f]", "\n", text.strip()).strip(), references)
 
@@ -277,19 +278,20 @@ class LocalData:
     length: int
     sources: tuple[str, ...]
     samples: Mapping[str, tuple[OpenSample, ...]]
-    scores: Mapping[str, Score]
+    scores: Mapping[str, Metric]
     reader: Reader
 
     @property
     def contexts(self) -> int:
         return max(len(samples) for samples in self.samples.values())
 
-    def rows(self, index: int, protocol: str) -> list[list[Any]]:
+    def rows(self, index: int, protocol: str) -> list[Sequence[Sample]]:
         """One row per task that has so many records; each is one context with one question."""
         return [[samples[index]] for samples in self.samples.values() if index < len(samples)]
 
-    def grade(self, sample: Any, prediction: Sequence[int]) -> Graded:
+    def grade(self, sample: Sample, prediction: Sequence[int]) -> Graded:
         """The benchmark's own metric on the written text."""
+        assert isinstance(sample, OpenSample)
         text = self.reader.text(prediction)
         score = self.scores[sample.task](text, sample.references, sample.classes)
         return Graded(text, " | ".join(sample.references), score)
@@ -369,11 +371,12 @@ def _strings(values: Any) -> tuple[str, ...]:
     return tuple(map(str, values)) if isinstance(values, list | tuple) else (str(values),)
 
 
+Ids = tuple[int, ...]
 # Ids of the context, ids of the question, and where the needed words stand in the context.
-_Ids = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]
+_Prompt = tuple[Ids, Ids, tuple[tuple[int, int], ...]]
 
 
-def _encode(reader: Reader, name: str, record: _Record) -> _Ids:
+def _encode(reader: Reader, name: str, record: _Record) -> _Prompt:
     """A prompt as ids; a needle's place is known, since its answer stands nowhere else."""
     needles = [re.escape(r) for r in record.references if r and name.startswith("niah")]
     pieces = re.split("(" + "|".join(needles) + ")", record.context) if needles else [record.context]
@@ -382,7 +385,9 @@ def _encode(reader: Reader, name: str, record: _Record) -> _Ids:
     return (*reader.bos, *itertools.chain(*parts)), question, tuple(itertools.pairwise(ends))[1::2]
 
 
-def _cut(name: str, context: Any, question: Any, spans: Any, *, length: int) -> _Ids:
+def _cut(
+    name: str, context: Ids, question: Ids, spans: tuple[tuple[int, int], ...], *, length: int
+) -> _Prompt:
     """The prompt without its middle where it is longer than `length`; the question stays whole."""
     if len(context) + len(question) <= length:
         return context, question, spans

@@ -6,7 +6,6 @@ the share of them that survives is a diagnostic of every method that evicts. No 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import NamedTuple
@@ -29,6 +28,7 @@ from kvjax.eval.tasks.recall import (
     make_context,
     min_tokens,
 )
+from kvjax.eval.tasks.sample import ForcedSample
 
 CUE_TOKENS = 4
 COPY_TOKENS = (8, 24)
@@ -66,18 +66,6 @@ class Question(NamedTuple):
     """A question about a context: ids to append, ids of the answer, spans of the context it needs."""
 
     prompt: tuple[int, ...]
-    answer: tuple[int, ...]
-    spans: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One question about one context, as ids; `spans` are the [start, end) of the needed records in it."""
-
-    id: str
-    task: str
-    context: tuple[int, ...]
-    question: tuple[int, ...]
     answer: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
 
@@ -246,7 +234,7 @@ def _shared_context(tasks: Sequence[str], seed: int, index: int, tokens: int) ->
     )
 
 
-def context_samples(tasks: Sequence[str], *, seed: int, index: int, tokens: int) -> list[Sample]:
+def context_samples(tasks: Sequence[str], *, seed: int, index: int, tokens: int) -> list[ForcedSample]:
     """One question per entry of `tasks` about one context of exactly `tokens` ids: one prefill serves all.
 
     A task that occurs several times asks about different records (`mode` and `multikey` have one subject).
@@ -268,11 +256,13 @@ def context_samples(tasks: Sequence[str], *, seed: int, index: int, tokens: int)
         rng = np.random.default_rng([seed, crc32(task.encode()), index, 2, turn])
         question = ask(rng, context, task, options[order[turn % len(options)]], clear=True)
         name = f"{task}-{tokens}-s{seed}-i{index}-q{turn}-{_group_id(tasks):08x}"
-        samples.append(Sample(name, task, context.tokens, question.prompt, question.answer, question.spans))
+        samples.append(
+            ForcedSample(name, task, context.tokens, question.prompt, question.answer, question.spans)
+        )
     return samples
 
 
-def sample(task: str, *, seed: int, index: int, tokens: int) -> Sample:
+def sample(task: str, *, seed: int, index: int, tokens: int) -> ForcedSample:
     """Sample `index` of a task over a context of exactly `tokens` ids; a pure function of its arguments.
 
     Raises InputError for an unknown task (naming the nearest) and a context that is too short.
@@ -284,7 +274,9 @@ def sample(task: str, *, seed: int, index: int, tokens: int) -> Sample:
     return context_samples([task], seed=seed, index=index, tokens=tokens)[0]
 
 
-def conversation(tasks: Sequence[str], *, seed: int, index: int, tokens: int, turns: int = 5) -> list[Sample]:
+def conversation(
+    tasks: Sequence[str], *, seed: int, index: int, tokens: int, turns: int = 5
+) -> list[ForcedSample]:
     """`turns` questions in order about one context, going round `tasks`: the multi-turn protocol of SCBench.
 
     Question t follows the answers to all before it; whether those are the right ones or the model's own, the

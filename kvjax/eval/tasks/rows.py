@@ -7,16 +7,20 @@ under greedy decoding exactly when all of these are.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
+
+from kvjax.eval.tasks.sample import Sample
 
 PROTOCOLS = ("agnostic", "aware", "multi-turn")
 
 
 class Rows(NamedTuple):
-    """A batch. `forced` is fed after the prompt; prediction j of turn t stands at starts[t] + j.
+    """A batch. `forced` is fed after the prompt; `turns` holds, per row, (start, sample) of every question:
+    prediction j of its answer comes behind token start + j of `forced`.
 
     again: the first forced token is the prompt's last one, asked again over the compressed cache.
     """
@@ -26,10 +30,12 @@ class Rows(NamedTuple):
     forced: Int[np.ndarray, "B F"]
     count: Int[np.ndarray, "B"]
     again: Bool[np.ndarray, "B"]
-    turns: list[list[tuple[int, Any]]]
+    turns: list[list[tuple[int, Sample]]]
 
 
-def make_rows(rows: list[list[Any]], protocol: str, tokens: int, forced_tokens: int, batch: int) -> Rows:
+def make_rows(
+    rows: Sequence[Sequence[Sample]], protocol: str, tokens: int, forced_tokens: int, batch: int
+) -> Rows:
     """Samples as arrays of `batch` rows; the last batch is filled up by repeating its first row.
 
     agnostic and multi-turn: the prompt is the context. aware: the prompt ends with the question, and its
@@ -38,7 +44,7 @@ def make_rows(rows: list[list[Any]], protocol: str, tokens: int, forced_tokens: 
     prompt = np.zeros((batch, tokens), np.int32)
     forced = np.zeros((batch, forced_tokens), np.int32)
     length, count = np.ones(batch, np.int32), np.zeros(batch, np.int32)
-    turns: list[list[tuple[int, Any]]] = []
+    turns: list[list[tuple[int, Sample]]] = []
     for i in range(batch):
         row = rows[i] if i < len(rows) else rows[0]
         first = row[0]
@@ -58,6 +64,6 @@ def make_rows(rows: list[list[Any]], protocol: str, tokens: int, forced_tokens: 
     return Rows(prompt, length, forced, count, np.full(batch, protocol == "aware"), turns)
 
 
-def forced_length(rows: list[list[Any]]) -> int:
+def forced_length(rows: Sequence[Sequence[Sample]]) -> int:
     """Most tokens that any protocol feeds after a prompt."""
     return max(sum(len(s.question) + len(s.answer) for s in row) for row in rows)

@@ -17,7 +17,7 @@ import difflib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -25,7 +25,8 @@ from jaxtyping import Int
 
 from kvjax.errors import InputError
 from kvjax.eval.tasks import recall_tasks
-from kvjax.eval.tasks.suite import LENGTH, TASKS, Graded, Reader, reader_of
+from kvjax.eval.tasks.reader import Reader, reader_of
+from kvjax.eval.tasks.sample import LENGTH, TASKS, ForcedSample, Graded, Sample
 from kvjax.models.model import Model
 
 _FIRST = """amber brave bright calm clever cold dark deep early fair fast fresh gentle golden grand green
@@ -155,7 +156,7 @@ def make_words(
     Raises InputError for unknown tasks, a model without a tokenizer or with one that cannot write English,
     and a length that is too short for the questions (naming the minimum) or beyond the model's positions.
 
-    >>> from kvjax.models.load import load
+    >>> from kvjax.loading import load
     >>> make_words(load("path/to/model"), ["get"], length=256).rows(0, "aware")  # doctest: +SKIP
     """
     for task in tasks:
@@ -197,13 +198,13 @@ class Words:
         """The longest answer."""
         return max([_COPIED[1], *(len(self._longest(t)[1]) for t in _ASKED)])
 
-    def rows(self, index: int, protocol: str) -> list[list[Any]]:
+    def rows(self, index: int, protocol: str) -> list[Sequence[Sample]]:
         """One row per task about context number `index`; one row with several turns for "multi-turn"."""
         if protocol != "multi-turn":
             return [[sample] for sample in self._samples(index, self.tasks)]
         return [self._samples(index, tuple(itertools.islice(itertools.cycle(self.tasks), self.turns)))]
 
-    def grade(self, sample: Any, prediction: Sequence[int]) -> Graded:
+    def grade(self, sample: Sample, prediction: Sequence[int]) -> Graded:
         """Exact match of the tokens; the share of right ones for copy."""
         said, right = (self.reader.text(ids).strip() for ids in (prediction, sample.answer))
         return Graded(said, right, recall_tasks.score(sample.task, list(prediction), sample.answer))
@@ -225,7 +226,7 @@ class Words:
 
     # --- one context ---
 
-    def _samples(self, index: int, tasks: tuple[str, ...]) -> list[recall_tasks.Sample]:
+    def _samples(self, index: int, tasks: tuple[str, ...]) -> list[ForcedSample]:
         self.check(tasks)
         group = crc32("+".join(sorted(tasks)).encode())
         context = self._context(np.random.default_rng([self.seed, group, index]), tasks)
@@ -241,7 +242,7 @@ class Words:
                 question, answer = self._ask(task, facts)
                 spans = tuple(context.spans[fact] for fact in facts)
             name = f"{task}-{self.length}-s{self.seed}-i{index}-q{turn}-{group:08x}"
-            out.append(recall_tasks.Sample(name, task, ids, question, answer, spans))
+            out.append(ForcedSample(name, task, ids, question, answer, spans))
         return out
 
     def _ask(self, task: str, facts: tuple[_Fact, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -274,7 +275,7 @@ class Words:
         bos, seed = len(self.reader.bos), int(rng.integers(2**32))
         filler = limit - bos - sum(len(p) for p in self.reader.split(_INTRO, *(f.text for f in facts)))
         found = None
-        # Tokens of sentences need not add up where a tokenizer joins words with what follows.
+        # Sentences may have more or fewer tokens together than apart, so the filler is corrected a few times.
         for _ in range(8):
             draw = np.random.default_rng(seed)
             texts = [*(fact.text for fact in facts), *self._filler(draw, filler)]

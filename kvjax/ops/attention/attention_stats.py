@@ -73,7 +73,7 @@ def attention_stats(
         threshold=threshold or 0.0,
         per_head=per_head,
     )
-    # What only ranks slots is not differentiated, so that both forms agree.
+    # Statistics only rank slots. The kernel has no gradient, so the reference has none either.
     q, k, lse, bias = jax.lax.stop_gradient((q, k, lse, bias))
     weight = None if last is None else _is_last(q_pos, last)
     if weight is not None and want == ("last_mean",):
@@ -171,7 +171,7 @@ def tpu_attention_stats(
     with at least 128 of each head."""
     (b, n, t, h), (heads, slots) = q.shape, k.shape[1:3]
     group, lists = n // heads, b * heads
-    # Few queries of several heads make one row of queries, where heads are not told apart.
+    # Few queries: those of all heads of a group are put into one row, unless heads are counted apart.
     folded = group if not per_head and group * t <= block_rows else 1
     shape = (group // folded, folded * t)
     rows = min(max(block_rows // shape[0] // LANES, 1), -(-shape[1] // LANES)) * LANES

@@ -7,7 +7,7 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
 from kvjax.ops.attention import token_cache as cache
-from kvjax.ops.attention.token_cache import CHUNK, Mask, Segments, Slots
+from kvjax.ops.attention.token_cache import CHUNK, Mask, Segments, TokenCache
 from kvjax.ops.base.dtypes import wide
 
 
@@ -17,13 +17,13 @@ def deltaformer(
     v: Float[Array, "B T H V"],
     beta: Float[Array, "B T H"],
     *,
-    initial_state: Slots | None = None,
+    initial_state: TokenCache | None = None,
     capacity: int | None = None,
     segments: Segments = None,
     mask: Mask = None,
     recurrent: bool = False,
     scale: float | None = None,
-) -> tuple[Float[Array, "B T H V"], Slots]:
+) -> tuple[Float[Array, "B T H V"], TokenCache]:
     """u_t = v_t - beta_t sum_{s<t} p_ts u_s, then o_t = softmax_{s<=t}(scale q_t k_s) u.
 
     p_t is the softmax of scale q_t k_s over s < t, and scale is K^-0.5 unless given. DeltaFormer (Zhong et
@@ -46,7 +46,7 @@ def deltaformer(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     slots = cache.room({"k": k, "u": v}, initial_state, capacity)
 
-    def chunk(slots: Slots, tokens: tuple[Array, ...]) -> tuple[Slots, Array]:
+    def chunk(slots: TokenCache, tokens: tuple[Array, ...]) -> tuple[TokenCache, Array]:
         q, k, v, beta, fresh, real = tokens
         old, size, c = slots.kept, slots.capacity, q.shape[1]
         at = cache.places(slots, fresh, real)

@@ -87,7 +87,7 @@ def _room(k: Array, v: Array, before: Merged | None, capacity: int | None) -> Me
     """`kvjax.ops.attention.token_cache.room` with counters per head."""
     b, _, h, _ = k.shape
     none = jnp.zeros((b, h), jnp.int32)
-    had = None if before is None else cache.Slots({"k": before.k, "v": before.v}, none[:, 0], none[:, 0])
+    had = None if before is None else cache.TokenCache({"k": before.k, "v": before.v}, none[:, 0], none[:, 0])
     kept = cache.room({"k": k, "v": v}, had, capacity).kept
     if before is None:
         return Merged(kept["k"], kept["v"], jnp.zeros((b, h), k.dtype), none, none)

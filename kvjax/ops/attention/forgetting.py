@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.ops.attention import token_cache as cache
-from kvjax.ops.attention.token_cache import CHUNK, Mask, Segments, Slots
+from kvjax.ops.attention.token_cache import CHUNK, Mask, Segments, TokenCache
 from kvjax.ops.base.dtypes import wide
 
 
@@ -16,13 +16,13 @@ def forgetting_attention(
     v: Float[Array, "B T H V"],
     g: Float[Array, "B T N"],
     *,
-    initial_state: Slots | None = None,
+    initial_state: TokenCache | None = None,
     capacity: int | None = None,
     segments: Segments = None,
     mask: Mask = None,
     recurrent: bool = False,
     scale: float | None = None,
-) -> tuple[Float[Array, "B T N V"], Slots]:
+) -> tuple[Float[Array, "B T N V"], TokenCache]:
     """softmax(scale q_t k_s + G_t - G_s) v, where G is the running sum of log forget gates g <= 0.
 
     The Forgetting Transformer (FoX; Lin, Nikishin, He & Courville, 2025, arXiv:2503.02130), with a gate per
@@ -49,7 +49,7 @@ def forgetting_attention(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     slots = cache.room({"k": k, "v": v, "since": g}, initial_state, capacity)
 
-    def chunk(slots: Slots, tokens: tuple[Array, ...]) -> tuple[Slots, Array]:
+    def chunk(slots: TokenCache, tokens: tuple[Array, ...]) -> tuple[TokenCache, Array]:
         q, k, v, g, fresh, real = tokens
         old = slots.kept
         at = cache.places(slots, fresh, real)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.ops.attention import token_cache as cache
-from kvjax.ops.attention.token_cache import QUERIES, Mask, Places, Segments, Slots
+from kvjax.ops.attention.token_cache import QUERIES, Mask, Places, Segments, TokenCache
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import Rope
 
@@ -58,13 +58,13 @@ def mla(
     up_v: Float[Array, "R H V"],
     *,
     rope: Rope | None = None,
-    initial_state: Slots | None = None,
+    initial_state: TokenCache | None = None,
     capacity: int | None = None,
     segments: Segments = None,
     mask: Mask = None,
     recurrent: bool = False,
     scale: float | None = None,
-) -> tuple[Float[Array, "B T H V"], Slots]:
+) -> tuple[Float[Array, "B T H V"], TokenCache]:
     """softmax(scale (q_h' up_k_h' c_s + rot(q_rope_h)' rot(k_rope_s))) up_v_h' c_s, with latents c.
 
     MLA of DeepSeek-V2 (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1 and appendix C). `latent` comes as

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from kvjax.ops.attention import token_cache as cache
 from kvjax.ops.attention.forgetting import gates
-from kvjax.ops.attention.token_cache import CHUNK, Mask, Segments, Slots
+from kvjax.ops.attention.token_cache import CHUNK, Mask, Segments, TokenCache
 from kvjax.ops.base.dtypes import wide
 
 
@@ -20,13 +20,13 @@ def path_attention(
     beta: Float[Array, "B T H"],
     g: Float[Array, "B T H"] | None = None,
     *,
-    initial_state: Slots | None = None,
+    initial_state: TokenCache | None = None,
     capacity: int | None = None,
     segments: Segments = None,
     mask: Mask = None,
     recurrent: bool = False,
     scale: float | None = None,
-) -> tuple[Float[Array, "B T H V"], Slots]:
+) -> tuple[Float[Array, "B T H V"], TokenCache]:
     """Logits scale (q_t' P_t .. P_{s+1} k_s + G_t - G_s) with P_l = I - beta_l w_l w_l', and softmax over v.
 
     PaTH (Yang et al., 2025, arXiv:2505.16381): w of unit length, beta in (0, 2). With log forget gates g <=
@@ -53,7 +53,7 @@ def path_attention(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     slots = cache.room({"k": k, "v": v, "since": g}, initial_state, capacity)
 
-    def chunk(slots: Slots, tokens: tuple[Array, ...]) -> tuple[Slots, Array]:
+    def chunk(slots: TokenCache, tokens: tuple[Array, ...]) -> tuple[TokenCache, Array]:
         q, k, v, w, beta, g, fresh, real = tokens
         old = slots.kept
         beta = jnp.where(real[..., None], beta, 0.0).astype(dtype)

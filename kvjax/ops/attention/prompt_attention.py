@@ -73,7 +73,7 @@ def refusal(
 def _part(
     q: Array, keys: Keys, q_pos: Array, *, implementation: str, **options: Any
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """(out, lse) over one set. What every query sees is a slot or two, and needs no kernel."""
+    """(out, lse) over one set. A set that every query sees has a slot or two, and needs no kernel."""
     if keys.pos is None:
         return attend(q, keys, q_pos, **options)[:2]
     return flash.flash_prefill(q, keys.k, keys.v, q_pos, keys.pos, implementation=implementation, **options)
@@ -82,7 +82,7 @@ def _part(
 def _mass(
     q: Array, keys: Keys, lse: Array, q_pos: Array, mass: str, *, window: int | None, **options: Any
 ) -> Float[Array, "B K S"]:
-    """What every slot of a set received. What every query sees stands at position 0, under no window."""
+    """What every slot of a set received. Slots that every query sees count as position 0, under no window."""
     k_pos = keys.pos
     if k_pos is None:
         k_pos, window = jnp.zeros((q.shape[0], 1, keys.k.shape[2]), jnp.int32), None

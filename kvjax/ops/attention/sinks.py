@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.ops.attention import token_cache as cache
-from kvjax.ops.attention.token_cache import QUERIES, Mask, Places, Segments, Slots
+from kvjax.ops.attention.token_cache import QUERIES, Mask, Places, Segments, TokenCache
 from kvjax.ops.base.dtypes import wide
 
 
@@ -80,13 +80,13 @@ def sink_attention(
     sink: Float[Array, "N"],
     *,
     window: int | None = None,
-    initial_state: Slots | None = None,
+    initial_state: TokenCache | None = None,
     capacity: int | None = None,
     segments: Segments = None,
     mask: Mask = None,
     recurrent: bool = False,
     scale: float | None = None,
-) -> tuple[Float[Array, "B T N V"], Slots]:
+) -> tuple[Float[Array, "B T N V"], TokenCache]:
     """Causal attention with a learned sink logit per query head (`add_slot`), over the last `window` tokens.
 
     The layer of GPT-OSS (arXiv:2508.10925): windows of 128 in every other layer, the token itself included.

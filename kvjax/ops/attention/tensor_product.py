@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.ops.attention import token_cache as cache
 from kvjax.ops.attention.latent import turned
-from kvjax.ops.attention.token_cache import QUERIES, Mask, Places, Segments, Slots
+from kvjax.ops.attention.token_cache import QUERIES, Mask, Places, Segments, TokenCache
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import Rope
 
@@ -21,13 +21,13 @@ def tpa(
     b_v: Float[Array, "B T Rv V"],
     *,
     rope: Rope | None = None,
-    initial_state: Slots | None = None,
+    initial_state: TokenCache | None = None,
     capacity: int | None = None,
     segments: Segments = None,
     mask: Mask = None,
     recurrent: bool = False,
     scale: float | None = None,
-) -> tuple[Float[Array, "B T H V"], Slots]:
+) -> tuple[Float[Array, "B T H V"], TokenCache]:
     """Causal attention of q = A_q B_q / Rq, k = A_k B_k / Rk, v = A_v B_v / Rv, factors of every token.
 
     TPA of T6 (Zhang et al., 2025, arXiv:2501.06425, section 3). Rotary embeddings turn the b factors only,
@@ -80,7 +80,7 @@ def _heads(a: Float[Array, "B T H R"], b: Float[Array, "B T R K"]) -> Float[Arra
 
 
 def _factorised(
-    a_q: Float[Array, "B T H Rq"], b_q: Float[Array, "B T Rq K"], slots: Slots, at: Places, scale: float
+    a_q: Float[Array, "B T H Rq"], b_q: Float[Array, "B T Rq K"], slots: TokenCache, at: Places, scale: float
 ) -> Float[Array, "B T H V"]:
     """Attention, one query at a time, without any product of the size of k or v."""
     a_k, b_k, a_v, b_v = (slots.kept[name] for name in ("a_k", "b_k", "a_v", "b_v"))

@@ -30,7 +30,7 @@ Mask = Bool[Array, "B T"] | None
 Segments = Int[Array, "B T"] | None
 
 
-class Slots(NamedTuple):
+class TokenCache(NamedTuple):
     """What is kept of every token, arrays [B, S, ...] by name; the open segment began at slot `start`."""
 
     kept: dict[str, Array]
@@ -57,7 +57,7 @@ def marks(like: Array, segments: Segments, mask: Mask) -> tuple[Bool[Array, "B T
     return fresh, jnp.ones((b, t), bool) if mask is None else mask
 
 
-def room(new: dict[str, Array], before: Slots | None, capacity: int | None) -> Slots:
+def room(new: dict[str, Array], before: TokenCache | None, capacity: int | None) -> TokenCache:
     """The slots of `before` (none where None) with room for `new`, arrays [B, T, ...], or of `capacity`."""
     b, t = next(iter(new.values())).shape[:2]
     had = 0 if before is None else before.capacity
@@ -67,7 +67,7 @@ def room(new: dict[str, Array], before: Slots | None, capacity: int | None) -> S
     if before is None:
         kept = {n: jnp.zeros((b, size, *x.shape[2:]), x.dtype) for n, x in new.items()}
         none = jnp.zeros((b,), jnp.int32)
-        return Slots(kept, none, none)
+        return TokenCache(kept, none, none)
 
     def grown(x: Array, dtype: Any) -> Array:
         return jnp.pad(x.astype(dtype), [(0, 0), (0, size - had)] + [(0, 0)] * (x.ndim - 2))
@@ -75,7 +75,7 @@ def room(new: dict[str, Array], before: Slots | None, capacity: int | None) -> S
     return before._replace(kept={n: grown(before.kept[n], x.dtype) for n, x in new.items()})
 
 
-def places(slots: Slots, fresh: Bool[Array, "B T"], real: Bool[Array, "B T"]) -> Places:
+def places(slots: TokenCache, fresh: Bool[Array, "B T"], real: Bool[Array, "B T"]) -> Places:
     """Places of new tokens behind those of `slots`; a token takes one if it is real."""
     taken = real.astype(jnp.int32)
     slot = slots.count[:, None] + jnp.cumsum(taken, 1, dtype=jnp.int32) - 1
@@ -83,24 +83,24 @@ def places(slots: Slots, fresh: Bool[Array, "B T"], real: Bool[Array, "B T"]) ->
     return Places(slot, jnp.maximum(opened, slots.start[:, None]), real)
 
 
-def put(slots: Slots, new: dict[str, Array], at: Places) -> Slots:
+def put(slots: TokenCache, new: dict[str, Array], at: Places) -> TokenCache:
     """`slots` with the real ones of the new tokens in their places."""
     index = jnp.where(at.real, at.slot, slots.capacity)
     rows = jnp.arange(index.shape[0])[:, None]
     kept = {n: x.at[rows, index].set(new[n], mode="drop") for n, x in slots.kept.items()}
-    return Slots(kept, at.first[:, -1], at.slot[:, -1] + 1)
+    return TokenCache(kept, at.first[:, -1], at.slot[:, -1] + 1)
 
 
 def append(
-    new: dict[str, Array], before: Slots | None, segments: Segments, mask: Mask, capacity: int | None
-) -> tuple[Slots, Places]:
+    new: dict[str, Array], before: TokenCache | None, segments: Segments, mask: Mask, capacity: int | None
+) -> tuple[TokenCache, Places]:
     """All new tokens at once, for ops that change nothing of older ones."""
     slots = room(new, before, capacity)
     at = places(slots, *marks(next(iter(new.values())), segments, mask))
     return put(slots, new, at), at
 
 
-def stored(slots: Slots) -> Int[Array, "B S"]:
+def stored(slots: TokenCache) -> Int[Array, "B S"]:
     """Slot numbers for `seen`, NOWHERE where a slot is empty."""
     number = jnp.arange(slots.capacity, dtype=jnp.int32)[None]
     return jnp.where(number < slots.count[:, None], number, NOWHERE)
@@ -113,7 +113,7 @@ def seen(at: Places, keys: Int[Array, "B S"], window: int | None = None) -> Bool
     return (visible if window is None else visible & (key > slot - window))[:, None]
 
 
-def seen_arriving(slots: Slots, at: Places) -> Bool[Array, "B 1 T U"]:
+def seen_arriving(slots: TokenCache, at: Places) -> Bool[Array, "B 1 T U"]:
     """Which slots, and which of themselves, tokens see that are not put yet."""
     return seen(at, jnp.concatenate([stored(slots), jnp.where(at.real, at.slot, NOWHERE)], 1))
 

@@ -70,14 +70,14 @@ def unpack_tokens(words: UInt32[Array, "*b w H"], bits: int, tokens: int) -> UIn
 
 
 def _plane_shifts(bits: int, before: int) -> Array:
-    """[planes, 1, 8, 1] behind so many axes of 1."""
+    """By how many bits each number of a word is shifted: [planes, 1, 8, 1] behind `before` axes of 1."""
     plane = jnp.arange(4 // bits, dtype=jnp.uint32)[:, None] * jnp.uint32(bits)
     number = jnp.arange(8, dtype=jnp.uint32)[None] * jnp.uint32(4)
     return (plane + number).reshape((1,) * before + (4 // bits, 1, 8, 1))
 
 
 def pair(low: Float16[Array, "*b"], high: Float16[Array, "*b"]) -> UInt32[Array, "*b"]:
-    """Two numbers in one word: no TPU loads float16, and words are 32 bits to every device.
+    """Two float16 numbers in one 32-bit word, because a TPU cannot load float16.
 
     >>> hex(pair(jnp.float16(1), jnp.float16(-2)))
     '0xc0003c00'

@@ -27,7 +27,7 @@ def form(operation: str, implementation: str | None, **refusals: str) -> str:
     """The form to run: "reference", a platform whose kernel runs there, or "<platform> interpret".
 
     refusals: for every platform with a kernel, why that cannot take the operands; empty where it can. With
-    implementation None a kernel is taken where it is at home, takes the operands and has a device to itself.
+    implementation None a kernel runs where the platform is its own, it takes the operands, and `alone()`.
     Raises NotImplementedError for a forced form that cannot run.
 
     >>> form("attention", None, tpu=""), form("attention", "tpu interpret", tpu="")
@@ -43,7 +43,7 @@ def form(operation: str, implementation: str | None, **refusals: str) -> str:
         forms = ", ".join(f"{name}, {name}{INTERPRET}" for name in refusals)
         why = [f"there is no such form, expected reference, {forms}, or None to choose"]
     else:
-        # Both are told: who mends the shapes first would only learn then that the device is another.
+        # Both reasons are given, or a user would mend the shapes before learning that the device is wrong.
         elsewhere = wanted == implementation and wanted != here
         why = [refusals[wanted], f"this runs on {here}" if elsewhere else ""]
     if any(why):

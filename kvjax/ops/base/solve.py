@@ -40,7 +40,7 @@ def conjugate_gradient(
         return (x * y).sum(-1, keepdims=True)
 
     def ratio(x: Array, y: Array) -> Array:
-        # A system that is solved has nothing left to divide.
+        # Once a system is solved exactly, its residual is 0 and the step would be 0 / 0.
         return x / jnp.where(y > 0, y, 1)
 
     def run(matvec: Callable[[Array], Array], b: Array) -> Array:

@@ -122,7 +122,7 @@ def _reference(
     dtype = wide(q)
 
     def split(words: Array) -> Array:
-        """[B, K, G, group, W] of the codes, or of what else has a group of tokens in so many rows."""
+        """Rows of one layer, group by group: [B, K, groups, rows of a group, W]."""
         found = words[layer]
         return found.reshape(*found.shape[:2], slots // group, -1, found.shape[-1])
 
@@ -131,7 +131,8 @@ def _reference(
     step, zero = (split(x).astype(dtype) for x in halves(k.scale_zero))
     keys = codes * step + zero
     own = (split(x).astype(dtype) for x in halves(v.scale_zero))
-    # [.., 1, groups of channels, group] to a number per token and group of channels, then per channel.
+    # Values have a scale per token and group of channels, [.., 1, groups of channels, tokens]. Swapping the
+    # last two axes puts tokens first, and repeating gives every channel its number.
     step, zero = (
         jnp.repeat(jnp.swapaxes(x.reshape(*x.shape[:3], -1, group), -1, -2), group, axis=-1) for x in own
     )
@@ -189,5 +190,5 @@ def tpu_grouped_decode(
 
 
 def slots_per_step(bits: int, width: int, generation: str | None = None) -> int:
-    """Slots that were tuned; the rest is what all generations have room and registers for."""
+    """The tuned number of slots, or else one for which every generation has memory and registers."""
     return tuned("grouped_decode", f"uint{bits}", width, generation) or 2048

@@ -93,7 +93,7 @@ def tpu_page_scores(
     b, n, t, h = q.shape
     layers, _, heads, pages, width = parts[0].shape
     rows = jnp.pad(q.reshape(b * heads, n // heads * t, h), ((0, 0), (0, 0), (0, width - h)))
-    # More of the last row changes no maximum.
+    # Padding repeats the last query, which does not change a maximum over queries.
     rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % SUBLANES), (0, 0)), mode="edge")
     found = tpu.page_scores(
         rows, tuple(x.reshape(layers, b * heads, pages, width) for x in parts),

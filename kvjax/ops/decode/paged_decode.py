@@ -164,7 +164,7 @@ def tpu_paged_decode(
     heads, page, width = table.shape[1], pool.page, pool.words.shape[-1]
     step = min(step or pages_per_step(pool), table.shape[2])
     if rope is not None:
-        # Keys to turn fill the lanes.
+        # The kernel turns keys with their tokens on the lanes, so a step must fill all of these.
         step += -step % max(LANES // page, 1)
     cores = cores or cores_for(b * heads)
     queries = n // heads * t
@@ -208,14 +208,14 @@ def turns(rope: Rope, h: int) -> np.ndarray:
 
 
 def pages_per_step(pool: PagePool, step_bytes: int = 2**20) -> int:
-    """Pages that were tuned, or make about `step_bytes`: below that, the latency of a copy shows.
+    """The tuned number of pages, or else pages of `step_bytes`, so that a copy's latency does not count.
 
-    Their tokens fill whole lanes, where masses are written.
+    Their tokens fill whole lanes, because masses are written so.
     """
     slots = tuned("paged_decode", pool.payload, pool.words.shape[-1])
     pages = slots // pool.page if slots else step_bytes // (4 * math.prod(pool.words.shape[2:]))
     if pool.names:
-        # The numbers of more pages than these are pieces that registers do not hold.
+        # The numbers of every page are read as a piece of its own, and registers hold only so many pieces.
         pages = min(pages, PIECES)
     unit = LANES // math.gcd(pool.page, LANES)
     return max(unit, pages // unit * unit)

@@ -53,7 +53,7 @@ def unable() -> str:
 
 
 def power(width: int) -> int:
-    """What a block of `width` is padded to: a power of two that matrix units take."""
+    """`width` rounded up to a power of two that matrix units take."""
     return max(SMALLEST, 1 << (width - 1).bit_length())
 
 
@@ -61,14 +61,16 @@ def cut(
     q: Float[Array, "B N T H"], heads: int, units: int, width: int, *,
     block: int | None, programs: int | None, warps: int | None, stages: int,
 ) -> Cut:  # fmt: skip
-    """How lists of at most `units` of what a step visits `block` of are cut; width: the widest row's.
+    """How lists are cut into splits, each of which one program visits in steps.
 
-    What is None is chosen. None of the four changes a result by more than rounding.
+    units: the longest list, in whatever a step counts (slots or rows of words); block: how many of them a
+    step visits; width: of the widest row. What is None is chosen here. block, programs, warps and stages
+    change a result by no more than rounding.
     """
     from kvjax.pallas_kernels.partial_gpu import Cut
 
     b, n, t, _ = q.shape
-    # Without matrix units, as float32 is exact, a step's products take more registers than its operands.
+    # float32 products are exact, so not made by matrix units: they take more registers, hence shorter steps.
     exact = q.dtype == jnp.float32
     block = block or (16 if width > 128 or exact else 32)
     steps = max(1, -(-units // block))
@@ -79,7 +81,7 @@ def cut(
 def asked(
     q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], heads: int, lanes: int
 ) -> tuple[Float[Array, "I R W"], Int[Array, "I R"]]:
-    """Queries and their positions, list by list; what pads them is nobody's, at position -1."""
+    """Queries and their positions, list by list, padded with queries at position -1, which see nothing."""
     b, n, t, h = q.shape
     lists, queries = b * heads, n // heads * t
     pad = (0, power(queries) - queries)

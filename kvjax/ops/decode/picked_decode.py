@@ -76,7 +76,7 @@ def picked_decode(
 def picked(
     x: Shaped[Array, "L B K S *r"], pages: Int[Array, "B K M"], layer: int | Array, size: int
 ) -> Shaped[Array, "B K P *r"]:
-    """Pages of `size` rows out of all layers: a layer that is cut out would be a copy on an accelerator."""
+    """Pages of `size` rows, read out of all layers: cutting the layer out first would copy it."""
     b, k, most = pages.shape
     every = x.shape[3] // size
     lists = jnp.arange(b * k, dtype=jnp.int32).reshape(b, k, 1)

@@ -52,9 +52,8 @@ def ragged_decode(
 
     Every query sees its whole list. v None: the values are the first `values` channels of k (latents). bias
     is added to the logits of a list's slots. most: slots of the longest list there can be, the S of what is
-    given per slot.
-    aligned: what all starts and R are multiples of. lse is -inf, and out 0, for empty lists. Softmax in
-    promote(float32, q). What rows behind a list's length hold does not matter.
+    given per slot. aligned: what all starts and R are multiples of. lse is -inf, and out 0, for empty lists.
+    Softmax in promote(float32, q). What rows behind a list's length hold does not matter.
 
     implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel where it
     can run. Raises NotImplementedError where a forced one cannot, ValueError where shapes do not fit.

@@ -296,7 +296,7 @@ def tpu_stacked_decode(
 
 
 def _in_place(x: Array, lists: int) -> Array:
-    """A cache as the kernel takes it: every list behind the one before, or, on lanes, each by itself."""
+    """A cache as the kernel takes it: all lists as one array of rows; with slots on lanes, list by list."""
     if on_lanes(x):
         return jnp.swapaxes(x, 3, 4).reshape(x.shape[0], lists, x.shape[4], x.shape[3])
     return x.reshape(x.shape[0], lists * x.shape[3], x.shape[4])
@@ -324,7 +324,7 @@ def steps(slots: int, most: int, *, whole: bool, lanes: bool) -> tuple[int, int]
 
 
 def _in_blocks(x: Array, layer: Array, block: int) -> Array:
-    """x [L, B, K, S] as it is where blocks of words fill it, else one layer of it with something behind."""
+    """x [L, B, K, S] as it is if it holds 32-bit words and whole blocks, else one layer, cast and padded."""
     pad = -x.shape[3] % block
     dtype = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
     if not pad and x.dtype == dtype:
@@ -336,7 +336,7 @@ def _in_blocks(x: Array, layer: Array, block: int) -> Array:
 def slots_per_step(
     *caches: Array | jax.ShapeDtypeStruct, step_bytes: int = 2**20, generation: str | None = None
 ) -> int:
-    """Slots that were tuned, or whose rows make about `step_bytes`: below that, a copy's latency shows."""
+    """The tuned number of slots, or else rows of `step_bytes`, so that a copy's latency does not count."""
     channels = sum(x.shape[-1] for x in caches) // 2
     known = tuned("stacked_decode", caches[0].dtype.name, channels, generation)
     return known or step_bytes // sum(x.shape[-1] * jnp.dtype(x.dtype).itemsize for x in caches)

@@ -189,6 +189,6 @@ def performer_attention(
         out = read(jax.nn.softmax(b + reach), shares, v, state.v)
         return RandomSums(carry(shares, v, state.v), jax.tree.map(lambda x: x[:, -1], sums)), out
 
-    size = 1 if recurrent else CHUNK_VECTOR  # of one token, a chunk is the equation
+    size = 1 if recurrent else CHUNK_VECTOR  # a chunk of one token is the recurrence itself
     state, out = scan_chunks(body, state, (a, b, v), size=size, segments=segments, mask=mask)
     return out, state

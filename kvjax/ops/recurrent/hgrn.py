@@ -11,18 +11,18 @@ from kvjax.ops.base.packed_sequences import segment_starts
 from kvjax.ops.recurrent.linear_attention import Mask
 
 Channels = Float[Array, "B T D"]
-State = Float[Array, "B D"]
+ChannelState = Float[Array, "B D"]
 
 
 def hgrn(
     x: Channels,
     g: Channels,
     *,
-    initial_state: State | None = None,
+    initial_state: ChannelState | None = None,
     segments: Int[Array, "B T"] | None = None,
     mask: Mask = None,
     recurrent: bool = False,
-) -> tuple[Channels, State]:
+) -> tuple[Channels, ChannelState]:
     """h = e^g h + x with log decays g <= 0: (every h, the last one) in promote(float32, input).
 
     HGRN (Qin et al., 2023, arXiv:2311.04823). A layer gives e^g = lb + (1 - lb) sigmoid(f), x = (1 - e^g) c.

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.ops.base.chunks import Chunk, scan_chunks
 from kvjax.ops.base.dtypes import wide
 
-State = Float[Array, "B H M V"]
+LatticeState = Float[Array, "B H M V"]
 
 
 def lattice(
@@ -17,11 +17,11 @@ def lattice(
     v: Float[Array, "B T H V"],
     step: Float[Array, "B T H"],
     *,
-    initial_state: State | None = None,
+    initial_state: LatticeState | None = None,
     slots: Float[Array, "H M V"] | None = None,
     segments: Int[Array, "B T"] | None = None,
     mask: Bool[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B T H V"], State]:
+) -> tuple[Float[Array, "B T H V"], LatticeState]:
     """Lattice (Karami et al., 2025, arXiv:2504.05646), the decoding objective: an orthogonal online update.
 
     With n_i = s_i / |s_i|, a step on |v - sum_i k_i n_i|^2 / 2 moves slot i across n_i only; o is read after:
@@ -69,13 +69,13 @@ def lattice(
     return out, state
 
 
-def _norm(state: State) -> Float[Array, "B H M 1"]:
+def _norm(state: LatticeState) -> Float[Array, "B H M 1"]:
     return jnp.linalg.norm(state, axis=-1, keepdims=True)
 
 
 def _moved(
-    state: State, k: Float[Array, "B H M"], v: Float[Array, "B H V"], rate: Float[Array, "B H"]
-) -> State:
+    state: LatticeState, k: Float[Array, "B H M"], v: Float[Array, "B H V"], rate: Float[Array, "B H"]
+) -> LatticeState:
     """One gradient step; each slot moves at a right angle to itself."""
     norm = _norm(state)
     unit = state / norm

@@ -27,13 +27,13 @@ Values = Float[Array, "B T H V"]
 PerHead = Float[Array, "B T H"]
 PerChannel = Float[Array, "B T H K"]
 Mask = Bool[Array, "B T"] | None
-State = Float[Array, "B H K V"]
-Output = tuple[Values, State | StackedState]
+MatrixState = Float[Array, "B H K V"]
+Output = tuple[Values, MatrixState | StackedState]
 
 
 def run(
     tokens: Tokens,
-    initial_state: State | StackedState | None = None,
+    initial_state: MatrixState | StackedState | None = None,
     segments: Int[Array, "B T"] | None = None,
     recurrent: bool = False,
     implementation: str | None = None,

@@ -52,7 +52,7 @@ from kvjax.ops.recurrent.recurrence import (
     tokens_of,
 )
 
-Output = tuple[Float[Array, "B T H V"], LevelState]
+LevelOutput = tuple[Float[Array, "B T H V"], LevelState]
 
 
 def log_linear(
@@ -65,7 +65,7 @@ def log_linear(
     chunk: int | None = None,
     recurrent: bool = False,
     implementation: str | None = None,
-) -> Output:
+) -> LevelOutput:
     """The member of the recurrence that `tokens` feed, log-linear: in chunks, or token by token.
 
     Where `segments` changes, positions start again at 0 with empty levels; the first token continues `state`.
@@ -122,7 +122,7 @@ def log_linear_attention(
     initial_state: LevelState | None = None,
     scale: float = 1.0,
     **how: Any,
-) -> Output:
+) -> LevelOutput:
     """Log-linear Mamba-2 and GLA: o_t = sum_s lambda_t[level(t, s)] exp(G_t - G_s) (q_t' k_s) v_s.
 
     Log decays g are [B, T, H] as in the paper's Mamba-2 (dt and the skip are the caller's), [B, T, H, K] or
@@ -149,7 +149,7 @@ def log_linear_gated_delta(
     initial_state: LevelState | None = None,
     scale: float = 1.0,
     **how: Any,
-) -> Output:
+) -> LevelOutput:
     """Log-linear Gated DeltaNet: every level becomes e^g (I - beta k k') of itself, level 0 gets beta k v'.
 
     Unit keys, beta in (0, 2); g as in `log_linear_attention`, so that with channels this is a log-linear KDA.
@@ -171,7 +171,7 @@ def _restart(state: LevelState, fresh: Bool[Array, "B"]) -> tuple[Float[Array, "
     return levels, jnp.where(fresh, 0, state.next)
 
 
-def _token_by_token(state: LevelState, fed: tuple[Tokens, Array, Array, Array]) -> Output:
+def _token_by_token(state: LevelState, fed: tuple[Tokens, Array, Array, Array]) -> LevelOutput:
     def body(s: LevelState, at: tuple[Tokens, Array, Array, Array]) -> tuple[LevelState, Array]:
         token, scales, fresh, real = at
         out, s = log_linear_step(LevelState(*_restart(s, fresh)), token, scales, real)
@@ -181,7 +181,7 @@ def _token_by_token(state: LevelState, fed: tuple[Tokens, Array, Array, Array]) 
     return jnp.moveaxis(out, 0, 1), state
 
 
-def _in_chunks(state: LevelState, fed: tuple[Tokens, Array, Array, Array], size: int) -> Output:
+def _in_chunks(state: LevelState, fed: tuple[Tokens, Array, Array, Array], size: int) -> LevelOutput:
     b, t = fed[-1].shape
     count = -(-t // size)
 
@@ -212,7 +212,7 @@ def _one_chunk(
     until = jnp.tril(jnp.ones((1, size, size), bool))
     segment = (until & fresh[:, None]).sum(-1, dtype=jnp.int32)
     mates = until & real[:, None] & (segment[:, :, None] == segment[:, None])
-    # The position of a token left out is that of the one before it.
+    # A token that the mask leaves out has the position of the one before it.
     position = mates.sum(-1, dtype=jnp.int32) - 1 + jnp.where(segment == 0, following[:, None], 0)
     before, last = following - 1, position[:, -1]
     read, enter, write, through = _maps(tokens, segment)
@@ -227,7 +227,7 @@ def _one_chunk(
     out = out + jnp.einsum("bihl,bihlv->bihv", jnp.einsum("bihm,bilm->bihl", scales, entered), by_level)
 
     merged = merge(levels, level(last, before))
-    # Where matrix products round their factors, chunk after chunk would wear the levels down.
+    # Full precision: levels go through this product in every chunk, and rounding would add up.
     merged = jnp.einsum("bhkc,blhcv->blhkv", through, merged, precision=jax.lax.Precision.HIGHEST)
     written = jnp.einsum("bjm,bjhv->bjmhv", inside[:, -1], tokens.v)
     return out, LevelState(merged + jnp.einsum("bhkj,bjmhv->bmhkv", write, written), last + 1)

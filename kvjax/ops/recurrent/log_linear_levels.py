@@ -85,10 +85,10 @@ def log_linear_step(
     def by_level(x: Array) -> Array:
         return x.reshape(rows, count, *x.shape[1:])
 
-    # Every level decays and is erased; only level 0 is written. As rows, levels lie where they lay.
+    # Every level decays and is erased; only level 0 is written. Levels are rows of one batch, without a copy.
     each = jax.tree.map(lambda x: jnp.repeat(x[:, None], count, 1), token)
     each = jax.tree.map(flat, each._replace(v=each.v.at[:, 1:].set(0.0)))
-    # What merged levels answer is what they answered apart: no merged state has to be made for it.
+    # Reading is linear: merged levels answer the sum of their answers, so they need not be merged first.
     found = merge(by_level(products(flat(levels), each)), move)
     out, levels = map(by_level, advance(flat(merge(levels, move)), each, flat(found)))
     out = jnp.einsum("bhl,blhv->bhv", level_scales.astype(out.dtype), out)
@@ -106,7 +106,7 @@ def without(tokens: Tokens, mask: Bool[Array, "..."]) -> Tokens:
 def merge(levels: Float[Array, "B L H _ V"], move: Int[Array, "B"]) -> Float[Array, "B L H _ V"]:
     """Levels 0..move of every row, or what is linear in them, become its level `move`, or the topmost one.
 
-    Sums and no matrix product, which may round its factors.
+    By sums, because a matrix product may round its factors.
     """
     number = jnp.arange(levels.shape[1], dtype=jnp.int32)[None]
     target = jnp.minimum(move, levels.shape[1] - 1)[:, None]

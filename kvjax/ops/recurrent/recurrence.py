@@ -80,7 +80,7 @@ def tokens_of(
 class StackedState(NamedTuple):
     """The state of one layer among those of all, `[L, ...]`: a step that takes it writes it where it lies.
 
-    Cut out of the stack for a kernel, a layer's state would be copied out and, behind it, back.
+    A state that is cut out of the stack for a kernel is copied twice: out, and back after the kernel.
     """
 
     layers: Float[Array, "L *state"]
@@ -198,7 +198,8 @@ def _one_chunk(
 ) -> tuple[Float[Array, "B H C V"], Float[Array, "B H K V"]]:
     """One chunk, [B, H, C, ...]. `before` is the segment that the entering state belongs to."""
     q, k, v, g, p = tokens
-    # Sums of multiples of 1/16 are exact: strong decays leave no rounding error in differences of weak ones.
+    # Decays are split into multiples of 1/16, whose sums are exact, and small rests. So a strong decay leaves
+    # no rounding error in the differences of weak ones behind it.
     coarse = jax.lax.stop_gradient(jnp.round(g * 16) / 16)
     whole, part = jnp.cumsum(coarse, axis=2), jnp.cumsum(g - coarse, axis=2)
     total = whole + part

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.packed_sequences import segment_starts
 from kvjax.ops.recurrent.delta_product import substeps
-from kvjax.ops.recurrent.linear_attention import Mask, Output, PerChannel, State, Values, run
+from kvjax.ops.recurrent.linear_attention import Mask, MatrixState, Output, PerChannel, Values, run
 from kvjax.ops.recurrent.recurrence import tokens_of, zero_state
 
 
@@ -31,7 +31,7 @@ def rwkv6(
     w_pre: PerChannel,
     u: Float[Array, "H K"],
     *,
-    initial_state: State | None = None,
+    initial_state: MatrixState | None = None,
     segments: Int[Array, "B T"] | None = None,
     mask: Mask = None,
     recurrent: bool = False,
@@ -73,7 +73,7 @@ def rwkv7(
     kk: PerChannel,
     a: PerChannel,
     *,
-    initial_state: State | None = None,
+    initial_state: MatrixState | None = None,
     segments: Int[Array, "B T"] | None = None,
     mask: Mask = None,
     recurrent: bool = False,

@@ -22,10 +22,10 @@ from kvjax.ops.base.dtypes import wide
 from kvjax.ops.recurrent.recurrence import CHUNK_VECTOR
 from kvjax.ops.recurrent.slot_memory import LogSum, Shares, averaged, carry, empty_sum, gated, match, read
 
-State = TypeVar("State")
+AnyState = TypeVar("AnyState")
 
 
-class Slots(NamedTuple):
+class GSAState(NamedTuple):
     """Keys and values of the slots: the state of GSA."""
 
     k: Float[Array, "B H K M"]
@@ -47,12 +47,12 @@ def gsa(
     s: Float[Array, "B T H M"],
     g: Float[Array, "B T H M"],
     *,
-    initial_state: Slots | None = None,
+    initial_state: GSAState | None = None,
     segments: Int[Array, "B T"] | None = None,
     mask: Bool[Array, "B T"] | None = None,
     recurrent: bool = False,
     scale: float | None = None,
-) -> tuple[Float[Array, "B T H V"], Slots]:
+) -> tuple[Float[Array, "B T H V"], GSAState]:
     """Gated Slot Attention (Zhang et al., 2024, arXiv:2409.07146): slots that forget, read by a softmax.
 
     s: how much a token writes into each slot; g <= 0: natural-log decay of each slot. The paper's layer has
@@ -64,14 +64,14 @@ def gsa(
     ((1, 3, 1, 2), (1, 1, 2, 2), [1.0, 2.0, 3.0])
     """
     tokens = _prepared({"q": q, "k": k, "v": v, "s": s, "g": g}, scale, mask)
-    state = Slots(*_empty(tokens)) if initial_state is None else _cast(initial_state, tokens)
+    state = GSAState(*_empty(tokens)) if initial_state is None else _cast(initial_state, tokens)
 
-    def body(state: Slots, chunk: Chunk) -> tuple[Slots, Array]:
+    def body(state: GSAState, chunk: Chunk) -> tuple[GSAState, Array]:
         shares = gated(chunk.tokens["s"], chunk.tokens["g"], chunk)
         out, k, v = _attend(chunk.tokens, shares, state.k, state.v)
-        return Slots(k, v), out
+        return GSAState(k, v), out
 
-    size = 1 if recurrent else CHUNK_VECTOR  # of one token, a chunk is the equation
+    size = 1 if recurrent else CHUNK_VECTOR  # a chunk of one token is the recurrence itself
     state, out = scan_chunks(body, state, tokens, size=size, segments=segments, mask=mask)
     return out, state
 
@@ -108,7 +108,7 @@ def abc(
         out, k, v = _attend(chunk.tokens, shares, state.k, state.v)
         return Averages(k, v, jax.tree.map(lambda x: x[:, -1], sums)), out
 
-    size = 1 if recurrent else CHUNK_VECTOR  # of one token, a chunk is the equation
+    size = 1 if recurrent else CHUNK_VECTOR  # a chunk of one token is the recurrence itself
     state, out = scan_chunks(body, state, tokens, size=size, segments=segments, mask=mask)
     return out, state
 
@@ -124,7 +124,7 @@ def _prepared(tokens: dict[str, Array], scale: float | None, mask: Array | None)
     return {n: jnp.where(mask[..., None, None], x, jnp.zeros((), dtype)) for n, x in tokens.items()}
 
 
-def _cast(state: State, tokens: dict[str, Array]) -> State:
+def _cast(state: AnyState, tokens: dict[str, Array]) -> AnyState:
     return jax.tree.map(lambda x: x.astype(tokens["v"].dtype), state)
 
 

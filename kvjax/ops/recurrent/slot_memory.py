@@ -44,7 +44,7 @@ def gated(s: Float[Array, "B C H M"], g: Float[Array, "B C H M"], chunk: Chunk) 
     """Slots that decay by e^g at every token and then take s of it."""
     seen, carried = _visible(chunk)
     after = seen & ~jnp.eye(g.shape[1], dtype=bool)[None, :, :, None, None]
-    # Summed for every pair: a difference of two sums would lose weak decays behind strong ones.
+    # Summed anew for every pair: a difference of running sums loses weak decays behind strong ones.
     apart = jnp.cumsum(jnp.where(after, g[:, :, None], 0.0), axis=1)
     enters = jnp.exp(jnp.cumsum(jnp.where(carried, g, 0.0), axis=1))
     return Shares(jnp.where(seen, jnp.exp(apart), 0.0) * s[:, None], jnp.where(carried, enters, 0.0))
@@ -62,7 +62,7 @@ def averaged(s: Float[Array, "B C H M"], chunk: Chunk, before: LogSum) -> tuple[
     seen = seen & chunk.real[:, None, :, None, None]
     old = jnp.maximum(before.top, low)[:, None]
     top = jnp.maximum(jnp.where(seen, s[:, None], low).max(2), jnp.where(carried, old, low))
-    # No result depends on what was taken, and so does no gradient.
+    # The largest score cancels in every result, so it needs no gradient.
     top = jax.lax.stop_gradient(top)
     holds = jnp.where(seen, jnp.exp(jnp.where(seen, s[:, None] - top[:, :, None], 0.0)), 0.0)
     enters = jnp.where(carried, jnp.exp(jnp.where(carried, old - top, 0.0)), 0.0) * before.total[:, None]

@@ -78,7 +78,7 @@ def _moved(
     b = rng.choice(others[np.argsort(-similar[a, others], kind="stable")][:nearest])
     new = now.copy()
     new[a] = now[b]
-    # The last head of a group only changes places: the number of groups is the budget.
+    # The last head of a group may only swap, or there would be a group less than was asked for.
     if rng.random() < swap or (now == now[a]).sum() == 1:
         members = np.flatnonzero(now == now[b])
         new[rng.choice(members[members != b] if len(members) > 1 else members)] = now[a]

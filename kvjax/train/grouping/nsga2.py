@@ -71,7 +71,7 @@ def nsga2(
 def fronts(values: Objectives) -> Int[np.ndarray, "P"]:
     """The front of every solution: 0 where none dominates it, 1 where only those of front 0 do, ...
 
-    One dominates another that it nowhere exceeds and somewhere undercuts.
+    A solution dominates another if no objective of it is larger and at least one is smaller.
 
     >>> fronts(np.array([[0.0, 2.0], [1.0, 1.0], [1.0, 2.0]])).tolist()
     [0, 0, 1]

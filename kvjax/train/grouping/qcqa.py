@@ -12,7 +12,7 @@ from kvjax.train.grouping.nsga2 import Evolution, nsga2
 from kvjax.train.grouping.products import HeadProducts, canonical, check_count, pooling_errors
 
 
-class Layer(NamedTuple):
+class LayerGrouping(NamedTuple):
     """One way to group a layer: its KV heads and its weight-sharing error."""
 
     groups: tuple[int, ...]
@@ -28,10 +28,12 @@ class Stack(NamedTuple):
     error: float
 
 
-Option = TypeVar("Option", Layer, Stack)
+Option = TypeVar("Option", LayerGrouping, Stack)
 
 
-def group_layer(products: HeadProducts, groups: int, evolution: Evolution | None = None) -> list[Layer]:
+def group_layer(
+    products: HeadProducts, groups: int, evolution: Evolution | None = None
+) -> list[LayerGrouping]:
     """The first stage of QCQA (Joshi et al., 2024, arXiv:2406.10247): one layer's front, fewest heads first.
 
     NSGA-II over the group of every head, at most `groups` of them, for few KV heads and a small
@@ -61,10 +63,12 @@ def group_layer(products: HeadProducts, groups: int, evolution: Evolution | None
         lambda genes: np.array([canonical(row) for row in genes]),
     )
     rows = zip(front.genes.tolist(), front.objectives.tolist(), strict=True)
-    return [Layer(tuple(groups), int(heads), error) for groups, (heads, error) in rows]
+    return [LayerGrouping(tuple(groups), int(heads), error) for groups, (heads, error) in rows]
 
 
-def group_layers(layers: Sequence[Sequence[Layer]], evolution: Evolution | None = None) -> list[Stack]:
+def group_layers(
+    layers: Sequence[Sequence[LayerGrouping]], evolution: Evolution | None = None
+) -> list[Stack]:
     """The second stage of QCQA: which layers to group, and how: the stack's front, fewest KV heads first.
 
     NSGA-II over one gene per layer, which leaves it whole or chooses one of its options; both objectives are
@@ -72,16 +76,18 @@ def group_layers(layers: Sequence[Sequence[Layer]], evolution: Evolution | None 
 
     Raises ValueError where a layer has no options.
 
-    >>> pair = [Layer((0, 0), 1, 0.5)]
+    >>> pair = [LayerGrouping((0, 0), 1, 0.5)]
     >>> [(stack.heads, stack.error) for stack in group_layers([pair, pair], Evolution(8, 5))]
     [(2, 1.0), (3, 0.5), (4, 0.0)]
     """
     if not layers or not all(layers):
         raise ValueError("every layer needs at least one option: give the front of group_layer for each")
-    whole = [Layer(tuple(range(len(options[0].groups))), len(options[0].groups), 0.0) for options in layers]
+    whole = [
+        LayerGrouping(tuple(range(len(options[0].groups))), len(options[0].groups), 0.0) for options in layers
+    ]
     genes = [[w, *options] for w, options in zip(whole, layers, strict=True)]
     most = max(map(len, genes))
-    # Every layer at its k-th option, so that the ends of the front are there from the start.
+    # The first population: for every k, all layers at their k-th option, which has both ends of the front.
     start = np.array([[min(k, len(g) - 1) for g in genes] for k in range(most)])
     table = np.array([[(o.heads, o.error) for o in g] + [(np.inf, np.inf)] * (most - len(g)) for g in genes])
     at = np.arange(len(genes))
@@ -103,7 +109,7 @@ def group_layers(layers: Sequence[Sequence[Layer]], evolution: Evolution | None 
 def within(front: Sequence[Option], heads: int) -> Option:
     """The option of least error with at most `heads` KV heads; ValueError where none is so small.
 
-    >>> within([Layer((0, 0), 1, 0.5), Layer((0, 1), 2, 0.0)], 1).groups
+    >>> within([LayerGrouping((0, 0), 1, 0.5), LayerGrouping((0, 1), 2, 0.0)], 1).groups
     (0, 0)
     """
     small = [option for option in front if option.heads <= heads]

@@ -8,7 +8,7 @@ from typing import Any
 from kvjax.ops.recurrent.features import based_attention
 from kvjax.ops.recurrent.infini import infini_attention
 from kvjax.ops.recurrent.lattice import lattice
-from kvjax.ops.recurrent.slot_attention import Slots, abc, gsa
+from kvjax.ops.recurrent.slot_attention import GSAState, abc, gsa
 
 Arrays = Mapping[str, Any]
 INFINI_SEGMENT = 32  # the file's constant
@@ -16,7 +16,7 @@ INFINI_SEGMENT = 32  # the file's constant
 
 def _gsa(x: Arrays, **how: Any) -> Arrays:
     inputs = (x[n] for n in ("q", "k", "v", "s", "g"))
-    out, state = gsa(*inputs, initial_state=Slots(x["initial_k"], x["initial_v"]), **how)
+    out, state = gsa(*inputs, initial_state=GSAState(x["initial_k"], x["initial_v"]), **how)
     return {"o": out, "final_k": state.k, "final_v": state.v}
 
 

@@ -4,7 +4,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,9 +12,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from kvjax.eval.report.cells import Cell, Score, budget_label
+from kvjax.eval.report.cells import Cell, MeanScore, NominalBudget, budget_label
 
-Timings = Mapping[tuple[str, Any], Mapping[str, float]]
+Timings = Mapping[tuple[str, NominalBudget], Mapping[str, float]]
 Column = tuple[str, Callable[[Cell], Text]]
 
 PROTOCOLS = {
@@ -194,7 +194,7 @@ def _digits(value: float) -> Text:
     return Text(f"{value:.0f}" if value >= 100 else f"{value:.1f}")
 
 
-def _score(score: Score | None, layout: _Layout) -> Text:
+def _score(score: MeanScore | None, layout: _Layout) -> Text:
     if score is None:
         return _NONE
     if not layout.ends:

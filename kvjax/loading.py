@@ -1,4 +1,4 @@
-"""One door for every kind of model: a directory on disk, a shipped name, or a repository on the hub."""
+"""How a model is loaded: from a directory on disk, by the name of a shipped one, or from the hub."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from kvjax import models
 from kvjax.errors import InputError
 from kvjax.models.files import check_folder
 from kvjax.models.hf import load_hf
 from kvjax.models.model import Model
 from kvjax.models.params import Group
 
-SHIPPED = Path(__file__).parent / "zoo"
+SHIPPED = Path(models.__file__).parent / "zoo"
 _WANTED = ("*.json", "*.safetensors", "*.jinja")
 
 
@@ -62,6 +63,7 @@ def shipped() -> list[str]:
 
 
 def _load_folder(folder: Path, options: dict[str, Any]) -> Model:
+    # Here and not above: it imports Orbax, which takes half a second.
     from kvjax.checkpoint import MARKER, load_checkpoint
 
     if (folder / MARKER).is_file():

@@ -1,0 +1,93 @@
+"""A model's tokenizer as suites use it: texts to ids, piece by piece, and ids back to words."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from kvjax.errors import InputError
+from kvjax.eval.tasks import recall
+from kvjax.models.model import Model
+
+
+class Reader(NamedTuple):
+    """A tokenizer as suites use it: special tokens are not added; those that open a text are `bos`."""
+
+    tokenizer: Tokenizer
+    name: str
+    bos: tuple[int, ...]
+
+    def split(self, *pieces: str) -> list[tuple[int, ...]]:
+        """Ids of each piece of a text, tokenised as one; a token over a border belongs to what follows."""
+        try:
+            found = self.tokenizer.encode("".join(pieces), add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise self._cannot_read("".join(pieces), error) from error
+        starts, ends = np.array(found.offsets, np.int64).reshape(-1, 2).T
+        borders = np.cumsum([len(piece) for piece in pieces])[:-1]
+        cuts = np.minimum(np.searchsorted(starts, borders, "left"), np.searchsorted(ends, borders, "right"))
+        ids = found.ids
+        return [tuple(ids[a:b]) for a, b in itertools.pairwise([0, *cuts.tolist(), len(ids)])]
+
+    def after(self, *pieces: str) -> list[tuple[int, ...]]:
+        """`split` of pieces that follow a full stop, as they do in a context."""
+        return self.split(".", *pieces)[1:]
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def words(self, ids: Sequence[int]) -> list[str]:
+        """What each token reads as."""
+        return [
+            self.tokenizer.decode([i], skip_special_tokens=False).strip()
+            or self.tokenizer.id_to_token(i)
+            or ""
+            for i in ids
+        ]
+
+    def reads(self, word: str) -> bool:
+        """Whether a word comes back from its tokens: no unknown token stands for it, nothing is dropped."""
+        try:
+            ids = self.tokenizer.encode(word, add_special_tokens=False).ids
+        except Exception:
+            return False
+        return word.lower() in self.text(ids).lower().replace(" ", "")
+
+    def _cannot_read(self, text: str, error: Exception) -> InputError:
+        words = (w for w in text.split() if not self.reads(w))
+        what = next((f"knows no word {w!r}" for w in words), f"failed ({error})")
+        return InputError(f"the tokenizer of {self.name} {what}: expected a text in the model's own words")
+
+
+def reader_of(model: Model) -> Reader:
+    """The model's tokenizer, without truncation or padding; InputError where it has none.
+
+    >>> from kvjax.loading import load
+    >>> reader_of(load("recall-tiny")).split("<get> brave", " otter")
+    [(3, 12), (64,)]
+    """
+    tokenizer = recall.tokenizer() if speaks_recall(model) else model.tokenizer
+    if tokenizer is None:
+        raise InputError(f"{model.name} has no tokenizer.json, expected one beside its weights: put it there")
+    plain = Tokenizer.from_str(tokenizer.to_str())
+    plain.no_truncation()
+    plain.no_padding()
+    empty = plain.encode("")
+    first = model.special_tokens.get("bos_token")
+    opens = plain.token_to_id(first) if first else None
+    bos = itertools.takewhile(
+        lambda pair: pair[1] and (pair[0] == opens or pair[0] not in model.stop_ids),
+        zip(empty.ids, empty.special_tokens_mask, strict=True),
+    )
+    return Reader(plain, model.name, tuple(i for i, _ in bos))
+
+
+def speaks_recall(model: Model) -> bool:
+    """Whether a model's tokens are the words of the recall language (its tokenizer may be missing)."""
+    if model.config.vocab != recall.VOCAB:
+        return False
+    return model.tokenizer is None or model.tokenizer.token_to_id(recall.WORDS[-1]) == recall.VOCAB - 1
