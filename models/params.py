@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.models.config import Config
+from kvjax.models.exchange import published
 from kvjax.models.feed_forward import mlp_of
 from kvjax.models.layers import Params, Shapes
-from kvjax.models.mixers.attention import lending, mixer_of
+from kvjax.models.mixers.attention import mixer_of
 
 
 class Group(NamedTuple):
@@ -30,8 +31,8 @@ def layer_kind(config: Config, layer: int) -> tuple[Any, ...]:
 
 
 def apart(config: Config) -> frozenset[int]:
-    """The layers that other layers read in any way: they stand alone in their groups."""
-    return lending(config) | {at for at in config.inputs if at is not None}
+    """The layers from which others take anything: they stand alone in their groups."""
+    return frozenset(published(config))
 
 
 def plan(config: Config, stacked: bool | None = None) -> tuple[Group, ...]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
-from kvjax.models.mixer import Layer, Memory, State
+from kvjax.models.mixer import GroupState, Layer, Left, Memory, State
 from kvjax.models.mixers.recurrent import Recurrent
 from kvjax.ops.base.rope import angles, rotate
 from kvjax.ops.recurrent.convolution import answered
@@ -52,7 +51,9 @@ class Infini(Recurrent):
             "answer": (config.d_model,),
         }
 
-    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         q, k, v = self.split(*(linear(p, name, x) for name in "qkv"))
         cos, sin = angles(layer.config.rope, memory.pos[..., None], self.key_dim)
         near_q, near_k = rotate(q, cos, sin), rotate(k, cos, sin)
