@@ -61,7 +61,7 @@ class MLP(FeedForward):
 
 @dataclasses.dataclass(frozen=True)
 class NoMLP(FeedForward):
-    """Nothing: layers that only mix, such as Mamba's."""
+    """No feed-forward, for layers that have a mixer alone, such as Mamba's."""
 
     def shapes(self, config: Config) -> Shapes:
         return {}

@@ -92,11 +92,12 @@ class Layer(NamedTuple):
 class SlotShape(NamedTuple):
     """What one token costs in a layer that keeps slots.
 
-    heads: lists of slots. key, value: channels per slot; shared: the values are the first `value` channels of
-    the keys (or another layer's, if `value` is 0) and are not stored. scale: what logits multiply by.
-    factors: what is stored are no keys that a query could meet, but what they are made from. fixed: the slots
-    are filled before any token is read, and tokens add nothing to them (a context). ids: the values are
-    digits of token ids, which no codec may round, and keys need the slots of earlier tokens too.
+    heads: lists of slots. key, value: channels per slot. shared: no values are stored, because they are the
+    first `value` channels of the keys or, if `value` is 0, those of another layer. scale: what logits
+    multiply by. factors: keys are computed from what is stored, so a query cannot be compared with it
+    directly. fixed: the slots are filled before any token is read, and tokens add nothing to them (a context).
+    ids: the stored values are the digits of token ids, which no codec may round, and a token's key is made
+    from its own slot and the one before it.
     """
 
     heads: int
@@ -110,12 +111,13 @@ class SlotShape(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """What a layer asks with and stores for its new tokens, before rotation, and the input it came from.
+    """A layer's queries, keys and values of its new tokens, before rotation, and the input they came from.
 
     k is None where the layer reads another one's slots, v where the values are the first channels of the keys
-    or another layer's. expand: the form that is attended to where it is not the stored one. extra: keys and
-    values outside the sequence, which every query sees. rescore: the layer's logits [B, N, T, S], computed
-    from the logits that it takes from another layer, its own rotated queries and its stored keys.
+    or another layer's. expand: how to attend where keys and values are not stored as they are attended to.
+    extra: keys and values outside the sequence, which every query sees. rescore: the layer's logits
+    [B, N, T, S], computed from the logits that it takes from another layer, its own rotated queries and its
+    stored keys.
     """
 
     q: Float[Array, "B N T H"]

@@ -24,7 +24,7 @@ class Group(NamedTuple):
     size: int
 
 
-def layer_kind(config: Config, layer: int) -> tuple[Any, ...]:
+def layer_kind(config: Config, layer: int) -> tuple[object, ...]:
     """What must be equal in layers that are stacked."""
     beside = config.inputs[layer] if config.inputs else None
     return config.window(layer), mixer_of(config, layer), mlp_of(config, layer), beside

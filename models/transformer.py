@@ -40,7 +40,7 @@ class Context(NamedTuple):
 class Ran(NamedTuple):
     """What the layers made of new tokens, and what they published for each other.
 
-    x: the hidden state of every new token, or of each row's last one where all that is left needs no other.
+    x: the hidden state of every new token, or of each row's last one alone where a prefill `ends_early`.
     states, collected: one per group, the latter on a leading axis of its layers.
     """
 
@@ -127,10 +127,10 @@ def stack(
 
 
 def ends_early(config: Config, first: int) -> bool:
-    """Whether layers `first` and above need no hidden state but the last token's to answer it.
+    """Whether layers `first` and above can be run for the last token alone, where only its logits are wanted.
 
-    They keep nothing of their own inputs: they read slots from below, or project theirs from a hidden state
-    that was there before (YOCO, arXiv:2405.05254; SwiftKV, arXiv:2410.03960).
+    That is so where all of them read slots from below, or project keys and values from the input of layer
+    `first` or of one below it (YOCO, arXiv:2405.05254; SwiftKV, arXiv:2410.03960).
     """
     mixers = [mixer_of(config, i) for i in range(first, config.layers)]
     below = ((m.source_of("slots"), m.source_of("kv input")) for m in mixers)
@@ -223,7 +223,7 @@ def hidden(
     lengths: Int[Array, "B"] | None = None,
     context: Keys | None = None,
 ) -> Float[Array, "B T D"]:
-    """What the last layer leaves of every token, before the last norm, without a cache."""
+    """The last layer's output for every token, before the last norm, without a cache."""
     b, t = tokens.shape[:2]
     lengths = jnp.full((b,), t, jnp.int32) if lengths is None else lengths
     at = positions(tokens, lengths, jnp.zeros_like(lengths))

@@ -1,4 +1,4 @@
-"""Cross-attention over the hidden states of a context, which all layers that read it share."""
+"""Cross-attention over the hidden states of a context, which all layers share that attend to it."""
 
 from __future__ import annotations
 

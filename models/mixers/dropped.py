@@ -1,4 +1,4 @@
-"""No mixer: the layer is its feed-forward alone."""
+"""A layer without a mixer, which is its feed-forward alone."""
 
 from __future__ import annotations
 

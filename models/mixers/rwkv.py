@@ -32,8 +32,8 @@ class Shifted(Mixer):
     """What the mixers here share: each token is mixed with the one before it.
 
     The state holds the input of a row's last token, `shift`, and the layer's output there, `answer`. RWKV
-    needs the first alone; the second is what the last token gets when it is asked again, since the states
-    that it read are gone by then.
+    itself needs `shift` alone. `answer` is returned when the last token is asked again: the states before it,
+    from which its output was computed, have been overwritten by then.
     """
 
     def state(self, config: Config) -> Shapes:
@@ -224,7 +224,7 @@ class Rwkv7(TimeMix):
     def _values(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> Float[Array, "B T C"]:
-        """The values before any share of layer 0's; they need the token before, so the state is met again."""
+        """What this layer, as layer 0, gives to the others: values of the token and the one before it."""
 
         def step(past: State | None, mask: Array) -> tuple[Array, State]:
             shift = jnp.zeros_like(x[:, 0]) if past is None else past["shift"]
