@@ -95,9 +95,9 @@ class SlotShape(NamedTuple):
     heads: lists of slots. key, value: channels per slot. shared: no values are stored, because they are the
     first `value` channels of the keys or, if `value` is 0, those of another layer. scale: what logits
     multiply by. factors: keys are computed from what is stored, so a query cannot be compared with it
-    directly. fixed: the slots are filled before any token is read, and tokens add nothing to them (a context).
-    ids: the stored values are the digits of token ids, which no codec may round, and a token's key is made
-    from its own slot and the one before it.
+    directly. fixed: the slots are filled before any token is read, and tokens add nothing to them (a
+    context). ids: the stored values are the digits of token ids, which no codec may round, and a token's key
+    is made from its own slot and the one before it.
     """
 
     heads: int
