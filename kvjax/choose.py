@@ -22,7 +22,6 @@ from kvjax.cache import (
 from kvjax.grammar import AttentionSpec, Keep, Seen, View, over_layers
 from kvjax.group import GroupMethod
 from kvjax.keep.select import top
-from kvjax.models.mixer import AttentionLogits
 
 
 class Fresh(NamedTuple):
@@ -30,8 +29,7 @@ class Fresh(NamedTuple):
 
     v is None where the values are not stored (`GroupMethod.shared`). masses: attention mass of (each past
     segment ..., the new tokens), empty where nobody asked. readers: what was observed in the layers that read
-    these slots; masses include theirs. k is None in those layers themselves. scores: attention logits that
-    other layers use.
+    these slots; masses include theirs. k is None in those layers themselves.
     """
 
     k: Float[Array, "Lg B K T H"] | None
@@ -39,7 +37,6 @@ class Fresh(NamedTuple):
     observed: dict[str, Any]
     masses: tuple[Float[Array, "Lg B K S"], ...]
     readers: tuple[dict[str, Any], ...] = ()
-    scores: AttentionLogits | None = None
 
 
 def union(

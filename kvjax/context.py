@@ -91,13 +91,13 @@ def context_cache(model: Model, held: Keys, *, method: Method | str | None = Non
 def layer_of(config: Config, width: int) -> int:
     """The layer that holds the context; InputError unless there is exactly one, for states of `width`."""
     words = [mixer_of(config, i) for i in range(config.layers)]
-    owners = [i for i, m in enumerate(words) if m.source is None and (s := m.slots(config)) and s.fixed]
+    owners = [i for i, m in enumerate(words) if "slots" not in m.takes and (s := m.slots(config)) and s.fixed]
     if len(owners) != 1:
         raise InputError(
             f"{len(owners)} layers of this model hold a context, expected one: a CrossAttention without a "
             "source, which the others name as theirs"
         )
-    expected = words[owners[0]].slots(config).key
+    expected = words[owners[0]].slots_of(config).key
     if expected != width:
         raise InputError(
             f"the context has {width} channels per token, layer {owners[0]} reads {expected}: use an encoder "

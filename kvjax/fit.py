@@ -13,7 +13,6 @@ from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
-from kvjax.models.mixer import SlotShape
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
 
@@ -36,16 +35,16 @@ def check_fit(method: Method, config: Config) -> None:
     keep, read = method.keep, method.read
     if keep is None and read is None:
         return
-    slots = [s for m in own if m.source is None and (s := m.slots(config)) is not None and not s.fixed]
+    slots = [s for m in own if "slots" not in m.takes and (s := m.slots(config)) is not None and not s.fixed]
     if not slots:
         _refuse(method, "no layer of this model keeps slots, its states have a constant size", "int8 or int4")
-    if any(m.value_source is not None for m in own):
+    if any("slot values" in m.takes for m in own):
         _refuse(
             method,
             "its layers share the values of one layer slot by slot, and would choose differently",
             "a store method",
         )
-    if any(m.weights_source is not None for m in own):
+    if any("logits" in m.takes for m in own):
         _refuse(
             method,
             "its layers share attention weights slot by slot, and would choose differently",
@@ -120,7 +119,7 @@ def _stored_widths(config: Config, name: str) -> set[int]:
     out = set()
     for layer in range(config.layers):
         mixer = mixer_of(config, layer)
-        slots: SlotShape | None = mixer.slots(config)
+        slots = mixer.slots(config)
         if slots is not None and not ((slots.shared or slots.ids) and name == "values"):
             out.add(slots.key if name == "keys" else slots.value)
         elif slots is None and name == "keys":

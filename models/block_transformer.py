@@ -1,9 +1,9 @@
 """The Block Transformer's weights: two decoders, one over blocks of tokens, one over the tokens of a block.
 
 Both are ordinary decoders. A block of L tokens becomes one input of the *block decoder*, the concatenation of
-L narrow embeddings; what the block decoder says after it, instead of logits, are the first inputs of the
-*token decoder* for the next block, which sees nothing else but its own block. What they keep of their
-past is the business of `kvjax/block_transformer.py`.
+L narrow embeddings. Instead of logits, the block decoder's output for a block is the first inputs of the
+*token decoder* for the next block; that decoder attends within its own block alone. What both keep of their
+past is written in `kvjax/block_transformer.py`.
 """
 
 from __future__ import annotations

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvjax.models.layers import ACTIVATIONS
 from kvjax.ops.base.rope import Rope
+
+if TYPE_CHECKING:
+    # Both modules import this one.
+    from kvjax.models.feed_forward import FeedForward
+    from kvjax.models.mixer import Mixer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +56,8 @@ class Config:
     tied: bool = False
     max_positions: int = 8192
     family: str = "llama"
-    mixers: tuple[Any, ...] = ()
-    mlps: tuple[Any, ...] = ()
+    mixers: tuple[Mixer, ...] = ()
+    mlps: tuple[FeedForward, ...] = ()
     inputs: tuple[int | None, ...] = ()
 
     def __post_init__(self):
@@ -71,46 +76,14 @@ class Config:
         for word in (*self.mixers, *self.mlps):
             word.check(self)
         for i, mixer in enumerate(self.mixers):
-            self._check_source(i, mixer)
+            mixer.check_takes(self, i)
             if not mixer.shapes(self) and self.mlps and not self.mlps[i].shapes(self):
                 raise ValueError(f"layer {i} has neither a mixer nor a feed-forward: leave it out")
-
         for i, at in enumerate(self.inputs):
             if at is not None and not 0 <= at < i:
                 raise ValueError(f"layer {i} takes the input of layer {at}, expected one below")
-            if at is not None and {self.mixers[i].source, self.mixers[i].kv_input} != {None}:
+            if at is not None and {"slots", "kv input"} & self.mixers[i].takes.keys():
                 raise ValueError(f"layer {i} takes the input of layer {at}, and reads another: choose one")
-
-    def _check_source(self, layer: int, mixer: Any) -> None:
-        """ValueError where a layer reads slots that are not there, or unlike its own."""
-        if mixer.kv_input is not None and mixer.kv_input > layer:
-            raise ValueError(
-                f"layer {layer} projects from the input of layer {mixer.kv_input}, expected none above it"
-            )
-        weights = mixer.weights_source
-        if weights is not None and (weights >= layer or self.window(weights) != self.window(layer)):
-            raise ValueError(
-                f"layer {layer} takes the attention weights of layer {weights}, expected one below it with "
-                f"the same window: theirs are {self.window(weights)} and {self.window(layer)}"
-            )
-        for at in (mixer.source, mixer.value_source):
-            if at is None:
-                continue
-            other = self.mixers[at]
-            if at == layer or other.source is not None or other.slots(self) is None:
-                raise ValueError(f"layer {layer} reads layer {at}, which has no slots of its own to read")
-            mine, theirs = mixer.slots(self), other.slots(self)
-            if mixer.source is not None and mine._replace(scale=theirs.scale) != theirs:
-                raise ValueError(f"layer {layer} reads layer {at}, whose slots differ: {theirs}, not {mine}")
-        if mixer.source is not None:
-            mine, theirs = self.window(layer), self.window(mixer.source)
-            if theirs is not None and (mine is None or mine > theirs):
-                raise ValueError(
-                    f"layer {layer} reads layer {mixer.source}, which keeps {theirs} tokens: it would miss "
-                    f"some of its window of {'all' if mine is None else mine}"
-                )
-        if mixer.value_source is not None and mixer.value_source > layer:
-            raise ValueError(f"layer {layer} reads the values of layer {mixer.value_source} above it")
 
     @property
     def scale(self) -> float:

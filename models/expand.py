@@ -1,4 +1,4 @@
-"""Slots that are attended to in another form than the one they are stored in."""
+"""Keys and values that are computed from what is stored, before they are attended to."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from kvjax.ops.attention.union import Keys
 
 
 class Expand(NamedTuple):
-    """Another form of the same attention: queries from rotated ones, keys and values from stored ones.
+    """How a layer attends whose stored slots are not its keys and values.
 
-    outputs: what the stored form's output is in this one, for a single query, which reads what is stored;
-    None where the stored form cannot be attended to. rows: where given, `keys` takes rows(stored keys, stored
-    values) of a token beside those of the token before it.
+    queries: from rotated queries to those that meet the computed keys. keys: from stored keys and values to
+    the computed ones. outputs: a single query may attend to the stored slots instead, and its output is then
+    outputs(what it got); None where stored slots cannot be attended to. rows: where given, `keys` takes
+    rows(stored keys, stored values) of every token beside those of the token before it.
     """
 
     queries: Callable[[Array], Array]
@@ -27,7 +28,7 @@ class Expand(NamedTuple):
     rows: Callable[[Array, Array], tuple[Array, Array]] | None = None
 
     def sets(self, stored: Sequence[Keys]) -> list[Keys]:
-        """The keys and values behind all sets of stored ones."""
+        """The computed keys and values of every stored set."""
         if self.rows is not None:
             stored = with_previous([s._replace(**_named(self.rows(s.k, s.v))) for s in stored])
         return [s._replace(**_named(self.keys(s.k, s.v))) for s in stored]
@@ -38,9 +39,9 @@ def _named(pair: tuple[Array, Array]) -> dict[str, Array]:
 
 
 def with_previous(sets: Sequence[Keys]) -> list[Keys]:
-    """Every slot's k and v beside those of the token before it, whichever set holds them; zeros if none.
+    """Every slot's k and v beside those of the token before it, in whichever set; zeros for token 0.
 
-    No token may be missing: a position is then less than the number of all slots.
+    No token may be missing: positions index a table that has as many places as there are slots.
     """
     k, v = (jnp.concatenate([getattr(s, n) for s in sets], 2) for n in "kv")
     pos = jnp.concatenate([s.pos for s in sets if s.pos is not None], -1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,25 @@ from kvjax.models.layers import ACTIVATIONS, Params, Shapes, linear
 from kvjax.ops.base.dtypes import wide
 
 
+class FeedForward:
+    """What every feed-forward offers; one is a frozen dataclass of this."""
+
+    def check(self, config: Config) -> None:
+        """Raises ValueError where it does not fit the model."""
+
+    def shapes(self, config: Config) -> Shapes:
+        """Name and shape of every parameter; empty where there is no feed-forward."""
+        raise NotImplementedError
+
+    def __call__(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Float[Array, "B T D"]:
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True)
-class GatedMLP:
+class GatedMLP(FeedForward):
     """down(act(x gate) * (x up)) (GLU variants, arXiv:2002.05202), of width `width` or the config's d_ff."""
 
     width: int | None = None
-
-    def check(self, config: Config) -> None:
-        pass
 
     def shapes(self, config: Config) -> Shapes:
         d, f = config.d_model, self.width or config.d_ff
@@ -36,11 +47,8 @@ class GatedMLP:
 
 
 @dataclasses.dataclass(frozen=True)
-class MLP:
+class MLP(FeedForward):
     """down(act(x up)), without a gate."""
-
-    def check(self, config: Config) -> None:
-        pass
 
     def shapes(self, config: Config) -> Shapes:
         d, f = config.d_model, config.d_ff
@@ -52,18 +60,15 @@ class MLP:
 
 
 @dataclasses.dataclass(frozen=True)
-class NoMLP:
-    """Nothing: layers that only mix, such as Mamba's."""
-
-    def check(self, config: Config) -> None:
-        pass
+class NoMLP(FeedForward):
+    """No feed-forward, for layers that have a mixer alone, such as Mamba's."""
 
     def shapes(self, config: Config) -> Shapes:
         return {}
 
 
 @dataclasses.dataclass(frozen=True)
-class MoE:
+class MoE(FeedForward):
     """`top` of `experts` gated MLPs of width `width` per token, and `shared` more that every token visits.
 
     scores: "softmax" over all experts (Mixtral, arXiv:2401.04088; Qwen3-MoE; DeepSeek-V2, arXiv:2405.04434)
@@ -146,7 +151,9 @@ class MoE:
             weight = weight / (weight.sum(-1, keepdims=True) + (0.0 if soft else 1e-20))
         return chosen.astype(jnp.int32), weight * jnp.asarray(self.scale, dtype)
 
-    def _experts(self, p: Params, x: Array, chosen: Array, weight: Array, act: Any) -> Float[Array, "R D"]:
+    def _experts(
+        self, p: Params, x: Array, chosen: Array, weight: Array, act: Callable[[Array], Array]
+    ) -> Float[Array, "R D"]:
         """sum_e weight_e expert_e(x): rows sorted by expert, one ragged product per matrix."""
         expert = chosen.reshape(-1)
         order = jnp.argsort(expert, stable=True)
@@ -162,6 +169,6 @@ class MoE:
 GATED_MLP = GatedMLP()
 
 
-def mlp_of(config: Config, layer: int) -> Any:
+def mlp_of(config: Config, layer: int) -> FeedForward:
     """The feed-forward of a layer."""
     return config.mlps[layer] if config.mlps else GATED_MLP

@@ -58,7 +58,8 @@ def l2_norm(x: Array, eps: float = 1e-6) -> Array:
 def linear_to_heads(p: Params, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
     """`linear` for results that are cut into heads.
 
-    Of one token, a TPU would else lay out the weights anew at every step, so that the heads come in front.
+    The barrier is for steps of one token: without it, XLA for TPUs copies the weights at every step, into a
+    layout that puts the heads in front.
     """
     y = linear(p, name, x)
     return jax.lax.optimization_barrier(y) if x.shape[1] == 1 else y
@@ -67,8 +68,8 @@ def linear_to_heads(p: Params, name: str, x: Float[Array, "B T D"]) -> Float[Arr
 def linear(p: Params, name: str, x: Array) -> Array:
     """x W + b with W = p[name], and b = p[name_bias] where there is one.
 
-    XLA for GPUs takes one row times a small matrix for a sum of products, which it writes and reads again:
-    two rows, the second of zeros, are a matrix product.
+    XLA for GPUs computes one row times a small matrix as products that it writes to memory and then sums. A
+    second row, of zeros, makes it a matrix product, which it does not write out.
     """
     if platform() == "gpu" and x.size == x.shape[-1]:
         y = (jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0))) @ p[name])[:1].reshape(*x.shape[:-1], -1)

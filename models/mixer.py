@@ -1,18 +1,30 @@
 """Mixers: what carries tokens' information to later tokens in one layer, and how it meets its past.
 
 A mixer is a frozen dataclass, static and hashable. It knows its parameters and its equation; it does not know
-where its past lies. That is the business of the `Memory` it is handed: slots are appended to and attended by
-`attend`, a recurrent state is fetched, stepped and put back by `recur`. So one mixer serves training without
-a cache, a prefill and a decode step.
+where its past is stored. That is known to the `Memory` it is handed: `attend` appends slots and attends to
+them, `recur` fetches a recurrent state, steps it and puts it back. So one mixer serves training without a
+cache, a prefill and a decode step.
+
+Layers exchange things by name. A mixer declares in `takes` what it needs from which layer; every layer then
+publishes exactly what others take from it (`kvjax.models.exchange`), and finds what it asked for in
+`Layer.taken`. These names are published:
+
+* "input": the hidden state that came into the layer;
+* "slots": the layer's past and its new keys and values, as `LayerSlots`;
+* "logits": its attention logits, as `AttentionLogits`;
+* "values": the values of its new tokens, in the shape that its mixer computes them in;
+* "tokens" and "embedding": what the decoder was given and its table of embeddings, from layer None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache import Segment
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes
@@ -21,34 +33,38 @@ from kvjax.ops.base.rope import Rope
 
 # Attention logits over each set of keys, -inf where a key is not visible.
 AttentionLogits = tuple[Float[Array, "B N T _"], ...]
+# What a group of layers holds of its past; empty without a cache.
+GroupState = tuple[Segment, ...]
+# What a layer leaves beside its output: "collected" for the memory, and what it publishes, by its name.
+Left = dict[str, Any]
 
 
-class Given(NamedTuple):
-    """What a layer that reads another one's slots is handed: that layer's past and what it just projected.
+class Take(NamedTuple):
+    """What is taken from which layer; layer None is the decoder itself."""
 
-    state, index: the source's group of segments and its place in them; None without a cache. k, v: its new
-    keys, rotated, and values (None: the first channels of the keys); None in a step, whose past holds them.
-    above: the source stands above the reader, which then sees no key of its own token. scores: its attention
-    logits over each set of keys, where other layers use them.
+    name: str
+    layer: int | None
+
+
+class LayerSlots(NamedTuple):
+    """One layer's slots, for the layers that read them: its past and what it just projected.
+
+    state: what its group holds, in which it stands alone. k, v: its new keys, rotated, and values (None: the
+    first channels of the keys); both None in a step, where the state holds them already. above: the layer
+    stands above the reader, which then sees no key of its own token.
     """
 
-    state: Any
-    index: int
-    k: Float[Array, "B K T F"] | None
-    v: Float[Array, "B K T V"] | None
-    above: bool
-    scores: AttentionLogits | None = None
+    state: GroupState
+    k: Float[Array, "B K T F"] | None = None
+    v: Float[Array, "B K T V"] | None = None
+    above: bool = False
 
 
 class Layer(NamedTuple):
     """Which layer is speaking: its group, its index inside it (traced when stacked) and its constants.
 
-    lends: other layers read its slots. shows: other layers use its attention logits. given: what the layer
-    that this one reads has. shown: the logits of the layer whose weights this one takes. first_values: values
-    of the new tokens in layer 0, where some mixer asks for them. kv_hidden: the hidden state that keys and
-    values come from, where the mixer names its layer, and input what the whole mixer takes, where it is not
-    the layer's own. pos: positions of the layer's queries. tokens, embed: what the decoder was given, and its
-    embeddings.
+    pos: positions of the layer's queries. publishes: the names that other layers take from it. taken: what it
+    takes itself, by the keys of its mixer's `takes`.
     """
 
     group: int
@@ -56,33 +72,32 @@ class Layer(NamedTuple):
     number: int | Array
     window: int | None
     rope: Rope
-    mixer: Any
+    mixer: Mixer
     config: Config
-    lends: bool = False
-    shows: bool = False
-    given: Given | None = None
-    shown: AttentionLogits | None = None
-    first_values: Array | None = None
-    kv_hidden: Array | None = None
-    input: Array | None = None
-    pos: Any = None
-    tokens: Array | None = None
-    embed: Array | None = None
+    pos: Int[Array, "B T"]
+    publishes: frozenset[str] = frozenset()
+    taken: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def slots(self) -> SlotShape:
+        """The slots that the layer attends to."""
+        return self.mixer.slots_of(self.config)
 
     @property
     def scale(self) -> float:
         """What attention logits multiply by."""
-        return self.mixer.slots(self.config).scale
+        return self.slots.scale
 
 
 class SlotShape(NamedTuple):
     """What one token costs in a layer that keeps slots.
 
-    heads: lists of slots. key, value: channels per slot; shared: the values are the first `value` channels of
-    the keys (or another layer's, if `value` is 0) and are not stored. scale: what logits multiply by.
-    factors: what is stored are no keys that a query could meet, but what they are made from. fixed: the slots
-    are filled before any token is read, and tokens add nothing to them (a context). ids: the values are
-    digits of token ids, which no codec may round, and keys need the slots of earlier tokens too.
+    heads: lists of slots. key, value: channels per slot. shared: no values are stored, because they are the
+    first `value` channels of the keys or, if `value` is 0, those of another layer. scale: what logits
+    multiply by. factors: keys are computed from what is stored, so a query cannot be compared with it
+    directly. fixed: the slots are filled before any token is read, and tokens add nothing to them (a
+    context). ids: the stored values are the digits of token ids, which no codec may round, and a token's key
+    is made from its own slot and the one before it.
     """
 
     heads: int
@@ -96,12 +111,13 @@ class SlotShape(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """What a layer asks with and stores for its new tokens, before rotation, and the input it came from.
+    """A layer's queries, keys and values of its new tokens, before rotation, and the input they came from.
 
     k is None where the layer reads another one's slots, v where the values are the first channels of the keys
-    or another layer's. expand: the form that is attended to where it is not the stored one. extra: keys and
-    values outside the sequence, which every query sees. rescore: logits [B, N, T, S] from those that the
-    layer is shown, its own rotated queries and stored keys.
+    or another layer's. expand: how to attend where keys and values are not stored as they are attended to.
+    extra: keys and values outside the sequence, which every query sees. rescore: the layer's logits
+    [B, N, T, S], computed from the logits that it takes from another layer, its own rotated queries and its
+    stored keys.
     """
 
     q: Float[Array, "B N T H"]
@@ -113,25 +129,27 @@ class Projected(NamedTuple):
     rescore: Callable[[Array, Array, Array], Array] | None = None
 
 
+# A recurrent layer's state: arrays by name, or `StackedState` for the parts that `Mixer.in_place` names.
 RecurrentState = dict[str, Any]
-# (the layer's state or None, which tokens are real) -> (output, new state); arrays or what `in_place` says.
+# (the layer's state or None, which tokens are real) -> (output, new state).
 Step = Callable[[RecurrentState | None, Bool[Array, "B T"]], tuple[Array, RecurrentState]]
 
 
 class Memory(NamedTuple):
-    """How a layer meets its past. attend and recur return (output, the group's new state, what to collect).
+    """How a layer meets its past. attend and recur return (output, the group's new state, what is left).
 
     pos: positions of the new tokens, -1 on padding. attend: (layer, projections, state) with output
     [B, N, T, V]. recur: (layer, step, state) with the output of the step. held: (layer, state) with the fixed
-    slots of the layer or of the one that it reads, none where nothing filled them. last: index of each row's
-    last new token, where only that one's logits are wanted and nothing is observed: layers that keep nothing
-    of their inputs then see no other. implementation: of recurrences, as in `kvjax.ops.base.dispatch.form`.
+    slots of the layer or of the one that it reads; empty where nothing filled them. last: index of each row's
+    last new token, where only its logits are wanted and no layer is observed; layers that keep nothing of
+    their inputs are then run for that token alone. implementation: of recurrences, as in
+    `kvjax.ops.base.dispatch.form`.
     """
 
     pos: Int[Array, "B T"]
-    attend: Callable[[Layer, Projected, Any], tuple[Array, Any, Any]]
-    recur: Callable[[Layer, Step, Any], tuple[Array, Any, Any]]
-    held: Callable[[Layer, Any], list[Keys]]
+    attend: Callable[[Layer, Projected, GroupState], tuple[Array, GroupState, Left]]
+    recur: Callable[[Layer, Step, GroupState], tuple[Array, GroupState, Left]]
+    held: Callable[[Layer, GroupState], list[Keys]]
     last: Int[Array, "B"] | None = None
     implementation: str | None = None
 
@@ -139,23 +157,78 @@ class Memory(NamedTuple):
 class Mixer:
     """What every mixer offers; one is a frozen dataclass of this that overrides what it needs.
 
-    source: the layer whose slots are read, where they are not the layer's own. value_source: the layer whose
-    values are read beside the layer's own keys. kv_input: the layer whose input keys and values come from,
-    one below or this one. weights_source: the layer whose attention weights are taken. value_mix: the layer
-    asks for the values of layer 0. clip: (gamma, zeta) of a clipped softmax. in_place: the parts of its state
-    that a step of one token takes and gives as `StackedState`, which a kernel writes where they lie.
+    clip: (gamma, zeta) of a clipped softmax. in_place: the parts of its state that a step of one token takes
+    and gives as `StackedState`, which a kernel writes where they lie.
     """
 
-    source: int | None = None
-    value_source: int | None = None
-    kv_input: int | None = None
-    weights_source: int | None = None
-    value_mix: float | None = None
     clip: tuple[float, float] | None = None
     in_place: frozenset[str] = frozenset()
 
+    @property
+    def takes(self) -> dict[str, Take]:
+        """What the layer needs of others, by what it is to the layer.
+
+        The keys "slots" (read in place of slots of its own), "slot values" (the values of those slots, beside
+        keys of its own) and "logits" (attended with in place of its own) have a meaning to `Memory.attend`.
+        """
+        return {}
+
+    def source_of(self, key: str) -> int | None:
+        """The layer from which it takes `key`; None where it does not."""
+        take = self.takes.get(key)
+        return None if take is None else take.layer
+
+    def offers(self, config: Config) -> frozenset[str]:
+        """What the layer can publish beside its input."""
+        if self.slots(config) is None:
+            return frozenset()
+        return frozenset({"logits"} if "slots" in self.takes else {"slots", "logits"})
+
     def check(self, config: Config) -> None:
         """Raises ValueError where it does not fit the model."""
+
+    def check_takes(self, config: Config, layer: int) -> None:
+        """Raises ValueError where another layer has nothing of what this one takes, or not in time."""
+        for name, at in self.takes.values():
+            if at is None:
+                continue
+            if not 0 <= at < config.layers:
+                raise ValueError(f"layer {layer} reads layer {at}: there are 0 to {config.layers - 1}")
+            offered = config.mixers[at].offers(config) | {"input"}
+            if name == "slots" and (at == layer or name not in offered):
+                raise ValueError(f"layer {layer} reads layer {at}, which has no slots of its own to read")
+            # A layer has its own values at hand.
+            if at != layer and name not in offered:
+                raise ValueError(f"layer {layer} takes the {name} of layer {at}, which offers none")
+        below = self.source_of("kv input")
+        if below is not None and below > layer:
+            raise ValueError(
+                f"layer {layer} projects from the input of layer {below}, expected none above it"
+            )
+        weights = self.source_of("logits")
+        if weights is not None and (weights >= layer or config.window(weights) != config.window(layer)):
+            raise ValueError(
+                f"layer {layer} takes the attention weights of layer {weights}, expected one below it with "
+                f"the same window: theirs are {config.window(weights)} and {config.window(layer)}"
+            )
+        self._check_slots(config, layer)
+
+    def _check_slots(self, config: Config, layer: int) -> None:
+        """ValueError where a layer reads slots unlike those that it attends to, or fewer than it sees."""
+        values, source = self.source_of("slot values"), self.source_of("slots")
+        if values is not None and values > layer:
+            raise ValueError(f"layer {layer} reads the values of layer {values} above it")
+        if source is None:
+            return
+        mine, theirs = self.slots_of(config), config.mixers[source].slots_of(config)
+        if mine._replace(scale=theirs.scale) != theirs:
+            raise ValueError(f"layer {layer} reads layer {source}, whose slots differ: {theirs}, not {mine}")
+        seen, kept = config.window(layer), config.window(source)
+        if kept is not None and (seen is None or seen > kept):
+            raise ValueError(
+                f"layer {layer} reads layer {source}, which keeps {kept} tokens: it would miss "
+                f"some of its window of {'all' if seen is None else seen}"
+            )
 
     def shapes(self, config: Config) -> Shapes:
         """Name and shape of every parameter; matrices multiply from the right."""
@@ -164,6 +237,12 @@ class Mixer:
     def slots(self, config: Config) -> SlotShape | None:
         """The slots that the layer attends to; None where it keeps a state of constant size instead."""
         return None
+
+    def slots_of(self, config: Config) -> SlotShape:
+        """`slots` of a mixer that is known to have some."""
+        slots = self.slots(config)
+        assert slots is not None, f"{type(self).__name__} keeps no slots"
+        return slots
 
     def rope(self, config: Config, layer: int) -> Rope:
         """How queries and stored keys turn with their positions."""
@@ -177,14 +256,8 @@ class Mixer:
         """Name and shape of what a row carries where the layer keeps no slots; empty elsewhere."""
         return {}
 
-    def first_values(
-        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
-    ) -> Array | None:
-        """What later layers with a `value_mix` add to their values, where this is layer 0."""
-        raise ValueError(f"{type(self).__name__} in layer 0 has no values that other layers could add")
-
     def __call__(
-        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
-    ) -> tuple[Float[Array, "B T D"], Any, Any]:
-        """(output, new state, collected)."""
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
+        """(output, new state, what the layer leaves)."""
         raise NotImplementedError

@@ -55,7 +55,7 @@ def check_single(model: Model, what: str) -> None:
         )
 
 
-def fingerprint(config: Any, params: Params) -> str:
+def fingerprint(config: object, params: Params) -> str:
     """A short name of what a cache belongs to: the config and the first numbers of every parameter."""
     digest = hashlib.sha256(repr(config).encode())
     for leaf in jax.tree.leaves(params):

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.models.config import Config
+from kvjax.models.exchange import published
 from kvjax.models.feed_forward import mlp_of
 from kvjax.models.layers import Params, Shapes
-from kvjax.models.mixers.attention import lending, mixer_of
+from kvjax.models.mixers.attention import mixer_of
 
 
 class Group(NamedTuple):
@@ -23,15 +24,15 @@ class Group(NamedTuple):
     size: int
 
 
-def layer_kind(config: Config, layer: int) -> tuple[Any, ...]:
+def layer_kind(config: Config, layer: int) -> tuple[object, ...]:
     """What must be equal in layers that are stacked."""
     beside = config.inputs[layer] if config.inputs else None
     return config.window(layer), mixer_of(config, layer), mlp_of(config, layer), beside
 
 
 def apart(config: Config) -> frozenset[int]:
-    """The layers that other layers read in any way: they stand alone in their groups."""
-    return lending(config) | {at for at in config.inputs if at is not None}
+    """The layers from which others take anything: they stand alone in their groups."""
+    return frozenset(published(config))
 
 
 def plan(config: Config, stacked: bool | None = None) -> tuple[Group, ...]:

@@ -64,7 +64,7 @@ def placement(tree: Params, sharding: Any) -> Callable[[str, tuple[int, ...]], j
 def weight_layout(generation: str, x: Any) -> Layout | None:
     """How the layers' matrices x [..., D, F] are to lie on a TPU; None where that is the default.
 
-    From other tiles XLA lays out the matrices of all layers anew at every call.
+    Where matrices lie in other tiles than these, XLA copies those of all layers at every call.
 
     >>> weight_layout("tpu7x", jax.ShapeDtypeStruct((8, 256, 512), jnp.bfloat16)).tiling
     ((16, 128), (2, 1))

@@ -1,28 +1,33 @@
 """One functional decoder: embedding, layers of mixer and feed-forward, logits.
 
 The file knows nothing of caches or methods: every layer's mixer meets its past through a `Memory` that the
-caller supplies, together with a state that only that memory understands.
+caller supplies, together with a state that only that memory understands. What layers take from each other is
+moved here, whatever it is; `kvjax.models.exchange` says who takes what.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.models.attending import attend_new, new_keys, rotary
+from kvjax.models.attending import attend_new, new_keys, published_by, rotary
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import mlp_of
+from kvjax.models.exchange import published, taken, takes_of
+from kvjax.models.feed_forward import FeedForward, mlp_of
 from kvjax.models.layers import Params, rms_norm
-from kvjax.models.mixer import AttentionLogits, Given, Layer, Memory, Projected, Step
-from kvjax.models.mixers.attention import lending, mixer_of
+from kvjax.models.mixer import GroupState, Layer, LayerSlots, Left, Memory, Projected, Step, Take
+from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dtypes import wide
 
 # Ids, or the vectors that a decoder is given in their place.
 IdsOrVectors = Int[Array, "B T"] | Float[Array, "B T D"]
+# New keys and values of a layer, as in `LayerSlots`.
+NewSlots = tuple[Array | None, Array | None]
 
 
 class Positions(NamedTuple):
@@ -32,34 +37,39 @@ class Positions(NamedTuple):
     length: Int[Array, "B"]
 
 
-class Lent(NamedTuple):
-    """What a layer that others read leaves: its rotated keys, its values where it stores them, its logits."""
+class Ran(NamedTuple):
+    """What the layers made of new tokens, and what they published for each other.
 
-    k: Float[Array, "B K T F"]
-    v: Float[Array, "B K T V"] | None
-    scores: AttentionLogits | None = None
+    x: the hidden state of every new token, or of each row's last one alone where a prefill `ends_early`.
+    states, collected: one per group, the latter on a leading axis of its layers.
+    """
+
+    x: Float[Array, "B _ D"]
+    states: tuple[GroupState, ...]
+    collected: tuple[Any, ...]
+    published: dict[Take, Any]
 
 
 def block(
-    p: Params, x: Float[Array, "B T D"], layer: Layer, mlp: Any, memory: Memory, state: Any
-) -> tuple[Float[Array, "B T D"], Any, Any]:
+    p: Params, x: Float[Array, "B T D"], layer: Layer, mlp: FeedForward, memory: Memory, state: GroupState
+) -> tuple[Float[Array, "B T D"], GroupState, Left]:
     """One decoder layer: x + mixer, then x + feed-forward, with the family's norms around them."""
     config = layer.config
 
     def norm(name: str, y: Array) -> Array:
         return rms_norm(y, p[name], config.norm_eps, config.norm_offset) if name in p else y
 
-    collected = None
+    left: Left = {}
     if layer.mixer.shapes(config):
         with jax.named_scope("attention"):
-            mixed = x if layer.input is None else layer.input
-            out, state, collected = layer.mixer(p, norm("attn_norm", mixed), layer, memory, state)
+            mixed = layer.taken.get("input", x)
+            out, state, left = layer.mixer(p, norm("attn_norm", mixed), layer, memory, state)
             x = x + norm("attn_post_norm", out)
     if not mlp.shapes(config):
-        return x, state, collected
+        return x, state, left
     with jax.named_scope("mlp"):
         x = x + norm("mlp_post_norm", mlp(p, norm("mlp_norm", x), config))
-    return x, state, collected
+    return x, state, left
 
 
 def stack(
@@ -67,78 +77,63 @@ def stack(
     tokens: IdsOrVectors,
     config: Config,
     memory: Memory,
-    states: tuple[Any, ...],
-    above: dict[int, Given] | None = None,
-) -> tuple[Float[Array, "B _ D"], tuple[Any, ...], tuple[Any, ...]]:
-    """All layers: returns (hidden, new states, what the memory collected), the last two one per group.
-
-    hidden is that of every new token, or of each row's last one where all that is left needs no other.
+    states: tuple[GroupState, ...],
+    above: Mapping[Take, LayerSlots] | None = None,
+) -> Ran:
+    """All layers, one group after the other.
 
     A group's state is carried whole through its layers (never as scan inputs and outputs, which would make a
-    second cache); what is collected is stacked on a leading layer axis. above: what layers that are read from
-    below have to give.
+    second cache). above: the slots of layers that are read from below, which come before these layers run.
     """
     x = tokens
     if x.ndim == 2:
         x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
-    first_values = _first_values(params, x, config, memory, states[0])
-    lends, passed, hidden = lending(config), dict(above or {}), {}
-    shows = {mixer_of(config, i).weights_source for i in range(config.layers)}
+    things: dict[Take, Any] = {Take("tokens", None): tokens, Take("embedding", None): params.get("embed")}
+    things |= above or {}
+    publishes = published(config)
     new_states, collected, first = [], [], 0
     for g, (p, state) in enumerate(zip(params["layers"], states, strict=True)):
         size = next(iter(p.values())).shape[0]
-        mixer, mlp = mixer_of(config, first), mlp_of(config, first)
-        hidden[first] = x
+        names = publishes.get(first, frozenset())
+        if "input" in names:
+            things[Take("input", first)] = x
         if memory.last is not None and ends_early(config, first):
             x, memory = _last_only(x, memory)
-        reads = mixer.value_source if mixer.source is None else mixer.source
-        kind = Layer(g, 0, first, config.window(first), mixer.rope(config, first), mixer, config)
-        kind = kind._replace(
-            lends=first in lends,
-            shows=first in shows,
-            given=None if reads is None else passed[reads],
-            shown=None if mixer.weights_source is None else passed[mixer.weights_source].scores,
-            first_values=first_values if mixer.value_mix is not None else None,
-            kv_hidden=None if mixer.kv_input is None else hidden[mixer.kv_input],
-            input=hidden[config.inputs[first]] if beside(config, first) else None,
-            pos=memory.pos,
-            tokens=tokens,
-            embed=params.get("embed"),
-        )
+        mixer, mlp = mixer_of(config, first), mlp_of(config, first)
+        kind = Layer(
+            g, 0, first, config.window(first), mixer.rope(config, first), mixer, config, memory.pos,
+            names, taken(takes_of(config, first), things),
+        )  # fmt: skip
 
         def body(carry, inputs, kind=kind, mlp=mlp, memory=memory):
             x, state = carry
             p, index = inputs
             layer = kind._replace(index=index, number=kind.number + index)
-            x, state, out = block(p, x, layer, mlp, memory, state)
-            return (x, state), out
+            x, state, left = block(p, x, layer, mlp, memory, state)
+            return (x, state), left
 
         if size == 1:
-            (x, state), out = body((x, state), (jax.tree.map(lambda w: w[0], p), 0))
-            out = jax.tree.map(lambda y: y[None], out)
+            (x, state), left = body((x, state), (jax.tree.map(lambda w: w[0], p), 0))
+            things |= {Take(name, first): left[name] for name in names - {"input"}}
+            out = jax.tree.map(lambda y: y[None], left.get("collected"))
         else:
-            (x, state), out = jax.lax.scan(body, (x, state), (p, jnp.arange(size, dtype=jnp.int32)))
+            # A layer that publishes stands alone, so these leave only what the memory collects.
+            (x, state), left = jax.lax.scan(body, (x, state), (p, jnp.arange(size, dtype=jnp.int32)))
+            out = left.get("collected")
         new_states.append(state)
         collected.append(out)
-        if first in lends:
-            passed[first] = _given(state, out)
         first += size
-    return x, tuple(new_states), tuple(collected)
-
-
-def beside(config: Config, layer: int) -> bool:
-    """Whether a layer's mixer takes the input of a layer below."""
-    return bool(config.inputs) and config.inputs[layer] is not None
+    return Ran(x, tuple(new_states), tuple(collected), things)
 
 
 def ends_early(config: Config, first: int) -> bool:
-    """Whether layers `first` and above need no hidden state but the last token's to answer it.
+    """Whether layers `first` and above can be run for the last token alone, where only its logits are wanted.
 
-    They keep nothing of their own inputs: they read slots from below, or project theirs from a hidden state
-    that was there before (YOCO, arXiv:2405.05254; SwiftKV, arXiv:2410.03960).
+    That is so where all of them read slots from below, or project keys and values from the input of layer
+    `first` or of one below it (YOCO, arXiv:2405.05254; SwiftKV, arXiv:2410.03960).
     """
     mixers = [mixer_of(config, i) for i in range(first, config.layers)]
-    below = ((m.source, m.kv_input) for m in mixers)
+    below = ((m.source_of("slots"), m.source_of("kv input")) for m in mixers)
     return all(any(at is not None and at <= first for at in pair) for pair in below)
 
 
@@ -149,64 +144,41 @@ def _last_only(x: Float[Array, "B T D"], memory: Memory) -> tuple[Float[Array, "
     return jnp.take_along_axis(x, last[:, None, None], axis=1), memory._replace(pos=pos, last=None)
 
 
-def _given(state: Any, collected: Any, above: bool = False) -> Given:
-    """What a lending layer, alone in its group, gives to those that read it."""
-    k, v, scores = (
-        jax.tree.map(lambda x: x[0], getattr(collected, name, None)) for name in ("k", "v", "scores")
-    )
-    return Given(state, 0, k, v, above, scores)
-
-
-def _first_values(
-    params: Params, x: Float[Array, "B T D"], config: Config, memory: Memory, state: Any
-) -> Array | None:
-    """The values of layer 0, where some layer adds them to its own; the state stays as it was."""
-    mixers = [mixer_of(config, i) for i in range(config.layers)]
-    if all(m.value_mix is None for m in mixers):
-        return None
-    p = jax.tree.map(lambda w: w[0], params["layers"][0])
-    if "attn_norm" in p:
-        x = rms_norm(x, p["attn_norm"], config.norm_eps, config.norm_offset)
-    layer = Layer(0, 0, 0, config.window(0), mixers[0].rope(config, 0), mixers[0], config, pos=memory.pos)
-    return mixers[0].first_values(p, x, layer, memory, state)
-
-
 def decode_layers(
-    params: Params, tokens: IdsOrVectors, config: Config, memory: Memory, states: tuple[Any, ...]
-) -> tuple[Float[Array, "B _ D"], tuple[Any, ...], tuple[Any, ...]]:
-    """`stack`, also where layers read from above (LCKV, arXiv:2405.10637).
+    params: Params, tokens: IdsOrVectors, config: Config, memory: Memory, states: tuple[GroupState, ...]
+) -> Ran:
+    """`stack`, also where layers read slots from above (LCKV, arXiv:2405.10637).
 
     There a token sees the keys of earlier tokens only, so they are a fixed point of the stack: T - 1 passes
     reach it from any start, since every pass settles one token more. A single token sees its past alone.
     """
-    first, sources = 0, {}
-    for g, p in enumerate(params["layers"]):
-        sources |= {first: g} if first in lending(config) else {}
+    first, state_of = 0, {}
+    for p, state in zip(params["layers"], states, strict=True):
+        state_of[first] = state
         first += next(iter(p.values())).shape[0]
-    reads = {i: mixer_of(config, i).source for i in range(config.layers)}
+    reads = {i: mixer_of(config, i).source_of("slots") for i in range(config.layers)}
     read_above = {source for i, source in reads.items() if source is not None and source > i}
     if not read_above:
         return stack(params, tokens, config, memory, states)
 
-    def handed(lent: dict[int, tuple[Array | None, Array | None]]) -> dict[int, Given]:
-        return {s: Given(states[sources[s]], 0, *lent[s], above=True) for s in read_above}
+    def above(new: Mapping[int, NewSlots]) -> dict[Take, LayerSlots]:
+        return {Take("slots", s): LayerSlots(state_of[s], *new[s], above=True) for s in read_above}
 
-    def once(lent: dict[int, Any]) -> dict[int, Any]:
-        _, _, collected = stack(params, tokens, config, memory, states, handed(lent))
-        given = {s: _given(None, collected[sources[s]]) for s in read_above}
-        return {s: (g.k, g.v) for s, g in given.items()}
+    def once(new: Mapping[int, NewSlots]) -> dict[int, NewSlots]:
+        things = stack(params, tokens, config, memory, states, above(new)).published
+        return {s: (things[Take("slots", s)].k, things[Take("slots", s)].v) for s in read_above}
 
-    lent: dict[int, Any] = {s: (None, None) for s in read_above}
+    new: dict[int, NewSlots] = {s: (None, None) for s in read_above}
     if tokens.shape[1] > 1:
         b, t = tokens.shape[:2]
-        start = {}
+        start: dict[int, NewSlots] = {}
         for s in read_above:
-            slots = mixer_of(config, s).slots(config)
+            slots = mixer_of(config, s).slots_of(config)
             dtype = params["norm"].dtype
             k, v = (jnp.zeros((b, slots.heads, t, width), dtype) for width in (slots.key, slots.value))
             start[s] = (k, None if slots.shared else v)
-        lent = jax.lax.scan(lambda x, _: (once(x), None), start, None, length=t - 1)[0]
-    return stack(params, tokens, config, memory, states, handed(lent))
+        new = jax.lax.scan(lambda x, _: (once(x), None), start, None, length=t - 1)[0]
+    return stack(params, tokens, config, memory, states, above(new))
 
 
 def unembed(params: Params, x: Float[Array, "*b D"], config: Config) -> Float[Array, "*b V"]:
@@ -251,23 +223,23 @@ def hidden(
     lengths: Int[Array, "B"] | None = None,
     context: Keys | None = None,
 ) -> Float[Array, "B T D"]:
-    """What the last layer leaves of every token, before the last norm, without a cache."""
+    """The last layer's output for every token, before the last norm, without a cache."""
     b, t = tokens.shape[:2]
     lengths = jnp.full((b,), t, jnp.int32) if lengths is None else lengths
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
 
-    def attend(layer: Layer, x: Projected, state: None):
+    def attend(layer: Layer, x: Projected, state: GroupState) -> tuple[Array, GroupState, Left]:
         q = rotary(layer, x.q, layer.pos, at.length)
         k = None if x.k is None else rotary(layer, x.k, at.pos, at.length)
         new = new_keys(layer, k, x.v, at.pos)
         out, _, scores = attend_new(layer, x, q, new, (), layer.pos)
-        return out, None, Lent(new.k, x.v, scores if layer.shows else None) if layer.lends else None
+        return out, state, published_by(layer, state, k, x.v, scores)
 
-    def recur(layer: Layer, step: Step, state: None):
-        return step(None, at.pos >= 0)[0], None, None
+    def recur(layer: Layer, step: Step, state: GroupState) -> tuple[Array, GroupState, Left]:
+        return step(None, at.pos >= 0)[0], state, {}
 
-    def held(layer: Layer, state: None) -> list[Keys]:
+    def held(layer: Layer, state: GroupState) -> list[Keys]:
         return [] if context is None else [context]
 
-    nothing = (None,) * len(params["layers"])
-    return decode_layers(params, tokens, config, Memory(at.pos, attend, recur, held), nothing)[0]
+    nothing: tuple[GroupState, ...] = ((),) * len(params["layers"])
+    return decode_layers(params, tokens, config, Memory(at.pos, attend, recur, held), nothing).x

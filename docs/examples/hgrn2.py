@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
-from kvjax.models.mixer import Layer, Memory, RecurrentState
+from kvjax.models.mixer import GroupState, Layer, Left, Memory, RecurrentState
 from kvjax.models.mixers.recurrent import Recurrent
 from kvjax.ops.recurrent.linear_attention import hgrn2
 
@@ -27,7 +26,9 @@ class Hgrn2(Recurrent):
         shapes: Shapes = {"q": (d, keys), "forget": (d, keys), "v": (d, values), "o": (values, d)}
         return shapes | {"out_norm": (self.value_dim,)}
 
-    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         q, f, v = self.split(*(linear(p, name, x) for name in ("q", "forget", "v")))
         low = jnp.full((self.heads, self.key_dim), self.lower_bound)
 
@@ -36,5 +37,5 @@ class Hgrn2(Recurrent):
             out, new = hgrn2(q, f, v, low, mask=mask, initial_state=start)
             return out, {"S": new}
 
-        out, state, collected = memory.recur(layer, step, state)
-        return linear(p, "o", self.joined(p, out, layer.config, x)), state, collected
+        out, state, left = memory.recur(layer, step, state)
+        return linear(p, "o", self.joined(p, out, layer.config, x)), state, left

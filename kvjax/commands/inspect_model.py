@@ -131,7 +131,7 @@ def _shape_rows(config: Config) -> list[tuple[str, str]]:
 def _own_slots(config: Config) -> list[SlotShape | None]:
     """Per layer, the slots it keeps itself."""
     mixers = [mixer_of(config, i) for i in range(config.layers)]
-    return [m.slots(config) if m.source is None else None for m in mixers]
+    return [None if "slots" in m.takes else m.slots(config) for m in mixers]
 
 
 def _growing(config: Config) -> Counter[SlotShape]:
@@ -162,7 +162,7 @@ def _slot_rows(config: Config, dtype: str, unit: str = "token") -> list[tuple[st
             f"{size(_bytes_per_slot(config, dtype))} in {dtype}: {words or f'no layer keeps every {unit}'}",
         ),
     ]
-    readers = [m.source for m in mixers if m.source is not None]
+    readers = [at for m in mixers if (at := m.source_of("slots")) is not None]
     if readers:
         owners = ", ".join(map(str, sorted(set(readers))))
         rows.append(("shared", f"{len(readers)} layers keep nothing and read the slots of {owners}"))

@@ -26,7 +26,7 @@ from kvjax.store.affine import Affine
 class Past(NamedTuple):
     """The slots a layer attends to, its own or those of the layer it reads, and what its method does there.
 
-    values: segments whose values replace those of `state`. above: as in `Given`.
+    values: segments whose values replace those of `state`. above: as in `LayerSlots`.
     """
 
     gm: GroupMethod
@@ -38,11 +38,11 @@ class Past(NamedTuple):
 
 def past_of(owner: dict[int, GroupMethod], gm: GroupMethod, layer: Layer, state: tuple[Segment, ...]) -> Past:
     """What a layer of group `gm` attends to; owner: the group that every first layer stands in."""
-    given = layer.given
-    if given is not None and layer.mixer.source is not None:
-        return Past(owner[layer.mixer.source], given.index, given.state, above=given.above)
-    values = None if given is None else tuple(s.layer(given.index) for s in given.state)
-    return Past(gm, layer.index, state, values)
+    slots, values = layer.taken.get("slots"), layer.taken.get("slot values")
+    source = layer.mixer.source_of("slots")
+    if source is not None and slots is not None:
+        return Past(owner[source], 0, slots.state, above=slots.above)
+    return Past(gm, layer.index, state, values and tuple(s.layer(0) for s in values.state))
 
 
 def attend_past(
@@ -175,7 +175,7 @@ def _together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
     """Why segment `i` cannot be attended apart from all else; empty where it can."""
     reasons = {
         "the softmax is clipped": layer.mixer.clip is not None,
-        "layers share attention weights": layer.shows or layer.shown is not None,
+        "layers share attention weights": "logits" in layer.publishes or "logits" in layer.taken,
         "keys and values are made from what the slots hold": x.expand is not None
         and x.expand.outputs is None,
         "values come from another layer": past.values is not None,

@@ -22,10 +22,11 @@ from kvjax.cache import (
 )
 from kvjax.grammar import Seen, View
 from kvjax.group import GroupMethod
-from kvjax.models.attending import rotary
+from kvjax.models.attending import published_by, rotary
+from kvjax.models.exchange import published
 from kvjax.models.layers import Params
-from kvjax.models.mixer import AttentionLogits, Layer, Memory, Projected, Step
-from kvjax.models.mixers.attention import lending, mixer_of
+from kvjax.models.mixer import Layer, Memory, Projected, Step
+from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.transformer import decode_layers, unembed
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode.stacked_decode import LANES, on_lanes, stacked_append
@@ -62,21 +63,22 @@ def step_fn(
         phase = _query_phase(run, _tail(past.state).pos[past.index], at, x.q.shape[1])
         x = x._replace(q=rotary(layer, x.q, phase, length))
         out, mass, scores = attend_past(run, past, layer, x, cache.pools, at)
-        if layer.lends or x.k is None:
-            return out, state, Asked(mass, x.q, scores if layer.shows else None)
+        left = published_by(layer, state, None, None, scores)
+        if "slots" in layer.publishes or x.k is None:
+            return out, state, left | {"collected": Asked(mass, x.q)}
         if gm.evicting:
             state = (*state[:-1], _evict(run, gm, layer, _tail(state), mass, x.q, length, append))
-        return out, state, None
+        return out, state, left
 
     def recur(layer: Layer, step: Step, state: tuple[Segment, ...]):
         past = state[0]
         assert isinstance(past, State)
         out, new = step(past.layer_in_place(layer.index, layer.mixer.in_place), append[:, None])
-        return out, (past.replaced(layer.index, new),), None
+        return out, (past.replaced(layer.index, new),), {}
 
     memory = Memory(at[:, None], attend, recur, held, implementation=run.without_gpu)
-    x, groups, seen = decode_layers(params, token[:, None], config, memory, cache.groups)
-    groups = _evict_lent(run, gms, groups, seen, length, append)
+    x, groups, seen, _ = decode_layers(params, token[:, None], config, memory, cache.groups)
+    groups = _evict_read(run, gms, groups, seen, length, append)
     groups = _flushed(gms, groups)
     new = dataclasses.replace(cache, groups=groups, next=jnp.where(append, length, cache.next))
     return unembed(params, x[:, 0], config), new
@@ -91,11 +93,10 @@ def _query_phase(run: Run, pos: Int[Array, "B K S"], at: Int[Array, "B"], heads:
 
 
 class Asked(NamedTuple):
-    """What a layer that lends or reads slots leaves for the end of the step: its mass, query and logits."""
+    """What a layer leaves for the end of the step where several layers read its slots: its mass and query."""
 
     mass: Float[Array, "B K S"] | None
     q: Float[Array, "B N 1 H"]
-    scores: AttentionLogits | None
 
 
 def _append(
@@ -131,7 +132,7 @@ def _tail(state: tuple[Segment, ...]) -> Slots:
     return state[-1]
 
 
-def _evict_lent(
+def _evict_read(
     run: Run,
     gms: tuple[GroupMethod, ...],
     groups: tuple[tuple[Segment, ...], ...],
@@ -142,14 +143,16 @@ def _evict_lent(
     """Slots that other layers read are evicted behind the last of them, by the mass of all."""
     out = list(groups)
     for i, gm in enumerate(gms):
-        if gm.first not in lending(run.config) or not gm.evicting:
+        if "slots" not in published(run.config).get(gm.first, ()) or not gm.evicting:
             continue
-        mass, q, _ = jax.tree.map(lambda x: x[0], seen[i])
+        mass, q = jax.tree.map(lambda x: x[0], seen[i])
         for j, reader in enumerate(gms):
-            if mass is not None and mixer_of(run.config, reader.first).source == gm.first:
+            if mass is not None and mixer_of(run.config, reader.first).source_of("slots") == gm.first:
                 mass = mass + seen[j].mass.sum(0)
         mixer = mixer_of(run.config, gm.first)
-        layer = Layer(i, 0, gm.first, None, mixer.rope(run.config, gm.first), mixer, run.config)
+        layer = Layer(
+            i, 0, gm.first, None, mixer.rope(run.config, gm.first), mixer, run.config, length[:, None] - 1
+        )
         out[i] = (*groups[i][:-1], _evict(run, gm, layer, _tail(groups[i]), mass, q, length, append))
     return tuple(out)
 

@@ -23,7 +23,7 @@ from kvjax.choose import Fresh, choose, merge_evicted, score_slots, union
 from kvjax.grammar import Inputs, Method, View
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass, RawKeys
-from kvjax.models.attending import attend_new, new_keys, rotary
+from kvjax.models.attending import attend_new, new_keys, published_by, rotary
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step
@@ -63,7 +63,7 @@ def observe(
     reduce = next((o.reduce for o in needs if isinstance(o, Mass)), None)
 
     def attend(layer: Layer, x: Projected, state: tuple[Segment, ...]):
-        past = _past(layer, x, state, pools)
+        past = _past(layer, state, pools)
         phase = layer.pos
         if run.rank_phase and past:
             held = past[-1].pos
@@ -81,17 +81,18 @@ def observe(
         )
         inputs = Inputs(q, x.q, new.k if x.k is None else x.k, x.hidden, at.pos, at.length)
         observed = {repr(o): o(inputs) for o in needs if not isinstance(o, Mass)}
-        return out, state, Fresh(k, x.v, observed, masses, scores=scores if layer.shows else None)
+        fresh = Fresh(k, x.v, observed, masses)
+        return out, state, published_by(layer, state, k, x.v, scores) | {"collected": fresh}
 
     def recur(layer: Layer, step: Step, state: tuple[Segment, ...]):
         past = state[0] if state else None
         assert past is None or isinstance(past, State)
         out, new = step(None if past is None else past.layer(layer.index), at.pos >= 0)
-        return out, state, new
+        return out, state, {"collected": new}
 
     last = jnp.maximum(lengths - 1, 0)
     memory = Memory(at.pos, attend, recur, held, None if needs else last, run.without_gpu)
-    x, _, found = decode_layers(params, tokens, config, memory, states)
+    x, _, found, _ = decode_layers(params, tokens, config, memory, states)
     x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     logits = unembed(params, x, config)
     return Prompt(_by_owner(run.groups(params), config, found, reduce), at, tokens, logits)
@@ -101,13 +102,15 @@ def _by_owner(
     gms: tuple[GroupMethod, ...], config: Config, found: tuple[Any, ...], reduce: str | None
 ) -> tuple[Fresh | dict[str, Array] | None, ...]:
     """What layers without slots of their own observed, handed to the layers whose slots they read."""
-    out: list[Any] = [f._replace(scores=None) if isinstance(f, Fresh) else f for f in found]
+    out: list[Any] = list(found)
     group_of = {gm.first: i for i, gm in enumerate(gms)}
     join = jnp.maximum if reduce == "max" else jnp.add
     for i, gm in enumerate(gms):
         if gm.kind != "reads":
             continue
-        source = group_of[mixer_of(config, gm.first).source]
+        at = mixer_of(config, gm.first).source_of("slots")
+        assert at is not None
+        source = group_of[at]
         for layer in range(jax.tree.leaves(out[i])[0].shape[0] if jax.tree.leaves(out[i]) else 0):
             seen = jax.tree.map(lambda x, at=layer: x[at : at + 1], out[i])
             own = out[source]
@@ -117,16 +120,15 @@ def _by_owner(
     return tuple(out)
 
 
-def _past(layer: Layer, x: Projected, state: tuple[Segment, ...], pools: tuple[Pages, ...]) -> list[Keys]:
+def _past(layer: Layer, state: tuple[Segment, ...], pools: tuple[Pages, ...]) -> list[Keys]:
     """What a layer attends to beside the new tokens: its own slots, those of the layer it reads, or both."""
-    given = layer.given
-    if given is None:
-        return [_keys(s, layer.index, pools) for s in state]
-    theirs = [_keys(s, given.index, pools) for s in given.state]
-    if x.k is None:
-        return theirs
+    slots, values = layer.taken.get("slots"), layer.taken.get("slot values")
+    if slots is not None:
+        return [_keys(s, 0, pools) for s in slots.state]
     mine = [_keys(s, layer.index, pools) for s in state]
-    return [a._replace(v=b.v) for a, b in zip(mine, theirs, strict=True)]
+    if values is None:
+        return mine
+    return [a._replace(v=_keys(s, 0, pools).v) for a, s in zip(mine, values.state, strict=True)]
 
 
 def _keys(segment: Segment, index: int | Array, pools: tuple[Pages, ...]) -> Keys:

@@ -37,7 +37,7 @@ class Run(NamedTuple):
             slots = mixer.slots(self.config)
             shared = slots.value if slots is not None and slots.shared else None
             kind = "state" if slots is None else "fixed" if slots.fixed else "slots"
-            kind = kind if mixer.source is None else "reads"
+            kind = kind if mixer.source_of("slots") is None else "reads"
             gm = group_method(self.method, first, size, self.config.window(first), shared, kind)
             ids = slots is not None and slots.ids
             out.append(gm._replace(codecs=(gm.codecs[0], None)) if ids else gm)
@@ -60,14 +60,14 @@ class Run(NamedTuple):
     def attention_spec(self, layer: int) -> AttentionSpec:
         c = self.config
         return AttentionSpec(
-            mixer_of(c, layer).slots(c).scale, c.attention_softcap, mixer_of(c, layer).rope(c, layer)
+            mixer_of(c, layer).slots_of(c).scale, c.attention_softcap, mixer_of(c, layer).rope(c, layer)
         )
 
 
 def held(layer: Layer, state: tuple[Segment, ...]) -> list[Keys]:
     """The context that a layer holds, or the one that it reads: no set where there is none."""
-    given = layer.given
-    segments, index = (state, layer.index) if given is None else (given.state, given.index)
+    slots = layer.taken.get("slots")
+    segments, index = (state, layer.index) if slots is None else (slots.state, 0)
     return [s.layer(index).keys() for s in segments if isinstance(s, Slots) and s.capacity]
 
 
@@ -89,7 +89,7 @@ def repeated(run: Run, layer: int, x: Array, axis: int = 1) -> Array:
     Windowed layers select nothing, and latents serve all heads at once.
     """
     mixer = mixer_of(run.config, layer)
-    slots = mixer.slots(run.config)
+    slots = mixer.slots_of(run.config)
     if not run.per_query_head or run.config.window(layer) is not None or slots.shared:
         return x
     return jnp.repeat(x, mixer.query_heads(run.config) // x.shape[axis], axis=axis)

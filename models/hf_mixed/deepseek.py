@@ -65,6 +65,7 @@ def read_deepseek(data: Json, rope: Rope) -> dict[str, Any]:
 
 def write_deepseek(config: Config) -> dict[str, Any]:
     latent = config.mixers[0]
+    assert isinstance(latent, Latent)
     words = [w for w in config.mlps if isinstance(w, MoE)]
     out: dict[str, Any] = {
         "kv_lora_rank": latent.rank,
@@ -100,6 +101,7 @@ def deepseek(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
 def latent_attention(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
     """Tensors of latent attention, whose channels turn in pairs of neighbours, if at all."""
     word = mixer_of(config, layer)
+    assert isinstance(word, Latent)
     sizes, turned = word.shapes(config), word.rope_dim
     order = unpaired(turned) if word.turns else np.arange(turned)
     width = word.nope_dim + turned

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvjax.errors import InputError
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import GatedMLP, MoE
+from kvjax.models.feed_forward import FeedForward, GatedMLP, MoE
 from kvjax.models.hf_mixed.deepseek import latent_attention
 from kvjax.models.hf_mixed.pieces import Json, Piece, mlp, norms, whole
 from kvjax.models.mixers.attention import mixer_of
@@ -69,7 +69,7 @@ def _check(data: Json) -> None:
         )
 
 
-def _feed_forwards(data: Json) -> tuple[Any, ...]:
+def _feed_forwards(data: Json) -> tuple[FeedForward, ...]:
     """Experts in every `moe_layer_freq`-th layer behind the dense ones."""
     layers, dense = data["num_hidden_layers"], GatedMLP()
     if not data.get("num_experts"):
@@ -113,7 +113,7 @@ def write_kimi_linear(config: Config) -> dict[str, Any]:
     sparse = [i for i, word in enumerate(config.mlps) if isinstance(word, MoE)]
     if not sparse:
         return out
-    moe = config.mlps[sparse[0]]
+    moe = [word for word in config.mlps if isinstance(word, MoE)][0]
     # Where one layer alone has experts, its own number is a step that meets no other below twice of it.
     step = sparse[1] - sparse[0] if len(sparse) > 1 else sparse[0] or config.layers
     return out | {

@@ -42,6 +42,7 @@ def read_mamba2(data: Json, rope: Rope) -> dict[str, Any]:
 
 def write_mamba2(config: Config) -> dict[str, Any]:
     word = config.mixers[0]
+    assert isinstance(word, Mamba2)
     return {
         "num_heads": word.heads,
         "state_size": word.key_dim,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvjax.models.config import Config
-from kvjax.models.feed_forward import GatedMLP, MoE
+from kvjax.models.feed_forward import FeedForward, GatedMLP, MoE
 from kvjax.models.hf_mixed.pieces import (
     Json,
     Piece,
@@ -25,6 +25,7 @@ def read_mixtral(data: Json, rope: Rope) -> dict[str, Any]:
 
 def write_mixtral(config: Config) -> dict[str, Any]:
     word = config.mlps[0]
+    assert isinstance(word, MoE)
     return {"num_local_experts": word.experts, "num_experts_per_tok": word.top}
 
 
@@ -47,7 +48,7 @@ def _count(data: Json) -> int:
     return data["num_local_experts"] if "num_local_experts" in data else data["num_experts"]
 
 
-def qwen_experts(data: Json, **shared: Any) -> tuple[Any, ...]:
+def qwen_experts(data: Json, **shared: Any) -> tuple[FeedForward, ...]:
     word = MoE(
         _count(data), data["num_experts_per_tok"], data["moe_intermediate_size"],
         normalise=bool(data["norm_topk_prob"]), **shared,

@@ -72,6 +72,7 @@ def experts(
 ) -> Iterator[tuple[str, list[Piece]]]:
     """Tensors of a mixture of experts in `room`, whose experts call gate, up and down `names`."""
     moe = mlp_of(config, layer)
+    assert isinstance(moe, MoE)
     yield f"{room}.gate.weight", whole("router", moe.experts)
     widths = (moe.width, moe.width, config.d_model)
     for e in range(moe.experts):

@@ -80,7 +80,7 @@ def qwen3_next(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
                 gate = "attn_gate" if name.endswith("weight") else "attn_gate_bias"
                 pieces = [Piece(pieces[0].leaf, rows.ravel()), Piece(gate, rows.ravel() + config.head_dim)]
             yield name, pieces
-    else:
+    elif isinstance(word, GatedDelta):
         yield from _gated_delta(word, config)
     yield from mlp(config, layer, "shared_expert")
 

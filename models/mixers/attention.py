@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jaxtyping import Array, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear, linear_to_heads, rms_norm
-from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape
+from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape, Take
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.rope import Rope
 
@@ -72,6 +71,21 @@ class Attention(Mixer):
         if self.clip is not None and not (self.clip[0] <= 0 and self.clip[1] >= 1):
             raise ValueError(f"clip=(gamma, zeta) needs gamma <= 0 and zeta >= 1, got {self.clip}")
 
+    @property
+    def takes(self) -> dict[str, Take]:
+        found = {
+            "slots": Take("slots", self.source),
+            "slot values": Take("slots", self.value_source),
+            "kv input": Take("input", self.kv_input),
+            "first values": Take("values", None if self.value_mix is None else 0),
+        }
+        return {key: take for key, take in found.items() if take.layer is not None}
+
+    def offers(self, config: Config) -> frozenset[str]:
+        outside = {"logits"} if self.sink or self.kv_bias else set()
+        has_values = self.source is None and self.value_source is None
+        return (super().offers(config) | ({"values"} if has_values else set())) - outside
+
     def shapes(self, config: Config) -> Shapes:
         d, h = config.d_model, config.head_dim
         heads, kv_heads = self.count(config)
@@ -104,21 +118,24 @@ class Attention(Mixer):
         return config.layer_rope(layer)
 
     def __call__(
-        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
-    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         b, t, _ = x.shape
-        below = layer.kv_hidden
+        below = layer.taken.get("kv input")
         if below is not None:
             below = rms_norm(below, p["attn_norm"], layer.config.norm_eps, layer.config.norm_offset)
         projected = self.project(p, x, layer.config, below)
-        if self.value_mix is not None and projected.v is not None and layer.first_values is not None:
-            mixed = (1 - self.value_mix) * projected.v + self.value_mix * layer.first_values
-            projected = projected._replace(v=mixed)
-        out, state, collected = memory.attend(layer, projected, state)
+        own = projected.v
+        if self.value_mix is not None and own is not None:
+            first = layer.taken.get("first values", own)
+            projected = projected._replace(v=(1 - self.value_mix) * own + self.value_mix * first)
+        out, state, left = memory.attend(layer, projected, state)
+        if "values" in layer.publishes:
+            left = left | {"values": own}
         out = jnp.swapaxes(out, 1, 2).reshape(b, t, -1)
         if self.gate:
             out = out * jax.nn.sigmoid(linear(p, "attn_gate", x))
-        return linear(p, "o", out), state, collected
+        return linear(p, "o", out), state, left
 
     def project(
         self, p: Params, x: Float[Array, "B T D"], config: Config, below: Float[Array, "B S D"] | None = None
@@ -131,17 +148,14 @@ class Attention(Mixer):
         q, k, v = (
             self._heads(p, name, y, config) for name, y in zip("qkv", (x, source, source), strict=True)
         )
+        assert q is not None
         extra = _sink(p["sink_bias"], x.shape[0], config) if self.sink else None
         extra = _learned(p, x.shape[0]) if self.kv_bias else extra
         return Projected(q, k, v, x, extra=extra)
 
-    def first_values(
-        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
-    ) -> Float[Array, "B K T H"] | None:
-        """What later layers with a `value_mix` add to their values, where this is layer 0."""
-        return self.project(p, x, layer.config).v
-
-    def _heads(self, p: Params, name: str, x: Float[Array, "B T D"], config: Config) -> Any:
+    def _heads(
+        self, p: Params, name: str, x: Float[Array, "B T D"], config: Config
+    ) -> Float[Array, "B X T H"] | None:
         """One projection as heads [B, heads, T, H]; None where the layer has no such projection."""
         if name not in p:
             return None
@@ -173,13 +187,6 @@ def _learned(p: Params, rows: int) -> Keys:
 ATTENTION = Attention()
 
 
-def mixer_of(config: Config, layer: int) -> Any:
+def mixer_of(config: Config, layer: int) -> Mixer:
     """The mixer of a layer."""
     return config.mixers[layer] if config.mixers else ATTENTION
-
-
-def lending(config: Config) -> frozenset[int]:
-    """The layers whose slots, values, input or attention weights other layers use."""
-    mixers = [mixer_of(config, i) for i in range(config.layers)]
-    used = [(m.source, m.value_source, m.kv_input, m.weights_source) for m in mixers]
-    return frozenset(at for several in used for at in several if at is not None)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
-from kvjax.models.mixer import Layer, Memory, Mixer
+from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer
 from kvjax.models.mixers.attention import ATTENTION
 from kvjax.ops.attention.strips import attend_to_all
 from kvjax.ops.attention.union import Keys
@@ -33,8 +32,8 @@ class Bidirectional(Mixer):
         return ATTENTION.shapes(config)
 
     def __call__(
-        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
-    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         config, pos = layer.config, memory.pos
         projected = ATTENTION.project(p, x, config)
         assert projected.k is not None and projected.v is not None
@@ -42,4 +41,4 @@ class Bidirectional(Mixer):
         q, k = (rotate(y, cos, sin, config.rope.start) for y in (projected.q, projected.k))
         keys = Keys(k, projected.v, pos[:, None])
         out = attend_to_all(q, [keys], pos, scale=config.scale, softcap=config.attention_softcap)
-        return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(*x.shape[:2], -1)), state, None
+        return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(*x.shape[:2], -1)), state, {}

@@ -1,16 +1,15 @@
-"""Cross-attention over the hidden states of a context, which all layers that read it share."""
+"""Cross-attention over the hidden states of a context, which all layers share that attend to it."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
-from kvjax.models.mixer import Layer, Memory, Mixer, SlotShape
+from kvjax.models.mixer import GroupState, Layer, LayerSlots, Left, Memory, Mixer, SlotShape, Take
 from kvjax.ops.attention.strips import attend_to_all
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.rope import angles, rotate
@@ -52,6 +51,13 @@ class CrossAttention(Mixer):
                     f"layer {layer} reads the context of layer {self.source}, expected one below"
                 )
 
+    @property
+    def takes(self) -> dict[str, Take]:
+        return {} if self.source is None else {"slots": Take("slots", self.source)}
+
+    def offers(self, config: Config) -> frozenset[str]:
+        return super().offers(config) - {"logits"}
+
     def shapes(self, config: Config) -> Shapes:
         d, n = config.d_model, config.heads * config.head_dim
         kv = (self.width, (self.kv_heads or config.kv_heads) * config.head_dim)
@@ -61,15 +67,16 @@ class CrossAttention(Mixer):
         return SlotShape(1, self.width, self.width, config.scale, shared=True, factors=True, fixed=True)
 
     def __call__(
-        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
-    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         config = layer.config
         q = self._heads(linear(p, "q", x), memory.pos, config)
         sets = [self._keys(p, held, config) for held in memory.held(layer, state)]
+        left: Left = {"slots": LayerSlots(state)} if "slots" in layer.publishes else {}
         if not sets:
-            return jnp.zeros_like(x), state, None
+            return jnp.zeros_like(x), state, left
         out = attend_to_all(q, sets, memory.pos, scale=layer.scale)
-        return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(*x.shape[:2], -1)), state, None
+        return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(*x.shape[:2], -1)), state, left
 
     def _keys(self, p: Params, held: Keys, config: Config) -> Keys:
         """Keys and values of stored states."""

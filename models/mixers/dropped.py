@@ -1,13 +1,14 @@
-"""No mixer: the layer is its feed-forward alone."""
+"""A layer without a mixer, which is its feed-forward alone."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+
+from jaxtyping import Array, Float
 
 from kvjax.models.config import Config
-from kvjax.models.layers import Shapes
-from kvjax.models.mixer import Mixer
+from kvjax.models.layers import Params, Shapes
+from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,5 +18,7 @@ class Dropped(Mixer):
     def shapes(self, config: Config) -> Shapes:
         return {}
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         raise TypeError("a dropped layer mixes nothing and is never called")

@@ -7,7 +7,6 @@ GoldFinch (Goldstein et al., 2024, arXiv:2407.12077). Per token and for the whol
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -15,7 +14,17 @@ from jaxtyping import Array, Float, Int
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, group_norm, rms_norm
-from kvjax.models.mixer import Layer, Memory, Mixer, Projected, RecurrentState, SlotShape
+from kvjax.models.mixer import (
+    GroupState,
+    Layer,
+    Left,
+    Memory,
+    Mixer,
+    Projected,
+    RecurrentState,
+    SlotShape,
+    Take,
+)
 from kvjax.models.mixers.rwkv import TimeMix, ddlerp, low_rank, low_rank_shapes, share_shapes, shares
 from kvjax.ops.recurrent import rwkv as ops
 
@@ -44,7 +53,9 @@ class FinchC2(TimeMix):
         shapes |= low_rank_shapes("decay", d, self.decay_rank, self.width)
         return shapes | low_rank_shapes("second", d, self.second_rank, self.width, bias=False)
 
-    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         def mix(before: Array, past: RecurrentState | None, mask: Array) -> tuple[Array, RecurrentState]:
             r, k, v, w, u = ddlerp(p, "rkvwu", x, before)
             decay = low_rank(p, "decay", w).astype(jnp.float32)
@@ -102,6 +113,13 @@ class Gold(Mixer):
             if isinstance(mixer, Gold) and config.window(layer) is not None:
                 raise ValueError(f"layer {layer} has a window, and Gold's keys need the tokens before them")
 
+    @property
+    def takes(self) -> dict[str, Take]:
+        embedding = {"embedding": Take("embedding", None)}
+        if self.source is not None:
+            return embedding | {"slots": Take("slots", self.source)}
+        return embedding | {"tokens": Take("tokens", None), "kv input": Take("input", self.kv_input)}
+
     def shapes(self, config: Config) -> Shapes:
         d = config.d_model
         shapes: Shapes = {"q": (d, d), "o": (d, d), "restore": (d + self.rank, d)}
@@ -117,10 +135,9 @@ class Gold(Mixer):
         return SlotShape(1, self.rank, digits(config.vocab), config.scale, factors=True, ids=True)
 
     def __call__(
-        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
-    ) -> tuple[Float[Array, "B T D"], Any, Any]:
-        config, embed = layer.config, layer.embed
-        assert layer.tokens is not None and embed is not None
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
+        config, embed = layer.config, layer.taken["embedding"]
         b, t, d = x.shape
 
         def heads(y: Float[Array, "B S D"], name: str) -> Float[Array, "B N S H"]:
@@ -139,14 +156,14 @@ class Gold(Mixer):
             return heads(k + low_rank(p, "adapt_k", k), "k"), heads(v + low_rank(p, "adapt_v", v), "v")
 
         k = v = None
-        if layer.kv_hidden is not None:
-            k = (layer.kv_hidden @ p["compress"])[:, None]
-            v = to_digits(layer.tokens, config.vocab).astype(k.dtype)[:, None]
+        if self.kv_input is not None:
+            k = (layer.taken["kv input"] @ p["compress"])[:, None]
+            v = to_digits(layer.taken["tokens"], config.vocab).astype(k.dtype)[:, None]
         expand = Expand(lambda turned: turned, keys, None, rows)
         projected = Projected(heads(x @ p["q"], "q"), k, v, x, expand=expand)
-        out, state, collected = memory.attend(layer, projected, state)
+        out, state, left = memory.attend(layer, projected, state)
         out = jnp.swapaxes(out, 1, 2).reshape(b, t, d)
-        return group_norm(p, "out_norm", out, 1, EPS) @ p["o"], state, collected
+        return group_norm(p, "out_norm", out, 1, EPS) @ p["o"], state, left
 
 
 def digits(vocab: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,7 @@ from jaxtyping import Array, Float
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, linear, rms_norm
-from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape
+from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape
 from kvjax.ops.base.rope import angles, rotate
 
 
@@ -64,8 +63,8 @@ class HeadMaps(Mixer):
         return SlotShape(1, keys, values, config.scale, factors=True)
 
     def __call__(
-        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
-    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         config = layer.config
         b, t, _ = x.shape
         rope = config.rope if layer.window is None else config.rope_local or config.rope
@@ -90,5 +89,5 @@ class HeadMaps(Mixer):
         stored = k.reshape(b, 1, t, -1)
         expand = Expand(lambda turned: turned, keys, None)
         projected = Projected(asked, stored, linear(p, "v", x)[:, None], x, expand=expand)
-        out, state, collected = memory.attend(layer, projected, state)
-        return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(b, t, -1)), state, collected
+        out, state, left = memory.attend(layer, projected, state)
+        return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(b, t, -1)), state, left

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
-from kvjax.models.mixer import Layer, Memory, RecurrentState
+from kvjax.models.mixer import GroupState, Layer, Left, Memory, RecurrentState
 from kvjax.models.mixers.recurrent import Recurrent
 from kvjax.ops.base.rope import angles, rotate
 from kvjax.ops.recurrent.convolution import answered
@@ -23,7 +22,7 @@ class Infini(Recurrent):
 
     A learned share per head mixes the memory's answer with that of the open segment of `segment` tokens,
     whose keys turn by the config's rotation; those of the memory do not. delta: the memory is told only what
-    it does not know. State: `memory` and `opened` (what the open segment will add), [heads, key_dim,
+    it does not know. RecurrentState: `memory` and `opened` (what the open segment will add), [heads, key_dim,
     value_dim + 1], the open segment's `k`, `v` and `length`, and the last token's output, `answer`.
     """
 
@@ -52,7 +51,9 @@ class Infini(Recurrent):
             "answer": (config.d_model,),
         }
 
-    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         q, k, v = self.split(*(linear(p, name, x) for name in "qkv"))
         cos, sin = angles(layer.config.rope, memory.pos[..., None], self.key_dim)
         near_q, near_k = rotate(q, cos, sin), rotate(k, cos, sin)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -11,7 +10,7 @@ from jaxtyping import Array, Float
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, linear, linear_to_heads, rms_norm
-from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape
+from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape, Take
 from kvjax.ops.base.rope import Rope
 
 
@@ -54,6 +53,10 @@ class Latent(Mixer):
                 f"rank={self.rank} is larger than the {whole} channels of keys and values that it compresses"
             )
 
+    @property
+    def takes(self) -> dict[str, Take]:
+        return {} if self.source is None else {"slots": Take("slots", self.source)}
+
     def shapes(self, config: Config) -> Shapes:
         d, n, width = config.d_model, config.heads, self.nope_dim + self.rope_dim
         shapes: Shapes = {
@@ -87,8 +90,8 @@ class Latent(Mixer):
         return dataclasses.replace(config.layer_rope(layer), rotary_dim=self.rope_dim, start=self.rank)
 
     def __call__(
-        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
-    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         config = layer.config
         b, t, _ = x.shape
         n, nope = config.heads, self.nope_dim
@@ -111,9 +114,9 @@ class Latent(Mixer):
         asked = jnp.concatenate([absorbed, q[..., nope:]], -1)
         stored = self._stored(p, x, config)
         projected = Projected(asked, stored, None, x, expand=Expand(queries, keys, outputs))
-        out, state, collected = memory.attend(layer, projected, state)
+        out, state, left = memory.attend(layer, projected, state)
         out = jnp.swapaxes(out, 1, 2).reshape(b, t, -1)
-        return linear(p, "o", out), state, collected
+        return linear(p, "o", out), state, left
 
     def _stored(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Array | None:
         """[c ; k_r] of the new tokens, not yet rotated; None where another layer's are read."""

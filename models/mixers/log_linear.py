@@ -35,10 +35,10 @@ def level_weights(p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T H L"
 
 
 def continuing(memory: Memory, past: RecurrentState | None, mask: Bool[Array, "B T"]) -> dict[str, Any]:
-    """How the operation continues: from the levels that the tokens before these left, and in which form.
+    """Arguments that say where the operation starts: what earlier tokens left, and their number.
 
-    A row's tokens are counted by their positions; one that is asked again is among those before. Only single
-    tokens have a kernel.
+    The number comes from the position of the first new token; a last token that is asked again was counted
+    before. Kernels exist for single tokens alone, so `implementation` is passed on for those.
     """
     before = memory.pos[:, 0] + (~mask[:, 0]).astype(jnp.int32)
     state = None if past is None else LevelState(past["levels"], before)

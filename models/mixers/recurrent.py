@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, l2_norm, linear, rms_norm
-from kvjax.models.mixer import Layer, Memory, Mixer, RecurrentState
+from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, RecurrentState
 from kvjax.ops.base.rope import angles, rotate
 from kvjax.ops.recurrent import linear_attention as ops
 from kvjax.ops.recurrent.convolution import short_conv
@@ -77,7 +76,9 @@ class Retention(Recurrent):
         shapes = super().shapes(config) | {"out_gate": (config.d_model, self.heads * self.value_dim)}
         return shapes | ({"decay": (config.d_model, self.heads)} if self.gated else {})
 
-    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         config = layer.config
         q, k, v = self.split(*(linear(p, name, x) for name in "qkv"))
         cos, sin = angles(config.rope, memory.pos[..., None], self.key_dim)
@@ -92,9 +93,9 @@ class Retention(Recurrent):
                 out, new = ops.retention(q, k, v, mask=mask, initial_state=start, implementation=forced)
             return out, {"S": new}
 
-        out, state, collected = memory.recur(layer, step, state)
+        out, state, left = memory.recur(layer, step, state)
         y = self.joined(p, out, config, x) * jax.nn.silu(x @ p["out_gate"])
-        return linear(p, "o", y), state, collected
+        return linear(p, "o", y), state, left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,9 @@ class GatedLinear(Recurrent):
         decay = {"decay_down": (d, self.rank), "decay_up": (self.rank, keys), "decay_up_bias": (keys,)}
         return super().shapes(config) | decay | {"out_gate": (d, self.heads * self.value_dim)}
 
-    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         q, k, v = self.split(*(linear(p, name, x) for name in "qkv"))
         low = linear(p, "decay_up", x @ p["decay_down"]).reshape(q.shape)
         g = jax.nn.log_sigmoid(low.astype(jnp.float32)) / 16
@@ -121,9 +124,9 @@ class GatedLinear(Recurrent):
             )
             return out, {"S": new}
 
-        out, state, collected = memory.recur(layer, step, state)
+        out, state, left = memory.recur(layer, step, state)
         y = self.joined(p, out, layer.config, x) * jax.nn.silu(x @ p["out_gate"])
-        return linear(p, "o", y), state, collected
+        return linear(p, "o", y), state, left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +153,9 @@ class GatedSlot(Recurrent):
     def state(self, config: Config) -> Shapes:
         return {"K": (self.heads, self.key_dim, self.count), "V": (self.heads, self.count, self.value_dim)}
 
-    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         q, k, v = self.split(*(jax.nn.silu(linear(p, name, x)) for name in "qkv"))
         low = (x @ p["forget"]).astype(jnp.float32).reshape(*x.shape[:2], self.heads, self.count)
 
@@ -161,10 +166,10 @@ class GatedSlot(Recurrent):
             out, new = gsa(q, k, v, -jnp.expm1(g), g, initial_state=start, scale=1.0)
             return out, {"K": new.k, "V": new.v}
 
-        out, state, collected = memory.recur(layer, step, state)
+        out, state, left = memory.recur(layer, step, state)
         y = jax.nn.silu(out).reshape(*x.shape[:2], -1)
         y = rms_norm(y, p["out_norm"], layer.config.norm_eps).astype(x.dtype)
-        return linear(p, "o", y), state, collected
+        return linear(p, "o", y), state, left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +189,8 @@ class _Delta(Recurrent):
         return super().state(config) | {"tail": (self.conv, width)}
 
     def run(
-        self, p: Params, x: Array, g: Array, layer: Layer, memory: Memory, state: Any
-    ) -> tuple[Float[Array, "B T H V"], Any, Any]:
+        self, p: Params, x: Array, g: Array, layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T H V"], GroupState, Left]:
         """o of the gated delta rule with log decays g, per head or per key channel."""
         flat = jnp.concatenate([linear(p, name, x) for name in "qkv"], -1)
         beta = jax.nn.sigmoid((x @ p["beta"]).astype(jnp.float32))
@@ -230,13 +235,15 @@ class GatedDelta(_Delta):
         decay: Shapes = {"decay": (d, self.heads), "a_log": (self.heads,), "dt_bias": (self.heads,)}
         return super().shapes(config) | decay | {"out_gate": (d, self.heads * self.value_dim)}
 
-    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         rate = jnp.exp(p["a_log"].astype(jnp.float32))[None, None]
         dt = (x @ p["decay"]).astype(jnp.float32) + p["dt_bias"].astype(jnp.float32)[None, None]
-        out, state, collected = self.run(p, x, -rate * jax.nn.softplus(dt), layer, memory, state)
+        out, state, left = self.run(p, x, -rate * jax.nn.softplus(dt), layer, memory, state)
         gate = jax.nn.silu((x @ p["out_gate"]).astype(jnp.float32))
         y = (self.joined(p, out, layer.config, x).astype(jnp.float32) * gate).astype(x.dtype)
-        return linear(p, "o", y), state, collected
+        return linear(p, "o", y), state, left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,14 +271,16 @@ class KimiDelta(_Delta):
         gate |= {"out_gate_up_bias": (values,)} if self.gate_bias else {}
         return super().shapes(config) | shapes | gate
 
-    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         low = (x @ p["decay_down"] @ p["decay_up"]).astype(jnp.float32)
         low = low.reshape(*x.shape[:2], self.heads, self.key_dim)
         a_log, bias = (p[name].astype(jnp.float32) for name in ("a_log", "dt_bias"))
         g = ops.kda_gate(low, a_log, bias, lower_bound=self.lower_bound)
-        out, state, collected = self.run(p, x, g, layer, memory, state)
+        out, state, left = self.run(p, x, g, layer, memory, state)
         gate = jax.nn.sigmoid(linear(p, "out_gate_up", x @ p["out_gate_down"]))
-        return linear(p, "o", self.joined(p, out, layer.config, x) * gate), state, collected
+        return linear(p, "o", self.joined(p, out, layer.config, x) * gate), state, left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,7 +303,9 @@ class Mamba2(Recurrent):
         width = self.heads * self.value_dim + 2 * self.key_heads * self.key_dim
         return {"S": (self.heads, self.value_dim, self.key_dim), "tail": (self.conv, width)}
 
-    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         b, t, _ = x.shape
         flat, dt, z = x @ p["xbc"], (x @ p["dt"]).astype(jnp.float32), x @ p["z"]
         inner, bc = self.heads * self.value_dim, self.key_heads * self.key_dim
@@ -309,9 +320,9 @@ class Mamba2(Recurrent):
             out, new = self.remember(p, x, (values, dt, keys, queries), memory, past, mask)
             return out, new | {"tail": tail}
 
-        out, state, collected = memory.recur(layer, step, state)
+        out, state, left = memory.recur(layer, step, state)
         y = out.astype(x.dtype).reshape(b, t, inner) * jax.nn.silu(z)
-        return linear(p, "o", rms_norm(y, p["out_norm"], layer.config.norm_eps)), state, collected
+        return linear(p, "o", rms_norm(y, p["out_norm"], layer.config.norm_eps)), state, left
 
     def remember(
         self,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, group_norm, l2_norm, linear
-from kvjax.models.mixer import Layer, Memory, Mixer, RecurrentState
+from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, RecurrentState, Take
 from kvjax.ops.recurrent import rwkv as ops
 from kvjax.ops.recurrent.convolution import answered, token_shift
 
@@ -35,14 +34,16 @@ class Shifted(Mixer):
     """What the mixers here share: each token is mixed with the one before it.
 
     The state holds the input of a row's last token, `shift`, and the layer's output there, `answer`. RWKV
-    needs the first alone; the second is what the last token gets when it is asked again, since the states
-    that it read are gone by then.
+    itself needs `shift` alone. `answer` is returned when the last token is asked again: the states before it,
+    from which its output was computed, have been overwritten by then.
     """
 
     def state(self, config: Config) -> Shapes:
         return {"shift": (config.d_model,), "answer": (config.d_model,)}
 
-    def run(self, mix: Mix, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+    def run(
+        self, mix: Mix, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         """`mix` with the token before each of x, and the state around what it keeps itself."""
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
@@ -134,7 +135,9 @@ class Rwkv6(TimeMix):
         shapes |= low_rank_shapes("decay", d, self.decay_rank, self.width)
         return shapes | {"out_gate": (d, self.width), "bonus": (self.heads, self.head_dim)}
 
-    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         def mix(before: Array, past: RecurrentState | None, mask: Array) -> tuple[Array, RecurrentState]:
             w, k, v, r, g = ddlerp(p, "wkvrg", x, before)
             decay = low_rank(p, "decay", w)
@@ -166,8 +169,11 @@ class Rwkv7(TimeMix):
     v_rank: int | None = None
 
     @property
-    def value_mix(self) -> int | None:
-        return self.v_rank
+    def takes(self) -> dict[str, Take]:
+        return {} if self.v_rank is None else {"first values": Take("values", 0)}
+
+    def offers(self, config: Config) -> frozenset[str]:
+        return frozenset({"values"})
 
     def check(self, config: Config) -> None:
         if self.v_rank is None:
@@ -190,24 +196,15 @@ class Rwkv7(TimeMix):
             shapes |= low_rank_shapes("first", d, self.v_rank, c)
         return shapes | {"erase_norm": (c,), "key_rate": (c,), "bonus": (self.heads, self.head_dim)}
 
-    def first_values(
-        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
-    ) -> Float[Array, "B T C"]:
-        """What later layers with a `v_rank` add to their values, where this is layer 0."""
-
-        def step(past: RecurrentState | None, mask: Array) -> tuple[Array, RecurrentState]:
-            shift = jnp.zeros_like(x[:, 0]) if past is None else past["shift"]
-            return lerp(p, "v", x, token_shift(x, shift, mask)[0]) @ p["v"], past or {}
-
-        return memory.recur(layer, step, state)[0]
-
-    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         def mix(before: Array, past: RecurrentState | None, mask: Array) -> tuple[Array, RecurrentState]:
             r, w, k, v, a, g = (lerp(p, n, x, before) for n in "rwkvag")
             value = v @ p["v"]
             if self.v_rank is not None:
                 share = jax.nn.sigmoid(low_rank(p, "first", v, lambda low: low))
-                value = value + (layer.first_values - value) * share
+                value = value + (layer.taken["first values"] - value) * share
             decay, key = low_rank(p, "decay", w), k @ p["k"]
             rate = jax.nn.sigmoid(low_rank(p, "rate", a, lambda low: low))
             gate = low_rank(p, "out_gate", g, jax.nn.sigmoid)
@@ -221,7 +218,21 @@ class Rwkv7(TimeMix):
             bonus = (r * kept * p["bonus"][None, None]).sum(-1, keepdims=True) * value
             return linear(p, "o", (y + bonus.reshape(y.shape)) * gate), {"S": new}
 
-        return self.run(mix, x, layer, memory, state)
+        out, new_state, left = self.run(mix, x, layer, memory, state)
+        if "values" in layer.publishes:
+            left = left | {"values": self._values(p, x, layer, memory, state)}
+        return out, new_state, left
+
+    def _values(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> Float[Array, "B T C"]:
+        """What this layer, as layer 0, gives to the others: values of the token and the one before it."""
+
+        def step(past: RecurrentState | None, mask: Array) -> tuple[Array, RecurrentState]:
+            shift = jnp.zeros_like(x[:, 0]) if past is None else past["shift"]
+            return lerp(p, "v", x, token_shift(x, shift, mask)[0]) @ p["v"], past or {}
+
+        return memory.recur(layer, step, state)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +251,9 @@ class ChannelMix(Shifted):
         shapes: Shapes = {"mix_k": (d,), "k": (d, f), "v": (f, d)}
         return shapes | ({"mix_r": (d,), "r": (d, d)} if self.gate else {})
 
-    def __call__(self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any):
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         def mix(before: Array, past: RecurrentState | None, mask: Array) -> tuple[Array, RecurrentState]:
             y = jnp.square(jax.nn.relu(lerp(p, "k", x, before) @ p["k"])) @ p["v"]
             return y * jax.nn.sigmoid(lerp(p, "r", x, before) @ p["r"]) if self.gate else y, {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jaxtyping import Array, Float
 
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
-from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape
+from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape, Take
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.base.rope import Rope
 
@@ -34,7 +33,7 @@ class SharedWeights(Mixer):
     Maps of logits [B, N, T, S] are handed from layer to layer, so a prefill holds those of its whole length.
     """
 
-    weights_source: int = dataclasses.field()  # without the default of all mixers
+    weights_source: int
     hidden: int = 0
     rank: int = 0
 
@@ -48,12 +47,15 @@ class SharedWeights(Mixer):
                 f"hidden and rank must be >= 0, and rank even: channels turn in pairs; "
                 f"got hidden={self.hidden}, rank={self.rank}"
             )
-        other = mixer_of(config, self.weights_source)
-        if other.slots(config) is None or getattr(other, "sink", False) or getattr(other, "kv_bias", False):
+        if "logits" not in mixer_of(config, self.weights_source).offers(config):
             raise ValueError(
                 f"layer {self.weights_source} has no attention weights to share: it keeps a state, or gives "
                 "attention to a sink or bias outside the sequence"
             )
+
+    @property
+    def takes(self) -> dict[str, Take]:
+        return {"logits": Take("logits", self.weights_source)}
 
     def shapes(self, config: Config) -> Shapes:
         d, n, k, h = config.d_model, config.heads, config.kv_heads, config.head_dim
@@ -79,8 +81,8 @@ class SharedWeights(Mixer):
         return dataclasses.replace(turning, rotary_dim=self.rank, start=config.head_dim)
 
     def __call__(
-        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
-    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         config = layer.config
         b, t, _ = x.shape
 
@@ -112,5 +114,5 @@ class SharedWeights(Mixer):
             return shown
 
         projected = Projected(q, stored, None, x, rescore=rescore)
-        out, state, collected = memory.attend(layer, projected, state)
-        return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(b, t, -1)), state, collected
+        out, state, left = memory.attend(layer, projected, state)
+        return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(b, t, -1)), state, left

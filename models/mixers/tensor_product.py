@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -11,7 +10,7 @@ from jaxtyping import Array, Float
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, linear
-from kvjax.models.mixer import Layer, Memory, Mixer, Projected, SlotShape
+from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape
 from kvjax.ops.base.rope import angles, rotate
 
 
@@ -52,8 +51,8 @@ class TensorProduct(Mixer):
         return SlotShape(1, self.key_rank * width, self.value_rank * width, config.scale, factors=True)
 
     def __call__(
-        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: Any
-    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         config = layer.config
         b, t, _ = x.shape
         cos, sin = angles(config.rope, memory.pos[..., None], config.head_dim)
@@ -71,8 +70,8 @@ class TensorProduct(Mixer):
 
         v = linear(p, "v_factors", x)[:, None]
         projected = Projected(q, k[:, None], v, x, expand=Expand(lambda turned: turned, keys, None))
-        out, state, collected = memory.attend(layer, projected, state)
-        return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(b, t, -1)), state, collected
+        out, state, left = memory.attend(layer, projected, state)
+        return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(b, t, -1)), state, left
 
     def _factors(self, x: Float[Array, "B S F"], rank: int, config: Config) -> tuple[Array, Array]:
         """(a [B, S, R, N], b [B, S, R, H]) from a row of stored numbers."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.models.feed_forward import NoMLP
+from kvjax.models.mixer import Take
 from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from tests.models.single import CONFIG, D, T, close, drawn, run, sigmoid
 
@@ -104,7 +105,7 @@ def test_values_of_layer_0_need_a_layer_0_that_has_them():
     inner, mlps = Rwkv7(heads=2, head_dim=4, v_rank=2), (NoMLP(), NoMLP())
     outer = Rwkv7(heads=2, head_dim=4)
     two = dataclasses.replace(CONFIG, layers=2, mixers=(outer, inner), mlps=mlps)
-    assert two.mixers[1].value_mix == 2
+    assert two.mixers[1].takes == {"first values": Take("values", 0)}
     for first in (inner, Rwkv7(heads=3, head_dim=4), ChannelMix()):
         with pytest.raises(ValueError, match="v_rank=2 adds the values of layer 0, expected a Rwkv7 there"):
             dataclasses.replace(two, mixers=(first, inner))

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.models.exchange import published
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.model import Model
-from tests.models.architectures import HEADS, SMALL, TABLE, with_layers
+from tests.models.architectures import HEADS, MLA, SMALL, TABLE, with_layers
 from tests.models.test_architectures import build
 from tests.reference import Decoder, rms_norm, rope, softmax
 
@@ -115,6 +116,31 @@ def test_layers_side_by_side_may_change_places(tokens):
     assert np.abs(np.asarray(after(tokens)) - np.asarray(model(tokens))).max() > 0.01
 
 
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("gqa", {}),
+        ("yoco", {1: {"slots"}}),
+        ("lckv", {3: {"slots"}}),
+        ("svformer", {0: {"slots"}}),
+        ("resformer", {0: {"values"}}),
+        ("swiftkv", {1: {"input"}}),
+        ("recurformer", {0: {"input"}, 2: {"input"}}),
+        ("goldfinch", {4: {"input", "slots"}}),
+        ("shared attention", {0: {"logits"}}),
+        ("xc-cache", {0: {"slots"}}),
+    ],
+)
+def test_layers_publish_what_others_take_and_nothing_else(name, names):
+    assert published(TABLE[name].config) == names
+
+
+def test_layer_0_mixes_its_own_values_with_themselves(tokens):
+    model = build("resformer")
+    mixing = dataclasses.replace(model.config, mixers=(Attention(value_mix=0.5),) * model.config.layers)
+    close(Model(mixing, model.params, name="mixing")(tokens), np.asarray(model(tokens)))
+
+
 def test_fewer_heads_are_those_heads_of_more(tokens):
     """Heads whose output weights are zero are the same as no heads."""
     few = build("gqa")
@@ -141,6 +167,9 @@ def test_fewer_heads_are_those_heads_of_more(tokens):
         ((Attention(), SharedWeights(0)), {"windows": (None, 4)}, "the same window: theirs are None and 4"),
         ((Attention(), SharedWeights(0, rank=3)), {}, "rank even"),
         ((Attention(), SharedWeights(5)), {}, "names no layer of 0 to 1"),
+        ((HEADS, Attention(value_mix=0.5)), {}, "takes the values of layer 0, which offers none"),
+        ((MLA, dataclasses.replace(MLA, source=2)), {}, "layer 1 reads layer 2: there are 0 to 1"),
+        ((HEADS, Attention(source=0)), {}, "layer 1 reads layer 0, which has no slots of its own to read"),
         ((Attention(), Attention(source=0)), {"windows": (4, 6)}, "would miss some of its window of 6"),
         ((Attention(), Attention(source=0)), {"windows": (4, None)}, "would miss some of its window of all"),
         ((Attention(), Attention()), {"inputs": (None, 1)}, "takes the input of layer 1, expected one below"),

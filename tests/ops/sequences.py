@@ -151,14 +151,8 @@ def no_room_is_nan(run, tokens, by_hand):
         run(x, initial_state=state, capacity=9)
 
 
-def largest_array_of_a_step(run, tokens, recurrent):
-    """Numbers in the largest array that one token over T slots makes, below every level of calls."""
-    x = as_arrays(tokens, jnp.float32)
-
-    def largest(jaxpr):
-        inner = (getattr(p, "jaxpr", None) for eqn in jaxpr.eqns for p in eqn.params.values())
-        made = (v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars)
-        return max([0, *made, *(largest(j) for j in inner if j is not None)])
-
-    step = partial(run, capacity=T, recurrent=recurrent)
-    return largest(jax.make_jaxpr(step)(piece(x, 0, 1), initial_state=jax.eval_shape(run, x)[1]).jaxpr)
+def largest_array(jaxpr):
+    """Numbers in the largest array that a program makes, below every level of calls."""
+    inner = (getattr(p, "jaxpr", None) for eqn in jaxpr.eqns for p in eqn.params.values())
+    made = (v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars)
+    return max([0, *made, *(largest_array(j) for j in inner if j is not None)])

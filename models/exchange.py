@@ -1,0 +1,49 @@
+"""What layers exchange: who takes what from whom, and so what every layer has to publish.
+
+Nothing else is handed from layer to layer, so nothing else is kept alive while the layers run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.models.config import Config
+from kvjax.models.mixer import Take
+from kvjax.models.mixers.attention import mixer_of
+
+
+def takes_of(config: Config, layer: int) -> dict[str, Take]:
+    """What a layer takes, by what it is to the layer; "input" is what its whole mixer runs on.
+
+    >>> from kvjax.models.mixers.attention import Attention
+    >>> sizes = dict(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)
+    >>> takes_of(Config(mixers=(Attention(), Attention(source=0)), **sizes), 1)
+    {'slots': Take(name='slots', layer=0)}
+    """
+    takes = mixer_of(config, layer).takes
+    # A layer has its own values at hand; its own input is there before it runs.
+    takes = {key: take for key, take in takes.items() if take.layer != layer or take.name == "input"}
+    below = config.inputs[layer] if config.inputs else None
+    return takes if below is None else takes | {"input": Take("input", below)}
+
+
+def published(config: Config) -> dict[int, frozenset[str]]:
+    """The names that each layer publishes, for the layers from which others take something.
+
+    >>> from kvjax.models.mixers.attention import Attention
+    >>> sizes = dict(vocab=32, d_model=16, layers=3, heads=2, kv_heads=1, head_dim=8, d_ff=32)
+    >>> published(Config(mixers=(Attention(), Attention(source=0), Attention(source=0)), **sizes))
+    {0: frozenset({'slots'})}
+    """
+    out: dict[int, frozenset[str]] = {}
+    for layer in range(config.layers):
+        for name, at in takes_of(config, layer).values():
+            if at is not None:
+                out[at] = out.get(at, frozenset()) | {name}
+    return out
+
+
+def taken(takes: Mapping[str, Take], things: Mapping[Take, Any]) -> dict[str, Any]:
+    """What a layer takes of all `things` that were published so far."""
+    return {key: things[take] for key, take in takes.items()}

@@ -1,0 +1,78 @@
+"""Latent attention: its layer against an oracle, and against ordinary heads rotated as complex numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import steps
+from kvjax.grammar import Method
+from kvjax.models.feed_forward import NoMLP
+from kvjax.models.params import init
+from kvjax.steps import Run
+from tests.models.architectures import MLA, TPA, with_layers
+from tests.ops import sequences
+from tests.ops.oracles import oracle, rms
+from tests.parity.ops.layers import OPS
+
+B, T, D, H, K, P, R, V, THETA = 2, 13, 11, 3, 6, 4, 7, 5, 10000.0
+
+
+@pytest.fixture
+def tokens(rng):
+    shapes = {"x": (B, T, D), "Wq": (D, H, K + P), "Wkv": (D, R), "Wkr": (D, P)}
+    shapes |= {"Wuk": (R, H, K), "Wuv": (R, H, V), "kv_norm": (R,)}
+    return {name: 0.5 * rng.normal(size=shape) for name, shape in shapes.items()}
+
+
+def complex_pairs(x, t):
+    """Neighbours as real and imaginary part, turned to position t."""
+    return (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * t * THETA ** (-np.arange(P // 2) * 2 / P))
+
+
+def by_hand(x, turn=complex_pairs):
+    q, down, k_rope = np.einsum("btd,dhk->bthk", x["x"], x["Wq"]), x["x"] @ x["Wkv"], x["x"] @ x["Wkr"]
+    latent = down / np.sqrt((down**2).mean(-1, keepdims=True) + 1e-6) * x["kv_norm"]
+    out = np.zeros((B, T, H, V))
+    for b, t, h in np.ndindex(*out.shape[:3]):
+        k, v = (latent[b, : t + 1] @ x[up][:, h] for up in ("Wuk", "Wuv"))
+        key = np.array([turn(k_rope[b, s], s) for s in range(t + 1)])
+        s = k @ q[b, t, h, :K] + (key.conj() @ turn(q[b, t, h, K:], t)).real
+        p = np.exp((K + P) ** -0.5 * s)
+        out[b, t, h] = p / p.sum() @ v
+    return out
+
+
+def test_expanded_and_absorbed_it_is_the_oracle_also_from_bfloat16():
+    sequences.the_oracle(OPS["mla"], *oracle("mla"))
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_expanded_and_absorbed_it_is_the_equation(tokens, recurrent):
+    got = jax.jit(lambda x: OPS["mla"](x, recurrent=recurrent))(sequences.as_arrays(tokens, jnp.float32))
+    assert rms(got["o"], by_hand(tokens)) < 1e-6
+
+
+def test_without_rotation_nothing_turns(tokens):
+    got = jax.jit(lambda x: OPS["mla"](x, turns=False))(sequences.as_arrays(tokens, jnp.float32))
+    assert rms(got["o"], by_hand(tokens, turn=lambda x, t: x)) < 1e-6
+
+
+def test_a_step_attends_to_latents_and_never_expands_the_cache():
+    """TPA, which does expand what it stores, shows that the largest array would be seen."""
+    room = 1000
+
+    def sizes(word):
+        config = with_layers(word, mlps=(NoMLP(),))
+        run, params = Run(config, Method()), init(config, jax.random.key(0))
+        ids, one = jnp.zeros((B, 1), jnp.int32), jnp.ones((B,), jnp.int32)
+        _, cache = jax.eval_shape(
+            lambda: steps.prefill(run, params, ids, one, None, tokens_bound=1, room=room, compress=False)
+        )
+        step = jax.make_jaxpr(lambda cache: steps.step_fn(run, params, cache, ids[:, 0], one > 0))(cache)
+        return sequences.largest_array(step.jaxpr), config.heads
+
+    largest, heads = sizes(MLA)
+    assert largest <= B * (room + 1) * (MLA.rank + MLA.rope_dim) < B * room * heads * MLA.value_dim
+    largest, heads = sizes(TPA)
+    assert largest >= B * room * heads * 8
