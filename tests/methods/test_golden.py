@@ -20,7 +20,7 @@ def test_the_record_has_every_case():
     assert {tuple(key.split("/")[:2]) for key in RECORDED} == set(cases())
 
 
-@pytest.mark.parametrize(("label", "name"), params())
+@pytest.mark.parametrize(("label", "name"), list(params()))
 def test_a_conversation_is_as_recorded(label, name):
     found, mine = converse(label, name), f"{label}/{name}/"
     want = {key.removeprefix(mine): x for key, x in RECORDED.items() if key.startswith(mine)}
