@@ -63,6 +63,7 @@ def test_gradients_agree(tokens):
     sequences.gradients_agree(run, tokens)
 
 
+@pytest.mark.rotating
 def test_positions_count_from_the_start_of_a_segment(tokens):
     few = sequences.piece(tokens, 0, 6)
     x, segments = as_arrays(sequences.join([few, few]), jnp.float32), jnp.asarray([[0] * 6 + [1] * 6] * B)
@@ -71,6 +72,7 @@ def test_positions_count_from_the_start_of_a_segment(tokens):
     assert rms(jax.jit(run)(x)[1].kept["b_k"][:, 6:], state[:, :6]) > 0.1
 
 
+@pytest.mark.rotating
 def test_without_rope_nothing_turns(tokens):
     got, _ = jax.jit(lambda x: run(x, rope=None))(as_arrays(tokens, jnp.float32))
     assert rms(got, by_hand(tokens, turns=False)) < 1e-6
