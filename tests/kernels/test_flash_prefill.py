@@ -267,6 +267,7 @@ def test_what_cannot_run_says_why():
     assert "exceeds the scalar memory" in found[0]
 
 
+@pytest.mark.rotating
 def test_here_it_runs_as_the_plain_form_and_by_force_as_the_kernel():
     drawn, options, bar = split("a short cache")
     inputs = draw(6, **drawn)

@@ -117,7 +117,7 @@ def test_packed_segments_are_each_alone(name, recurrent, rng):
     x = draw(rng, name)
     ends = [[9, 33, T], [20, 21, T]]
     segments = jnp.asarray([np.searchsorted(e, np.arange(T), side="right") for e in ends], jnp.int32)
-    got = RUN[name](x, segments=segments, recurrent=recurrent)
+    got = RUN[name](x, segments=segments, mask=jnp.ones((B, T), bool), recurrent=recurrent)
     for row in range(B):
         for start, stop in zip([0, *ends[row]], ends[row], strict=False):
             alone = cut(x, start, stop, slice(row, row + 1))

@@ -91,6 +91,7 @@ def test_segments_shorter_than_a_block_are_each_alone(rng):
     rows.close(got, want, 1e-10)
 
 
+@pytest.mark.rotating
 def test_a_row_of_nothing_but_padding_is_finite_and_stays_empty(rng):
     x = jax.tree.map(lambda y: jnp.asarray(y, jnp.float32), draw(rng, t=9))
     mask = jnp.zeros((B, 9), bool).at[1].set(True)
