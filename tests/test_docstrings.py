@@ -21,7 +21,13 @@ def examples(name):
     return [test for test in tests if test.examples]
 
 
-@pytest.mark.parametrize("name", MODULES)
+def in_turn(names):
+    """Operations are many and each compiles its own programs; their equations have tests of their own."""
+    turn = {name: [pytest.mark.rotating] if name.startswith("kvjax.ops.") else [] for name in names}
+    return [pytest.param(name, marks=marks) for name, marks in turn.items()]
+
+
+@pytest.mark.parametrize("name", in_turn(MODULES))
 def test_examples_compute_what_they_show(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runner = doctest.DocTestRunner(verbose=False)
