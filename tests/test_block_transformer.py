@@ -28,7 +28,7 @@ from tests.reference import Decoder, rope, softmax
 L, P, T = 4, 2, 14
 SIZES = dict(heads=4, kv_heads=2, head_dim=8, d_ff=24, rope=Rope(theta=100.0))
 BLOCKS = Config(vocab=P * 20, d_model=24, layers=2, **SIZES)
-TOKENS = Config(vocab=30, d_model=20, layers=2, **SIZES)
+TOKENS = Config(vocab=30, d_model=20, layers=1, **SIZES)
 CONTEXT = (Attention(), CrossAttention(width=20))
 
 
@@ -116,13 +116,13 @@ def test_a_full_cache_is_refused_when_the_next_block_would_not_fit(model, tokens
 
 def test_a_cache_holds_one_slot_per_block_and_one_block(model):
     _, cache = model.prefill(np.zeros((1, 16), np.int32), room=0)
-    slot = 2 * 2 * 8 * 2 + 2 * 2  # keys and values of two layers with two heads, and positions
-    assert kvjax.nbytes(halves(model, cache).blocks.groups) == 4 * (16 // L) * slot
+    slot = 2 * 8 * 2 + 2  # keys and values of one layer with two heads, and positions
+    assert kvjax.nbytes(halves(model, cache).blocks.groups) == 4 * (16 // L) * 2 * slot
     assert kvjax.nbytes(halves(model, cache).tokens.groups) == 4 * (P + L - 1) * slot
     # The ids of the open block, and the position of the next token.
-    assert kvjax.nbytes(cache) == 4 * (16 // L + P + L - 1) * slot + 4 * L + 4
-    _, longer = model.prefill(np.zeros((1, 64), np.int32), room=0)
-    assert kvjax.nbytes(longer) - kvjax.nbytes(cache) == 4 * (48 // L) * slot
+    assert kvjax.nbytes(cache) == 4 * (16 // L * 2 + P + L - 1) * slot + 4 * L + 4
+    longer = jax.eval_shape(lambda: model.prefill(np.zeros((1, 64), np.int32), room=0)[1])
+    assert kvjax.nbytes(longer) - kvjax.nbytes(cache) == 4 * (48 // L) * 2 * slot
 
 
 def test_rows_can_be_copied_and_emptied(model, tokens, whole):
@@ -170,12 +170,13 @@ def test_generated_tokens_are_the_likeliest_of_the_forward_pass(model, tokens):
     text = np.concatenate([tokens[:, :T], free.tokens], 1)
     np.testing.assert_array_equal(np.asarray(model(text)).argmax(-1)[:, T - 1 : -1], free.tokens)
     # A row that ended is left alone: what it goes on with later is what its own tokens say.
-    stop = int(free.tokens[0, 1])
-    assert stop not in free.tokens[1]
-    out = kvjax.generate(model, tokens[:, :T], max_new_tokens=6, stop=[stop])
-    assert out.tokens[0, 1:3].tolist() == [stop, -1] and out.cache.next.tolist() == [T + 2, T + 6]
+    first, second = np.asarray(free.tokens).tolist()
+    at = next(i for i in range(1, 5) if first[i] not in first[:i] + second)
+    out = kvjax.generate(model, tokens[:, :T], max_new_tokens=6, stop=[first[at]])
+    assert out.tokens[0, at : at + 2].tolist() == [first[at], -1]
+    assert out.cache.next.tolist() == [T + at + 1, T + 6]
     logits, _ = kvjax.step(model, out.cache, [5, 5])
-    for row, written in ((0, 2), (1, 6)):
+    for row, written in ((0, at + 1), (1, 6)):
         past = [*tokens[row, :T], *out.tokens[row, :written].tolist(), 5]
         padded = np.zeros((2, T + 7), int)
         padded[row, : len(past)] = past
@@ -320,7 +321,7 @@ def test_gradients_are_finite_and_reach_every_parameter(model, tokens):
         (dict(blocks=dataclasses.replace(BLOCKS, tied=True)), "has no embedding to tie"),
         (dict(tokens=dataclasses.replace(TOKENS, max_positions=4)), "takes 5 positions of the token decoder"),
         (
-            dict(tokens=dataclasses.replace(TOKENS, mixers=CONTEXT)),
+            dict(tokens=dataclasses.replace(TOKENS, layers=2, mixers=CONTEXT)),
             "layer 1 of the tokens decoder .* a context",
         ),
     ],

@@ -59,7 +59,14 @@ def assert_same_bits(a: Cache, b: Cache):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-@pytest.mark.parametrize("build", METHODS.values(), ids=METHODS.keys())
+# The first and the third are single arrays of slots, as the second is.
+IN_TURN = ("full", "fp8")
+
+
+@pytest.mark.parametrize(
+    "build",
+    [pytest.param(b, id=n, marks=[pytest.mark.rotating] * (n in IN_TURN)) for n, b in METHODS.items()],
+)
 def test_a_loaded_cache_has_the_same_bits_and_continues_without_compiling(build, model, tmp_path):
     cache = filled(model, build())
     kvjax.save_cache(tmp_path / "a.cache", cache)

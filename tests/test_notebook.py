@@ -1,9 +1,13 @@
 """The notebook is committed without outputs, and runs from top to bottom on a CPU without a network."""
 
+import warnings
 from pathlib import Path
 
+import huggingface_hub
+import IPython.display
 import nbformat
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from nbclient import NotebookClient
 
 QUICKSTART = Path(__file__).parents[1] / "notebooks" / "quickstart.ipynb"
@@ -28,6 +32,54 @@ def test_the_notebook_is_small_and_has_no_outputs():
         assert not cell.get("outputs") and cell.get("execution_count") is None and not cell.metadata
 
 
+# What the comparisons of a plain run ask less of: (cell, what it says, what runs instead).
+SHORTER = [
+    ("compare", '["snapkv:variant=kvpress", "kvzip", "kivi"]', '["kvzip"]'),
+    (
+        "own-compare",
+        '[("loud values", True, loud), "snapkv:variant=kvpress"]',
+        '[("loud values", True, loud)]',
+    ),
+    *((cell, "[0.5, 0.25]", "[0.5]") for cell in ("compare", "own-compare")),
+    *((cell, "samples=4", "samples=1") for cell in ("compare", "own-compare")),
+]
+
+
+def offline(*_, **__):
+    raise LocalEntryNotFoundError("no connection")
+
+
+def test_the_cells_run_one_after_the_other(tmp_path, monkeypatch, capsys):
+    """In this process, which shares what other tests compiled; the notebook itself runs below."""
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    monkeypatch.setattr(IPython.display, "display", lambda shown: pictures.append(shown.data))
+    monkeypatch.chdir(tmp_path)
+    cells = {c.id: c.source for c in nbformat.read(QUICKSTART, as_version=4).cells if c.cell_type == "code"}
+    for cell, long, short in SHORTER:
+        assert cells[cell].count(long) == 1
+        cells[cell] = cells[cell].replace(long, short)
+    names, printed, pictures = {}, {}, []
+    with warnings.catch_warnings():
+        for cell, source in cells.items():
+            exec(compile(source, f"quickstart.ipynb, {cell}", "exec"), names)
+            printed[cell] = capsys.readouterr().out
+    assert_shows(printed, tmp_path)
+    assert len(pictures) == 2 and all(data[:4] == b"\x89PNG" for data in pictures)
+
+
+def assert_shows(printed, folder):
+    """What the cells print and write, whatever they compare."""
+    assert "cpu" in printed["device"] and "kvzip" in printed["compare"]
+    assert "recall-tiny-hf: 503 tokens, ending" in printed["hf-load"]
+    full, snapkv, chained = printed["hf-generate"].splitlines()
+    assert full.startswith("full") and chained.startswith("snapkv + int8")
+    sizes = [int(line.rpartition(" KiB")[0].split()[-1]) for line in (full, snapkv, chained)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert "loud values" in printed["own-compare"]
+    assert len(list(folder.glob("kvjax-results/*/report.html"))) == 2
+
+
+@pytest.mark.rotating
 @pytest.mark.filterwarnings("default")  # those of Jupyter's libraries are not ours
 def test_the_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -36,12 +88,5 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     notebook = nbformat.read(QUICKSTART, as_version=4)
     client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
-    assert "cpu" in outputs(notebook, "device")
-    assert "kvzip" in outputs(notebook, "compare") and pictures(notebook, "frontier")
-    assert "recall-tiny-hf: 503 tokens, ending" in outputs(notebook, "hf-load")
-    full, snapkv, chained = outputs(notebook, "hf-generate").splitlines()
-    assert full.startswith("full") and chained.startswith("snapkv + int8")
-    sizes = [int(line.rpartition(" KiB")[0].split()[-1]) for line in (full, snapkv, chained)]
-    assert sizes == sorted(sizes, reverse=True)
-    assert "loud values" in outputs(notebook, "own-compare") and pictures(notebook, "own-compare")
-    assert len(list(tmp_path.glob("kvjax-results/*/report.html"))) == 2
+    assert_shows({c.id: outputs(notebook, c.id) for c in notebook.cells if c.cell_type == "code"}, tmp_path)
+    assert pictures(notebook, "frontier") and pictures(notebook, "own-compare")

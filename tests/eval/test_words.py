@@ -65,12 +65,12 @@ def _trained(made: Tokenizer, trainer: object) -> Tokenizer:
 TOKENIZERS = {"byte level": byte_level(), "metaspace": metaspace(), "word level": word_level()}
 
 
-def hf_folder(folder, tokenizer: Tokenizer | None, max_positions: int = 1024) -> str:
-    """A random two-layer Llama with a tokenizer, as a Hugging Face directory."""
+def hf_folder(folder, tokenizer: Tokenizer | None, max_positions: int = 1024, layers: int = 2) -> str:
+    """A random small Llama with a tokenizer, as a Hugging Face directory."""
     config = Config(
         vocab=960,
         d_model=32,
-        layers=2,
+        layers=layers,
         heads=4,
         kv_heads=2,
         head_dim=16,

@@ -1,6 +1,7 @@
 """Hugging Face directories: what is loaded computes what transformers computes, and survives the way back."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -42,10 +43,22 @@ def assert_same_params(a: Model, b: Model):
 # --- loading -----------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """(model, fixture) by name, loaded once."""
+
+    @functools.cache
+    def load_one(name):
+        folder, fixture = directory(name, tmp_path_factory.mktemp(name))
+        return load_hf(folder), fixture
+
+    return load_one
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_equal_those_of_transformers(name, tmp_path):
-    folder, fixture = directory(name, tmp_path)
-    assert relative_error(load_hf(folder)(fixture.tokens), fixture.logits) <= BAR
+def test_logits_equal_those_of_transformers(name, loaded):
+    model, fixture = loaded(name)
+    assert relative_error(model(fixture.tokens), fixture.logits) <= BAR
 
 
 @pytest.mark.parametrize("index", [True, False])
@@ -94,7 +107,7 @@ def tensor_parallel(path: str, shape: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(mesh_of_four(), P(None, None, "model") if split else P())
 
 
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.rotating), 3])
 def test_each_device_reads_its_piece(shards, tmp_path):
     folder, fixture = directory("phi3", tmp_path, shards=shards)
     plain, model = load_hf(folder), load_hf(folder, sharding=tensor_parallel)
@@ -237,9 +250,8 @@ def test_a_partial_rotation_survives_rounding(channels):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_saved_tensors_are_those_that_were_loaded(name, tmp_path):
-    folder, fixture = directory(name, tmp_path)
-    model = load_hf(folder)
+def test_saved_tensors_are_those_that_were_loaded(name, loaded, tmp_path):
+    model, fixture = loaded(name)
     save_hf(model, tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert saved.keys() == fixture.weights.keys()
@@ -391,7 +403,7 @@ def test_load_takes_directories_of_both_kinds(tmp_path):
     assert_same_params(again, model)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.rotating), "bfloat16"])
 def test_checkpoints_load_in_any_stacking_dtype_and_sharding(dtype, tmp_path):
     folder, fixture = directory("gemma3_text", tmp_path)
     config = load_hf(folder).config
@@ -405,7 +417,13 @@ def test_checkpoints_load_in_any_stacking_dtype_and_sharding(dtype, tmp_path):
                 assert model.params["norm"].sharding == place("norm", model.params["norm"].shape)
 
 
-@pytest.mark.parametrize("sharding", [None, tensor_parallel], ids=["one device", "four"])
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        pytest.param(None, id="one device", marks=pytest.mark.rotating),
+        pytest.param(tensor_parallel, id="four"),
+    ],
+)
 def test_weights_lie_as_their_device_multiplies_them_and_stay_so(sharding, tmp_path, monkeypatch):
     """Other tiles are a TPU's; a CPU can only swap axes."""
     folder, fixture = directory("olmo2", tmp_path)

@@ -136,7 +136,10 @@ def test_logits_equal_the_definition(name, rng):
 # --- what holds for any decoder ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["plain", "windows_local_rope", "sandwich_gemma"])
+IN_TURN = [pytest.param(name, marks=pytest.mark.rotating) for name in ("plain", "sandwich_gemma")]
+
+
+@pytest.mark.parametrize("name", ["windows_local_rope", *IN_TURN])
 def test_stacking_layers_changes_nothing(name, rng):
     config = small(**{f.name: getattr(VARIANTS[name], f.name) for f in dataclasses.fields(Config)})
     config = dataclasses.replace(config, layers=5, windows=(5, None, None, None, 5) if config.windows else ())
@@ -179,12 +182,14 @@ def test_a_window_hides_what_is_older(rng):
     np.testing.assert_array_equal(changed, [0, 0, 1, 1, 1, 0, 0, 0])
 
 
+@pytest.mark.rotating
 def test_eager_equals_jit(rng):
     config = small(layers=1)
     params, row = random_params(config), tokens(rng, 1, 5)
     np.testing.assert_allclose(forward(params, row, config), Model(config, params)(row), atol=1e-5)
 
 
+@pytest.mark.rotating
 def test_low_precision_gives_float32_logits_near_the_exact_ones(rng):
     params, row = random_params(SMALL), tokens(rng, 1, 9)
     low = Model(SMALL, jax.tree.map(lambda w: jnp.asarray(np.asarray(w).astype(jnp.bfloat16)), params))(row)

@@ -11,8 +11,8 @@ from kvjax.models.exchange import published
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.model import Model
+from tests.models import conversation
 from tests.models.architectures import HEADS, MLA, SMALL, TABLE, with_layers
-from tests.models.test_architectures import build
 from tests.reference import Decoder, rms_norm, rope, softmax
 
 T = 11
@@ -62,7 +62,7 @@ def close(got, want):
 
 
 def test_a_clipped_softmax_is_its_equation(tokens):
-    model = build("clipped softmax")
+    model = conversation.model("clipped softmax")
     reference = Reference(model)
     gamma, zeta = model.config.mixers[0].clip
     clipped = lambda s: np.clip((zeta - gamma) * softmax(s) + gamma, 0, 1)  # noqa: E731
@@ -73,16 +73,16 @@ def test_a_clipped_softmax_is_its_equation(tokens):
 
 
 def test_shared_weights_are_those_of_the_layer_below(tokens):
-    reference = Reference(build("shared attention"))
+    reference = Reference(conversation.model("shared attention"))
 
     def logits(layer, h, s):
         return reference.own_logits(layer, h) if s is None else s
 
-    close(build("shared attention")(tokens)[0], reference.run(tokens[0], logits, softmax))
+    close(conversation.model("shared attention")(tokens)[0], reference.run(tokens[0], logits, softmax))
 
 
 def test_aligned_weights_are_a_feed_forward_over_heads_and_a_narrow_product(tokens):
-    model = build("lisa")
+    model = conversation.model("lisa")
     reference, c = Reference(model), model.config
 
     def logits(layer, h, s):
@@ -98,18 +98,14 @@ def test_aligned_weights_are_a_feed_forward_over_heads_and_a_narrow_product(toke
 
 def test_layers_side_by_side_may_change_places(tokens):
     """Both add what they make of one input, so their order is nothing but the order of a sum."""
-    model = build("recurformer")
+    model = conversation.model("recurformer")
     config = model.config
     heads, narrow = HEADS, config.mixers[0]
-    swapped = dataclasses.replace(config, mixers=(heads, narrow, heads, narrow))
-    layers = model.params["layers"]
-    parts = lambda p: ({n: w for n, w in p.items() if n in mlp}, {n: w for n, w in p.items() if n not in mlp})  # noqa: E731
+    swapped = dataclasses.replace(config, mixers=(heads, narrow))
+    attention, recurrent = model.params["layers"]
     mlp = ("gate", "up", "down", "mlp_norm")
-    moved = []
-    for a, b in zip(layers[::2], layers[1::2], strict=True):
-        (feed, mixer), attention = parts(b), a
-        moved += [mixer, attention | feed]
-    other = Model(swapped, model.params | {"layers": tuple(moved)}, name="swapped")
+    mixer, feed = ({n: w for n, w in recurrent.items() if (n in mlp) == own} for own in (False, True))
+    other = Model(swapped, model.params | {"layers": (mixer, attention | feed)}, name="swapped")
     close(other(tokens), np.asarray(model(tokens)))
     apart = dataclasses.replace(config, inputs=())
     after = Model(apart, model.params, name="one after the other")
@@ -136,14 +132,14 @@ def test_layers_publish_what_others_take_and_nothing_else(name, names):
 
 
 def test_layer_0_mixes_its_own_values_with_themselves(tokens):
-    model = build("resformer")
+    model = conversation.model("resformer")
     mixing = dataclasses.replace(model.config, mixers=(Attention(value_mix=0.5),) * model.config.layers)
     close(Model(mixing, model.params, name="mixing")(tokens), np.asarray(model(tokens)))
 
 
 def test_fewer_heads_are_those_heads_of_more(tokens):
     """Heads whose output weights are zero are the same as no heads."""
-    few = build("gqa")
+    few = conversation.model("gqa")
     layers = []
     for p in few.params["layers"]:
         o = np.asarray(p["o"]).copy()
@@ -152,7 +148,7 @@ def test_fewer_heads_are_those_heads_of_more(tokens):
     masked = Model(SMALL, few.params | {"layers": tuple(layers)}, name="masked")
     cut = {"q": np.s_[:, :, :16], "k": np.s_[:, :, :8], "v": np.s_[:, :, :8], "o": np.s_[:, :16]}
     small = tuple({n: w[cut[n]] if n in cut else w for n, w in p.items()} for p in few.params["layers"])
-    config = with_layers(*[Attention(heads=2, kv_heads=1)] * 2)
+    config = with_layers(*[Attention(heads=2, kv_heads=1)] * 2, mlps=())
     close(Model(config, few.params | {"layers": small}, name="cut")(tokens), np.asarray(masked(tokens)))
 
 
@@ -193,4 +189,4 @@ def test_what_does_not_go_together_is_refused(mixers, options, why):
 def test_methods_that_would_break_them_are_refused(name, method, why, tokens):
     assert name in TABLE
     with pytest.raises(kvjax.errors.InputError, match=why):
-        kvjax.prefill(build(name), tokens, method=kvjax.method(method, budget=0.5), room=4)
+        kvjax.prefill(conversation.model(name), tokens, method=kvjax.method(method, budget=0.5), room=4)

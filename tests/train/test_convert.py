@@ -11,8 +11,8 @@ from kvjax.models import transformer
 from kvjax.models.config import Config
 from kvjax.models.encoder import encode
 from kvjax.models.mixers.cross_attention import CrossAttention
-from kvjax.models.params import init
 from kvjax.train.convert import drop_attention, insert_cross_attention, pool_heads, share_layers
+from tests.models.conversation import parameters
 
 forward = jax.jit(transformer.forward, static_argnums=2)
 CONFIG = Config(40, 12, 3, 6, 6, 4, 20, qkv_bias=True)
@@ -21,9 +21,7 @@ CROSS = CrossAttention(width=12, turns=True)
 
 @pytest.fixture(scope="module")
 def params():
-    noise = np.random.default_rng(0)
-    made = init(CONFIG, jax.random.key(0))
-    return jax.tree.map(lambda x: jnp.asarray(x + 0.3 * noise.standard_normal(x.shape), jnp.float32), made)
+    return parameters(CONFIG)
 
 
 def heads(x):
@@ -54,6 +52,7 @@ def test_weights_make_it_a_weighted_sum_and_have_gradients(params):
     assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0
 
 
+@pytest.mark.rotating
 def test_pooling_equal_heads_changes_nothing(params):
     def alike(w):
         return jnp.repeat(w.reshape(*w.shape[:-1], 6, 4)[..., ::3, :], 3, -2).reshape(w.shape)

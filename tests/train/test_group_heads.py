@@ -14,9 +14,10 @@ from kvjax.models.config_json import config_from_json, config_to_json
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.model import Model
-from kvjax.models.params import Group, init, plan, regroup
+from kvjax.models.params import Group, regroup
 from kvjax.ops.base.rope import Rope
 from kvjax.train.convert import Grouping, group_heads, pool_heads
+from tests.models.conversation import parameters
 
 forward = jax.jit(transformer.forward, static_argnums=2)
 # Eight query heads on four KV heads, with everything that a layer of plain attention may have.
@@ -30,9 +31,7 @@ TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 40, (2, 9)), jnp.int32
 
 @pytest.fixture(scope="module")
 def params():
-    noise = np.random.default_rng(0)
-    made = init(CONFIG, jax.random.key(0), groups=plan(CONFIG, stacked=False))
-    return jax.tree.map(lambda x: jnp.asarray(x + 0.3 * noise.standard_normal(x.shape), jnp.float32), made)
+    return parameters(CONFIG)
 
 
 def heads(x):
@@ -77,6 +76,7 @@ def test_it_computes_what_plain_attention_with_copied_heads_does(params):
     np.testing.assert_allclose(forward(grouped, TOKENS, config), want, atol=1e-5)
 
 
+@pytest.mark.rotating
 def test_single_heads_leave_the_logits(params):
     alone = Grouping((2, 0, 3, 1), (0, 1, 2, 3))
     same, config = group_heads(params, CONFIG, [alone, None, alone])
@@ -86,6 +86,7 @@ def test_single_heads_leave_the_logits(params):
     )
 
 
+@pytest.mark.rotating
 def test_equal_neighbours_are_pool_heads(params):
     pooled, smaller = pool_heads(params, CONFIG, 2)
     grouped, config = group_heads(params, CONFIG, [Grouping((0, 0, 1, 1), (0, 0, 1, 1))] * 3)

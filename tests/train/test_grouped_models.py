@@ -119,7 +119,13 @@ def close(params, config, smaller, less):
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("measure", [weight_products, lambda p, c: activation_products(p, c, TOKENS)])
+@pytest.mark.parametrize(
+    "measure",
+    [
+        pytest.param(weight_products, marks=pytest.mark.rotating),
+        lambda p, c: activation_products(p, c, TOKENS),
+    ],
+)
 def test_asymgqa_finds_planted_heads_and_the_logits_stay(params, measure):
     model = planted(params, SHARED)
     found = [Grouping(*(asymgqa(x, 3) for x in layer)) for layer in measure(model, CONFIG)]
@@ -161,6 +167,7 @@ def test_key_driven_reads_what_key_norms_measure(params):
         assert kdgqa(row, 6, least=1).reads.count(int(row.argmax())) == 5
 
 
+@pytest.mark.rotating
 def test_measured_losses_choose_layers_better_than_likeness_does():
     model = kvjax.load("recall-tiny")
 

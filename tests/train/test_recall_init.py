@@ -43,7 +43,9 @@ def attention_maps(params, tokens, config=CONFIG):
     return np.stack(maps)
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2])
+@pytest.fixture(
+    scope="module", params=[0, *(pytest.param(seed, marks=pytest.mark.rotating) for seed in (1, 2))]
+)
 def params(request):
     return circuit_init(jax.random.key(request.param))
 

@@ -1,0 +1,41 @@
+"""What distinguishes the memories of architectures, computed from their configs, and who stands for each.
+
+Two architectures of one class hold their past in the same kinds of segments and hand it on in the same ways,
+so a whole conversation with one of them says what a conversation with the other would.
+"""
+
+from kvjax.models.config import Config
+from kvjax.models.mixers.attention import mixer_of
+
+
+def layer_memory(config: Config, layer: int) -> str:
+    """What one layer keeps, and what it reads or takes of other layers' memory."""
+    mixer, window = mixer_of(config, layer), config.window(layer)
+    slots = mixer.slots(config)
+    if slots is None:
+        words = ["state" if mixer.state(config) else "nothing"]
+        words += ["in place"] if mixer.in_place else []
+    else:
+        words = ["slots", *(kind for kind in ("factors", "fixed", "ids", "shared") if getattr(slots, kind))]
+    words += ["window"] if window is not None else []
+    words += [f"{use} from {_where(take.layer, layer)}" for use, take in mixer.takes.items()]
+    return ", ".join(words)
+
+
+def _where(source: int | None, layer: int) -> str:
+    if source is None:
+        return "the decoder"
+    return "here" if source == layer else "above" if source > layer else "below"
+
+
+def memory_class(config: Config) -> frozenset[str]:
+    """The kinds of memory that an architecture's layers have."""
+    return frozenset(layer_memory(config, i) for i in range(config.layers))
+
+
+# One architecture of every class; where some can be stacked, one of those.
+REPRESENTATIVES = (
+    "gqa", "sinks", "mla", "gqkva", "retnet", "mamba-2", "goldfinch", "kimi linear", "jamba", "mlkv", "yoco",
+    "lckv", "clla", "svformer", "swiftkv", "attention dropped", "lisa", "mixattention",
+    "yoco, gated retention", "cepe", "rwkv-7", "resformer",
+)  # fmt: skip
