@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import InputError
-from kvjax.grammar import Method
+from kvjax.grammar import Method, check
 from kvjax.keep.patterns import Recent
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
@@ -21,10 +21,14 @@ from kvjax.models.mixers.bidirectional import Bidirectional
 def check_fit(method: Method, config: Config) -> None:
     """InputError where a method cannot act on what the model's layers keep, saying which and why.
 
-    Codecs must be able to hold every kind of key, value and state; scores that look at keys need keys that a
+    Its words must fit together, too, as methods that were not built by name have not shown yet. Codecs must be able to hold every kind of key, value and state; scores that look at keys need keys that a
     query can meet; what is merged must be stored; and a model without slots has nothing to keep or to read. A
     context is left alone. An encoder, whose tokens see later ones, has no cache.
     """
+    try:
+        check(method)
+    except ValueError as error:
+        raise InputError(str(error)) from error
     own = [mixer_of(config, i) for i in range(config.layers)]
     if any(isinstance(m, Bidirectional) for m in own):
         raise InputError(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import words
 from kvjax.cache import Codec, Slots
 from kvjax.ops.base.rope import Rope
 
@@ -77,7 +78,10 @@ class AttentionSpec(NamedTuple):
 
 @runtime_checkable
 class Observation(Protocol):
-    """A static word naming what must be recorded while a layer attends: Inputs -> arrays."""
+    """A static word naming what must be recorded while a layer attends: Inputs -> arrays.
+
+    `phases`, where a word has them, say whether it exists "prefill", "step" or both; else in prefills alone.
+    """
 
     def __call__(self, inputs: Inputs) -> Any: ...
 
@@ -325,10 +329,8 @@ def check(method: Method) -> None:
     every_step = keep is not None and keep.when == STEP
     paged = keep is not None and not keep.allocate.uniform
     together = granule > 1 or residual > 0
-    window = 1
-    if keep is not None and keep.score is not None:
-        window = max((getattr(o, "last", 1) for o in keep.score.needs), default=1)
     problems = [
+        *([] if keep is None else words.refused(keep, every_step)),
         (
             every_step and together,
             "evicting at every step needs a store that encodes tokens one by one, this one encodes "
@@ -340,11 +342,6 @@ def check(method: Method) -> None:
             f"{granule} together behind a residual: use int8, int4 or fp8",
         ),
         (every_step and paged, "evicting at every step works with the uniform allocation only"),
-        (
-            every_step and window > 1,
-            f"evicting at every step can score by the newest query, not by the last {window}: "
-            "use when=PREFILL_END",
-        ),
         (
             every_step and read is not None,
             "a read method ranks pages of slots that stay put, and this keep evicts at every step",

@@ -22,6 +22,7 @@ from kvjax.cache import (
 )
 from kvjax.grammar import Seen, View
 from kvjax.group import GroupMethod
+from kvjax.keep.observe import Queries
 from kvjax.models.attending import published_by, rotary
 from kvjax.models.exchange import published
 from kvjax.models.layers import Params
@@ -178,7 +179,8 @@ def _evict(
     n = keep.budget.count(length)
     keys = one.keys()
     view = View(keys.k, keys.v, one.pos, one.bias, stats)
-    seen = Seen({}, mass, length, n, layer.number, run.attention_spec(gm.first), q)
+    observed = {repr(Queries(1)): (q, length[:, None] - 1)}
+    seen = Seen(observed, mass, length, n, layer.number, run.attention_spec(gm.first), q)
     score = keep.score(view, seen).astype(jnp.float32)
     for pattern in keep.protect:
         score = jnp.where(pattern(one.pos, length, n), jnp.inf, score)

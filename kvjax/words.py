@@ -1,0 +1,74 @@
+"""What the words of a sentence promise each other, checked when it is built, and their shapes when traced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvjax.grammar import Keep
+
+# When an observation exists: while many new tokens are read, or in the step of one token.
+IN_PREFILL, IN_STEP = "prefill", "step"
+
+
+def observations(keep: Keep) -> list[Any]:
+    """What the score and the merge of a keep observe, in the order of their names."""
+    words = [word for word in (keep.score, keep.merge) if word is not None]
+    return sorted({o for word in words for o in word.needs}, key=repr)
+
+
+def refused(keep: Keep, every_step: bool) -> list[tuple[bool, str]]:
+    """(wrong, why) for each way in which the words of a keep cannot work together."""
+    if keep.score is None:
+        return []
+    found = observations(keep)
+    masses = [o for o in found if getattr(o, "of_attention", False)]
+    stats = sorted(keep.score.stats)
+    summed = any(o.reduce == "sum" for o in masses if o in keep.score.needs)
+    absent = [o for o in found if IN_STEP not in getattr(o, "phases", (IN_PREFILL,))]
+    probe = _probe_of(keep.score)
+    return [
+        (
+            len(masses) > 1,
+            f"it observes attention as {' and as '.join(map(repr, masses))}, and attention is recorded in one "
+            "way per method: use one of them in its score and its merge",
+        ),
+        (
+            not set(stats) <= {"mass"},
+            f"its score remembers {', '.join(stats)} per slot, and the only statistic is 'mass', which grows by "
+            "the attention received: name no other in stats",
+        ),
+        (
+            bool(stats) and not summed,
+            "its score remembers 'mass' per slot without observing what it grows by: add Mass('sum') to needs",
+        ),
+        (
+            bool(masses) and not stats,
+            f"it observes {masses[:1]} and remembers no 'mass', by which a score reads attention: give its "
+            "score stats = frozenset({'mass'}) and read view.stats['mass']",
+        ),
+        (
+            bool(stats) and not keep.allocate.uniform,
+            f"its score remembers {', '.join(stats)} per slot, which heads of unequal budgets forget between "
+            "prefills: allocate by Uniform()",
+        ),
+        (
+            every_step and bool(absent),
+            f"evicting at every step needs what is observed in steps too, and {', '.join(map(repr, absent))} "
+            "exists in prefills only: use when=PREFILL_END",
+        ),
+        (
+            every_step and keep.probe is not None,
+            f"evicting at every step cannot score by a probe ({keep.probe!r}), which is read behind a prompt: "
+            "use when=PREFILL_END",
+        ),
+        (
+            probe != keep.probe,
+            f"its score reads the probe {probe!r} and the keep's is {keep.probe!r}: give both the same",
+        ),
+    ]
+
+
+def _probe_of(score: Any) -> Any:
+    """The probe a score reads, also where it is smoothed; None where it reads none."""
+    return _probe_of(score.score) if hasattr(score, "pool") else getattr(score, "probe", None)
