@@ -168,7 +168,7 @@ def prefill(
     check_reach(model, last)
     if compress:
         first = batch.lengths if chunk is None else np.minimum(batch.lengths, chunk)
-        check_budget(chosen, int(first.min() + before.min()))
+        check_budget(chosen, [*(before + first), *(before + batch.lengths)])
     run = Run(model.config, bind(chosen, model), implementation)
     pieces = _chunks(batch, chunk)
     logits = None

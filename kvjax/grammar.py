@@ -14,11 +14,15 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import words
 from kvjax.cache import Codec, Slots
 from kvjax.ops.base.rope import Rope
+
+# What patterns take: they are computed on the host, too.
+Numbers = Array | np.ndarray
 
 
 class View(NamedTuple):
@@ -101,11 +105,11 @@ class Score(Protocol):
 
 @runtime_checkable
 class Pattern(Protocol):
-    """Slots that must stay whatever their score."""
+    """Slots that must stay whatever their score: a function of integers, which may be numpy's, too."""
 
     def __call__(
-        self, pos: Int[Array, "B K S"], length: Int[Array, "B"], n: Int[Array, "B"]
-    ) -> Bool[Array, "B K S"]: ...
+        self, pos: Int[Numbers, "B K S"], length: Int[Numbers, "B"], n: Int[Numbers, "B"]
+    ) -> Bool[Numbers, "B K S"]: ...
 
 
 @runtime_checkable

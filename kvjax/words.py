@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from kvjax.grammar import Keep
 
@@ -21,6 +23,9 @@ def refused(keep: Keep, every_step: bool) -> list[tuple[bool, str]]:
     """(wrong, why) for each way in which the words of a keep cannot work together."""
     if keep.score is None:
         return []
+    whole = int(keep.budget.amount) if keep.budget.ratio is None else 0
+    # So many tokens show all that patterns protect.
+    full = crowded(keep, 4 * whole + 4096, "a long prompt's tokens", every_step) if whole else ""
     found = observations(keep)
     masses = [o for o in found if getattr(o, "of_attention", False)]
     stats = sorted(keep.score.stats)
@@ -28,19 +33,20 @@ def refused(keep: Keep, every_step: bool) -> list[tuple[bool, str]]:
     absent = [o for o in found if IN_STEP not in getattr(o, "phases", (IN_PREFILL,))]
     probe = _probe_of(keep.score)
     return [
+        (bool(full), full),
         (
             len(masses) > 1,
-            f"it observes attention as {' and as '.join(map(repr, masses))}, and attention is recorded in one "
-            "way per method: use one of them in its score and its merge",
+            f"it observes attention as {' and as '.join(map(repr, masses))}, and attention is recorded in "
+            "one way per method: use one of them in its score and its merge",
         ),
         (
             not set(stats) <= {"mass"},
-            f"its score remembers {', '.join(stats)} per slot, and the only statistic is 'mass', which grows by "
-            "the attention received: name no other in stats",
+            f"its score remembers {', '.join(stats)} per slot, and the only statistic is 'mass', which grows "
+            "by the attention received: name no other in stats",
         ),
         (
             bool(stats) and not summed,
-            "its score remembers 'mass' per slot without observing what it grows by: add Mass('sum') to needs",
+            "its score remembers 'mass' per slot and observes no sum by which it grows: add Mass('sum') to needs",
         ),
         (
             bool(masses) and not stats,
@@ -49,8 +55,8 @@ def refused(keep: Keep, every_step: bool) -> list[tuple[bool, str]]:
         ),
         (
             bool(stats) and not keep.allocate.uniform,
-            f"its score remembers {', '.join(stats)} per slot, which heads of unequal budgets forget between "
-            "prefills: allocate by Uniform()",
+            f"its score remembers {', '.join(stats)} per slot, which heads of unequal budgets forget "
+            "between prefills: allocate by Uniform()",
         ),
         (
             every_step and bool(absent),
@@ -59,7 +65,7 @@ def refused(keep: Keep, every_step: bool) -> list[tuple[bool, str]]:
         ),
         (
             every_step and keep.probe is not None,
-            f"evicting at every step cannot score by a probe ({keep.probe!r}), which is read behind a prompt: "
+            f"evicting at every step cannot score by a probe that follows a prompt ({keep.probe!r}): "
             "use when=PREFILL_END",
         ),
         (
@@ -67,6 +73,27 @@ def refused(keep: Keep, every_step: bool) -> list[tuple[bool, str]]:
             f"its score reads the probe {probe!r} and the keep's is {keep.probe!r}: give both the same",
         ),
     ]
+
+
+def crowded(keep: Keep, tokens: int, row: str = "", every_step: bool = False) -> str:
+    """Why what must stay of a row of `tokens` tokens does not fit the budget; empty where it does.
+
+    row: what such a row is called.
+
+    Where slots leave at every step, the newest token needs a slot beside those that patterns protect.
+    """
+    n = keep.budget.capacity(tokens)
+    pos, length = np.arange(tokens, dtype=np.int32)[None, None], np.array([tokens], np.int32)
+    stays = (pos == tokens - 1) & every_step
+    for pattern in keep.protect:
+        stays = stays | np.asarray(pattern(pos, length, np.array([n], np.int32)))  # type: ignore[arg-type]
+    if stays.sum() <= n:
+        return ""
+    names = [*map(repr, keep.protect), *(["the newest token"] if every_step else [])]
+    return (
+        f"{stays.sum()} of {row or f'{tokens} tokens'} must stay ({', '.join(names)}), "
+        f"more than the budget of {n} slots (budget={keep.budget.amount!r}): raise the budget or lower what is protected (window=, sinks=)"
+    )
 
 
 def _probe_of(score: Any) -> Any:

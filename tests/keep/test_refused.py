@@ -17,8 +17,9 @@ from kvjax.keep.budget import AcrossHeads, Uniform
 from kvjax.keep.expected import ExpectedAttention
 from kvjax.keep.merge import ZipMerge
 from kvjax.keep.observe import Mass, Queries
+from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.probe import ProbeAttention, RepeatContext
-from kvjax.keep.score import AccumulatedAttention, Pool, Position, Word
+from kvjax.keep.score import AccumulatedAttention, KeyNorm, Pool, Position, Word
 from kvjax.read.pages import PageBounds
 from tests.methods.battery import MAIN, model, off, positions
 
@@ -78,7 +79,7 @@ MIDDLE = RepeatContext((1, 2))
 REFUSED = {
     "two masses in a score": (
         Keep(Received(("sum", "max")), HALF, Uniform()),
-        r"attention as Mass\(reduce='max'\) and as Mass\(reduce='sum'\), .* one way per method: use one of them",
+        r"attention as Mass\(reduce='max'\) and as Mass\(reduce='sum'\), .* one way per method: use one",
     ),
     "two masses in score and merge": (
         step(AccumulatedAttention(), merge=MergeByLargest()),
@@ -103,6 +104,14 @@ REFUSED = {
         r"QueryMoments\(skip=4, covariance=True\) exists in prefills only: use when=PREFILL_END",
     ),
     "a user's observation in a step": (step(OfMine()), r"SinceTheMiddle\(\) exists in prefills only"),
+    "protected slots beyond the budget": (
+        Keep(KeyNorm(), Budget(16), Uniform(), (Sink(4), Recent(16))),
+        r"20 of .* must stay \(Sink\(tokens=4\), Recent\(tokens=16\)\), more than the budget of 16 slots",
+    ),
+    "sinks alone": (
+        Keep(Position(), Budget(4), Uniform(), (Sink(4),), when=STEP),
+        r"5 of .* must stay \(Sink\(tokens=4\), the newest token\), more than the budget of 4 slots",
+    ),
     "a probe in a step": (
         step(ProbeAttention(MIDDLE), probe=MIDDLE),
         r"cannot score by a probe .* use when=PREFILL_END",
@@ -160,6 +169,37 @@ def test_single_slots_are_read_like_pages():
         a, got = kvjax.step(m, got, token)
         b, want = kvjax.step(m, want, token)
         assert off(a, b) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("id", "least"), [("sink-recent", 5), ("streamingllm", 5), ("snapkv", 64), ("h2o", 1)]
+)
+def test_budgets_that_hold_what_is_protected_are_let_through(id, least):
+    kvjax.method(id, budget=least)
+    if least > 1:
+        with pytest.raises(ValueError, match=f"more than the budget of {least - 1} slots"):
+            kvjax.method(id, budget=least - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Even:
+    def __call__(self, pos, length, n):
+        return pos % 2 == 0
+
+
+@pytest.mark.parametrize("rows", [[32], [9], [1, 9]], ids=str)
+def test_shares_of_a_prompt_must_hold_what_is_protected(rows):
+    """The share of the longer of two rows can be too small where that of the shorter one is not."""
+    method = Method(Keep(KeyNorm(), HALF, Uniform(), (Sink(1), Even())))
+    with pytest.raises(InputError, match=f"of {max(rows)} tokens must stay .*Even"):
+        kvjax.prefill(model("4/2"), [[1] * n for n in rows], method=method)
+
+
+def test_a_comparison_needs_a_slot_for_the_token_that_is_asked_again(tmp_path):
+    """Four sinks in four slots would leave none for it."""
+    with pytest.raises(InputError, match=r"5 of .* \(Sink\(tokens=4\), Recent\(tokens=1\)\)"):
+        kvjax.compare(methods=["expected-attention:budget=4"], budgets=[0.5], samples=1, out=tmp_path)
+    assert not list(tmp_path.rglob("results.jsonl"))
 
 
 # --- what will be right --------------------------------------------------------------------------------

@@ -82,9 +82,14 @@ def two_at_a_time(make: Callable[[X], Y], xs: Iterable[X]) -> Iterator[tuple[X, 
                 future.cancel()
 
 
+def bare_method(method: Method) -> Method:
+    """What compresses a prompt: the method, which keeps the last token, too, because that is asked again."""
+    return method.protecting(Recent(1))
+
+
 def bare_run(model: Model, method: Method) -> Run:
-    """What is static in compressing with a method, which keeps the last token: that one is asked again."""
-    return Run(model.config, method.protecting(Recent(1)))
+    """What is static in compressing with a method."""
+    return Run(model.config, bare_method(method))
 
 
 class Runner:
