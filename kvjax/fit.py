@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
-from kvjax.words import crowded
+from kvjax.words import crowded, shaped
 
 
 @lru_cache(maxsize=1024)
@@ -108,7 +108,9 @@ def _check_codecs(method: Method, config: Config) -> None:
         for width in _stored_widths(config, name):
             one = jax.ShapeDtypeStruct((codec.granule, width), jnp.float32)
             try:
-                jax.eval_shape(codec.encode, one)
+                data = jax.eval_shape(codec.encode, one)
+                back = jax.eval_shape(partial(codec.decode, width=width, dtype=one.dtype), data)
+                shaped(codec, "decoded rows", back, "[granule, width]", one.shape)
             except ValueError as error:
                 raise InputError(
                     f"{method.id} cannot store {name} of {width} channels: {error}: "

@@ -7,10 +7,48 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from kvjax.grammar import Keep
+    from kvjax.grammar import Keep, View
 
 # When an observation exists: while many new tokens are read, or in the step of one token.
 IN_PREFILL, IN_STEP = "prefill", "step"
+
+
+def shaped(word: Any, what: str, got: Any, axes: str, sizes: tuple[int, ...], dtype: Any = None) -> Any:
+    """`got`, a word's result, while it is traced; ValueError where it has another shape or type.
+
+    Arrays of other shapes may broadcast, and then a slot would be judged by what another one holds.
+    """
+    kind = "" if dtype is None else f" {np.dtype(dtype).name}"
+    shape, own = getattr(got, "shape", None), getattr(got, "dtype", None)
+    if shape != sizes or (dtype is not None and own != dtype):
+        found = type(got).__name__ if shape is None else f"{own} of shape {list(shape)}"
+        raise ValueError(f"{word!r} gave {what}: {found}, expected{kind} {axes} = {list(sizes)}")
+    return got
+
+
+def scored(score: Any, view: View, seen: Any) -> Any:
+    """The scores of a view's slots."""
+    return shaped(score, "scores", score(view, seen), "[B, K, S]", view.pos.shape)
+
+
+def protected(pattern: Any, pos: Any, length: Any, n: Any) -> Any:
+    """Which slots a pattern protects."""
+    return shaped(pattern, "a mask", pattern(pos, length, n), "[B, K, S]", pos.shape, np.bool_)
+
+
+def merged(merge: Any, view: View, kept: Any, leaving: Any, seen: Any) -> View:
+    """A view after a merge, of the same shapes as before."""
+    new = merge(view, kept, leaving, seen)
+    for name, axes in (
+        ("k", "[B, K, S, H]"),
+        ("v", "[B, K, S, V]"),
+        ("pos", "[B, K, S]"),
+        ("bias", "[B, K, S]"),
+    ):
+        old = getattr(view, name)
+        if old is not None:
+            shaped(merge, f"a view's {name}", getattr(new, name, None), axes, old.shape)
+    return new
 
 
 def observations(keep: Keep) -> list[Any]:
@@ -46,7 +84,7 @@ def refused(keep: Keep, every_step: bool) -> list[tuple[bool, str]]:
         ),
         (
             bool(stats) and not summed,
-            "its score remembers 'mass' per slot and observes no sum by which it grows: add Mass('sum') to needs",
+            "its score remembers 'mass' per slot and observes no sum for it: add Mass('sum') to needs",
         ),
         (
             bool(masses) and not stats,
@@ -92,7 +130,8 @@ def crowded(keep: Keep, tokens: int, row: str = "", every_step: bool = False) ->
     names = [*map(repr, keep.protect), *(["the newest token"] if every_step else [])]
     return (
         f"{stays.sum()} of {row or f'{tokens} tokens'} must stay ({', '.join(names)}), "
-        f"more than the budget of {n} slots (budget={keep.budget.amount!r}): raise the budget or lower what is protected (window=, sinks=)"
+        f"more than the budget of {n} slots (budget={keep.budget.amount!r}): raise the budget or lower "
+        "what is protected (window=, sinks=)"
     )
 
 

@@ -142,6 +142,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "`prefill`, `step` and `generate`: checks, buckets, sampling; contexts for cross-attention; "
                 "two decoders as one",
                 "kvjax/generation.py",
+                "kvjax/not_numbers.py",
                 "kvjax/context.py",
                 "kvjax/sampling.py",
                 "kvjax/verbs.py",

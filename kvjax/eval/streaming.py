@@ -30,7 +30,7 @@ from kvjax.eval.report.cells import bootstrap_interval, budget_label
 from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.run.log import UnitLog
 from kvjax.eval.run.memory import fitting_rows
-from kvjax.eval.run.runner import Runner, bare_method, bare_run, settle, two_at_a_time
+from kvjax.eval.run.runner import Runner, bare_method, bare_run, two_at_a_time
 from kvjax.eval.tasks.reader import reader_of
 from kvjax.eval.tasks.rows import Rows
 from kvjax.eval.tasks.sample import LENGTH
@@ -41,6 +41,7 @@ from kvjax.generation import bucket
 from kvjax.grammar import PREFILL_END, Method
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
+from kvjax.not_numbers import refuse_step
 from kvjax.steps import Prompt, Run
 
 STEPS = 128
@@ -256,6 +257,8 @@ def _units(
 
     def unit(entry: Entry) -> dict[str, Any]:
         watched = _watch(runner, entry, prompt, fed, full, chunk)
+        if np.isnan(np.asarray(watched.nll)).any():
+            refuse_step(int(np.argwhere(np.isnan(np.asarray(watched.nll)))[:, 1].min()), entry.label)
         means = {name: np.asarray(x, np.float64).mean(1) for name, x in watched._asdict().items()}
         kept, read = runner.bytes_of(entry, prompt)
         common = {"method": entry.label, "budget": entry.budget, "tokens": fed.shape[1] - 1}
@@ -268,8 +271,7 @@ def _units(
 
 
 def _compressed(runner: Runner, entry: Entry, prompt: Prompt) -> Cache:
-    run = bare_run(runner.model, entry.method)
-    return settle(run, runner.model.params, prompt, tokens=runner.tokens, room=runner.room)
+    return runner.compressed(entry, prompt)
 
 
 def _watch(

@@ -187,7 +187,7 @@ class Even:
         return pos % 2 == 0
 
 
-@pytest.mark.parametrize("rows", [[32], [9], [1, 9]], ids=str)
+@pytest.mark.parametrize("rows", [[31], [9], [1, 9]], ids=str)
 def test_shares_of_a_prompt_must_hold_what_is_protected(rows):
     """The share of the longer of two rows can be too small where that of the shorter one is not."""
     method = Method(Keep(KeyNorm(), HALF, Uniform(), (Sink(1), Even())))
