@@ -267,7 +267,7 @@ BAD = {
     "no method": ("generate --tokens 1 --budget 0.5", "--budget 0.5", "expected both", "add --method"),
     "window": (
         "generate --tokens 1,2,3,4 --method snapkv --budget 0.5",
-        "4 of 4 tokens must stay (Recent(tokens=64))",
+        r"4 of 4 tokens must stay \(Recent\(tokens=64\)\)",
         "more than the budget of 2 slots",
         "raise the budget or lower",
     ),

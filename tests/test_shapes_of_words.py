@@ -40,7 +40,7 @@ class Weights:
     """A pattern of numbers."""
 
     def __call__(self, pos, length, n):
-        return (pos < 3) * 1
+        return (pos < 3).astype("int32")
 
 
 @dataclasses.dataclass(frozen=True)
