@@ -208,7 +208,7 @@ class BlockTransformer(Model):
         batch, chosen = padded(self, tokens, lengths), method_of(self, method, None)
         check_reach(self, int(batch.lengths.max()))
         check_block_transformer(chosen, self.config)
-        check_budget(chosen, int(batch.lengths.min()) // self.config.length, "blocks")
+        check_budget(chosen, batch.lengths // self.config.length, "blocks")
         logits, cache = prefill(
             self.params, jnp.asarray(batch.tokens), jnp.asarray(batch.lengths),
             config=self.config, method=chosen, room=room,

@@ -22,6 +22,7 @@ from kvjax.cache import (
 from kvjax.grammar import AttentionSpec, Keep, Seen, View, over_layers
 from kvjax.group import GroupMethod
 from kvjax.keep.select import top
+from kvjax.words import merged, protected, scored, shaped
 
 
 class Fresh(NamedTuple):
@@ -93,9 +94,9 @@ def score_slots(
     numbers = gm.first + jnp.arange(view.pos.shape[0], dtype=jnp.int32)
 
     def one(layer: Array, view: View, observed: dict[str, Any]) -> Float[Array, "B K S"]:
-        s = score(view, Seen(observed, None, length, n, layer, attention)).astype(jnp.float32)
+        s = scored(score, view, Seen(observed, None, length, n, layer, attention)).astype(jnp.float32)
         for pattern in keep.protect:
-            s = jnp.where(pattern(view.pos, length, n), jnp.inf, s)
+            s = jnp.where(protected(pattern, view.pos, length, n), jnp.inf, s)
         return jnp.where(view.pos < 0, -jnp.inf, s)
 
     each = [over_layers(one, numbers, view, seen) for seen in (fresh.observed, *fresh.readers)]
@@ -118,7 +119,7 @@ def merge_evicted(
     leaving = jnp.where((view.pos >= 0) & ~kept, slot, view.pos.shape[-1])
 
     def one(layer: Array, view: View, kept: Array, leaving: Array, observed: dict[str, Any]) -> View:
-        return merge(view, kept, leaving, Seen(observed, None, length, n, layer, attention))
+        return merged(merge, view, kept, leaving, Seen(observed, None, length, n, layer, attention))
 
     return over_layers(one, numbers, view, kept, leaving, fresh.observed)
 
@@ -135,6 +136,7 @@ def choose(
         where = [i for i, other in alike.items() if other == kind]
         stacked = jnp.concatenate([scores[i] for i in where])
         counts = keep.allocate.counts(stacked, keep.budget.count(length))
+        shaped(keep.allocate, "counts", counts, "[L, B, K]", stacked.shape[:3])
         at = 0
         for i in where:
             size = scores[i].shape[0]

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import lru_cache
+from collections.abc import Iterable
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.errors import InputError
-from kvjax.grammar import Method
-from kvjax.keep.patterns import Recent
+from kvjax.grammar import STEP, Method, check
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
+from kvjax.words import crowded, shaped
 
 
 @lru_cache(maxsize=1024)
 def check_fit(method: Method, config: Config) -> None:
     """InputError where a method cannot act on what the model's layers keep, saying which and why.
 
+    Its words must fit together, too, which nobody has asked yet of a method that was not built by name.
     Codecs must be able to hold every kind of key, value and state; scores that look at keys need keys that a
     query can meet; what is merged must be stored; and a model without slots has nothing to keep or to read. A
     context is left alone. An encoder, whose tokens see later ones, has no cache.
     """
+    try:
+        check(method)
+    except ValueError as error:
+        raise InputError(str(error)) from error
     own = [mixer_of(config, i) for i in range(config.layers)]
     if any(isinstance(m, Bidirectional) for m in own):
         raise InputError(
@@ -79,19 +86,14 @@ def check_block_transformer(method: Method, config: BlockConfig) -> None:
         _refuse(method, "it repeats the prompt's tokens, and blocks are none", "snapkv")
 
 
-def check_budget(method: Method, tokens: int, unit: str = "tokens") -> None:
-    """InputError where the window that a method protects is larger than its budget of `tokens` tokens."""
+def check_budget(method: Method, tokens: Iterable[int | np.integer], unit: str = "tokens") -> None:
+    """InputError where what a method protects is more than its budget, in rows of so many tokens."""
     keep = method.keep
-    if keep is None:
+    if keep is None or keep.score is None:
         return
-    n = keep.budget.capacity(tokens)
-    for pattern in keep.protect:
-        window = pattern.tokens if isinstance(pattern, Recent) else 0
-        if isinstance(window, int) and n < min(window, tokens):
-            raise InputError(
-                f"{method.id}: its window of {window} {unit} is larger than the budget of {n} slots "
-                f"(budget={keep.budget.amount!r} of {tokens} {unit}): raise the budget or lower window="
-            )
+    for length in sorted({int(t) for t in tokens} - {0}):
+        if why := crowded(keep, length, f"{length} {unit}", keep.when == STEP):
+            raise InputError(f"{method.id}: {why}")
 
 
 def _refuse(method: Method, why: str, instead: str) -> None:
@@ -106,7 +108,9 @@ def _check_codecs(method: Method, config: Config) -> None:
         for width in _stored_widths(config, name):
             one = jax.ShapeDtypeStruct((codec.granule, width), jnp.float32)
             try:
-                jax.eval_shape(codec.encode, one)
+                data = jax.eval_shape(codec.encode, one)
+                back = jax.eval_shape(partial(codec.decode, width=width, dtype=one.dtype), data)
+                shaped(codec, "decoded rows", back, "[granule, width]", one.shape)
             except ValueError as error:
                 raise InputError(
                     f"{method.id} cannot store {name} of {width} channels: {error}: "

@@ -24,6 +24,7 @@ from kvjax.grammar import Method
 from kvjax.methods import method as build_method
 from kvjax.models.config import Config
 from kvjax.models.model import Model
+from kvjax.not_numbers import check_scores, refuse_prompt, refuse_step
 from kvjax.sampling import Sampler, draw
 from kvjax.segments import free_slots, reserve
 from kvjax.steps import Run
@@ -148,8 +149,8 @@ def prefill(
     implementation: of attention and recurrences, "reference", "tpu" or "gpu"; None takes kernels where they
     can run.
 
-    InputError for token ids outside the vocabulary, empty or too long prompts, or a foreign cache;
-    NotImplementedError where a forced kernel cannot run.
+    InputError for token ids outside the vocabulary, empty or too long prompts, a foreign cache, or scores
+    that are not numbers; NotImplementedError where a forced kernel cannot run.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -168,24 +169,27 @@ def prefill(
     check_reach(model, last)
     if compress:
         first = batch.lengths if chunk is None else np.minimum(batch.lengths, chunk)
-        check_budget(chosen, int(first.min() + before.min()))
+        check_budget(chosen, [*(before + first), *(before + batch.lengths)])
     run = Run(model.config, bind(chosen, model), implementation)
     pieces = _chunks(batch, chunk)
-    logits = None
+    logits, lost = None, []
     for piece in pieces:
         width = piece.tokens.shape[1]
         spare = room if piece is pieces[-1] else width
         if cache is not None:
             cache = _with_room(run, model, cache, width + spare)
-        here, cache = steps.prefill(
+        here, cache, unranked = steps.prefill(
             run, model.params, jnp.asarray(piece.tokens), jnp.asarray(piece.lengths),
             None if cache is None else bare_cache(cache),
             tokens_bound=bucket(seen + width) if seen else width, room=spare, compress=compress,
+            watched=True,
         )  # fmt: skip
+        lost.append(unranked)
         # A row that ended in an earlier chunk keeps the logits of its own last token.
         logits = here if logits is None else jnp.where((piece.lengths > 0)[:, None], here, logits)
         seen += width
     assert logits is not None and cache is not None
+    check_scores(chosen.id, np.any(jax.device_get(lost), 0))
     return logits, labelled(cache, chosen, model)
 
 
@@ -317,7 +321,8 @@ def generate(
     Every written token, a stop token included, is in the returned cache, so a conversation goes on with
     generate(model, more_tokens, cache=out.cache). stop defaults to the checkpoint's stop ids. on_token is
     called with (index, tokens [B]) as they come. key: one PRNG key; rows draw from their own fold of it.
-    implementation: as in `prefill`.
+    implementation: as in `prefill`. InputError as there, and where logits are not numbers (NaN), naming the
+    step, or the layer for those of the prompt.
     """
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
@@ -345,9 +350,14 @@ def generate(
         logits, state = advance(state, token, active)
         written.append(shown)
         logprobs.append(logprob)
+        finished, heard = jax.device_get((done.all(), logprob))
+        if np.isnan(heard).any():
+            if i == 0:
+                refuse_prompt(model, *padded(model, tokens, lengths))
+            refuse_step(i, chosen.id if chosen is not None else "full")
         if on_token is not None:
             on_token(i, np.asarray(shown))
-        if bool(done.all()):
+        if finished:
             break
     blank = max_new_tokens - len(written)
     out = jnp.pad(jnp.stack(written, 1), ((0, 0), (0, blank)), constant_values=-1)

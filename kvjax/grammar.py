@@ -14,10 +14,15 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import words
 from kvjax.cache import Codec, Slots
 from kvjax.ops.base.rope import Rope
+
+# What patterns take: they are computed on the host, too.
+Numbers = Array | np.ndarray
 
 
 class View(NamedTuple):
@@ -77,7 +82,10 @@ class AttentionSpec(NamedTuple):
 
 @runtime_checkable
 class Observation(Protocol):
-    """A static word naming what must be recorded while a layer attends: Inputs -> arrays."""
+    """A static word naming what must be recorded while a layer attends: Inputs -> arrays.
+
+    `phases`, where a word has them, say whether it exists "prefill", "step" or both; else in prefills alone.
+    """
 
     def __call__(self, inputs: Inputs) -> Any: ...
 
@@ -97,11 +105,11 @@ class Score(Protocol):
 
 @runtime_checkable
 class Pattern(Protocol):
-    """Slots that must stay whatever their score."""
+    """Slots that must stay whatever their score: a function of integers, which may be numpy's, too."""
 
     def __call__(
-        self, pos: Int[Array, "B K S"], length: Int[Array, "B"], n: Int[Array, "B"]
-    ) -> Bool[Array, "B K S"]: ...
+        self, pos: Int[Numbers, "B K S"], length: Int[Numbers, "B"], n: Int[Numbers, "B"]
+    ) -> Bool[Numbers, "B K S"]: ...
 
 
 @runtime_checkable
@@ -325,10 +333,8 @@ def check(method: Method) -> None:
     every_step = keep is not None and keep.when == STEP
     paged = keep is not None and not keep.allocate.uniform
     together = granule > 1 or residual > 0
-    window = 1
-    if keep is not None and keep.score is not None:
-        window = max((getattr(o, "last", 1) for o in keep.score.needs), default=1)
     problems = [
+        *([] if keep is None else words.refused(keep, every_step)),
         (
             every_step and together,
             "evicting at every step needs a store that encodes tokens one by one, this one encodes "
@@ -340,11 +346,6 @@ def check(method: Method) -> None:
             f"{granule} together behind a residual: use int8, int4 or fp8",
         ),
         (every_step and paged, "evicting at every step works with the uniform allocation only"),
-        (
-            every_step and window > 1,
-            f"evicting at every step can score by the newest query, not by the last {window}: "
-            "use when=PREFILL_END",
-        ),
         (
             every_step and read is not None,
             "a read method ranks pages of slots that stay put, and this keep evicts at every step",

@@ -48,7 +48,7 @@ class GroupMethod(NamedTuple):
     @property
     def split(self) -> bool:
         """Whether the group has an encoded body and a plain tail, rather than one segment."""
-        return not self.paged and (self.granule > 1 or self.residual > 0)
+        return not self.paged and (self.granule > 1 or self.residual > 0 or self.read is not None)
 
 
 def group_method(

@@ -92,6 +92,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "grammar",
                 "the sentence (`Method`, `Keep`, `Store`, `Budget`) and what its words promise",
                 "kvjax/grammar.py",
+                "kvjax/words.py",
             ),
             _room(
                 "models",
@@ -141,6 +142,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "`prefill`, `step` and `generate`: checks, buckets, sampling; contexts for cross-attention; "
                 "two decoders as one",
                 "kvjax/generation.py",
+                "kvjax/not_numbers.py",
                 "kvjax/context.py",
                 "kvjax/sampling.py",
                 "kvjax/verbs.py",

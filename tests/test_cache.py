@@ -312,7 +312,9 @@ def test_a_row_that_overflowed_harms_no_other_row_and_nothing_that_follows_it(mo
 
 def test_a_window_that_the_first_chunk_cannot_hold_is_refused(model):
     method = kvjax.method("snapkv", budget=0.25, window=8)
-    with pytest.raises(InputError, match="window of 8 tokens is larger than the budget of 4"):
+    with pytest.raises(
+        InputError, match=r"8 of 16 tokens must stay \(Recent\(tokens=8\)\), more than the budget of 4"
+    ):
         kvjax.prefill(model, [list(range(60))], method=method, chunk=16)
 
 

@@ -267,8 +267,8 @@ BAD = {
     "no method": ("generate --tokens 1 --budget 0.5", "--budget 0.5", "expected both", "add --method"),
     "window": (
         "generate --tokens 1,2,3,4 --method snapkv --budget 0.5",
-        "window of 64 tokens",
-        "larger than the budget of 2 slots",
+        r"4 of 4 tokens must stay \(Recent\(tokens=64\)\)",
+        "more than the budget of 2 slots",
         "raise the budget or lower",
     ),
     "greedy top-k": ("generate --tokens 1 --top-k 2", "--top-k", "expected a draw", "add --temperature"),

@@ -43,7 +43,7 @@ def test_words_that_cannot_work_together_are_refused():
     half = Budget(0.5)
     with pytest.raises(ValueError, match="uniform allocation only"):
         chain(Keep(Position(), half, AcrossHeads(), when=STEP))
-    with pytest.raises(ValueError, match="not by the last 4"):
+    with pytest.raises(ValueError, match=r"Queries\(last=4\) exists in prefills only"):
         chain(Keep(WindowAttention(4), half, Uniform(), when=STEP))
     with pytest.raises(ValueError, match="must be a multiple of the 32"):
         chain(PageBounds(half, page=16), Store(Affine(2, axis="channel", group=32)))

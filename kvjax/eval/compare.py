@@ -26,7 +26,7 @@ from kvjax.eval.report.page import write_report
 from kvjax.eval.run.cellplan import Custom, Entry, plan_cells
 from kvjax.eval.run.log import UnitLog
 from kvjax.eval.run.memory import fitting_rows, peak_bytes
-from kvjax.eval.run.runner import Runner, Unit, programs, two_at_a_time
+from kvjax.eval.run.runner import Runner, Unit, bare_method, programs, two_at_a_time
 from kvjax.eval.streaming import compare_text
 from kvjax.eval.tasks.rows import PROTOCOLS, Rows, forced_length, make_rows
 from kvjax.eval.tasks.sample import LENGTH, Sample, Suite, most_new_tokens, new_tokens
@@ -155,9 +155,8 @@ def _batches(plan: _Plan) -> list[tuple[str, int, list[Sequence[Sample]]]]:
     for protocol in plan.protocols:
         rows = [plan.suite.rows(i, protocol) for i in range(plan.contexts)]
         _check_positions(plan.model, protocol, rows)
-        longest = max(len(row[0].context) for context in rows for row in context)
         for entry in plan.entries:
-            check_budget(entry.method, longest)
+            check_budget(bare_method(entry.method), (len(row[0].context) for c in rows for row in c))
         size = fitting_rows(plan.model.config, plan.tokens, itemsize, BATCH_ROWS)
         per = max(1, size // max(len(r) for r in rows))
         for number, start in enumerate(range(0, plan.contexts, per)):

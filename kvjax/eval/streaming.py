@@ -30,16 +30,18 @@ from kvjax.eval.report.cells import bootstrap_interval, budget_label
 from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.run.log import UnitLog
 from kvjax.eval.run.memory import fitting_rows
-from kvjax.eval.run.runner import Runner, bare_run, settle, two_at_a_time
+from kvjax.eval.run.runner import Runner, bare_method, bare_run, two_at_a_time
 from kvjax.eval.tasks.reader import reader_of
 from kvjax.eval.tasks.rows import Rows
 from kvjax.eval.tasks.sample import LENGTH
 from kvjax.eval.tasks.suite import Recall
 from kvjax.files import write_atomic
+from kvjax.fit import check_budget
 from kvjax.generation import bucket
 from kvjax.grammar import PREFILL_END, Method
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
+from kvjax.not_numbers import refuse_step
 from kvjax.steps import Prompt, Run
 
 STEPS = 128
@@ -196,8 +198,9 @@ def stream_text(
     """
     if chunk is not None and chunk < 1:
         raise InputError(f"chunk must be a number of tokens >= 1, got {chunk}")
-    found = read_windows(model, text_path, length=length, steps=steps, windows=windows, seed=seed)
     entries = list(entries)
+    _check_budgets(entries, length)
+    found = read_windows(model, text_path, length=length, steps=steps, windows=windows, seed=seed)
     runner = Runner(model, Recall((), length, seed), entries, bucket(length), steps)
     done: dict[str, Any] = {} if log is None else log.done
     batches = list(_batches(model, found, length, steps))
@@ -215,6 +218,11 @@ def stream_text(
                     log.add(_key(number, entry), unit)
     numbers = range(len(batches))
     return [_summary([row for n in numbers for row in done[_key(n, e)]["rows"]]) for e in entries]
+
+
+def _check_budgets(entries: Sequence[Entry], length: int) -> None:
+    for entry in entries:
+        check_budget(bare_method(entry.method), [length])
 
 
 def _key(number: int, entry: Entry) -> str:
@@ -249,6 +257,8 @@ def _units(
 
     def unit(entry: Entry) -> dict[str, Any]:
         watched = _watch(runner, entry, prompt, fed, full, chunk)
+        if np.isnan(np.asarray(watched.nll)).any():
+            refuse_step(int(np.argwhere(np.isnan(np.asarray(watched.nll)))[:, 1].min()), entry.label)
         means = {name: np.asarray(x, np.float64).mean(1) for name, x in watched._asdict().items()}
         kept, read = runner.bytes_of(entry, prompt)
         common = {"method": entry.label, "budget": entry.budget, "tokens": fed.shape[1] - 1}
@@ -261,8 +271,7 @@ def _units(
 
 
 def _compressed(runner: Runner, entry: Entry, prompt: Prompt) -> Cache:
-    run = bare_run(runner.model, entry.method)
-    return settle(run, runner.model.params, prompt, tokens=runner.tokens, room=runner.room)
+    return runner.compressed(entry, prompt)
 
 
 def _watch(
@@ -327,9 +336,9 @@ def compare_text(
     results.jsonl has a line per window and entry; metrics.json holds `about` (versions, device ...), the
     settings and the rows of the table. InputError as `stream_text` and `UnitLog`.
     """
-    read_windows(
-        model, text_path, length=length, steps=STEPS, windows=1, seed=seed
-    )  # raises before a log is begun
+    # Both raise before a log is begun.
+    _check_budgets(entries, length)
+    read_windows(model, text_path, length=length, steps=STEPS, windows=1, seed=seed)
     settings = {
         "text": hashlib.sha256(Path(text_path).read_bytes()).hexdigest(),
         "model": model.name,

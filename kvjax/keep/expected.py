@@ -30,6 +30,13 @@ class ExpectedAttention(Word):
     value_norm: bool = True
     epsilon: float = 0.0
 
+    def __post_init__(self):
+        if self.future < 1 or self.sinks < 0 or not 0 <= self.epsilon < float("inf"):
+            raise ValueError(
+                "expected attention needs future >= 1 positions, sinks >= 0 and a finite epsilon >= 0, got "
+                f"future={self.future}, sinks={self.sinks}, epsilon={self.epsilon}"
+            )
+
     @property
     def moments(self) -> QueryMoments:
         return QueryMoments(self.sinks, self.covariance)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Inputs
+from kvjax.words import IN_PREFILL, IN_STEP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +17,11 @@ class Queries:
     """The last `last` queries of every row, rotated, with their positions (-1 where a row is shorter)."""
 
     last: int
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """A step has one query."""
+        return (IN_PREFILL, IN_STEP) if self.last == 1 else (IN_PREFILL,)
 
     def __call__(self, inputs: Inputs) -> tuple[Float[Array, "B N W H"], Int[Array, "B W"]]:
         count = (inputs.pos >= 0).sum(-1)
@@ -32,6 +38,9 @@ class Mass:
     Attention records it while it runs, so this only asks for it; a call raises TypeError.
     """
 
+    phases = (IN_PREFILL, IN_STEP)
+    of_attention = True
+
     reduce: str = "sum"
 
     def __call__(self, inputs: Inputs) -> NoReturn:
@@ -42,6 +51,8 @@ class Mass:
 class RawKeys:
     """The keys before rotation, for methods that rotate by rank."""
 
+    phases = (IN_PREFILL,)
+
     def __call__(self, inputs: Inputs) -> Float[Array, "B K T H"]:
         return inputs.k_raw
 
@@ -49,6 +60,8 @@ class RawKeys:
 @dataclasses.dataclass(frozen=True)
 class QueryMoments:
     """Mean [B, N, H] and covariance [B, N, H, H] of the unrotated queries without the first `skip`."""
+
+    phases = (IN_PREFILL,)
 
     skip: int = 0
     covariance: bool = True

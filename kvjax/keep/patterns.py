@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Bool, Int
+
+from kvjax.grammar import Numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,8 +16,8 @@ class Sink:
     tokens: int = 4
 
     def __call__(
-        self, pos: Int[Array, "B K S"], length: Int[Array, "B"], n: Int[Array, "B"]
-    ) -> Bool[Array, "B K S"]:
+        self, pos: Int[Numbers, "B K S"], length: Int[Numbers, "B"], n: Int[Numbers, "B"]
+    ) -> Bool[Numbers, "B K S"]:
         return (pos >= 0) & (pos < self.tokens)
 
 
@@ -26,8 +28,8 @@ class Recent:
     tokens: int | float
 
     def __call__(
-        self, pos: Int[Array, "B K S"], length: Int[Array, "B"], n: Int[Array, "B"]
-    ) -> Bool[Array, "B K S"]:
+        self, pos: Int[Numbers, "B K S"], length: Int[Numbers, "B"], n: Int[Numbers, "B"]
+    ) -> Bool[Numbers, "B K S"]:
         if isinstance(self.tokens, int):
             return pos >= (length - self.tokens)[:, None, None]
         share = (n * round(self.tokens * 1000)) // 1000

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from kvjax.grammar import Observation, Score, Seen, View
 from kvjax.keep.observe import Mass, Queries
 from kvjax.ops.attention.union import Keys, logits
+from kvjax.words import scored
 
 
 class Word:
@@ -75,7 +76,7 @@ class Pooled(Word):
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         beyond = -jnp.inf if self.pool.kind == "max" else 0.0
-        return self.pool(jnp.where(view.pos < 0, beyond, self.score(view, seen)))
+        return self.pool(jnp.where(view.pos < 0, beyond, scored(self.score, view, seen)))
 
 
 @dataclasses.dataclass(frozen=True)

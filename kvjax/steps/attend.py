@@ -21,6 +21,7 @@ from kvjax.place.paged import attend_pages
 from kvjax.read.pages import positions, visited
 from kvjax.steps.run import Run, turn_keys
 from kvjax.store.affine import Affine
+from kvjax.words import shaped
 
 
 class Past(NamedTuple):
@@ -97,7 +98,7 @@ def _read(
     if isinstance(segment, Paged):
         keys = gather_pages(segment.layer(past.index), pools[segment.pool])
     elif (read := _picking(past, i)) is not None:
-        found = read.select(q, segment, past.index, at + 1, run.without_gpu)
+        found = _selected(run, read, q, segment, past.index, at + 1)
         keys = visited(segment, past.index, read.granule, *found).keys()
     else:
         keys = turn_keys(run, layer, segment.layer(past.index).keys(), at + 1)
@@ -106,6 +107,17 @@ def _read(
     if past.above and keys.pos is not None:
         keys = keys._replace(pos=jnp.where(keys.pos >= 0, keys.pos + 1, -1))
     return keys
+
+
+def _selected(
+    run: Run, read: Read, q: Array, body: Slots, index: int | Array, length: Int[Array, "B"]
+) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:
+    """The pages that a method picks of one layer of a body, and how many of them count."""
+    pages, counts = read.select(q, body, index, length, run.without_gpu)
+    lists = body.pos.shape[1:3]
+    shaped(read, "pages", pages, "[B, K, M]", (*lists, read.pages_visited(body.capacity)))
+    shaped(read, "counts of pages", counts, "[B, K]", lists)
+    return pages, counts
 
 
 def _picking(past: Past, i: int) -> Read | None:
@@ -194,7 +206,7 @@ def _attend_picked(
     """Attention over the pages that the method picks, where they lie: (out, lse)."""
     k, v = slots.k, slots.v
     assert not isinstance(k, Codes) and not isinstance(v, Codes) and v is not None
-    pages, counts = read.select(q, slots, past.index, pos[:, 0] + 1, run.without_gpu)
+    pages, counts = _selected(run, read, q, slots, past.index, pos[:, 0] + 1)
     held = positions(slots, past.index, read.granule, pages, counts)
     return picked.picked_decode(
         q, k, v, pages, counts, held, pos, past.index, page=read.granule, scale=layer.scale,

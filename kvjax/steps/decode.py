@@ -22,6 +22,7 @@ from kvjax.cache import (
 )
 from kvjax.grammar import Seen, View
 from kvjax.group import GroupMethod
+from kvjax.keep.observe import Queries
 from kvjax.models.attending import published_by, rotary
 from kvjax.models.exchange import published
 from kvjax.models.layers import Params
@@ -33,6 +34,7 @@ from kvjax.ops.decode.stacked_decode import LANES, on_lanes, stacked_append
 from kvjax.segments import flush_in_place, is_full
 from kvjax.steps.attend import attend_past, past_of
 from kvjax.steps.run import Run, held, repeated
+from kvjax.words import merged, protected, scored
 
 
 def step_fn(
@@ -178,10 +180,11 @@ def _evict(
     n = keep.budget.count(length)
     keys = one.keys()
     view = View(keys.k, keys.v, one.pos, one.bias, stats)
-    seen = Seen({}, mass, length, n, layer.number, run.attention_spec(gm.first), q)
-    score = keep.score(view, seen).astype(jnp.float32)
+    observed = {repr(Queries(1)): (q, length[:, None] - 1)}
+    seen = Seen(observed, mass, length, n, layer.number, run.attention_spec(gm.first), q)
+    score = scored(keep.score, view, seen).astype(jnp.float32)
     for pattern in keep.protect:
-        score = jnp.where(pattern(one.pos, length, n), jnp.inf, score)
+        score = jnp.where(protected(pattern, one.pos, length, n), jnp.inf, score)
     score = jnp.where(one.pos < 0, jnp.inf, score)
     # Ties keep the older token, as at the end of a prefill.
     lowest = score == score.min(-1, keepdims=True)
@@ -190,8 +193,8 @@ def _evict(
     gone = lowest & (one.pos == newest) & over[..., None]
     if keep.merge is not None:
         victim = jnp.where(over, jnp.argmax(gone, -1), one.capacity).astype(jnp.int32)
-        merged = keep.merge(view, (one.pos >= 0) & ~gone, victim[..., None], seen)
-        slots = _replace_layer(slots, layer.index, k=merged.k, v=merged.v, bias=merged.bias)
+        new = merged(keep.merge, view, (one.pos >= 0) & ~gone, victim[..., None], seen)
+        slots = _replace_layer(slots, layer.index, k=new.k, v=new.v, bias=new.bias)
     stats = {name: jnp.where(gone, 0.0, x) for name, x in stats.items()}
     pos = slots.pos.at[layer.index].set(jnp.where(gone, -1, one.pos))
     new = {name: slots.stats[name].at[layer.index].set(x) for name, x in stats.items()}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import (
     Cache,
@@ -170,7 +170,14 @@ def _state(gm: GroupMethod, new: dict[str, Array]) -> State:
 def settle(
     run: Run, params: Params, prompt: Prompt, cache: Cache | None, *, tokens: int, room: int, compress: bool
 ) -> Cache:
-    """From what a prefill computed to the cache it leaves.
+    """From what a prefill computed to the cache it leaves, as `settled` without its second result."""
+    return settled(run, params, prompt, cache, tokens=tokens, room=room, compress=compress)[0]
+
+
+def settled(
+    run: Run, params: Params, prompt: Prompt, cache: Cache | None, *, tokens: int, room: int, compress: bool
+) -> tuple[Cache, Bool[Array, "layers B"]]:
+    """The cache that a prefill leaves, and the layers in which a live slot's score is not a number (NaN).
 
     tokens bounds how many tokens any row has seen (static). With compress=False, or where a group keeps
     everything, new tokens are added and nothing is evicted; windowed layers always keep their window.
@@ -224,7 +231,12 @@ def settle(
             # A keep that was not asked to act yet leaves everything, with the room behind it.
             gm = gms[i] if acting[i] else gms[i]._replace(keep=None)
             groups[i] = build(gm, views[i], kept.get(i), tokens, room)
-    return Cache(tuple(groups[i] for i in range(len(gms))), length, pools)
+    sizes = [jax.tree.leaves(p)[0].shape[0] for p in params["layers"]]
+    lost = [
+        jnp.isnan(scores[i]).any((2, 3)) if i in scores else jnp.zeros((size, *length.shape), bool)
+        for i, size in enumerate(sizes)
+    ]
+    return Cache(tuple(groups[i] for i in range(len(gms))), length, pools), jnp.concatenate(lost)
 
 
 def _with_probe(
@@ -263,7 +275,7 @@ def probed(run: Run, params: Params, prompt: Prompt, probe: Any) -> Prompt:
     return prompt._replace(fresh=tuple(fresh.get(i, f) for i, f in enumerate(prompt.fresh)))
 
 
-@partial(jax.jit, static_argnames=("run", "tokens_bound", "room", "compress"))
+@partial(jax.jit, static_argnames=("run", "tokens_bound", "room", "compress", "watched"))
 def prefill(
     run: Run,
     params: Params,
@@ -274,9 +286,15 @@ def prefill(
     tokens_bound: int,
     room: int,
     compress: bool,
-) -> tuple[Float[Array, "B V"], Cache]:
-    """Logits at each row's last new token, and the cache after storing (and compressing) them."""
+    watched: bool = False,
+) -> tuple[Float[Array, "B V"], Cache] | tuple[Float[Array, "B V"], Cache, Bool[Array, "layers B"]]:
+    """Logits at each row's last new token, and the cache after storing (and compressing) them.
+
+    watched: also the layers in which a score is not a number, in the rows whose logits are numbers.
+    """
     needs = needs_of(run, params, compress)
     prompt = observe(run, params, tokens, lengths, cache, needs)
-    new = settle(run, params, prompt, cache, tokens=tokens_bound, room=room, compress=compress)
-    return prompt.logits, new
+    new, lost = settled(run, params, prompt, cache, tokens=tokens_bound, room=room, compress=compress)
+    if not watched:
+        return prompt.logits, new
+    return prompt.logits, new, lost & ~jnp.isnan(prompt.logits).any(-1)[None]

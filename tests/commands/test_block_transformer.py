@@ -91,7 +91,7 @@ def test_generate_streams_what_the_model_says_and_measures_its_cache(model, fold
 @pytest.mark.rotating
 def test_generate_compresses_the_blocks(folder, capsys):
     words = ["generate", "--model", folder, "--prompt", SAMPLE, "--max-new-tokens", "6"]
-    assert main([*words, "--method", "sink-recent:sinks=1+int8", "--budget", "0.25"]) == 0
+    assert main([*words, "--method", "sink-recent:sinks=1+int8", "--budget", "0.4"]) == 0
     out, err = capsys.readouterr()
     share = re.search(r"([\d.]+)% of the full cache's", err)
     assert out.strip() and share is not None and 10 < float(share[1]) < 40
@@ -102,7 +102,7 @@ def test_generate_compresses_the_blocks(folder, capsys):
     [
         ("generate --prompt a --chat", "two has no chat template: give it plain text"),
         ("generate --tokens 1,2 --method kvzip --budget 0.5", "kvzip .* repeats the prompt's tokens"),
-        ("generate --tokens 1,2,3,4,5,6,7,8 --method snapkv --budget 0.5", "window of 64 blocks .* 2 blocks"),
+        ("generate --tokens 1,2,3,4,5,6,7,8 --method snapkv --budget 0.5", "2 of 2 blocks must stay"),
         ("generate --tokens 1,2 --method int4:group=48", "must divide the 32 channels"),
         ("generate --tokens 1,400", r"token id 400 is outside the vocabulary \[0, 220\)"),
         ("generate --tokens 1 --max-new-tokens 300", "would reach position 301, this model's last is 256"),

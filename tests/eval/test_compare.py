@@ -129,6 +129,6 @@ def test_a_conversation_beyond_the_last_position_is_refused_before_any_work(tmp_
 
 
 def test_a_window_larger_than_a_budget_is_refused_before_any_work(tmp_path):
-    with pytest.raises(InputError, match="window of 16 tokens is larger than the budget of 8 slots"):
+    with pytest.raises(InputError, match=r"Recent\(tokens=16\)\), more than the budget of 8 slots"):
         kvjax.compare(methods=["snapkv"], budgets=[8], samples=1, out=tmp_path / "run")
     assert not list(tmp_path.rglob("results.jsonl"))

@@ -250,7 +250,7 @@ def answers(model, samples, protocol, stop=-1):
     run = Run(model.config, Method())
     lengths, needs = jnp.asarray(rows.length), frozenset()
     prompt = observe(run, model.params, jnp.asarray(rows.prompt), lengths, None, needs)
-    cache = settle(run, model.params, prompt, tokens=64, room=16 + WIDTH)
+    cache, _ = settle(run, model.params, prompt, tokens=64, room=16 + WIDTH)
     new, stops = row_new_tokens(rows), np.array([-1, stop], np.int32)
     arrays = map(jnp.asarray, (rows.forced, rows.count, rows.again, new, stops))
     said = np.asarray(generate_answers(run, model.params, cache, *arrays, width=WIDTH))

@@ -352,7 +352,7 @@ def test_what_a_probe_reads_again_sees_the_context(monkeypatch):
         seen.append(cache.groups[0][0].k)
         return observe(run, params, tokens, lengths, cache, needs)
 
-    cache = pair.cache(method=kvjax.method("kvzip", budget=3, page=4))
+    cache = pair.cache(method=kvjax.method("kvzip", budget=3, sinks=1, page=4))
     monkeypatch.setattr(prompt, "observe", spy)
     kvjax.prefill(pair.model, PROMPTS[:, :6], cache=cache, room=ROOM)
     # Both hold the very array: nothing else can have given the second one a context.

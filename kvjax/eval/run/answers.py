@@ -16,6 +16,9 @@ from kvjax.eval.tasks.sample import Sample, new_tokens
 from kvjax.models.layers import Params
 from kvjax.steps import Run
 
+# What `generate_answers` writes in the place of a token whose logits are no numbers.
+NOT_A_NUMBER = -2
+
 
 def row_new_tokens(rows: Rows) -> Int[np.ndarray, "B"]:
     """Per row of a batch, how many tokens its last sample writes; 0 for the rows that only fill it up."""
@@ -53,7 +56,8 @@ def generate_answers(
     """Greedy predictions of S = F + width steps: behind every forced token, then behind the model's own.
 
     Row b is fed forced[b, :count[b]] one by one and then its own predictions until new[b] tokens are written
-    or one of `stop` is said. Steps that a row did not make, and a stop that ended it, are -1. again: the
+    or one of `stop` is said. Steps that a row did not make, and a stop that ended it, are -1, tokens
+    whose logits are no numbers -2. again: the
     first forced token is the prompt's last one, asked again. width (static): at least new.max().
     """
     fed = jnp.pad(forced, ((0, 0), (0, width)))
@@ -70,6 +74,9 @@ def generate_answers(
         live = (i < limit) & ~done
         logits, cache = steps.step_fn(run, params, cache, token, live & ~(again & (i == 0)))
         best = jnp.argmax(logits, -1).astype(jnp.int32)
+        # The largest is the first NaN where there is one.
+        top = jnp.take_along_axis(logits, best[:, None], axis=1)[:, 0]
+        best = jnp.where(jnp.isnan(top), NOT_A_NUMBER, best)
         ends = (new > 0) & (i >= count - 1) & (best[:, None] == stop[None]).any(-1)
         said = said.at[:, i].set(jnp.where(live & ~ends, best, -1))
         return i + 1, cache, said, done | ends

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from kvjax import steps
 from kvjax.cache import Cache, kept_positions, nbytes
-from kvjax.eval.run.answers import generate_answers, predicted, row_new_tokens
+from kvjax.eval.run.answers import NOT_A_NUMBER, generate_answers, predicted, row_new_tokens
 from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.tasks.rows import Rows
 from kvjax.eval.tasks.sample import Sample, Suite
@@ -27,6 +28,7 @@ from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
+from kvjax.not_numbers import check_scores, refuse_prompt, refuse_step
 from kvjax.segments import unread_bytes
 from kvjax.steps import Prompt, Run
 
@@ -40,9 +42,9 @@ probed = jax.jit(steps.probed, static_argnames=("run", "probe"))
 
 
 @partial(jax.jit, static_argnames=("run", "tokens", "room"))
-def settle(run: Run, params: Params, prompt: Prompt, *, tokens: int, room: int) -> Cache:
-    """The compressed cache of a prompt that was read before."""
-    return steps.settle(run, params, prompt, None, tokens=tokens, room=room, compress=True)
+def settle(run: Run, params: Params, prompt: Prompt, *, tokens: int, room: int) -> tuple[Cache, Array]:
+    """The compressed cache of a prompt that was read before, and where scores are no numbers [layers, B]."""
+    return steps.settled(run, params, prompt, None, tokens=tokens, room=room, compress=True)
 
 
 _COMPILED = (observe, probed, settle, generate_answers)
@@ -82,9 +84,14 @@ def two_at_a_time(make: Callable[[X], Y], xs: Iterable[X]) -> Iterator[tuple[X, 
                 future.cancel()
 
 
+def bare_method(method: Method) -> Method:
+    """What compresses a prompt: the method, which keeps the last token, too, because that is asked again."""
+    return method.protecting(Recent(1))
+
+
 def bare_run(model: Model, method: Method) -> Run:
-    """What is static in compressing with a method, which keeps the last token: that one is asked again."""
-    return Run(model.config, method.protecting(Recent(1)))
+    """What is static in compressing with a method."""
+    return Run(model.config, bare_method(method))
 
 
 class Runner:
@@ -109,6 +116,8 @@ class Runner:
         out = observe(self.plain, self.model.params, tokens, length, None, self.needs)
         jax.block_until_ready(out)
         seconds[""] = time.perf_counter() - start
+        if np.isnan(np.asarray(out.logits))[rows.length > 0].any():
+            refuse_prompt(self.model, rows.prompt, rows.length)
         for probe in self.probes:
             start = time.perf_counter()
             out = probed(self.plain, self.model.params, out, probe)
@@ -121,7 +130,7 @@ class Runner:
         if entry not in self.bytes:
             run = bare_run(self.model, entry.method)
             build = partial(settle, run, tokens=self.tokens, room=0)
-            cache = jax.eval_shape(build, self.model.params, prompt)
+            cache, _ = jax.eval_shape(build, self.model.params, prompt)
             rows = prompt.positions.length.shape[0]
             held = nbytes(cache)
             unread = sum(
@@ -130,6 +139,14 @@ class Runner:
             )
             self.bytes[entry] = held // rows, (held - unread) // rows
         return self.bytes[entry]
+
+    def compressed(self, entry: Entry, prompt: Prompt) -> Cache:
+        """The cache that a cell makes of a prompt, ready. InputError where a score is not a number."""
+        run = bare_run(self.model, entry.method)
+        cache, lost = settle(run, self.model.params, prompt, tokens=self.tokens, room=self.room)
+        jax.block_until_ready(cache)
+        check_scores(entry.label, np.asarray(lost))
+        return cache
 
     def times_run(self, entry: Entry, rows: Rows) -> int:
         """How often a cell ran before on as many rows: the first time compiles and cannot be timed."""
@@ -142,11 +159,10 @@ class Runner:
 
         Timed where it runs alone on the machine, and not for the first time, when it compiles.
         """
-        run, params = bare_run(self.model, entry.method), self.model.params
+        params = self.model.params
         decode = Run(self.model.config, entry.method.decode_part())
         start = time.perf_counter()
-        cache = settle(run, params, prompt, tokens=self.tokens, room=self.room)
-        jax.block_until_ready(cache)
+        cache = self.compressed(entry, prompt)
         settled = time.perf_counter()
         kept = kept_positions(cache)
         asked = time.perf_counter()
@@ -154,6 +170,8 @@ class Runner:
         given = map(jnp.asarray, (rows.forced, rows.count, rows.again, new, stop))
         said = generate_answers(decode, params, cache, *given, width=self.room - rows.forced.shape[1])
         said = np.asarray(said)
+        if (said == NOT_A_NUMBER).any():
+            refuse_step(int(np.argwhere(said == NOT_A_NUMBER)[:, 1].min()), entry.label)
         seconds = {"settle": settled - start, "ask": time.perf_counter() - asked}
         kept_bytes, read_bytes = self.bytes_of(entry, prompt)
         common = {

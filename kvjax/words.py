@@ -1,0 +1,140 @@
+"""What the words of a sentence promise each other, checked when it is built, and their shapes when traced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from kvjax.grammar import Keep, View
+
+# When an observation exists: while many new tokens are read, or in the step of one token.
+IN_PREFILL, IN_STEP = "prefill", "step"
+
+
+def shaped(word: Any, what: str, got: Any, axes: str, sizes: tuple[int, ...], dtype: Any = None) -> Any:
+    """`got`, a word's result, while it is traced; ValueError where it has another shape or type.
+
+    Arrays of other shapes may broadcast, and then a slot would be judged by what another one holds.
+    """
+    kind = "" if dtype is None else f" {np.dtype(dtype).name}"
+    shape, own = getattr(got, "shape", None), getattr(got, "dtype", None)
+    if shape != sizes or (dtype is not None and own != dtype):
+        found = type(got).__name__ if shape is None else f"{own} of shape {list(shape)}"
+        raise ValueError(f"{word!r} gave {what}: {found}, expected{kind} {axes} = {list(sizes)}")
+    return got
+
+
+def scored(score: Any, view: View, seen: Any) -> Any:
+    """The scores of a view's slots."""
+    return shaped(score, "scores", score(view, seen), "[B, K, S]", view.pos.shape)
+
+
+def protected(pattern: Any, pos: Any, length: Any, n: Any) -> Any:
+    """Which slots a pattern protects."""
+    return shaped(pattern, "a mask", pattern(pos, length, n), "[B, K, S]", pos.shape, np.bool_)
+
+
+def merged(merge: Any, view: View, kept: Any, leaving: Any, seen: Any) -> View:
+    """A view after a merge, of the same shapes as before."""
+    new = merge(view, kept, leaving, seen)
+    for name, axes in (
+        ("k", "[B, K, S, H]"),
+        ("v", "[B, K, S, V]"),
+        ("pos", "[B, K, S]"),
+        ("bias", "[B, K, S]"),
+    ):
+        old = getattr(view, name)
+        if old is not None:
+            shaped(merge, f"a view's {name}", getattr(new, name, None), axes, old.shape)
+    return new
+
+
+def observations(keep: Keep) -> list[Any]:
+    """What the score and the merge of a keep observe, in the order of their names."""
+    words = [word for word in (keep.score, keep.merge) if word is not None]
+    return sorted({o for word in words for o in word.needs}, key=repr)
+
+
+def refused(keep: Keep, every_step: bool) -> list[tuple[bool, str]]:
+    """(wrong, why) for each way in which the words of a keep cannot work together."""
+    if keep.score is None:
+        return []
+    whole = int(keep.budget.amount) if keep.budget.ratio is None else 0
+    # So many tokens show all that patterns protect.
+    full = crowded(keep, 4 * whole + 4096, "a long prompt's tokens", every_step) if whole else ""
+    found = observations(keep)
+    masses = [o for o in found if getattr(o, "of_attention", False)]
+    stats = sorted(keep.score.stats)
+    summed = any(o.reduce == "sum" for o in masses if o in keep.score.needs)
+    absent = [o for o in found if IN_STEP not in getattr(o, "phases", (IN_PREFILL,))]
+    probe = _probe_of(keep.score)
+    return [
+        (bool(full), full),
+        (
+            len(masses) > 1,
+            f"it observes attention as {' and as '.join(map(repr, masses))}, and attention is recorded in "
+            "one way per method: use one of them in its score and its merge",
+        ),
+        (
+            not set(stats) <= {"mass"},
+            f"its score remembers {', '.join(stats)} per slot, and the only statistic is 'mass', which grows "
+            "by the attention received: name no other in stats",
+        ),
+        (
+            bool(stats) and not summed,
+            "its score remembers 'mass' per slot and observes no sum for it: add Mass('sum') to needs",
+        ),
+        (
+            bool(masses) and not stats,
+            f"it observes {masses[:1]} and remembers no 'mass', by which a score reads attention: give its "
+            "score stats = frozenset({'mass'}) and read view.stats['mass']",
+        ),
+        (
+            bool(stats) and not keep.allocate.uniform,
+            f"its score remembers {', '.join(stats)} per slot, which heads of unequal budgets forget "
+            "between prefills: allocate by Uniform()",
+        ),
+        (
+            every_step and bool(absent),
+            f"evicting at every step needs what is observed in steps too, and {', '.join(map(repr, absent))} "
+            "exists in prefills only: use when=PREFILL_END",
+        ),
+        (
+            every_step and keep.probe is not None,
+            f"evicting at every step cannot score by a probe that follows a prompt ({keep.probe!r}): "
+            "use when=PREFILL_END",
+        ),
+        (
+            probe != keep.probe,
+            f"its score reads the probe {probe!r} and the keep's is {keep.probe!r}: give both the same",
+        ),
+    ]
+
+
+def crowded(keep: Keep, tokens: int, row: str = "", every_step: bool = False) -> str:
+    """Why what must stay of a row of `tokens` tokens does not fit the budget; empty where it does.
+
+    row: what such a row is called.
+
+    Where slots leave at every step, the newest token needs a slot beside those that patterns protect.
+    """
+    n = keep.budget.capacity(tokens)
+    pos, length = np.arange(tokens, dtype=np.int32)[None, None], np.array([tokens], np.int32)
+    stays = (pos == tokens - 1) & every_step
+    for pattern in keep.protect:
+        stays = stays | np.asarray(pattern(pos, length, np.array([n], np.int32)))  # type: ignore[arg-type]
+    if stays.sum() <= n:
+        return ""
+    names = [*map(repr, keep.protect), *(["the newest token"] if every_step else [])]
+    return (
+        f"{stays.sum()} of {row or f'{tokens} tokens'} must stay ({', '.join(names)}), "
+        f"more than the budget of {n} slots (budget={keep.budget.amount!r}): raise the budget or lower "
+        "what is protected (window=, sinks=)"
+    )
+
+
+def _probe_of(score: Any) -> Any:
+    """The probe a score reads, also where it is smoothed; None where it reads none."""
+    return _probe_of(score.score) if hasattr(score, "pool") else getattr(score, "probe", None)
