@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import InputError
+from kvjax.inputs import whole_text
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.transformer import forward
@@ -44,7 +44,8 @@ class Model:
     def __call__(
         self, tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]]
     ) -> Float[Array, "B T V"]:
-        return _forward(self.params, jnp.asarray(tokens, jnp.int32), self.config)
+        config = self.config
+        return _forward(self.params, whole_text(tokens, config.vocab, config.max_positions), config)
 
 
 def check_single(model: Model, what: str) -> None:

@@ -410,7 +410,7 @@ def test_contexts_that_do_not_fit_are_refused():
             f"20 channels per token, layer {pair.layer} reads {encoder.config.d_model}",
         ),
         (model, short, CONTEXTS, {}, "would read 12 tokens at once, its last position is 8"),
-        (model, encoder, CONTEXTS, dict(chunk=0), "chunk must be a number of tokens >= 1, got 0"),
+        (model, encoder, CONTEXTS, dict(chunk=0), "chunk is 0, expected at least 1"),
         (model, encoder, [[99]], {}, "token id 99 is outside the vocabulary"),
     ]
     for decoder, reader, contexts, options, why in cases:
