@@ -135,7 +135,7 @@ def test_a_saved_cache_continues(model, tokens, whole, tmp_path):
 def test_stacked_layers_compute_the_same(model, tokens, whole):
     groups = plan(model.config, stacked=True)
     params = kvjax.models.params.regroup(model.params, groups)
-    stacked = dataclasses.replace(model, params=params, fingerprint="stacked")
+    stacked = dataclasses.replace(model, params=params)
     logits, cache = kvjax.prefill(stacked, tokens[:, :T], room=ROOM)
     close(logits, whole[:, T - 1])
     logits, _ = kvjax.step(stacked, cache, tokens[:, T])
@@ -225,7 +225,7 @@ def test_a_store_encodes_slots_and_states_and_costs_fewer_bytes(name, store, tok
 def test_bfloat16_decodes_what_it_computes(name, tokens):
     model = build(name)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params)
-    narrow = dataclasses.replace(model, params=params, fingerprint="bfloat16")
+    narrow = dataclasses.replace(model, params=params)
     exact, whole = (np.asarray(m(tokens), np.float64) for m in (model, narrow))
     size = np.sqrt((exact**2).mean())
     # The median token: deep stacks of tiny delta rules carry a rounding of a weight far at single ones.
