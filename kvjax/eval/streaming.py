@@ -38,6 +38,7 @@ from kvjax.eval.tasks.suite import Recall
 from kvjax.files import write_atomic
 from kvjax.generation import bucket
 from kvjax.grammar import PREFILL_END, Method
+from kvjax.methods.user import sources
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.steps import Prompt, Run
@@ -335,6 +336,7 @@ def compare_text(
         "model": model.name,
         "fingerprint": model.fingerprint,
         "cells": [[e.label, e.budget, repr(e.method)] for e in entries],
+        "method_sources": sources(e.method for e in entries),
         "length": length,
         "steps": STEPS,
         "samples": windows,
