@@ -55,7 +55,7 @@ def placement(tree: Params, sharding: Any) -> Callable[[str, tuple[int, ...]], j
             raise InputError(f"the sharding of {path} is {where!r}, {_EXPECTED}")
         try:
             where.shard_shape(shape)
-        except ValueError as error:
+        except (ValueError, IndexError) as error:  # an index error where it names more axes than there are
             raise InputError(
                 f"{path} of shape {list(shape)} cannot be divided as {where}: leave that axis whole, or give "
                 "a function (path, shape) -> Sharding that does"

@@ -137,9 +137,9 @@ def test_shardings_that_are_none_or_do_not_divide_a_parameter_are_refused(tmp_pa
     two = NamedSharding(mesh, P(None, mesh.axis_names))
     for wrong, message in (
         (mesh, "sharding is a Mesh, expected a jax.sharding.Sharding: write .*NamedSharding"),
-        (P(), "sharding is a PartitionSpec, expected"),
+        (P(), "sharding is a P, expected"),
         ("x", "sharding is a str, expected"),
-        (lambda path, shape: P(), "the sharding of embed is PartitionSpec.*, expected"),
+        (lambda path, shape: P(), "the sharding of embed is P.*, expected"),
         (lambda path, shape: two if path == "norm" else None, "norm of shape .* cannot be divided as"),
         (two, "of shape .* cannot be divided as"),
     ):
