@@ -9,9 +9,16 @@ Keys are [B, K, S, H]: each head's slots are contiguous.
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
+
+# In a checkout three rooms of the package lie beside it, where setup.py finds them. So does Python where the
+# checkout itself is on its path, as in a shell at the root of the repository.
+_CHECKOUT = Path(__file__).parents[1]
+if not (Path(__file__).parent / "models").is_dir() and (_CHECKOUT / "models" / "__init__.py").is_file():
+    __path__.append(str(_CHECKOUT))
 
 _HOMES = {
     "load": "kvjax.loading",

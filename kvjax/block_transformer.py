@@ -21,8 +21,19 @@ from kvjax import steps
 from kvjax.cache import Cache, Segment, State
 from kvjax.errors import InputError
 from kvjax.fit import check_block_transformer, check_budget
-from kvjax.generation import bare_cache, check_cache, check_reach, labelled, method_of, padded
+from kvjax.generation import (
+    ROOM,
+    bare_cache,
+    check_cache,
+    check_reach,
+    check_room,
+    labelled,
+    method_of,
+    padded,
+    positions_left,
+)
 from kvjax.grammar import Method
+from kvjax.inputs import one_token, whole_text
 from kvjax.models.block_transformer import (
     BlockConfig,
     block_inputs,
@@ -190,7 +201,8 @@ class BlockTransformer(Model):
     def __call__(
         self, tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]]
     ) -> Float[Array, "B T V"]:
-        return _forward(self.params, jnp.asarray(tokens, jnp.int32), self.config)
+        config = self.config
+        return _forward(self.params, whole_text(tokens, config.vocab, config.max_positions), config)
 
     def prefill(
         self,
@@ -198,13 +210,14 @@ class BlockTransformer(Model):
         *,
         method: Method | str | None = None,
         lengths: Lengths | None = None,
-        room: int = 128,
+        room: int = ROOM,
     ) -> tuple[Float[Array, "B V"], Cache]:
         """Logits [B, V] at each row's last token, and the cache with room for `room` more tokens.
 
         Arguments and errors are those of `kvjax.prefill`. Raises InputError, too, for methods that do not fit
         the block decoder or need tokens to repeat, and budgets of blocks smaller than a method's window.
         """
+        room = check_room(self, room)
         batch, chosen = padded(self, tokens, lengths), method_of(self, method, None)
         check_reach(self, int(batch.lengths.max()))
         check_block_transformer(chosen, self.config)
@@ -218,17 +231,16 @@ class BlockTransformer(Model):
     def step(self, cache: Cache, token: OneToken) -> tuple[Float[Array, "B V"], Cache]:
         """One token per row; the given cache is consumed. InputError when it has no room or is another's."""
         check_cache(self, cache)
-        ids = jnp.asarray(token, jnp.int32)
-        if ids.shape != cache.next.shape:
-            raise InputError(
-                f"token must be [B] = {list(cache.next.shape)}, one id per row, got {list(ids.shape)}"
-            )
+        ids = jnp.asarray(one_token(token, cache.next.shape[0], self.config.vocab), jnp.int32)
         bare, spare = bare_cache(cache), cache.spare
         if spare < 1:
             free = _free(self.params, bare, config=self.config, method=_decoding(cache.method))
             spare = int(np.asarray(free).min())
-        if spare < 1:
-            raise InputError("the cache is full: give prefill(..., room=) the number of tokens you will add")
+            if spare < 1:
+                raise InputError(
+                    "the cache is full: give prefill(..., room=) the number of tokens you will add"
+                )
+            spare = min(spare, positions_left(self, cache))
         logits, new = self.stepping(cache.method)(bare, ids, jnp.ones(ids.shape, bool))
         return logits, dataclasses.replace(labelled(new, cache.method, self), spare=spare - 1)
 

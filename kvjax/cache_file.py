@@ -28,7 +28,8 @@ from kvjax.models.files import open_safetensors
 
 KIND = "kvjax cache"
 # 2: codes of 8 bits are bytes, and words of fewer bits lie next to each other (`kvjax.store.affine`).
-FORMAT = 3
+# 4: the model's fingerprint covers all its weights (`kvjax.models.fingerprint`), so those of before fit none.
+FORMAT = 4
 _NODES = {node.__name__: node for node in (Slots, Paged, Pages, Codes, State)}
 # What safetensors' numpy side reads back; other dtypes are written as their bytes.
 _PLAIN = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "float32")
@@ -116,10 +117,10 @@ def read_cache_header(path: str | os.PathLike[str]) -> CacheFile:
                 f"{path} has cache format {metadata['format']} (written by kvjax {metadata['kvjax']}), "
                 f"expected at most {FORMAT}, which kvjax {kvjax.__version__} reads: update kvjax"
             )
-        if int(metadata["format"]) < 3 and '"codec": "Affine(' in metadata["tree"]:
+        if int(metadata["format"]) < FORMAT:
             raise InputError(
                 f"{path} has cache format {metadata['format']} (written by kvjax {metadata['kvjax']}), whose "
-                f"codes kvjax {kvjax.__version__} lays out otherwise, expected format {FORMAT}: prefill again"
+                f"fingerprint does not tell all models apart, expected format {FORMAT}: prefill again"
             )
         spec = _tuples(json.loads(metadata["method"]))
         return CacheFile(metadata["kvjax"], metadata["model"], spec, json.loads(metadata["tree"]))

@@ -12,8 +12,9 @@ import numpy as np
 from kvjax import steps
 from kvjax.cache import Cache
 from kvjax.errors import InputError
-from kvjax.generation import bind, labelled, method_of, padded
+from kvjax.generation import ROOM, bind, check_room, labelled, method_of, padded
 from kvjax.grammar import Method, View
+from kvjax.inputs import whole_number
 from kvjax.models import encoder as encoders
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -36,7 +37,7 @@ def encode_context(
     lengths: Lengths | None = None,
     chunk: int | None = None,
     method: Method | str | None = None,
-    room: int = 128,
+    room: int = ROOM,
 ) -> Cache:
     """A cache that holds a context for the decoder `model` and nothing else: its next token stands at 0.
 
@@ -64,8 +65,8 @@ def encode_context(
     layer_of(model.config, encoder.config.d_model)
     batch = padded(encoder, tokens, lengths, least=0)
     longest = int(batch.lengths.max())
-    if chunk is not None and chunk < 1:
-        raise InputError(f"chunk must be a number of tokens >= 1, got {chunk}")
+    if chunk is not None:
+        chunk = whole_number("chunk", chunk, 1, "tokens encoded at a time")
     if min(chunk or longest, longest) > encoder.config.max_positions:
         raise InputError(
             f"the encoder would read {min(chunk or longest, longest)} tokens at once, its last position is "
@@ -77,12 +78,13 @@ def encode_context(
     return context_cache(model, held, method=method, room=room)
 
 
-def context_cache(model: Model, held: Keys, *, method: Method | str | None = None, room: int = 128) -> Cache:
+def context_cache(model: Model, held: Keys, *, method: Method | str | None = None, room: int = ROOM) -> Cache:
     """`encode_context` from states that are there already, as `kvjax.models.encoder.encode` returns them.
 
     Raises InputError where the decoder has no layer that holds a context, or one of another width.
     """
     layer_of(model.config, held.k.shape[-1])
+    room = check_room(model, room)
     chosen = method_of(model, method, None)
     run = Run(model.config, bind(chosen, model))
     return labelled(hold(run, model.params, held, room), chosen, model)

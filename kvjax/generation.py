@@ -7,6 +7,7 @@ calls the pure functions of `kvjax.steps`.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -21,6 +22,16 @@ from kvjax.cache import Cache, check_alive
 from kvjax.errors import InputError
 from kvjax.fit import check_budget, check_fit
 from kvjax.grammar import Method
+from kvjax.inputs import (
+    check_in_vocabulary,
+    id_array,
+    is_rows,
+    one_token,
+    prng_key,
+    ragged_rows,
+    stop_ids,
+    whole_number,
+)
 from kvjax.methods import method as build_method
 from kvjax.models.config import Config
 from kvjax.models.model import Model
@@ -29,6 +40,9 @@ from kvjax.sampling import Sampler, draw
 from kvjax.segments import free_slots, reserve
 from kvjax.steps import Run
 from kvjax.verbs import Lengths, OneToken, TokenIds, has_verbs, refuse
+
+# How many tokens a cache holds beyond its prompt, unless a call says otherwise.
+ROOM = 128
 
 
 def bucket(tokens: int) -> int:
@@ -55,37 +69,29 @@ class Batch(NamedTuple):
 
 def padded(model: Model, tokens: TokenIds, lengths: Lengths | None, least: int = 1) -> Batch:
     """Checks and pads a prompt; InputError for what the model cannot take, or rows of fewer than `least`."""
-    if isinstance(tokens, list | tuple) and len(tokens) and isinstance(tokens[0], list | tuple):
+    if is_rows(tokens):
         if lengths is not None:
             raise InputError(
                 "lengths= goes with a padded array of tokens; a list of lists has its own lengths"
             )
-        rows = [np.asarray(row, np.int64) for row in tokens]
+        rows = ragged_rows(tokens)
         length = np.array([len(r) for r in rows])
         array = np.zeros((len(rows), max(length, default=0)), np.int64)
         for i, row in enumerate(rows):
             array[i, : len(row)] = row
     else:
-        array = np.asarray(tokens)
+        array = id_array("tokens", tokens)
         if array.ndim != 2:
             raise InputError(
                 f"tokens must be [B, T] or a list of lists of token ids, got shape {array.shape}: "
                 "wrap a single prompt as [[...]]"
             )
-        length = np.full(array.shape[0], array.shape[1]) if lengths is None else np.asarray(lengths)
-    if not np.issubdtype(array.dtype, np.integer):
-        raise InputError(f"tokens must be integers (token ids), got {array.dtype}")
-    if not len(array) or (length < least).any():
-        raise InputError("every row needs at least one token; a prompt here is empty")
+        length = np.full(array.shape[0], array.shape[1]) if lengths is None else id_array("lengths", lengths)
     if length.shape != array.shape[:1] or (length > array.shape[1]).any():
         raise InputError(f"lengths must be [B] and at most T = {array.shape[1]}, got {length.tolist()}")
-    used = array[np.arange(array.shape[1]) < length[:, None]]
-    outside = used[(used < 0) | (used >= model.config.vocab)]
-    if outside.size:
-        raise InputError(
-            f"token id {outside[0]} is outside the vocabulary [0, {model.config.vocab}): "
-            "were the tokens made with this model's tokenizer?"
-        )
+    if not len(array) or (length < least).any():
+        raise InputError("every row needs at least one token; a prompt here is empty")
+    check_in_vocabulary(array[np.arange(array.shape[1]) < length[:, None]], model.config.vocab)
     size = bucket(array.shape[1])
     ids = np.zeros((array.shape[0], size), np.int32)
     ids[:, : array.shape[1]] = np.where(np.arange(array.shape[1]) < length[:, None], array, 0)
@@ -111,7 +117,13 @@ def bind(method: Method, model: Model) -> Method:
 
 
 def check_cache(model: Model, cache: Cache) -> None:
-    """InputError for a cache that another model filled, or that a step consumed."""
+    """InputError for what is no cache, or one that another model filled, or that a step consumed."""
+    if not isinstance(cache, Cache):
+        given = f"{cache!r}" if isinstance(cache, str | os.PathLike) else f"a {type(cache).__name__}"
+        raise InputError(
+            f"cache is {given}, expected a kvjax.cache.Cache: give the `.cache` of what generate returned, "
+            "the second of what prefill and step return, or kvjax.load_cache(path)"
+        )
     check_alive(cache)
     if cache.model and cache.model != model.fingerprint:
         raise InputError(
@@ -136,7 +148,7 @@ def prefill(
     method: Method | str | None = None,
     cache: Cache | None = None,
     lengths: Lengths | None = None,
-    room: int = 128,
+    room: int = ROOM,
     chunk: int | None = None,
     compress: bool = True,
     implementation: str | None = None,
@@ -149,8 +161,9 @@ def prefill(
     implementation: of attention and recurrences, "reference", "tpu" or "gpu"; None takes kernels where they
     can run.
 
-    InputError for token ids outside the vocabulary, empty or too long prompts, a foreign cache, or scores
-    that are not numbers; NotImplementedError where a forced kernel cannot run.
+    InputError for token ids outside the vocabulary, empty or too long prompts, a foreign cache, or one of
+    another number of rows, a `room` beyond the model's positions, or scores that are not numbers;
+    NotImplementedError where a forced kernel cannot run.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -162,8 +175,16 @@ def prefill(
         options = {"cache=": cache is not None, "chunk=": chunk is not None, "compress=False": not compress}
         refuse(model, options | {"implementation=": implementation is not None})
         return model.prefill(tokens, method=method, lengths=lengths, room=room)
+    room = check_room(model, room)
+    if chunk is not None:
+        chunk = whole_number("chunk", chunk, 1, "tokens read at a time")
     batch = padded(model, tokens, lengths)
     chosen = method_of(model, method, cache)
+    if cache is not None and cache.next.shape != batch.lengths.shape:
+        raise InputError(
+            f"the tokens have {len(batch.lengths)} rows, the cache {cache.next.shape[0]}, expected the same "
+            "number: give tokens for every row of the cache, or copy its rows with kvjax.fork"
+        )
     before = np.zeros(1, np.int32) if cache is None else np.asarray(cache.next)
     seen, last = int(before.max()), int(before.max() + batch.lengths.max())
     check_reach(model, last)
@@ -193,6 +214,11 @@ def prefill(
     return logits, labelled(cache, chosen, model)
 
 
+def check_room(model: Model, room: int) -> int:
+    """`room` as an int; InputError unless it is a number of tokens that the model's positions allow."""
+    return whole_number("room", room, 0, "further tokens", max(ROOM, model.config.max_positions))
+
+
 def check_reach(model: Model, last: int) -> None:
     """InputError for a prompt that reaches beyond the model's positions."""
     if last > model.config.max_positions:
@@ -219,8 +245,6 @@ def method_of(model: Model, method: Method | str | None, cache: Cache | None) ->
 def _chunks(batch: Batch, chunk: int | None) -> list[Batch]:
     if chunk is None or chunk >= batch.tokens.shape[1]:
         return [batch]
-    if chunk < 1:
-        raise InputError(f"chunk must be a number of tokens >= 1, got {chunk}")
     out = []
     for start in range(0, int(batch.lengths.max()), chunk):
         part = batch.tokens[:, start : start + chunk]
@@ -246,20 +270,19 @@ def step(
 ) -> tuple[Float[Array, "B V"], Cache]:
     """One token per row: logits [B, V] and the cache that holds it. The given cache is consumed (donated).
 
+    token: one id per row. Ids on the host (NumPy, lists) must be in the vocabulary; of an array on a device
+    only dtype and shape are checked, because to read it would make every step wait for the one before.
+
     append=False asks the last token again at its own position over the cache as it is, which stays usable.
     implementation: as in `prefill`. InputError when the cache has no room left, was consumed before, or
-    belongs to another model.
+    belongs to another model, and beyond the model's last position.
     """
     if has_verbs(model):
         refuse(model, {"append=False": not append, "implementation=": implementation is not None})
         return model.step(cache, token)
     check_cache(model, cache)
     run = _decoding(model.config, cache.method, implementation)
-    token = token if isinstance(token, jax.Array) else np.asarray(token, np.int32)
-    if token.shape != cache.next.shape:
-        raise InputError(
-            f"token must be [B] = [{cache.next.shape[0]}], one id per row, got {list(token.shape)}"
-        )
+    token = one_token(token, cache.next.shape[0], model.config.vocab)
     spare = cache.spare
     if append and spare < 1:
         spare = int(np.asarray(_free_slots(run.groups(model.params), bare_cache(cache))).min())
@@ -268,11 +291,23 @@ def step(
                 "the cache is full: give prefill(..., room=) the number of tokens you will add, "
                 "or call prefill(model, tokens, cache=cache, room=...), which makes room"
             )
+        spare = min(spare, positions_left(model, cache))
     call = steps.step if append else steps.step_keeping
     logits, new = call(run, model.params, bare_cache(cache), token, np.full(token.shape, append))
     return logits, dataclasses.replace(
         new, method=cache.method, model=model.fingerprint, spare=spare - append
     )
+
+
+def positions_left(model: Model, cache: Cache) -> int:
+    """How many more tokens the cache's longest row can take; InputError where there are none."""
+    left = model.config.max_positions - int(np.asarray(cache.next).max())
+    if left < 1:
+        raise InputError(
+            f"the cache stands at this model's last position, {model.config.max_positions}: start again with "
+            "a shorter text, or use a model with a longer context"
+        )
+    return left
 
 
 @lru_cache(maxsize=1024)
@@ -321,11 +356,13 @@ def generate(
     Every written token, a stop token included, is in the returned cache, so a conversation goes on with
     generate(model, more_tokens, cache=out.cache). stop defaults to the checkpoint's stop ids. on_token is
     called with (index, tokens [B]) as they come. key: one PRNG key; rows draw from their own fold of it.
-    implementation: as in `prefill`. InputError as there, and where logits are not numbers (NaN), naming the
-    step, or the layer for those of the prompt.
+    implementation: as in `prefill`. InputError as `prefill`, for another kind of max_new_tokens, stop or key,
+    and where logits are not numbers (NaN), naming the step, or the layer for those of the prompt.
     """
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
+    most = max(ROOM, model.config.max_positions)
+    max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, "tokens", most)
+    root = jax.random.key(0) if key is None else prng_key(key)
+    stops = jnp.asarray(stop_ids(model.stop_ids if stop is None else stop) or [-1], jnp.int32)
     sampler = sampler or Sampler()
     logits, cache = prefill(
         model, tokens, method=method, cache=cache, lengths=lengths, room=max_new_tokens, chunk=chunk,
@@ -338,9 +375,7 @@ def generate(
             f"{model.config.max_positions}: lower max_new_tokens"
         )
     rows = logits.shape[0]
-    root = jax.random.key(0) if key is None else key
     keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.arange(rows))
-    stops = jnp.asarray(list(model.stop_ids if stop is None else stop) or [-1], jnp.int32)
     chosen = cache.method
     advance = _stepping(model, chosen, implementation)
     state, done, written, logprobs = bare_cache(cache), jnp.zeros((rows,), bool), [], []

@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.inputs import finite_number, whole_number
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
     """How the next token is drawn: greedy at temperature 0, else softmax(logits / temperature).
 
-    top_k keeps the k likeliest tokens, top_p the smallest set with probability >= p.
+    top_k keeps the k likeliest tokens, top_p the smallest set with probability >= p. InputError for values
+    that mean nothing.
     """
 
     temperature: float = 0.0
@@ -21,12 +24,11 @@ class Sampler:
     top_p: float | None = None
 
     def __post_init__(self):
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be >= 1, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        finite_number("temperature", self.temperature, 0.0)
+        if self.top_k is not None:
+            whole_number("top_k", self.top_k, 1, "tokens to draw from")
+        if self.top_p is not None:
+            finite_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
 
     def __call__(self, logits: Float[Array, "B V"], keys: Array) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
         """(token, log-probability under the model) per row; one key per row."""

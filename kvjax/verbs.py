@@ -13,7 +13,7 @@ from kvjax.errors import InputError
 from kvjax.grammar import Method
 
 # What the verbs take: token ids of rows, how many of each row count, and one token per row.
-TokenIds = Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int]]
+TokenIds = Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int] | Int[Array, "_"] | np.ndarray]
 Lengths = Int[Array, "B"] | np.ndarray | Sequence[int]
 OneToken = Int[Array, "B"] | np.ndarray | Sequence[int]
 

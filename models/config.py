@@ -69,6 +69,8 @@ class Config:
                 raise ValueError(f"{name} names {len(given)} layers, the model has {self.layers}")
         if self.head_dim % 2:
             raise ValueError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
+        if not self.norm_eps >= 0:
+            raise ValueError(f"norm_eps must be a number >= 0, got {self.norm_eps}")
         if self.norms not in ("pre", "post", "both") or self.qk_norm not in ("", "head", "full"):
             raise ValueError(f"unknown norms={self.norms!r} or qk_norm={self.qk_norm!r}")
         if self.activation not in ACTIVATIONS:

@@ -26,7 +26,7 @@ from kvjax.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.files import Stored, atomic_folder, check_folder, read_header, read_json
 from kvjax.models.hf_config import config_from_hf, config_to_hf
-from kvjax.models.hf_tensors import Part, hf_name, match, short_name, tensors, top_names
+from kvjax.models.hf_tensors import Part, check_layers, hf_name, match, short_name, tensors, top_names
 from kvjax.models.layers import Params
 from kvjax.models.model import Model, check_single
 from kvjax.models.params import Group, check_groups, plan, shapes
@@ -66,8 +66,9 @@ def load_hf(
         raise InputError(
             f"{folder} is not a model directory: it has no config.json (it has {_contents(folder)})"
         )
-    config = config_from_hf(read_json(folder / "config.json"))
-    found = _headers(folder)
+    data, found = read_json(folder / "config.json"), _headers(folder)
+    check_layers(data, found)
+    config = config_from_hf(data)
     config = _untie(config, found)
     stored = match(config, found)
     text = read_text(folder)

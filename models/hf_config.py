@@ -12,6 +12,7 @@ import numpy as np
 from kvjax.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.hf_mixed import MIXED, Mixed
+from kvjax.models.hf_numbers import check_numbers, size
 from kvjax.ops.base.rope import Rope
 
 Json = Mapping[str, Any]
@@ -99,37 +100,42 @@ def config_from_hf(data: Json) -> Config:
     8
     """
     family, data = _family(data)
-    d_model, heads = _size(data, "hidden_size"), _size(data, "num_attention_heads")
-    head_dim = _size(data, "head_dim") if data.get("head_dim") else d_model // heads
+    try:
+        check_numbers(_row(family).defaults, data)
+        return Config(**_fields(family, data))
+    except InputError:
+        raise
+    except KeyError as error:
+        raise InputError(f"config.json lacks {error.args[0]}, which {family} needs") from error
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        raise InputError(f"config.json describes no model that can be built: {error}") from error
+
+
+def _fields(family: str, data: Json) -> dict[str, Any]:
+    d_model, heads = size(data, "hidden_size"), size(data, "num_attention_heads")
+    head_dim = size(data, "head_dim") if data.get("head_dim") else d_model // heads
     head_dim = data.get("qk_rope_head_dim", head_dim)
     rope, rope_local = _ropes(data, head_dim)
     windows = _windows(family, data)
-    sizes: dict[str, Any] = dict(
-        vocab=_size(data, "vocab_size"),
+    fields: dict[str, Any] = dict(
+        vocab=size(data, "vocab_size"),
         d_model=d_model,
-        layers=_size(data, "num_hidden_layers"),
+        layers=size(data, "num_hidden_layers"),
         heads=heads,
-        kv_heads=_size(data, "num_key_value_heads") if data.get("num_key_value_heads") else heads,
+        kv_heads=size(data, "num_key_value_heads") if data.get("num_key_value_heads") else heads,
         head_dim=head_dim,
-        d_ff=_size(data, "intermediate_size"),
+        d_ff=size(data, "intermediate_size"),
         norm_eps=float(data["rms_norm_eps"]),
         tied=bool(data.get("tie_word_embeddings", False)),
-        max_positions=_reach(rope, _size(data, "max_position_embeddings")),
+        max_positions=_reach(rope, size(data, "max_position_embeddings")),
         rope=rope,
         rope_local=rope_local if any(windows) else None,
         windows=windows,
         activation=_activation(data),
         family=family,
     )
-    try:
-        mixed = MIXED.get(family)
-        return Config(**(sizes | (_features(family, data) if mixed is None else mixed.read(data, rope))))
-    except InputError:
-        raise
-    except KeyError as error:
-        raise InputError(f"config.json lacks {error.args[0]}, which {family} needs") from error
-    except (ValueError, TypeError) as error:
-        raise InputError(f"config.json describes no model that can be built: {error}") from error
+    mixed = MIXED.get(family)
+    return fields | (_features(family, data) if mixed is None else mixed.read(data, rope))
 
 
 def _family(data: Json) -> tuple[str, dict[str, Any]]:
@@ -146,7 +152,8 @@ def _family(data: Json) -> tuple[str, dict[str, Any]]:
             f"model_type {name!r} is not supported{hint}: choose a checkpoint of {', '.join(SUPPORTED)}"
         )
     if data.get("quantization_config"):
-        method = data["quantization_config"].get("quant_method", "unknown")
+        given = data["quantization_config"]
+        method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else given
         raise InputError(
             f"the weights are quantised ({method}): load the checkpoint in float32, float16 or bfloat16"
         )
@@ -162,13 +169,6 @@ def _row(family: str) -> Family | Mixed:
 
 # Null means "none" for these, not "the default".
 _NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
-
-
-def _size(data: Json, key: str) -> int:
-    value = data.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise InputError(f"config.json gives {key} = {value!r}, expected a positive whole number")
-    return value
 
 
 def _activation(data: Json) -> str:
@@ -207,7 +207,7 @@ def _windows(family: str, data: Json) -> tuple[int | None, ...]:
     """Window of every layer; () where none has one."""
     if family in MIXED and family not in ("mixtral", "qwen3_moe"):
         return ()
-    layers, window = _size(data, "num_hidden_layers"), data.get("sliding_window")
+    layers, window = size(data, "num_hidden_layers"), data.get("sliding_window")
     kinds = (
         data.get("layer_types") if family not in ("llama", "mistral", "mixtral", "phi3", "olmo2") else None
     )

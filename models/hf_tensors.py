@@ -8,7 +8,7 @@ the prefixes (`model.`, `language_model.`) that depend on the class which saved 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from kvjax.models.hf_mixed.pieces import Piece
 from kvjax.models.params import layer_shapes, shapes
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "backbone.")
+# So many layers that a checkpoint lacks are listed tensor by tensor.
+_MISSING_LAYERS = 1024
 _NO_PARAMETERS = ("rotary_emb.inv_freq",)
 _OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")
 
@@ -146,6 +148,22 @@ def short_name(name: str) -> str:
         if name.startswith(prefix):
             return name[len(prefix) :]
     return name
+
+
+def check_layers(data: Mapping[str, Any], found: Mapping[str, Stored]) -> None:
+    """InputError where config.json gives far more layers than the tensors name, before any is thought of.
+
+    A few layers more are left to `match`, which names the tensors that are missing.
+    """
+    text = data.get("text_config")
+    given = (text if isinstance(text, Mapping) else data).get("num_hidden_layers")
+    parts = (short_name(name).split(".") for name in found)
+    there = 1 + max((int(p[1]) for p in parts if p[0] == "layers" and p[1:2] and p[1].isdigit()), default=-1)
+    if isinstance(given, int) and given > there + _MISSING_LAYERS:
+        raise InputError(
+            f"config.json gives num_hidden_layers = {given}, the tensors beside it name {there} layers: "
+            "correct config.json, or fetch the checkpoint again"
+        )
 
 
 def match(config: Config, found: Mapping[str, Stored]) -> dict[str, Stored]:

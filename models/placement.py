@@ -42,11 +42,41 @@ def leaves(tree: Params) -> list[tuple[str, Any]]:
 def placement(tree: Params, sharding: Any) -> Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]:
     """A user's `sharding` as a function (path, shape) -> Sharding, None for the default device.
 
-    It may be None, one Sharding for all, such a function, or a tree of Shardings like `tree`; InputError
-    where that tree has none for a parameter.
+    It may be None, one Sharding for all, such a function, or a tree of Shardings like `tree`. InputError for
+    anything else, where that tree has none for a parameter, and where a Sharding does not divide its shape.
     """
+    choose = _chosen(tree, sharding)
+
+    def place(path: str, shape: tuple[int, ...]) -> jax.sharding.Sharding | None:
+        where = choose(path, shape)
+        if where is None:
+            return None
+        if not isinstance(where, jax.sharding.Sharding):
+            raise InputError(f"the sharding of {path} is {where!r}, {_EXPECTED}")
+        try:
+            where.shard_shape(shape)
+        except (ValueError, IndexError) as error:  # an index error where it names more axes than there are
+            raise InputError(
+                f"{path} of shape {list(shape)} cannot be divided as {where}: leave that axis whole, or give "
+                "a function (path, shape) -> Sharding that does"
+            ) from error
+        return where
+
+    return place
+
+
+_EXPECTED = (
+    "expected a jax.sharding.Sharding: write jax.sharding.NamedSharding(mesh, "
+    "jax.sharding.PartitionSpec(...)), where an empty PartitionSpec() means a copy on every device"
+)
+
+
+def _chosen(tree: Params, sharding: Any) -> Callable[[str, tuple[int, ...]], Any]:
+    """`placement` before its results are checked."""
     if sharding is None or isinstance(sharding, jax.sharding.Sharding):
         return lambda path, shape: sharding
+    if isinstance(sharding, jax.sharding.Mesh | jax.sharding.PartitionSpec | str):
+        raise InputError(f"sharding is a {type(sharding).__name__}, {_EXPECTED}")
     if callable(sharding):
         return cast(Callable, sharding)
     given = {

@@ -47,8 +47,10 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
             _room("pallas_kernels", "kernels only", "pallas_kernels"),
             _room(
                 "errors, files",
-                "what a user's mistake raises; files that appear whole or not at all; the public names",
+                "what a user's mistake raises; checks of arguments; files that appear whole or not at all; "
+                "the public names",
                 "kvjax/errors.py",
+                "kvjax/inputs.py",
                 "kvjax/files.py",
                 "kvjax/__init__.py",
             ),

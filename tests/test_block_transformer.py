@@ -299,7 +299,8 @@ def test_a_saved_cache_comes_back_and_continues(model, tokens, whole, tmp_path):
     for i in range(10):
         logits, again = kvjax.step(model, again, tokens[:, T + i])
         close(logits, whole[:, T + i])
-    other = dataclasses.replace(model, fingerprint="other")
+    moved = dict(model.params, start=model.params["start"] + 1)
+    other = dataclasses.replace(model, params=moved)
     for call in (kvjax.step, lambda *given: other.reset(given[1], np.array([True, False]))):
         with pytest.raises(InputError, match="filled by another model"):
             call(other, kvjax.load_cache(tmp_path / "a.cache"), [1, 2])

@@ -159,7 +159,7 @@ def test_samplers_that_mean_nothing_are_refused(wrong):
         (np.ones((2, 3), int), dict(lengths=[4, 1]), "at most T = 3"),
         ([[1, 2]], dict(lengths=[2]), "lengths= goes with a padded array"),
         ([[1] * 20], dict(method="snapkv"), "budget"),
-        ([[1] * 20], dict(chunk=0), "chunk must be"),
+        ([[1] * 20], dict(chunk=0), "chunk is 0, expected at least 1"),
     ],
 )
 def test_prompts_that_cannot_be_read_say_why(model, tokens, options, message):

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from kvjax.eval.report.page import write_report
 from kvjax.eval.run.cellplan import Custom, Entry, plan_cells
 from kvjax.eval.run.log import UnitLog
 from kvjax.eval.run.memory import fitting_rows, peak_bytes
+from kvjax.eval.run.revision import revision
 from kvjax.eval.run.runner import Runner, Unit, bare_method, programs, two_at_a_time
 from kvjax.eval.streaming import compare_text
 from kvjax.eval.tasks.rows import PROTOCOLS, Rows, forced_length, make_rows
@@ -36,6 +36,7 @@ from kvjax.fit import check_budget
 from kvjax.generation import bucket
 from kvjax.gin_bindings import load_preset
 from kvjax.loading import load
+from kvjax.methods.user import sources
 from kvjax.models.model import Model, check_single
 from kvjax.steps import Prompt
 
@@ -138,6 +139,7 @@ def _settings(plan: _Plan, seed: int, preset: str) -> dict[str, Any]:
         "model": plan.model.name,
         "fingerprint": plan.model.fingerprint,
         "cells": [[e.label, e.budget, repr(e.method)] for e in plan.entries],
+        "method_sources": sources(e.method for e in plan.entries),
         "tasks": list(plan.suite.tasks),
         "sources": list(plan.suite.sources),
         "protocols": list(plan.protocols),
@@ -282,16 +284,6 @@ def _timings(plan: _Plan, log: UnitLog) -> dict[tuple[str, NominalBudget], dict[
     return out
 
 
-def git_revision() -> str:
-    """The checkout's revision with a mark when it has changes; "unknown" outside one."""
-    here = Path(kvjax.__file__).parent
-    try:
-        ask = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
-        return subprocess.run(ask, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
 def _about(model: Model) -> dict[str, Any]:
     """What ran where: the part of metrics.json that all comparisons share."""
     device = jax.local_devices()[0]
@@ -301,7 +293,7 @@ def _about(model: Model) -> dict[str, Any]:
         "fingerprint": model.fingerprint,
         "device": f"{device.device_kind} ({platform.processor() or platform.machine()})",
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),
-        "git_revision": git_revision(),
+        "git_revision": revision(),
         "versions": {"kvjax": kvjax.__version__, "jax": jax.__version__, "numpy": np.__version__},
     }
 

@@ -39,6 +39,7 @@ from kvjax.files import write_atomic
 from kvjax.fit import check_budget
 from kvjax.generation import bucket
 from kvjax.grammar import PREFILL_END, Method
+from kvjax.methods.user import sources
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.not_numbers import refuse_step
@@ -344,6 +345,7 @@ def compare_text(
         "model": model.name,
         "fingerprint": model.fingerprint,
         "cells": [[e.label, e.budget, repr(e.method)] for e in entries],
+        "method_sources": sources(e.method for e in entries),
         "length": length,
         "steps": STEPS,
         "samples": windows,

@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -73,6 +73,40 @@ def load_function(name: str) -> Callable[..., Any]:
     near = difflib.get_close_matches(function, own, 1)
     hint = f"did you mean {near[0]}?" if near else f"it defines {', '.join(own) or 'no function'}"
     raise InputError(f"{file} has no function {function!r}: {hint}")
+
+
+def sources(methods: Iterable[Method]) -> list[str]:
+    """The files of a user's own that define these methods or their words, each as "name.py digest".
+
+    Results are worth keeping only as long as these stay as they are.
+    """
+    files = {file for method in methods for file in (*_files_of_spec(method.spec), *_files_of_words(method))}
+    digests = {file: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in files}
+    return sorted(f"{Path(file).name} {digest}" for file, digest in digests.items())
+
+
+def _files_of_spec(spec: tuple[Any, ...]) -> Iterator[str]:
+    match spec:
+        case (str(), ("chain", *parts)):
+            for part in parts:
+                yield from _files_of_spec(part)
+        case (str() as name, *_):
+            file = name.rpartition(":")[0]
+            if file.endswith(".py"):
+                yield os.path.realpath(Path(file).expanduser())
+
+
+def _files_of_words(word: Any) -> Iterator[str]:
+    if isinstance(word, tuple | frozenset):
+        for part in word:
+            yield from _files_of_words(part)
+    elif dataclasses.is_dataclass(word) and not isinstance(word, type):
+        module = sys.modules.get(type(word).__module__)
+        file = getattr(module, "__file__", None)
+        if file is not None and not type(word).__module__.startswith("kvjax."):
+            yield os.path.realpath(file)
+        for field in dataclasses.fields(word):
+            yield from _files_of_words(getattr(word, field.name))
 
 
 def _module(file: str) -> ModuleType:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool
 
 from kvjax.cache import Cache, Paged, Pages, Segment, Slots, State, check_alive
 from kvjax.errors import InputError
+from kvjax.inputs import whole_number
 from kvjax.place.paged import fork_pages
 
 
@@ -29,8 +30,7 @@ def fork(cache: Cache, copies: int) -> Cache:
     >>> fork(cache, 2).next.tolist()
     [3, 3, 2, 2]
     """
-    if copies < 1:
-        raise InputError(f"copies is {copies}, expected at least 1: how many rows each row becomes")
+    copies = whole_number("copies", copies, 1, "rows that each row becomes")
     check_alive(cache)
     return _fork(cache, copies)
 

@@ -16,6 +16,7 @@ from rich.console import Console
 import kvjax
 from kvjax.errors import InputError
 from kvjax.eval.compare import compare
+from kvjax.eval.run.revision import revision
 from kvjax.eval.tasks import recall_tasks
 
 # One process makes the run that all tests look at.
@@ -112,6 +113,42 @@ def test_a_run_is_not_resumed_with_other_settings(small):
         compare(**{**SMALL, "samples": 5}, **QUIET, out=small.out, resume=True)
     with pytest.raises(InputError, match="--resume"):
         compare(**SMALL, **QUIET, out=small.out)
+
+
+def test_a_run_is_not_resumed_with_a_method_whose_file_was_edited(tmp_path, monkeypatch):
+    file, options = tmp_path / "mine.py", dict(samples=1, tasks=["get"], budgets=[0.25], out=tmp_path / "run")
+    lines = "from kvjax.methods import snapkv\ndef mine(budget, by=8): return snapkv(budget, window=8)\n"
+    file.write_text(lines)
+    monkeypatch.setattr("kvjax.eval.compare._run", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        compare(methods=[f"{file}:mine"], **options, **QUIET)
+    with pytest.raises(KeyboardInterrupt):
+        compare(methods=[f"{file}:mine"], **options, **QUIET, resume=True)
+    file.write_text(f"{lines}# The same sentence, and yet another file.\n")
+    with pytest.raises(InputError, match=r"other settings \(method_sources differ\)"):
+        compare(methods=[f"{file}:mine"], **options, **QUIET, resume=True)
+
+
+def test_the_revision_is_that_of_the_own_checkout_or_the_version(tmp_path):
+    def git(*command):
+        whoever = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *whoever, *command], cwd=tmp_path, check=True, capture_output=True)
+
+    package = tmp_path / "kvjax"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n')
+    assert revision(package) == kvjax.__version__
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    assert revision(package) == kvjax.__version__
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "kvjax"\n')
+    found = git("rev-parse", "--short=12", "HEAD").stdout.decode().strip()
+    assert revision(package) == f"{found}-dirty"
+    installed = tmp_path / "venv" / "site-packages" / "kvjax"
+    installed.mkdir(parents=True)
+    assert revision(installed) == kvjax.__version__
 
 
 def test_multi_turn_asks_every_question_on_one_context(tmp_path):

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from kvjax.errors import InputError
+from kvjax.grammar import chain
 from kvjax.methods import kivi, snapkv
-from kvjax.methods.user import from_file, load_function
+from kvjax.methods.user import from_file, load_function, sources
 
 SOURCE = """
     from dataclasses import dataclass
@@ -130,3 +131,22 @@ def test_a_file_that_fails_to_import_says_where(source, message, tmp_path):
         InputError, match=f"bad.py failed to import: {message}.*: correct the file and run again"
     ):
         from_file(f"{tmp_path}/bad.py:f")
+
+
+def test_the_sources_of_a_method_are_its_file_and_those_of_its_words(tmp_path):
+    words, mine = tmp_path / "my_words.py", tmp_path / "mine.py"
+    words.write_text(
+        "import dataclasses\nfrom kvjax.keep.score import KeyNorm\n"
+        "@dataclasses.dataclass(frozen=True)\nclass MyNorm(KeyNorm): pass\n"
+    )
+    mine.write_text(
+        "from kvjax.grammar import Budget, Keep, Method\nfrom kvjax.keep.budget import Uniform\n"
+        "from my_words import MyNorm\n"
+        "def mine(budget): return Method(Keep(MyNorm(), Budget(budget), Uniform()))\n"
+    )
+    method = from_file(f"{mine}:mine", budget=0.25)
+    before = sources([method, snapkv(0.5), chain(method, kivi(bits=2))])
+    assert [one.split()[0] for one in before] == ["mine.py", "my_words.py"] and sources([snapkv(0.5)]) == []
+    words.write_text(words.read_text() + "# edited\n")
+    after = sources([method])
+    assert after[0] == before[0] and after[1] != before[1]

@@ -241,7 +241,7 @@ def test_gradients_reach_the_decoder_and_the_encoder(pair, want, without_cache):
         for eps in (1e-5, -1e-5):
             new = jax.tree.map(lambda x, y, e=eps: np.asarray(x, np.float64) + e * y, params[at], way)
             other = copy.copy(pair)
-            setattr(other, name, dataclasses.replace(getattr(pair, name), params=new, fingerprint="moved"))
+            setattr(other, name, dataclasses.replace(getattr(pair, name), params=new))
             losses.append((other.all_logits() * weight).sum())
         expected = (losses[0] - losses[1]) / 2e-5
         got = sum(np.vdot(g, d) for g, d in zip(*map(jax.tree.leaves, (gradients[at], way)), strict=True))
@@ -255,7 +255,7 @@ def test_bfloat16_models_hold_bfloat16_contexts():
 
     def half(m):
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), m.params)
-        return dataclasses.replace(m, params=params, fingerprint="half")
+        return dataclasses.replace(m, params=params)
 
     model = half(pair.model)
     cache = kvjax.encode_context(model, half(pair.encoder), CONTEXTS, chunk=pair.chunk, room=ROOM)
@@ -412,7 +412,7 @@ def test_contexts_that_do_not_fit_are_refused():
             f"20 channels per token, layer {pair.layer} reads {encoder.config.d_model}",
         ),
         (model, short, CONTEXTS, {}, "would read 12 tokens at once, its last position is 8"),
-        (model, encoder, CONTEXTS, dict(chunk=0), "chunk must be a number of tokens >= 1, got 0"),
+        (model, encoder, CONTEXTS, dict(chunk=0), "chunk is 0, expected at least 1"),
         (model, encoder, [[99]], {}, "token id 99 is outside the vocabulary"),
     ]
     for decoder, reader, contexts, options, why in cases:

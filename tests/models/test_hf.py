@@ -145,6 +145,21 @@ def test_sharding_may_be_a_tree_or_one_for_all(tmp_path):
         load_hf(folder, sharding={"embed": everywhere, "layers": ()})
 
 
+def test_shardings_that_are_none_or_do_not_divide_a_parameter_are_refused(tmp_path):
+    folder, mesh = directory("olmo2", tmp_path)[0], mesh_of_four()
+    two = NamedSharding(mesh, P(None, mesh.axis_names))
+    for wrong, message in (
+        (mesh, "sharding is a Mesh, expected a jax.sharding.Sharding: write .*NamedSharding"),
+        (P(), "sharding is a P, expected"),
+        ("x", "sharding is a str, expected"),
+        (lambda path, shape: P(), "the sharding of embed is P.*, expected"),
+        (lambda path, shape: two if path == "norm" else None, "norm of shape .* cannot be divided as"),
+        (two, "of shape .* cannot be divided as"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load_hf(folder, sharding=wrong)
+
+
 def test_large_models_show_a_bar(tmp_path, monkeypatch, capsys):
     folder, _ = directory("llama", tmp_path)
     monkeypatch.setattr(hf, "LARGE_BYTES", 0)

@@ -129,6 +129,17 @@ def test_unsupported_model_type_lists_the_supported(folder):
         ),
         ({"model_type": "gemma2", "layer_types": ["chunked"] * 3}, "layer_types names chunked"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "causal decoders only"),
+        ({"num_hidden_layers": 10**12}, r"num_hidden_layers = 10{12}, the tensors beside it name 3 layers"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers = '3', expected a positive whole number"),
+        ({"rope_theta": 0}, "rope_theta = 0, expected a number above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "theta and factor above 0, got .* and 0.0"),
+        ({"rope_scaling": {"type": "linear", "factor": "two"}}, "no model that can be built: .*'two'"),
+        ({"rope_scaling": "linear"}, "no model that can be built"),
+        ({"rms_norm_eps": -1e-6}, "norm_eps must be a number >= 0, got -1e-06"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps = 'small', expected a number"),
+        ({"max_position_embeddings": "2048"}, "max_position_embeddings = '2048', expected a number"),
+        ({"partial_rotary_factor": "half"}, "partial_rotary_factor = 'half', expected a number"),
+        ({"quantization_config": "gptq"}, "quantised"),
     ],
 )
 def test_settings_that_cannot_be_built(fields, message, folder):

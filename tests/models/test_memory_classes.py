@@ -82,7 +82,7 @@ def test_stacked_layers_compute_the_same_in_one_program_of_steps(name):
     batch, want = BATCHES["main"], whole(name).logits
     texts, read = np.array(batch.texts), np.array(batch.lengths)
     params = regroup(model(name).params, stacked_groups(name))
-    stacked = dataclasses.replace(model(name), params=params, fingerprint="stacked")
+    stacked = dataclasses.replace(model(name), params=params)
     logits, cache = kvjax.prefill(stacked, TEXTS[texts, : max(read)], lengths=read, room=ROOM)
     close(logits, want[texts, read - 1])
     before = steps.step._cache_size()

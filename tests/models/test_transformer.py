@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.models.config import Config
+from kvjax.models.fingerprint import fingerprint
 from kvjax.models.model import Model
 from kvjax.models.params import Group, check_groups, init, layer_shapes, plan, shapes
 from kvjax.models.transformer import forward
@@ -278,3 +279,26 @@ def test_fingerprints_tell_models_apart():
     assert a.fingerprint != b.fingerprint
     assert a.fingerprint == Model(SMALL, random_params(SMALL, 0)).fingerprint
     assert a.fingerprint != Model(small(norm_eps=1e-5), a.params).fingerprint
+
+
+def test_every_bit_of_every_weight_is_in_the_fingerprint():
+    model = Model(SMALL, random_params(SMALL, 0))
+    embed = np.asarray(model.params["embed"])
+    bit, turned, swapped = embed.copy(), -embed, embed.copy()
+    bit.view(np.uint32)[-1, -1] ^= 1
+    swapped[[3, 9]] = embed[[9, 3]]
+    edited = [dataclasses.replace(model, params={**model.params, "embed": x}) for x in (bit, turned, swapped)]
+    renamed = {"norm" if n == "embed" else "embed" if n == "norm" else n: x for n, x in model.params.items()}
+    others = [*edited, Model(SMALL, renamed), Model(SMALL, jax.tree.map(jnp.bfloat16, model.params))]
+    assert len({m.fingerprint for m in [model, *others]}) == 6
+    assert dataclasses.replace(model, name="other").fingerprint == model.fingerprint
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+def test_fingerprints_are_those_of_any_device(dtype, monkeypatch, rng):
+    mesh = jax.make_mesh((2,), ("x",))
+    x = jnp.asarray(rng.integers(-99, 99, (2, 3, 8)), dtype)
+    spread = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "x")))
+    small = fingerprint("config", {"w": x})
+    monkeypatch.setattr("kvjax.models.fingerprint._SMALL", 0)
+    assert fingerprint("config", {"w": x}) == fingerprint("config", {"w": spread}) == small

@@ -49,6 +49,8 @@ class Rope:
         kinds = ("default", "linear", "dynamic", "llama3", "yarn", "none")
         if self.kind not in kinds:
             raise ValueError(f"rope kind must be one of {', '.join(kinds)}, got {self.kind!r}")
+        if not (self.theta > 0 and self.factor > 0):
+            raise ValueError(f"rope needs theta and factor above 0, got {self.theta} and {self.factor}")
         if self.rotary_dim is not None and (self.rotary_dim < 2 or self.rotary_dim % 2):
             raise ValueError(
                 f"rotary_dim must be even and >= 2: channels turn in pairs; got {self.rotary_dim}"
