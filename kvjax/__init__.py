@@ -27,6 +27,8 @@ _HOMES = {
     "nbytes": "kvjax.cache",
     "kept_positions": "kvjax.cache",
     "fork": "kvjax.place.rows",
+    "take_rows": "kvjax.place.rows",
+    "reset_rows": "kvjax.place.rows",
     "save_cache": "kvjax.cache_file",
     "load_cache": "kvjax.cache_file",
     "compare": "kvjax.eval.compare",
