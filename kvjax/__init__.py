@@ -35,14 +35,19 @@ _HOMES = {
     "InputError": "kvjax.errors",
 }
 
-__all__ = list(_HOMES)
+# Public modules, imported when they are asked for.
+_MODULES = ("pure",)
+
+__all__ = [*_HOMES, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"kvjax.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_HOMES, *_MODULES])

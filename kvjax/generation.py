@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,11 +19,11 @@ from jaxtyping import Array, Float, Int
 from kvjax import steps
 from kvjax.cache import Cache, check_alive
 from kvjax.errors import InputError
-from kvjax.fit import check_budget, check_fit
+from kvjax.fit import check_budget
 from kvjax.grammar import Method
 from kvjax.methods import method as build_method
-from kvjax.models.config import Config
 from kvjax.models.model import Model
+from kvjax.pure import bind, decoding
 from kvjax.sampling import Sampler, draw
 from kvjax.segments import free_slots, reserve
 from kvjax.steps import Run
@@ -89,24 +89,6 @@ def padded(model: Model, tokens: TokenIds, lengths: Lengths | None, least: int =
     ids = np.zeros((array.shape[0], size), np.int32)
     ids[:, : array.shape[1]] = np.where(np.arange(array.shape[1]) < length[:, None], array, 0)
     return Batch(ids, length.astype(np.int32))
-
-
-def bind(method: Method, model: Model) -> Method:
-    """The method with what only the model can say: the token ids of a probe's instruction.
-
-    Raises InputError where the method does not fit what this model's layers keep.
-    """
-    check_fit(method, model.config)
-    keep = method.keep
-    if keep is None or keep.probe is None or keep.probe.prefix is not None:
-        return method
-    ids: tuple[int, ...] = ()
-    if model.tokenizer is not None:
-        text = model.special_tokens.get("repeat_prompt", keep.probe.text)
-        ids = tuple(model.tokenizer.encode(text, add_special_tokens=False).ids)
-    probe = dataclasses.replace(keep.probe, prefix=ids)
-    score = dataclasses.replace(keep.score, probe=probe)  # type: ignore[type-var]
-    return dataclasses.replace(method, keep=dataclasses.replace(keep, probe=probe, score=score))
 
 
 def check_cache(model: Model, cache: Cache) -> None:
@@ -250,7 +232,7 @@ def step(
         refuse(model, {"append=False": not append, "implementation=": implementation is not None})
         return model.step(cache, token)
     check_cache(model, cache)
-    run = _decoding(model.config, cache.method, implementation)
+    run = decoding(model.config, cache.method, implementation)
     token = token if isinstance(token, jax.Array) else np.asarray(token, np.int32)
     if token.shape != cache.next.shape:
         raise InputError(
@@ -271,19 +253,13 @@ def step(
     )
 
 
-@lru_cache(maxsize=1024)
-def _decoding(config: Config, method: Method | None, implementation: str | None) -> Run:
-    """What the steps of a method share; remembered, because building it costs as much as calling them."""
-    return Run(config, (method or Method()).decode_part(), implementation)
-
-
 def _stepping(
     model: Model, method: Method | None, implementation: str | None
 ) -> Callable[[Cache, Array, Array], tuple[Array, Cache]]:
     """`Verbs.stepping` of any model."""
     if has_verbs(model):
         return model.stepping(method)
-    return partial(steps.step, _decoding(model.config, method, implementation), model.params)
+    return partial(steps.step, decoding(model.config, method, implementation), model.params)
 
 
 # --- generation --------------------------------------------------------------------------------------
