@@ -24,6 +24,8 @@ _HOMES = {
     "generate": "kvjax.generation",
     "encode_context": "kvjax.context",
     "Sampler": "kvjax.sampling",
+    "RepetitionPenalty": "kvjax.processors",
+    "FrequencyPenalty": "kvjax.processors",
     "nbytes": "kvjax.cache",
     "kept_positions": "kvjax.cache",
     "fork": "kvjax.place.rows",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,21 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import steps
+from kvjax.beams import search
 from kvjax.cache import Cache, check_alive
 from kvjax.errors import InputError
 from kvjax.fit import check_budget
 from kvjax.grammar import Method
 from kvjax.methods import method as build_method
 from kvjax.models.model import Model
+from kvjax.place.rows import fork
+from kvjax.processors import Processor, history
 from kvjax.pure import bind, decoding
-from kvjax.sampling import Sampler, draw
+from kvjax.samples import write
+from kvjax.sampling import Sampler
 from kvjax.segments import free_slots, reserve
 from kvjax.steps import Run
+from kvjax.stopping import StopStrings
 from kvjax.verbs import Lengths, OneToken, TokenIds, has_verbs, refuse
 
 
@@ -266,11 +271,17 @@ def _stepping(
 
 
 class Generated(NamedTuple):
-    """tokens [B, max_new_tokens] (-1 after a row's stop token), their logprobs, and the cache behind them."""
+    """tokens [R, max_new_tokens] (-1 after a row's stop token), their logprobs, and the cache behind them.
 
-    tokens: Int[Array, "B M"]
-    logprobs: Float[Array, "B M"]
+    R = B, or B * samples, or B * beams: rows[r] is the prompt of row r, scores[r] its summed logprobs. Rows
+    of one prompt are neighbours, beams the best first.
+    """
+
+    tokens: Int[Array, "R M"]
+    logprobs: Float[Array, "R M"]
     cache: Cache
+    scores: Float[Array, "R"]
+    rows: Int[np.ndarray, "R"]
 
 
 def generate(
@@ -282,7 +293,11 @@ def generate(
     lengths: Lengths | None = None,
     max_new_tokens: int = 64,
     sampler: Sampler | None = None,
+    processors: Sequence[Processor] = (),
     stop: Sequence[int] | None = None,
+    stop_strings: Sequence[str] = (),
+    samples: int = 1,
+    beams: int = 1,
     key: Array | None = None,
     chunk: int | None = None,
     on_token: Callable[[int, np.ndarray], None] | None = None,
@@ -291,13 +306,25 @@ def generate(
     """Reads a prompt and writes up to `max_new_tokens` tokens per row.
 
     Every written token, a stop token included, is in the returned cache, so a conversation goes on with
-    generate(model, more_tokens, cache=out.cache). stop defaults to the checkpoint's stop ids. on_token is
-    called with (index, tokens [B]) as they come. key: one PRNG key; rows draw from their own fold of it.
-    implementation: as in `prefill`.
+    generate(model, more_tokens, cache=out.cache). stop defaults to the checkpoint's stop ids; a row also ends
+    with the token that completes one of stop_strings. processors: functions (logits [B, V], tokens so far
+    [B, T] with -1 as padding) -> logits, applied in order; the tokens are this prompt's and the written ones.
+
+    samples: how many texts to draw for each prompt, beams: how many to search for (the summed log-probability
+    decides, whatever the length); either way a prompt is read once. on_token is called with (index,
+    tokens [R]) as they come. key: one PRNG key; rows draw from their own fold of it. implementation: as in
+    `prefill`.
+
+    InputError for what `prefill` refuses, more tokens than positions, and options that exclude each other.
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> out = kvjax.generate(model, [[1, 2, 3], [4, 5]], max_new_tokens=2, beams=3)
+    >>> out.tokens.shape, out.rows.tolist(), bool(out.scores[0] >= out.scores[1])
+    ((6, 2), [0, 0, 0, 1, 1, 1], True)
     """
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
-    sampler = sampler or Sampler()
+    sampler, processors = sampler or Sampler(), tuple(processors)
+    _check_writing(max_new_tokens, samples, beams, sampler, stop_strings, on_token)
     logits, cache = prefill(
         model, tokens, method=method, cache=cache, lengths=lengths, room=max_new_tokens, chunk=chunk,
         implementation=implementation,
@@ -308,25 +335,57 @@ def generate(
             f"{max_new_tokens} new tokens would reach position {longest}, this model's last is "
             f"{model.config.max_positions}: lower max_new_tokens"
         )
-    rows = logits.shape[0]
-    root = jax.random.key(0) if key is None else key
-    keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.arange(rows))
-    stops = jnp.asarray(list(model.stop_ids if stop is None else stop) or [-1], jnp.int32)
-    chosen = cache.method
-    advance = _stepping(model, chosen, implementation)
-    state, done, written, logprobs = bare_cache(cache), jnp.zeros((rows,), bool), [], []
-    for i in range(max_new_tokens):
-        active = ~done
-        token, shown, logprob, done = draw(sampler, logits, keys, jnp.full((rows,), i), done, stops)
-        logits, state = advance(state, token, active)
-        written.append(shown)
-        logprobs.append(logprob)
-        if on_token is not None:
-            on_token(i, np.asarray(shown))
-        if bool(done.all()):
-            break
-    blank = max_new_tokens - len(written)
-    out = jnp.pad(jnp.stack(written, 1), ((0, 0), (0, blank)), constant_values=-1)
-    return Generated(
-        out, jnp.pad(jnp.stack(logprobs, 1), ((0, 0), (0, blank))), labelled(state, chosen, model)
+    chosen, state, copies = cache.method, bare_cache(cache), max(samples, beams)
+    rows = np.repeat(np.arange(logits.shape[0]), copies)
+    if copies > 1:
+        logits, state = logits[rows], fork(state, copies)
+    loop: dict[str, Any] = dict(
+        new=max_new_tokens,
+        stop=jnp.asarray(list(model.stop_ids if stop is None else stop) or [-1], jnp.int32),
+        processors=processors,
+        past=_past(model, tokens, lengths, max_new_tokens)[rows] if processors else None,
     )
+    advance = _stepping(model, chosen, implementation)
+    if beams > 1:
+        found, state = search(advance, logits, state, beams=beams, **loop)
+        written, logprobs = (x.reshape(len(rows), -1) for x in (found.tokens, found.logprobs))
+        scores = found.scores.reshape(-1)
+    else:
+        ends = StopStrings(model, stop_strings, len(rows)) if stop_strings else None
+        written, logprobs, state = write(
+            advance, logits, state, sampler=sampler, key=key, ends=ends, on_token=on_token, **loop
+        )
+        scores = logprobs.sum(-1)
+    return Generated(written, logprobs, labelled(state, chosen, model), scores, rows)
+
+
+def _past(model: Model, tokens: TokenIds, lengths: Lengths | None, new: int) -> Int[Array, "B S"]:
+    """The tokens so far, as processors see them."""
+    batch = padded(model, tokens, lengths)
+    return history(jnp.asarray(batch.tokens), jnp.asarray(batch.lengths), new)
+
+
+def _check_writing(
+    new: int, samples: int, beams: int, sampler: Sampler, stop_strings: Sequence[str], on_token: object
+) -> None:
+    """InputError for numbers of texts that mean nothing, and for options that exclude each other."""
+    if new < 1:
+        raise InputError(f"max_new_tokens must be >= 1, got {new}")
+    for name, number in {"samples": samples, "beams": beams}.items():
+        if number < 1:
+            raise InputError(f"{name} must be >= 1, got {number}")
+    if samples > 1 and sampler.temperature == 0:
+        raise InputError(
+            f"samples={samples} was given at temperature 0, expected a draw: add sampler=kvjax.Sampler(1.0)"
+        )
+    others = {
+        "samples=": samples > 1,
+        "a sampler": sampler != Sampler(),
+        "stop_strings=": bool(stop_strings),
+        "on_token=": on_token is not None,
+    }
+    if beams > 1 and (given := [name for name, asked in others.items() if asked]):
+        raise InputError(
+            f"beams={beams} was given with {' and '.join(given)}: beams are searched, not drawn, and known "
+            "at the end; leave one of them out"
+        )
