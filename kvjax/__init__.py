@@ -33,6 +33,8 @@ _HOMES = {
     "reset_rows": "kvjax.place.rows",
     "save_cache": "kvjax.cache_file",
     "load_cache": "kvjax.cache_file",
+    "scores": "kvjax.oracle",
+    "draw_scores": "kvjax.eval.report.scores_picture",
     "compare": "kvjax.eval.compare",
     "InputError": "kvjax.errors",
 }
