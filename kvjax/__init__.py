@@ -31,23 +31,34 @@ _HOMES = {
     "generate": "kvjax.generation",
     "encode_context": "kvjax.context",
     "Sampler": "kvjax.sampling",
+    "RepetitionPenalty": "kvjax.processors",
+    "FrequencyPenalty": "kvjax.processors",
     "nbytes": "kvjax.cache",
     "kept_positions": "kvjax.cache",
     "fork": "kvjax.place.rows",
+    "take_rows": "kvjax.place.rows",
+    "reset_rows": "kvjax.place.rows",
     "save_cache": "kvjax.cache_file",
     "load_cache": "kvjax.cache_file",
+    "scores": "kvjax.oracle",
+    "draw_scores": "kvjax.eval.report.scores_picture",
     "compare": "kvjax.eval.compare",
     "InputError": "kvjax.errors",
 }
 
-__all__ = list(_HOMES)
+# Public modules, imported when they are asked for.
+_MODULES = ("pure",)
+
+__all__ = [*_HOMES, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"kvjax.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_HOMES, *_MODULES])

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import steps
+from kvjax.beams import search
 from kvjax.cache import Cache, check_alive
 from kvjax.errors import InputError
-from kvjax.fit import check_budget, check_fit
+from kvjax.fit import check_budget
 from kvjax.grammar import Method
 from kvjax.inputs import (
     check_in_vocabulary,
@@ -33,12 +34,16 @@ from kvjax.inputs import (
     whole_number,
 )
 from kvjax.methods import method as build_method
-from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.not_numbers import check_scores, refuse_prompt, refuse_step
-from kvjax.sampling import Sampler, draw
+from kvjax.place.rows import fork
+from kvjax.processors import Processor, history
+from kvjax.pure import bind, decoding
+from kvjax.samples import write
+from kvjax.sampling import Sampler
 from kvjax.segments import free_slots, reserve
 from kvjax.steps import Run
+from kvjax.stopping import StopStrings
 from kvjax.verbs import Lengths, OneToken, TokenIds, has_verbs, refuse
 
 # How many tokens a cache holds beyond its prompt, unless a call says otherwise.
@@ -96,24 +101,6 @@ def padded(model: Model, tokens: TokenIds, lengths: Lengths | None, least: int =
     ids = np.zeros((array.shape[0], size), np.int32)
     ids[:, : array.shape[1]] = np.where(np.arange(array.shape[1]) < length[:, None], array, 0)
     return Batch(ids, length.astype(np.int32))
-
-
-def bind(method: Method, model: Model) -> Method:
-    """The method with what only the model can say: the token ids of a probe's instruction.
-
-    Raises InputError where the method does not fit what this model's layers keep.
-    """
-    check_fit(method, model.config)
-    keep = method.keep
-    if keep is None or keep.probe is None or keep.probe.prefix is not None:
-        return method
-    ids: tuple[int, ...] = ()
-    if model.tokenizer is not None:
-        text = model.special_tokens.get("repeat_prompt", keep.probe.text)
-        ids = tuple(model.tokenizer.encode(text, add_special_tokens=False).ids)
-    probe = dataclasses.replace(keep.probe, prefix=ids)
-    score = dataclasses.replace(keep.score, probe=probe)  # type: ignore[type-var]
-    return dataclasses.replace(method, keep=dataclasses.replace(keep, probe=probe, score=score))
 
 
 def check_cache(model: Model, cache: Cache) -> None:
@@ -281,7 +268,7 @@ def step(
         refuse(model, {"append=False": not append, "implementation=": implementation is not None})
         return model.step(cache, token)
     check_cache(model, cache)
-    run = _decoding(model.config, cache.method, implementation)
+    run = decoding(model.config, cache.method, implementation)
     token = one_token(token, cache.next.shape[0], model.config.vocab)
     spare = cache.spare
     if append and spare < 1:
@@ -310,30 +297,30 @@ def positions_left(model: Model, cache: Cache) -> int:
     return left
 
 
-@lru_cache(maxsize=1024)
-def _decoding(config: Config, method: Method | None, implementation: str | None) -> Run:
-    """What the steps of a method share; remembered, because building it costs as much as calling them."""
-    return Run(config, (method or Method()).decode_part(), implementation)
-
-
 def _stepping(
     model: Model, method: Method | None, implementation: str | None
 ) -> Callable[[Cache, Array, Array], tuple[Array, Cache]]:
     """`Verbs.stepping` of any model."""
     if has_verbs(model):
         return model.stepping(method)
-    return partial(steps.step, _decoding(model.config, method, implementation), model.params)
+    return partial(steps.step, decoding(model.config, method, implementation), model.params)
 
 
 # --- generation --------------------------------------------------------------------------------------
 
 
 class Generated(NamedTuple):
-    """tokens [B, max_new_tokens] (-1 after a row's stop token), their logprobs, and the cache behind them."""
+    """tokens [R, max_new_tokens] (-1 after a row's stop token), their logprobs, and the cache behind them.
 
-    tokens: Int[Array, "B M"]
-    logprobs: Float[Array, "B M"]
+    R = B, or B * samples, or B * beams: rows[r] is the prompt of row r, scores[r] its summed logprobs. Rows
+    of one prompt are neighbours, beams the best first.
+    """
+
+    tokens: Int[Array, "R M"]
+    logprobs: Float[Array, "R M"]
     cache: Cache
+    scores: Float[Array, "R"]
+    rows: Int[np.ndarray, "R"]
 
 
 def generate(
@@ -345,7 +332,11 @@ def generate(
     lengths: Lengths | None = None,
     max_new_tokens: int = 64,
     sampler: Sampler | None = None,
+    processors: Sequence[Processor] = (),
     stop: Sequence[int] | None = None,
+    stop_strings: Sequence[str] = (),
+    samples: int = 1,
+    beams: int = 1,
     key: Array | None = None,
     chunk: int | None = None,
     on_token: Callable[[int, np.ndarray], None] | None = None,
@@ -354,16 +345,31 @@ def generate(
     """Reads a prompt and writes up to `max_new_tokens` tokens per row.
 
     Every written token, a stop token included, is in the returned cache, so a conversation goes on with
-    generate(model, more_tokens, cache=out.cache). stop defaults to the checkpoint's stop ids. on_token is
-    called with (index, tokens [B]) as they come. key: one PRNG key; rows draw from their own fold of it.
-    implementation: as in `prefill`. InputError as `prefill`, for another kind of max_new_tokens, stop or key,
-    and where logits are not numbers (NaN), naming the step, or the layer for those of the prompt.
+    generate(model, more_tokens, cache=out.cache). stop defaults to the checkpoint's stop ids; a row also ends
+    with the token that completes one of stop_strings. processors: functions (logits [B, V], tokens so far
+    [B, T] with -1 as padding) -> logits, applied in order; the tokens are this prompt's and the written ones.
+
+    samples: how many texts to draw for each prompt, beams: how many to search for (the summed log-probability
+    decides, whatever the length); either way a prompt is read once. on_token is called with (index,
+    tokens [R]) as they come. key: one PRNG key; rows draw from their own fold of it. implementation: as in
+    `prefill`.
+
+    InputError for what `prefill` refuses, for another kind of max_new_tokens, stop or key, for more tokens
+    than positions, for options that exclude each other, and where logits are not numbers (NaN), naming the
+    step, or the layer for those of the prompt.
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> out = kvjax.generate(model, [[1, 2, 3], [4, 5]], max_new_tokens=2, beams=3)
+    >>> out.tokens.shape, out.rows.tolist(), bool(out.scores[0] >= out.scores[1])
+    ((6, 2), [0, 0, 0, 1, 1, 1], True)
     """
     most = max(ROOM, model.config.max_positions)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, "tokens", most)
     root = jax.random.key(0) if key is None else prng_key(key)
     stops = jnp.asarray(stop_ids(model.stop_ids if stop is None else stop) or [-1], jnp.int32)
-    sampler = sampler or Sampler()
+    sampler, processors = sampler or Sampler(), tuple(processors)
+    _check_writing(samples, beams, sampler, stop_strings, on_token)
     logits, cache = prefill(
         model, tokens, method=method, cache=cache, lengths=lengths, room=max_new_tokens, chunk=chunk,
         implementation=implementation,
@@ -374,28 +380,61 @@ def generate(
             f"{max_new_tokens} new tokens would reach position {longest}, this model's last is "
             f"{model.config.max_positions}: lower max_new_tokens"
         )
-    rows = logits.shape[0]
-    keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.arange(rows))
-    chosen = cache.method
-    advance = _stepping(model, chosen, implementation)
-    state, done, written, logprobs = bare_cache(cache), jnp.zeros((rows,), bool), [], []
-    for i in range(max_new_tokens):
-        active = ~done
-        token, shown, logprob, done = draw(sampler, logits, keys, jnp.full((rows,), i), done, stops)
-        logits, state = advance(state, token, active)
-        written.append(shown)
-        logprobs.append(logprob)
-        finished, heard = jax.device_get((done.all(), logprob))
-        if np.isnan(heard).any():
-            if i == 0:
-                refuse_prompt(model, *padded(model, tokens, lengths))
-            refuse_step(i, chosen.id if chosen is not None else "full")
-        if on_token is not None:
-            on_token(i, np.asarray(shown))
-        if finished:
-            break
-    blank = max_new_tokens - len(written)
-    out = jnp.pad(jnp.stack(written, 1), ((0, 0), (0, blank)), constant_values=-1)
-    return Generated(
-        out, jnp.pad(jnp.stack(logprobs, 1), ((0, 0), (0, blank))), labelled(state, chosen, model)
+    chosen, state, copies = cache.method, bare_cache(cache), max(samples, beams)
+    rows = np.repeat(np.arange(logits.shape[0]), copies)
+    if copies > 1:
+        logits, state = logits[rows], fork(state, copies)
+
+    def refuse_nan(at: int) -> None:
+        if at == 0:
+            refuse_prompt(model, *padded(model, tokens, lengths))
+        refuse_step(at, chosen.id if chosen is not None else "full")
+
+    loop: dict[str, Any] = dict(
+        new=max_new_tokens,
+        stop=stops,
+        refuse_nan=refuse_nan,
+        processors=processors,
+        past=_past(model, tokens, lengths, max_new_tokens)[rows] if processors else None,
     )
+    advance = _stepping(model, chosen, implementation)
+    if beams > 1:
+        found, state = search(advance, logits, state, beams=beams, **loop)
+        written, logprobs = (x.reshape(len(rows), -1) for x in (found.tokens, found.logprobs))
+        scores = found.scores.reshape(-1)
+    else:
+        ends = StopStrings(model, stop_strings, len(rows)) if stop_strings else None
+        written, logprobs, state = write(
+            advance, logits, state, sampler=sampler, key=root, ends=ends, on_token=on_token, **loop
+        )
+        scores = logprobs.sum(-1)
+    return Generated(written, logprobs, labelled(state, chosen, model), scores, rows)
+
+
+def _past(model: Model, tokens: TokenIds, lengths: Lengths | None, new: int) -> Int[Array, "B S"]:
+    """The tokens so far, as processors see them."""
+    batch = padded(model, tokens, lengths)
+    return history(jnp.asarray(batch.tokens), jnp.asarray(batch.lengths), new)
+
+
+def _check_writing(
+    samples: int, beams: int, sampler: Sampler, stop_strings: Sequence[str], on_token: object
+) -> None:
+    """InputError for numbers of texts that mean nothing, and for options that exclude each other."""
+    whole_number("samples", samples, 1, "texts of each prompt")
+    whole_number("beams", beams, 1, "texts to search for")
+    if samples > 1 and sampler.temperature == 0:
+        raise InputError(
+            f"samples={samples} was given at temperature 0, expected a draw: add sampler=kvjax.Sampler(1.0)"
+        )
+    others = {
+        "samples=": samples > 1,
+        "a sampler": sampler != Sampler(),
+        "stop_strings=": bool(stop_strings),
+        "on_token=": on_token is not None,
+    }
+    if beams > 1 and (given := [name for name, asked in others.items() if asked]):
+        raise InputError(
+            f"beams={beams} was given with {' and '.join(given)}: beams are searched, not drawn, and known "
+            "at the end; leave one of them out"
+        )

@@ -141,12 +141,18 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
         (
             _room(
                 "verbs",
-                "`prefill`, `step` and `generate`: checks, buckets, sampling; contexts for cross-attention; "
-                "two decoders as one",
+                "`prefill`, `step` and `generate`: checks, buckets, sampling, beams; their pure forms; "
+                "what a method scores and keeps; contexts for cross-attention; two decoders as one",
                 "kvjax/generation.py",
                 "kvjax/not_numbers.py",
+                "kvjax/pure.py",
                 "kvjax/context.py",
                 "kvjax/sampling.py",
+                "kvjax/samples.py",
+                "kvjax/processors.py",
+                "kvjax/beams.py",
+                "kvjax/stopping.py",
+                "kvjax/oracle.py",
                 "kvjax/verbs.py",
                 "kvjax/block_transformer.py",
             ),

@@ -165,6 +165,16 @@ def test_generate_streams_text_and_reports_the_cache(capsys):
         assert re.search(pattern, err)
 
 
+def test_generate_ends_behind_a_text_and_takes_penalties(capsys):
+    words = ["generate", "--prompt", SAMPLE, "--max-new-tokens", "8", "--stop", "nowhere"]
+    assert main([*words, "--stop", "4 52"]) == 0
+    assert capsys.readouterr().out == "17 4 52\n"
+    # Every token of the answer stands in the prompt.
+    for penalty in ("--repetition-penalty", "--frequency-penalty"):
+        assert main([*words, "--stop", "4 52", penalty, "1000"]) == 0
+        assert not {"17", "4", "52"} & set(capsys.readouterr().out.split())
+
+
 def test_generate_reads_a_file_and_compresses(tmp_path, capsys):
     (tmp_path / "prompt.txt").write_text(SAMPLE)
     words = (
@@ -272,6 +282,13 @@ BAD = {
         "raise the budget or lower",
     ),
     "greedy top-k": ("generate --tokens 1 --top-k 2", "--top-k", "expected a draw", "add --temperature"),
+    "min-p": ("generate --tokens 1 --temperature 1 --min-p 2", "got 2.0", r"in \[0, 1\]", "generate --help"),
+    "penalty": (
+        "generate --tokens 1 --repetition-penalty 0",
+        "got 0.0",
+        "must be > 0",
+        "kvjax generate --help",
+    ),
     "temperature": (
         "generate --tokens 1 --temperature -1",
         "got -1.0",

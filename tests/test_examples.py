@@ -1,6 +1,7 @@
 """The examples of docs/examples run, and compute what they say."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -88,3 +89,16 @@ def test_the_architecture_of_contributing_decodes_what_it_computes(rng):
     np.testing.assert_allclose(logits, whole[:, 7], atol=1e-5)
     np.testing.assert_allclose(kvjax.step(layered, cache, tokens[:, 8])[0], whole[:, 8], atol=1e-5)
     assert kvjax.nbytes(cache.groups) == 2 * 2 * (2 * 6 * 5) * 4
+
+
+DECODING = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "decoding.md").read_text(), re.DOTALL)
+
+
+def test_the_page_of_decoding_runs_and_prints_its_comments(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in DECODING:
+        exec(compile(block, "decoding.md", "exec"), names)
+    printed = capsys.readouterr().out.splitlines()
+    shown = re.findall(r"^print\(.*\)  # (.*)$", "\n".join(DECODING), re.MULTILINE)
+    assert printed == shown and shown

@@ -45,27 +45,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-p", type=float, metavar="P", help="draw from the fewest tokens of probability P"
     )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="draw from tokens at least P times as likely as the likeliest",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help="above 1: make tokens that came before less likely",
+    )
+    parser.add_argument(
+        "--frequency-penalty",
+        type=float,
+        metavar="X",
+        help="lower a token's logit by X per time it came before",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end behind TEXT; may be given several times",
+    )
     parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of the draws (default: 0)")
 
 
 def run(args: argparse.Namespace) -> None:
     given = _read_prompt(args)
     method = _method(args)
-    if args.temperature == 0 and (args.top_k or args.top_p):
+    if args.temperature == 0 and (args.top_k or args.top_p or args.min_p):
         raise InputError(
-            "--top-k or --top-p was given at temperature 0, expected a draw: add --temperature 1"
+            "--top-k, --top-p or --min-p was given at temperature 0, expected a draw: add --temperature 1"
         )
     from kvjax.commands.generate_stream import encode, stream
     from kvjax.loading import load
+    from kvjax.processors import FrequencyPenalty, RepetitionPenalty
     from kvjax.sampling import Sampler
 
+    penalties = ((RepetitionPenalty, args.repetition_penalty), (FrequencyPenalty, args.frequency_penalty))
     try:
-        sampler = Sampler(args.temperature, args.top_k, args.top_p)
+        sampler = Sampler(args.temperature, args.top_k, args.top_p, args.min_p)
+        processors = tuple(word(amount) for word, amount in penalties if amount is not None)
     except ValueError as error:
         raise InputError(f"{error}: see `kvjax generate --help`") from error
     model = load(args.model, dtype=args.dtype)
     ids = given if isinstance(given, list) else encode(model, given, args.chat)
-    stream(model, ids, method, sampler, args.max_new_tokens, args.seed)
+    options = dict(sampler=sampler, processors=processors, stop_strings=args.stop)
+    stream(model, ids, method, args.max_new_tokens, args.seed, **options)
 
 
 def _read_prompt(args: argparse.Namespace) -> str | list[int]:

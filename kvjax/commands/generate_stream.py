@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,13 +19,10 @@ from kvjax.generation import generate
 from kvjax.grammar import Method
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import chat as encode_chat
-from kvjax.sampling import Sampler
 
 
-def stream(
-    model: Model, ids: list[int], method: Method | None, sampler: Sampler, new: int, seed: int
-) -> None:
-    """Prints up to `new` tokens behind `ids` as they come, then what that took."""
+def stream(model: Model, ids: list[int], method: Method | None, new: int, seed: int, **options: Any) -> None:
+    """Prints up to `new` tokens behind `ids` as they come, then what that took; options: of `generate`."""
     with Clock() as clock:
         printer = Printer(model, clock)
         out = generate(
@@ -32,9 +30,9 @@ def stream(
             [ids],
             method=method,
             max_new_tokens=new,
-            sampler=sampler,
             key=jax.random.key(seed),
             on_token=printer,
+            **options,
         )
     print(flush=True)
     _print_report(model, len(ids), new, printer, out.cache)

@@ -237,26 +237,38 @@ def _visit_block(
     return new_top, weight, out
 
 
-def fork_pages(
-    tables: tuple[Paged, ...], pool: Pages, rows: int, copies: int
+def take_pages(
+    tables: tuple[Paged, ...], pool: Pages, index: Int[Array, "R"]
 ) -> tuple[tuple[Paged, ...], Pages]:
-    """Every row's pages repeated for `copies` rows next to each other, still in owner order."""
-    kv_heads = tables[0].table.shape[2]
-    owner = pool.owner[:, None]
-    head, row, layer = owner % kv_heads, owner // kv_heads % rows, owner // kv_heads // rows
-    copy = jnp.arange(copies, dtype=jnp.int32)[None]
-    new = ((layer * rows * copies) + row * copies + copy) * kv_heads + head
-    new = jnp.where(owner < 0, FREE, new).reshape(-1)
-    order = jnp.argsort(new, stable=True)
-    back = jnp.argsort(order, stable=True).astype(jnp.int32)
-    moved = jax.tree.map(lambda x: x[order // copies], pool)
-    moved = dataclasses.replace(moved, owner=jnp.where(new[order] == FREE, -1, new[order]))
+    """The pages of rows `index` as rows 0 .. R - 1, still in owner order; tables are all of the pool's.
+
+    The new pool has R / B times as many pages: a pool has as many as its rows need at most, each of them.
+    """
+    _, rows, heads, most = tables[0].table.shape
+    pages, lists = pool.owner.shape[0] * index.shape[0] // rows, pool.layers * rows * heads
+    owned = jnp.where(pool.owner < 0, lists, pool.owner)
+    need = jnp.zeros(lists, jnp.int32).at[owned].add(1, mode="drop")
+    first = _starts(need).reshape(pool.layers, rows, heads)[:, index]
+    need = need.reshape(first.shape[0], rows, heads)[:, index]
+    start, page = _starts(need.reshape(-1)), jnp.arange(pages, dtype=jnp.int32)
+    owner = jnp.searchsorted(start + need.reshape(-1), page, side="right").astype(jnp.int32)
+    safe = jnp.minimum(owner, need.size - 1)
+    free = owner >= need.size
+    source = jnp.where(free, pool.owner.shape[0] - 1, first.reshape(-1)[safe] + page - start[safe])
+    moved = jax.tree.map(lambda x: x[source], pool)
+    moved = dataclasses.replace(
+        moved, owner=jnp.where(free, -1, owner), pos=jnp.where(free[:, None], -1, moved.pos)
+    )
+    table = start.reshape(need.shape)[..., None] + jnp.arange(most, dtype=jnp.int32)[None, None, None]
+    table = jnp.minimum(table, pages - 1)
 
     def follow(segment: Paged) -> Paged:
-        table = jnp.repeat(segment.table, copies, axis=1)
-        which = jnp.tile(copy[0], rows)[None, :, None, None]
-        return dataclasses.replace(
-            segment, table=back[table * copies + which], lengths=jnp.repeat(segment.lengths, copies, axis=1)
-        )
+        at = slice(segment.first_layer, segment.first_layer + segment.table.shape[0])
+        return dataclasses.replace(segment, table=table[at], lengths=segment.lengths[:, index])
 
     return tuple(follow(t) for t in tables), moved
+
+
+def _starts(need: Int[Array, "L"]) -> Int[Array, "L"]:
+    """Where each list's pages begin, when lists lie one behind the other."""
+    return jnp.cumsum(need, dtype=jnp.int32) - need

@@ -1,20 +1,46 @@
-"""Rows: copies of a cache's rows, and rows emptied for another sequence. No method, no model."""
+"""Rows: a cache's rows taken, copied, and emptied for another sequence. No method, no model."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import Cache, Paged, Pages, Segment, Slots, State, check_alive
 from kvjax.errors import InputError
 from kvjax.inputs import whole_number
-from kvjax.place.paged import fork_pages
+from kvjax.place.paged import take_pages
+
+
+def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
+    """The rows `index` [R] of a cache, in that order; a row may come several times, or not at all.
+
+    What beam search, best of n and shared prefixes are made of. The given cache stays usable, and every copy
+    goes its own way from here. Works inside `jit` too, where `index` is a traced array; one outside [0, B)
+    cannot be refused there and means the nearest row.
+
+    Raises InputError where index is no list of row numbers in [0, B), or a step consumed the cache.
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> _, cache = kvjax.prefill(model, [[1, 2, 3], [4, 5]])
+    >>> take_rows(cache, [1, 1, 0]).next.tolist()
+    [2, 2, 3]
+    """
+    check_alive(cache)
+    rows, at = cache.next.shape[0], index if isinstance(index, jax.Array) else np.asarray(index)
+    if at.ndim != 1 or not at.shape[0] or not jnp.issubdtype(at.dtype, jnp.integer):
+        raise InputError(
+            f"index is {at.dtype}{list(at.shape)}, expected int32[R]: the numbers of at least one row"
+        )
+    if not isinstance(at, Tracer) and ((outside := np.asarray(at))[(outside < 0) | (outside >= rows)]).size:
+        raise InputError(f"index is {outside.tolist()}, expected row numbers in [0, {rows})")
+    return gather_rows(cache, jnp.asarray(at, jnp.int32))
 
 
 def fork(cache: Cache, copies: int) -> Cache:
@@ -32,26 +58,27 @@ def fork(cache: Cache, copies: int) -> Cache:
     """
     copies = whole_number("copies", copies, 1, "rows that each row becomes")
     check_alive(cache)
-    return _fork(cache, copies)
+    return gather_rows(cache, jnp.repeat(jnp.arange(cache.next.shape[0], dtype=jnp.int32), copies))
 
 
-@partial(jax.jit, static_argnames="copies")
-def _fork(cache: Cache, copies: int) -> Cache:
-    rows, pools = cache.next.shape[0], []
-    tables = {}
+@jax.jit
+def gather_rows(cache: Cache, index: Int[Array, "R"]) -> Cache:
+    """`take_rows` without checks."""
+    index = jnp.clip(index, 0, cache.next.shape[0] - 1)
+    tables, pools = {}, []
     for number, pool in enumerate(cache.pools):
         mine = tuple(s for s in _paged(cache) if s.pool == number)
-        forked, pool = fork_pages(mine, pool, rows, copies)
-        tables |= {(number, s.first_layer): s for s in forked}
+        taken, pool = take_pages(mine, pool, index)
+        tables |= {(number, s.first_layer): s for s in taken}
         pools.append(pool)
 
-    def copy(segment: Segment) -> Segment:
+    def take(segment: Segment) -> Segment:
         if isinstance(segment, Paged):
             return tables[segment.pool, segment.first_layer]
-        return jax.tree.map(lambda x: jnp.repeat(x, copies, axis=1), segment)
+        return jax.tree.map(lambda x: x[:, index], segment)
 
-    groups = tuple(tuple(copy(s) for s in group) for group in cache.groups)
-    return dataclasses.replace(cache, groups=groups, next=jnp.repeat(cache.next, copies), pools=tuple(pools))
+    groups = tuple(tuple(take(s) for s in group) for group in cache.groups)
+    return dataclasses.replace(cache, groups=groups, next=cache.next[index], pools=tuple(pools))
 
 
 def _paged(cache: Cache) -> list[Paged]:

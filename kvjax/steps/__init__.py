@@ -5,7 +5,7 @@ segments, allocations and evictions, but no method by name.
 """
 
 from kvjax.steps.decode import step, step_fn, step_keeping
-from kvjax.steps.prompt import Prompt, needs_of, observe, prefill, probed, settle, settled
+from kvjax.steps.prompt import Prompt, needs_of, observe, prefill, probed, scored, settle, settled
 from kvjax.steps.run import Run
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "observe",
     "prefill",
     "probed",
+    "scored",
     "settle",
     "settled",
     "step",

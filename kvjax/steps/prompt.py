@@ -239,6 +239,21 @@ def settled(
     return Cache(tuple(groups[i] for i in range(len(gms))), length, pools), jnp.concatenate(lost)
 
 
+def scored(run: Run, params: Params, prompt: Prompt) -> dict[int, Float[Array, "_ B _ T"]]:
+    """By group, the scores of a first prompt's tokens, as `settle` chooses by; only groups that have any."""
+    gms = run.groups(params)
+    fresh = {i: _as_stored(run, gms[i], f) for i, f in enumerate(prompt.fresh) if isinstance(f, Fresh)}
+    views = {i: union(gms[i], (), (), f, prompt.positions.pos) for i, f in fresh.items()}
+    probe = None if run.method.keep is None else run.method.keep.probe
+    if probe is not None:
+        fresh = _with_probe(run, params, prompt, fresh, views, probe, ((),) * len(gms))
+    return {
+        i: score_slots(gms[i], view, fresh[i], prompt.positions.length, run.attention_spec(gms[i].first))
+        for i, view in views.items()
+        if gms[i].keep is not None
+    }
+
+
 def _with_probe(
     run: Run,
     params: Params,

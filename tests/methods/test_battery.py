@@ -133,6 +133,27 @@ def test_a_second_turn_leaves_each_head_a_subset_of_old_and_new_within_the_budge
             assert total <= lists * (new // 2)
 
 
+# --- rows that are taken ----------------------------------------------------------------------------------
+
+TAKEN = [[2, 0, 2, 3], [1], [3, 2, 1, 0]]
+
+
+@some(*FIRST)
+def test_taking_rows_then_stepping_is_stepping_then_taking(label):
+    """Reordered, repeated and left out; a step of as many rows as the conversation runs its program."""
+    done, m = talk(label), model(BY_LABEL[label].model)
+    cache, (want, after) = done.prompt[1], done.steps[0]
+    for index in TAKEN:
+        taken = kvjax.take_rows(cache, jnp.asarray(index))
+        assert positions(taken) == [[lists[b] for b in index] for lists in positions(cache)]
+        assert nbytes(taken) * B <= nbytes(cache) * len(index)
+        if len(index) != B:
+            continue
+        logits, mine = step(m, taken, MAIN.steps[0][index], append=True)
+        assert off(logits, want[jnp.asarray(index)]) < 1e-6
+        assert positions(mine) == [[lists[b] for b in index] for lists in positions(after)]
+
+
 # --- compilation --------------------------------------------------------------------------------------
 
 

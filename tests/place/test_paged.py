@@ -14,7 +14,7 @@ from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.place import paged
-from kvjax.place.paged import build_pages, fork_pages, pool_pages
+from kvjax.place.paged import build_pages, pool_pages, take_pages
 from kvjax.steps import Run, step_keeping
 from kvjax.store.affine import Affine
 
@@ -174,7 +174,7 @@ def test_bytes_follow_the_slots_that_are_kept(rng):
 def test_forked_rows_attend_as_the_row_they_come_from(rng, q):
     views, kept, copies = make_views(rng), make_kept(rng), 3
     tables, pool = build(kept, views, 3, spare=5)
-    forked, many = jax.jit(fork_pages, static_argnums=(2, 3))(tables, pool, B, copies)
+    forked, many = jax.jit(take_pages)(tables, pool, jnp.repeat(jnp.arange(B), copies))
     used = np.asarray(many.owner)[np.asarray(many.owner) >= 0]
     assert (np.diff(used) >= 0).all() and len(used) == copies * (np.asarray(pool.owner) >= 0).sum()
     got = attend(jnp.repeat(q, copies, axis=0), forked, many, np.repeat(Q_POS, copies, axis=0))
@@ -188,7 +188,7 @@ def test_forked_rows_attend_as_the_row_they_come_from(rng, q):
 
 def test_a_lists_own_pages_are_neighbours_after_a_fork_too(rng):
     tables, pool = build(make_kept(rng), make_views(rng), 3, spare=5)
-    forked, many = jax.jit(fork_pages, static_argnums=(2, 3))(tables, pool, B, 3)
+    forked, many = jax.jit(take_pages)(tables, pool, jnp.repeat(jnp.arange(B), 3))
     for segment, pages in [(t, pool) for t in tables] + [(t, many) for t in forked]:
         table, used = np.asarray(segment.table), -(-np.asarray(segment.lengths) // 3)
         rows = table.shape[1]
@@ -255,7 +255,7 @@ def test_the_kernel_reads_codes_as_the_walk_does(rng, bias):
 def test_the_kernel_reads_forked_rows(rng):
     views, kept, copies = make_views(rng, False, width=128), make_kept(rng), 2
     q = jnp.asarray(rng.normal(size=(B, N, T, 128)), jnp.float32) / 4
-    forked, many = fork_pages(*build(kept, views, 8, spare=5), B, copies)
+    forked, many = take_pages(*build(kept, views, 8, spare=5), jnp.repeat(jnp.arange(B), copies))
     got = attend(jnp.repeat(q, copies, 0), forked, many, np.repeat(LATE, copies, 0), **ONE)
     want = attend_dense(q, views, kept, LATE)[:1]
     close(got, [tuple(np.repeat(x, copies, axis=0) for x in pair) for pair in want])

@@ -12,7 +12,7 @@ from kvjax.grammar import Method
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
-from kvjax.place.rows import fork, reset_rows
+from kvjax.place.rows import fork, reset_rows, take_rows
 
 CONFIG = Config(vocab=32, d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=32)
 PROMPT = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1, 8, 2]]
@@ -77,6 +77,15 @@ def test_copies_continue_as_if_each_had_been_prefilled(name, model, rng):
         np.testing.assert_array_equal(a, b)
 
 
+def test_rows_are_taken_inside_jit_too(model):
+    cache = filled(model, PROMPT, METHODS["kvzip, one pool"]())
+    traced = jax.jit(lambda cache, index: take_rows(cache, index + 1))(cache, jnp.array([0, -1, 0]))
+    for a, b in zip(
+        kvjax.kept_positions(traced), kvjax.kept_positions(take_rows(cache, [1, 0, 1])), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_a_fork_leaves_its_source_usable_and_one_copy_changes_nothing(model):
     cache = filled(model, PROMPT, METHODS["adakv, a pool per layer"]())
     same = fork(cache, 1)
@@ -119,6 +128,9 @@ def test_wrong_arguments_say_what_is_expected(model):
     cache = filled(model, PROMPT, METHODS["full"]())
     with pytest.raises(InputError, match="copies is 0, expected at least 1"):
         fork(cache, 0)
+    for index in (np.array([[0]]), np.array([], int), np.array([0.5]), [0, 2], [-1]):
+        with pytest.raises(InputError, match=r"index is .*, expected"):
+            take_rows(cache, index)
     with pytest.raises(InputError, match=r"rows is bool\[3\], expected one boolean per row, bool\[2\]"):
         reset_rows(cache, [True, False, True])
     with pytest.raises(InputError, match=r"rows is int32\[2\], expected one boolean per row"):

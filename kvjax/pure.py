@@ -1,0 +1,135 @@
+"""Pure functions for a user's own `jit`, `scan` or `while_loop`: no checks of values, no host, no donation.
+
+`kvjax.prefill`, `kvjax.step` and `kvjax.generate` run what these run. `docs/decoding.md` shows a loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from kvjax import steps
+from kvjax.cache import Cache
+from kvjax.errors import InputError
+from kvjax.fit import check_fit
+from kvjax.grammar import Method
+from kvjax.methods import method as build_method
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.model import Model, check_single
+from kvjax.steps import Run
+from kvjax.steps.decode import step_fn
+
+
+class Static(NamedTuple):
+    """What is static in a method's prefills and steps; hashable, and equal for models of one config."""
+
+    method: Method
+    reading: Run
+    stepping: Run
+
+
+def static(model: Model, method: Method | str | None = None, *, implementation: str | None = None) -> Static:
+    """What `prefill` and `step` must know besides arrays; method: that of the cache, as in `kvjax.prefill`.
+
+    Raises InputError where the method does not fit the model, or the model is of two decoders.
+    """
+    check_single(model, "call its verbs, which kvjax.prefill and kvjax.step call, outside jit")
+    chosen = build_method(method) if isinstance(method, str) else method or Method()
+    reading = Run(model.config, bind(chosen, model), implementation)
+    return Static(chosen, reading, decoding(model.config, chosen, implementation))
+
+
+def bind(method: Method, model: Model) -> Method:
+    """The method with what only the model can say: the token ids of a probe's instruction.
+
+    Raises InputError where the method does not fit what this model's layers keep.
+    """
+    check_fit(method, model.config)
+    keep = method.keep
+    if keep is None or keep.probe is None or keep.probe.prefix is not None:
+        return method
+    ids: tuple[int, ...] = ()
+    if model.tokenizer is not None:
+        text = model.special_tokens.get("repeat_prompt", keep.probe.text)
+        ids = tuple(model.tokenizer.encode(text, add_special_tokens=False).ids)
+    probe = dataclasses.replace(keep.probe, prefix=ids)
+    score = dataclasses.replace(keep.score, probe=probe)  # type: ignore[type-var]
+    return dataclasses.replace(method, keep=dataclasses.replace(keep, probe=probe, score=score))
+
+
+@lru_cache(maxsize=1024)
+def decoding(config: Config, method: Method | None, implementation: str | None) -> Run:
+    """What the steps of a method share; remembered, because building it costs as much as calling them."""
+    return Run(config, (method or Method()).decode_part(), implementation)
+
+
+def prefill(
+    static: Static,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"] | None = None,
+    *,
+    room: int,
+    fitted: PyTree = (),
+) -> tuple[Float[Array, "B V"], Cache]:
+    """A first prompt: logits [B, V] at each row's last token, and the compressed cache with `room`.
+
+    tokens: right-padded to `lengths`, which are T where they are left out. Nothing is refused that only
+    values could show: ids outside the vocabulary, empty rows, budgets smaller than a method's window. fitted:
+    as in `step`. Raises InputError for arrays in `fitted`.
+    """
+    _check_fitted(fitted)
+    whole = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32) if lengths is None else lengths
+    logits, cache = steps.prefill(
+        static.reading, params, tokens, whole, None, tokens_bound=tokens.shape[1], room=room, compress=True
+    )
+    return logits, dataclasses.replace(cache, method=static.method)
+
+
+def step(
+    static: Static,
+    params: Params,
+    cache: Cache,
+    token: Int[Array, "B"],
+    *,
+    append: Bool[Array, "B"] | None = None,
+    fitted: PyTree = (),
+) -> tuple[Float[Array, "B V"], Cache]:
+    """One token per row: logits [B, V], and a cache of the same structure that holds it.
+
+    append: rows where it is false store nothing, and ask their last token again; None stores all. A full
+    cache cannot be refused here: give `prefill` room for all tokens of the loop. fitted: the arrays that a
+    method was fitted with; () as long as no method has any.
+
+    Raises InputError, when it is traced, for another method's cache, and for arrays in `fitted`.
+
+    >>> import jax, kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> logits, cache = kvjax.prefill(model, [[1, 2, 3]], room=4)
+    >>> static = kvjax.pure.static(model, cache.method)
+    >>> def write(carry, _):
+    ...     logits, cache = carry
+    ...     token = logits.argmax(-1).astype("int32")
+    ...     return kvjax.pure.step(static, model.params, cache, token), token
+    >>> (_, cache), tokens = jax.lax.scan(write, (logits, cache), length=4)
+    >>> tokens.shape, cache.next.tolist()
+    ((4, 1), [7])
+    """
+    _check_fitted(fitted)
+    if cache.method is not None and cache.method.decode_part() != static.stepping.method:
+        raise InputError(
+            f"this cache was filled by {cache.method.id!r}, the static part is of {static.method.id!r}: "
+            "make it by kvjax.pure.static(model, cache.method)"
+        )
+    append = jnp.ones(token.shape, bool) if append is None else append
+    return step_fn(static.stepping, params, cache, token, append)
+
+
+def _check_fitted(fitted: PyTree) -> None:
+    if fitted != ():
+        raise InputError("fitted holds arrays, expected (): no method of kvjax is fitted to anything yet")

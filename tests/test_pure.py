@@ -1,0 +1,77 @@
+"""The pure step inside a user's own loop gives what `kvjax.step` gives, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.errors import InputError
+from tests.methods.battery import MAIN, model
+
+METHODS = {
+    "full": lambda: None,
+    "h2o": lambda: kvjax.method("h2o", budget=0.5),
+    "adakv": lambda: kvjax.method("adakv", budget=0.5, window=4, page=4),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_scan_over_the_pure_step_is_a_loop_over_step(name):
+    m, tokens = model("4/2"), jnp.asarray(MAIN.steps, jnp.int32)
+    _, cache = kvjax.prefill(m, MAIN.first, method=METHODS[name](), room=len(tokens))
+    static = kvjax.pure.static(m, cache.method)
+
+    @jax.jit
+    def scanned(params, cache):
+        def one(cache, token):
+            logits, cache = kvjax.pure.step(static, params, cache, token)
+            return cache, logits
+
+        return jax.lax.scan(one, cache, tokens)
+
+    looped = scanned(m.params, cache)
+    for i, token in enumerate(tokens):
+        logits, cache = kvjax.step(m, cache, token)
+        np.testing.assert_array_equal(looped[1][i], logits)
+    assert jax.tree.structure(looped[0]) == jax.tree.structure(cache)
+    for mine, theirs in zip(jax.tree.leaves(looped[0]), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_rows_that_do_not_append_stay_as_they_are():
+    m, token = model("4/2"), jnp.asarray(MAIN.steps[0], jnp.int32)
+    _, cache = kvjax.prefill(m, MAIN.first, room=3)
+    some = jnp.array([True, False, True, False])
+    step = jax.jit(kvjax.pure.step, static_argnums=0)
+    _, after = step(kvjax.pure.static(m), m.params, cache, token, append=some)
+    assert after.next.tolist() == [n + int(stays) for n, stays in zip(cache.next, some, strict=True)]
+
+
+def test_a_pure_prefill_is_a_prefill():
+    m, tokens = model("4/2"), np.asarray(MAIN.first[0])[None]
+    static = kvjax.pure.static(m, kvjax.method("snapkv", budget=0.5, window=4))
+    logits, cache = jax.jit(kvjax.pure.prefill, static_argnames=("static", "room"))(
+        static, m.params, jnp.asarray(tokens, jnp.int32), room=3
+    )
+    want, other = kvjax.prefill(m, tokens, method=static.method, room=3)
+    np.testing.assert_array_equal(logits, want)
+    for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert cache.method == other.method
+
+
+def test_what_is_static_is_hashable_and_shared_by_models_of_one_config():
+    m = model("4/2")
+    twin = kvjax.Model(m.config, jax.tree.map(lambda x: x + 1, m.params))
+    assert hash(kvjax.pure.static(m, "full")) == hash(kvjax.pure.static(twin))
+    assert kvjax.pure.static(m) == kvjax.pure.static(twin) != kvjax.pure.static(m, "int8")
+
+
+def test_another_methods_cache_and_fitted_arrays_are_refused():
+    m, token = model("4/2"), jnp.asarray(MAIN.steps[0], jnp.int32)
+    _, cache = kvjax.prefill(m, MAIN.first, room=3)
+    with pytest.raises(InputError, match=r"filled by 'full', the static part is of 'int8'"):
+        kvjax.pure.step(kvjax.pure.static(m, "int8"), m.params, cache, token)
+    with pytest.raises(InputError, match=r"fitted holds arrays, expected \(\)"):
+        kvjax.pure.step(kvjax.pure.static(m), m.params, cache, token, fitted={"scale": token})
