@@ -8,12 +8,14 @@ were written. This module holds the sentence and what its words promise; the wor
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Codec, Slots
@@ -130,12 +132,18 @@ class Budget:
     """Slots per head: a fraction of the tokens seen (float in (0, 1]) or a number of slots (int >= 1)."""
 
     amount: float | int
+    # A budget of 1 slot is not one of 1.0, everything, though the numbers are equal.
+    kind: type = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
+        if isinstance(self.amount, np.generic):
+            object.__setattr__(self, "amount", self.amount.item())
         a = self.amount
+        object.__setattr__(self, "kind", type(a))
         whole = isinstance(a, int) and not isinstance(a, bool) and a >= 1
         if not (whole or (isinstance(a, float) and 0.0 < a <= 1.0)):
-            hint = f": did you mean {int(a)} slots or a fraction such as 0.25?" if a and a > 1 else ""
+            large = isinstance(a, float) and 1 < a < math.inf
+            hint = f": did you mean {int(a)} slots or a fraction such as 0.25?" if large else ""
             raise ValueError(
                 "budget must be a fraction in (0, 1] (float) or a number of slots >= 1 (int), "
                 f"got {a!r}{hint}"

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvjax.errors import InputError
 from kvjax.grammar import Method, check
+from kvjax.methods.parameters import checked
 
 
 def from_file(name: str, /, **hyper: Any) -> Method:
@@ -38,6 +39,7 @@ def from_file(name: str, /, **hyper: Any) -> Method:
     """
     function = load_function(name)
     _check_arguments(name, function, hyper)
+    hyper = checked(name, function, hyper)
     try:
         built = function(**hyper)
     except ValueError:
