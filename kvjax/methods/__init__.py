@@ -116,7 +116,7 @@ def method(id: str, **hyper: Any) -> Method:
     return _build(name, ordered, tuple(type(value) for _, value in ordered))
 
 
-def check_hyper(id: str, hyper: Mapping[str, Any]) -> dict[str, Any]:
+def check_hyper(id: str, hyper: Mapping[Any, Any]) -> dict[str, Any]:
     """The hyper-parameters of a method of the library as its function takes them.
 
     Raises ValueError for one that the method does not have, with the nearest name, and for a value outside
