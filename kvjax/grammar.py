@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Codec, Slots
 from kvjax.ops.base.rope import Rope
+from kvjax.words import check_words
 
 
 class View(NamedTuple):
@@ -65,8 +66,11 @@ class Seen(NamedTuple):
     query: Float[Array, "B N 1 H"] | None = None
 
     def of(self, observation: Observation) -> Any:
-        """What an observation recorded."""
-        return self.observed[repr(observation)]
+        """What an observation recorded; ValueError where the score's `needs` does not name it."""
+        try:
+            return self.observed[repr(observation)]
+        except KeyError:
+            raise ValueError(f"{observation!r} was not recorded: name it in the score's `needs`") from None
 
 
 class AttentionSpec(NamedTuple):
@@ -200,6 +204,11 @@ class Keep:
     probe: Any = None
     merge: Any = None
     page: int = 128
+
+    def __post_init__(self):
+        check_words(self.score, self.allocate, self.protect, self.merge)
+        if not isinstance(self.budget, Budget):
+            raise ValueError(f"a keep's budget must be a Budget, got {self.budget!r}: write Budget(0.25)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,6 +92,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "grammar",
                 "the sentence (`Method`, `Keep`, `Store`, `Budget`) and what its words promise",
                 "kvjax/grammar.py",
+                "kvjax/words.py",
             ),
             _room(
                 "models",

@@ -82,7 +82,7 @@ def value_of(annotation: Any, value: Any) -> Any:
     if not is_type(annotation) or (value is None and kind.optional):
         return value
     if kind.rule is Budget:
-        return Budget(value).amount
+        return Budget(value).amount  # type: ignore[arg-type]
     found = _of_base(kind, value)
     if found is None:
         raise ValueError(f"must be {_expected(kind)}, got {value!r}")

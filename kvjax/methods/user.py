@@ -18,6 +18,7 @@ from typing import Any
 
 from kvjax.errors import InputError
 from kvjax.grammar import Method, check
+from kvjax.methods.declared import check_declared
 from kvjax.methods.parameters import checked
 
 
@@ -56,6 +57,7 @@ def from_file(name: str, /, **hyper: Any) -> Method:
         )
     built = dataclasses.replace(built, spec=(name, tuple(sorted(hyper.items()))))
     check(built)
+    check_declared(built.keep)
     return built
 
 
