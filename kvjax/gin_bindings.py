@@ -5,18 +5,22 @@ Values are read before anything is traced; nothing called under jit is gin-confi
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import gin
 
 from kvjax.errors import InputError
+from kvjax.methods import check_hyper, resolve
 
 
 @gin.configurable
-def hyper(**methods: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Hyper-parameters per method id, as a preset binds them."""
-    return {id.replace("_", "-"): dict(values) for id, values in methods.items()}
+def hyper(**methods: Any) -> dict[str, Any]:
+    """What a preset binds to each name of a method, as it is written there."""
+    return methods
 
 
 def presets() -> dict[str, Path]:
@@ -30,6 +34,9 @@ def presets() -> dict[str, Path]:
 def load_preset(name: str) -> dict[str, dict[str, Any]]:
     """Hyper-parameters per method id, from a shipped preset's name or the path of a .gin file.
 
+    Raises InputError, with the file and the line where they are known, for what gin cannot read, an unknown
+    method or hyper-parameter (with the nearest name), and a value outside its range.
+
     >>> load_preset("short")["snapkv"]["window"]
     16
     """
@@ -37,11 +44,56 @@ def load_preset(name: str) -> dict[str, dict[str, Any]]:
     path = known.get(name, Path(name))
     if not path.is_file():
         raise InputError(f"no preset {name!r}: give one of {', '.join(known)}, or the path of a .gin file")
+    return dict(_checked(path, key, given) for key, given in _bound(path).items())
+
+
+def _bound(path: Path) -> dict[str, Any]:
+    """What the file and those that it includes bind; InputError where gin cannot read it."""
     gin.clear_config()
+    # gin logs what it also raises.
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         gin.parse_config_file(str(path))
         return hyper()
-    except (ValueError, SyntaxError) as error:
-        raise InputError(f"{path} is not a preset: {str(error).splitlines()[0]}") from error
+    except TokenError as error:
+        message, (line, _) = error.args
+        raise InputError(f"{path}, line {line}: {message}: is a bracket or a quote left open?") from error
+    except SyntaxError as error:
+        line = f", line {error.lineno}" if error.lineno else ""
+        raise InputError(f"{error.filename or path}{line}: {_plainly(error.msg)}: {_FORM}") from error
+    except (ValueError, OSError, ImportError, UnicodeDecodeError) as error:
+        where = re.search(r'In file "(.*?)", line (\d+)', str(error))
+        place = f"{where[1]}, line {where[2]}" if where else str(path)
+        raise InputError(f"{place}: {_plainly(str(error))}: {_FORM}") from error
     finally:
+        logging.disable(before)
         gin.clear_config()
+
+
+_FORM = "write hyper.METHOD = {'NAME': VALUE}, with plain values, or include 'FILE.gin'"
+
+
+def _plainly(message: str | None) -> str:
+    """The first line of a message of gin, without addresses in memory and its own full stop."""
+    first = (message or "cannot be read").splitlines()[0]
+    return re.sub(r"<ast\.(\w+) object at 0x\w+>", "a name", first).removesuffix(".")
+
+
+def _checked(path: Path, key: str, given: Any) -> tuple[str, dict[str, Any]]:
+    """(id, hyper-parameters) of one binding."""
+    place = _place(path, key)
+    if not isinstance(given, dict):
+        raise InputError(f"{place}: hyper.{key} is {given!r}, expected a dict such as {{'window': 16}}")
+    try:
+        id = resolve(key)
+        return id, check_hyper(id, given)
+    except ValueError as error:
+        raise InputError(f"{place}: {error}") from error
+
+
+def _place(path: Path, key: str) -> str:
+    """The file, and the line that binds a name; the line is missing where an included file binds it."""
+    lines = path.read_text().splitlines()
+    found = [i for i, line in enumerate(lines, 1) if re.match(rf"\s*hyper\.{key}\b", line)]
+    return f"{path}, line {found[-1]}" if found else str(path)

@@ -8,6 +8,7 @@ were written. This module holds the sentence and what its words promise; the wor
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -20,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import words
 from kvjax.cache import Codec, Slots
 from kvjax.ops.base.rope import Rope
+from kvjax.word_protocols import check_words
 
 # What patterns take: they are computed on the host, too.
 Numbers = Array | np.ndarray
@@ -68,8 +70,11 @@ class Seen(NamedTuple):
     query: Float[Array, "B N 1 H"] | None = None
 
     def of(self, observation: Observation) -> Any:
-        """What an observation recorded."""
-        return self.observed[repr(observation)]
+        """What an observation recorded; ValueError where the score's `needs` does not name it."""
+        try:
+            return self.observed[repr(observation)]
+        except KeyError:
+            raise ValueError(f"{observation!r} was not recorded: name it in the score's `needs`") from None
 
 
 class AttentionSpec(NamedTuple):
@@ -138,12 +143,18 @@ class Budget:
     """Slots per head: a fraction of the tokens seen (float in (0, 1]) or a number of slots (int >= 1)."""
 
     amount: float | int
+    # A budget of 1 slot is not one of 1.0, everything, though the numbers are equal.
+    kind: type = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
+        if isinstance(self.amount, np.generic):
+            object.__setattr__(self, "amount", self.amount.item())
         a = self.amount
+        object.__setattr__(self, "kind", type(a))
         whole = isinstance(a, int) and not isinstance(a, bool) and a >= 1
         if not (whole or (isinstance(a, float) and 0.0 < a <= 1.0)):
-            hint = f": did you mean {int(a)} slots or a fraction such as 0.25?" if a and a > 1 else ""
+            large = isinstance(a, float) and 1 < a < math.inf
+            hint = f": did you mean {int(a)} slots or a fraction such as 0.25?" if large else ""
             raise ValueError(
                 "budget must be a fraction in (0, 1] (float) or a number of slots >= 1 (int), "
                 f"got {a!r}{hint}"
@@ -200,6 +211,11 @@ class Keep:
     probe: Any = None
     merge: Any = None
     page: int = 128
+
+    def __post_init__(self):
+        check_words(self.score, self.allocate, self.protect, self.merge)
+        if not isinstance(self.budget, Budget):
+            raise ValueError(f"a keep's budget must be a Budget, got {self.budget!r}: write Budget(0.25)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,15 @@ def bind(method: Method, model: Model) -> Method:
     """
     check_fit(method, model.config)
     keep = method.keep
-    if keep is None or keep.probe is None or keep.probe.prefix is not None:
+    if keep is None or keep.probe is None:
+        return method
+    if keep.probe.prefix is not None:
+        outside = [i for i in keep.probe.prefix if not 0 <= i < model.config.vocab]
+        if outside:
+            raise InputError(
+                f"{method.id}: prefix has token id {outside[0]}, outside the vocabulary "
+                f"[0, {model.config.vocab}): was it encoded with this model's tokenizer?"
+            )
         return method
     ids: tuple[int, ...] = ()
     if model.tokenizer is not None:

@@ -95,6 +95,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "the sentence (`Method`, `Keep`, `Store`, `Budget`) and what its words promise",
                 "kvjax/grammar.py",
                 "kvjax/words.py",
+                "kvjax/word_protocols.py",
             ),
             _room(
                 "models",

@@ -241,6 +241,13 @@ BAD = {
         "expected the directory",
         "add --out DIR",
     ),
+    "range": ("compare --methods snapkv:window=0", "snapkv: window", "a whole number >= 1", "got 0"),
+    "twice": (
+        "generate --tokens 1 --method h2o:recent=0.5,recent=0.2",
+        "'recent'",
+        "given twice",
+        "remove one",
+    ),
     "preset": ("compare --methods snapkv --preset no", "'no'", "short", "the path of a .gin file"),
     "no prompt": ("generate", "no prompt was given", "expected --prompt", "try kvjax generate --prompt"),
     "two prompts": (

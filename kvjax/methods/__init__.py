@@ -12,6 +12,7 @@ import difflib
 import inspect
 import sys
 import types
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -29,6 +30,8 @@ from kvjax.methods import (
     selection_static_keys,
 )
 from kvjax.methods.papers import MethodFunction, Press, collect, paper
+from kvjax.methods.parameters import checked
+from kvjax.methods.user import from_file
 
 # The order of every list of methods; within a file, the order of its functions.
 _FAMILIES = (
@@ -85,7 +88,8 @@ def resolve(id: str) -> str:
 
 
 @cache
-def _build(id: str, hyper: tuple[tuple[str, Any], ...]) -> Method:
+def _build(id: str, hyper: tuple[tuple[str, Any], ...], kinds: tuple[type, ...]) -> Method:
+    # kinds keeps apart values that are equal in Python: a budget of 1 slot and one of 1.0, everything.
     built = dataclasses.replace(METHODS[id](**dict(hyper)), spec=(id, hyper))
     check(built)
     return built
@@ -94,22 +98,40 @@ def _build(id: str, hyper: tuple[tuple[str, Any], ...]) -> Method:
 def method(id: str, **hyper: Any) -> Method:
     """The method `id` with its hyper-parameters; equal arguments give the same object.
 
+    id: of the library, or path/to/file.py:function for one of your own.
+
     budget is a fraction of the tokens kept (float in (0, 1]) or slots per head (int >= 1; the mean where
     heads or layers differ).
 
     >>> method("snapkv", budget=0.25, window=16).id
     'snapkv'
     """
+    if ".py:" in id or id.endswith(".py"):
+        return from_file(id, **hyper)
     name = resolve(id)
-    known = inspect.signature(METHODS[name]).parameters
+    values = check_hyper(name, hyper)
+    if takes_budget(name) and "budget" not in hyper:
+        raise ValueError(f"method {name!r} needs budget=: a fraction such as 0.25, or a number of slots")
+    ordered = tuple(sorted(values.items()))
+    return _build(name, ordered, tuple(type(value) for _, value in ordered))
+
+
+def check_hyper(id: str, hyper: Mapping[Any, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a method of the library as its function takes them.
+
+    Raises ValueError for one that the method does not have, with the nearest name, and for a value outside
+    its range.
+
+    >>> check_hyper("kivi", {"bits": 4})
+    {'bits': 4}
+    """
+    known = inspect.signature(METHODS[id]).parameters
     for key in hyper:
         if key not in known:
-            near = difflib.get_close_matches(key, list(known), n=1)
+            near = difflib.get_close_matches(str(key), list(known), n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'none'}"
-            raise ValueError(f"method {name!r} has no hyper-parameter {key!r}: {hint}")
-    if "budget" in known and "budget" not in hyper:
-        raise ValueError(f"method {name!r} needs budget=: a fraction such as 0.25, or a number of slots")
-    return _build(name, tuple(sorted(hyper.items())))
+            raise ValueError(f"method {id!r} has no hyper-parameter {key!r}: {hint}")
+    return checked(id, METHODS[id], hyper)
 
 
 def takes_budget(id: str) -> bool:

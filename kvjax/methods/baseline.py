@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from kvjax.grammar import STEP, Budget, Keep, Method, Store
 from kvjax.keep.budget import Uniform
 from kvjax.keep.patterns import Sink
 from kvjax.keep.score import Position, Uniformly
 from kvjax.methods.papers import Press, paper
-from kvjax.methods.shared import Amount
+from kvjax.methods.shared import Amount, Group, Seed, Tokens
 from kvjax.store.affine import Affine, Float8
 
 
@@ -18,7 +20,7 @@ def full() -> Method:
 
 
 @paper("Random eviction", family="baseline", kvpress=Press("RandomPress", same="no: other random numbers"))
-def random(budget: Amount, *, seed: int = 0) -> Method:
+def random(budget: Amount, *, seed: Seed = 0) -> Method:
     """Baseline: a uniformly random set of tokens per head, the same for a row alone and in a batch."""
     return Method(Keep(Uniformly(seed), Budget(budget), Uniform()))
 
@@ -29,7 +31,7 @@ def random(budget: Amount, *, seed: int = 0) -> Method:
     kvpress=Press("StreamingLLMPress", same="the same set, at the end of the prompt; acts in decoding too"),
     aliases=("sinkrecent",),
 )
-def sink_recent(budget: Amount, *, sinks: int = 4) -> Method:
+def sink_recent(budget: Amount, *, sinks: Tokens = 4) -> Method:
     """Baseline: the first `sinks` and the newest tokens, at their own positions, also while decoding."""
     return Method(Keep(Position(), Budget(budget), Uniform(), (Sink(sinks),), when=STEP))
 
@@ -41,12 +43,12 @@ def int8() -> Method:
 
 
 @paper("Per-token int4", family="baseline")
-def int4(*, group: int | None = 32) -> Method:
+def int4(*, group: Group | None = 32) -> Method:
     """Baseline: min-max int4 per token in groups of `group` channels (None: a whole head)."""
     return Method(store=Store(Affine(4, group=group), Affine(4, group=group)))
 
 
 @paper("Per-token float8", family="baseline")
-def fp8(*, kind: str = "e4m3") -> Method:
+def fp8(*, kind: Literal["e4m3", "e5m2"] = "e4m3") -> Method:
     """Baseline: float8 with one scale per token and head."""
     return Method(store=Store(Float8(kind), Float8(kind)))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import AcrossHeads
 from kvjax.keep.patterns import Recent
 from kvjax.methods.papers import Press, paper
-from kvjax.methods.shared import Amount, pick, window_score
+from kvjax.methods.shared import Amount, Kernel, Page, Share, Window, pick, window_score
 
 
 @paper(
@@ -20,11 +22,11 @@ from kvjax.methods.shared import Amount, pick, window_score
 def adakv(
     budget: Amount,
     *,
-    window: int = 64,
-    kernel: int = 5,
-    floor: float = 0.2,
-    page: int = 128,
-    variant: str = "paper",
+    window: Window = 64,
+    kernel: Kernel = 5,
+    floor: Share = 0.2,
+    page: Page = 128,
+    variant: Literal["paper", "kvpress"] = "paper",
 ) -> Method:
     """Ada-KV (Feng et al., 2024, arXiv:2407.11550), Algorithm 1 over SnapKV scores: unequal heads.
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from kvjax.grammar import STEP, Budget, Keep, Method
 from kvjax.keep.budget import Uniform
 from kvjax.keep.merge import ZipMerge
 from kvjax.keep.patterns import Recent
 from kvjax.keep.score import AccumulatedAttention
 from kvjax.methods.papers import paper
-from kvjax.methods.shared import Amount
+from kvjax.methods.parameters import Range
+from kvjax.methods.shared import Amount, Share
+
+# A cosine of two keys.
+Cosine = Annotated[float, Range(-1, 1)]
 
 
 @paper(
@@ -17,7 +23,7 @@ from kvjax.methods.shared import Amount
     family="merge-token",
     exact="deviates",
 )
-def keepkv(budget: Amount, *, recent: float = 0.5, threshold: float = 0.8) -> Method:
+def keepkv(budget: Amount, *, recent: Share = 0.5, threshold: Cosine = 0.8) -> Method:
     """KeepKV (Tian et al., 2025, arXiv:2504.09936): evicted tokens join the kept ones they resemble.
 
     Heavy hitters and recent tokens stay as in H2O; `ZipMerge` merges the others. Deviations: those that

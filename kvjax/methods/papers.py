@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from kvjax.grammar import Method
+from kvjax.methods.parameters import call_checked
 
 Exact = Literal["equal", "deviates", ""]
 
@@ -80,9 +82,10 @@ def paper(
     aliases: tuple[str, ...] = (),
     id: str = "",
 ) -> Callable[[Function], Function]:
-    """Attaches a `Paper` to a method's function as `function.paper` and returns the function itself.
+    """Attaches a `Paper` to a method's function as `function.paper`; its calls check hyper-parameters.
 
-    id: by default the function's name with "-" for "_". See `Paper` and `Press` for the others.
+    id: by default the function's name with "-" for "_". See `Paper` and `Press` for the others. A value
+    outside the range that the function's annotation gives (`kvjax.methods.parameters`) is an InputError.
 
     Raises ValueError for an arXiv id of another form, or an `exact` that `Paper` does not know.
 
@@ -97,8 +100,13 @@ def paper(
         press = Press(kvpress) if isinstance(kvpress, str) else kvpress
         name = id or function.__name__.replace("_", "-")
         record = Paper(name, title, family, arxiv, exact, press, aliases)
-        function.paper = record  # type: ignore[attr-defined]
-        return function
+
+        @functools.wraps(function)
+        def checked(*args: Any, **hyper: Any) -> Method:
+            return call_checked(name, function, args, hyper)
+
+        checked.paper = record  # type: ignore[attr-defined]
+        return checked  # type: ignore[return-value]
 
     return attach
 

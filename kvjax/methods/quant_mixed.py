@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvjax.grammar import Method, Store
 from kvjax.methods.papers import paper
+from kvjax.methods.shared import Bits, Group, Tokens
 from kvjax.store.affine import Affine
 
 
@@ -13,7 +14,7 @@ from kvjax.store.affine import Affine
     family="quant-mixed",
     exact="deviates",
 )
-def kivi(*, bits: int = 2, group: int = 32, residual: int = 128) -> Method:
+def kivi(*, bits: Bits = 2, group: Group = 32, residual: Tokens = 128) -> Method:
     """KIVI (Liu et al., 2024, arXiv:2402.02750), section 3.3: keys per channel, values per token.
 
     Keys are quantised in groups of `group` tokens of a channel, values in groups of `group` channels of a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvjax.grammar import Budget, Method
 from kvjax.methods.papers import paper
-from kvjax.methods.shared import Amount
+from kvjax.methods.shared import Amount, Layers, Page
 from kvjax.read.pages import PageBounds
 
 
@@ -14,7 +14,7 @@ from kvjax.read.pages import PageBounds
     family="retrieval-sparse",
     exact="deviates",
 )
-def quest(budget: Amount, *, page: int = 16, skip_layers: int = 2) -> Method:
+def quest(budget: Amount, *, page: Page = 16, skip_layers: Layers = 2) -> Method:
     """Quest (Tang et al., 2024, arXiv:2406.10774), section 3.3: only pages that may matter to this query.
 
     budget is the share (or number) of tokens visited per decoded token; the first `skip_layers` layers and

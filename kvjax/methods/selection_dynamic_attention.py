@@ -7,7 +7,7 @@ from kvjax.keep.budget import Uniform
 from kvjax.keep.patterns import Recent
 from kvjax.keep.score import AccumulatedAttention, WindowAttention
 from kvjax.methods.papers import Press, paper
-from kvjax.methods.shared import Amount
+from kvjax.methods.shared import Amount, Share
 
 
 @paper(
@@ -20,7 +20,7 @@ from kvjax.methods.shared import Amount
         same="no: kvpress divides by the number of queries, protects no recent half and acts once",
     ),
 )
-def h2o(budget: Amount, *, recent: float = 0.5) -> Method:
+def h2o(budget: Amount, *, recent: Share = 0.5) -> Method:
     """H2O (Zhang et al., 2023, arXiv:2306.14048), Algorithm 1: heavy hitters and recent tokens.
 
     F[j] = sum_i p_ij over the prompt and every decoded token; a share `recent` of the budget is the newest

@@ -7,7 +7,7 @@ from kvjax.keep.budget import Uniform
 from kvjax.keep.patterns import Sink
 from kvjax.keep.score import Position
 from kvjax.methods.papers import Press, paper
-from kvjax.methods.shared import Amount
+from kvjax.methods.shared import Amount, Tokens
 
 
 @paper(
@@ -21,7 +21,7 @@ from kvjax.methods.shared import Amount
     ),
     aliases=("streaming-llm",),
 )
-def streamingllm(budget: Amount, *, sinks: int = 4) -> Method:
+def streamingllm(budget: Amount, *, sinks: Tokens = 4) -> Method:
     """StreamingLLM (Xiao et al., 2023, arXiv:2309.17453), section 3.2: sinks and a rolling window.
 
     Rotation is by slot rank inside the cache, not by position in the text, so any length decodes within

@@ -7,7 +7,17 @@ from kvjax.keep.budget import AcrossLayers, Uniform
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.probe import ProbeAttention, RepeatContext
 from kvjax.methods.papers import Press, paper
-from kvjax.methods.shared import Amount, per_query_head, window_score
+from kvjax.methods.shared import (
+    Amount,
+    Kernel,
+    Page,
+    TokenIds,
+    Tokens,
+    Variant,
+    Window,
+    per_query_head,
+    window_score,
+)
 
 
 @paper(
@@ -17,12 +27,15 @@ from kvjax.methods.shared import Amount, per_query_head, window_score
     exact="equal",
     kvpress=Press("SnapKVPress", "variant=kvpress"),
 )
-def snapkv(budget: Amount, *, window: int = 64, kernel: int = 5, variant: str = "paper") -> Method:
+def snapkv(
+    budget: Amount, *, window: Window = 64, kernel: Kernel = 5, variant: Variant = "grouped"
+) -> Method:
     """SnapKV (Li et al., 2024, arXiv:2404.14469), section 4: what the last `window` queries attend to.
 
-    score[j] = pool(sum_{i in window} softmax_j(q_i k_j / sqrt(H))); the window itself stays. "paper", as in
-    the authors' code: max pooling, one selection per query head, so the cache holds N heads of slots.
-    "kvpress": average pooling, mean over the group of a KV head, K heads of slots.
+    score[j] = pool(sum_{i in window} softmax_j(q_i k_j / sqrt(H))); the window itself stays. "grouped":
+    max pooling as in the authors' code, summed over the query heads of a group, one selection per KV head.
+    "paper": the authors' code, one selection per query head, so the cache holds N heads of slots and costs
+    N / K times the bytes. "kvpress": average pooling, mean over the group, one selection per KV head.
     """
     score = window_score(window, kernel, variant)
     each = per_query_head(variant)
@@ -39,10 +52,10 @@ def snapkv(budget: Amount, *, window: int = 64, kernel: int = 5, variant: str = 
 def kvzip(
     budget: Amount,
     *,
-    sinks: int = 4,
+    sinks: Tokens = 4,
     uniform: bool = False,
-    page: int = 128,
-    prefix: tuple[int, ...] | None = None,
+    page: Page = 128,
+    prefix: TokenIds | None = None,
 ) -> Method:
     """KVzip (Kim et al., 2025, arXiv:2505.23416), section 3: what the model needs to repeat its context.
 

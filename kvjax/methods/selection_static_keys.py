@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import Uniform
 from kvjax.keep.expected import ExpectedAttention
 from kvjax.keep.patterns import Sink
 from kvjax.keep.score import KeyNorm
 from kvjax.methods.papers import Press, paper
-from kvjax.methods.shared import Amount
+from kvjax.methods.parameters import Range
+from kvjax.methods.shared import Amount, Layers, Tokens, Window
 
 
 @paper(
@@ -19,7 +22,7 @@ from kvjax.methods.shared import Amount
     kvpress=Press("KnormPress", "skip_layers=0"),
     aliases=("knorm",),
 )
-def l2compress(budget: Amount, *, skip_layers: int = 2) -> Method:
+def l2compress(budget: Amount, *, skip_layers: Layers = 2) -> Method:
     """L2-norm compression (Devoto et al., 2024, arXiv:2406.11430): keeps the keys of small norm.
 
     score[j] = -||k_j||_2; the first `skip_layers` layers stay whole (kvpress' Knorm: skip_layers=0).
@@ -37,11 +40,11 @@ def l2compress(budget: Amount, *, skip_layers: int = 2) -> Method:
 def expected_attention(
     budget: Amount,
     *,
-    future: int = 512,
-    sinks: int = 4,
+    future: Window = 512,
+    sinks: Tokens = 4,
     covariance: bool = True,
     value_norm: bool = True,
-    epsilon: float = 0.0,
+    epsilon: Annotated[float, Range(0)] = 0.0,
 ) -> Method:
     """Expected Attention (Devoto et al., 2025, arXiv:2510.00636): the attention future queries will give.
 

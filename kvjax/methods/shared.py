@@ -1,14 +1,33 @@
-"""What several papers share: the type of a budget, the choice of a published variant, SnapKV's score."""
+"""What several papers share: types of hyper-parameters, the choice of a published variant, SnapKV's score."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from kvjax.grammar import Score
+from kvjax.grammar import Budget, Score
 from kvjax.keep.score import Pool, WindowAttention
+from kvjax.methods.parameters import Range
 
 # A fraction of the tokens kept (float in (0, 1]), or slots per head (int >= 1).
-Amount = float | int
+Amount = Annotated[float | int, Budget]
+# How many of the newest tokens are looked at.
+Window = Annotated[int, Range(1)]
+# Neighbours over which scores are smoothed.
+Kernel = Annotated[int, Range(1, odd=True)]
+# A part of something, from nothing to all of it.
+Share = Annotated[float, Range(0, 1)]
+# How many tokens or layers of some kind there are; there may be none.
+Tokens = Annotated[int, Range(0)]
+Layers = Annotated[int, Range(0)]
+# Slots of a page, and channels or tokens that are quantised together.
+Page = Annotated[int, Range(1)]
+Group = Annotated[int, Range(1)]
+Bits = Literal[1, 2, 4, 8]
+Seed = Annotated[int, Range(0, 2**32 - 1)]
+TokenIds = Annotated[tuple[int, ...], Range(0)]
+# Which published form of SnapKV's selection: see `window_score`.
+Variant = Literal["grouped", "paper", "kvpress"]
+
 T = TypeVar("T")
 
 
@@ -26,12 +45,14 @@ def pick(variant: str, **known: T) -> T:
 def window_score(window: int, kernel: int, variant: str) -> Score:
     """SnapKV's score: the attention of the last `window` queries, smoothed over `kernel` neighbours.
 
-    "paper": summed over the window and smoothed by the maximum; "kvpress": by the mean, both times.
+    "grouped" and "paper": summed over the window and smoothed by the maximum; "kvpress": by the mean, both
+    times. Where a KV head's slots are scored, the query heads of its group are averaged, which ranks slots as
+    their sum does.
     """
-    pool, reduce = pick(variant, paper=("max", "sum"), kvpress=("mean", "mean"))
+    pool, reduce = pick(variant, grouped=("max", "sum"), paper=("max", "sum"), kvpress=("mean", "mean"))
     return WindowAttention(window, reduce=reduce) >> Pool(kernel, pool)
 
 
 def per_query_head(variant: str) -> bool:
-    """Whether a variant of SnapKV selects for every query head ("paper") or for every KV head ("kvpress")."""
-    return pick(variant, paper=True, kvpress=False)
+    """Whether a variant of SnapKV selects for every query head ("paper") or for every KV head."""
+    return pick(variant, grouped=False, paper=True, kvpress=False)

@@ -18,6 +18,8 @@ from typing import Any
 
 from kvjax.errors import InputError
 from kvjax.grammar import Method, check
+from kvjax.methods.declared import check_declared
+from kvjax.methods.parameters import checked
 
 
 def from_file(name: str, /, **hyper: Any) -> Method:
@@ -38,6 +40,7 @@ def from_file(name: str, /, **hyper: Any) -> Method:
     """
     function = load_function(name)
     _check_arguments(name, function, hyper)
+    hyper = checked(name, function, hyper)
     try:
         built = function(**hyper)
     except ValueError:
@@ -54,6 +57,7 @@ def from_file(name: str, /, **hyper: Any) -> Method:
         )
     built = dataclasses.replace(built, spec=(name, tuple(sorted(hyper.items()))))
     check(built)
+    check_declared(built.keep)
     return built
 
 

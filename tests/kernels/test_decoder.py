@@ -61,7 +61,7 @@ def agree(model, method=None, tokens=3, room=32, kernel="tpu interpret", append=
 
 METHODS = {
     "full": None,
-    "snapkv": kvjax.method("snapkv", budget=96),
+    "snapkv": kvjax.method("snapkv", budget=96, variant="paper"),
     "h2o": kvjax.method("h2o", budget=39),
     "adakv": kvjax.method("adakv", budget=64, window=16),
     "quest": kvjax.method("quest", budget=64, page=32, skip_layers=0),

@@ -1,6 +1,7 @@
 """The golden record: what every method did on small models, as data that later cores are held to.
 
-`python -m tests.methods.golden --write` makes `tests/fixtures/golden.npz` anew. It is written from a core
+`python -m tests.methods.golden --write` makes `tests/fixtures/golden.npz` anew, and with `--missing` records
+the cases that it lacks and leaves the others as they are. It is written from a core
 whose answers the other tests hold to float64 numpy and to other libraries; whoever changes it says in the
 changelog which number moved and why.
 
@@ -135,16 +136,20 @@ def recorded() -> dict[str, np.ndarray]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="replace the record")
-    write = parser.parse_args().write
-    arrays: dict[str, Any] = {}
+    parser.add_argument("--missing", action="store_true", help="only the cases that are not recorded yet")
+    args = parser.parse_args()
+    arrays: dict[str, Any] = recorded() if args.missing else {}
+    known = {tuple(key.split("/")[:2]) for key in arrays}
     for label, name in cases():
+        if (label, name) in known:
+            continue
         found = converse(label, name)
         print(f"{label} on {name}: {found if isinstance(found, str) else 'recorded'}", flush=True)
         if isinstance(found, str):
             arrays[f"{label}/{name}/refused"] = np.asarray(found)
         else:
             arrays |= {f"{label}/{name}/{part}": x for part, x in found.items()}
-    if write:
+    if args.write:
         file = io.BytesIO()
         np.savez_compressed(file, **arrays)
         write_atomic(RECORD, file.getvalue())

@@ -222,6 +222,17 @@ def snap(per_query_head=False, **kind):
     return lambda p, i: window_score(p, i, WINDOW, KERNEL, per_query_head=per_query_head, **kind)
 
 
+def grouped_score(prompt, layer):
+    """SnapKV for a group of query heads: what the window gives a token in all of them, then the maximum."""
+    given = prompt.p[layer][:, -WINDOW:].sum(1)
+    given[:, -WINDOW:] = 0
+    groups = given.reshape(-1, prompt.group, prompt.length).sum(1)
+    edged = np.pad(groups, [(0, 0), (KERNEL // 2,) * 2])
+    score = np.max([edged[:, i : i + prompt.length] for i in range(KERNEL)], 0)
+    score[:, -WINDOW:] = np.inf
+    return score
+
+
 def sinks(prompt):
     return np.arange(prompt.length) < 4
 
@@ -238,10 +249,13 @@ def pyramid_counts(length, layers, beta=20):
     return np.diff(np.round(np.cumsum(shares)), prepend=0).astype(int) + min(count(length), WINDOW)
 
 
-def pyramid_kept(prompt):
-    counts = pyramid_counts(prompt.length, len(prompt.p))
-    scores = [snap(per_query_head=True)(prompt, i) for i in range(len(counts))]
-    return [best(s, np.full(len(s), c)) for s, c in zip(scores, counts, strict=True)]
+def pyramid_kept(**kind):
+    def kept(prompt: Prompt) -> list[np.ndarray]:
+        counts = pyramid_counts(prompt.length, len(prompt.p))
+        scores = [snap(**kind)(prompt, i) for i in range(len(counts))]
+        return [best(s, np.full(len(s), c)) for s, c in zip(scores, counts, strict=True)]
+
+    return kept
 
 
 def flat_counts(scores, total):
@@ -312,7 +326,8 @@ ROWS = [
     ),
     row("tova", dense(half_and_one), kept=each_layer(tova_score), victim=tova_victim(count)),
     row(
-        "snapkv", lambda s: dense(half, s.n)(s), hyper=SNAP, kept=each_layer(snap(per_query_head=True))
+        "snapkv", lambda s: dense(half, s.n)(s), hyper=SNAP | dict(variant="paper"),
+        kept=each_layer(snap(per_query_head=True)),
     ),
     row(
         "snapkv kvpress", dense(half), "snapkv", hyper=SNAP | dict(variant="kvpress"), model="6/3",
@@ -325,9 +340,14 @@ ROWS = [
     ),
     row(
         "pyramidkv", paged(lambda s, i: s.n * int(pyramid_counts(s.tokens, s.layers)[i]), lambda s: s.n),
-        hyper=SNAP | dict(page=PAGE), kept=pyramid_kept, model="deep",
+        hyper=SNAP | dict(page=PAGE, variant="paper"), kept=pyramid_kept(per_query_head=True), model="deep",
     ),
     row("adakv", paged(lambda s, i: s.k * count(s.tokens)), hyper=SNAP | dict(page=PAGE), kept=adakv_kept),
+    row("snapkv grouped", dense(half), "snapkv", hyper=SNAP, model="6/3", kept=each_layer(grouped_score)),
+    row(
+        "pyramidkv grouped", paged(lambda s, i: s.k * int(pyramid_counts(s.tokens, s.layers)[i])),
+        "pyramidkv", hyper=SNAP | dict(page=PAGE), kept=pyramid_kept(), model="deep",
+    ),
     row(
         "expected-attention", dense(half), hyper=dict(future=64),
         kept=each_layer(expected_score, sinks),

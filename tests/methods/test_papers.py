@@ -1,5 +1,6 @@
 """What is written beside every method: its family, its paper, what it deviates in, its name in kvpress."""
 
+import argparse
 import re
 import textwrap
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import ModuleType
 import pytest
 
 import kvjax.methods
+from kvjax.commands import methods as methods_command
 from kvjax.grammar import Method
 from kvjax.methods import METHODS, Press, methods, paper, snapkv
 from kvjax.methods.papers import collect
@@ -121,3 +123,12 @@ def test_a_function_in_a_file_of_ones_own_may_carry_a_record(tmp_path):
     assert from_file(f"{file}:short", budget=0.25).keep == snapkv(0.25, window=8).keep
     assert load_function(f"{file}:short").paper.title == "Short windows"
     assert "short" not in METHODS
+
+
+def test_the_default_variant_selects_per_kv_head_and_what_others_cost_is_said(capsys):
+    for id in ("snapkv", "pyramidkv"):
+        assert not kvjax.method(id, budget=0.5).keep.per_query_head
+        assert kvjax.method(id, budget=0.5, variant="paper").keep.per_query_head
+    assert "N / K times the bytes" in " ".join(snapkv.__doc__.split())
+    methods_command.run(argparse.Namespace(json=False))
+    assert "query heads / KV heads" in " ".join(capsys.readouterr().out.split())

@@ -138,8 +138,8 @@ def _as_on(device: Device | Gpu) -> Any:
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-METHODS: dict[str, dict[str, float]] = {
-    "snapkv": dict(budget=0.25),
+METHODS: dict[str, dict[str, float | str]] = {
+    "snapkv": dict(budget=0.25, variant="paper"),
     "adakv": dict(budget=0.25),
     "h2o": dict(budget=0.25),
     "int8": {},

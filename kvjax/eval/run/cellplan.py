@@ -34,13 +34,14 @@ def plan_cells(
 ) -> list[Entry]:
     """Every (method, budget) of a comparison, the anchors first.
 
-    Methods are texts as `parse_method` reads them, or Custom. ValueError for unknown names, hyper-parameters
-    or budgets.
+    Methods are texts as `parse_method` reads them, or Custom. Given budgets hold for every method that has
+    none written in its text; without them, a preset's budget of a method holds before the default ones.
+    ValueError for unknown names, hyper-parameters or budgets.
     """
-    budgets = tuple(BUDGETS if budgets is None else budgets)
-    for b in budgets:
-        Budget(b)
     hyper = load_preset(preset)
+    if budgets is not None:
+        hyper = {id: {k: v for k, v in given.items() if k != "budget"} for id, given in hyper.items()}
+    budgets = tuple(Budget(b).amount for b in (BUDGETS if budgets is None else budgets))
     found: dict[str, Custom] = {}
     for item in (*ALWAYS, *(METHODS if methods is None else methods)):
         if isinstance(item, str):

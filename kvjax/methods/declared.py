@@ -1,0 +1,81 @@
+"""Whether a score names in `needs` and `stats` all that it looks at: found out by tracing it on no data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.errors import InputError
+from kvjax.grammar import AttentionSpec, Inputs, Keep, Score, Seen, View
+from kvjax.keep.observe import Mass
+from kvjax.keep.score import Pooled
+from kvjax.ops.base.rope import Rope
+
+_T, _H = 32, 16
+
+
+class _Undeclared(InputError):
+    pass
+
+
+class _Declared(dict):
+    """What a score may look at, by name; other names are an error that says what to write."""
+
+    def __init__(self, known: dict[str, Any], refusal: Callable[[str], str]):
+        super().__init__(known)
+        self.refusal = refusal
+
+    def __missing__(self, name: str) -> Any:
+        raise _Undeclared(self.refusal(name))
+
+
+@lru_cache(maxsize=256)
+def _trace(score: Score, probe: Any) -> None:
+    named: Score = score
+    while isinstance(named, Pooled):
+        named = named.score
+    name = type(named).__name__
+
+    def go(x: jax.Array) -> jax.Array:
+        q, k = jnp.broadcast_to(x, (1, 2, _T, _H)), jnp.broadcast_to(x, (1, 1, _T, _H))
+        pos, length = jnp.arange(_T, dtype=jnp.int32), jnp.full((1,), _T, jnp.int32)
+        inputs = Inputs(q, q, k, jnp.broadcast_to(x, (1, _T, _H)), pos[None], length)
+        found = {repr(o): k[..., 0] if isinstance(o, Mass) else o(inputs) for o in score.needs}
+        found |= {} if probe is None else {repr(probe): k[..., 0]}
+        observed = _Declared(
+            found,
+            lambda o: (
+                f"{name} looks at {o}, which its `needs` does not name: add a property `needs` that "
+                f"returns frozenset({{{o}}})"
+            ),
+        )
+        stats = _Declared(
+            dict.fromkeys(score.stats, k[..., 0]),
+            lambda s: (
+                f"{name} looks at view.stats[{s!r}], which its `stats` does not name: add a property "
+                f"`stats` that returns frozenset({{{s!r}}})"
+            ),
+        )
+        view = View(k, k, pos[None, None], None, stats)
+        return score(view, Seen(observed, None, length, length // 2, 0, AttentionSpec(1.0, None, Rope())))
+
+    try:
+        jax.eval_shape(go, jax.ShapeDtypeStruct((), jnp.float32))
+    except _Undeclared:
+        raise
+    except Exception:
+        return  # it wants other sizes than these; what is wrong with it shows when it runs
+
+
+def check_declared(keep: Keep | None) -> None:
+    """InputError where a keep's score looks at an observation or a statistic that it does not declare.
+
+    >>> from kvjax.methods import snapkv
+    >>> check_declared(snapkv(0.5).keep)
+    """
+    if keep is not None and keep.score is not None:
+        _trace(keep.score, keep.probe)

@@ -1,0 +1,78 @@
+"""What a sentence asks of its words, whoever wrote them: said in one sentence when the `Keep` is built."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+# The protocols of kvjax.grammar, by what a word of each must have.
+SCORE, MERGE = ("needs", "stats", "__call__"), ("needs", "__call__")
+ALLOCATION = ("uniform", "across_layers", "counts", "layer_slots")
+
+
+def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
+    """ValueError for a word that is no frozen dataclass, lacks a part of its protocol, or is not where it
+    belongs.
+
+    >>> check_words(None, None, 3, None)
+    Traceback (most recent call last):
+    ValueError: protect must be a tuple of patterns, got 3: write protect=(3,)
+    """
+    if not isinstance(protect, tuple):
+        more = protect if isinstance(protect, list) else [protect]
+        right = f"({', '.join(map(repr, more))},)"
+        raise ValueError(f"protect must be a tuple of patterns, got {protect!r}: write protect={right}")
+    if score is not None:
+        _check(score, "score", SCORE, "inherit from kvjax.keep.score.Word, which needs nothing")
+        _check_needs(score)
+    if allocate is not None:
+        _check(allocate, "allocation", ALLOCATION, "see kvjax.grammar.Allocation")
+    for pattern in protect:
+        _check(pattern, "pattern", ("__call__",), "see kvjax.grammar.Pattern")
+    if merge is not None:
+        _check(merge, "merge", MERGE, "see kvjax.keep.merge.ZipMerge")
+        _check_needs(merge)
+
+
+def _check(word: Any, kind: str, parts: tuple[str, ...], how: str) -> None:
+    if isinstance(word, type):
+        raise ValueError(
+            f"the {kind} is the class {word.__name__}, not one of its words: write {_call(word)}"
+        )
+    name = type(word).__name__
+    for part in parts:
+        if not hasattr(word, part):
+            raise ValueError(f"{name} is no {kind}, it has no `{part}`: {how}")
+    _check_frozen(word)
+
+
+def _check_frozen(word: Any) -> None:
+    name, params = type(word).__name__, getattr(type(word), "__dataclass_params__", None)
+    if not (params is not None and params.frozen) and not isinstance(word, tuple):
+        raise ValueError(
+            f"{name} is no frozen dataclass, so that equal sentences would not be equal: "
+            "write @dataclasses.dataclass(frozen=True) above the class"
+        )
+    try:
+        hash(word)
+    except TypeError as error:
+        raise ValueError(
+            f"{word!r} cannot be hashed ({error}): its fields must be numbers, texts, tuples or other words"
+        ) from None
+
+
+def _check_needs(word: Any) -> None:
+    name = type(word).__name__
+    if not isinstance(word.needs, frozenset):
+        raise ValueError(
+            f"`needs` of {name} must be a frozenset of observations, got {type(word.needs).__name__}: "
+            "write it as a @property that returns frozenset({Queries(1)}), for example"
+        )
+    for observation in word.needs:
+        _check(observation, "observation", ("__call__",), "see kvjax.keep.observe")
+
+
+def _call(word: type) -> str:
+    fields = dataclasses.fields(word) if dataclasses.is_dataclass(word) else ()
+    missing, none = dataclasses.MISSING, lambda f: f.default is missing and f.default_factory is missing
+    return f"{word.__name__}({', '.join(f'{f.name}=...' for f in fields if none(f))})"

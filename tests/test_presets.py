@@ -1,0 +1,96 @@
+"""Presets: what a .gin file binds, which budget holds, and one sentence with its place for what is wrong."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.eval.run.cellplan import plan_cells
+from kvjax.gin_bindings import load_preset
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def file(text, name="mine.gin"):
+        (tmp_path / name).write_text(text)
+        return name
+
+    return file
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kvjax.load("recall-tiny")
+
+
+def test_ids_aliases_and_included_files_are_read(write):
+    write("hyper.kivi = {'bits': 4}\nhyper.snapkv = {'window': 4}\n", "base.gin")
+    found = load_preset(
+        write("include 'base.gin'\nhyper.snapkv = {'kernel': 3}\nhyper.ada_kv = {'page': 8}\n")
+    )
+    assert found == {"kivi": {"bits": 4}, "snapkv": {"kernel": 3}, "adakv": {"page": 8}}
+
+
+@pytest.mark.parametrize("name", ["short", "long"])
+def test_a_shipped_preset_has_only_known_names(name):
+    assert load_preset(name)["snapkv"]["kernel"] == 5
+
+
+BAD = {
+    "method": ("# c\nhyper.snapkw = {'window': 16}", r"mine\.gin, line 2: .*did you mean 'snapkv'\?"),
+    "hyper-parameter": ("hyper.snapkv = {'windw': 16}", r"line 1: .*did you mean 'window'\?"),
+    "a number": ("hyper.snapkv = {1: 2}", r"line 1: .*has no hyper-parameter 1: it takes budget,"),
+    "range": ("\nhyper.snapkv = {'window': 0}", r"line 2: snapkv: window must be a whole number >= 1, got 0"),
+    "included": ("include 'bad.gin'", r"mine\.gin: unknown method 'snapkq'"),
+    "include": ("\n\ninclude 'none.gin'", r"mine\.gin, line 3: Unable to open file: none\.gin.*: write"),
+    "no dict": ("hyper.snapkv = 5", r"line 1: hyper\.snapkv is 5, expected a dict such as \{'window': 16\}"),
+    "brace": ("hyper.snapkv = {'window': 16", r"mine\.gin, line \d: .*is a bracket or a quote left open\?"),
+    "name": ("hypr.snapkv = {'window': 1}", r"line 1: No configurable matching 'hypr': write"),
+    "word": ("hyper.snapkv = {'window': x}", r"line 1: malformed node .* a name: write"),
+    "reference": ("hyper.snapkv = @foo", r"line 1: No configurable matching reference '@foo': write"),
+    "import": ("import nowhere_at_all", r"line 1: No module named 'nowhere_at_all': write"),
+    "no equals": ("hyper.snapkv {}", r"line 1: Couldn't parse statement.*: write"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), BAD.values(), ids=BAD.keys())
+def test_what_is_wrong_is_said_in_one_line_with_its_place(text, message, write, caplog):
+    write("hyper.snapkq = {}", "bad.gin")
+    with pytest.raises(InputError, match=message) as caught:
+        load_preset(write(text))
+    assert "\n" not in str(caught.value) and not caplog.records
+    assert load_preset("short")  # and nothing of it is left behind
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "mine.gin").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match=r"mine\.gin: .*write hyper\."):
+        load_preset(str(tmp_path / "mine.gin"))
+
+
+def test_given_budgets_win_over_those_of_a_preset(write, model):
+    preset = write("hyper.snapkv = {'budget': 0.125, 'window': 4}\n")
+
+    def budgets(given, method="snapkv"):
+        entries = plan_cells(model, [method], given, preset)
+        return [e.method.keep.budget.amount for e in entries if e.label == method]
+
+    assert budgets([0.5, 0.25]) == [0.5, 0.25]
+    assert budgets(None) == [0.125]
+    assert budgets([0.5], "snapkv:budget=64") == [64]
+
+
+def test_the_example_on_the_page_is_a_preset(write, monkeypatch):
+    page = (ROOT / "docs/methods.md").read_text()
+    (text,) = re.findall(r"```\n(# Windows.*?)```", page, re.DOTALL)
+    file = Path(write(text)).resolve()
+    monkeypatch.chdir(ROOT)
+    found = load_preset(str(file))
+    assert found["snapkv"] == {"window": 8, "kernel": 3} and found["expected-attention"] == {"future": 64}
+    assert found["kivi"] == load_preset("short")["kivi"]
