@@ -269,7 +269,7 @@ def step(
         return model.step(cache, token)
     check_cache(model, cache)
     run = decoding(model.config, cache.method, implementation)
-    token = one_token(token, cache.next.shape[0], model.config.vocab)
+    ids = one_token(token, cache.next.shape[0], model.config.vocab)
     spare = cache.spare
     if append and spare < 1:
         spare = int(np.asarray(_free_slots(run.groups(model.params), bare_cache(cache))).min())
@@ -280,7 +280,7 @@ def step(
             )
         spare = min(spare, positions_left(model, cache))
     call = steps.step if append else steps.step_keeping
-    logits, new = call(run, model.params, bare_cache(cache), token, np.full(token.shape, append))
+    logits, new = call(run, model.params, bare_cache(cache), ids, np.full(ids.shape, append))
     return logits, dataclasses.replace(
         new, method=cache.method, model=model.fingerprint, spare=spare - append
     )

@@ -7,8 +7,6 @@ model or a cache than its sizes is checked where that is known.
 from __future__ import annotations
 
 import math
-import numbers
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,7 +23,7 @@ def whole_number(name: str, value: Any, least: int, what: str, most: int = 2**31
     >>> whole_number("room", np.int64(8), 0, "tokens")
     8
     """
-    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Integral):
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise InputError(
             f"{name} is {value!r}, expected a whole number: how many {what}, for example "
             f"{name}={max(least, 1)}"
@@ -38,7 +36,7 @@ def whole_number(name: str, value: Any, least: int, what: str, most: int = 2**31
 
 def finite_number(name: str, value: Any, low: float, high: float = math.inf, open_low: bool = False) -> None:
     """InputError unless `value` is a finite number in [low, high], or in (low, high] where `open_low`."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_)
+    number = isinstance(value, float | int | np.floating | np.integer) and not isinstance(value, bool)
     if not (
         number and math.isfinite(value) and (low < value if open_low else low <= value) and value <= high
     ):
@@ -59,7 +57,7 @@ def is_rows(tokens: Any) -> bool:
     )
 
 
-def ragged_rows(tokens: Sequence[Any]) -> list[np.ndarray]:
+def ragged_rows(tokens: Any) -> list[np.ndarray]:
     """The rows of a list of lists or of one-dimensional arrays, each as integers."""
     rows = []
     for i, given in enumerate(tokens):
@@ -101,7 +99,7 @@ def whole_text(tokens: Any, vocab: int, positions: int) -> Any:
     """
     # Arrays that lie on other hosts too cannot be read here.
     held = isinstance(tokens, jax.Array) and (isinstance(tokens, Tracer) or not tokens.is_fully_addressable)
-    ids = tokens if held else id_array("tokens", tokens)
+    ids: Any = tokens if held else id_array("tokens", tokens)
     _check_integers("tokens", ids, tokens)
     if ids.ndim != 2:
         raise InputError(
@@ -123,7 +121,7 @@ def one_token(token: Any, rows: int, vocab: int) -> Any:
     The ids themselves are checked on the host only: to read those of a device would make every step wait.
     """
     device = isinstance(token, jax.Array)
-    ids = token if device else id_array("token", token)
+    ids: Any = token if device else id_array("token", token)
     if ids.shape != (rows,):
         raise InputError(f"token must be [B] = [{rows}], one id per row, got {list(ids.shape)}")
     if ids.dtype.kind not in "iu":
@@ -138,12 +136,12 @@ def stop_ids(stop: Any) -> list[int]:
     """The ids that end a row, from a list of them."""
     ids = _array(stop)
     if ids is None or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        hint = f"stop=[{stop}]" if isinstance(stop, numbers.Integral) else "stop=[2]"
+        hint = f"stop=[{stop}]" if isinstance(stop, int | np.integer) else "stop=[2]"
         raise InputError(f"stop is {_short(stop)}, expected a list of token ids: write {hint}")
     return ids.tolist()
 
 
-def prng_key(key: Any) -> jax.Array:
+def prng_key(key: Any) -> Any:
     """One PRNG key, of the new style or of the old."""
     new = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     old = isinstance(key, jax.Array | np.ndarray) and key.dtype == np.uint32
