@@ -354,7 +354,7 @@ def generate(
         if np.isnan(heard).any():
             if i == 0:
                 refuse_prompt(model, *padded(model, tokens, lengths))
-            refuse_step(i, chosen.id if chosen is not None else "full")
+            refuse_step(i, chosen.id)
         if on_token is not None:
             on_token(i, np.asarray(shown))
         if finished:
