@@ -388,7 +388,7 @@ def generate(
     def refuse_nan(at: int) -> None:
         if at == 0:
             refuse_prompt(model, *padded(model, tokens, lengths))
-        refuse_step(at, chosen.id if chosen is not None else "full")
+        refuse_step(at, chosen.id)
 
     loop: dict[str, Any] = dict(
         new=max_new_tokens,

@@ -63,7 +63,7 @@ def _source(model: Model, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarra
     if not np.isnan(np.asarray(found.logits)).any():
         return ", which they are without the cache"
     for gm, fresh in zip(run.groups(model.params), found.fresh, strict=True):
-        bad = np.flatnonzero(fresh.observed[repr(word)]) if isinstance(fresh, Fresh) else ()
+        bad = np.flatnonzero(fresh.observed[repr(word)] if isinstance(fresh, Fresh) else [])
         if len(bad):
             layer = gm.first + int(bad[0])
             return f", first in the output of {f'layer {layer - 1}' if layer else 'the embedding'}"
