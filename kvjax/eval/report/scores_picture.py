@@ -63,7 +63,8 @@ def scores_figure(found: Scores, row: int = 0) -> Figure:
     size = int(used[-1]) + 1 if used.size else 1
     names = [f"{i}.{head}" for i in layers for head in range(_of(found.kept, i).shape[1])]
     figure = Figure(figsize=(11, 4.2 + min(9.0, 0.16 * len(names))), layout="constrained", facecolor="white")
-    above, below = figure.subfigures(2, 1, height_ratios=[3, 1.2 + min(9.0, 0.16 * len(names))])
+    halves = figure.add_gridspec(2, 1, height_ratios=[3, 1.2 + min(9.0, 0.16 * len(names))])
+    above, below = figure.add_subfigure(halves[0]), figure.add_subfigure(halves[1])
     shares = {
         "kept tokens that are the oracle's choice (%)": found.overlap,
         "the continuation's attention that is kept (%)": found.mass,
