@@ -130,7 +130,7 @@ def test_compare_without_arguments_leaves_the_defaults(compared):
     (call,) = compared
     assert call == dict(
         model="recall-tiny", methods=None, budgets=None, tasks=None, protocols=("agnostic", "aware"),
-        samples=None, length=None, text=None, out=None, resume=False, seed=0, preset=None,
+        samples=None, length=None, text=None, out=None, resume=False, seed=0, seeds=None, preset=None,
     )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def test_compare_passes_everything_on(compared, tmp_path):
     assert call == dict(
         model="m", methods=["knorm", "snapkv+kivi:bits=4"], budgets=[0.5, 64],
         tasks=["get"], protocols=("aware",), samples=3, length=600,
-        text=f"{tmp_path}/a.txt", out="o", resume=True, seed=5, preset="long",
+        text=f"{tmp_path}/a.txt", out="o", resume=True, seed=5, seeds=None, preset="long",
     )  # fmt: skip
 
 

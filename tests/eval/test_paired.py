@@ -5,7 +5,8 @@ import pytest
 import scipy.stats
 
 from kvjax.eval.report.cells import summarise
-from kvjax.eval.report.paired import FEW, difference, duels, mcnemar
+from kvjax.eval.report.duels import duels, duels_of
+from kvjax.eval.report.paired import FEW, difference, mcnemar
 from tests.eval.rows import comparison, scored
 
 
@@ -92,3 +93,13 @@ def test_every_method_meets_every_other_once(rng):
     assert sorted(found.found) == [(0, 1), (0, 2), (1, 2)]
     back = difference(scores["b"], scores["a"])
     assert back.mean == -found.found[0, 1].mean and back.p == found.found[0, 1].p
+
+
+def test_methods_of_one_budget_and_those_without_one_meet_in_a_protocol():
+    found = {d.title: d for d in duels_of(comparison(6))}
+    assert list(found) == [f"{p} · budget {b}" for p in ("agnostic", "aware") for b in (0.5, 0.25, 0.125)]
+    at_half = found["aware · budget 0.5"]
+    assert at_half.names == ("full", "random", "snapkv", "expected-attention", "kivi", "quest")
+    cells = {(c.method, c.budget): c for c in summarise(comparison(6)) if c.protocol == "aware"}
+    assert at_half.found[0, 2].mean == pytest.approx(-cells["snapkv", 0.5].versus.mean)
+    assert at_half.found[0, 2].p == cells["snapkv", 0.5].versus.p

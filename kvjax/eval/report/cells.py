@@ -240,9 +240,7 @@ def _references(cells: list[Cell], baseline: str) -> dict[str, Cell]:
     return references
 
 
-def _recovered(
-    cell: Cell, reference: Cell | None, scores: Mapping[tuple[str, str, str], Scores]
-) -> Cell:
+def _recovered(cell: Cell, reference: Cell | None, scores: Mapping[tuple[str, str, str], Scores]) -> Cell:
     if reference is None:
         return cell
     own = cell is reference

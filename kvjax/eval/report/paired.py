@@ -131,28 +131,3 @@ def _weights(samples: int, task: int) -> Float[np.ndarray, "R N"]:
         samples, np.full(samples, 1 / samples), RESAMPLES
     )
     return draws / samples
-
-
-# --- every method against every other --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Duels:
-    """Every method against every other at one budget: `found[i, j]`, i < j, is names[i] minus names[j]."""
-
-    title: str
-    names: tuple[str, ...]
-    found: Mapping[tuple[int, int], Difference]
-
-
-def duels(title: str, scores: Mapping[str, Scores]) -> Duels:
-    """The differences between all methods of `scores`.
-
-    >>> found = duels("get", {"a": {("get", "0"): 1.0}, "b": {("get", "0"): 0.5}})
-    >>> found.found[0, 1].mean, found.found[0, 1].p  # one sample: no test
-    (0.5, None)
-    """
-    names, values = tuple(scores), list(scores.values())
-    both = ((i, j) for j in range(len(names)) for i in range(j))
-    found = {(i, j): d for i, j in both if (d := difference(values[i], values[j])) is not None}
-    return Duels(title, names, found)
