@@ -200,7 +200,7 @@ def test_generate_puts_a_prompt_into_the_chat_template(tmp_path, capsys):
 
 # (words, what was given, what was expected, what to do); {dir} is a directory with one odd file of each kind.
 BAD = {
-    "command": ("comapre", "'comapre'", "one of compare, methods", "did you mean compare"),
+    "command": ("comapre", "'comapre'", "one of compare, report, methods", "did you mean compare"),
     "option": ("compare --smaples 3", "'--smaples'", "those of `kvjax compare`", "did you mean --samples"),
     "option alone": ("--verison", "'--verison'", "those of `kvjax`", "did you mean --version"),
     "abbreviation": ("compare --sam 3", "'--sam'", "those of", "did you mean --samples|--help"),

@@ -77,7 +77,7 @@ def test_the_table_prints_measured_bytes_intervals_recovery_and_speed() -> None:
     assert full.split()[-2:] == ["–", "–"]
     assert "Wilson for 0/1 scores" in wide and "bootstrap" not in wide and "10 samples" in wide
     (line,) = [line for line in slim.splitlines() if line.startswith("snapkv")]
-    assert line.split()[:5] == ["snapkv", "64", "128", "12.5", "80", "80", ends]
+    assert line.split()[:7] == ["snapkv", "64", "128", "12.5", "80", "80", ends]
 
 
 def test_a_table_that_leaves_columns_out_says_so() -> None:
