@@ -274,6 +274,19 @@ def row(side: Any, name: str, tokens: int, rounds: list[dict[str, Any]], bandwid
     return out
 
 
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """The table, as wide as it is where it goes into a file."""
+    from rich.table import Table
+
+    from kvjax.eval.report.console import make_console
+
+    columns = list(dict.fromkeys(k for r in rows for k in r))
+    table = Table(*columns)
+    for r in rows:
+        table.add_row(*(str(r.get(c, "")) for c in columns))
+    make_console().print(table)
+
+
 def main() -> None:
     args = arguments()
     if args.accelerator:
@@ -283,8 +296,8 @@ def main() -> None:
         return
     pin(args.threads)
     import numpy as np
-    from rich.console import Console
-    from rich.table import Table
+
+    from kvjax.eval.report.console import make_console
 
     sides: list[Any] = [Ours(args.ratio, args.decode)]
     try:
@@ -292,7 +305,7 @@ def main() -> None:
     except ImportError as error:
         print(f"without transformers + kvpress ({error}): install '.[parity]' to compare")
     bandwidth, rows = read_bandwidth(), []
-    console = Console()
+    console = make_console()
     for tokens in args.tokens:
         prompt = np.random.default_rng(0).integers(1, LLAMA["vocab"], (1, tokens))
         rounds: dict[tuple[int, str], list[dict[str, Any]]] = {}
@@ -304,11 +317,7 @@ def main() -> None:
                     with console.status(f"{tokens} tokens, {name}, {type(side).__name__}"):
                         measure(side, name, prompt, rounds.setdefault((i, name), []))
         rows += [row(sides[i], name, tokens, r, bandwidth) for (i, name), r in rounds.items()]
-    columns = list(dict.fromkeys(k for r in rows for k in r))
-    table = Table(*columns)
-    for r in rows:
-        table.add_row(*(str(r.get(c, "")) for c in columns))
-    console.print(table)
+    print_rows(rows)
     console.print(
         f"{platform.processor() or platform.machine()}, {args.threads} thread(s), "
         f"read bandwidth {bandwidth / 1e9:.1f} GB/s"

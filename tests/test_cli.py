@@ -130,7 +130,7 @@ def test_compare_without_arguments_leaves_the_defaults(compared):
     (call,) = compared
     assert call == dict(
         model="recall-tiny", methods=None, budgets=None, tasks=None, protocols=("agnostic", "aware"),
-        samples=None, length=None, text=None, out=None, resume=False, seed=0, preset=None,
+        samples=None, length=None, text=None, out=None, resume=False, seed=0, seeds=None, preset=None,
     )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def test_compare_passes_everything_on(compared, tmp_path):
     assert call == dict(
         model="m", methods=["knorm", "snapkv+kivi:bits=4"], budgets=[0.5, 64],
         tasks=["get"], protocols=("aware",), samples=3, length=600,
-        text=f"{tmp_path}/a.txt", out="o", resume=True, seed=5, preset="long",
+        text=f"{tmp_path}/a.txt", out="o", resume=True, seed=5, seeds=None, preset="long",
     )  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def test_generate_puts_a_prompt_into_the_chat_template(tmp_path, capsys):
 
 # (words, what was given, what was expected, what to do); {dir} is a directory with one odd file of each kind.
 BAD = {
-    "command": ("comapre", "'comapre'", "one of compare, methods", "did you mean compare"),
+    "command": ("comapre", "'comapre'", "one of compare, report, methods", "did you mean compare"),
     "option": ("compare --smaples 3", "'--smaples'", "those of `kvjax compare`", "did you mean --samples"),
     "option alone": ("--verison", "'--verison'", "those of `kvjax`", "did you mean --version"),
     "abbreviation": ("compare --sam 3", "'--sam'", "those of", "did you mean --samples|--help"),

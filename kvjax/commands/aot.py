@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
     from kvjax.aot.hardware import device_of
     from kvjax.aot.probe import cases_of, probe
-    from kvjax.commands.terminal import console
+    from kvjax.commands.terminal import console, print_text
     from kvjax.files import write_atomic
 
     devices = {topology: device_of(topology) for topology in args.topology.split(",")}
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         own = [row for row in found if devices[row["topology"]].platform == rows]
         if own:
             out.print(table(own))
-            out.print(note, style="dim")
+            print_text(out, note, style="dim")
     for row in found:
         if "error" in row:
             out.print(f"{row['case']} on {row['topology']}: {row['error']}")
@@ -137,7 +137,7 @@ def _tune(args: argparse.Namespace) -> None:
     from kvjax.aot.hardware import device_of
     from kvjax.aot.probe import available
     from kvjax.aot.tune import best, check, jobs, measure, write_table
-    from kvjax.commands.terminal import console
+    from kvjax.commands.terminal import console, print_text
     from kvjax.errors import InputError
     from kvjax.pallas_kernels.block_sizes import TABLE
 
@@ -156,7 +156,7 @@ def _tune(args: argparse.Namespace) -> None:
     write_table(found)
     kept.unlink(missing_ok=True)
     out.print(_tuned(found, best(found)))
-    out.print(f"The best of each are in {TABLE}. {NOTE}", style="dim")
+    print_text(out, f"The best of each are in {TABLE}. {NOTE}", style="dim")
 
 
 def _tuned(found: list[dict[str, Any]], chosen: list[dict[str, Any]]) -> Table:

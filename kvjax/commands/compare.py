@@ -12,6 +12,7 @@ EXAMPLE = """examples:
   kvjax compare
   kvjax compare --methods snapkv adakv kivi:bits=4 snapkv+int4 --budgets 0.5 0.25
   kvjax compare --methods my_file.py:my_method --tasks get --samples 20 --out results
+  kvjax compare --samples 8 --seeds 0 1 2
   kvjax compare --model path/to/model --text book.txt"""
 
 
@@ -51,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of the questions (default: 0)")
     parser.add_argument(
+        "--seeds", nargs="+", type=whole(0), metavar="S",
+        help="several, each of which draws --samples contexts; all count together in one table",
+    )  # fmt: skip
+    parser.add_argument(
         "--preset",
         metavar="NAME|FILE",
         help="hyper-parameters of the methods: short, long or a .gin file (default: by --length)",
@@ -82,5 +87,6 @@ def run(args: argparse.Namespace) -> None:
         out=args.out,
         resume=args.resume,
         seed=args.seed,
+        seeds=args.seeds,
         preset=args.preset,
     )

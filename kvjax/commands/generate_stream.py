@@ -15,6 +15,7 @@ from kvjax.cache import Cache, nbytes
 from kvjax.commands.sizes import sizes_of
 from kvjax.commands.terminal import name_of, pairs, size
 from kvjax.errors import InputError
+from kvjax.eval.report.figures import rounded
 from kvjax.generation import generate
 from kvjax.grammar import Method
 from kvjax.models.model import Model
@@ -102,7 +103,7 @@ class Printer:
 def _print_report(model: Model, prompt: int, new: int, printer: Printer, cache: Cache) -> None:
     """What was read, written, compiled and held, on standard error: standard output is the text alone."""
     seconds = printer.seconds
-    speed = f", {(len(seconds) - 1) / (seconds[-1] - seconds[0]):.0f} tokens/s" if len(seconds) > 1 else ""
+    speed = f", {_speed(seconds)} tokens/s" if len(seconds) > 1 else ""
     dtype = jax.tree.leaves(model.params)[0].dtype
     full = sizes_of(model.config, dtype, prompt, [Method()]).nbytes(Method(), room=new)
     kept = nbytes(cache)
@@ -116,6 +117,11 @@ def _print_report(model: Model, prompt: int, new: int, printer: Printer, cache: 
     out = Console(stderr=True, highlight=False)
     out.print()
     out.print(pairs(rows))
+
+
+def _speed(seconds: list[float]) -> str:
+    """Tokens per second behind the first; two digits, because it is one timing."""
+    return rounded((len(seconds) - 1) / (seconds[-1] - seconds[0]), 2)
 
 
 def _tokens(count: int) -> str:

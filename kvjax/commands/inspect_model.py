@@ -16,7 +16,7 @@ from rich.text import Text
 from kvjax.checkpoint import MARKER, read_head
 from kvjax.commands.options import LONGEST_DEFAULT
 from kvjax.commands.sizes import abstract_params, sizes_of
-from kvjax.commands.terminal import BOX, console, pairs, size
+from kvjax.commands.terminal import BOX, console, pairs, print_text, size
 from kvjax.errors import InputError
 from kvjax.gin_bindings import load_preset
 from kvjax.grammar import Method
@@ -52,7 +52,7 @@ def print_model(name: str, context: int | None, dtype: str) -> None:
     out.print(f"[bold]Cache of one row after {tokens} tokens, {dtype}[/]")
     out.print(table)
     out.print()
-    out.print(note, style="dim")
+    print_text(out, note, style="dim")
 
 
 def find_config(name: str) -> tuple[Config | BlockConfig, Path | None]:

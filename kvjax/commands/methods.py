@@ -66,7 +66,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from kvjax.commands.terminal import BOX, console
+    from kvjax.commands.terminal import BOX, console, print_text
 
     out = console()
     wide = out.width >= _WIDE_COLUMNS
@@ -83,7 +83,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         table.add_section()
     out.print(table)
     out.print()
-    out.print(Text(f"{len(rows)} methods. {_LEGEND}", style="dim"))
+    print_text(out, f"{len(rows)} methods. {_LEGEND}", style="dim")
 
 
 def _details(row: dict[str, Any]) -> Text:

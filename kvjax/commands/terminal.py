@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from rich.box import SIMPLE_HEAD as BOX
-from rich.console import Console
 from rich.table import Table
 
-_UNATTENDED_COLUMNS = 140
+from kvjax.eval.report.console import make_console as console
+from kvjax.eval.report.console import print_text
 
-__all__ = ["BOX", "console", "name_of", "pairs", "size"]
-
-
-def console() -> Console:
-    """Standard output; 140 columns wide where it is no terminal, because nothing limits a pipe or a file."""
-    out = Console(highlight=False)
-    attended = out.is_terminal or "COLUMNS" in os.environ
-    return out if attended else Console(highlight=False, width=_UNATTENDED_COLUMNS)
+__all__ = ["BOX", "console", "name_of", "pairs", "print_text", "size"]
 
 
 def pairs(rows: list[tuple[str, str]]) -> Table:

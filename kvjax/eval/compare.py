@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,13 +19,17 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.eval.report.cells import Cell, NominalBudget, summarise
 from kvjax.eval.report.comparison_table import print_table
-from kvjax.eval.report.frontier import write_frontier
-from kvjax.eval.report.page import write_report
+from kvjax.eval.report.console import make_console
+from kvjax.eval.report.duels import duels_of
+from kvjax.eval.report.frontier import panels_of, write_frontier
+from kvjax.eval.report.page import caption_of, write_report
 from kvjax.eval.run.cellplan import Custom, Entry, plan_cells
-from kvjax.eval.run.log import UnitLog
+from kvjax.eval.run.command import command_of
+from kvjax.eval.run.log import UnitLog, check_out, writing
 from kvjax.eval.run.memory import fitting_rows, peak_bytes
 from kvjax.eval.run.revision import revision
 from kvjax.eval.run.runner import Runner, Unit, bare_method, programs, two_at_a_time
+from kvjax.eval.run.timings import timings_of
 from kvjax.eval.streaming import compare_text
 from kvjax.eval.tasks.rows import PROTOCOLS, Rows, forced_length, make_rows
 from kvjax.eval.tasks.sample import LENGTH, Sample, Suite, most_new_tokens, new_tokens
@@ -71,21 +74,31 @@ def compare(
     out: str | Path | None = None,
     resume: bool = False,
     seed: int = 0,
+    seeds: Sequence[int] | None = None,
     preset: str | None = None,
     console: Console | None = None,
 ) -> Comparison:
     """Runs every method on the same questions and prints quality against measured bytes.
 
-    Answers are asked from the compressed cache; full cache, random and sink+recent are always there.
-    Writes results.jsonl, metrics.json, frontier.png and report.html under `out`; with resume=True a killed
-    run goes on. InputError, before any long work, for anything that cannot run.
+    Answers are asked from the compressed cache; full cache, random and sink+recent are always there. With
+    several `seeds`, `samples` contexts are drawn by each, and all of them count together. Writes
+    results.jsonl, metrics.json, frontier.png and report.html under `out`; with resume=True a killed run goes
+    on. InputError, before any long work, for anything that cannot run.
 
     >>> found = compare(methods=["snapkv"], budgets=[0.25], samples=2, tasks=["get"])  # doctest: +SKIP
     """
     started = time.time()
-    console = console or Console()
+    console = console or make_console()
+    seeds = _seeds(seed, seeds, text)
+    command = command_of(
+        model=model if isinstance(model, str) else model.name,
+        methods=methods and [m if isinstance(m, str) else m[0] for m in methods],
+        budgets=budgets, tasks=tasks, protocols=() if text else protocols, samples=samples, length=length,
+        text=text, seeds=seeds, preset=preset,
+    )  # fmt: skip
     samples = SAMPLES if samples is None else samples
     _check(protocols, samples)
+    check_out(out)
     loaded = load(model) if isinstance(model, str) else model
     check_single(
         loaded,
@@ -96,24 +109,49 @@ def compare(
         length = length or LENGTH
         entries = plan_cells(loaded, methods, budgets, preset or ("short" if length <= 1024 else "long"))
         found = compare_text(
-            loaded, entries, text, folder=folder, length=length, windows=samples, seed=seed, resume=resume,
-            about=_about(loaded), console=console,
+            loaded, entries, text, folder=folder, length=length, windows=samples, seed=seeds[0],
+            resume=resume, about={**_about(loaded), "command": command}, console=console,
         )  # fmt: skip
         return Comparison([], found, {}, {}, folder)
-    suite = make_suite(loaded, tasks, length=length, seed=seed, contexts=samples)
+    suites = [make_suite(loaded, tasks, length=length, seed=one, contexts=samples) for one in seeds]
+    suite = suites[0]
+    if suite.sources and len(suites) > 1:
+        raise InputError(
+            "--seeds draws built-in questions anew, and those of a file are the same under every seed: leave "
+            "--seeds away"
+        )
     for p in protocols:
         suite.rows(0, p)
     preset = preset or ("short" if suite.length <= 1024 else "long")
     entries = plan_cells(loaded, methods, budgets, preset)
     samples = min(samples, suite.contexts or samples)
-    plan = _Plan(loaded, suite, entries, tuple(protocols), samples, bucket(suite.length))
-    settings = _settings(plan, seed, preset)
-    log = UnitLog(folder, settings, resume)
+    drawn = dict(zip(seeds, suites, strict=True))
+    plan = _Plan(loaded, drawn, entries, tuple(protocols), samples, bucket(suite.length))
+    settings = _settings(plan, preset)
+    log = UnitLog(folder, settings, resume, (*Unit._fields, "read_s", "batch"))
     try:
         _run(plan, log, console)
     finally:
         log.close()
-    return _report(plan, log, settings, folder, started, console)
+    metrics = {"settings": settings, "command": command}
+    return _report(plan, log, metrics, folder, started, console)
+
+
+def _seeds(seed: int, seeds: Sequence[int] | None, text: str | Path | None) -> tuple[int, ...]:
+    """The seeds of a run; InputError where they do not fit together."""
+    if seeds is None:
+        return (seed,)
+    several = tuple(seeds)
+    if seed or not several or len({*several}) < len(several):
+        raise InputError(
+            f"--seeds {' '.join(map(str, several))} and --seed {seed} were given, expected one of both, and "
+            "every seed once: leave the others away"
+        )
+    if text is not None and len(several) > 1:
+        raise InputError(
+            "--seeds was given with --text, whose windows would overlap between seeds: raise --samples"
+        )
+    return several
 
 
 def _check(protocols: Sequence[str], samples: int) -> None:
@@ -125,15 +163,31 @@ def _check(protocols: Sequence[str], samples: int) -> None:
 
 
 class _Plan(NamedTuple):
+    """What runs; `suites` by seed differ in what they draw, `contexts` is how many each draws."""
+
     model: Model
-    suite: Suite
+    suites: dict[int, Suite]
     entries: list[Entry]
     protocols: tuple[str, ...]
     contexts: int
     tokens: int
 
+    @property
+    def suite(self) -> Suite:
+        return next(iter(self.suites.values()))
 
-def _settings(plan: _Plan, seed: int, preset: str) -> dict[str, Any]:
+
+class _Batch(NamedTuple):
+    """Rows that are read at once: whole contexts of one protocol and one seed."""
+
+    protocol: str
+    number: int
+    seed: int
+    rows: list[Sequence[Sample]]
+
+
+def _settings(plan: _Plan, preset: str) -> dict[str, Any]:
+    seeds = list(plan.suites)
     return {
         "schema": SCHEMA,
         "model": plan.model.name,
@@ -145,26 +199,31 @@ def _settings(plan: _Plan, seed: int, preset: str) -> dict[str, Any]:
         "protocols": list(plan.protocols),
         "samples": plan.contexts,
         "length": plan.suite.length,
-        "seed": seed,
+        "seed": seeds[0] if len(seeds) == 1 else seeds,
         "preset": {"name": preset, **load_preset(preset)},
     }
 
 
-def _batches(plan: _Plan) -> list[tuple[str, int, list[Sequence[Sample]]]]:
-    """(protocol, number, rows) of every batch; a batch holds whole contexts."""
+def _batches(plan: _Plan) -> list[_Batch]:
+    """Every batch; a batch holds whole contexts."""
     itemsize = jax.tree.leaves(plan.model.params)[0].dtype.itemsize
     out = []
     for protocol in plan.protocols:
-        rows = [plan.suite.rows(i, protocol) for i in range(plan.contexts)]
+        drawn = {
+            s: [suite.rows(i, protocol) for i in range(plan.contexts)] for s, suite in plan.suites.items()
+        }
+        rows = [context for contexts in drawn.values() for context in contexts]
         _check_positions(plan.model, protocol, rows)
         for entry in plan.entries:
             check_budget(bare_method(entry.method), (len(row[0].context) for c in rows for row in c))
         size = fitting_rows(plan.model.config, plan.tokens, itemsize, BATCH_ROWS)
         per = max(1, size // max(len(r) for r in rows))
-        for number, start in enumerate(range(0, plan.contexts, per)):
-            out.append((protocol, number, [r for context in rows[start : start + per] for r in context]))
+        pieces = [(s, at) for s in drawn for at in range(0, plan.contexts, per)]
+        for number, (seed, start) in enumerate(pieces):
+            several = [r for context in drawn[seed][start : start + per] for r in context]
+            out.append(_Batch(protocol, number, seed, several))
     # Protocols in turn, so that a look at a half-finished run shows all of them.
-    return sorted(out, key=lambda b: b[1])
+    return sorted(out, key=lambda b: b.number)
 
 
 def _check_positions(model: Model, protocol: str, rows: list[list[Sequence[Sample]]]) -> None:
@@ -179,12 +238,12 @@ def _check_positions(model: Model, protocol: str, rows: list[list[Sequence[Sampl
         )
 
 
-def _arrays(plan: _Plan, batches: list[tuple[str, int, list[Sequence[Sample]]]]) -> list[Rows]:
-    forced = bucket(max(forced_length(rows) for _, _, rows in batches))
+def _arrays(plan: _Plan, batches: list[_Batch]) -> list[Rows]:
+    forced = bucket(max(forced_length(b.rows) for b in batches))
     size: dict[str, int] = {}
-    for protocol, _, rows in batches:
-        size[protocol] = max(size.get(protocol, 0), len(rows))
-    return [make_rows(rows, protocol, plan.tokens, forced, size[protocol]) for protocol, _, rows in batches]
+    for b in batches:
+        size[b.protocol] = max(size.get(b.protocol, 0), len(b.rows))
+    return [make_rows(b.rows, b.protocol, plan.tokens, forced, size[b.protocol]) for b in batches]
 
 
 def _key(protocol: str, number: int, entry: Entry) -> str:
@@ -194,12 +253,12 @@ def _key(protocol: str, number: int, entry: Entry) -> str:
 def _run(plan: _Plan, log: UnitLog, console: Console) -> None:
     batches = _batches(plan)
     arrays = _arrays(plan, batches)
-    room = arrays[0].forced.shape[1] + max(most_new_tokens(rows) for _, _, rows in batches)
+    room = arrays[0].forced.shape[1] + max(most_new_tokens(b.rows) for b in batches)
     runner = Runner(plan.model, plan.suite, plan.entries, plan.tokens, room)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("reading the first prompts", total=len(batches) * len(plan.entries))
-        for (protocol, number, _), rows in zip(batches, arrays, strict=True):
+        for (protocol, number, seed, _), rows in zip(batches, arrays, strict=True):
             todo = [e for e in plan.entries if _key(protocol, number, e) not in log.done]
             progress.advance(bar, len(plan.entries) - len(todo))
             if not todo:
@@ -209,18 +268,19 @@ def _run(plan: _Plan, log: UnitLog, console: Console) -> None:
             for entry, unit in _units(runner, todo, prompt, rows, protocol, full_bytes):
                 budget = "" if entry.budget is None else f" {entry.budget}"
                 progress.update(bar, description=f"{entry.label}{budget}, {protocol}", advance=1)
-                log.add(_key(protocol, number, entry), _record(unit, read_s, rows))
+                log.add(_key(protocol, number, entry), _record(unit, read_s, rows, seed))
             if len(batches) == 1:
                 # These first runs compiled, so their seconds say nothing: run the batch again to time it.
                 progress.update(bar, description="timing")
                 prompt, read_s = runner.prompt(rows)
                 for entry in todo:
                     unit = runner.unit(entry, prompt, rows, protocol, full_bytes, alone=True)
-                    log.add(_key(protocol, number, entry), _record(unit, read_s, rows))
+                    log.add(_key(protocol, number, entry), _record(unit, read_s, rows, seed))
 
 
-def _record(unit: Unit, read_s: dict[str, float] | None, rows: Rows) -> dict[str, Any]:
-    return {**unit._asdict(), "read_s": read_s, "batch": rows.prompt.shape[0]}
+def _record(unit: Unit, read_s: dict[str, float] | None, rows: Rows, seed: int) -> dict[str, Any]:
+    lines = [{**row, "seed": seed} for row in unit.rows]
+    return {**unit._asdict(), "rows": lines, "read_s": read_s, "batch": rows.prompt.shape[0]}
 
 
 def _units(
@@ -241,8 +301,8 @@ def _examples(plan: _Plan, log: UnitLog) -> list[dict[str, Any]]:
     """The first question of every protocol, with what each method kept of its prompt."""
     found = []
     for protocol in plan.protocols:
-        batch = next(b for b in _batches(plan) if b[0] == protocol and b[1] == 0)
-        sample, rows = batch[2][0][0], _arrays(plan, [batch])[0]
+        batch = next(b for b in _batches(plan) if b.protocol == protocol and b.number == 0)
+        sample, rows = batch.rows[0][0], _arrays(plan, [batch])[0]
         ids = [int(i) for i in rows.prompt[0][: rows.length[0]]]
         need = np.zeros(len(ids), bool)
         for a, b in sample.spans:
@@ -262,28 +322,6 @@ def _examples(plan: _Plan, log: UnitLog) -> list[dict[str, Any]]:
     return found
 
 
-def _timings(plan: _Plan, log: UnitLog) -> dict[tuple[str, NominalBudget], dict[str, float]]:
-    """Median prefill milliseconds per prompt, decoded tokens per second of a batch; compile time apart."""
-    out: dict[tuple[str, NominalBudget], dict[str, float]] = {}
-    for entry in plan.entries:
-        keep = entry.method.keep
-        probe = "" if keep is None or keep.probe is None else repr(keep.probe)
-        units = [u for k, u in log.done.items() if k.endswith(f"/{entry.label}/{entry.budget!r}")]
-        timed = [u for u in units if u["seconds"] is not None]
-        found = {}
-        if any(u["read_s"] for u in timed):
-            read = [
-                (u["read_s"][""] + (u["read_s"][probe] if probe else 0) + u["seconds"]["settle"]) / u["batch"]
-                for u in timed
-                if u["read_s"]
-            ]
-            found["prefill_ms"] = 1000 * statistics.median(read)
-        if timed:
-            found["decode_tokens_per_s"] = statistics.median(u["steps"] / u["seconds"]["ask"] for u in timed)
-        out[entry.label, entry.budget] = found
-    return out
-
-
 def _about(model: Model) -> dict[str, Any]:
     """What ran where: the part of metrics.json that all comparisons share."""
     device = jax.local_devices()[0]
@@ -301,31 +339,40 @@ def _about(model: Model) -> dict[str, Any]:
 def _report(
     plan: _Plan,
     log: UnitLog,
-    settings: dict[str, Any],
+    given: dict[str, Any],
     folder: Path,
     started: float,
     console: Console,
 ) -> Comparison:
     rows = [row for unit in log.done.values() for row in unit["rows"]]
-    cells, timings = summarise(rows), _timings(plan, log)
+    cells, timings = summarise(rows), timings_of(plan.entries, log.done)
+    preset = given["settings"]["preset"]
     metrics = {
         **_about(plan.model),
-        "seeds": [settings["seed"]],
-        "presets": settings["preset"],
-        "settings": settings,
+        **given,
+        "seeds": list(plan.suites),
+        "presets": preset,
         "compiled_programs": programs(),
         "wall_seconds": round(time.time() - started, 1),
         "peak_bytes": peak_bytes(),
         "cells": [{**dataclasses.asdict(c), **timings.get((c.method, c.budget), {})} for c in cells],
     }
-    write_atomic(folder / "results.jsonl", "".join(json.dumps(r) + "\n" for r in rows).encode())
-    write_atomic(folder / "metrics.json", json.dumps(metrics, indent=1).encode())
-    write_frontier(folder / "frontier.png", cells)
-    write_report(folder / "report.html", metrics, cells, _examples(plan, log), timings=timings)
+    with writing(folder):
+        write_atomic(folder / "results.jsonl", "".join(json.dumps(r) + "\n" for r in rows).encode())
+        write_atomic(folder / "metrics.json", json.dumps(metrics, indent=1).encode())
+        write_frontier(folder / "frontier.png", panels_of(cells), caption=caption_of(metrics, cells))
+        write_report(
+            folder / "report.html",
+            metrics,
+            cells,
+            _examples(plan, log),
+            timings=timings,
+            duels=duels_of(rows),
+        )
     print_table(cells, timings, console)
     console.print(
         f"{metrics['compiled_programs']} compiled programs, {metrics['wall_seconds']:.0f} s, peak memory "
-        f"{metrics['peak_bytes'] / 2**30:.2f} GiB, preset {settings['preset']['name']}: {settings['preset']}"
+        f"{metrics['peak_bytes'] / 2**30:.2f} GiB, preset {preset['name']}"
     )
     console.print(f"wrote {folder / 'report.html'}, frontier.png, results.jsonl, metrics.json")
     return Comparison(cells, rows, timings, metrics, folder)

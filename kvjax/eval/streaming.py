@@ -18,17 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from kvjax import steps as stepping
 from kvjax.cache import Cache
 from kvjax.errors import InputError
-from kvjax.eval.report.cells import bootstrap_interval, budget_label
+from kvjax.eval.report.frontier import write_frontier
+from kvjax.eval.report.text_page import text_caption, write_text_report
+from kvjax.eval.report.text_table import LOST, print_stream, summarise_windows, text_duels, text_panels
 from kvjax.eval.run.cellplan import Entry
-from kvjax.eval.run.log import UnitLog
+from kvjax.eval.run.log import UnitLog, writing
 from kvjax.eval.run.memory import fitting_rows
 from kvjax.eval.run.runner import Runner, bare_method, bare_run, two_at_a_time
 from kvjax.eval.tasks.reader import reader_of
@@ -218,7 +218,7 @@ def stream_text(
                 else:
                     log.add(_key(number, entry), unit)
     numbers = range(len(batches))
-    return [_summary([row for n in numbers for row in done[_key(n, e)]["rows"]]) for e in entries]
+    return [summarise_windows([row for n in numbers for row in done[_key(n, e)]["rows"]]) for e in entries]
 
 
 def _check_budgets(entries: Sequence[Entry], length: int) -> None:
@@ -296,26 +296,6 @@ def _watch(
     return Watched(*(jnp.concatenate(x, 1) for x in zip(*parts, strict=True)))
 
 
-def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over the windows of one entry."""
-    deltas = [row["nll"] - row["full_nll"] for row in rows]
-    low, high = bootstrap_interval(deltas)
-    mean = {
-        name: float(np.mean([row[name] for row in rows]))
-        for name in ("nll", "full_nll", "kl", "top1", "kept_bytes", "full_bytes", "read_bytes")
-    }
-    return {
-        "method": rows[0]["method"],
-        "budget": rows[0]["budget"],
-        **mean,
-        "delta_nll": float(np.mean(deltas)),
-        "delta_low": low,
-        "delta_high": high,
-        "tokens": sum(row["tokens"] for row in rows),
-        "windows": len(rows),
-    }
-
-
 # --- what is shown and kept ------------------------------------------------------------------------------
 
 
@@ -332,7 +312,7 @@ def compare_text(
     about: Mapping[str, Any] | None = None,
     console: Console | None = None,
 ) -> list[dict[str, Any]]:
-    """`stream_text` as a run that can be resumed: prints the table, writes results.jsonl and metrics.json.
+    """`stream_text` as a run that can be resumed: prints the table, writes it, its rows, a figure and a page.
 
     results.jsonl has a line per window and entry; metrics.json holds `about` (versions, device ...), the
     settings and the rows of the table. InputError as `stream_text` and `UnitLog`.
@@ -358,48 +338,14 @@ def compare_text(
         )
     finally:
         log.close()
-    lines = (row for unit in log.done.values() for row in unit["rows"])
-    write_atomic(folder / "results.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
-    metrics = {**(about or {}), "settings": settings, "text": rows}
-    write_atomic(folder / "metrics.json", json.dumps(metrics, indent=1).encode())
+    lines = [row for unit in log.done.values() for row in unit["rows"]]
+    metrics = {**(about or {}), "settings": settings, "seeds": [seed], "text": rows}
+    with writing(folder):
+        write_atomic(folder / "results.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+        write_atomic(folder / "metrics.json", json.dumps(metrics, indent=1).encode())
+        write_frontier(folder / "frontier.png", text_panels(rows), LOST, text_caption(metrics, rows))
+        write_text_report(folder / "report.html", metrics, rows, text_duels(lines))
     print_stream(rows, console)
+    if console is not None:
+        console.print(f"wrote {folder / 'report.html'}, frontier.png, results.jsonl, metrics.json")
     return rows
-
-
-def print_stream(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
-    """Prints the rows of `stream_text`: measured bytes, -log p per token and its loss, KL, same top token.
-
-    >>> row = dict(method="full", budget=None, nll=2.0, delta_nll=0.0, delta_low=0.0, delta_high=0.0, kl=0.0)
-    >>> row |= dict(top1=1.0, kept_bytes=2048, full_bytes=2048, read_bytes=2048, tokens=128, windows=1)
-    >>> print_stream([row], Console(width=100))  # doctest: +ELLIPSIS
-    <BLANKLINE>
-    text: ...
-    """
-    console = console or Console()
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("method", style="bold", overflow="fold")
-    headers = ("budget", "kept\nKiB", "kept\n%", "read\n%", "nats/\ntoken", "lost", "KL", "same\ntop %")
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
-    for row in rows:
-        spread = max(row["delta_high"] - row["delta_nll"], row["delta_nll"] - row["delta_low"])
-        table.add_row(
-            row["method"],
-            budget_label(row["budget"]).removesuffix(" slots"),
-            f"{row['kept_bytes'] / 1024:.1f}",
-            f"{100 * row['kept_bytes'] / row['full_bytes']:.1f}",
-            f"{100 * row['read_bytes'] / row['full_bytes']:.1f}",
-            f"{row['nll']:.4f}",
-            f"{row['delta_nll']:+.4f}[dim]±{spread:.4f}[/dim]",
-            f"{row['kl']:.1e}",
-            f"{100 * row['top1']:.1f}",
-        )
-    first = rows[0]
-    console.print(
-        f"\n[bold]text: {first['tokens']} tokens behind {first['windows']} compressed windows[/bold]"
-    )
-    console.print(table)
-    console.print(
-        "[dim]nats/token: -log p of the text; lost: what that is more than with the full cache, with the 95% "
-        "interval over windows; KL(full || method) of the next token.[/dim]"
-    )

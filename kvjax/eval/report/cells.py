@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kvjax.eval.report.paired import FEW, Difference, Scores, difference, scores_of
+
 NominalBudget = float | int | None
 Row = Mapping[str, Any]
 
@@ -25,7 +27,8 @@ _Z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
 class MeanScore:
     """The mean score of one task with its 95% interval; `interval` says how the interval was made.
 
-    `wilson` for scores that are all 0 or 1, `bootstrap` (percentile, fixed seed) for fractional ones.
+    `wilson` for scores that are all 0 or 1, `bootstrap` (percentile, fixed seed) for fractional ones. `few`:
+    there are too few samples for the interval to be shown.
     """
 
     mean: float
@@ -33,6 +36,10 @@ class MeanScore:
     high: float
     samples: int
     interval: Literal["wilson", "bootstrap"]
+
+    @property
+    def few(self) -> bool:
+        return self.samples < FEW
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class Cell:
     kept_bytes, full_bytes, read_bytes: means over samples; read_bytes is what one decode step reads.
     span_kept: mean share of the needed span that survived; None where no task names its span.
     reference: whether this is the full cache that recovery is measured against.
+    versus: the paired difference to it; None without one, and for itself.
     """
 
     method: str
@@ -62,6 +70,12 @@ class Cell:
     worst_task: str | None = None
     worst_recovery: float | None = None
     reference: bool = False
+    versus: Difference | None = None
+
+    @property
+    def few(self) -> bool:
+        """Whether a task has too few samples for intervals to be shown."""
+        return any(score.few for score in self.tasks.values())
 
     @property
     def percent(self) -> float:
@@ -165,7 +179,12 @@ def summarise(rows: Iterable[Row], *, baseline: str = "full") -> list[Cell]:
     cells.sort(
         key=lambda c: (protocols.index(c.protocol), methods.index(c.method), -c.kept_bytes, -c.read_bytes)
     )
-    return [_recovered(cell, references.get(cell.protocol)) for cell in cells]
+    scores = {key: scores_of(group) for key, group in groups.items()}
+    return [_recovered(cell, references.get(cell.protocol), scores) for cell in cells]
+
+
+def _name(cell: Cell) -> tuple[str, str, str]:
+    return cell.protocol, cell.method, repr(cell.budget)
 
 
 def _check(row: Row, *, repeated: bool) -> None:
@@ -221,10 +240,12 @@ def _references(cells: list[Cell], baseline: str) -> dict[str, Cell]:
     return references
 
 
-def _recovered(cell: Cell, reference: Cell | None) -> Cell:
+def _recovered(cell: Cell, reference: Cell | None, scores: Mapping[tuple[str, str, str], Scores]) -> Cell:
     if reference is None:
         return cell
-    cell = replace(cell, reference=cell is reference)
+    own = cell is reference
+    versus = None if own else difference(scores[_name(cell)], scores[_name(reference)])
+    cell = replace(cell, reference=own, versus=versus)
     pairs = {
         task: (score.mean, reference.tasks[task].mean)
         for task, score in cell.tasks.items()

@@ -1,9 +1,8 @@
 """The table that `kvjax compare` prints: one block per protocol, one line per method and budget."""
 
-import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
@@ -12,9 +11,17 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from kvjax.eval.report.cells import Cell, MeanScore, NominalBudget, budget_label
+from kvjax.eval.report.cells import Cell, MeanScore, budget_label
+from kvjax.eval.report.console import make_console, print_text
+from kvjax.eval.report.figures import (
+    Timings,
+    chance,
+    interval_names,
+    sample_count,
+    speed,
+    tests_in_words,
+)
 
-Timings = Mapping[tuple[str, NominalBudget], Mapping[str, float]]
 Column = tuple[str, Callable[[Cell], Text]]
 
 PROTOCOLS = {
@@ -22,42 +29,45 @@ PROTOCOLS = {
     "aware": "the question is seen before compression",
     "multi-turn": "several questions, one conversation",
 }
-_UNATTENDED_COLUMNS = 140
 _UNLIMITED_COLUMNS = 10_000
 _NAME_COLUMNS = 12
 _TASK_COLUMNS = 5
-_INTERVALS = {"wilson": "Wilson for 0/1 scores", "bootstrap": "bootstrap for fractional scores"}
 _NONE = Text("–", style="dim")
 
 
 class _Layout(NamedTuple):
-    """What a width has room for: both ends of intervals or ±, blanks between columns, and what is missing."""
+    """What a width has room for.
+
+    ends: the intervals of tasks. details: intervals and p of differences, and the spread of speeds. blanks:
+    between columns.
+    """
 
     ends: bool
+    details: bool
     blanks: int
     missing: tuple[str, ...]
 
 
-_READ, _WORST, _SPEED = "bytes read", "worst task", "speed"
+_ENDS, _READ, _WORST, _SPEED = "intervals of tasks", "bytes read", "worst task", "speed"
 _LAYOUTS = (
-    _Layout(ends=True, blanks=1, missing=()),
-    _Layout(ends=False, blanks=0, missing=()),
-    _Layout(ends=False, blanks=0, missing=(_READ,)),
-    _Layout(ends=False, blanks=0, missing=(_READ, _WORST, _SPEED)),
+    _Layout(ends=True, details=True, blanks=1, missing=()),
+    _Layout(ends=True, details=False, blanks=0, missing=()),
+    _Layout(ends=False, details=False, blanks=0, missing=(_ENDS,)),
+    _Layout(ends=False, details=False, blanks=0, missing=(_ENDS, _READ)),
+    _Layout(ends=False, details=False, blanks=0, missing=(_ENDS, _READ, _WORST, _SPEED)),
 )
 
 
 def print_table(cells: Sequence[Cell], timings: Timings, console: Console | None = None) -> None:
-    """Prints the comparison: measured bytes, score per task with 95% interval, recovery, worst task, speed.
+    """Prints the comparison: bytes, scores with 95% intervals, differences to the full cache, speed.
 
-    Scores and recoveries are in percent. The layout follows the width of the console: with room, intervals
-    are shown by their ends; in about 100 columns by their longer side (±); below that the legend names the
-    columns that were left out.
+    Scores, differences and recoveries are in percent. The layout follows the width of the console: where it
+    has no room for everything, the legend names what was left out.
 
     Args:
       cells: from `summarise`.
       timings: (method, budget) to prefill_ms and decode_tokens_per_s; what is missing prints a dash.
-      console: where to print; by default standard output, 140 columns wide when that is not a terminal.
+      console: where to print; by default standard output, as wide as the table where that is no terminal.
 
     >>> from kvjax.eval.report.cells import score_of
     >>> get = {"get": score_of([1.0] * 50)}
@@ -66,7 +76,7 @@ def print_table(cells: Sequence[Cell], timings: Timings, console: Console | None
     <BLANKLINE>
     aware: the question is seen before compression...
     """
-    console = console or _default_console()
+    console = console or make_console()
     unlimited = console.options.update(max_width=_UNLIMITED_COLUMNS)
     protocols = list(dict.fromkeys(cell.protocol for cell in cells))
     blocks = [[cell for cell in cells if cell.protocol == protocol] for protocol in protocols]
@@ -81,19 +91,7 @@ def print_table(cells: Sequence[Cell], timings: Timings, console: Console | None
         console.print(Text(f"{protocol}: {explanation}" if explanation else protocol, style="bold"))
         console.print(table)
     console.print()
-    console.print(Text(_legend(cells, layout), style="dim"))
-
-
-def interval_names(cells: Sequence[Cell]) -> str:
-    """How the intervals of these cells were made, in words.
-
-    >>> from kvjax.eval.report.cells import score_of
-    >>> get = {"get": score_of([1.0])}
-    >>> interval_names([Cell("full", None, "aware", get, 1.0, 0.2, 1.0, 8.0, 8.0, 8.0, None)])
-    'Wilson for 0/1 scores'
-    """
-    present = {score.interval for cell in cells for score in cell.tasks.values()}
-    return ", ".join(words for kind, words in _INTERVALS.items() if kind in present)
+    print_text(console, Text(_legend(cells, layout), style="dim"))
 
 
 def byte_unit(cells: Sequence[Cell]) -> tuple[str, float]:
@@ -107,22 +105,19 @@ def byte_unit(cells: Sequence[Cell]) -> tuple[str, float]:
     return next((step for step in steps if largest >= 10 * step[1]), ("B", 1.0))
 
 
-def _default_console() -> Console:
-    console = Console()
-    # rich assumes 80 columns for a log file or a pipe, where nothing limits the width.
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_UNATTENDED_COLUMNS)
-
-
 def _legend(cells: Sequence[Cell], layout: _Layout) -> str:
-    counts = sorted({score.samples for cell in cells for score in cell.tasks.values()})
-    samples = "–".join(str(count) for count in dict.fromkeys([*counts[:1], *counts[-1:]]))
-    form = "small figures and ±: ends and longer side of" if layout.ends else "±: longer side of"
-    missing = f" No room here for: {', '.join(layout.missing)}." if layout.missing else ""
-    return (
-        f"Scores in %, {samples} samples per task; {form} the 95% interval ({interval_names(cells)}). "
-        "Kept and read bytes in % of the full cache, recovery (rec.) and worst task in % of its score."
-        f"{missing}"
-    )
+    few = " n=...: n too small for an interval." if any(cell.few for cell in cells) else ""
+    words = [
+        f"Scores in %, {sample_count(cells)} samples per task; small figures: the 95% interval "
+        f"({interval_names(cells)}).{few}",
+        "Kept and read bytes in % of the full cache, recovery (rec.) and worst task in % of its score.",
+    ]
+    if tests := tests_in_words(cells):
+        mark = "95% interval and p" if layout.details else "* where p < 0.05"
+        words.append(f"vs full: what a method scores more on the same samples, in points; {mark} ({tests}).")
+    if layout.missing:
+        words.append(f"No room here for: {', '.join(layout.missing)}.")
+    return " ".join(words)
 
 
 def _table(cells: Sequence[Cell], timings: Timings, layout: _Layout) -> Table:
@@ -154,15 +149,37 @@ def _columns(cells: Sequence[Cell], timings: Timings, layout: _Layout) -> list[C
     for task in dict.fromkeys(task for cell in cells for task in cell.tasks):
         header = task if layout.ends else "\n".join(textwrap.wrap(task, _TASK_COLUMNS))
         columns.append((header, lambda cell, task=task: _score(cell.tasks.get(task), layout)))
-    columns.append(("mean", lambda cell: _plus_minus(cell.mean, cell.mean_low, cell.mean_high)))
+    few = {False: 0, True: min((score.samples for cell in cells for score in cell.tasks.values()), default=0)}
+    columns.append(("mean", lambda cell: _interval(cell.mean, cell.mean_low, cell.mean_high, few[cell.few])))
+    columns += _versus(cells, layout)
     columns.append(("rec.", lambda cell: _recovery(cell.recovery)))
     if _WORST not in layout.missing:
         columns.append((_WORST, _worst))
     if _SPEED not in layout.missing:
         prefill = "prefill\nms" if layout.ends else "pre-\nfill\nms"
-        columns.append((prefill, lambda cell: _timing(cell, timings, "prefill_ms")))
-        columns.append(("tok/s", lambda cell: _timing(cell, timings, "decode_tokens_per_s")))
+        for header, key in ((prefill, "prefill_ms"), ("tok/s", "decode_tokens_per_s")):
+            columns.append((header, lambda cell, key=key: _timing(cell, timings, key, layout)))
     return columns
+
+
+def _versus(cells: Sequence[Cell], layout: _Layout) -> list[Column]:
+    """The differences to the full cache."""
+    if not any(cell.versus for cell in cells):
+        return []
+
+    def gain(cell: Cell) -> Text:
+        if (found := cell.versus) is None:
+            return _NONE
+        text = Text(f"{100 * found.mean:+.0f}")
+        if layout.details and found.low is not None and found.high is not None:
+            text.append(f" {100 * found.low:+.0f}..{100 * found.high:+.0f}", "dim")
+        elif not layout.details:
+            text.append("*" if found.p is not None and found.p < 0.05 else " ")
+        return text
+
+    found = [("vs full" if layout.details else "vs\nfull", gain)]
+    p = lambda cell: _NONE if cell.versus is None else Text(chance(cell.versus.p))  # noqa: E731
+    return [*found, ("p", p)] if layout.details else found
 
 
 def _names(cells: Sequence[Cell]) -> list[str]:
@@ -198,12 +215,14 @@ def _score(score: MeanScore | None, layout: _Layout) -> Text:
     if score is None:
         return _NONE
     if not layout.ends:
-        return _plus_minus(score.mean, score.low, score.high)
-    return Text.assemble(f"{100 * score.mean:.0f}", (f" {100 * score.low:.0f}–{100 * score.high:.0f}", "dim"))
+        return Text(f"{100 * score.mean:.0f}")
+    return _interval(score.mean, score.low, score.high, score.samples if score.few else 0)
 
 
-def _plus_minus(mean: float, low: float, high: float) -> Text:
-    return Text.assemble(f"{100 * mean:.0f}", (f"±{100 * max(high - mean, mean - low):.0f}", "dim"))
+def _interval(mean: float, low: float, high: float, few: int) -> Text:
+    """A share in percent with the ends of its interval, or the `few` samples that are none."""
+    ends = f"n={few}" if few else f"{100 * low:.0f}–{100 * high:.0f}"
+    return Text.assemble(f"{100 * mean:.0f}", (f" {ends}", "dim"))
 
 
 def _recovery(share: float | None) -> Text:
@@ -221,6 +240,8 @@ def _colour(recovery: float) -> str:
     return "green" if recovery >= 0.95 else "yellow" if recovery >= 0.8 else "red"
 
 
-def _timing(cell: Cell, timings: Timings, key: str) -> Text:
-    timing = timings.get((cell.method, cell.budget), {})
-    return Text(f"{timing[key]:.0f}") if key in timing else _NONE
+def _timing(cell: Cell, timings: Timings, key: str, layout: _Layout) -> Text:
+    median, spread = speed(timings.get((cell.method, cell.budget), {}), key)
+    if not median:
+        return _NONE
+    return Text.assemble(median, (f" {spread}" if spread and layout.details else "", "dim"))

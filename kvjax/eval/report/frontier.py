@@ -1,12 +1,14 @@
-"""The frontier plot: quality against the bytes that were measured, one panel per protocol."""
+"""The frontier plot: quality against the bytes that were measured, one panel per protocol or for a text."""
 
 import io
+import math
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
@@ -32,65 +34,135 @@ _MARKERS = {
     "*": 11.0,
 }
 _LINES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
-_ANCHORS = {"random": ":", "sink-recent": (0, (3, 1, 1, 1))}
+# Lines and markers; single points have no lines to tell them apart.
+_ANCHORS = {"random": (":", "h"), "sink-recent": ((0, (3, 1, 1, 1)), "d")}
 _COLOURS_ON_DARK = ("#4FA8E8", "#F28A52", "#2CC79B", "#E5A0C8", "#F0B43C", "#A5DBFA")
 Styles = Mapping[str, Mapping[str, Any]]
+# Both ends of the byte axis, and its ticks.
+Reach = tuple[tuple[float, float], list[float]]
 
 _LIGHT = {"paper": "#ffffff", "ink": "#1b1f24", "muted": "#6b7480", "grid": "#e3e7ec"}
 _DARK = {"paper": "#161b22", "ink": "#e6edf3", "muted": "#9aa5b1", "grid": "#2a313a"}
 _DOTS_PER_INCH = 160
 
 
-def write_frontier(path: str | os.PathLike[str], cells: Sequence[Cell]) -> None:
-    """Writes the frontier as a PNG: mean score (%) against kept bytes (% of the full cache, log axis).
+# Fewer ticks than this do not say what scale an axis has.
+_TICKS = 3
+_CAPTION_COLUMNS = 90
 
-    One line per method, one point per budget, bars for the 95% interval of the mean. A hollow point on a thin
-    line shows the bytes one decode step reads, for methods that read less than they keep.
+
+class Point(NamedTuple):
+    """A method at a budget: bytes kept and read (% of the full cache), and quality with its interval.
+
+    ends: None where there are too few samples for an interval. reads_less: whether `read` is worth a point.
+    """
+
+    method: str
+    kept: float
+    read: float
+    reads_less: bool
+    value: float
+    ends: tuple[float, float] | None
+    reference: bool
+
+
+class Panel(NamedTuple):
+    """Points that share a picture: its title, a sentence about it."""
+
+    title: str
+    about: str
+    points: Sequence[Point]
+
+
+class Axis(NamedTuple):
+    """The quality axis: its name, and its ends where they are known."""
+
+    name: str
+    limits: tuple[float, float] | None
+
+
+SCORES = Axis("mean score over tasks (%)", (-2, 103))
+
+
+def panels_of(cells: Sequence[Cell]) -> list[Panel]:
+    """One panel per protocol."""
+    protocols = dict.fromkeys(cell.protocol for cell in cells)
+    return [Panel(p, PROTOCOLS.get(p, ""), [_point(c) for c in cells if c.protocol == p]) for p in protocols]
+
+
+def _point(cell: Cell) -> Point:
+    ends = None if cell.few else (100 * cell.mean_low, 100 * cell.mean_high)
+    value, read = 100 * cell.mean, cell.read_percent
+    return Point(cell.method, cell.percent, read, cell.reads_less, value, ends, cell.reference)
+
+
+def write_frontier(
+    path: str | os.PathLike[str], panels: Sequence[Panel], axis: Axis = SCORES, caption: str = ""
+) -> None:
+    """Writes the frontier as a PNG: quality against kept bytes (% of the full cache, log scale).
+
+    One line per method, one point per budget, bars for 95% intervals. A hollow point on a thin line shows the
+    bytes one decode step reads, for methods that read less than they keep. The caption stands below.
 
     >>> import pathlib, tempfile
     >>> cell = Cell("snapkv", 0.5, "aware", {}, 0.5, 0.4, 0.6, 32.0, 64.0, 32.0, None)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_frontier(pathlib.Path(folder) / "frontier.png", [cell])
+    ...     write_frontier(pathlib.Path(folder) / "frontier.png", panels_of([cell]))
     ...     (pathlib.Path(folder) / "frontier.png").read_bytes()[1:4]
     b'PNG'
     """
-    write_atomic(path, frontier_png(cells))
+    write_atomic(path, frontier_png(panels, axis, caption))
 
 
-def frontier_png(cells: Sequence[Cell], *, dark: bool = False) -> bytes:
+def frontier_png(
+    panels: Sequence[Panel], axis: Axis = SCORES, caption: str = "", *, dark: bool = False
+) -> bytes:
     """The bytes of the frontier plot's PNG, on a light or a dark ground.
 
     >>> cell = Cell("snapkv", 0.5, "aware", {}, 0.5, 0.4, 0.6, 32.0, 64.0, 32.0, None)
-    >>> frontier_png([cell])[1:4]
+    >>> frontier_png(panels_of([cell]))[1:4]
     b'PNG'
     """
     theme = _DARK if dark else _LIGHT
-    protocols = list(dict.fromkeys(cell.protocol for cell in cells))
-    panels = max(1, len(protocols))
-    styles = _styles(cells, theme)
+    count = max(1, len(panels))
+    points = [point for panel in panels for point in panel.points]
+    styles = styles_of(points, theme)
+    contenders = [point for point in points if not point.reference]
+    places = [x for p in contenders for x in ((p.kept, p.read) if p.reads_less else (p.kept,))]
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
-    figure = Figure(figsize=(1.2 + 5.4 * panels, 5.6), layout=layout, facecolor=theme["paper"])
-    axes = figure.subplots(1, panels, sharey=True, sharex=True, squeeze=False)[0]
-    for axis, protocol in zip(axes, protocols, strict=False):
-        _panel(axis, [cell for cell in cells if cell.protocol == protocol], styles, theme)
-    axes[0].set_ylabel("mean score over tasks (%)", color=theme["ink"])
-    _legend(figure, cells, styles, theme, columns=min(6, 3 * panels))
+    below = [
+        line for words in caption.splitlines() for line in textwrap.wrap(words, _CAPTION_COLUMNS * count)
+    ]
+    heights = 5.6, 0.17 * len(below) + 0.1
+    size = 1.2 + 5.4 * count, sum(heights)
+    figure = Figure(figsize=size, layout=layout, facecolor=theme["paper"])
+    picture, foot = figure.subfigures(2, 1, height_ratios=heights)
+    for part in (picture, foot):
+        part.set_facecolor(theme["paper"])
+    axes = picture.subplots(1, count, sharey=True, sharex=True, squeeze=False)[0]
+    for one, panel in zip(axes, panels, strict=False):
+        _panel(one, panel, styles, theme)
+        _dress(one, panel, axis, byte_axis(places), theme)
+    axes[0].set_ylabel(axis.name, color=theme["ink"])
+    _legend(picture, points, styles, theme, columns=min(6, 3 * count))
+    foot.text(0.02, 1, "\n".join(below), va="top", fontsize=8, linespacing=1.4, color=theme["muted"])
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DOTS_PER_INCH)
     return buffer.getvalue()
 
 
-def _styles(cells: Sequence[Cell], theme: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def styles_of(points: Sequence[Point], theme: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Line styles by method; reference and anchors in ink and grey, so that colour is left to contenders."""
     styles: dict[str, dict[str, Any]] = {}
     colours = _COLOURS_ON_DARK if theme is _DARK else _COLOURS
-    references = {cell.method for cell in cells if cell.reference}
+    references = {point.method for point in points if point.reference}
     contenders = 0
-    for method in dict.fromkeys(cell.method for cell in cells):
+    for method in dict.fromkeys(point.method for point in points):
         if method in references:
             style = {"color": theme["ink"], "linestyle": "--", "linewidth": 1.4, "marker": "none"}
         elif method in _ANCHORS:
-            style = {"color": theme["muted"], "linestyle": _ANCHORS[method], "linewidth": 1.6, "marker": "."}
+            line, marker = _ANCHORS[method]
+            style = {"color": theme["muted"], "linestyle": line, "linewidth": 1.6, "marker": marker}
         else:
             marker = list(_MARKERS)[contenders % len(_MARKERS)]
             style = {
@@ -106,15 +178,15 @@ def _styles(cells: Sequence[Cell], theme: Mapping[str, str]) -> dict[str, dict[s
 
 
 def _legend(
-    figure: Figure, cells: Sequence[Cell], styles: Styles, theme: Mapping[str, str], *, columns: int
+    figure: SubFigure, points: Sequence[Point], styles: Styles, theme: Mapping[str, str], *, columns: int
 ) -> None:
     handles, labels = [], []
     for method, style in styles.items():
-        points = {repr(cell.budget) for cell in cells if cell.method == method}
-        single = len(points) == 1 and style["marker"] != "none"
+        places = {point.kept for point in points if point.method == method}
+        single = len(places) == 1 and style["marker"] != "none"
         handles.append(Line2D([], [], **{**style, **({"linestyle": "none"} if single else {})}))
         labels.append(method)
-    if any(cell.reads_less for cell in cells):
+    if any(point.reads_less for point in points):
         hollow = {"marker": "o", "markerfacecolor": theme["paper"], "linewidth": 0.9, "markersize": 7}
         handles.append(Line2D([], [], color=theme["muted"], **hollow))
         labels.append("hollow: bytes read per step")
@@ -124,54 +196,67 @@ def _legend(
         text.set_color(theme["ink"])
 
 
-def _panel(axis: Axes, cells: Sequence[Cell], styles: Styles, theme: Mapping[str, str]) -> None:
+def _panel(axes: Axes, panel: Panel, styles: Styles, theme: Mapping[str, str]) -> None:
     for method, style in styles.items():
-        points = sorted((cell for cell in cells if cell.method == method), key=lambda cell: cell.percent)
-        if any(cell.reference for cell in points):
-            axis.axhline(
-                100 * points[0].mean, color=style["color"], linestyle="--", linewidth=style["linewidth"]
-            )
+        points = sorted((p for p in panel.points if p.method == method), key=lambda p: p.kept)
+        if any(point.reference for point in points):
+            axes.axhline(points[0].value, color=style["color"], linestyle="--", linewidth=style["linewidth"])
             continue
-        _line(axis, points, [cell.percent for cell in points], style)
-        lighter = [cell for cell in points if cell.reads_less]
-        lighter.sort(key=lambda cell: cell.read_percent)
+        _line(axes, points, [point.kept for point in points], style)
+        lighter = sorted((point for point in points if point.reads_less), key=lambda p: p.read)
         hollow = {"markerfacecolor": theme["paper"], "markeredgecolor": style["color"], "linewidth": 0.9}
-        _line(
-            axis,
-            lighter,
-            [cell.read_percent for cell in lighter],
-            {**style, **hollow, "markeredgewidth": 1.4},
-        )
-    _dress(axis, cells, theme)
+        _line(axes, lighter, [point.read for point in lighter], {**style, **hollow, "markeredgewidth": 1.4})
 
 
-def _line(axis: Axes, cells: Sequence[Cell], percents: Sequence[float], style: Mapping[str, Any]) -> None:
-    if not cells:
+def _line(axes: Axes, points: Sequence[Point], percents: Sequence[float], style: Mapping[str, Any]) -> None:
+    if not points:
         return
-    means = [100 * cell.mean for cell in cells]
-    below = [100 * (cell.mean - cell.mean_low) for cell in cells]
-    above = [100 * (cell.mean_high - cell.mean) for cell in cells]
+    values = [point.value for point in points]
+    ends = [point.ends or (point.value, point.value) for point in points]
+    below = [value - low for value, (low, _) in zip(values, ends, strict=True)]
+    above = [high - value for value, (_, high) in zip(values, ends, strict=True)]
     bars = {"ecolor": style["color"], "elinewidth": 0.7, "fmt": "none", "alpha": 0.45}
-    axis.errorbar(percents, means, yerr=[below, above], **bars)
-    axis.plot(percents, means, zorder=3, **style)
+    axes.errorbar(percents, values, yerr=[below, above], **bars)
+    axes.plot(percents, values, zorder=3, **style)
 
 
-def _dress(axis: Axes, cells: Sequence[Cell], theme: Mapping[str, str]) -> None:
-    protocol = cells[0].protocol
-    axis.set_title(protocol, loc="left", fontweight="bold", color=theme["ink"], pad=20)
-    axis.text(
-        0, 1.02, PROTOCOLS.get(protocol, ""), transform=axis.transAxes, color=theme["muted"], fontsize=9
-    )
-    axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_locator(FixedLocator([100 / 2**i for i in range(-2, 10)]))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}%"))
-    axis.set_xlabel("bytes kept, measured (% of the full cache)", color=theme["ink"])
-    axis.set_ylim(-2, 103)
-    axis.set_facecolor(theme["paper"])
-    axis.grid(True, color=theme["grid"], linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.tick_params(colors=theme["muted"], length=0, labelsize=9)
+def byte_axis(percents: Sequence[float]) -> Reach:
+    """Both ends of a log axis around these percents, and its ticks: halves, or more where few would fit.
+
+    >>> byte_axis([12.5, 25.0, 50.0, 100.0])[1], byte_axis([25.0, 28.0])[1]
+    ([12.5, 25.0, 50.0, 100.0], [20.0, 25.0, 30.0, 35.0])
+    """
+    least, most = min(percents, default=25.0), max(percents, default=100.0)
+    # At least a factor of 2, so that single budgets stand apart from methods of nearly the same bytes.
+    room = max(1.12, math.sqrt(2 * least / most))
+    low, high = least / room, most * room
+    halves = [100 / 2**i for i in range(9, -3, -1)]
+    tens = [10.0**i for i in range(-2, 3)]
+    finer = (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)
+    inside: list[float] = []
+    for ticks in (halves, *([x * ten for ten in tens for x in steps] for steps in finer)):
+        inside = [x for x in ticks if low <= x <= high]
+        if len(inside) >= _TICKS:
+            break
+    return (low, high), inside
+
+
+def _dress(axes: Axes, panel: Panel, axis: Axis, reach: Reach, theme: Mapping[str, str]) -> None:
+    axes.set_title(panel.title, loc="left", fontweight="bold", color=theme["ink"], pad=20)
+    axes.text(0, 1.02, panel.about, transform=axes.transAxes, color=theme["muted"], fontsize=9)
+    axes.set_xscale("log", base=2)
+    limits, ticks = reach
+    axes.set_xlim(limits)
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}%"))
+    axes.set_xlabel("bytes kept, measured (% of the full cache, log scale)", color=theme["ink"])
+    if axis.limits is not None:
+        axes.set_ylim(axis.limits)
+    axes.set_facecolor(theme["paper"])
+    axes.grid(True, color=theme["grid"], linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=theme["muted"], length=0, labelsize=9)
     for side in ("top", "right", "left", "bottom"):
-        axis.spines[side].set_visible(side == "bottom")
-        axis.spines[side].set_color(theme["muted"])
+        axes.spines[side].set_visible(side == "bottom")
+        axes.spines[side].set_color(theme["muted"])

@@ -85,6 +85,11 @@ td.score, td.size { background-image: linear-gradient(var(--bar), var(--bar));
 #strips canvas.ruler { height: 6px; background: none; }
 #strips span { text-align: right; color: var(--muted); font-variant-numeric: tabular-nums; }
 h3 { font-size: 14px; margin: 22px 0 0; }
+#matrix { width: auto; }
+#matrix thead th { writing-mode: vertical-rl; transform: rotate(180deg); padding: 7px 5px; font-weight: 600;
+  text-align: left; box-shadow: none; }
+#matrix tbody th { text-align: left; position: sticky; left: 0; background-color: var(--card); }
+#matrix td.self { background: var(--line); }
 """
 
 SCRIPT = """
@@ -134,14 +139,45 @@ SCRIPT = """
     regroup();
   }));
 
-  const prompts = JSON.parse($("examples").textContent);
-  if (!prompts.length) return;
   const make = (tag, properties = {}, ...children) => {
     const node = Object.assign(document.createElement(tag), properties);
     node.append(...children);
     return node;
   };
   const fill = (select, names) => select.replaceChildren(...names.map((name, i) => new Option(name, i)));
+  const duels = JSON.parse($("duels").textContent);
+  if (duels.length) {
+    const { unit, better, scale: text } = $("duel").dataset, scale = Number(text);
+    const digits = scale === 1 ? 3 : 0;
+    const signed = x => (x < 0 ? "−" : "+") + Math.abs(scale * x).toFixed(digits);
+    const against = (mean, low, high, p, samples, words) => {
+      const few = low === null, found = few ? "" : `95% ${signed(low)} to ${signed(high)}, p = ${p}`;
+      const ends = few ? "n too small for an interval" : found;
+      const title = `${words}: ${signed(mean)} ${unit}, ${ends}; ${samples} samples`;
+      const sure = p !== null && p < 0.05;
+      const className = sure ? ((mean > 0) === (better === "more") ? "good" : "poor") : "";
+      return make("td", { title }, make(sure ? "b" : "span", { className, textContent: signed(mean) }));
+    };
+    const showDuels = () => {
+      const { names, found } = duels[$("duel").value];
+      const cells = names.map(() => names.map(() => make("td", { className: "self" })));
+      for (const [i, j, mean, low, high, p, samples] of found) {
+        const words = (a, b) => `${names[a]} minus ${names[b]}`;
+        const turn = x => x === null ? null : -x;
+        cells[i][j] = against(mean, low, high, p, samples, words(i, j));
+        cells[j][i] = against(-mean, turn(high), turn(low), p, samples, words(j, i));
+      }
+      const heads = ["", ...names].map(textContent => make("th", { textContent }));
+      const body = names.map((name, i) => make("tr", {}, make("th", { textContent: name }), ...cells[i]));
+      $("matrix").replaceChildren(make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...body));
+    };
+    fill($("duel"), duels.map(one => one.title));
+    $("duel").addEventListener("change", showDuels);
+    showDuels();
+  }
+
+  const prompts = JSON.parse($("examples").textContent);
+  if (!prompts.length) return;
   const mean = numbers => numbers.length ? numbers.reduce((a, b) => a + b, 0) / numbers.length : null;
   const percent = number => number === null ? "–" : number.toFixed(0) + "%";
   const spanKept = (prompt, run) => mean(run.kept.filter((_, i) => prompt.needed[i]));

@@ -1,60 +1,124 @@
 """The log of a run: one JSON line per finished unit, so that a killed run goes on where it stopped.
 
-A line is whole or it does not count: a torn last line, the mark of a kill, is dropped on resume.
+A line is whole or it does not count: a torn last line, the mark of a kill, is dropped on resume. A folder
+that holds anything else than a run's files is refused before anything is written.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kvjax.errors import InputError
 from kvjax.files import write_atomic
 
+# What a run writes beside its settings: none of it may be there before.
+RESULTS = ("units.jsonl", "results.jsonl", "metrics.json", "frontier.png", "report.html")
+# Written and removed again before a run begins, so that a full disk is met then.
+_PROBE_BYTES = 2**16
+
 
 class UnitLog:
-    """Finished units of a run under `folder`, by key; appended to as they come."""
+    """Finished units of a run under `folder`, by key; appended to as they come.
 
-    def __init__(self, folder: Path, settings: dict[str, Any], resume: bool):
+    fields: what every unit holds besides its key. InputError for a folder that cannot serve, and where a unit
+    cannot be written.
+    """
+
+    def __init__(
+        self, folder: Path, settings: dict[str, Any], resume: bool, fields: tuple[str, ...] = ("rows",)
+    ):
         self.path = folder / "units.jsonl"
         self.done: dict[str, dict[str, Any]] = {}
         text = json.dumps(settings, indent=1, sort_keys=True)
         known = _prepare(folder, resume)
         if known is None:
-            write_atomic(folder / "settings.json", text.encode())
+            with writing(folder):
+                write_atomic(folder / "settings.json", text.encode())
         elif known != json.loads(text):
             changed = [k for k in sorted({*known, *settings}) if known.get(k) != json.loads(text).get(k)]
             raise InputError(
                 f"{folder} holds a run with other settings ({', '.join(changed)} differ): resume it with the "
                 "settings in its settings.json, or choose another --out"
             )
-        if resume and self.path.exists():
-            self._read()
-        self._file = open(self.path, "a", encoding="utf-8")
+        with writing(folder):
+            if resume and self.path.exists():
+                self._read(fields)
+            # Unbuffered, so that what a full disk refuses is known at once and can be taken back.
+            self._file = open(self.path, "ab", buffering=0)
 
-    def _read(self) -> None:
-        whole = []
-        for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
-            try:
-                unit = json.loads(line) if line.endswith("\n") else None
-            except ValueError:
-                unit = None
-            if unit is not None:
-                self.done[unit["key"]] = unit
-                whole.append(line)
-        write_atomic(self.path, "".join(whole).encode())
+    def _read(self, fields: tuple[str, ...]) -> None:
+        whole = b""
+        for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), 1):
+            if not line.endswith(b"\n"):
+                break
+            unit = _unit(line, fields)
+            if unit is None:
+                raise InputError(
+                    f"line {number} of {self.path} is no finished unit of this run: remove that line, or "
+                    "choose another --out"
+                )
+            self.done[unit["key"]] = unit
+            whole += line
+        write_atomic(self.path, whole)
 
     def add(self, key: str, unit: dict[str, Any]) -> None:
-        """Appends a finished unit and puts it on disk."""
-        self.done[key] = {"key": key, **unit}
-        self._file.write(json.dumps(self.done[key]) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Appends a finished unit and puts it on disk, all of it or nothing."""
+        found = {"key": key, **unit}
+        line = (json.dumps(found) + "\n").encode()
+        with writing(self.path.parent):
+            before = os.fstat(self._file.fileno()).st_size
+            try:
+                sent = 0
+                while sent < len(line):
+                    sent += self._file.write(line[sent:])
+                os.fsync(self._file.fileno())
+            except OSError:
+                self._file.truncate(before)
+                raise
+        self.done[key] = found
 
     def close(self) -> None:
         self._file.close()
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Says in one sentence why something could not be written under `folder`: InputError for OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"cannot write to {folder} ({error.strerror or error}): free some space or mend its permissions, "
+            "then go on with --resume"
+        ) from error
+
+
+def check_out(out: str | Path | None) -> None:
+    """InputError for an empty folder name, which would be the current directory.
+
+    >>> check_out("results")
+    """
+    if out is not None and not str(out).strip():
+        raise InputError(
+            f"--out is {str(out)!r}, expected a folder: name one, or leave --out away for kvjax-results/TIME"
+        )
+
+
+def _unit(line: bytes, fields: tuple[str, ...]) -> dict[str, Any] | None:
+    """A line's unit, None where it is none."""
+    try:
+        unit = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(unit, dict) or not isinstance(unit.get("key"), str) or not unit.keys() >= {*fields}:
+        return None
+    rows = unit["rows"]
+    return unit if isinstance(rows, list) and rows and all(isinstance(x, dict) for x in rows) else None
 
 
 def _prepare(folder: Path, resume: bool) -> dict[str, Any] | None:
@@ -62,22 +126,32 @@ def _prepare(folder: Path, resume: bool) -> dict[str, Any] | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(
             f"cannot write to {folder} ({error.strerror}): choose another --out, or mend its permissions"
         ) from error
     found = folder / "settings.json"
     if not found.exists():
+        if there := [name for name in RESULTS if (folder / name).exists()]:
+            raise InputError(
+                f"{folder} holds {there[0]} but no settings.json, so that nothing says which run it is of: "
+                "choose another --out"
+            )
         return None
     if not resume:
         raise InputError(
             f"{folder} already holds a run: give --resume to continue it, or choose another --out"
         )
     try:
-        return json.loads(found.read_text(encoding="utf-8"))
-    except ValueError as error:
+        known = json.loads(found.read_bytes())
+    except (OSError, ValueError) as error:
         raise InputError(
             f"{found} is not readable as JSON: remove the folder or choose another --out"
         ) from error
+    if not isinstance(known, dict):
+        raise InputError(f"{found} holds no settings of a run: remove the folder or choose another --out")
+    return known

@@ -1,0 +1,116 @@
+"""Results for spreadsheets and papers: CSV with every figure, LaTeX with those that a table has room for."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvjax.eval.report.cells import Cell, budget_label
+from kvjax.eval.report.figures import Timings, chance
+from kvjax.eval.report.paired import FEW
+from kvjax.eval.report.text_table import lost_ends
+
+_SPECIAL = {c: f"\\{c}" for c in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "–": "--",
+    "<": "$<$",
+    "−": "$-$",
+}
+
+
+def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
+    r"""Records as CSV, headings first; the columns of all of them, empty where one has no such figure.
+
+    >>> csv_text([{"method": "full", "mean": 1.0}, {"method": "a, b", "p": None}])
+    'method,mean,p\nfull,1.0,\n"a, b",,\n'
+    """
+    names = list(dict.fromkeys(name for record in records for name in record))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return out.getvalue()
+
+
+def cell_records(cells: Sequence[Cell], timings: Timings) -> list[dict[str, Any]]:
+    """Cells as flat records: shares in [0, 1], bytes, milliseconds; ends are None for too few samples."""
+    return [_record(cell, timings.get((cell.method, cell.budget), {})) for cell in cells]
+
+
+def _record(cell: Cell, timing: Mapping[str, float]) -> dict[str, Any]:
+    record: dict[str, Any] = {"method": cell.method, "budget": cell.budget, "protocol": cell.protocol}
+    record |= {name: getattr(cell, name) for name in ("kept_bytes", "full_bytes", "read_bytes", "span_kept")}
+    for task, score in cell.tasks.items():
+        low, high = (None, None) if score.few else (score.low, score.high)
+        values = {"": score.mean, "_low": low, "_high": high, "_samples": score.samples}
+        record |= {f"{task}{end}": value for end, value in values.items()}
+    low, high = (None, None) if cell.few else (cell.mean_low, cell.mean_high)
+    record |= {"mean": cell.mean, "mean_low": low, "mean_high": high}
+    if (found := cell.versus) is not None:
+        record |= {f"vs_full{end}": getattr(found, end[1:] or "mean") for end in ("", "_low", "_high", "_p")}
+        record |= {"vs_full_wins": found.wins, "vs_full_losses": found.losses, "vs_full_test": found.test}
+    names = ("recovery", "worst_task", "worst_recovery")
+    return record | {name: getattr(cell, name) for name in names} | dict(timing)
+
+
+def latex_cells(cells: Sequence[Cell]) -> str:
+    """The comparison as a LaTeX table (booktabs), scores in percent."""
+    tasks = list(dict.fromkeys(task for cell in cells for task in cell.tasks))
+    heads = ["protocol", "method", "budget", "kept (%)", *tasks, "mean", "95% interval", "vs full", "p"]
+    lines = []
+    for cell in cells:
+        ends = "n too small" if cell.few else f"{100 * cell.mean_low:.0f}–{100 * cell.mean_high:.0f}"
+        scores = (cell.tasks.get(task) for task in tasks)
+        lines.append(
+            [
+                cell.protocol,
+                cell.method,
+                budget_label(cell.budget),
+                f"{cell.percent:.1f}",
+                *("–" if score is None else f"{100 * score.mean:.0f}" for score in scores),
+                f"{100 * cell.mean:.0f}",
+                ends,
+                "–" if cell.versus is None else f"{100 * cell.versus.mean:+.0f}",
+                chance(cell.versus.p if cell.versus else None),
+            ]
+        )
+    return _latex(heads, lines, text=2)
+
+
+def text_records(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a text as records: nats, bytes, shares; ends are None for too few windows."""
+    none = dict.fromkeys(("delta_low", "delta_high"))
+    return [dict(row) | (none if row["windows"] < FEW else {}) for row in rows]
+
+
+def latex_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A comparison on a text as a LaTeX table (booktabs)."""
+    heads = ["method", "budget", "kept (%)", "nats per token", "lost", "95% interval", "KL", "same top (%)"]
+    lines = [
+        [
+            row["method"],
+            budget_label(row["budget"]),
+            f"{100 * row['kept_bytes'] / row['full_bytes']:.1f}",
+            f"{row['nll']:.4f}",
+            f"{row['delta_nll']:+.4f}",
+            lost_ends(row).replace("..", " to "),
+            f"{row['kl']:.1e}",
+            f"{100 * row['top1']:.1f}",
+        ]
+        for row in rows
+    ]
+    return _latex(heads, lines, text=1)
+
+
+def _latex(heads: Sequence[str], lines: Sequence[Sequence[str]], *, text: int) -> str:
+    """A tabular whose first `text` columns are words."""
+    line = lambda words: " & ".join("".join(_SPECIAL.get(c, c) for c in word) for word in words) + r" \\"  # noqa: E731
+    minus = lambda words: [*words[:text], *(word.replace("-", "−") for word in words[text:])]  # noqa: E731
+    body = [line(heads), r"\midrule", *(line(minus(words)) for words in lines)]
+    columns = "l" * text + "r" * (len(heads) - text)
+    inside = "\n".join([r"\toprule", *body, r"\bottomrule"])
+    return f"\\begin{{tabular}}{{{columns}}}\n{inside}\n\\end{{tabular}}\n"

@@ -1,0 +1,89 @@
+"""Figures as people read them, in the printed table and on the page: no more digits than were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvjax.eval.report.cells import Cell, NominalBudget
+
+# Per (method, budget): the median of some timings under `name`; where several were taken, their number
+# under `name_timings`, the smallest and the largest under `name_low` and `name_high`.
+Timings = Mapping[tuple[str, NominalBudget], Mapping[str, float]]
+
+# Below this many, the spread of timings is not known.
+SEVERAL = 3
+_INTERVALS = {"wilson": "Wilson for 0/1 scores", "bootstrap": "bootstrap for fractional scores"}
+_TESTS = {
+    "mcnemar": "McNemar's exact test of 0/1 scores",
+    "bootstrap": "paired bootstrap where scores are fractional",
+}
+
+
+def rounded(value: float, digits: int) -> str:
+    """A number in so many significant digits, zeros behind them.
+
+    >>> rounded(10296.0, 2), rounded(13985.0, 3), rounded(0.0432, 2), rounded(7.0, 2)
+    ('10000', '14000', '0.043', '7.0')
+    """
+    exponent = 0 if value == 0 else int(f"{value:e}".partition("e")[2])
+    places = digits - 1 - exponent
+    shown = round(value, places)
+    return f"{shown:.{max(0, places)}f}"
+
+
+def speed(timing: Mapping[str, float], name: str) -> tuple[str, str]:
+    """A median and the spread of its timings; of one or two, two digits and no spread; "" where none is.
+
+    >>> speed({"prefill_ms": 41.37}, "prefill_ms")
+    ('41', '')
+    >>> three = {"prefill_ms_timings": 3, "prefill_ms_low": 38.2, "prefill_ms_high": 51.0}
+    >>> speed({"prefill_ms": 41.37, **three}, "prefill_ms")
+    ('41.4', '38.2–51.0')
+    """
+    if name not in timing:
+        return "", ""
+    if timing.get(f"{name}_timings", 1) < SEVERAL:
+        return rounded(timing[name], 2), ""
+    low, high = (rounded(timing[f"{name}_{end}"], 3) for end in ("low", "high"))
+    return rounded(timing[name], 3), f"{low}–{high}"
+
+
+def chance(p: float | None) -> str:
+    """A p-value; a dash where there was no test.
+
+    >>> chance(0.0312), chance(0.0004), chance(0.42), chance(None)
+    ('0.03', '<0.001', '0.4', '–')
+    """
+    if p is None:
+        return "–"
+    return "<0.001" if p < 0.001 else f"{p:.1g}"
+
+
+def interval_names(cells: Sequence[Cell]) -> str:
+    """How the intervals of these cells were made, in words.
+
+    >>> from kvjax.eval.report.cells import score_of
+    >>> get = {"get": score_of([1.0])}
+    >>> interval_names([Cell("full", None, "aware", get, 1.0, 0.2, 1.0, 8.0, 8.0, 8.0, None)])
+    'Wilson for 0/1 scores'
+    """
+    present = {score.interval for cell in cells for score in cell.tasks.values()}
+    return ", ".join(words for kind, words in _INTERVALS.items() if kind in present)
+
+
+def tests_in_words(cells: Sequence[Cell]) -> str:
+    """How the differences of these cells to the full cache were tested, in words; "" where none were."""
+    present = {cell.versus.test for cell in cells if cell.versus is not None}
+    return ", ".join(words for kind, words in _TESTS.items() if kind in present)
+
+
+def sample_count(cells: Sequence[Cell]) -> str:
+    """How many samples a task has, as a range where they differ.
+
+    >>> from kvjax.eval.report.cells import score_of
+    >>> tasks = {"get": score_of([1.0] * 8), "all": score_of([1.0] * 6)}
+    >>> sample_count([Cell("full", None, "aware", tasks, 1.0, 0.2, 1.0, 8.0, 8.0, 8.0, None)])
+    '6–8'
+    """
+    counts = sorted({score.samples for cell in cells for score in cell.tasks.values()})
+    return "–".join(str(count) for count in dict.fromkeys([*counts[:1], *counts[-1:]]))

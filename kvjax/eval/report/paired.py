@@ -1,0 +1,133 @@
+"""Paired differences: two methods answered the same questions, so each question is its own comparison.
+
+Two intervals that overlap say little about two methods that saw the same samples; the differences do. They
+are paired by task and sample. Tasks weigh alike, as in the mean of a cell, and are taken as independent.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+import scipy.stats
+from jaxtyping import Float
+
+# Below this many samples an interval or a test says more about its formula than about the method.
+FEW = 5
+RESAMPLES = 2000
+_SEED = 0
+_TAIL = 0.025
+_OUT = round(_TAIL * RESAMPLES)
+_Z = scipy.stats.norm.ppf(1 - _TAIL)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How much higher one method scores than another on the samples of both, in the scores' own unit.
+
+    mean: mean over tasks of the mean difference. low, high: its 95% interval; p: the chance of such a
+    difference, of either sign, between equals; all three None below 5 samples of a task. wins, losses:
+    samples that scored higher, and lower. test: `mcnemar` (exact, on wins and losses; interval of Bonett and
+    Price, 2012) for scores of 0 and 1, `bootstrap` (paired, within tasks, fixed seed) for others.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    p: float | None
+    wins: int
+    losses: int
+    samples: int
+    test: Literal["mcnemar", "bootstrap"]
+
+
+# The scores of one method by (task, sample).
+Scores = Mapping[tuple[str, str], float]
+
+
+def scores_of(rows: Iterable[Mapping[str, Any]]) -> Scores:
+    """The scores of one method's rows, by task and sample."""
+    return {(row["task"], str(row["id"])): float(row["score"]) for row in rows}
+
+
+def difference(ours: Scores, theirs: Scores, *, shares: bool = True) -> Difference | None:
+    """What `ours` scores more than `theirs` on the samples of both; None where they share none.
+
+    shares: scores are in [0, 1]; False for figures without bounds, such as nats.
+
+    >>> right, wrong = ({("get", str(i)): score for i in range(8)} for score in (1.0, 0.0))
+    >>> found = difference(right, wrong)
+    >>> found.mean, found.wins, found.test, round(found.p, 4)  # p: 2 of the 2**8 ways to win or lose
+    (1.0, 8, 'mcnemar', 0.0078)
+    """
+    tasks: dict[str, list[tuple[float, float]]] = {}
+    # In the order of names, so that the same samples give the same interval whoever wrote them first.
+    for key in sorted(ours.keys() & theirs.keys()):
+        tasks.setdefault(key[0], []).append((ours[key], theirs[key]))
+    if not tasks:
+        return None
+    pairs = [np.array(found) for found in tasks.values()]
+    gains = [x[:, 0] - x[:, 1] for x in pairs]
+    wins, losses = (sum(int((sign * x > 0).sum()) for x in gains) for sign in (1, -1))
+    binary = shares and all(np.isin(x, (0.0, 1.0)).all() for x in pairs)
+    # Equal differences leave no spread to resample: shares get the widest interval for their mean.
+    alike = shares and all((x == x[0]).all() for x in gains)
+    mean = math.fsum(float(x.mean()) for x in gains) / len(gains)
+    low = high = p = None
+    if min(map(len, gains)) >= FEW:
+        draws = None if binary else _draws(gains)
+        p = mcnemar(wins, losses) if draws is None else _chance(draws)
+        low, high = _exact(gains) if draws is None or alike else (float(draws[_OUT]), float(draws[~_OUT]))
+    samples, test = sum(map(len, gains)), "mcnemar" if binary else "bootstrap"
+    return Difference(mean, low, high, p, wins, losses, samples, test)
+
+
+def _exact(gains: Sequence[Float[np.ndarray, "N"]]) -> tuple[float, float]:
+    """The interval of differences of 0/1 scores."""
+    means = [float(x.mean()) for x in gains]
+    ends = [_price(float(x[x > 0].sum()), float(-x[x < 0].sum()), len(x)) for x in gains]
+    mean = math.fsum(means) / len(means)
+    # Distances to the interval ends add like standard deviations (MOVER; Zou and Donner, 2008).
+    below = math.hypot(*(m - low for m, (low, _) in zip(means, ends, strict=True))) / len(means)
+    above = math.hypot(*(high - m for m, (_, high) in zip(means, ends, strict=True))) / len(means)
+    return max(-1.0, mean - below), min(1.0, mean + above)
+
+
+def _price(wins: float, losses: float, samples: int) -> tuple[float, float]:
+    """The 95% interval of a paired difference of proportions (Bonett and Price, 2012); it covers the mean."""
+    up, down = (wins + 1) / (samples + 2), (losses + 1) / (samples + 2)
+    half = _Z * math.sqrt((up + down - (up - down) ** 2) / (samples + 2))
+    mean = (wins - losses) / samples
+    return min(mean, max(-1.0, up - down - half)), max(mean, min(1.0, up - down + half))
+
+
+@cache
+def mcnemar(wins: int, losses: int) -> float:
+    """The exact two-sided p of McNemar's test: equals win and lose with the same chance.
+
+    >>> mcnemar(1, 9), mcnemar(0, 0)
+    (0.021484375, 1.0)
+    """
+    return float(scipy.stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
+
+
+def _draws(gains: Sequence[Float[np.ndarray, "N"]]) -> Float[np.ndarray, "R"]:
+    """The mean over tasks of every resample, in order; samples are drawn anew within every task."""
+    return np.sort(sum(_weights(len(x), task) @ x for task, x in enumerate(gains)) / len(gains))
+
+
+def _chance(draws: Float[np.ndarray, "R"]) -> float:
+    """Twice the share of resamples on the side of 0 that has fewer; never 0, which no resampling can show."""
+    beyond = min(int((draws <= 0).sum()), int((draws >= 0).sum()))
+    return min(1.0, 2 * (beyond + 1) / (RESAMPLES + 1))
+
+
+@cache
+def _weights(samples: int, task: int) -> Float[np.ndarray, "R N"]:
+    """How much each sample weighs in each resample; the same for every pair of methods."""
+    draws = np.random.default_rng([_SEED, task]).multinomial(
+        samples, np.full(samples, 1 / samples), RESAMPLES
+    )
+    return draws / samples

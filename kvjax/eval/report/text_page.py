@@ -1,0 +1,102 @@
+"""The report page of a comparison on a text: the run's facts, the frontier, a sortable table, the matrix."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from kvjax.eval.report.cells import budget_label
+from kvjax.eval.report.duels import Duels
+from kvjax.eval.report.figures import chance
+from kvjax.eval.report.page import entry, header, listed, matrix, plots, shell
+from kvjax.eval.report.paired import FEW
+from kvjax.eval.report.text_table import LOST, text_panels
+from kvjax.files import write_atomic
+
+
+def text_caption(metrics: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the picture says of its run: model, windows, tokens, and the command that makes it again."""
+    length = metrics.get("settings", {}).get("length")
+    words = [str(metrics.get("model", "")), f"windows of {length} tokens" if length else ""]
+    words.append(f"n = {rows[0]['windows']} windows, {rows[0]['tokens']} tokens behind them" if rows else "")
+    first = ", ".join(word for word in words if word)
+    return "\n".join(line for line in (first, str(metrics.get("command", ""))) if line)
+
+
+def write_text_report(
+    path: str | os.PathLike[str],
+    metrics: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    duels: Sequence[Duels] = (),
+) -> None:
+    """Writes the report of a comparison on a text as one self-contained HTML file, in one step.
+
+    metrics: as in `write_report`; rows: from `summarise_text`; duels: from `text_duels`.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_text_report(pathlib.Path(folder) / "report.html", {"model": "recall-tiny"}, [])
+    ...     (pathlib.Path(folder) / "report.html").read_text(encoding="utf-8")[:15]
+    '<!doctype html>'
+    """
+    write_atomic(path, text_html(metrics, rows, duels).encode("utf-8", errors="backslashreplace"))
+
+
+def text_html(
+    metrics: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], duels: Sequence[Duels] = ()
+) -> str:
+    """The page as text; arguments as in `write_text_report`."""
+    asked = {"windows": rows[0]["windows"], "tokens predicted": rows[0]["tokens"]} if rows else {}
+    sections = [
+        plots(text_panels(rows), LOST, text_caption(metrics, rows), "what is lost") if rows else "",
+        _table(rows),
+        matrix(duels, "nats per token", 1.0, "less"),
+    ]
+    return shell({**metrics, **asked}, sections, matrices=listed(duels))
+
+
+_HEADS = (
+    ("method", "", "ascending", "text"),
+    ("budget", "", "descending", ""),
+    ("kept", "KiB", "ascending", ""),
+    ("kept", "% of full", "ascending", ""),
+    ("read", "% per step", "ascending", ""),
+    ("nats", "per token", "ascending", ""),
+    ("lost", "nats", "ascending", ""),
+    ("p", "", "ascending", ""),
+    ("KL", "full || method", "ascending", ""),
+    ("same top", "%", "descending", ""),
+)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    heads, body = "".join(header(*head) for head in _HEADS), "".join(map(_row, rows))
+    return f"""<section><h2>All measurements</h2>
+<p class="muted">lost: -log p of the text, more than with the full cache. Small figures: 95% interval over
+windows; p: paired bootstrap over windows. Click a heading to sort.</p>
+<input type="radio" name="protocol" value="" checked hidden>
+<div class="scroll"><table id="cells"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>
+</section>"""
+
+
+def _row(row: Mapping[str, Any]) -> str:
+    kept, read = (row[f"{name}_bytes"] / row["full_bytes"] for name in ("kept", "read"))
+    few = row["windows"] < FEW
+    ends = "n too small" if few else f"{row['delta_low']:+.4f} to {row['delta_high']:+.4f}"
+    entries = (
+        entry(row["method"], escape(row["method"]), "text"),
+        entry(row["budget"], budget_label(row["budget"])),
+        entry(row["kept_bytes"], f"{row['kept_bytes'] / 1024:,.1f}"),
+        entry(kept, f"{100 * kept:.1f}", "size", share=kept),
+        entry(read, f"{100 * read:.1f}", "size", share=read),
+        entry(row["nll"], f"{row['nll']:.4f}"),
+        entry(row["delta_nll"], f"{row['delta_nll']:+.4f} <small>{ends}</small>"),
+        entry(row["p"], escape(chance(row["p"]))),
+        entry(row["kl"], f"{row['kl']:.1e}"),
+        entry(row["top1"], f"{100 * row['top1']:.1f}"),
+    )
+    style = "reference" if row["method"] == "full" else ""
+    name = escape(row["method"])
+    return f'<tr data-protocol="text" data-group="{name}" class="{style}">{"".join(entries)}</tr>'

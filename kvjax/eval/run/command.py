@@ -1,0 +1,42 @@
+"""The command line that makes a comparison again, from what `compare` was given."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+
+def command_of(
+    *,
+    model: str,
+    methods: Sequence[str] | None = None,
+    budgets: Sequence[float | int] | None = None,
+    tasks: Sequence[str] | None = None,
+    protocols: Sequence[str] = (),
+    samples: int | None = None,
+    length: int | None = None,
+    text: Any = None,
+    seeds: Sequence[int] = (0,),
+    preset: str | None = None,
+) -> str:
+    """`kvjax compare` with everything that decides the numbers; what was left to its default is left out.
+
+    >>> command_of(model="recall-tiny", methods=["snapkv + int8"], budgets=[0.5, 64], seeds=[0, 1])
+    "kvjax compare --model recall-tiny --methods 'snapkv + int8' --budgets 0.5 64 --seeds 0 1"
+    """
+    several = len(seeds) > 1
+    options: dict[str, Any] = {
+        "--model": [model],
+        "--methods": methods,
+        "--budgets": budgets,
+        "--tasks": tasks,
+        "--protocol": protocols,
+        "--samples": [samples] if samples is not None else None,
+        "--length": [length] if length is not None else None,
+        "--text": [text] if text is not None else None,
+        "--seeds" if several else "--seed": seeds if several or tuple(seeds) != (0,) else None,
+        "--preset": [preset] if preset is not None else None,
+    }
+    words = [str(word) for name, values in options.items() if values for word in (name, *values)]
+    return shlex.join(["kvjax", "compare", *words])
