@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from kvjax.errors import InputError
 from kvjax.grammar import Method
+from kvjax.keep.budget import PerLayer
 from kvjax.keep.patterns import Recent
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
@@ -85,6 +86,8 @@ def check_budget(method: Method, tokens: int, unit: str = "tokens") -> None:
     if keep is None:
         return
     n = keep.budget.capacity(tokens)
+    if isinstance(keep.allocate, PerLayer):
+        n = keep.allocate.fewest(n)
     for pattern in keep.protect:
         window = pattern.tokens if isinstance(pattern, Recent) else 0
         if isinstance(window, int) and n < min(window, tokens):
