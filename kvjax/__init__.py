@@ -26,6 +26,7 @@ _HOMES = {
     "methods": "kvjax.methods",
     "method": "kvjax.methods",
     "chain": "kvjax.grammar",
+    "per_layer": "kvjax.methods.per_layer",
     "prefill": "kvjax.generation",
     "step": "kvjax.generation",
     "generate": "kvjax.generation",

@@ -121,6 +121,8 @@ def crowded(keep: Keep, tokens: int, row: str = "", every_step: bool = False) ->
     Where slots leave at every step, the newest token needs a slot beside those that patterns protect.
     """
     n = keep.budget.capacity(tokens)
+    # Layers of unequal budgets: the smallest must hold what is protected.
+    n = getattr(keep.allocate, "fewest", int)(n)
     pos, length = np.arange(tokens, dtype=np.int32)[None, None], np.array([tokens], np.int32)
     stays = (pos == tokens - 1) & every_step
     for pattern in keep.protect:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from types import ModuleType
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.errors import InputError
 from kvjax.grammar import Budget
 from kvjax.keep.select import ranks
 
@@ -86,6 +88,58 @@ class AcrossLayers:
         flat = jnp.moveaxis(scores, 1, 0).reshape(b, layers * k * s)
         best = (ranks(flat) < (layers * k * n)[:, None]) & (flat > -jnp.inf)
         return jnp.moveaxis(best.reshape(b, layers, k, s), 0, 1).sum(-1).astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerLayer:
+    """Counts per layer as given: a layer of share s keeps max(1, floor(s * n)) slots in every head.
+
+    shares has one entry for each layer that the method selects in; None keeps the whole layer.
+    Shares are taken in thousandths.
+    """
+
+    shares: tuple[float | int | None, ...]
+    uniform = False
+    across_layers = False
+
+    def __post_init__(self):
+        given = [s for s in self.shares if s is not None]
+        if not self.shares or not all(isinstance(s, float | int) and 1e-3 <= s <= 1e3 for s in given):
+            raise ValueError(
+                "shares must be one number from 0.001 to 1000 per layer, or None for a whole layer, "
+                f"got {self.shares!r}"
+            )
+
+    def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
+        self._check(layers)
+        return [heads * (tokens if s is None else min(int(_part(s, n)), tokens)) for s in self.shares]
+
+    def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
+        self._check(scores.shape[0])
+        live = (scores > -jnp.inf).sum(-1, dtype=jnp.int32)
+        each = [
+            live[i] if s is None else jnp.minimum(jnp.maximum(_part(s, n), 1)[:, None], live[i])
+            for i, s in enumerate(self.shares)
+        ]
+        return jnp.stack(each).astype(jnp.int32)
+
+    def fewest(self, n: int) -> int:
+        """Slots that the layer of the smallest share keeps in every head."""
+        return min((int(_part(s, n)) for s in self.shares if s is not None), default=2**30)
+
+    def _check(self, layers: int) -> None:
+        if layers != len(self.shares):
+            raise InputError(
+                f"per_layer was given {len(self.shares)} shares, and the method selects in {layers} layers "
+                "of this model: give one share for each of them, None for one that is kept whole"
+            )
+
+
+def _part(share: float | int, n: Any) -> Any:
+    """floor(share * n) in thousandths, without a product that int32 cannot hold; at least 1."""
+    whole = round(share * 1000)
+    count = n // 1000 * whole + n % 1000 * whole // 1000
+    return max(count, 1) if isinstance(n, int) else count
 
 
 @dataclasses.dataclass(frozen=True)

@@ -201,7 +201,7 @@ def _evict(
     return dataclasses.replace(slots, pos=pos, stats=new)
 
 
-def _replace_layer(slots: Slots, index: int | Array, **leaves: Array) -> Slots:
+def _replace_layer(slots: Slots, index: int | Array, **leaves: Any) -> Slots:
     """One layer's leaves written back; merging stores encoded what the segment encodes."""
 
     def put(old: Any, new: Array) -> Any:

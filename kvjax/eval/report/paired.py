@@ -100,7 +100,7 @@ def _price(wins: float, losses: float, samples: int) -> tuple[float, float]:
     up, down = (wins + 1) / (samples + 2), (losses + 1) / (samples + 2)
     half = _Z * math.sqrt((up + down - (up - down) ** 2) / (samples + 2))
     mean = (wins - losses) / samples
-    return min(mean, max(-1.0, up - down - half)), max(mean, min(1.0, up - down + half))
+    return float(min(mean, max(-1.0, up - down - half))), float(max(mean, min(1.0, up - down + half)))
 
 
 @cache
