@@ -38,7 +38,11 @@ def test_the_second_block_is_snapkv():
     assert len(BLOCKS) == 2
 
 
-@pytest.mark.parametrize("number", range(len(KERNELS)))
+# Each compiles kernels that tests/kernels holds against their equations: one always runs, the others in turn.
+IN_TURN = [pytest.param(number, marks=pytest.mark.rotating) for number in range(1, len(KERNELS))]
+
+
+@pytest.mark.parametrize("number", [0, *IN_TURN])
 def test_the_blocks_of_the_page_of_kernels_run_each_alone(number):
     exec(compile(KERNELS[number], f"docs/kernels.md, block {number}", "exec"), {})
 

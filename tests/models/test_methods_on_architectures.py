@@ -10,11 +10,11 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.cache import Slots
+from kvjax.cache import Slots, State
 from kvjax.errors import InputError
 from kvjax.grammar import Method, chain
 from kvjax.keep.observe import Mass
-from kvjax.steps import Run
+from kvjax.steps import Run, prompt
 from tests.models.architectures import TABLE
 from tests.models.conversation import TEXTS, close, model, whole
 from tests.models.memory_classes import REPRESENTATIVES
@@ -44,7 +44,7 @@ KEPT = {
 }  # fmt: skip
 CODED = {
     ("jamba", "kivi"), ("mla", "int8"), ("goldfinch", "int8"), ("kimi linear", "int4"), ("sinks", "fp8"),
-    ("lisa", "fp8"),
+    ("lisa", "fp8"), ("retnet", "int8"),
 }  # fmt: skip
 
 
@@ -81,6 +81,19 @@ def test_a_keep_keeps_its_budget_in_every_layer_that_has_slots(name):
         assert (count == (6 if window is None else window)).all()
     logits, _ = kvjax.step(model(name), cache, TEXTS[:2, T])
     assert np.isfinite(np.asarray(logits)).all()
+
+
+def test_what_a_probe_reads_again_stands_behind_the_states_of_the_prompt(monkeypatch):
+    seen, observe = [], prompt.observe
+
+    def spy(run, params, tokens, lengths, cache, needs):
+        seen.append(cache)
+        return observe(run, params, tokens, lengths, cache, needs)
+
+    monkeypatch.setattr(prompt, "observe", spy)
+    started("kimi linear", kvjax.method("kvzip", budget=6, page=4))
+    first, again = seen
+    assert first is None and [type(group[0]) for group in again.groups] == [State, Slots]
 
 
 @pytest.mark.parametrize("name", in_turn(SLOTTED, ()))
