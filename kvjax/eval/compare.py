@@ -92,7 +92,7 @@ def compare(
     seeds = _seeds(seed, seeds, text)
     command = command_of(
         model=model if isinstance(model, str) else model.name,
-        methods=None if methods is None else [m if isinstance(m, str) else m[0] for m in methods],
+        methods=[m if isinstance(m, str) else m[0] for m in methods or ()],
         budgets=budgets, tasks=tasks, protocols=() if text else protocols, samples=samples, length=length,
         text=text, seeds=seeds, preset=preset,
     )  # fmt: skip

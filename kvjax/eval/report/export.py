@@ -12,7 +12,7 @@ from kvjax.eval.report.figures import Timings, chance
 from kvjax.eval.report.paired import FEW
 from kvjax.eval.report.text_table import lost_ends
 
-_SPECIAL = {c: f"\\{c}" for c in "&%$#_{}"} | {
+_SPECIAL: dict[str, str] = {c: f"\\{c}" for c in "&%$#_{}"} | {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
@@ -108,7 +108,12 @@ def latex_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _latex(heads: Sequence[str], lines: Sequence[Sequence[str]], *, text: int) -> str:
     """A tabular whose first `text` columns are words."""
-    line = lambda words: " & ".join("".join(_SPECIAL.get(c) or c for c in word) for word in words) + r" \\"  # noqa: E731
+
+    def line(words: Sequence[str]) -> str:
+        return (
+            " & ".join("".join(_SPECIAL[c] if c in _SPECIAL else c for c in word) for word in words) + r" \\"
+        )
+
     minus = lambda words: [*words[:text], *(word.replace("-", "−") for word in words[text:])]  # noqa: E731
     body = [line(heads), r"\midrule", *(line(minus(words)) for words in lines)]
     columns = "l" * text + "r" * (len(heads) - text)

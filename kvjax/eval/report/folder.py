@@ -10,10 +10,8 @@ from kvjax.errors import InputError
 from kvjax.eval.report.figures import Timings
 
 _ROW = ("id", "method", "budget", "kept_bytes", "full_bytes", "read_bytes")
-_KINDS: dict[str, tuple[str, ...]] = {
-    "text": (*_ROW, "nll", "full_nll", "kl", "top1", "tokens"),
-    "questions": (*_ROW, "task", "protocol", "score", "span_kept"),
-}
+_KINDS: dict[str, tuple[str, ...]] = {"text": (*_ROW, "nll", "full_nll", "kl", "top1", "tokens")}
+_KINDS["questions"] = (*_ROW, "task", "protocol", "score", "span_kept")
 _NEXT = "give the --out of a finished `kvjax compare`"
 
 

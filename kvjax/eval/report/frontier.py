@@ -136,7 +136,7 @@ def frontier_png(
     heights = 5.6, 0.17 * len(below) + 0.1
     size = 1.2 + 5.4 * count, sum(heights)
     figure = Figure(figsize=size, layout=layout, facecolor=theme["paper"])
-    picture, foot = figure.subfigures(2, 1, height_ratios=heights)  # type: ignore[misc]
+    picture, foot = figure.subfigures(2, 1, height_ratios=heights, squeeze=False)[:, 0]
     for part in (picture, foot):
         part.set_facecolor(theme["paper"])
     axes = picture.subplots(1, count, sharey=True, sharex=True, squeeze=False)[0]

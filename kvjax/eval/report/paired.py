@@ -20,7 +20,7 @@ RESAMPLES = 2000
 _SEED = 0
 _TAIL = 0.025
 _OUT = round(_TAIL * RESAMPLES)
-_Z = scipy.stats.norm.ppf(1 - _TAIL)
+_Z = float(scipy.stats.norm.ppf(1 - _TAIL))
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _exact(gains: Sequence[Float[np.ndarray, "N"]]) -> tuple[float, float]:
     # Distances to the interval ends add like standard deviations (MOVER; Zou and Donner, 2008).
     below = math.hypot(*(m - low for m, (low, _) in zip(means, ends, strict=True))) / len(means)
     above = math.hypot(*(high - m for m, (_, high) in zip(means, ends, strict=True))) / len(means)
-    return max(-1.0, mean - below), min(1.0, mean + above)
+    return float(max(-1.0, mean - below)), float(min(1.0, mean + above))
 
 
 def _price(wins: float, losses: float, samples: int) -> tuple[float, float]:
