@@ -3,6 +3,7 @@
 Warnings are errors by pyproject.toml. kvjax must not be imported here: the hook reaches later imports only.
 """
 
+import gc
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -35,18 +36,27 @@ def rng() -> np.random.Generator:
 
 
 # A process may map 65530 regions of memory, and every compiled program takes several: a few thousand of them
-# end in a crash of the compiler. And a laptop with 8 cores runs 8 processes side by side, so each of them
-# forgets its programs before it takes more memory than its share.
+# end in a crash of the compiler. And a laptop with 8 cores runs 8 processes side by side, so each of them forgets
+# its programs before it takes more memory than its share: at 1.5 GB, and again whenever it has grown by as much
+# as one more forgetting is worth.
 MOST_MAPPINGS = 30_000
-MOST_MEMORY = 2_000_000_000
+MOST_MEMORY, GROWTH = 1_500_000_000, 500_000_000
+_most_memory = MOST_MEMORY
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(autouse=True)
 def forgotten_programs():
     """Drops compiled programs before a process maps more regions, or holds more memory, than it may."""
+    global _most_memory
     yield
     if not Path("/proc/self/statm").exists():
         return
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if resident > MOST_MEMORY or Path("/proc/self/maps").read_bytes().count(b"\n") > MOST_MAPPINGS:
+    crowded = Path("/proc/self/maps").read_bytes().count(b"\n") > MOST_MAPPINGS
+    if crowded or _resident() > _most_memory:
         jax.clear_caches()
+        gc.collect()
+        _most_memory = max(MOST_MEMORY, _resident() + GROWTH)

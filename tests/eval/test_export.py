@@ -72,6 +72,7 @@ def test_latex_is_one_table_whose_words_are_escaped(questions, capsys):
 
 def test_the_table_and_the_page_are_those_of_the_run(questions, capsys, monkeypatch):
     monkeypatch.setattr(page, "frontier_png", lambda *_, **__: b"")
+    monkeypatch.delenv("COLUMNS", raising=False)
     table = printed(capsys, questions)
     assert "snapkv" in table and "41.0 40.0–42.0" in table and "aware:" in table
     html = printed(capsys, questions, "--format", "html")
