@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,9 @@ class Model:
         self, tokens: Int[Array | np.ndarray, "B T"] | Sequence[Sequence[int]]
     ) -> Float[Array, "B T V"]:
         config = self.config
-        return _forward(self.params, whole_text(tokens, config.vocab, config.max_positions), config)
+        # A dynamic rotation grows with the text: its stretched length is no end.
+        positions = math.inf if config.rope.kind == "dynamic" else config.max_positions
+        return _forward(self.params, whole_text(tokens, config.vocab, positions), config)
 
 
 def check_single(model: Model, what: str) -> None:
