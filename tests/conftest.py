@@ -3,6 +3,7 @@
 Warnings are errors by pyproject.toml. kvjax must not be imported here: the hook reaches later imports only.
 """
 
+import ctypes
 import gc
 import os
 from importlib.metadata import version
@@ -44,6 +45,13 @@ MOST_MEMORY, GROWTH = 1_500_000_000, 500_000_000
 _most_memory = MOST_MEMORY
 
 
+def _give_back() -> None:
+    """Free memory goes back to the system, where the C library can do that (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -59,4 +67,5 @@ def forgotten_programs():
     if crowded or _resident() > _most_memory:
         jax.clear_caches()
         gc.collect()
+        _give_back()
         _most_memory = max(MOST_MEMORY, _resident() + GROWTH)

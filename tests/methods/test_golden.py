@@ -6,8 +6,8 @@ import pytest
 from tests.methods.golden import cases, converse, recorded
 
 RECORDED = recorded()
-# In the plain suite, a diagonal: each of these methods on one model. The other cases take turns.
-PLAIN = {("h2o", "no groups"), ("kvzip", "groups"), ("snapkv windowed", "windows"), ("int8", "latents")}
+# In the plain suite; the other cases take turns.
+PLAIN = {("h2o", "no groups"), ("kvzip", "latents")}
 
 
 def params():

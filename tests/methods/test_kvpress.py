@@ -212,6 +212,7 @@ def test_kept_sets_equal_those_of_kvpress(press):
     assert sure.mean() > 0.99
 
 
+@pytest.mark.rotating
 @each
 def test_the_next_token_sees_what_it_sees_in_kvpress(press):
     logits, cache = compressed(press)
@@ -238,6 +239,7 @@ DECODING = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("press", DECODING)
 def test_compressing_now_and_then_while_decoding_equals_kvpress(press):
     before, during = DECODING[press]
