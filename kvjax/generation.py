@@ -364,8 +364,12 @@ def generate(
     >>> out.tokens.shape, out.rows.tolist(), bool(out.scores[0] >= out.scores[1])
     ((6, 2), [0, 0, 0, 1, 1, 1], True)
     """
-    most = max(ROOM, model.config.max_positions)
-    max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, "tokens", most)
+    max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, "tokens")
+    if max_new_tokens > max(ROOM, model.config.max_positions):
+        raise InputError(
+            f"{max_new_tokens} new tokens would reach beyond this model's last position, "
+            f"{model.config.max_positions}: lower max_new_tokens"
+        )
     root = jax.random.key(0) if key is None else prng_key(key)
     stops = jnp.asarray(stop_ids(model.stop_ids if stop is None else stop) or [-1], jnp.int32)
     sampler, processors = sampler or Sampler(), tuple(processors)

@@ -92,7 +92,7 @@ def check_in_vocabulary(ids: np.ndarray, vocab: int) -> None:
         )
 
 
-def whole_text(tokens: Any, vocab: int, positions: float) -> Any:
+def whole_text(tokens: Any, vocab: int, positions: int | float) -> Any:
     """Token ids [B, T] for a call without a cache, as int32; tracers are checked for dtype and shape alone.
 
     InputError for ids that are no whole numbers or outside the vocabulary, and beyond the last position.

@@ -67,7 +67,7 @@ def scores(
     >>> model = kvjax.load("recall-tiny")
     >>> found = scores(model, [list(range(3, 19))], kvjax.method("snapkv", budget=0.5, window=4))
     >>> found.scores[0].shape, found.kept[0].sum(-1).tolist()
-    ((1, 4, 16), [[8, 8, 8, 8]])
+    ((1, 2, 16), [[8, 8]])
     >>> all(0 < share <= 1 for share in found.mass[0][0])
     True
     """

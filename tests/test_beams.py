@@ -116,8 +116,8 @@ def test_samples_of_a_prompt_are_those_of_its_copies_read_one_by_one(model):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(beams=0), "beams must be >= 1"),
-        (dict(samples=-1), "samples must be >= 1"),
+        (dict(beams=0), "beams is 0, expected at least 1"),
+        (dict(samples=-1), "samples is -1, expected at least 1"),
         (dict(samples=2), "samples=2 was given at temperature 0, expected a draw"),
         (
             dict(beams=2, samples=2, sampler=kvjax.Sampler(1.0)),

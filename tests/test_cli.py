@@ -289,7 +289,7 @@ BAD = {
         "raise the budget or lower",
     ),
     "greedy top-k": ("generate --tokens 1 --top-k 2", "--top-k", "expected a draw", "add --temperature"),
-    "min-p": ("generate --tokens 1 --temperature 1 --min-p 2", "got 2.0", r"in \[0, 1\]", "generate --help"),
+    "min-p": ("generate --tokens 1 --temperature 1 --min-p 2", "is 2.0", ">= 0 and <= 1", "generate --help"),
     "penalty": (
         "generate --tokens 1 --repetition-penalty 0",
         "got 0.0",
@@ -298,8 +298,8 @@ BAD = {
     ),
     "temperature": (
         "generate --tokens 1 --temperature -1",
-        "got -1.0",
-        "must be >= 0",
+        "is -1.0",
+        "expected a finite number >= 0",
         "kvjax generate --help",
     ),
     "group": (
@@ -311,7 +311,7 @@ BAD = {
     "too long": (
         "generate --tokens 1 --max-new-tokens 4000",
         "4000 new tokens",
-        "last is 2048",
+        "last position, 2048",
         "lower max_new_tokens",
     ),
     "model": (

@@ -10,12 +10,12 @@ import kvjax
 import kvjax.models
 import kvjax.pallas_kernels
 
-# In an editable install, the rooms beside `kvjax/` are found by their names only.
+# In a checkout, rooms of the package lie beside `kvjax/`, whose second path is the folder of them all.
 ROOMS = (kvjax, kvjax.models, kvjax.pallas_kernels)
 MODULES = sorted({
     module.name
     for room in ROOMS
-    for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
+    for module in pkgutil.walk_packages(room.__path__[:1], f"{room.__name__}.")
     if not module.name.endswith("__main__")
 })  # fmt: skip
 

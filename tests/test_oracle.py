@@ -24,7 +24,7 @@ def attended(lists):
 def found():
     """Two prompts of unequal length; the first is the one that is checked."""
     methods = {
-        "snapkv": kvjax.method("snapkv", budget=0.5, window=4),
+        "snapkv": kvjax.method("snapkv", budget=0.5, window=4, variant="paper"),
         "adakv": kvjax.method("adakv", budget=0.5, window=4, page=4),
         "l2compress": kvjax.method("l2compress", budget=0.5, skip_layers=0),
     }

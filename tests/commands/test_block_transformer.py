@@ -105,7 +105,10 @@ def test_generate_compresses_the_blocks(folder, capsys):
         ("generate --tokens 1,2,3,4,5,6,7,8 --method snapkv --budget 0.5", "2 of 2 blocks must stay"),
         ("generate --tokens 1,2 --method int4:group=48", "must divide the 32 channels"),
         ("generate --tokens 1,400", r"token id 400 is outside the vocabulary \[0, 220\)"),
-        ("generate --tokens 1 --max-new-tokens 300", "max_new_tokens is 300, expected at most 256"),
+        (
+            "generate --tokens 1 --max-new-tokens 300",
+            "300 new tokens would reach beyond this model's last position, 256",
+        ),
         ("compare", "two is a BlockTransformer, .* expected one decoder: compare cannot ask it"),
     ],
 )
