@@ -20,12 +20,13 @@ from kvjax.cache import (
     gather_pages,
     gather_traces,
 )
+from kvjax.fitted import of_layer
 from kvjax.grammar import Keep
 from kvjax.group import GroupMethod
 from kvjax.keep.select import top
 from kvjax.ops.base.rope import Rope
 from kvjax.protocols import AttentionSpec, Judging, Preferring, Seen, Trace, View, over_layers
-from kvjax.words import merged, protected, scored, shaped
+from kvjax.words import merged, protected, scored, shaped, written
 
 
 class Fresh(NamedTuple):
@@ -65,8 +66,7 @@ def union(
         for w, seen in zip(views, fresh.masses or [{}] * len(views), strict=True)
     ]
     merge = None if gm.keep is None else gm.keep.merge
-    merging = merge is not None and getattr(merge, "biased", True)
-    if merging or any(w.bias is not None for w in views):
+    if "bias" in written(merge) or any(w.bias is not None for w in views):
         views = [w._replace(bias=jnp.zeros(w.pos.shape)) if w.bias is None else w for w in views]
     if len(views) == 1:
         return views[0]
@@ -175,10 +175,12 @@ def merge_evicted(
     length: Int[Array, "B"],
     attention: AttentionSpec,
     carried: dict[str, Any],
+    params: dict[str, Any],
 ) -> tuple[View, dict[str, Any]]:
     """The view with every live slot that is not kept folded into the kept ones, as the keep's merge says.
 
-    carried: what rows carry of the merge [Lg, B, ...], which comes back with these slots.
+    carried: what rows carry of the merge [Lg, B, ...], which comes back with these slots. params: the
+    model's, with what was fitted.
     """
     assert gm.keep is not None
     merge, n = gm.keep.merge, gm.keep.budget.count(length)
@@ -187,7 +189,8 @@ def merge_evicted(
     leaving = jnp.where((view.pos >= 0) & ~kept, slot, view.pos.shape[-1])
 
     def one(layer: Array, view: View, kept: Array, leaving: Array, observed: Any, carried: Any) -> Any:
-        seen = Seen(observed | view.received, None, length, n, layer, attention)
+        taught = of_layer(params, layer)
+        seen = Seen(observed | view.received, None, length, n, layer, attention, fitted=taught)
         return merged(merge, view, kept, leaving, seen, carried)
 
     return over_layers(one, numbers, view, kept, leaving, fresh.observed, carried)

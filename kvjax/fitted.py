@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,27 @@ def fitted_words(word: Any) -> Iterator[Any]:
 def is_fitted(method: Any) -> bool:
     """Whether every word of a method that is to be fitted was."""
     return all(word.fitted is not None for word in fitted_words(method))
+
+
+class ModelSizes(NamedTuple):
+    """What the arrays of a word must match: heads are those of queries, head_dim their channels."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def check_sizes(word: Any, called: str, axes: str, name: str, sizes: tuple[int, ...]) -> None:
+    """InputError where the first axes of a word's array `name` are not of these sizes."""
+    arrays = word.fitted.arrays
+    found = arrays[name].shape[: len(sizes)] if name in arrays else ()
+    if found != sizes:
+        raise InputError(
+            f"it was fitted to another model: the ({axes}) of its {called} are {found}, this model's "
+            f"are {sizes}: run `kvjax fit {word.by}` on this model"
+        )
 
 
 def with_fitted(params: dict[str, Any], *methods: Any) -> dict[str, Any]:

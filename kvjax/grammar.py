@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 
 from kvjax import words
 from kvjax.cache import Codec
-from kvjax.protocols import Allocation, Pattern, Read, Score
+from kvjax.protocols import Allocation, Answering, Pattern, Read, Score
 from kvjax.when import PREFILL_END, When
 from kvjax.word_protocols import check_codecs, check_narrow, check_words
 
@@ -153,10 +153,12 @@ class Method:
         keep = None
         if self.keep is not None:
             k = self.keep
+            # Steps ask such a merge for what left before them.
+            answering = k.merge if isinstance(k.merge, Answering) else None
             if k.when.in_steps:
                 keep = dataclasses.replace(k, probe=None, narrow=None)
-            elif k.score is not None and k.score.traces:
-                bare = dict(protect=(), probe=None, merge=None, lower=None, narrow=None)
+            elif k.score is not None and (k.score.traces or answering is not None):
+                bare: dict[str, Any] = dict(protect=(), probe=None, merge=answering, lower=None, narrow=None)
                 keep = dataclasses.replace(k, budget=Budget(1.0), **bare)
             elif k.rank_phase or k.per_query_head:
                 keep = Keep(

@@ -9,7 +9,7 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import Uniform
 from kvjax.keep.observe import Mass, Queries
 from kvjax.keep.score import Position
-from kvjax.protocols import Carried, CarryingMerge, Trace
+from kvjax.protocols import Answering, Carried, CarryingMerge, Trace
 from kvjax.stored import is_steady
 from kvjax.when import STEP
 from kvjax.words import observations
@@ -67,6 +67,11 @@ class GroupMethod(NamedTuple):
         """The merge of which every row carries something."""
         merge = None if self.keep is None else self.keep.merge
         return merge if isinstance(merge, CarryingMerge) else None
+
+    @property
+    def answering(self) -> Answering | None:
+        """The merge that answers queries for what has left."""
+        return self.merge if isinstance(self.merge, Answering) else None
 
     @property
     def masses(self) -> tuple[Mass, ...]:

@@ -63,7 +63,7 @@ class Seen(NamedTuple):
     step evicts, the probability its query gave each slot [B, K, S], summed over a group's heads. length:
     tokens seen, n: slots to keep per head, both [B]. layer: index in the stack. query: the current query of
     such a step, rotated. weights: the layer's matrices by name, where the score asks for them
-    (`Word.weights`).
+    (`Word.weights`). fitted: as in `Inputs`, where a merge is asked.
     """
 
     observed: dict[str, Any]
@@ -74,6 +74,7 @@ class Seen(NamedTuple):
     attention: AttentionSpec
     query: Float[Array, "B N 1 H"] | None = None
     weights: dict[str, Array] | None = None
+    fitted: dict[str, dict[str, Array]] = {}  # noqa: RUF012 (never written to)
 
     def of(self, observation: Observation | CarryingMerge) -> Any:
         """What an observation recorded; ValueError where the score's `needs` does not name it."""
@@ -163,7 +164,8 @@ class Score(Protocol):
 class Merge(Protocol):
     """What becomes of slots that leave: the kept ones may take them up.
 
-    `biased`, where a word has it, says whether it writes biases, so that every slot needs one; else it does.
+    `writes`, where a word has it, names what it changes of the kept slots: some of "k", "v" and "bias"; else
+    all three. Where it writes biases, every slot has one.
     """
 
     @property
@@ -180,8 +182,8 @@ class Merge(Protocol):
 class CarryingMerge(Merge, Protocol):
     """A merge of which every row carries something from eviction to eviction; a call finds it in `seen`."""
 
-    def start(self, rows: int) -> Any:
-        """What rows carry before anything leaves: arrays [B, ...] of zeros."""
+    def start(self, view: View) -> Any:
+        """What rows carry before anything leaves: arrays [B, ...] of zeros; only the view's shapes count."""
         ...
 
     def carry(
@@ -193,6 +195,17 @@ class CarryingMerge(Merge, Protocol):
         seen: Seen,
     ) -> Any:
         """The same with these slots; as it was in rows that none leaves. It is called before the merge."""
+        ...
+
+
+@runtime_checkable
+class Answering(CarryingMerge, Protocol):
+    """A merge that answers queries by what rows carry: one more part of the union that a query attends to."""
+
+    def answer(
+        self, carried: Any, q: Float[Array, "B N T H"], fitted: dict[str, dict[str, Array]]
+    ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
+        """(out, lse) of rotated queries over all that has left; lse is -inf where nothing has."""
         ...
 
 

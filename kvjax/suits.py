@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.errors import InputError
-from kvjax.fitted import fitted_words
+from kvjax.fitted import ModelSizes, fitted_words
 from kvjax.grammar import Method, check
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
@@ -19,6 +19,7 @@ from kvjax.models.exchange import takes_of
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
 from kvjax.models.mixers.latent import Latent
+from kvjax.protocols import Answering
 from kvjax.words import crowded, shaped
 
 
@@ -35,6 +36,8 @@ def check_fit(method: Method, config: Config) -> None:
         check(method)
     except ValueError as error:
         raise InputError(str(error)) from error
+    c = config
+    sizes = ModelSizes(c.layers, c.d_model, c.heads, c.kv_heads, c.head_dim)
     for word in fitted_words(method):
         if word.fitted is None:
             raise InputError(
@@ -42,7 +45,7 @@ def check_fit(method: Method, config: Config) -> None:
                 f"{word.by}.safetensors` and give the method fitted={word.by}.safetensors"
             )
         try:
-            word.check(config.layers, config.d_model, config.kv_heads)
+            word.check(sizes)
         except InputError as error:
             raise InputError(f"{method.id}: {error}") from error
     own = [mixer_of(config, i) for i in range(config.layers)]
@@ -96,6 +99,9 @@ def check_fit(method: Method, config: Config) -> None:
     if keep is not None and keep.when.in_steps and any("slots" in m.takes for m in own):
         if not keep.when.at_once or getattr(keep.score, "carried", False):
             _refuse(method, "it evicts after many tokens, and layers share their slots", "h2o")
+    if keep is not None and isinstance(keep.merge, Answering):
+        if any("slots" in m.takes for m in own) or clipped:
+            _refuse(method, "what leaves is asked apart, and layers share slots or clip the softmax", "h2o")
     if keep is not None and keep.merge is not None and any(s.shared or s.factors for s in slots):
         _refuse(method, "it merges keys and values apart, and the model stores one latent for both", "snapkv")
 

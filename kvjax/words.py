@@ -11,7 +11,7 @@ from kvjax.when import Full
 
 if TYPE_CHECKING:
     from kvjax.grammar import Keep
-from kvjax.protocols import CarryingMerge, Judging, Preferring, View
+from kvjax.protocols import Answering, CarryingMerge, Judging, Preferring, View
 
 # When an observation exists: while many new tokens are read, or in the step of one token.
 IN_PREFILL, IN_STEP = "prefill", "step"
@@ -40,6 +40,11 @@ def scored(score: Any, view: View, seen: Any) -> Any:
 def protected(pattern: Any, pos: Any, length: Any, n: Any) -> Any:
     """Which slots a pattern protects."""
     return shaped(pattern, "a mask", pattern(pos, length, n), "[B, K, S]", pos.shape, np.bool_)
+
+
+def written(merge: Any) -> tuple[str, ...]:
+    """What a merge changes of the slots that stay; nothing where there is none."""
+    return () if merge is None else getattr(merge, "writes", ("k", "v", "bias"))
 
 
 def merged(
@@ -126,6 +131,11 @@ def refused(keep: Keep) -> list[tuple[bool, str]]:
         (
             keep.per_query_head and bool(masses or keep.score.traces),
             "what slots receive is recorded per KV head, and this keep selects per query head",
+        ),
+        (
+            isinstance(keep.merge, Answering) and (keep.rank_phase or keep.per_query_head),
+            f"{keep.merge!r} answers for keys at their positions in the KV heads: leave out rank_phase and "
+            "per_query_head",
         ),
         (
             in_steps and keep.probe is not None,

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.models.mixer import AttentionLogits, GroupState, Layer, LayerSlots, Left, Projected
 from kvjax.ops.attention.prompt_attention import causal_attention
-from kvjax.ops.attention.union import NEG_INF, Keys, Masses, Reduction, logits, weigh
+from kvjax.ops.attention.union import NEG_INF, Keys, Masses, Reduction, logits, merge, weigh
 from kvjax.ops.base.rope import angles, rotate
 
 
@@ -54,14 +54,15 @@ def attend_new(
     new: Keys,
     past: Sequence[Keys],
     pos: Int[Array, "B T"],
+    more: Sequence[tuple[Array, Array]] = (),
     *,
     mass: tuple[Reduction, ...] = (),
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B N T V"], tuple[Masses, ...], AttentionLogits | None]:
     """Attention of a layer's rotated queries over `past` and the new tokens: (out, masses, logits).
 
-    Masses come as (one per past set ..., the new tokens), in the heads that the layer stores; logits only
-    where the layer publishes them.
+    more: (out, lse) of what was attended elsewhere, which joins the output. Masses come as (one per past set
+    ..., the new tokens), in the heads that the layer stores; logits only where the layer publishes them.
     """
     sets, heads = [*past, new], new.k.shape[1]
     if x.expand is not None:
@@ -72,13 +73,15 @@ def attend_new(
     shares = "logits" in layer.publishes or "logits" in layer.taken
     # A prefill that ends early has one query over keys that are not only its own.
     if shares or q.shape[2] != sets[-1].k.shape[2]:
-        out, _, masses, scores = attend_at_once(layer, x, q, [*extra, *sets], pos, mass=mass)
+        out, lse, masses, scores = attend_at_once(layer, x, q, [*extra, *sets], pos, mass=mass)
     else:
-        out, masses = causal_attention(
+        out, lse, masses = causal_attention(
             q, sets[-1], (*extra, *sets[:-1]), pos, scale=layer.scale, window=layer.window,
             softcap=layer.config.attention_softcap, mass=mass, clip=layer.mixer.clip,
             implementation=implementation,
         )  # fmt: skip
+    if more:
+        out = merge([(out, lse), *more])[0]
     masses = masses[len(extra) :]
     if x.expand is not None:
         masses = tuple(in_lists(mass, of_set, heads) for of_set in masses)

@@ -5,6 +5,7 @@ A layer's memory counts under True what was merged, and under False what was dro
 
 import jax
 import numpy as np
+from scipy.special import erf
 
 from tests.reference import rope
 
@@ -74,3 +75,42 @@ def cam(following, seed=0):
                 slot["v"] = value
 
     return leave
+
+
+class Less:
+    """LESS (arXiv:2402.09398): H and z of what has left every list, which queries ask beside the slots.
+
+    arrays: the kernels, as `kvjax.keep.residue.Residue` names them.
+    """
+
+    def __init__(self, arrays, theta):
+        self.arrays = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
+        self.theta = theta
+
+    def features(self, x, first, second):
+        gelu = lambda y: y * (1 + erf(y / np.sqrt(2))) / 2  # noqa: E731
+        return gelu(gelu(x @ first) @ second)
+
+    def psi(self, k, layer, head):
+        a = {name: x[layer][head] for name, x in self.arrays.items() if name[0] != "q"}
+        u = np.abs(a["scale"]) * self.features(k, a["k1"], a["k2"])
+        return np.abs(u + (u @ a["mix"]) * a["scale_mix"])
+
+    def phi(self, q, layer, head):
+        return np.abs(self.features(q, self.arrays["q1"][layer][head], self.arrays["q2"][layer][head]))
+
+    def __call__(self, memory, lists, gone):
+        for head, (slots, some) in enumerate(zip(lists, gone, strict=True)):
+            _, old = stays_and_leaves(slots, some)
+            for slot, k in zip(old, turned(old, self.theta) if old else (), strict=True):
+                psi = self.psi(k, slot["layer"], head)
+                h, z = memory.get(head, (0.0, 0.0))
+                memory[head] = h + np.outer(psi, slot["v"]), z + psi
+
+    def answer(self, memory, layer, head, q):
+        """What the rotated queries q [G, H] of a list's heads get of what has left it: sums and weights."""
+        h, z = memory.get(head, (0.0, 0.0))
+        if np.ndim(z) == 0:
+            return 0.0, 0.0
+        phi = np.stack([self.phi(x, layer, head * len(q) + i) for i, x in enumerate(q)])
+        return phi @ h, (phi @ z)[:, None]

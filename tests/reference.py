@@ -101,7 +101,8 @@ class Row:
     kept: per layer, a boolean [lists, T] of the prompt's tokens that stay; lists are the KV heads, or the
     query heads where every one of them selects alone. phase: "position" or "rank" of a slot in its list.
     leave(memory, lists, gone): what a layer's slots become when those numbered in `gone`, per list, leave;
-    memory is a dict that the layer keeps.
+    memory is a dict that the layer keeps. leave.answer(memory, layer, list, q), where it has one: sums and
+    weights that the queries get beside those of the slots.
     """
 
     def __init__(self, prompt, kept, phase="position", leave=None):
@@ -172,7 +173,12 @@ class Row:
                 if window is not None:
                     s = np.where(at - pos >= window, -np.inf, s)
                 p = softmax(s)
-                outs.append(p @ np.stack([s["v"] for s in slots]))
+                more, beside = 0.0, 0.0
+                if hasattr(self.leave, "answer"):
+                    more, beside = self.leave.answer(self.memory[number], number, i, q)
+                total = np.exp(s).sum(-1, keepdims=True)
+                held = p @ np.stack([s["v"] for s in slots])
+                outs.append((held * total + more) / (total + beside))
                 for slot, now in zip(slots, p.sum(0), strict=True):
                     slot["now"] = now
                     slot["mass"] += now if append else 0.0

@@ -12,9 +12,13 @@ from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import ForcedSample
 from kvjax.fitted import Fitted
 from kvjax.fitting.head_gates import distilled
+from kvjax.fitting.residues import Batch, missed
+from kvjax.grammar import Method
 from kvjax.keep.gate import gated
-from tests.methods.battery import MAIN, decoder, model
-from tests.methods.table import GATE, GATE_THRESHOLD, GATES, PAGE, PROFILE, WINDOW
+from kvjax.steps.run import Run
+from tests.merges import Less
+from tests.methods.battery import MAIN, decoder, model, positions
+from tests.methods.table import GATE, GATE_THRESHOLD, GATES, KERNELS, PAGE, PROFILE, WINDOW
 from tests.reference import Prompt, rms_norm, rope, softmax
 
 ROWS = [*MAIN.first, *MAIN.second]
@@ -109,6 +113,62 @@ def test_gates_close_where_nothing_is_missed_and_stay_open_without_a_penalty():
     assert kvjax.method("duoattention", fitted=wide).keep.score.gates.fitted == wide
 
 
+def missed_by_hand(tokens, cut, kept, kernels=None):
+    """Per layer, what its output misses of the queries from `cut` on: means of squares, in float64.
+
+    kept: per layer, boolean [K, cut]. kernels: those of a residue, for what is not kept.
+    """
+    prompt, found = Prompt(decoder("4/2"), tokens), []
+    less = None if kernels is None else Less(kernels, prompt.decoder.config.rope.theta)
+    for layer, weights in enumerate(prompt.decoder.layers):
+        error = np.zeros((prompt.length - cut, 4, 16))
+        for head, t in np.ndindex(4, prompt.length - cut):
+            q, k, v = prompt.q[layer][head, cut + t], prompt.k[layer][head // 2], prompt.v[layer][head // 2]
+            weight = np.exp(k[: cut + t + 1] @ q / 4)
+            whole, weight[:cut][~kept[layer][head // 2]] = weight / weight.sum() @ v[: cut + t + 1], 0
+            if less is not None:
+                psi = np.stack([less.psi(x, layer, head // 2) for x in k[:cut]])
+                asked = psi @ less.phi(q, layer, head)
+                weight[:cut] = np.where(kept[layer][head // 2], weight[:cut], asked)
+            error[t, head] = weight / weight.sum() @ v[: cut + t + 1] - whole
+        found.append(np.square(error.reshape(len(error), -1) @ weights["o"]).mean())
+    return np.array(found)
+
+
+def test_what_kernels_miss_is_what_it_is_by_hand():
+    row, cut, rng = [*MAIN.first[0], *MAIN.second[0]], 12, np.random.default_rng(1)
+    kept = rng.random((2, 1, 2, len(row))) < 0.4
+    batch = Batch(
+        jnp.asarray([row], jnp.int32), jnp.asarray([len(row)], jnp.int32), jnp.asarray([cut], jnp.int32),
+        jnp.asarray(kept),
+    )  # fmt: skip
+    m = model("4/2")
+    got = jax.jit(missed, static_argnums=0)(Run(m.config, Method()), m.params, dict(KERNELS.arrays), batch)
+    want = missed_by_hand(row, cut, kept[:, 0, :, :cut], KERNELS.arrays)
+    assert (want > 1e-4).all()
+    np.testing.assert_allclose(got, want, rtol=2e-4)
+
+
+def test_fitted_kernels_miss_less_than_eviction_and_the_cut_is_what_the_method_keeps():
+    text = [*MAIN.first[0], *MAIN.second[0]]
+    options = dict(budget=0.25, hidden=16, rank=4, rate=1e-2)
+    kernels = kvjax.fit(model("4/2"), "less", [text], epochs=60, **options)
+    cut = len(text) // 2
+    cache = kvjax.prefill(model("4/2"), [text[:cut]], method=kvjax.method("h2o", budget=0.25))[1]
+    kept = [
+        np.stack([np.isin(np.arange(cut), sorted(held)) for held in lists[0]]) for lists in positions(cache)
+    ]
+    after = missed_by_hand(text, cut, kept, kernels.arrays)
+    assert (after < 0.7 * missed_by_hand(text, cut, kept)).all()
+
+
+def test_kernels_are_fitted_under_the_budget_that_is_given():
+    with pytest.raises(InputError, match=r"less has the budget 1\.0 .* such as budget=0\.25"):
+        kvjax.fit(model("4/2"), "less", ROWS)
+    with pytest.raises(InputError, match="kvzap does not depend on a budget"):
+        kvjax.fit(model("4/2"), "kvzap", ROWS, budget=0.5)
+
+
 def test_a_gate_reads_the_contexts_of_questions():
     of_texts = kvjax.fit(model("4/2"), "kvzap", [q.context for q in questions()])
     assert kvjax.fit(model("4/2"), "kvzap", questions()) == of_texts
@@ -176,12 +236,13 @@ def test_what_cannot_be_fitted_is_refused(method, rows, message):
 
 
 def test_an_option_that_a_fit_does_not_have_is_refused():
-    with pytest.raises(InputError, match="what is fitted for headkv has no option 'hidden', it takes pro"):
+    with pytest.raises(InputError, match="what is fitted for headkv has no option 'hidden', it takes none"):
         kvjax.fit(model("4/2"), "headkv", questions(), hidden=8)
 
 
 @pytest.mark.parametrize(
-    ("method", "hyper"), [("kvzap", {}), ("headkv", dict(budget=8, window=4)), ("duoattention", {})]
+    ("method", "hyper"),
+    [("kvzap", {}), ("headkv", dict(budget=8, window=4)), ("duoattention", {}), ("less", dict(budget=8))],
 )
 def test_what_was_never_fitted_says_which_command_fits_it(method, hyper):
     with pytest.raises(InputError, match=f"run `kvjax fit {method}"):
@@ -189,9 +250,7 @@ def test_what_was_never_fitted_says_which_command_fits_it(method, hyper):
 
 
 def test_a_gate_of_another_model_is_refused():
-    with pytest.raises(
-        InputError, match=r"another model: .* are \(2, 32, 2\), this model's are \(2, 32, 3\)"
-    ):
+    with pytest.raises(InputError, match=r"another model: .* are \(2, 2\), this model's are \(2, 3\)"):
         kvjax.prefill(model("6/3"), MAIN.first, method=kvjax.method("kvzap", fitted=GATE))
     profiled = kvjax.method("headkv", budget=8, window=4, fitted=PROFILE)
     for method in (profiled, kvjax.method("duoattention", fitted=GATES)):

@@ -13,6 +13,7 @@ EXAMPLE = """examples:
   kvjax fit kvzap --out kvzap.safetensors
   kvjax fit kvzap --model path/to/model --text book.txt --rows 64 --hidden 512 --out kvzap.safetensors
   kvjax fit headkv --tasks get chase --out headkv.safetensors
+  kvjax fit less --budget 0.25 --hidden 64 --out less.safetensors
   kvjax compare --methods kvzap:fitted=kvzap.safetensors headkv:fitted=headkv.safetensors snapkv"""
 
 
@@ -35,13 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hidden",
         type=whole(0),
-        default=0,
         metavar="X",
-        help="of a gate's hidden layer; 0: linear (default: 0)",
+        help="hidden width of a gate or of kernels; a gate is linear with 0, its default",
     )
-    parser.add_argument(
-        "--epochs", type=whole(1), default=4, metavar="N", help="readings with a hidden layer (default: 4)"
-    )
+    parser.add_argument("--rank", type=whole(1), metavar="R", help="of LESS's kernels (default: 8)")
+    parser.add_argument("--epochs", type=whole(1), metavar="N", help="readings, where one is not enough")
+    parser.add_argument("--budget", metavar="B", help="for methods that learn from what leaves")
     parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of the draws (default: 0)")
     parser.add_argument("--out", required=True, metavar="FILE", help="where to write it, as safetensors")
 
@@ -56,8 +56,9 @@ def run(args: argparse.Namespace) -> None:
     from kvjax.eval.streaming import read_windows
     from kvjax.eval.tasks.suite import make_suite
     from kvjax.fitted import save_fitted
-    from kvjax.fitting import fit
+    from kvjax.fitting import fit, options_of
     from kvjax.loading import load
+    from kvjax.methods.parse import parse_budget
 
     if args.text is not None and args.tasks is not None:
         raise InputError("--text and --tasks were both given: fit on one of them")
@@ -76,8 +77,13 @@ def run(args: argparse.Namespace) -> None:
             index += 1
     out = console()
     shown = partial(track, description="reading", console=out, transient=True)
-    options = {"hidden": args.hidden, "epochs": args.epochs, "seed": args.seed} if args.hidden else {}
-    found = fit(model, args.method, texts[: args.rows], batch=args.batch, progress=shown, **options)
+    given = {name: getattr(args, name) for name in ("hidden", "rank", "epochs")}
+    options = {name: value for name, value in given.items() if value is not None}
+    options |= {"seed": args.seed} if "seed" in options_of(args.method) else {}
+    budget = None if args.budget is None else parse_budget(args.budget)
+    found = fit(
+        model, args.method, texts[: args.rows], batch=args.batch, budget=budget, progress=shown, **options
+    )
     save_fitted(args.out, found)
     out.print(f"{args.out}: {found.word}, fitted on {min(args.rows, len(texts))} texts")
     out.print(f"use it as {args.method}:fitted={args.out}", soft_wrap=True)

@@ -15,9 +15,11 @@ from kvjax.fitted import Fitted, fitted_words
 from kvjax.fitting.gates import fit_gate
 from kvjax.fitting.head_gates import fit_head_gates
 from kvjax.fitting.profiles import fit_profile
+from kvjax.fitting.residues import fit_residue
 from kvjax.grammar import Method
 from kvjax.keep.gate import HiddenGate
 from kvjax.keep.profile import Profile
+from kvjax.keep.residue import Residue
 from kvjax.keep.retrieval import HeadGates
 from kvjax.methods import method as build_method
 from kvjax.methods import takes_budget
@@ -27,17 +29,20 @@ from kvjax.models.model import Model, check_single
 class Fitter(NamedTuple):
     """How a word is fitted: (model, batches, options) -> arrays.
 
-    asks: its batches are of samples that have an answer and spans, and not of rows of tokens.
+    asks: its batches are of samples that have an answer and spans, and not of rows of tokens. evicts: it
+    learns from what the method evicts, and is handed the method.
     """
 
     fit: Callable[..., Fitted]
     asks: bool = False
+    evicts: bool = False
 
 
 FITS: dict[type, Fitter] = {
     HiddenGate: Fitter(fit_gate),
     Profile: Fitter(fit_profile, asks=True),
     HeadGates: Fitter(fit_head_gates, asks=True),
+    Residue: Fitter(fit_residue, evicts=True),
 }
 
 
@@ -47,6 +52,7 @@ def fit(
     texts: Sequence[Sequence[int]] | Sequence[Sample],
     *,
     batch: int = 4,
+    budget: float | int | None = None,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
     **options: Any,
 ) -> Fitted:
@@ -55,9 +61,10 @@ def fit(
     texts: rows of tokens, or samples (`kvjax.eval.tasks.sample`): questions about contexts, their answers and
     the spans of the context that these need. Words that learn from texts read the contexts of samples; words
     that learn from questions read the samples that have an answer and spans. batch: texts that are read at a
-    time. progress: wraps what is iterated over, as `rich.progress.track` does. options: of the word's own fit
+    time. budget: of a method given by its id, where what is learned depends on it. progress: wraps what is
+    iterated over, as `rich.progress.track` does. options: of the word's own fit
     (`kvjax.fitting.gates.fit_gate`, `kvjax.fitting.profiles.fit_profile`,
-    `kvjax.fitting.head_gates.fit_head_gates`).
+    `kvjax.fitting.head_gates.fit_head_gates`, `kvjax.fitting.residues.fit_residue`).
 
     Raises InputError where the method has no word that can be fitted, its fit has no such option, or nothing
     is given that it can learn from.
@@ -69,22 +76,41 @@ def fit(
     (['out', 'out_bias'], 'kvzap')
     """
     check_single(model, "words are fitted to one decoder's layers")
-    # What is learned does not depend on the budget.
-    whole = {"budget": 1.0} if isinstance(method, str) and takes_budget(method) else {}
+    chosen, found = _fitter(method, budget)
+    known = options_of(chosen)
+    for name in options:
+        if name not in known:
+            takes = ", ".join(known) or "none"
+            raise InputError(f"what is fitted for {chosen.id} has no option {name!r}, it takes {takes}")
+    read = _samples(chosen, texts) if found.asks else _rows(texts)
+    batches = [read[i : i + batch] for i in range(0, len(read), batch)]
+    options |= {"method": chosen} if found.evicts else {}
+    return found.fit(model, batches, progress=progress, **options)
+
+
+def options_of(method: Method | str) -> list[str]:
+    """The options that `fit` takes for a method; InputError where it has no word that is fitted.
+
+    >>> options_of("headkv")
+    []
+    """
+    ours = ("model", "batches", "method", "progress")
+    parameters = inspect.signature(_fitter(method, None)[1].fit).parameters
+    return [name for name in parameters if name not in ours]
+
+
+def _fitter(method: Method | str, budget: float | int | None) -> tuple[Method, Fitter]:
+    """The method, and how its word is fitted."""
+    needs = isinstance(method, str) and takes_budget(method)
+    whole = {"budget": 1.0 if budget is None else budget} if needs else {}
     chosen = build_method(method, **whole) if isinstance(method, str) else method
     words = [word for word in fitted_words(chosen) if type(word) in FITS]
     if not words:
         raise InputError(f"{chosen.id} has no word that is fitted, expected a method such as kvzap")
     found = FITS[type(words[0])]
-    known = [name for name in inspect.signature(found.fit).parameters if name not in ("model", "batches")]
-    for name in options:
-        if name not in known:
-            raise InputError(
-                f"what is fitted for {chosen.id} has no option {name!r}, it takes {', '.join(known)}"
-            )
-    read = _samples(chosen, texts) if found.asks else _rows(texts)
-    batches = [read[i : i + batch] for i in range(0, len(read), batch)]
-    return found.fit(model, batches, progress=progress, **options)
+    if budget is not None and not (needs and found.evicts):
+        raise InputError(f"what is fitted for {chosen.id} does not depend on a budget: leave budget= out")
+    return chosen, found
 
 
 def _rows(texts: Sequence[Any]) -> list[list[int]]:

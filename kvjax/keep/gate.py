@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.errors import InputError
-from kvjax.fitted import Fitted
+from kvjax.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.keep.algebra import Word
 from kvjax.keep.observe import BOTH
 from kvjax.keep.trace import AtArrival
@@ -29,17 +28,12 @@ class HiddenGate:
     by = "kvzap"
     phases = BOTH
 
-    def check(self, layers: int, width: int, heads: int) -> None:
+    def check(self, model: ModelSizes) -> None:
         """InputError where the arrays are those of another kind of model."""
         assert self.fitted is not None
-        arrays = self.fitted.arrays
-        shapes = [arrays[name].shape for name in ("in", "out") if name in arrays]
-        found = (*shapes[0][:2], shapes[-1][-1]) if shapes else ()
-        if found != (layers, width, heads):
-            raise InputError(
-                f"the gate was fitted to another model: its (layers, width, KV heads) are {found}, this "
-                f"model's are {(layers, width, heads)}: run `kvjax fit` on this model"
-            )
+        first = "in" if "in" in self.fitted.arrays else "out"
+        check_sizes(self, "gate", "layers, width", first, (model.layers, model.width))
+        check_sizes(self, "gate", "layers, KV heads", "out_bias", (model.layers, model.kv_heads))
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B K T"]:
         assert self.fitted is not None

@@ -24,7 +24,7 @@ class ValueMerge:
     where the draw of (seed, layer, head, position), of which nothing else decides, is not below p_i.
     """
 
-    biased = False
+    writes = ("v",)
 
     following: int = 32
     seed: int = 0

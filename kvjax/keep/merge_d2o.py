@@ -23,7 +23,7 @@ class SimilarMerge:
     are compared already.
     """
 
-    biased = False
+    writes = ("k", "v")
 
     beta: float = 0.7
 
@@ -31,9 +31,9 @@ class SimilarMerge:
     def needs(self) -> frozenset[Observation]:
         return frozenset()
 
-    def start(self, rows: int) -> Float[Array, "B"]:
+    def start(self, view: View) -> Float[Array, "B"]:
         """No threshold yet, which is 0."""
-        return jnp.zeros((rows,), jnp.float32)
+        return jnp.zeros(view.pos.shape[:1], jnp.float32)
 
     def carry(
         self,

@@ -7,8 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.errors import InputError
-from kvjax.fitted import Fitted
+from kvjax.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.keep.preference import apportioned
 from kvjax.protocols import Inputs, Observation, Seen, View
 from kvjax.when import Count
@@ -26,19 +25,9 @@ class Profile:
     by = "headkv"
     phases = (IN_PREFILL,)
 
-    def check(self, layers: int, width: int, heads: int) -> None:
-        """InputError where there are no arrays, or those of another kind of model."""
-        if self.fitted is None:
-            raise InputError(
-                "the profile was never fitted: run `kvjax fit headkv --model MODEL --out headkv.safetensors` "
-                "and give the method fitted=headkv.safetensors"
-            )
-        found = self.fitted.arrays["importance"].shape if "importance" in self.fitted.arrays else ()
-        if found != (layers, heads):
-            raise InputError(
-                f"the profile was fitted to another model: its (layers, KV heads) are {found}, this model's "
-                f"are {(layers, heads)}: run `kvjax fit headkv` on this model"
-            )
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model."""
+        check_sizes(self, "profile", "layers, KV heads", "importance", (model.layers, model.kv_heads))
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B K"]:
         assert self.fitted is not None

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from kvjax.errors import InputError
-from kvjax.fitted import Fitted
+from kvjax.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.keep.algebra import Word
 from kvjax.protocols import Seen, View
 
@@ -24,19 +23,9 @@ class HeadGates:
     fitted: Fitted | None = None
     by = "duoattention"
 
-    def check(self, layers: int, width: int, heads: int) -> None:
-        """InputError where there are no arrays, or those of another kind of model."""
-        if self.fitted is None:
-            raise InputError(
-                "the gates were never fitted: run `kvjax fit duoattention --model MODEL "
-                "--out duo.safetensors` and give the method fitted=duo.safetensors"
-            )
-        found = self.fitted.arrays["gates"].shape if "gates" in self.fitted.arrays else ()
-        if found != (layers, heads):
-            raise InputError(
-                f"the gates were fitted to another model: their (layers, KV heads) are {found}, this model's "
-                f"are {(layers, heads)}: run `kvjax fit duoattention` on this model"
-            )
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model."""
+        check_sizes(self, "gates", "layers, KV heads", "gates", (model.layers, model.kv_heads))
 
     def retrieving(self, share: float) -> Bool[np.ndarray, "L K"]:
         """The share of the stack's heads with the largest gates; of equal ones the first."""

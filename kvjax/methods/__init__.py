@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax.errors import InputError
+from kvjax.fitted import fitted_words
 from kvjax.grammar import Method, chain, check
 from kvjax.methods import (
     baseline,
     budget_head,
     budget_layer,
+    low_rank,
     merge_token,
     quant,
     quant_mixed,
@@ -46,6 +48,7 @@ _FAMILIES = (
     budget_layer,
     budget_head,
     merge_token,
+    low_rank,
     quant,
     quant_mixed,
     retrieval_sparse_pages,
@@ -194,7 +197,7 @@ def _info(id: str) -> MethodInfo:
         known.family,
         tuple(verbs),
         _phase(built),
-        training=False,
+        training=any(True for _ in fitted_words(built)),
         exact=known.exact,
         kvpress=known.kvpress.name if known.kvpress else "",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -59,11 +60,13 @@ def past_of(owner: dict[int, GroupMethod], gm: GroupMethod, layer: Layer, state:
 
 
 def attend_past(
-    run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"]
-) -> tuple[Float[Array, "B N 1 V"], tuple[Received, ...], AttentionLogits]:
+    run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
+    more: Sequence[tuple[Array, Array]] = (),
+) -> tuple[Float[Array, "B N 1 V"], tuple[Received, ...], AttentionLogits]:  # fmt: skip
     """One query over a layer's parts; what the slots of each received, where that is asked for; the logits.
 
-    Logits are those of the parts that are attended together: of all where another layer uses them.
+    more: (out, lse) of what was attended elsewhere. Logits are those of the parts that are attended together:
+    of all where another layer uses them.
     """
     pos, expand = at[:, None], x.expand
     unreadable = expand if expand is not None and expand.outputs is None else None
@@ -104,6 +107,7 @@ def attend_past(
         if wanted:
             own = [in_lists(kinds, m, past.tail.kv_heads) for m in masses[x.extra is not None :]]
             received = tuple({repr(o): m for o, m in zip(wanted, each, strict=True)} for each in own)
+    parts += more
     out = merge(parts)[0] if len(parts) > 1 else parts[0][0]
     return out if expand is None or expand.outputs is None else expand.outputs(out), received, scores
 

@@ -23,7 +23,7 @@ from kvjax.protocols import Inputs
 from kvjax.segments import flush_in_place, is_full
 from kvjax.steps.attend import attend_past, past_of
 from kvjax.steps.evict import Asked, Now, carried, evict_due, evict_one, evict_shared, remember, weights_of
-from kvjax.steps.run import Run, held, repeated
+from kvjax.steps.run import Run, answered, held, repeated
 from kvjax.writing import first_empty, write_slots
 
 
@@ -58,7 +58,8 @@ def step_fn(
         past = past_of(owner, gm, layer, state)
         phase = _query_phase(run, past.tail.pos[past.index], at, x.q.shape[1])
         x = x._replace(q=rotary(layer, q, phase, length))
-        out, received, scores = attend_past(run, past, layer, x, cache.pools, at)
+        gone = answered(gm, layer, state, x.q, params)
+        out, received, scores = attend_past(run, past, layer, x, cache.pools, at, gone)
         received = jax.tree.map(lambda m: jnp.where(append[:, None, None], m, 0.0), received)
         left = published_by(layer, state, None, None, scores)
         if "slots" in layer.publishes or x.k is None:
@@ -67,7 +68,7 @@ def step_fn(
         asked = Asked(() if gm.at_once else received, None, carried(gm, layer, state, inputs))
         if gm.at_once:
             weights = jax.tree.map(lambda w: w[layer.index], weights_of(gm, params["layers"][layer.group]))
-            now = Now(received, x.q, asked.rows, length, append, weights)
+            now = Now(received, x.q, asked.rows, length, append, weights, inputs.fitted)
             state, rows, lost = evict_one(run, gm, layer, state, now)
             out, asked = _broken(out, lost), asked._replace(rows=asked.rows | rows)
         return out, state, left | ({"collected": asked} if any(asked) else {})

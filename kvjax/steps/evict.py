@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Codes, GroupState, Pages, Slots, encode
 from kvjax.choose import grown, judged
+from kvjax.fitted import of_layer
 from kvjax.grammar import Keep
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass, Queries
@@ -24,7 +25,7 @@ from kvjax.protocols import Inputs, Judging, Seen, View
 from kvjax.segments import remember_in_pages
 from kvjax.steps.attend import Received
 from kvjax.steps.run import Run
-from kvjax.words import merged, protected, scored
+from kvjax.words import merged, protected, scored, written
 from kvjax.writing import first_empty, write_slots
 
 NEWEST = repr(Queries(1))
@@ -51,6 +52,7 @@ class Now(NamedTuple):
     length: Int[Array, "B"]
     append: Bool[Array, "B"]
     weights: dict[str, Array] | None = None
+    fitted: dict[str, dict[str, Array]] = {}  # noqa: RUF012 (never written to)
 
 
 def weights_of(gm: GroupMethod, layers: dict[str, Array]) -> dict[str, Array] | None:
@@ -156,7 +158,15 @@ def evict_one(
     observed = {repr(o): o.read(now.rows[repr(o)]) for o in gm.carried} | {NEWEST: (q, length[:, None] - 1)}
     mass = received.get(repr(Mass("sum")))
     seen = Seen(
-        observed | received, mass, length, n, layer.number, run.attention_spec(gm.first), q, now.weights
+        observed | received,
+        mass,
+        length,
+        n,
+        layer.number,
+        run.attention_spec(gm.first),
+        q,
+        now.weights,
+        now.fitted,
     )
     score = _in_order(keep.score, view, seen).astype(jnp.float32)
     lost = _not_numbers(score, one.pos) & append
@@ -169,7 +179,8 @@ def evict_one(
         victim = jnp.where(gone.any(-1), jnp.argmax(gone, -1), one.capacity).astype(jnp.int32)
         stay = (one.pos >= 0) & ~gone
         new, rows = merged(keep.merge, view, stay, victim[..., None], seen, now.rows)
-        slots = _replace_layer(slots, layer.index, k=new.k, v=new.v, bias=new.bias)
+        changed = {name: getattr(new, name) for name in written(keep.merge)}
+        slots = _replace_layer(slots, layer.index, **changed)
     if keep.lower is not None:
         group = _demoted(gm, layer.index, group, view, gone, now.received)
     traces = {name: jnp.where(gone, 0.0, x) for name, x in traces.items()}
@@ -281,7 +292,7 @@ def evict_due(
             leaves, rows = changed[i]
             slots = dataclasses.replace(tails[i], **leaves)
             step = lambda at, s, gm=gm, i=i: _evict_layer(  # noqa: E731
-                run, gm, s, (groups[i].rows, weights_of(gm, params["layers"][i])), at, length, due[i]
+                run, gm, params, s, (groups[i].rows, weights_of(gm, params["layers"][i])), at, length, due[i]
             )
             slots, rows, lost = jax.lax.fori_loop(0, slots.pos.shape[0], step, (slots, rows, lost))
             out[i] = _changing(gm, slots), rows
@@ -310,13 +321,13 @@ def _tail(group: GroupState) -> Slots:
 def _changing(gm: GroupMethod, slots: Slots) -> dict[str, Any]:
     """The arrays of slots that an eviction writes."""
     assert gm.keep is not None
-    merging = ("k", "v", "bias") if gm.keep.merge is not None else ()
-    return {name: getattr(slots, name) for name in ("pos", "traces", *merging)}
+    return {name: getattr(slots, name) for name in ("pos", "traces", *written(gm.keep.merge))}
 
 
 def _evict_layer(
     run: Run,
     gm: GroupMethod,
+    params: Params,
     state: tuple[Slots, dict[str, Any], Bool[Array, "B"]],
     held: tuple[dict[str, Any], dict[str, Array] | None],
     index: Array,
@@ -336,7 +347,11 @@ def _evict_layer(
     view: View = jax.tree.map(lambda x: _taken(x, order), View(keys.k, keys.v, one.pos, one.bias, one.traces))
     mine, weights = jax.tree.map(lambda x: x[index], held)
     observed = {repr(o): o.read(mine[repr(o)]) for o in gm.carried}
-    seen = Seen(observed, None, length, n, gm.first + index, run.attention_spec(gm.first), weights=weights)
+    number = gm.first + index
+    seen = Seen(
+        observed, None, length, n, number, run.attention_spec(gm.first), weights=weights,
+        fitted=of_layer(params, number),
+    )  # fmt: skip
     judging = [repr(t) for t in gm.traces if isinstance(t, Judging)]
     view = judged(gm.traces, view, seen)
     score = scored(keep.score, view, seen).astype(jnp.float32)
@@ -352,7 +367,9 @@ def _evict_layer(
         now: dict[str, Any] = jax.tree.map(lambda x: x[index], rows)
         new, now = merged(keep.merge, view, kept, leaving, seen, now)
         rows = jax.tree.map(lambda x, y: x.at[index].set(y), rows, now)
-        slots = _replace_layer(slots, index, **_where_due(due, back, new, keys, one.bias))
+        changed = _where_due(due, back, new, keys, one.bias)
+        changed = {name: x for name, x in changed.items() if name in written(keep.merge)}
+        slots = _replace_layer(slots, index, **changed)
     stay = _taken(kept, back)
     pos = slots.pos.at[index].set(jnp.where(stay, one.pos, -1))
     said = {

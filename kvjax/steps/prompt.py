@@ -37,7 +37,7 @@ from kvjax.room import widened
 from kvjax.segments import AT_ONCE, Ahead, build, build_group_pages, extend, remember_in_pages, whole_slots
 from kvjax.steps.narrowing import by_token, chosen, narrow_of, narrowing, new_positions, unnarrowed
 from kvjax.steps.observed import by_owner, carried_behind
-from kvjax.steps.run import Run, held, repeated, turn_keys
+from kvjax.steps.run import Run, answered, held, repeated, turn_keys
 from kvjax.words import observations
 
 
@@ -76,7 +76,7 @@ def observe(
     masses = tuple(sorted((o for o in needs if isinstance(o, Mass)), key=repr))
     others = [o for o in needs if not isinstance(o, Mass | Trace)]
     remembered = [t for t in needs if isinstance(t, Trace)]
-    narrow = narrowing(run, at)
+    narrow, gms = narrowing(run, at), run.groups(params)
 
     def attend(layer: Layer, x: Projected, state: GroupState):
         past = _past(layer, state, pools)
@@ -94,8 +94,9 @@ def observe(
         k = None if x.k is None else rotary(layer, x.k, phase, at.length)
         past = [turn_keys(run, layer, keys, at.length) for keys in past]
         new = new_keys(layer, k, x.v, pos)
+        gone = answered(gms[layer.group], layer, state, q, params)
         out, found, scores = attend_new(
-            layer, x, q, new, past, layer.pos, mass=tuple(o.reduction for o in masses),
+            layer, x, q, new, past, layer.pos, gone, mass=tuple(o.reduction for o in masses),
             implementation=run.without_gpu,
         )  # fmt: skip
         taught = of_layer(params, layer.number)
@@ -121,7 +122,7 @@ def observe(
         last = jnp.maximum((narrowed >= 0).sum(-1, dtype=jnp.int32) - 1, 0)
     x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     logits = unembed(params, x, config)
-    fresh = by_owner(run.groups(params), config, ran.collected, masses)
+    fresh = by_owner(gms, config, ran.collected, masses)
     return Prompt(fresh, at, tokens, logits, narrowed, source)
 
 
@@ -202,10 +203,10 @@ def _carried_by_merge(gm: GroupMethod, past: GroupState, view: View) -> dict[str
     """What rows carry of the keep's merge, by its repr [Lg, B, ...]; nothing where it carries nothing."""
     if gm.merge is None:
         return {}
-    name, (layers, b) = repr(gm.merge), view.pos.shape[:2]
+    name, layers = repr(gm.merge), view.pos.shape[0]
     if name in past.rows:
         return {name: past.rows[name]}
-    start = gm.merge.start(b)
+    start = gm.merge.start(jax.tree.map(lambda x: x[0], view))
     return {name: jax.tree.map(lambda x: jnp.broadcast_to(x[None], (layers, *x.shape)), start)}
 
 
@@ -280,7 +281,7 @@ def settled(
     for i, stay in kept.items():
         if gms[i].keep.merge is not None:  # type: ignore[union-attr]
             views[i], carried[i] = merge_evicted(
-                gms[i], views[i], stay, fresh[i], length, run.attention_spec(gms[i].first), carried[i]
+                gms[i], views[i], stay, fresh[i], length, run.attention_spec(gms[i].first), carried[i], params
             )
 
     paged = [i for i in scores if gms[i].paged]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache import GroupState, Slots
+from kvjax.fitted import of_layer
 from kvjax.grammar import Method
 from kvjax.group import GroupMethod, group_method
 from kvjax.models.attending import rotary
@@ -74,6 +76,17 @@ def held(layer: Layer, state: GroupState) -> list[Keys]:
     slots = layer.taken.get("slots")
     group, index = (state, layer.index) if slots is None else (slots.state, 0)
     return [s.layer(index).keys() for s in group.parts if isinstance(s, Slots) and s.capacity]
+
+
+def answered(
+    gm: GroupMethod, layer: Layer, state: GroupState, q: Float[Array, "B N T H"], params: Params
+) -> list[tuple[Array, Array]]:
+    """(out, lse) of a layer's rotated queries over what has left it, where the merge answers for that."""
+    carried = None if gm.answering is None else state.rows.get(repr(gm.answering))
+    if gm.answering is None or carried is None:
+        return []
+    mine = jax.tree.map(lambda x: x[layer.index], carried)
+    return [gm.answering.answer(mine, q, of_layer(params, layer.number))]
 
 
 def ranks_by_position(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:

@@ -294,6 +294,21 @@ def made_up_gate(layers=2, width=32, hidden=8, heads=2):
 GATE, GATE_THRESHOLD = made_up_gate(), 0.4
 
 
+def made_up_kernels(layers=2, heads=4, kv_heads=2, width=16, hidden=6, rank=3):
+    """LESS's kernels that nobody fitted, for the model "4/2"."""
+    rng = np.random.default_rng(8)
+    shapes = {
+        "q1": (heads, width, hidden), "q2": (heads, hidden, rank), "k1": (kv_heads, width, hidden),
+        "k2": (kv_heads, hidden, rank), "mix": (kv_heads, rank, rank), "scale": (kv_heads, rank),
+        "scale_mix": (kv_heads, rank),
+    }  # fmt: skip
+    arrays = {name: rng.normal(size=(layers, *s)).astype(np.float32) for name, s in shapes.items()}
+    return Fitted(arrays, "Residue", "")
+
+
+KERNELS = made_up_kernels()
+
+
 def gate_of(hidden, layer):
     """What the gate says of hidden states [.., D], for every head [.., K]."""
     a = {name: np.asarray(x[layer], np.float64) for name, x in GATE.arrays.items()}
@@ -631,6 +646,11 @@ ROWS = [
     row(
         "cam", dense(half_and_one, extra=4), hyper=dict(following=3), kept=each_layer(received, recent_half),
         victim=h2o_victim(count), leave=merges.cam(3),
+    ),
+    row(
+        "less", lambda s: dense(half_and_one, extra=4)(s) + 4 * s.layers * s.b * s.k * 3 * (s.h + 1),
+        hyper=dict(fitted=KERNELS), kept=each_layer(received, recent_half), victim=h2o_victim(count),
+        leave=merges.Less(KERNELS.arrays, THETA),
     ),
     row("int8", dense(everything, slot=coded(8)), error=0.02),
     row("int4", dense(everything, slot=coded(4, 2)), hyper=dict(group=8), error=0.3),

@@ -335,7 +335,7 @@ def test_stacked_sharded_and_scanned_decoding_equals_the_plain_one(label):
         tokens[b, : len(r)] = r
     lengths = np.array([len(r) for r in MAIN.first], np.int32)
     tokens, lengths = spread((tokens, lengths), mesh, lambda _, x: jax.P("rows"))
-    run = Run(m.config, row.method())
+    run, params = Run(m.config, row.method()), with_fitted(params, row.method())
     logits, cache = steps.prefill(
         run, params, tokens, lengths, None, tokens_bound=T, room=ROOM, compress=True
     )
@@ -374,6 +374,7 @@ def test_gradients_through_a_compressed_cache_are_finite(label):
     @jax.jit
     @jax.grad
     def gradient(params):
+        params = with_fitted(params, row.method())
         a, cache = steps.prefill(run, params, first, lengths, None, tokens_bound=16, room=16, compress=True)
         b, _ = steps.prefill(run, params, second, lengths, cache, tokens_bound=32, room=0, compress=False)
         return jax.nn.logsumexp(a) + jax.nn.logsumexp(b)

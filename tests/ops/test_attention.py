@@ -223,20 +223,20 @@ def test_causal_attention_in_strips_equals_attention_to_past_and_new(
 
     # Four ways in one pass over the same map.
     wanted = (Reduction(mass), Reduction("squares"), Reduction("count", 0.1), Reduction("count", 0.3))
-    out, masses = run(q, new, past, jnp.asarray(pos))
-    want, _, p = by_hand(q, [*past, new], pos, window=window, softcap=2.0)
+    out, lse, masses = run(q, new, past, jnp.asarray(pos))
+    want, want_lse, p = by_hand(q, [*past, new], pos, window=window, softcap=2.0)
     by_set = [
         (grouped(x, K, getattr(np, mass)), *(grouped(y, K, np.sum) for y in (x**2, x > 0.1, x > 0.3)))
         for x in p
     ]
-    close((out, masses), (want, tuple(by_set)))
+    close((out, lse, masses), (want, want_lse, tuple(by_set)))
 
 
 def test_causal_attention_records_no_mass_unless_asked(rng):
     q, _ = make_queries(rng)
     pos = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     new = make_keys(rng, T)._replace(pos=pos[:, None])
-    assert jax.eval_shape(partial(causal_in_strips, scale=SCALE), q, new, (), pos)[1] == ()
+    assert jax.eval_shape(partial(causal_in_strips, scale=SCALE), q, new, (), pos)[2] == ()
 
 
 def test_bfloat16_is_accumulated_in_float32(rng):

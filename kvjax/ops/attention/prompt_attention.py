@@ -27,8 +27,8 @@ def causal_attention(
     mass: tuple[Reduction, ...] = (),
     clip: tuple[float, float] | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B N T V"], tuple[Masses, ...]]:
-    """Attention of T new tokens over `past` sets and over themselves; returns (out, masses).
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
+    """Attention of T new tokens over `past` sets and over themselves; returns (out, lse, masses).
 
     Masses come as (one per past set ..., the new set); `mass` and `clip` are those of
     `kvjax.ops.attention.union.weigh`. The new keys must lie in the order of the queries.
@@ -39,7 +39,7 @@ def causal_attention(
 
     >>> x, pos = jnp.ones((1, 1, 3, 8)), jnp.arange(3)[None]
     >>> summed = (Reduction("sum"),)
-    >>> _, ((found,),) = causal_attention(x, Keys(x, x, pos[:, None]), (), pos, scale=1.0, mass=summed)
+    >>> _, _, ((found,),) = causal_attention(x, Keys(x, x, pos[:, None]), (), pos, scale=1.0, mass=summed)
     >>> [round(x, 2) for x in found[0, 0].tolist()]
     [1.83, 0.83, 0.33]
     """
@@ -51,8 +51,8 @@ def causal_attention(
     parts = [_part(q, s, q_pos, implementation=chosen, **options) for s in sets]
     out, lse = merge(parts) if len(parts) > 1 else parts[0]
     if not mass:
-        return out, ()
-    return out, tuple(_masses(q, s, lse, q_pos, mass, implementation=chosen, **options) for s in sets)
+        return out, lse, ()
+    return out, lse, tuple(_masses(q, s, lse, q_pos, mass, implementation=chosen, **options) for s in sets)
 
 
 def refusal(

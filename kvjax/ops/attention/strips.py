@@ -34,8 +34,8 @@ def causal_in_strips(
     softcap: float | None = None,
     mass: tuple[Reduction, ...] = (),
     clip: tuple[float, float] | None = None,
-) -> tuple[Float[Array, "B N T V"], tuple[Masses, ...]]:
-    """Attention of T new tokens over `past` sets and over themselves; returns (out, masses).
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
+    """Attention of T new tokens over `past` sets and over themselves; returns (out, lse, masses).
 
     Works in strips of queries, so no [T, T] map exists, and a strip hardly touches the new keys behind its
     last row: the causal half is skipped. Masses come as (one per past set ..., the new set). The new keys
@@ -54,7 +54,7 @@ def causal_in_strips(
     def join(x: Array) -> Array:
         return jnp.moveaxis(x, 0, 1).reshape(b, -1, *x.shape[3:])
 
-    def one(part: tuple[Array, Keys, tuple[Keys, ...]]) -> tuple[Array, tuple[Masses, ...]]:
+    def one(part: tuple[Array, Keys, tuple[Keys, ...]]) -> tuple[Array, Array, tuple[Masses, ...]]:
         return whole(part[0], part[1], part[2], q_pos)
 
     parts = jax.tree.map(split, (q, new, tuple(past)))
@@ -70,11 +70,11 @@ def _in_strips(
     window: int | None,
     mass: tuple[Reduction, ...],
     **options: Any,
-) -> tuple[Float[Array, "B N T V"], tuple[Masses, ...]]:
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
     """`causal_in_strips` of all heads at once; `options` are those of `attend`."""
     t = q.shape[2]
     part = -(-t // (PREFIXES * STRIP)) * STRIP
-    outs, total = [], None
+    outs, lses, total = [], [], None
     for start in range(0, t, part):
         stop = min(start + part, t)
         # Right padding keeps positions increasing along a row, so older strips hide nothing newer.
@@ -83,17 +83,17 @@ def _in_strips(
 
         # A gradient recomputes the probabilities, or a long prompt would keep its whole [T, T] map.
         @(jax.checkpoint if t >= REMAT_FROM else lambda f: f)
-        def strip(at: tuple[Array, Array], seen: Keys = seen) -> tuple[Array, tuple[Masses, ...]]:
-            out, _, masses = attend(at[0], (*past, seen), at[1], window=window, mass=mass, **options)
-            return out, masses
+        def strip(at: tuple[Array, Array], seen: Keys = seen) -> tuple[Array, Array, tuple[Masses, ...]]:
+            return attend(at[0], (*past, seen), at[1], window=window, mass=mass, **options)
 
-        out, masses = _by_strips(strip, q[:, :, start:stop], q_pos[:, start:stop], mass)
+        out, lse, masses = _by_strips(strip, q[:, :, start:stop], q_pos[:, start:stop], mass)
         outs.append(out)
+        lses.append(lse)
         if mass:
             wide = jnp.zeros((*new.k.shape[:2], t), masses[-1][0].dtype)
             masses = (*masses[:-1], tuple(wide.at[:, :, first:stop].set(m) for m in masses[-1]))
             total = masses if total is None else _joined(mass, total, masses)
-    return jnp.concatenate(outs, axis=2), total or ()
+    return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=2), total or ()
 
 
 def _joined(mass: tuple[Reduction, ...], a: tuple[Masses, ...], b: tuple[Masses, ...]) -> tuple[Masses, ...]:
@@ -105,27 +105,27 @@ def _joined(mass: tuple[Reduction, ...], a: tuple[Masses, ...], b: tuple[Masses,
 
 
 def _by_strips(
-    strip: Callable[[tuple[Array, Array]], tuple[Array, tuple[Masses, ...]]],
+    strip: Callable[[tuple[Array, Array]], tuple[Array, Array, tuple[Masses, ...]]],
     q: Float[Array, "B N T H"],
     q_pos: Int[Array, "B T"],
     mass: tuple[Reduction, ...] = (),
-) -> tuple[Float[Array, "B N T V"], tuple[Masses, ...]]:
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
     """strip over every STRIP queries, masses joined; a remainder that is not a whole strip goes at once."""
     b, n, t, h = q.shape
     if t <= STRIP or t % STRIP:
         return strip((q, q_pos))
     rows = jnp.moveaxis(q.reshape(b, n, t // STRIP, STRIP, h), 2, 0)
     pos = jnp.moveaxis(q_pos.reshape(b, t // STRIP, STRIP), 1, 0)
-    shapes = jax.eval_shape(strip, (rows[0], pos[0]))[1]
+    shapes = jax.eval_shape(strip, (rows[0], pos[0]))[2]
 
-    def body(masses: tuple[Masses, ...], at: tuple[Array, Array]) -> tuple[tuple[Masses, ...], Array]:
-        out, new = strip(at)
-        return _joined(mass, masses, new), out
+    def body(masses: tuple[Masses, ...], at: tuple[Array, Array]) -> tuple[tuple[Masses, ...], Any]:
+        out, lse, new = strip(at)
+        return _joined(mass, masses, new), (out, lse)
 
     # Masses are never negative, so zero starts a sum and a maximum alike.
     zero = jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), shapes)
-    masses, outs = jax.lax.scan(body, zero, (rows, pos))
-    return jnp.moveaxis(outs, 0, 2).reshape(b, n, t, -1), masses
+    masses, (outs, lses) = jax.lax.scan(body, zero, (rows, pos))
+    return jnp.moveaxis(outs, 0, 2).reshape(b, n, t, -1), jnp.moveaxis(lses, 0, 2).reshape(b, n, t), masses
 
 
 def attend_to_all(
@@ -145,8 +145,8 @@ def attend_to_all(
     sets = [s if s.pos is None else s._replace(pos=jnp.minimum(s.pos, 0)) for s in sets]
 
     @(jax.checkpoint if t >= REMAT_FROM else lambda f: f)
-    def strip(at: tuple[Array, Array]) -> tuple[Array, tuple[Masses, ...]]:
-        return attend(at[0], sets, at[1], scale=scale, softcap=softcap)[0], ()
+    def strip(at: tuple[Array, Array]) -> tuple[Array, Array, tuple[Masses, ...]]:
+        return attend(at[0], sets, at[1], scale=scale, softcap=softcap)
 
     whole = t - t % STRIP
     cuts = [(a, z) for a, z in ((0, whole), (whole, t)) if a < z]

@@ -1,0 +1,180 @@
+"""Kernels that ask a residue for what has left (LESS, arXiv:2402.09398)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import steps
+from kvjax.cache import NOTHING
+from kvjax.errors import InputError
+from kvjax.fitted import Fitted
+from kvjax.fitting.whole import check_whole
+from kvjax.grammar import Method
+from kvjax.keep.residue import asked, summed
+from kvjax.models.attending import new_keys, published_by, rotary
+from kvjax.models.layers import Params
+from kvjax.models.mixer import Layer, Memory, Projected
+from kvjax.models.model import Model
+from kvjax.models.transformer import decode_layers, positions
+from kvjax.ops.attention.union import logits, merge, weigh
+from kvjax.prefilling import padded
+from kvjax.pure import bind
+from kvjax.steps.run import Run, held
+from kvjax.when import PREFILL_END
+
+
+class Batch(NamedTuple):
+    """Texts, the tokens in which each is cut, and which slots stay of what is before the cut."""
+
+    tokens: Int[Array, "B T"]
+    lengths: Int[Array, "B"]
+    cuts: Int[Array, "B"]
+    kept: Bool[Array, "L B K T"]
+
+
+def fit_residue(
+    model: Model,
+    batches: list[list[list[int]]],
+    *,
+    method: Method,
+    rank: int = 8,
+    hidden: int = 512,
+    rate: float = 1e-3,
+    epochs: int = 40,
+    seed: int = 0,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Fitted:
+    """The kernels of a method's `Residue` in every layer, so that a layer gives what it gave with all slots.
+
+    Every text is cut at a place between a quarter and three quarters, which differs from epoch to epoch; what
+    is before it is compressed by the method's keep, and the loss is the mean square of what the queries
+    behind it miss in the layer's output, for every layer by itself. By Adam (arXiv:1412.6980) at learning
+    rate `rate`, one step per batch, in `epochs` readings; rank, hidden: the sizes of the kernels. Raises
+    InputError for a model whose layers are not all plain attention that keeps all tokens, and for a keep of
+    unequal heads or of a budget of 1.0.
+    """
+    check_whole(model, "kernels")
+    run, optimiser = Run(model.config, _without_residue(method, model)), optax.adam(rate)
+    arrays, draw = _drawn(model, rank, hidden, seed), np.random.default_rng(seed)
+    state = optimiser.init(arrays)
+    for rows in progress([rows for _ in range(epochs) for rows in batches]):
+        given = padded(model, rows, None)
+        lengths = np.asarray(given.lengths)
+        share = draw.uniform(0.25, 0.75, len(lengths))
+        cuts = jnp.asarray(np.maximum((lengths * share).astype(np.int32), 1))
+        tokens = jnp.asarray(given.tokens)
+        kept = _kept(run, model.params, tokens, cuts)
+        batch = Batch(tokens, jnp.asarray(lengths), cuts, kept)
+        arrays, state = _improved(optimiser, run, model.params, arrays, state, batch)
+    return Fitted({n: np.asarray(x) for n, x in arrays.items()}, "Residue", model.fingerprint)
+
+
+def _without_residue(method: Method, model: Model) -> Method:
+    """What the method keeps of a prompt, whatever becomes of the rest."""
+    keep = method.keep
+    assert keep is not None
+    if not keep.allocate.uniform or keep.budget.amount == 1.0:
+        raise InputError(
+            f"{method.id} has the budget {keep.budget.amount!r} and {keep.allocate!r}, and its kernels learn "
+            "from what leaves heads of equal budgets: give one below 1.0, such as budget=0.25"
+        )
+    return bind(Method(dataclasses.replace(keep, merge=None, when=PREFILL_END)), model)
+
+
+def _drawn(model: Model, rank: int, hidden: int, seed: int) -> dict[str, Array]:
+    """The kernels before they are fitted, as the authors' code draws them."""
+    c = model.config
+    keys = iter(jax.random.split(jax.random.key(seed), 5))
+
+    def uniform(heads: int, rows: int, columns: int) -> Float[Array, "L K X R"]:
+        most = (6 / (rows + columns)) ** 0.5
+        return jax.random.uniform(next(keys), (c.layers, heads, rows, columns), minval=-most, maxval=most)
+
+    small = jnp.full((c.layers, c.kv_heads, rank), 1e-4, jnp.float32)
+    return {
+        "q1": uniform(c.heads, c.head_dim, hidden),
+        "q2": uniform(c.heads, hidden, rank),
+        "k1": uniform(c.kv_heads, c.head_dim, hidden),
+        "k2": uniform(c.kv_heads, hidden, rank),
+        "mix": uniform(c.kv_heads, rank, rank),
+        "scale": small,
+        "scale_mix": small,
+    }
+
+
+@partial(jax.jit, static_argnames="run")
+def _kept(
+    run: Run, params: Params, tokens: Int[Array, "B T"], cuts: Int[Array, "B"]
+) -> Bool[Array, "L B K T"]:
+    """Which of the tokens before the cuts the method keeps."""
+    most = tokens.shape[1]
+    sizes: dict[str, Any] = dict(tokens_bound=most, room=0, compress=True)
+    cache = steps.prefill(run, params, tokens, cuts, None, **sizes)[1]
+    tails = [group.tail for group in cache.groups]
+    pos = jnp.concatenate([tail.pos for tail in tails if tail is not None])
+    at = jnp.where(pos < 0, most, pos)
+    mark = lambda slots: jnp.zeros(most, bool).at[slots].set(True, mode="drop")  # noqa: E731
+    return jax.vmap(jax.vmap(jax.vmap(mark)))(at)
+
+
+@partial(jax.jit, static_argnames=("optimiser", "run"))
+def _improved(
+    optimiser: optax.GradientTransformation,
+    run: Run,
+    params: Params,
+    arrays: dict[str, Array],
+    state: Any,
+    batch: Batch,
+) -> tuple[dict[str, Array], Any]:
+    """One step on a batch, of all layers at once."""
+    loss = lambda arrays: missed(run, params, arrays, batch).sum()  # noqa: E731
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of an integer step
+        updates, state = optimiser.update(jax.grad(loss)(arrays), state, arrays)
+    improved: Any = optax.apply_updates(arrays, updates)
+    return improved, state
+
+
+def missed(run: Run, params: Params, arrays: dict[str, Array], batch: Batch) -> Float[Array, "L"]:
+    """The mean square of what every layer's output misses behind the cuts, when the rest is asked by kernels.
+
+    Layers see what the layers below give with all slots.
+    """
+    at = positions(batch.tokens, batch.lengths, jnp.zeros_like(batch.lengths))
+    old = (at.pos >= 0) & (at.pos < batch.cuts[:, None])
+    asking = at.pos >= batch.cuts[:, None]
+
+    def attend(layer: Layer, x: Projected, state: Any) -> Any:
+        if x.k is None or x.expand is not None or x.extra is not None or layer.mixer.clip is not None:
+            raise InputError(
+                "kernels are fitted where every layer is plain attention, and this model has another kind: "
+                "use another method"
+            )
+        q, k = (rotary(layer, y, at.pos, at.length) for y in (x.q, x.k))
+        keys = new_keys(layer, k, x.v, at.pos)
+        s = logits(q, keys, at.pos, scale=layer.scale, softcap=run.config.attention_softcap)
+        whole, *_ = weigh([s], [keys])
+        mine = jax.tree.map(lambda y: y[layer.number], arrays)
+        gone = old[:, None] & ~batch.kept[layer.number]
+        near = jnp.where((gone[:, :, None] & asking[:, None, :, None])[:, :, None], -jnp.inf, s)
+        out = merge([weigh([near], [keys])[:2], asked(mine, summed(mine, keys.k, keys.v, gone), q)])[0]
+        error = jnp.moveaxis(out - whole, 1, 2).reshape(*at.pos.shape, -1)
+        w = params["layers"][layer.group]["o"][layer.index].astype(jnp.float32)
+        square = jnp.square(error @ w).mean(-1)
+        lost = jnp.where(asking, square, 0.0).sum() / jnp.maximum(asking.sum(), 1).astype(jnp.float32)
+        return whole.astype(q.dtype), state, published_by(layer, state, k, x.v, None) | {"collected": lost}
+
+    def recur(*_: Any) -> NoReturn:
+        raise AssertionError("no layer has a state")
+
+    memory = Memory(at.pos, attend, recur, held)
+    found = decode_layers(params, batch.tokens, run.config, memory, (NOTHING,) * len(params["layers"]))
+    return jnp.concatenate([jnp.atleast_1d(x) for x in found.collected])
