@@ -27,6 +27,7 @@ _HOMES = {
     "method": "kvjax.methods",
     "chain": "kvjax.grammar",
     "per_layer": "kvjax.methods.per_layer",
+    "by_layer": "kvjax.methods.per_layer",
     "prefill": "kvjax.prefilling",
     "step": "kvjax.stepping",
     "generate": "kvjax.generation",

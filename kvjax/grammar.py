@@ -127,7 +127,8 @@ class Store:
 class Method:
     """A sentence. `spec` says how to build it again: (id, sorted hyper-parameters), or that nothing can.
 
-    reread: which tokens of a prompt are read at all (`kvjax.keep.reread`).
+    reread: which tokens of a prompt are read at all (`kvjax.keep.reread`). layers: instead of all those, a
+    sentence for every layer of the model.
     """
 
     keep: Keep | None = None
@@ -135,11 +136,13 @@ class Method:
     read: Any = None
     spec: tuple[Any, ...] = ()
     reread: Any = None
+    layers: tuple[Method, ...] = ()
 
     def __post_init__(self):
         check_narrow(self.reread)
         parts = (self.keep, self.store, self.read)
         parts += () if self.reread is None else (self.reread,)
+        parts += (self.layers,) if self.layers else ()
         if not self.spec:
             spec = ("full", ()) if parts == (None,) * 3 else ("custom", (repr(parts),))
             object.__setattr__(self, "spec", spec)
@@ -148,8 +151,19 @@ class Method:
     def id(self) -> str:
         return self.spec[0]
 
+    @property
+    def sentences(self) -> tuple[Method, ...]:
+        """The sentence itself, or those of its layers, each once."""
+        return tuple(dict.fromkeys(self.layers)) or (self,)
+
+    def at(self, layer: int) -> Method:
+        """The sentence that a layer follows."""
+        return self.layers[layer] if self.layers else self
+
     def decode_part(self) -> Method:
         """What a decode step depends on: sentences that differ only before it share one program."""
+        if self.layers:
+            return Method(layers=tuple(one.decode_part() for one in self.layers), spec=("decode", ()))
         keep = None
         if self.keep is not None:
             k = self.keep
@@ -168,6 +182,8 @@ class Method:
 
     def protecting(self, *patterns: Pattern) -> Method:
         """The same sentence with more slots that must stay (they count against the budget)."""
+        if self.layers:
+            return dataclasses.replace(self, layers=tuple(one.protecting(*patterns) for one in self.layers))
         if self.keep is None:
             return self
         return dataclasses.replace(
@@ -223,6 +239,8 @@ def _joined(specs: list[tuple[Any, ...]]) -> tuple[Any, ...] | None:
 
 def check(method: Method) -> None:
     """Raises ValueError for sentences that cannot work, when they are built and not when they run."""
+    for one in method.layers:
+        check(one)
     keep, store, read = method.keep, method.store, method.read
     granule, residual = (1, 0) if store is None else (store.granule, store.residual)
     in_steps = keep is not None and keep.when.in_steps
@@ -230,6 +248,7 @@ def check(method: Method) -> None:
     together = granule > 1 or residual > 0
     problems = [
         *([] if keep is None else words.refused(keep)),
+        *words.refused_in_layers(method),
         (
             in_steps and together,
             "evicting while decoding needs a store that encodes tokens one by one, this one encodes "

@@ -100,6 +100,12 @@ def group_method(
     recurrent ones their state and others a context; codecs that encode token by token encode all three, but
     neither window nor state where these would drift. The first `skip_layers` layers keep everything.
     """
+    if len({method.at(i) for i in range(first, first + size)}) > 1:
+        raise ValueError(
+            f"{method.id}: the stacked layers {first} to {first + size - 1} follow several sentences: give "
+            "them one, or layers that are not stacked"
+        )
+    method = method.at(first)
     keep, store, read = method.keep, method.store, method.read
     codecs = (None, None) if store is None else (store.keys, store.values)
     granule = 1 if store is None else store.granule

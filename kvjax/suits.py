@@ -36,6 +36,15 @@ def check_fit(method: Method, config: Config) -> None:
         check(method)
     except ValueError as error:
         raise InputError(str(error)) from error
+    if method.layers:
+        if len(method.layers) != config.layers:
+            raise InputError(
+                f"{len(method.layers)} sentences were given for the {config.layers} layers of this model, "
+                "expected one for each: see kvjax.by_layer"
+            )
+        for one in method.sentences:
+            check_fit(one, config)
+        return
     c = config
     sizes = ModelSizes(c.layers, c.d_model, c.heads, c.kv_heads, c.head_dim)
     for word in fitted_words(method):
@@ -140,6 +149,8 @@ def _check_narrow(method: Method, config: Config) -> None:
 
 def check_block_transformer(method: Method, config: BlockConfig) -> None:
     """InputError where a method cannot act on the block decoder, or its codecs not on both decoders."""
+    if method.layers:
+        _refuse(method, "it is for the layers of one decoder, and this model has two", "one method")
     check_fit(method, config.blocks)
     check_fit(dataclasses.replace(method, keep=None, read=None, reread=None), config.tokens)
     if method.keep is not None and method.keep.probe is not None:
@@ -176,12 +187,13 @@ def last_position(method: Method | None, config: Config | BlockConfig) -> int:
 
 def check_budget(method: Method, tokens: Iterable[int | np.integer], unit: str = "tokens") -> None:
     """InputError where what a method protects is more than its budget, in rows of so many tokens."""
-    keep = method.keep
-    if keep is None or keep.score is None:
-        return
+    keeps = [(one.id, one.keep) for one in method.sentences]
     for length in sorted({int(t) for t in tokens} - {0}):
-        if why := crowded(keep, length, f"{length} {unit}"):
-            raise InputError(f"{method.id}: {why}")
+        for id, keep in keeps:
+            if keep is None or keep.score is None:
+                continue
+            if why := crowded(keep, length, f"{length} {unit}"):
+                raise InputError(f"{id}: {why}")
 
 
 def _refuse(method: Method, why: str, instead: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.when import Full
 
 if TYPE_CHECKING:
-    from kvjax.grammar import Keep
+    from kvjax.grammar import Keep, Method
 from kvjax.protocols import Answering, CarryingMerge, Judging, Preferring, View
 
 # When an observation exists: while many new tokens are read, or in the step of one token.
@@ -148,6 +148,29 @@ def refused(keep: Keep) -> list[tuple[bool, str]]:
             f"{keep.probe!r}: give both the same",
         ),
         *_narrowed(keep),
+    ]
+
+
+def refused_in_layers(method: Method) -> list[tuple[bool, str]]:
+    """(wrong, why) for what cannot be where every layer has a sentence of its own."""
+    if not method.layers:
+        return []
+    alone = (method.keep, method.store, method.read, method.reread) == (None,) * 4
+    parts = [one for one in method.sentences if one.reread is not None]
+    keeps = [one.keep for one in method.sentences if one.keep is not None]
+    whole = [k for k in keeps if k.rank_phase or k.per_query_head or k.probe or k.narrow]
+    return [
+        (not alone or any(one.layers for one in method.sentences), "its layers say all that it does"),
+        (
+            bool(parts or whole),
+            "rank_phase, per_query_head, probes, and what leaves tokens of a prompt out, concern all layers "
+            "together: give layers sentences without them",
+        ),
+        (
+            len({k for k in keeps if not k.allocate.uniform}) > 1,
+            "heads of unequal budgets lie in pages of one keep, and its layers have several: give those that "
+            "have unequal heads the same keep",
+        ),
     ]
 
 

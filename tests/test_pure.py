@@ -43,7 +43,7 @@ def pooled(x):
 
 
 def test_a_probe_is_filled_wherever_a_score_holds_it():
-    m, prompt, inner = kvjax.load("recall-tiny"), [list(range(3, 19))], ProbeAttention(PROBE)
+    m, prompt, inner = model("4/2"), [list(range(3, 19))], ProbeAttention(PROBE)
 
     def found(score):
         method = Method(Keep(score, Budget(0.5), Uniform(), probe=PROBE))

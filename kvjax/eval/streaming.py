@@ -282,8 +282,8 @@ def _watch(
     runner: Runner, entry: Entry, prompt: Prompt, fed: Array, full: Array, chunk: int | None
 ) -> Watched:
     """The tokens behind a prompt under one entry, in pieces where it compresses again after each."""
-    model, keep = runner.model, entry.method.keep
-    again = chunk is not None and keep is not None and keep.score is not None and keep.when == PREFILL_END
+    model, keeps = runner.model, [one.keep for one in entry.method.sentences if one.keep is not None]
+    again = chunk is not None and any(k.score is not None and k.when == PREFILL_END for k in keeps)
     count, size = fed.shape[1] - 1, chunk if again and chunk else fed.shape[1] - 1
     decode = Run(model.config, entry.method.decode_part())
     cache, parts = _compressed(runner, entry, prompt), []

@@ -1,4 +1,4 @@
-"""Other budgets per layer, around any method that selects once, at the end of a prompt."""
+"""Other budgets per layer, around any method that selects once, and other methods per layer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvjax.errors import InputError
 from kvjax.grammar import Method, check
 from kvjax.keep.budget import PerLayer, Uniform
+from kvjax.methods import as_method
 
 
 def per_layer(method: Method, shares: Sequence[float | int | None], *, page: int = 128) -> Method:
@@ -41,4 +42,30 @@ def per_layer(method: Method, shares: Sequence[float | int | None], *, page: int
         check(made)
     except ValueError as error:
         raise InputError(f"{method.id} per layer: {error}") from error
+    return made
+
+
+def by_layer(methods: Sequence[Method | str | None]) -> Method:
+    """A method of its own for every layer of a model: the first one for the first layer, and so on.
+
+    methods: methods, ids of methods that have no budget to choose, or None for layers that keep everything.
+    Layers do not share a budget, unless they have the same method and that shares it. The sentence has no
+    name of its own: write it in a function of a file (`kvjax.methods.user`) where its caches are to be saved.
+
+    Raises InputError for what concerns all layers together: methods that rotate by rank, select per query
+    head, read a prompt twice or leave tokens of it out (such as StreamingLLM, KVzip and FastKV), and two
+    different ones that give heads unequal budgets; and, in a prefill, for another number of layers.
+
+    >>> import kvjax
+    >>> evicting = kvjax.method("snapkv", budget=0.25)
+    >>> kvjax.by_layer([None, "int8", evicting, evicting]).at(1).id
+    'int8'
+    """
+    if isinstance(methods, str) or not isinstance(methods, Sequence) or not methods:
+        raise InputError(f"methods are {methods!r:.80}, expected a list with one for every layer")
+    made = Method(layers=tuple(as_method(one) for one in methods))
+    try:
+        check(made)
+    except ValueError as error:
+        raise InputError(f"a method for every layer: {error}") from error
     return made

@@ -15,7 +15,8 @@ from kvjax.cache import Cache, Paged
 
 def counted(method: Any) -> bool:
     """Whether how many slots a method keeps follows from the data."""
-    return method.keep is not None and hasattr(method.keep.allocate, "threshold")
+    keeps = [one.keep for one in method.sentences]
+    return any(keep is not None and hasattr(keep.allocate, "threshold") for keep in keeps)
 
 
 def trimmed(cache: Cache, bucket: Callable[[int], int]) -> Cache:

@@ -50,7 +50,8 @@ def rows(rows, turn=()):
 
 
 # Every method has a row in the plain suite; these are second rows of one.
-every = rows(ROWS, ("snapkv kvpress", "pyramidkv grouped"))
+SECOND = ("snapkv kvpress", "snapkv grouped", "pyramidkv grouped", "h2o + int8", "adakv + int4")
+every = rows(ROWS, SECOND)
 # Whoever keeps everything: one of every way to evict and to store, the others in turn.
 WHOLE = ("full", "h2o", "tova", "streamingllm", "adakv", "kvzip", "quest")
 
@@ -69,7 +70,7 @@ def test_a_prompt_leaves_the_tokens_that_the_method_says(label):
             assert found[layer][b] == [set(np.flatnonzero(k).tolist()) for k in keep], (layer, b)
 
 
-@rows([r for r in ROWS if r.error is not None], ("snapkv kvpress", "pyramidkv grouped"))
+@rows([r for r in ROWS if r.error is not None], SECOND)
 def test_the_last_token_asked_again_attends_to_what_is_kept(label):
     row = BY_LABEL[label]
     want = []

@@ -200,7 +200,7 @@ def _name_lines(method: str) -> list[str]:
     ['keydiff.py:', 'keydiff +', 'int8']
     """
     lines = [""]
-    for piece in re.split(r"(?<=[\s:,=-])", re.sub(r"[^\s+]*/", "", method)):
+    for piece in re.split(r"(?<=[\s:,=-])", re.sub(r"[^\s+:=,]*/", "", method)):
         if lines[-1] and len((lines[-1] + piece).rstrip()) > _NAME_COLUMNS:
             lines.append("")
         lines[-1] += piece

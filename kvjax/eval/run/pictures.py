@@ -28,7 +28,8 @@ def draw_pictures(model: Model, entries: Sequence[Entry], protocol: str, sample:
     after = [*(() if aware else sample.question), *sample.answer]
     first: dict[str, Entry] = {}
     for entry in entries:
-        if entry.method.keep is not None and entry.method.keep.score is not None:
+        keeps = [one.keep for one in entry.method.sentences]
+        if any(keep is not None and keep.score is not None for keep in keeps):
             first.setdefault(entry.label, entry)
     return [_picture(model, entry, prompt, after) for entry in first.values()]
 
