@@ -59,8 +59,9 @@ MUTANTS = [
     ),
     Mutant(
         "a companion's influence on a budget", "kvjax/choose.py",
-        "    n = keep.budget.count(length)\n    numbers",
-        "    n = keep.budget.count(jnp.full_like(length, length.max()))\n    numbers", METHODS,
+        "gm.keep.score\n    n = keep.budget.count(length)\n",
+        "gm.keep.score\n    n = keep.budget.count(jnp.full_like(length, length.max()))\n",
+        METHODS,
     ),
     Mutant(
         "a trace forgotten between turns", "kvjax/choose.py",
