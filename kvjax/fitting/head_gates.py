@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,17 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import NOTHING
-from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted
-from kvjax.fitting.whole import check_whole
+from kvjax.fitting.whole import check_whole, read_whole
 from kvjax.keep.score import probabilities
-from kvjax.models.attending import new_keys, published_by, rotary
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, rms_norm
-from kvjax.models.mixer import Layer, Memory, Projected
+from kvjax.models.mixer import Layer
 from kvjax.models.model import Model
-from kvjax.models.transformer import decode_layers, positions
-from kvjax.ops.attention.union import logits
+from kvjax.models.transformer import positions
+from kvjax.ops.attention.union import Keys
 from kvjax.prefilling import padded
-from kvjax.steps.run import held
 
 
 def fit_head_gates(
@@ -124,25 +120,12 @@ def _hidden(
     apart = at.pos[:, :, None] - at.pos[:, None]
     far = (apart >= recent) & (at.pos[:, None] >= sinks)
 
-    def attend(layer: Layer, x: Projected, state: Any) -> Any:
-        if x.k is None or x.expand is not None or x.extra is not None or layer.mixer.clip is not None:
-            raise InputError(
-                "gates of heads are fitted where every layer is plain attention, and this model has another "
-                "kind: use another method"
-            )
-        q, k = (rotary(layer, y, at.pos, at.length) for y in (x.q, x.k))
-        keys = new_keys(layer, k, x.v, at.pos)
-        s = logits(q, keys, at.pos, scale=layer.scale, softcap=config.attention_softcap)
+    def attention(layer: Layer, q: Array, keys: Keys, s: Array) -> tuple[Array, None]:
         near = jnp.where(far[:, None, None], -jnp.inf, s)
         values = keys.v.astype(s.dtype)
         whole, part = (jnp.einsum("bkgts,bksv->bkgtv", probabilities(y), values) for y in (s, near))
         out = part + gates[layer.number][None, :, None, None, None] * (whole - part)
-        out = out.reshape(*q.shape[:3], -1).astype(q.dtype)
-        return out, state, published_by(layer, state, k, x.v, None) | {"collected": None}
+        return out.reshape(*q.shape[:3], -1), None
 
-    def recur(*_: Any) -> NoReturn:
-        raise AssertionError("no layer has a state")
-
-    memory = Memory(at.pos, attend, recur, held)
-    x = decode_layers(params, tokens, config, memory, (NOTHING,) * len(params["layers"])).x
+    x = read_whole(config, params, tokens, at, attention, "gates of heads").x
     return rms_norm(x, params["norm"], config.norm_eps, config.norm_offset).astype(jnp.float32)

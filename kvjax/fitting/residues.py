@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +14,19 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import steps
-from kvjax.cache import NOTHING
 from kvjax.errors import InputError
 from kvjax.fitted import Fitted
-from kvjax.fitting.whole import check_whole
+from kvjax.fitting.whole import check_whole, read_whole
 from kvjax.grammar import Method
 from kvjax.keep.residue import asked, summed
-from kvjax.models.attending import new_keys, published_by, rotary
 from kvjax.models.layers import Params
-from kvjax.models.mixer import Layer, Memory, Projected
+from kvjax.models.mixer import Layer
 from kvjax.models.model import Model
-from kvjax.models.transformer import decode_layers, positions
-from kvjax.ops.attention.union import logits, merge, weigh
+from kvjax.models.transformer import positions
+from kvjax.ops.attention.union import Keys, merge, weigh
 from kvjax.prefilling import padded
 from kvjax.pure import bind
-from kvjax.steps.run import Run, held
+from kvjax.steps.run import Run
 from kvjax.when import PREFILL_END
 
 
@@ -152,15 +150,7 @@ def missed(run: Run, params: Params, arrays: dict[str, Array], batch: Batch) -> 
     old = (at.pos >= 0) & (at.pos < batch.cuts[:, None])
     asking = at.pos >= batch.cuts[:, None]
 
-    def attend(layer: Layer, x: Projected, state: Any) -> Any:
-        if x.k is None or x.expand is not None or x.extra is not None or layer.mixer.clip is not None:
-            raise InputError(
-                "kernels are fitted where every layer is plain attention, and this model has another kind: "
-                "use another method"
-            )
-        q, k = (rotary(layer, y, at.pos, at.length) for y in (x.q, x.k))
-        keys = new_keys(layer, k, x.v, at.pos)
-        s = logits(q, keys, at.pos, scale=layer.scale, softcap=run.config.attention_softcap)
+    def attention(layer: Layer, q: Array, keys: Keys, s: Array) -> tuple[Array, Array]:
         whole, *_ = weigh([s], [keys])
         mine = jax.tree.map(lambda y: y[layer.number], arrays)
         gone = old[:, None] & ~batch.kept[layer.number]
@@ -169,12 +159,7 @@ def missed(run: Run, params: Params, arrays: dict[str, Array], batch: Batch) -> 
         error = jnp.moveaxis(out - whole, 1, 2).reshape(*at.pos.shape, -1)
         w = params["layers"][layer.group]["o"][layer.index].astype(jnp.float32)
         square = jnp.square(error @ w).mean(-1)
-        lost = jnp.where(asking, square, 0.0).sum() / jnp.maximum(asking.sum(), 1).astype(jnp.float32)
-        return whole.astype(q.dtype), state, published_by(layer, state, k, x.v, None) | {"collected": lost}
+        return whole, jnp.where(asking, square, 0.0).sum() / jnp.maximum(asking.sum(), 1).astype(jnp.float32)
 
-    def recur(*_: Any) -> NoReturn:
-        raise AssertionError("no layer has a state")
-
-    memory = Memory(at.pos, attend, recur, held)
-    found = decode_layers(params, batch.tokens, run.config, memory, (NOTHING,) * len(params["layers"]))
-    return jnp.concatenate([jnp.atleast_1d(x) for x in found.collected])
+    found = read_whole(run.config, params, batch.tokens, at, attention, "kernels").collected
+    return jnp.concatenate([jnp.atleast_1d(x) for x in found])
