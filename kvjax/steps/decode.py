@@ -22,7 +22,9 @@ from kvjax.ops.decode.stacked_decode import LANES, on_lanes, stacked_append
 from kvjax.protocols import Inputs
 from kvjax.segments import flush_in_place, is_full
 from kvjax.steps.attend import attend_past, past_of
-from kvjax.steps.evict import Asked, Now, carried, evict_due, evict_one, evict_shared, remember, weights_of
+from kvjax.steps.evict import Now, evict_one, evict_shared, tail_of
+from kvjax.steps.evict_due import evict_due
+from kvjax.steps.remember import Asked, carried, remember, weights_of
 from kvjax.steps.run import Run, answered, held, repeated
 from kvjax.writing import first_empty, write_slots
 
@@ -52,7 +54,7 @@ def step_fn(
             k = x.k if run.rank_phase else rotary(layer, x.k, at[:, None], length)
             v = None if x.v is None else repeated(run, gm.first, x.v)
             inputs = _inputs(params, layer, x, at, length, append)
-            traces = {repr(t): t.start(inputs, _tail(state).kv_heads) for t in gm.traces}
+            traces = {repr(t): t.start(inputs, tail_of(state).kv_heads) for t in gm.traces}
             where = jnp.where(append, at, -1)
             state = _append(run, layer, state, repeated(run, gm.first, k), v, where, traces)
         past = past_of(owner, gm, layer, state)
@@ -114,7 +116,7 @@ def _append(
     run: Run, layer: Layer, state: GroupState, k: Array, v: Array | None, pos: Int[Array, "B"],
     traces: dict[str, Float[Array, "B K 1"]],
 ) -> GroupState:  # fmt: skip
-    tail = _tail(state)
+    tail = tail_of(state)
     slot = jnp.where(pos[:, None] >= 0, first_empty(tail.pos[layer.index]), -1)
     spread = jnp.broadcast_to(pos[None, :, None, None], (1, *slot.shape, 1))
     write = partial(
@@ -141,12 +143,6 @@ def _form_of_append(run: Run, tail: Slots, new: Array) -> str:
     return form("append", run.without_gpu, tail, new, tpu=why)
 
 
-def _tail(state: GroupState) -> Slots:
-    """The slots that new tokens go to."""
-    assert state.tail is not None
-    return state.tail
-
-
 def _flushed(gms: tuple[GroupMethod, ...], groups: tuple[GroupState, ...]) -> tuple[GroupState, ...]:
     """Where any tail is full, all give what they can to the bodies before them.
 
@@ -156,7 +152,7 @@ def _flushed(gms: tuple[GroupMethod, ...], groups: tuple[GroupState, ...]) -> tu
     split = {i: group for i, (gm, group) in enumerate(zip(gms, groups, strict=True)) if gm.split}
     if not split:
         return groups
-    full = [is_full(gms[i], _tail(group)) for i, group in split.items()]
+    full = [is_full(gms[i], tail_of(group)) for i, group in split.items()]
 
     def flush(_: Any, split: dict[int, Any]) -> dict[int, Any]:
         return {i: flush_in_place(gms[i], group) for i, group in split.items()}
