@@ -28,15 +28,15 @@ from kvjax.eval.report.scores_section import Picture
 from kvjax.eval.run.cellplan import Custom, Entry, plan_cells
 from kvjax.eval.run.command import command_of
 from kvjax.eval.run.log import UnitLog, check_out, writing
-from kvjax.eval.run.memory import fitting_rows, peak_bytes
+from kvjax.eval.run.memory import peak_bytes
 from kvjax.eval.run.pictures import draw_pictures
+from kvjax.eval.run.plan import Batch, Plan, batches_of, check_protocols, planned, seeds_of
 from kvjax.eval.run.revision import revision
-from kvjax.eval.run.runner import Runner, Unit, bare_method, programs, two_at_a_time
+from kvjax.eval.run.runner import Runner, Unit, programs, two_at_a_time
 from kvjax.eval.run.timings import timings_of
 from kvjax.eval.streaming import compare_text
-from kvjax.eval.tasks.rows import PROTOCOLS, Rows, forced_length, make_rows
-from kvjax.eval.tasks.sample import LENGTH, Sample, Suite, most_new_tokens, new_tokens
-from kvjax.eval.tasks.suite import make_suite
+from kvjax.eval.tasks.rows import Rows, forced_length, make_rows
+from kvjax.eval.tasks.sample import LENGTH, most_new_tokens
 from kvjax.files import write_atomic
 from kvjax.gin_bindings import load_preset
 from kvjax.inputs import listed, whole_number
@@ -44,14 +44,9 @@ from kvjax.loading import load
 from kvjax.methods.user import sources
 from kvjax.models.model import Model, check_single
 from kvjax.steps import Prompt
-from kvjax.suits import check_budget
 
 SCHEMA = 1
 SAMPLES = 32
-# All contexts are drawn before anything runs, and held.
-MOST_SAMPLES = 100_000
-# Rows per batch: enough to fill the matrix units, few enough to stay in a CPU's cache.
-BATCH_ROWS = 40
 # Batches whose seconds are measured, per cell and number of rows.
 TIMED = 3
 
@@ -98,7 +93,7 @@ def compare(
     console = console or make_console()
     listed(methods=methods, budgets=budgets, tasks=tasks, protocols=protocols, seeds=seeds)
     length = None if length is None else whole_number("length", length, 1, "tokens per context")
-    seeds = _seeds(seed, seeds, text)
+    seeds = seeds_of(seed, seeds, text)
     command = command_of(
         model=model if isinstance(model, str) else model.name,
         methods=[m if isinstance(m, str) else m[0] for m in methods or ()],
@@ -107,7 +102,7 @@ def compare(
     )  # fmt: skip
     samples = SAMPLES if samples is None else samples
     protocols = tuple(dict.fromkeys(protocols))
-    _check(protocols, samples)
+    check_protocols(protocols, samples)
     if scores and text is not None:
         raise InputError(
             "--scores was given with --text, expected questions, whose answers attend: remove one of both"
@@ -127,21 +122,8 @@ def compare(
             resume=resume, about={**_about(loaded), "command": command}, console=console,
         )  # fmt: skip
         return Comparison([], found, {}, {}, folder)
-    suites = [make_suite(loaded, tasks, length=length, seed=one, contexts=samples) for one in seeds]
-    suite = suites[0]
-    if suite.sources and len(suites) > 1:
-        raise InputError(
-            "--seeds draws built-in questions anew, and those of a file are the same under every seed: leave "
-            "--seeds away"
-        )
-    for p in protocols:
-        suite.rows(0, p)
-    preset = preset or ("short" if suite.length <= 1024 else "long")
-    entries = plan_cells(loaded, methods, budgets, preset)
-    samples = min(samples, suite.contexts or samples)
-    drawn = dict(zip(seeds, suites, strict=True))
-    plan = _Plan(loaded, drawn, entries, protocols, samples, bucket(suite.length))
-    batches = _batches(plan)
+    plan, preset = planned(loaded, methods, budgets, tasks, protocols, samples, length, seeds, preset)
+    batches = batches_of(plan)
     settings = _settings(plan, preset)
     log = UnitLog(folder, settings, resume, (*Unit._fields, "read_s", "batch"))
     try:
@@ -149,62 +131,11 @@ def compare(
     finally:
         log.close()
     metrics = {"settings": settings, "command": command}
-    pictures = draw_pictures(loaded, entries, protocols[0], batches[0].rows[0][0]) if scores else []
+    pictures = draw_pictures(loaded, plan.entries, protocols[0], batches[0].rows[0][0]) if scores else []
     return _report(plan, batches, log, metrics, pictures, folder, started, console)
 
 
-def _seeds(seed: int, seeds: Sequence[int] | None, text: str | Path | None) -> tuple[int, ...]:
-    """The seeds of a run; InputError where they do not fit together."""
-    several = (seed,) if seeds is None else tuple(seeds)
-    for one in several:
-        if isinstance(one, bool) or not isinstance(one, int | np.integer) or one < 0:
-            raise InputError(f"seed is {one!r}, expected a whole number >= 0, such as 0")
-    if seeds is None:
-        return several
-    if seed or not several or len({*several}) < len(several):
-        raise InputError(
-            f"--seeds {' '.join(map(str, several))} and --seed {seed} were given, expected one of both, and "
-            "every seed once: leave the others away"
-        )
-    if text is not None and len(several) > 1:
-        raise InputError(
-            "--seeds was given with --text, whose windows would overlap between seeds: raise --samples"
-        )
-    return several
-
-
-def _check(protocols: Sequence[str], samples: int) -> None:
-    for p in protocols:
-        if p not in PROTOCOLS:
-            raise InputError(f"unknown protocol {p!r}: choose from {', '.join(PROTOCOLS)}")
-    whole_number("samples", samples, 1, "contexts", MOST_SAMPLES)
-
-
-class _Plan(NamedTuple):
-    """What runs; `suites` by seed differ in what they draw, `contexts` is how many each draws."""
-
-    model: Model
-    suites: dict[int, Suite]
-    entries: list[Entry]
-    protocols: tuple[str, ...]
-    contexts: int
-    tokens: int
-
-    @property
-    def suite(self) -> Suite:
-        return next(iter(self.suites.values()))
-
-
-class _Batch(NamedTuple):
-    """Rows that are read at once: whole contexts of one protocol and one seed."""
-
-    protocol: str
-    number: int
-    seed: int
-    rows: list[Sequence[Sample]]
-
-
-def _settings(plan: _Plan, preset: str) -> dict[str, Any]:
+def _settings(plan: Plan, preset: str) -> dict[str, Any]:
     seeds = list(plan.suites)
     return {
         "schema": SCHEMA,
@@ -222,41 +153,7 @@ def _settings(plan: _Plan, preset: str) -> dict[str, Any]:
     }
 
 
-def _batches(plan: _Plan) -> list[_Batch]:
-    """Every batch; a batch holds whole contexts. InputError where positions or a budget do not suffice."""
-    itemsize = jax.tree.leaves(plan.model.params)[0].dtype.itemsize
-    out = []
-    for protocol in plan.protocols:
-        drawn = {
-            s: [suite.rows(i, protocol) for i in range(plan.contexts)] for s, suite in plan.suites.items()
-        }
-        rows = [context for contexts in drawn.values() for context in contexts]
-        _check_positions(plan.model, protocol, rows)
-        for entry in plan.entries:
-            check_budget(bare_method(entry.method), (len(row[0].context) for c in rows for row in c))
-        size = fitting_rows(plan.model.config, plan.tokens, itemsize, BATCH_ROWS)
-        per = max(1, size // max(len(r) for r in rows))
-        pieces = [(s, at) for s in drawn for at in range(0, plan.contexts, per)]
-        for number, (seed, start) in enumerate(pieces):
-            several = [r for context in drawn[seed][start : start + per] for r in context]
-            out.append(_Batch(protocol, number, seed, several))
-    # Protocols in turn, so that a look at a half-finished run shows all of them.
-    return sorted(out, key=lambda b: b.number)
-
-
-def _check_positions(model: Model, protocol: str, rows: list[list[Sequence[Sample]]]) -> None:
-    """InputError where a row, its questions and its answers reach beyond the model's positions."""
-    asked = lambda s: len(s.question) + len(s.answer) + new_tokens(s)  # noqa: E731
-    longest = max(len(row[0].context) + sum(map(asked, row)) for context in rows for row in context)
-    last = model.config.max_positions
-    if longest > last:
-        raise InputError(
-            f"{protocol} prompts with their questions and answers take {longest} tokens, and {model.name} "
-            f"has {last} positions: give a --length that is {longest - last} tokens shorter"
-        )
-
-
-def _arrays(plan: _Plan, batches: list[_Batch]) -> list[Rows]:
+def _arrays(plan: Plan, batches: list[Batch]) -> list[Rows]:
     forced = bucket(max(forced_length(b.rows) for b in batches))
     size: dict[str, int] = {}
     for b in batches:
@@ -268,7 +165,7 @@ def _key(protocol: str, number: int, entry: Entry) -> str:
     return f"{protocol}/{number}/{entry.label}/{entry.budget!r}"
 
 
-def _run(plan: _Plan, batches: list[_Batch], log: UnitLog, console: Console) -> None:
+def _run(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> None:
     arrays = _arrays(plan, batches)
     room = arrays[0].forced.shape[1] + max(most_new_tokens(b.rows) for b in batches)
     runner = Runner(plan.model, plan.suite, plan.entries, plan.tokens, room)
@@ -314,7 +211,7 @@ def _units(
         yield entry, unit(entry, alone=True)
 
 
-def _examples(plan: _Plan, batches: list[_Batch], log: UnitLog) -> list[dict[str, Any]]:
+def _examples(plan: Plan, batches: list[Batch], log: UnitLog) -> list[dict[str, Any]]:
     """The first question of every protocol, with what each method kept of its prompt."""
     found = []
     for protocol in plan.protocols:
@@ -354,8 +251,8 @@ def _about(model: Model) -> dict[str, Any]:
 
 
 def _report(
-    plan: _Plan,
-    batches: list[_Batch],
+    plan: Plan,
+    batches: list[Batch],
     log: UnitLog,
     given: dict[str, Any],
     pictures: list[Picture],

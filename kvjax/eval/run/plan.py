@@ -1,0 +1,140 @@
+"""What a comparison runs: its cells, its questions, and the batches in which they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from kvjax.chunking import bucket
+from kvjax.errors import InputError
+from kvjax.eval.run.cellplan import Custom, Entry, plan_cells
+from kvjax.eval.run.memory import fitting_rows
+from kvjax.eval.run.runner import bare_method
+from kvjax.eval.tasks.rows import PROTOCOLS
+from kvjax.eval.tasks.sample import Sample, Suite, new_tokens
+from kvjax.eval.tasks.suite import make_suite
+from kvjax.inputs import whole_number
+from kvjax.models.model import Model
+from kvjax.suits import check_budget
+
+# All contexts are drawn before anything runs, and held.
+MOST_SAMPLES = 100_000
+# Rows per batch: enough to fill the matrix units, few enough to stay in a CPU's cache.
+BATCH_ROWS = 40
+
+
+class Plan(NamedTuple):
+    """What runs; `suites` by seed differ in what they draw, `contexts` is how many each draws."""
+
+    model: Model
+    suites: dict[int, Suite]
+    entries: list[Entry]
+    protocols: tuple[str, ...]
+    contexts: int
+    tokens: int
+
+    @property
+    def suite(self) -> Suite:
+        return next(iter(self.suites.values()))
+
+
+class Batch(NamedTuple):
+    """Rows that are read at once: whole contexts of one protocol and one seed."""
+
+    protocol: str
+    number: int
+    seed: int
+    rows: list[Sequence[Sample]]
+
+
+def seeds_of(seed: int, seeds: Sequence[int] | None, text: str | Path | None) -> tuple[int, ...]:
+    """The seeds of a run; InputError where they do not fit together."""
+    several = (seed,) if seeds is None else tuple(seeds)
+    for one in several:
+        if isinstance(one, bool) or not isinstance(one, int | np.integer) or one < 0:
+            raise InputError(f"seed is {one!r}, expected a whole number >= 0, such as 0")
+    if seeds is None:
+        return several
+    if seed or not several or len({*several}) < len(several):
+        raise InputError(
+            f"--seeds {' '.join(map(str, several))} and --seed {seed} were given, expected one of both, and "
+            "every seed once: leave the others away"
+        )
+    if text is not None and len(several) > 1:
+        raise InputError(
+            "--seeds was given with --text, whose windows would overlap between seeds: raise --samples"
+        )
+    return several
+
+
+def check_protocols(protocols: Sequence[str], samples: int) -> None:
+    for p in protocols:
+        if p not in PROTOCOLS:
+            raise InputError(f"unknown protocol {p!r}: choose from {', '.join(PROTOCOLS)}")
+    whole_number("samples", samples, 1, "contexts", MOST_SAMPLES)
+
+
+def planned(
+    model: Model,
+    methods: Sequence[str | Custom] | None,
+    budgets: Sequence[float | int] | None,
+    tasks: Sequence[str] | None,
+    protocols: tuple[str, ...],
+    samples: int,
+    length: int | None,
+    seeds: tuple[int, ...],
+    preset: str | None,
+) -> tuple[Plan, str]:
+    """What runs, and the preset; InputError for tasks, protocols or methods that cannot."""
+    suites = [make_suite(model, tasks, length=length, seed=one, contexts=samples) for one in seeds]
+    suite = suites[0]
+    if suite.sources and len(suites) > 1:
+        raise InputError(
+            "--seeds draws built-in questions anew, and those of a file are the same under every seed: leave "
+            "--seeds away"
+        )
+    for p in protocols:
+        suite.rows(0, p)
+    preset = preset or ("short" if suite.length <= 1024 else "long")
+    entries = plan_cells(model, methods, budgets, preset)
+    samples = min(samples, suite.contexts or samples)
+    drawn = dict(zip(seeds, suites, strict=True))
+    return Plan(model, drawn, entries, protocols, samples, bucket(suite.length)), preset
+
+
+def batches_of(plan: Plan) -> list[Batch]:
+    """Every batch; a batch holds whole contexts. InputError where positions or a budget do not suffice."""
+    itemsize = jax.tree.leaves(plan.model.params)[0].dtype.itemsize
+    out = []
+    for protocol in plan.protocols:
+        drawn = {
+            s: [suite.rows(i, protocol) for i in range(plan.contexts)] for s, suite in plan.suites.items()
+        }
+        rows = [context for contexts in drawn.values() for context in contexts]
+        _check_positions(plan.model, protocol, rows)
+        for entry in plan.entries:
+            check_budget(bare_method(entry.method), (len(row[0].context) for c in rows for row in c))
+        size = fitting_rows(plan.model.config, plan.tokens, itemsize, BATCH_ROWS)
+        per = max(1, size // max(len(r) for r in rows))
+        pieces = [(s, at) for s in drawn for at in range(0, plan.contexts, per)]
+        for number, (seed, start) in enumerate(pieces):
+            several = [r for context in drawn[seed][start : start + per] for r in context]
+            out.append(Batch(protocol, number, seed, several))
+    # Protocols in turn, so that a look at a half-finished run shows all of them.
+    return sorted(out, key=lambda b: b.number)
+
+
+def _check_positions(model: Model, protocol: str, rows: list[list[Sequence[Sample]]]) -> None:
+    """InputError where a row, its questions and its answers reach beyond the model's positions."""
+    asked = lambda s: len(s.question) + len(s.answer) + new_tokens(s)  # noqa: E731
+    longest = max(len(row[0].context) + sum(map(asked, row)) for context in rows for row in context)
+    last = model.config.max_positions
+    if longest > last:
+        raise InputError(
+            f"{protocol} prompts with their questions and answers take {longest} tokens, and {model.name} "
+            f"has {last} positions: give a --length that is {longest - last} tokens shorter"
+        )
