@@ -206,6 +206,11 @@ def chain(*parts: Keep | Store | Read | Method, spec: tuple[Any, ...] | None = N
             {"keep": part} if isinstance(part, Keep) else {"store": part} if isinstance(part, Store) else None
         )
         if isinstance(part, Method):
+            if part.layers:
+                raise ValueError(
+                    f"{part.id} has a method of its own for every layer, which no chain can add to: chain "
+                    "the methods of its layers"
+                )
             verbs = ("keep", "store", "read", "reread")
             pieces = {n: getattr(part, n) for n in verbs if getattr(part, n) is not None}
             specs.append(part.spec)

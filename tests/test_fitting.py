@@ -163,10 +163,26 @@ def test_fitted_kernels_miss_less_than_eviction_and_the_cut_is_what_the_method_k
 
 
 def test_kernels_are_fitted_under_the_budget_that_is_given():
-    with pytest.raises(InputError, match=r"less has the budget 1\.0 .* such as budget=0\.25"):
+    with pytest.raises(InputError, match=r"less has the budget 1\.0 .* as in budget=0\.25"):
         kvjax.fit(model("4/2"), "less", ROWS)
     with pytest.raises(InputError, match="kvzap does not depend on a budget"):
         kvjax.fit(model("4/2"), "kvzap", ROWS, budget=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(hidden=0), "hidden is 0, expected at least 1"),
+        (dict(rank=1.5), "rank is 1.5"),
+        (dict(epochs=0), "epochs is 0"),
+        (dict(rate=float("nan")), "rate"),
+        (dict(rate=1e30, epochs=3, hidden=4), "is not finite: lower rate="),
+        (dict(budget=4000), "from what leaves heads of equal budgets, of 24 tokens at most"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        kvjax.fit(model("4/2"), "less", ROWS, **dict(budget=0.5) | options)
 
 
 def test_a_gate_reads_the_contexts_of_questions():

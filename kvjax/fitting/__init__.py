@@ -9,6 +9,8 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted, fitted_words
@@ -17,6 +19,7 @@ from kvjax.fitting.head_gates import fit_head_gates
 from kvjax.fitting.profiles import fit_profile
 from kvjax.fitting.residues import fit_residue
 from kvjax.grammar import Method
+from kvjax.inputs import finite_number, whole_number
 from kvjax.keep.gate import HiddenGate
 from kvjax.keep.profile import Profile
 from kvjax.keep.residue import Residue
@@ -82,10 +85,33 @@ def fit(
         if name not in known:
             takes = ", ".join(known) or "none"
             raise InputError(f"what is fitted for {chosen.id} has no option {name!r}, it takes {takes}")
+        _check_option(name, options[name])
     read = _samples(chosen, texts) if found.asks else _rows(texts)
     batches = [read[i : i + batch] for i in range(0, len(read), batch)]
     options |= {"method": chosen} if found.evicts else {}
-    return found.fit(model, batches, progress=progress, **options)
+    fitted = found.fit(model, batches, progress=progress, **options)
+    if not all(np.isfinite(x).all() for x in fitted.arrays.values()):
+        raise InputError(f"what was fitted for {chosen.id} is not finite: lower rate=, or look at the texts")
+    return fitted
+
+
+# The least that whole numbers may be, and what they count; all other options are numbers from 0 on.
+_WHOLE = {
+    "hidden": (0, "hidden channels"),
+    "rank": (1, "dimensions"),
+    "epochs": (1, "readings"),
+    "seed": (0, "seeds to skip"),
+    "sinks": (0, "first tokens"),
+    "recent": (1, "newest tokens"),
+}
+
+
+def _check_option(name: str, value: Any) -> None:
+    if name in _WHOLE:
+        least, what = _WHOLE[name]
+        whole_number(name, value, least, what)
+    else:
+        finite_number(name, value, 0.0)
 
 
 def options_of(method: Method | str) -> list[str]:

@@ -57,10 +57,11 @@ def fit_residue(
     is before it is compressed by the method's keep, and the loss is the mean square of what the queries
     behind it miss in the layer's output, for every layer by itself. By Adam (arXiv:1412.6980) at learning
     rate `rate`, one step per batch, in `epochs` readings; rank, hidden: the sizes of the kernels. Raises
-    InputError for a model whose layers are not all plain attention that keeps all tokens, and for a keep of
-    unequal heads or of a budget of 1.0.
+    InputError for a model whose layers are not all plain attention that keeps all tokens, for a keep of
+    unequal heads, and for a budget under which nothing leaves.
     """
     check_whole(model, "kernels")
+    _check(method, hidden, max(len(row) for rows in batches for row in rows))
     run, optimiser = Run(model.config, _without_residue(method, model)), optax.adam(rate)
     arrays, draw = _drawn(model, rank, hidden, seed), np.random.default_rng(seed)
     state = optimiser.init(arrays)
@@ -76,16 +77,23 @@ def fit_residue(
     return Fitted({n: np.asarray(x) for n, x in arrays.items()}, "Residue", model.fingerprint)
 
 
-def _without_residue(method: Method, model: Model) -> Method:
-    """What the method keeps of a prompt, whatever becomes of the rest."""
+def _check(method: Method, hidden: int, longest: int) -> None:
     keep = method.keep
     assert keep is not None
-    if not keep.allocate.uniform or keep.budget.amount == 1.0:
+    most = max(longest * 3 // 4, 1)
+    if not keep.allocate.uniform or keep.budget.capacity(most) >= most:
         raise InputError(
             f"{method.id} has the budget {keep.budget.amount!r} and {keep.allocate!r}, and its kernels learn "
-            "from what leaves heads of equal budgets: give one below 1.0, such as budget=0.25"
+            f"from what leaves heads of equal budgets, of {most} tokens at most: give less, as in budget=0.25"
         )
-    return bind(Method(dataclasses.replace(keep, merge=None, when=PREFILL_END)), model)
+    if hidden < 1:
+        raise InputError(f"hidden is {hidden}, expected at least 1: kernels have a hidden layer")
+
+
+def _without_residue(method: Method, model: Model) -> Method:
+    """What the method keeps of a prompt, whatever becomes of the rest."""
+    assert method.keep is not None
+    return bind(Method(dataclasses.replace(method.keep, merge=None, when=PREFILL_END)), model)
 
 
 def _drawn(model: Model, rank: int, hidden: int, seed: int) -> dict[str, Array]:

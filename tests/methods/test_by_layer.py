@@ -97,6 +97,8 @@ def test_what_concerns_all_layers_or_two_kinds_of_pages_is_refused():
         kvjax.by_layer([BY_LABEL["adakv"].method(), gated])
     with pytest.raises(InputError, match="its layers say all"):
         kvjax.by_layer([kvjax.by_layer([None, None]), None])
+    with pytest.raises(ValueError, match="which no chain can add to"):
+        kvjax.chain(kvjax.by_layer([None, None]), kvjax.method("int8"))
     with pytest.raises(InputError, match="expected a list with one for every layer"):
         kvjax.by_layer("int8")
     with pytest.raises(ValueError, match="needs budget="):
