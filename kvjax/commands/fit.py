@@ -42,6 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=whole(1), metavar="R", help="of LESS's kernels (default: 8)")
     parser.add_argument("--epochs", type=whole(1), metavar="N", help="readings, where one is not enough")
     parser.add_argument("--budget", metavar="B", help="for methods that learn from what leaves")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="other options of the fit, as in kvjax.fit: rate=0.01, or DuoAttention's penalty and recent",
+    )
     parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of the draws (default: 0)")
     parser.add_argument("--out", required=True, metavar="FILE", help="where to write it, as safetensors")
 
@@ -56,9 +63,9 @@ def run(args: argparse.Namespace) -> None:
     from kvjax.eval.streaming import read_windows
     from kvjax.eval.tasks.suite import make_suite
     from kvjax.fitted import save_fitted
-    from kvjax.fitting import fit, options_of
+    from kvjax.fitting import fit, learns_from_questions, options_of
     from kvjax.loading import load
-    from kvjax.methods.parse import parse_budget
+    from kvjax.methods.parse import parse_budget, read_options
 
     if args.text is not None and args.tasks is not None:
         raise InputError("--text and --tasks were both given: fit on one of them")
@@ -72,13 +79,16 @@ def run(args: argparse.Namespace) -> None:
         texts = windows.tokens.tolist()
     else:
         suite, texts, index = make_suite(model, args.tasks, length=args.length, seed=args.seed), [], 0
-        while len(texts) < args.rows:
-            texts += [turns[0] for turns in suite.rows(index, "agnostic")]
+        asks = learns_from_questions(args.method)
+        while len(texts) < args.rows and (asked := [turns[0] for turns in suite.rows(index, "agnostic")]):
+            # Several questions are about one context, which is read once where they do not matter.
+            texts += asked if asks else dict.fromkeys(tuple(sample.context) for sample in asked)
             index += 1
     out = console()
     shown = partial(track, description="reading", console=out, transient=True)
     given = {name: getattr(args, name) for name in ("hidden", "rank", "epochs")}
     options = {name: value for name, value in given.items() if value is not None}
+    options |= read_options(args.set)
     options |= {"seed": args.seed} if "seed" in options_of(args.method) else {}
     budget = None if args.budget is None else parse_budget(args.budget)
     found = fit(

@@ -114,6 +114,14 @@ def _check_option(name: str, value: Any) -> None:
         finite_number(name, value, 0.0)
 
 
+def learns_from_questions(method: Method | str) -> bool:
+    """Whether a method's word is fitted to questions and answers, and not to texts alone.
+
+    Raises InputError where it has no word that is fitted.
+    """
+    return _fitter(method, None)[1].asks
+
+
 def options_of(method: Method | str) -> list[str]:
     """The options that `fit` takes for a method; InputError where it has no word that is fitted.
 

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.errors import InputError
@@ -126,6 +126,15 @@ def parse_budget(text: str) -> float | int:
         )
         raise InputError(f"{error}{hint}") from error
     return value
+
+
+def read_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Options as the command line writes them; InputError for what is no NAME=VALUE, or given twice.
+
+    >>> read_options(["rate=0.01", "recent=32"])
+    {'rate': 0.01, 'recent': 32}
+    """
+    return dict(_hyper(",".join(pairs), " ".join(pairs)))
 
 
 def from_spec(spec: tuple[Any, ...]) -> Method:

@@ -1,0 +1,54 @@
+"""`kvjax fit`: what it reads, the file that it writes, and what it refuses."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import kvjax
+from kvjax.cli import main
+from kvjax.eval.tasks.sample import ForcedSample
+
+SMALL = ("--length", "64", "--rows", "2", "--batch", "2")
+
+
+def fit(tmp_path, *words):
+    out = tmp_path / "fitted.safetensors"
+    assert main(["fit", *words, *SMALL, "--out", str(out)]) == 0
+    return kvjax.load_fitted(out)
+
+
+def test_a_gate_is_written_and_found_by_its_method(tmp_path, capsys):
+    fitted = fit(tmp_path, "kvzap", "--set", "ridge=0.5")
+    assert fitted.word == "HiddenGate" and "use it as kvzap:fitted=" in capsys.readouterr().out
+    assert fitted != fit(tmp_path, "kvzap")
+    assert kvjax.method("kvzap", fitted=str(tmp_path / "fitted.safetensors")).id == "kvzap"
+
+
+@pytest.mark.parametrize(("method", "reads"), [("kvzap", 1), ("headkv", 3)])
+def test_contexts_are_read_once_where_questions_do_not_matter_and_as_many_as_there_are(
+    method, reads, tmp_path, monkeypatch, capsys
+):
+    """A file may have fewer contexts than --rows asks for."""
+    samples = [ForcedSample("", "get", tuple(range(3, 40)), (4, 8), (5,), ((i, i + 2),)) for i in range(3)]
+    suite = SimpleNamespace(rows=lambda index, protocol: [[s] for s in samples] if index == 0 else [])
+    monkeypatch.setattr("kvjax.eval.tasks.suite.make_suite", lambda *args, **options: suite)
+    out = str(tmp_path / "a.safetensors")
+    assert main(["fit", method, "--rows", "9", "--out", out]) == 0
+    assert f"fitted on {reads} texts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("snapkv",), "snapkv has no word that is fitted"),
+        (("kvzap", "--set", "ridge"), "expected key=value"),
+        (("kvzap", "--set", "ridge=x"), "ridge is 'x', expected a finite number"),
+        (("kvzap", "--set", "penalty=1"), "has no option 'penalty', it takes"),
+        (("kvzap", "--budget", "0.5"), "does not depend on a budget"),
+        (("less",), "as in budget=0.25"),
+        (("kvzap", "--text", "a.txt", "--tasks", "get"), "--text and --tasks were both given"),
+    ],
+)
+def test_what_cannot_be_fitted_is_one_sentence(words, message, tmp_path, capsys):
+    assert main(["fit", *words, *SMALL, "--out", str(tmp_path / "a.safetensors")]) != 0
+    assert message in capsys.readouterr().err and not (tmp_path / "a.safetensors").exists()
