@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvjax.grammar import Keep, Method
 from kvjax.keep.observe import Mass, Queries
-from kvjax.words import observations
+from kvjax.words import observations, written
 
 
 class LayoutClass(NamedTuple):
@@ -20,17 +20,17 @@ class LayoutClass(NamedTuple):
     storage: "dense", "pages" (unequal heads, a pool per layer) or "one pool" (slots move between layers).
     lists: "kv heads", or "query heads" where each of them selects its own slots. evicts: "never", "at
     prefill", "every few steps", or at every step by what that step must know of each slot: "every step",
-    "every step by mass", "every step by query". merges: what leaves goes into what stays. tiers: 2 where what
-    leaves is stored with fewer bits. phase: what slots
-    are rotated by, "position" or "rank". codec: "plain", "token" (tokens are encoded one by one) or "granule"
-    (some tokens together, behind a plain tail). reads: "all" slots, or "pages" of them. skips: the first
-    layers are left alone. reads_twice: the prompt is read again to be scored.
+    "every step by mass", "every step by query". merges: what leaves goes "into slots" that stay or "into
+    rows", which answer for it in sum; else empty. tiers: 2 where what leaves is stored with fewer bits.
+    phase: what slots are rotated by, "position" or "rank". codec: "plain", "token" (tokens are encoded one by
+    one) or "granule" (some tokens together, behind a plain tail). reads: "all" slots, or "pages" of them.
+    skips: the first layers are left alone. reads_twice: the prompt is read again to be scored.
     """
 
     storage: str
     lists: str
     evicts: str
-    merges: bool
+    merges: str
     tiers: int
     phase: str
     codec: str
@@ -40,7 +40,7 @@ class LayoutClass(NamedTuple):
 
     def __str__(self) -> str:
         words = [self.storage, self.lists, f"evicts {self.evicts}"]
-        words += ["merges"] if self.merges else []
+        words += [f"merges {self.merges}"] if self.merges else []
         words += ["two tiers"] if self.tiers == 2 else []
         words += ["rotates by rank"] if self.phase == "rank" else []
         words += [f"{self.codec} codes"] if self.codec != "plain" else []
@@ -65,7 +65,7 @@ def layout_class(method: Method) -> LayoutClass:
         storage=_storage(keep),
         lists="query heads" if keep is not None and keep.per_query_head else "kv heads",
         evicts=_evicts(keep),
-        merges=keep is not None and keep.merge is not None,
+        merges=_merges(keep),
         tiers=2 if keep is not None and keep.lower is not None else 1,
         phase="rank" if keep is not None and keep.rank_phase else "position",
         codec="granule" if granules else "token" if encoded else "plain",
@@ -79,6 +79,12 @@ def _storage(keep: Keep | None) -> str:
     if keep is None or keep.allocate.uniform:
         return "dense"
     return "one pool" if keep.allocate.across_layers else "pages"
+
+
+def _merges(keep: Keep | None) -> str:
+    if keep is None or keep.merge is None:
+        return ""
+    return "into slots" if written(keep.merge) else "into rows"
 
 
 def _evicts(keep: Keep | None) -> str:
