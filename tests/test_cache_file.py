@@ -101,6 +101,7 @@ def test_every_field_of_slots_comes_back(tmp_path, rng):
     slots = Slots(
         values(1, 2, 1, 4, 8), values(1, 2, 1, 4, 6), jnp.zeros((1, 2, 1, 4), jnp.int32),
         bias=values(1, 2, 1, 4), traces={"mass": values(1, 2, 1, 4)}, summary={"low": values(1, 2, 1, 2, 8)},
+        sums={"values": values(1, 2, 1, 6)},
     )  # fmt: skip
     empty = dataclasses.replace(slots, k=values(1, 2, 1, 0, 8), v=values(1, 2, 1, 0, 6), bias=None, traces={})
     cache = Cache(
