@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import kvjax
@@ -111,6 +112,17 @@ def test_every_field_of_slots_comes_back(tmp_path, rng):
     loaded = kvjax.load_cache(tmp_path / "a.cache")
     assert_same_bits(cache, loaded)
     assert loaded.method is None
+
+
+def test_a_file_of_slots_without_a_field_that_came_later_is_read(tmp_path):
+    x = jnp.zeros((1, 2, 1, 4, 8))
+    tensors: dict = {}
+    node = cache_file._describe(Slots(x, x, jnp.zeros((1, 2, 1, 4), jnp.int32)), "slots", tensors)
+    del node["sums"], node["shared"]
+    save_file(tensors, tmp_path / "a.safetensors")
+    with safe_open(tmp_path / "a.safetensors", "numpy") as file:
+        slots = cache_file._restore(node, "slots", file, {})
+    assert slots.sums == {} and slots.shared == 0 and slots.k.shape == x.shape
 
 
 def test_the_method_of_a_users_file_is_built_from_that_file(model, tmp_path, monkeypatch):

@@ -225,6 +225,18 @@ def test_latents_are_read_by_their_channels():
     conversation.close(logits, conversation.whole(name).logits[:2, 13])
 
 
+def test_half_precision_stays_near_the_full_one():
+    m, found = model("4/2"), []
+    half = dataclasses.replace(m, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), m.params))
+    method = kvjax.method("sparq", budget=0.5, channels=5, newest=4)
+    for one in (m, half):
+        _, cache = kvjax.prefill(one, MAIN.first, method=method, room=ROOM)
+        (body,) = cache.groups[0].bodies
+        assert body.sums["values"].dtype == jnp.float32
+        found.append(kvjax.step(one, cache, MAIN.steps[0])[0].astype(jnp.float32))
+    assert body.k.dtype == jnp.bfloat16 and off(found[1], found[0]) < 0.1
+
+
 def test_a_smaller_budget_reads_other_numbers():
     """What the identities above cannot tell: with little to read, the answer is another one."""
     m, found = model("4/2"), []
