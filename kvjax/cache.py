@@ -69,6 +69,7 @@ class Slots:
     k, v: [Lg, B, K, S, H] or Codes; v is None where the values are the first `shared` channels of the keys
     (latents). pos: token position per slot, -1 = empty. bias: added to the logits. traces: what a
     method remembers per slot; moves with the slots. summary: what a read method keeps per page of slots.
+    sums: what it keeps of all slots of a list together, [Lg, B, K, ...].
     """
 
     k: Array | Codes
@@ -77,6 +78,7 @@ class Slots:
     bias: Float[Array, "Lg B K S"] | None = None
     traces: dict[str, Float[Array, "Lg B K S"]] = dataclasses.field(default_factory=dict)
     summary: dict[str, Array] = dataclasses.field(default_factory=dict)
+    sums: dict[str, Array] = dataclasses.field(default_factory=dict)
     shared: int = dataclasses.field(default=0, metadata=dict(static=True))
 
     @property

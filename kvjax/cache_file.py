@@ -180,9 +180,8 @@ def _restore(node: Any, name: str, file: Any, codecs: dict[str, Codec]) -> Any:
     kind = _NODES[node["node"]]
     fields = {}
     for field in dataclasses.fields(kind):
-        value = (
-            node[field.name] if field.default is dataclasses.MISSING else node.get(field.name, field.default)
-        )
+        absent = {"dict": {}} if field.default_factory is dict else field.default
+        value = node[field.name] if absent is dataclasses.MISSING else node.get(field.name, absent)
         if not field.metadata.get("static"):
             value = _restore(value, f"{name}.{field.name}", file, codecs)
         elif isinstance(value, dict):

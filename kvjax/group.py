@@ -129,5 +129,5 @@ def group_method(
     if read is not None and first < read.skip_layers:
         read = None
     if read is not None:
-        granule = math.lcm(granule, read.granule)
+        granule, residual = math.lcm(granule, read.granule), max(residual, getattr(read, "newest", 0))
     return GroupMethod(keep, codecs, granule, residual, read, first, shared)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from kvjax.grammar import Keep, Method
 from kvjax.keep.observe import Mass, Queries
+from kvjax.protocols import Resting
 from kvjax.words import observations, written
 
 
@@ -23,8 +24,9 @@ class LayoutClass(NamedTuple):
     "every step by mass", "every step by query". merges: what leaves goes "into slots" that stay or "into
     rows", which answer for it in sum; else empty. tiers: 2 where what leaves is stored with fewer bits.
     phase: what slots are rotated by, "position" or "rank". codec: "plain", "token" (tokens are encoded one by
-    one) or "granule" (some tokens together, behind a plain tail). reads: "all" slots, or "pages" of them.
-    skips: the first layers are left alone. reads_twice: the prompt is read again to be scored.
+    one) or "granule" (some tokens together, behind a plain tail). reads: "all" slots, "pages" of them, or
+    "pages and the rest", where what is left out is answered for in sum. skips: the first layers are left
+    alone. reads_twice: the prompt is read again to be scored.
     """
 
     storage: str
@@ -44,7 +46,7 @@ class LayoutClass(NamedTuple):
         words += ["two tiers"] if self.tiers == 2 else []
         words += ["rotates by rank"] if self.phase == "rank" else []
         words += [f"{self.codec} codes"] if self.codec != "plain" else []
-        words += ["reads pages"] if self.reads == "pages" else []
+        words += [f"reads {self.reads}"] if self.reads != "all" else []
         words += ["skips layers"] if self.skips else []
         return ", ".join([*words, "reads twice"] if self.reads_twice else words)
 
@@ -69,7 +71,7 @@ def layout_class(method: Method) -> LayoutClass:
         tiers=2 if keep is not None and keep.lower is not None else 1,
         phase="rank" if keep is not None and keep.rank_phase else "position",
         codec="granule" if granules else "token" if encoded else "plain",
-        reads="all" if read is None else "pages",
+        reads="all" if read is None else "pages and the rest" if isinstance(read, Resting) else "pages",
         skips=any(part is not None and part.skip_layers > 0 for part in (keep, read)),
         reads_twice=keep is not None and keep.probe is not None,
     )

@@ -264,7 +264,13 @@ class Preferring(Allocation, Protocol):
 
 @runtime_checkable
 class Read(Protocol):
-    """Which slots of an encoded body a query visits; the newest tokens, in the tail, are always read."""
+    """Which slots of an encoded body a query visits; the newest tokens, in the tail, are always read.
+
+    `newest`, where a word has it, is the number of tokens that always stay in the tail; else it holds those
+    that fill no page. `looks_at`, where a word has it, says of how many channels of every key, of so many,
+    `select` looks: those are bytes that a step reads. One that answers for what it does not visit is
+    `Resting`.
+    """
 
     @property
     def granule(self) -> int:
@@ -291,6 +297,29 @@ class Read(Protocol):
         """The pages of a layer of `body` that these queries attend to, and how many of them, from the first.
 
         M = pages_visited of the body's slots.
+        """
+        ...
+
+
+@runtime_checkable
+class Resting(Read, Protocol):
+    """A read that also answers for what it leaves out: one more part of the union that a query attends to."""
+
+    def total(self, v: Float[Array, "*b S V"]) -> dict[str, Array]:
+        """What is held of all values of a body together (`Slots.sums`): sums over slots, arrays [*b, ...].
+
+        Values of slots that do not count are zeros.
+        """
+        ...
+
+    def rest(
+        self, q: Float[Array, "B N T H"], body: Slots, tail: Slots, layer: int | Array,
+        chosen: tuple[Int[Array, "B K M"], Int[Array, "B K"]], lse: Float[Array, "B N T"],
+        attention: AttentionSpec,
+    ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:  # fmt: skip
+        """(out, lse) of all that these queries leave out; lse is -inf where that is nothing.
+
+        chosen: what `select` gave. lse: of the slots that are attended to, those of the tail included.
         """
         ...
 

@@ -87,5 +87,5 @@ def _pad_granules(body: Slots, granules: int, granule: int) -> Slots:
         more = x.shape[3] * granule // body.capacity * granules
         return jnp.pad(x, [(0, 0)] * 3 + [(0, more)] + [(0, 0)] * (x.ndim - 4), constant_values=fill)
 
-    padded = jax.tree.map(grow, body)
-    return dataclasses.replace(padded, pos=grow(body.pos, -1))
+    padded = jax.tree.map(grow, dataclasses.replace(body, sums={}))
+    return dataclasses.replace(padded, pos=grow(body.pos, -1), sums=body.sums)

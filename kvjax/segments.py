@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import GroupState, Paged, Pages, Slots, dense, encode, gather_traces, nbytes
+from kvjax.cache import Codes, GroupState, Paged, Pages, Slots, dense, encode, gather_traces, nbytes
 from kvjax.choose import Fresh, grown
 from kvjax.group import GroupMethod
 from kvjax.keep.patterns import Recent
 from kvjax.keep.select import slot_lists
 from kvjax.ops.base.dispatch import alone, platform
 from kvjax.place.paged import build_pages, pool_pages, put_traces
-from kvjax.protocols import View, over_layers
+from kvjax.protocols import Resting, View, over_layers
 from kvjax.writing import pad_slots, write_blocks, write_slots
 
 TILE, LANES, SUBLANES = 32, 128, 8
@@ -112,7 +112,8 @@ def _empty_body(gm: GroupMethod, like: Slots, capacity: int) -> Slots:
     def make(slots: Slots) -> Slots:
         body = _encoded(_sized(slots, capacity), gm)
         summary = {} if gm.read is None else gm.read.summarise(dense(body.k))
-        return dataclasses.replace(body, summary=summary)
+        sums = gm.read.total(body.keys().v) if isinstance(gm.read, Resting) else {}
+        return dataclasses.replace(body, summary=summary, sums=sums)
 
     body = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make, like))
     return dataclasses.replace(body, pos=jnp.full_like(body.pos, -1))
@@ -224,6 +225,12 @@ def _write_granules(
     if gm.read is not None:
         fresh = gm.read.summarise(dense(k))
         summary = {n: put(x, fresh[n]) for n, x in summary.items()}
+    sums = body.sums
+    if isinstance(gm.read, Resting):
+        moves = jnp.repeat(row >= 0, gm.granule, axis=3)[..., None]
+        stored = dataclasses.replace(new, k=k, v=v).keys().v
+        more = gm.read.total(jnp.where(moves, stored, jnp.zeros((), stored.dtype)))
+        sums = {n: _added(x, more[n], layer) for n, x in sums.items()}
     return dataclasses.replace(
         body,
         k=jax.tree.map(put, body.k, k),
@@ -231,7 +238,14 @@ def _write_granules(
         pos=put(body.pos, new.pos),
         bias=None if body.bias is None else put(body.bias, new.bias),  # type: ignore[arg-type]
         summary=summary,
+        sums=sums,
     )
+
+
+def _added(old: Array, more: Array, layer: int | Array) -> Array:
+    """`old` with `more` added to its layers from `layer` on."""
+    part = jax.lax.dynamic_slice_in_dim(old, layer, more.shape[0])
+    return jax.lax.dynamic_update_slice_in_dim(old, part + more, layer, 0)
 
 
 def build_group_pages(
@@ -352,10 +366,18 @@ def remember_in_pages(
 
 
 def unread_bytes(gm: GroupMethod, group: GroupState) -> int:
-    """Bytes of keys and values that a decode step leaves unread because a read method visits some pages."""
+    """Bytes of keys and values that a decode step leaves unread because a read method visits some slots.
+
+    What a choice looks at in every key is read, and read again in the slots that are chosen; of codes, all is
+    decoded to look at any of it.
+    """
     if gm.read is None:
         return 0
     (body,) = group.bodies
     assert isinstance(body, Slots)
-    visited = gm.read.pages_visited(body.capacity) * gm.granule
-    return nbytes((body.k, body.v)) * (body.capacity - visited) // body.capacity
+    slots, width = body.capacity, jax.eval_shape(dense, body.k).shape[-1]
+    left = slots - gm.read.pages_visited(slots) * gm.granule
+    looked = gm.read.looks_at(width) if hasattr(gm.read, "looks_at") else 0
+    looked = width if looked and isinstance(body.k, Codes) else looked
+    keys = nbytes(body.k) * max(left * width - slots * looked, 0) // (slots * width)
+    return keys + nbytes(body.v) * left // slots

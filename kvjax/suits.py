@@ -19,7 +19,7 @@ from kvjax.models.exchange import takes_of
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
 from kvjax.models.mixers.latent import Latent
-from kvjax.protocols import Answering
+from kvjax.protocols import Answering, Resting
 from kvjax.words import crowded, shaped
 
 
@@ -111,6 +111,16 @@ def check_fit(method: Method, config: Config) -> None:
     if keep is not None and isinstance(keep.merge, Answering):
         if any("slots" in m.takes for m in own) or clipped:
             _refuse(method, "what leaves is asked apart, and layers share slots or clip the softmax", "h2o")
+    if isinstance(read, Resting):
+        taken = [(i, name, at) for i in range(c.layers) for name, at in takes_of(c, i).values()]
+        others = [(i, at) for i, name, at in taken if name == "slots" and at is not None]
+        if clipped or any(at > i or c.window(i) is not None for i, at in others):
+            _refuse(
+                method,
+                "what is not read counts apart, and layers clip the softmax, or read slots from above or "
+                "within a window",
+                "quest",
+            )
     if keep is not None and keep.merge is not None and any(s.shared or s.factors for s in slots):
         _refuse(method, "it merges keys and values apart, and the model stores one latent for both", "snapkv")
 

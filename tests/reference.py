@@ -102,11 +102,13 @@ class Row:
     query heads where every one of them selects alone. phase: "position" or "rank" of a slot in its list.
     leave(memory, lists, gone): what a layer's slots become when those numbered in `gone`, per list, leave;
     memory is a dict that the layer keeps. leave.answer(memory, layer, list, q), where it has one: sums and
-    weights that the queries get beside those of the slots.
+    weights that the queries get beside those of the slots. attends(q, k, v, pos, stored): what a group's
+    queries get instead of their attention over a list, of whose slots `stored` tokens were there before.
     """
 
-    def __init__(self, prompt, kept, phase="position", leave=None):
+    def __init__(self, prompt, kept, phase="position", leave=None, attends=None):
         self.decoder, self.next, self.phase = prompt.decoder, prompt.length, phase
+        self.attends = attends
         self.leave, self.memory = leave, [{} for _ in kept]
         self.slots = []
         # Rotated queries [N, T, H] of all tokens so far, per layer.
@@ -169,6 +171,9 @@ class Row:
                 phases, mine = (pos.argsort().argsort(), len(pos) - 1) if ranked else (pos, at)
                 k = rope(np.stack([s["k"] for s in slots]), phases, c.rope.theta)
                 q = rope(raw_q[i * group : (i + 1) * group], [mine], c.rope.theta)[:, 0]
+                if self.attends is not None:
+                    outs.append(self.attends(q, k, np.stack([s["v"] for s in slots]), pos, self.next))
+                    continue
                 s = q @ k.T / np.sqrt(c.head_dim)
                 if window is not None:
                     s = np.where(at - pos >= window, -np.inf, s)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import kvjax
@@ -101,6 +102,7 @@ def test_every_field_of_slots_comes_back(tmp_path, rng):
     slots = Slots(
         values(1, 2, 1, 4, 8), values(1, 2, 1, 4, 6), jnp.zeros((1, 2, 1, 4), jnp.int32),
         bias=values(1, 2, 1, 4), traces={"mass": values(1, 2, 1, 4)}, summary={"low": values(1, 2, 1, 2, 8)},
+        sums={"values": values(1, 2, 1, 6)},
     )  # fmt: skip
     empty = dataclasses.replace(slots, k=values(1, 2, 1, 0, 8), v=values(1, 2, 1, 0, 6), bias=None, traces={})
     cache = Cache(
@@ -110,6 +112,17 @@ def test_every_field_of_slots_comes_back(tmp_path, rng):
     loaded = kvjax.load_cache(tmp_path / "a.cache")
     assert_same_bits(cache, loaded)
     assert loaded.method is None
+
+
+def test_a_file_of_slots_without_a_field_that_came_later_is_read(tmp_path):
+    x = jnp.zeros((1, 2, 1, 4, 8))
+    tensors: dict = {}
+    node = cache_file._describe(Slots(x, x, jnp.zeros((1, 2, 1, 4), jnp.int32)), "slots", tensors)
+    del node["sums"], node["shared"]
+    save_file(tensors, tmp_path / "a.safetensors")
+    with safe_open(tmp_path / "a.safetensors", "numpy") as file:
+        slots = cache_file._restore(node, "slots", file, {})
+    assert slots.sums == {} and slots.shared == 0 and slots.k.shape == x.shape
 
 
 def test_the_method_of_a_users_file_is_built_from_that_file(model, tmp_path, monkeypatch):

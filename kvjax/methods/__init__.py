@@ -29,6 +29,7 @@ from kvjax.methods import (
     quant,
     quant_mixed,
     retrieval_sparse_pages,
+    retrieval_sparse_slots,
     selection_dynamic_attention,
     selection_dynamic_position,
     selection_static_attention,
@@ -52,6 +53,7 @@ _FAMILIES = (
     quant,
     quant_mixed,
     retrieval_sparse_pages,
+    retrieval_sparse_slots,
 )
 
 METHODS = collect(*_FAMILIES)

@@ -132,7 +132,7 @@ def _emptied(segment: Segment, rows: Bool[Array, "B"]) -> Segment:
     if isinstance(segment, Paged):
         return dataclasses.replace(segment, lengths=clear(segment.lengths))
     # Keys stay: nothing reads them. Values are multiplied by zero, so those of a row that overflowed must go;
-    # and so must summaries, which pages are ranked by.
+    # and so must summaries, which pages are ranked by, and sums, to which new tokens add.
     return dataclasses.replace(
         segment,
         k=jax.tree.map(clear, segment.k) if segment.v is None else segment.k,
@@ -141,6 +141,7 @@ def _emptied(segment: Segment, rows: Bool[Array, "B"]) -> Segment:
         bias=None if segment.bias is None else clear(segment.bias),
         traces={n: clear(x) for n, x in segment.traces.items()},
         summary={n: clear(x) for n, x in segment.summary.items()},
+        sums={n: clear(x) for n, x in segment.sums.items()},
     )
 
 

@@ -20,7 +20,7 @@ from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
 from kvjax.ops.decode.stacked_decode import Coded, refusals, rows_of, stacked_decode
 from kvjax.place.paged import attend_pages
-from kvjax.protocols import Read
+from kvjax.protocols import AttentionSpec, Read, Resting
 from kvjax.read.pages import positions, visited
 from kvjax.steps.run import Run, turn_keys
 from kvjax.stored import Form, Met, groups_of, is_rows, meet
@@ -28,6 +28,9 @@ from kvjax.words import shaped
 
 # What the slots of one part received of a query, by the repr of the observed mass.
 Received = dict[str, Float[Array, "*_"]]
+# The pages that a method picks, and how many of them count, from the first; (out, lse) of one part.
+Picks = tuple[Int[Array, "B K M"], Int[Array, "B K"]]
+Part = tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"]]
 
 
 class Past(NamedTuple):
@@ -73,6 +76,8 @@ def attend_past(
     q, softcap = x.q, run.config.attention_softcap
     sets, parts = [], []
     received: tuple[Received, ...] = ()
+    stored, found = past, _selected(run, past, q, at + 1)
+    resting = past.gm.read if isinstance(past.gm.read, Resting) else None
     past, bases = _in_their_bases(run, past, layer, x)
     for i, segment in enumerate(past.parts):
         met = bases[i]
@@ -85,19 +90,23 @@ def attend_past(
             parts.append(part)
         elif isinstance(segment, Slots) and (chosen := _form(run, past, layer, x, i, met.q)) != "reference":
             if (read := _picking(past, i)) is not None:
-                out, lse = _attend_picked(run, past, layer, q, segment, read, pos, chosen)
+                out, lse = _attend_picked(run, past, layer, q, segment, read, found, pos, chosen)
             else:
                 out, lse, mass = _attend_slots(run, past, layer, met.q, segment, pos, chosen)
                 received = () if mass is None else ({repr(Mass("sum")): mass},)
             parts.append((met.back(out), lse))
         elif met.turned:
-            mine = [_read(run, past, layer, q, i, pools, at)]
+            mine = [_read(run, past, layer, i, found, pools, at)]
             out, lse, *_ = attend_at_once(layer, x, met.q, mine, pos)
             parts.append((met.back(out), lse))
         else:
-            sets.append(_read(run, past, layer, q, i, pools, at))
+            sets.append(_read(run, past, layer, i, found, pools, at))
     if unreadable is not None:
         q, sets = unreadable.queries(q), unreadable.sets(sets)
+    if resting is not None and x.extra is not None:
+        # The rest weighs as much as what is read of the sequence says, and these slots are none of it.
+        more = [*more, attend_at_once(layer, x, q, [x.extra], pos)[:2]]
+        x = x._replace(extra=None)
     sets = sets if x.extra is None else [x.extra, *sets]
     wanted, scores = past.gm.masses, ()
     if sets:
@@ -107,6 +116,9 @@ def attend_past(
         if wanted:
             own = [in_lists(kinds, m, past.tail.kv_heads) for m in masses[x.extra is not None :]]
             received = tuple({repr(o): m for o, m in zip(wanted, each, strict=True)} for each in own)
+    if resting is not None:
+        assert found is not None
+        parts.append(_rest_of(run, stored, layer, q, resting, found, parts))
     parts += more
     out = merge(parts)[0] if len(parts) > 1 else parts[0][0]
     return out if expand is None or expand.outputs is None else expand.outputs(out), received, scores
@@ -130,14 +142,15 @@ def _in_their_bases(run: Run, past: Past, layer: Layer, x: Projected) -> tuple[P
 
 
 def _read(
-    run: Run, past: Past, layer: Layer, q: Array, i: int, pools: tuple[Pages, ...], at: Int[Array, "B"]
-) -> Keys:
+    run: Run, past: Past, layer: Layer, i: int, found: Picks | None, pools: tuple[Pages, ...],
+    at: Int[Array, "B"],
+) -> Keys:  # fmt: skip
     """One layer of segment `i` as plain keys and values, or the pages of it that a method visits."""
     segment = past.parts[i]
     if isinstance(segment, Paged):
         keys = gather_pages(segment.layer(past.index), pools[segment.pool])
     elif (read := _picking(past, i)) is not None:
-        found = _selected(run, read, q, segment, past.index, at + 1)
+        assert found is not None
         keys = visited(segment, past.index, read.granule, *found).keys()
     else:
         keys = turn_keys(run, layer, segment.layer(past.index).keys(), at + 1)
@@ -148,15 +161,30 @@ def _read(
     return keys
 
 
-def _selected(
-    run: Run, read: Read, q: Array, body: Slots, index: int | Array, length: Int[Array, "B"]
-) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:
-    """The pages that a method picks of one layer of a body, and how many of them count."""
-    pages, counts = read.select(q, body, index, length, run.without_gpu)
+def _selected(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks | None:
+    """The pages that a method picks of a layer's body, and how many of them count; None: all are read."""
+    read, body = past.gm.read, past.parts[0]
+    if read is None:
+        return None
+    assert isinstance(body, Slots)
+    pages, counts = read.select(q, body, past.index, length, run.without_gpu)
     lists = body.pos.shape[1:3]
     shaped(read, "pages", pages, "[B, K, M]", (*lists, read.pages_visited(body.capacity)))
     shaped(read, "counts of pages", counts, "[B, K]", lists)
     return pages, counts
+
+
+def _rest_of(
+    run: Run, past: Past, layer: Layer, q: Array, read: Resting, found: Picks, parts: Sequence[Part]
+) -> Part:
+    """What a method answers for the slots that it leaves out, given the parts that were attended."""
+    body, lse = past.parts[0], merge(parts)[1]
+    assert isinstance(body, Slots)
+    attention = AttentionSpec(layer.scale, run.config.attention_softcap, layer.rope)
+    out, left = read.rest(q, body, past.tail, past.index, found, lse, attention)
+    shaped(read, "the rest", out, "[B, N, T, V]", parts[0][0].shape)
+    shaped(read, "the log of its weight", left, "[B, N, T]", lse.shape)
+    return out, left
 
 
 def _picking(past: Past, i: int) -> Read | None:
@@ -201,6 +229,8 @@ def _refusals_of_groups(past: Past, layer: Layer, q: Array, slots: Slots, groups
 
 def _refusals_of_picks(past: Past, q: Array, slots: Slots, read: Read) -> dict[str, str]:
     """Why no kernel can read pages that a method picks."""
+    if isinstance(read, Resting):
+        return _nowhere("single slots that a method picks, with a mean for the rest, have no kernel")
     if isinstance(slots.k, Codes) or isinstance(slots.v, Codes) or slots.v is None:
         return _nowhere("pages that a method picks have a kernel where keys and values are stored as rows")
     if slots.bias is not None or past.gm.masses:
@@ -227,13 +257,14 @@ def _together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
 
 
 def _attend_picked(
-    run: Run, past: Past, layer: Layer, q: Array, slots: Slots, read: Read, pos: Int[Array, "B 1"],
-    implementation: str,
+    run: Run, past: Past, layer: Layer, q: Array, slots: Slots, read: Read, found: Picks | None,
+    pos: Int[Array, "B 1"], implementation: str,
 ) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"]]:  # fmt: skip
     """Attention over the pages that the method picks, where they lie: (out, lse)."""
     k, v = slots.k, slots.v
     assert not isinstance(k, Codes) and not isinstance(v, Codes) and v is not None
-    pages, counts = _selected(run, read, q, slots, past.index, pos[:, 0] + 1)
+    assert found is not None
+    pages, counts = found
     held = positions(slots, past.index, read.granule, pages, counts)
     return picked.picked_decode(
         q, k, v, pages, counts, held, pos, past.index, page=read.granule, scale=layer.scale,

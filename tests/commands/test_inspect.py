@@ -31,7 +31,7 @@ CONFIG = Config(
 
 
 # The others' caches are laid out as one of these.
-LAYOUTS = ("full", "h2o", "snapkv", "pyramidkv", "adakv", "kvzip", "keepkv", "int8", "kivi", "quest")
+LAYOUTS = ("full", "h2o", "snapkv", "pyramidkv", "adakv", "kvzip", "keepkv", "int8", "kivi", "quest", "sparq")
 
 
 @pytest.mark.parametrize(

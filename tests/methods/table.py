@@ -19,7 +19,7 @@ from kvjax.fitted import Fitted
 from kvjax.grammar import Method
 from kvjax.methods import takes_budget
 from kvjax.ops.base.rope import Rope
-from tests import merges
+from tests import merges, reads
 from tests.reference import (
     Lag,
     Prompt,
@@ -68,7 +68,8 @@ class Row:
     changes in the other slots (`tests.reference.Row`). phase: what slots
     are rotated by. model: which tiny model. moves: whether slots of its cache may be permuted. counted:
     whether how many slots stay follows from the data. narrow: (prompt, layer) -> the tokens that go on, where
-    upper layers see fewer (as `Prompt` takes it). reread: prompt -> the tokens that are read of it.
+    upper layers see fewer (as `Prompt` takes it). reread: prompt -> the tokens that are read of it. attends:
+    what a step gives the queries, where it does not attend to all slots (as `tests.reference.Row` takes it).
     """
 
     label: str
@@ -85,6 +86,7 @@ class Row:
     counted: bool = False
     narrow: Callable | None = None
     reread: Callable | None = None
+    attends: Callable | None = None
 
     def method(self, parts: tuple[tuple[str, dict[str, Any]], ...] | None = None) -> Method:
         made = [kvjax.method(id, **hyper) for id, hyper in parts or self.build]
@@ -103,8 +105,8 @@ class Row:
 
     @property
     def reads_all(self) -> bool:
-        """Whether all layers see all tokens of a prompt."""
-        return self.reread is None and self.narrow is None
+        """Whether all layers see all tokens of a prompt, and steps attend to all slots."""
+        return self.reread is None and self.narrow is None and self.attends is None
 
 
 def row(label, nbytes, id=None, *, hyper=None, whole=None, **more):
@@ -209,6 +211,12 @@ def quest_bytes(s: Sizes) -> int:
     rest = s._replace(layers=s.layers - 2)
     first = dense(everything)(s._replace(layers=2))
     return first - 4 * s.b + split(everything, 8, 0, lambda s: 2 * s.h * 4, plain)(rest)
+
+
+def sparq_bytes(s: Sizes) -> int:
+    """Slots one by one, a tail of the newest 4 and one more, and a float32 sum of the values of each list."""
+    sums = s.layers * s.b * s.k * s.h * 4
+    return split(everything, 1, 4, lambda s: 0, plain)(s) + sums
 
 
 # --- kept sets -----------------------------------------------------------------------------------------
@@ -661,6 +669,10 @@ ROWS = [
     ),
     chained("mikv", mikv_bytes, ("mikv", dict(budget=0.5, low=4, group=8)), error=0.3),
     row("quest", quest_bytes, hyper=dict(page=8, skip_layers=2), error=None, moves=False, model="deep"),
+    row(
+        "sparq", sparq_bytes, hyper=dict(channels=5, newest=4), moves=False,
+        attends=reads.sparq(count, channels=5, newest=4),
+    ),
     chained(
         "snapkv + kivi", kivi_bytes(2, slots=half), ("snapkv", SNAP | dict(budget=0.5, variant="kvpress")),
         ("kivi", dict(bits=2, group=16, residual=16)), kept=each_layer(snap(reduce="mean", kind="mean")),

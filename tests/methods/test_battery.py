@@ -44,9 +44,11 @@ from tests.reference import Row as Slotwise
 LABELS = [r.label for r in ROWS]
 FIRST = first_of_each_class()
 # Of those the ones whose steps do what no other's do: evict by mass, by the query or by rank, merge, see a
-# window, read pages, write into pages, into a pool of all layers, or into granules of codes.
+# window, read pages, answer for what they leave out, write into pages, into a pool of all layers, or into
+# granules of codes.
 PLAIN = (
     "streamingllm", "h2o", "tova", "snapkv windowed", "adakv", "kvzip", "keepkv", "kivi", "quest",
+    "sparq",
 )  # fmt: skip
 
 
@@ -94,7 +96,7 @@ def same(label):
 def slotwise(label, b):
     row = BY_LABEL[label]
     prompt = row.read(prompt_of(row.model, "main", b))
-    return prompt, Slotwise(prompt, kept_of(label, prompt), row.phase, row.leave)
+    return prompt, Slotwise(prompt, kept_of(label, prompt), row.phase, row.leave, row.attends)
 
 
 exact = rows([r.label for r in ROWS if r.error is not None])

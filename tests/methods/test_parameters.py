@@ -46,6 +46,7 @@ WRONG = {
     "sketch": (0, "yes", None),
     "seed": (-1, 2**32, 0.5),
     "skip_layers": (-1, 1.5),
+    "channels": (0, -1, 2.5),
     "prefix": ((-1,), (0.5,), 5, "abc", (1, True)),
     "uniform": (1, "yes"),
     "covariance": (0,),

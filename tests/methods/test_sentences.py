@@ -76,7 +76,7 @@ def test_the_last_token_asked_again_attends_to_what_is_kept(label):
     want = []
     for b, tokens in enumerate(PACKED):
         prompt = row.read(prompt_of(row.model, b))
-        slots = Slotwise(prompt, kept_of(label, prompt), row.phase, row.leave)
+        slots = Slotwise(prompt, kept_of(label, prompt), row.phase, row.leave, row.attends)
         want.append(slots.step(tokens[-1], append=False))
     assert off(packed(label).asked, np.stack(want)) < row.error
 

@@ -156,6 +156,7 @@ STEPS = {
     "pages": (kvjax.method("adakv", budget=0.5, window=4, kernel=3, page=4), ROWS8, ROWS8, 0),
     "evicting": (kvjax.method("sink-recent", budget=0.5), ROWS8, ROWS8, 0),
     "pages that are picked": (kvjax.method("quest", budget=0.5, page=8, skip_layers=0), ROWS8, ROWS8, 0),
+    "slots that are picked": (kvjax.method("sparq", budget=0.5, channels=5, newest=4), ROWS8, ROWS8, 0),
 }
 # Groups through their kernel are in tests/kernels/test_decoder.py, every time.
 PLAIN = ("tokens",)
