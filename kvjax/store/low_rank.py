@@ -17,9 +17,9 @@ class LowRank:
     """x ~ A B' of rank `rank`, for every `tokens` tokens of a head: the part that its channels share.
 
     A power iteration of `turns` turns from a fixed start finds A = orth(x B), B = x' A (arXiv:2403.05527,
-    algorithm 2); more turns come closer to the best matrix of that rank. Stored in float16: A as "tokens"
-    [*b, S, r], B as "channels" [*b, S / tokens * r, H], with r = min(rank, tokens, H). Raises ValueError
-    where a number is below 1.
+    section 3, SVDSolver); more turns come closer to the best matrix of that rank. Stored in float16: A as
+    "tokens" [*b, S, r], B as "channels" [*b, S / tokens * r, H], with r = min(rank, tokens, H). Raises
+    ValueError where a number is below 1.
 
     `Residual(Affine(2), LowRank(2, tokens=64))` adds what rank 2 says of the error of 2-bit codes.
 
