@@ -19,7 +19,8 @@ class Affine:
     axis "token": groups of `group` channels of one token (None: all of them). axis "channel": groups of
     `group` tokens of one channel, which are encoded together (KIVI's keys, arXiv:2402.02750, section 3).
     `together` (axis "token"): how many tokens are packed into the same words. Accelerators read those faster,
-    but such tokens can only be appended `together` at a time.
+    but such tokens can only be appended `together` at a time. clip: the range of a group is clip * min to
+    clip * max, and a number beyond it becomes the end that it passes (QuaRot, arXiv:2404.00456, section 5).
 
     Codes of 8 bits are uint8 [*b, S, H]. Fewer bits are packed in uint32 words: [*b, S / granule * w, H]
     where granule > 1 tokens are encoded together, [*b, S, w] otherwise. The float16 scale and zero of a group
