@@ -126,7 +126,11 @@ def meet(q: Float[Array, "B N T H"], k: Array | Codes, v: Array | Codes | None) 
 
 
 def _spanned(x: Array | Codes) -> Span | None:
-    return x.codec.span(x.width) if isinstance(x, Codes) and isinstance(x.codec, Spanned) else None
+    """The span of codes that lie in another basis, None for all others."""
+    if not isinstance(x, Codes):
+        return None
+    span = span_of(x.codec, x.width)
+    return None if span.codec is x.codec else span
 
 
 def _bare(x: Array | Codes, span: Span | None) -> Array | Codes:

@@ -6,7 +6,8 @@ from typing import Literal
 
 from kvjax.grammar import Method, Store
 from kvjax.methods.papers import paper
-from kvjax.methods.shared import Seed
+from kvjax.methods.shared import Bits, Group, Ratio, Seed
+from kvjax.store.affine import Affine
 from kvjax.store.residual import Residual
 from kvjax.store.rotate import Rotate
 from kvjax.store.sphere import LloydMax, SignSketch
@@ -31,3 +32,23 @@ def turboquant(*, bits: Literal[2, 3, 4] = 4, sketch: bool = True, seed: Seed = 
     values = rotate >> LloydMax(bits)
     keys = rotate >> Residual(LloydMax(bits - 1), SignSketch(seed)) if sketch else values
     return Method(store=Store(keys, values))
+
+
+@paper(
+    "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs",
+    arxiv="2404.00456",
+    family="quant",
+    exact="deviates",
+)
+def quarot(*, bits: Bits = 4, group: Group | None = None, clip: Ratio = 0.95, seed: Seed = 0) -> Method:
+    """The KV cache of QuaRot (Ashkboos et al., 2024, arXiv:2404.00456), section 4: rotated, then 4 bits.
+
+    A Hadamard rotation of every head's keys, after RoPE, and values leaves no channel larger than the others;
+    then each token is quantised between `clip` times its minimum and `clip` times its maximum, in groups of
+    `group` channels (None: a head, the paper's 128). Queries meet keys in the rotated basis. Deviation:
+    weights and activations stay as they are, and what attention makes of values is turned back online, where
+    the paper folds that into the weights of values and outputs (`kvjax.train.rotate.fold_values` does so);
+    the Hadamard matrix has random signs; the minimum is stored in float16, not as a whole number of steps.
+    """
+    rotated = Rotate("hadamard", seed) >> Affine(bits, group=group, clip=clip)
+    return Method(store=Store(rotated, rotated))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from kvjax.cache import Codec
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.keep.budget import Uniform
 from kvjax.keep.patterns import Recent
 from kvjax.keep.score import AccumulatedAttention
 from kvjax.methods.papers import paper
-from kvjax.methods.shared import Amount, Bits, Group, Share, Tokens
+from kvjax.methods.shared import Amount, Bits, Group, Rank, Share, Tokens, Turns
 from kvjax.store.affine import Affine
+from kvjax.store.extremes import Extremes
+from kvjax.store.low_rank import LowRank
+from kvjax.store.residual import Residual
 from kvjax.when import STEP
 
 
@@ -28,6 +32,41 @@ def kivi(*, bits: Bits = 2, group: Group = 32, residual: Tokens = 128) -> Method
     """
     keys = Affine(bits, axis="channel", group=group)
     return Method(store=Store(keys, Affine(bits, axis="token", group=group, together=group), residual))
+
+
+@paper(
+    "GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless Generative Inference of LLM",
+    arxiv="2403.05527",
+    family="quant-mixed",
+    exact="deviates",
+)
+def gear(
+    *,
+    bits: Bits = 2,
+    group: Group = 64,
+    rank: Rank = 2,
+    outliers: Share = 0.02,
+    turns: Turns = 3,
+    residual: Tokens = 0,
+) -> Method:
+    """GEAR (Kang et al., 2024, arXiv:2403.05527), section 3: KIVI's codes, outliers, and what codes miss.
+
+    X ~ D + L + S for every `group` tokens of a head. S: the share `outliers` of the numbers, half of them the
+    largest and half the smallest of a channel (keys) or of a token (values), as they are; 0 leaves them out
+    (the paper's GEAR-L). D: the others in KIVI's groups. L: rank `rank` of X - D - S, by `turns` turns of a
+    power iteration. The newest tokens, from `residual` to residual + group - 1 of them, stay as computed.
+    Deviation: a prompt is approximated `group` tokens at a time, too, with the rank of generated tokens,
+    where the paper takes all of it at once, with rank 4; the outliers' places get the mean of the others
+    before D (in the paper 0, in the authors' code the mean of all); outliers of a token are those of a head,
+    not of all heads together; the power iteration starts from a fixed matrix, not a random one.
+    """
+    keys: Codec = Affine(bits, axis="channel", group=group)
+    values: Codec = Affine(bits, axis="token", group=group, together=group)
+    if outliers:
+        keys = Extremes(outliers, axis="channel", group=group) >> keys
+        values = Extremes(outliers) >> values
+    missed = LowRank(rank, group, turns)
+    return Method(store=Store(Residual(keys, missed), Residual(values, missed), residual))
 
 
 @paper(

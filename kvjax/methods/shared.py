@@ -18,6 +18,8 @@ Window = Annotated[int, Range(1)]
 Kernel = Annotated[int, Range(1, odd=True)]
 # A part of something, from nothing to all of it.
 Share = Annotated[float, Range(0, 1)]
+# What a range is shortened to; nothing is left of one that is shortened to nothing.
+Ratio = Annotated[float, Range(0.01, 1)]
 # Where in the stack: a layer's number, or a share of the layers.
 Depth = Annotated[int | float, Part(0)]
 # How many tokens or layers of some kind there are; there may be none.
@@ -28,6 +30,9 @@ Page = Annotated[int, Range(1, 65536)]
 # Channels or tokens that are quantised together.
 Group = Annotated[int, Range(1)]
 Bits = Literal[1, 2, 4, 8]
+# Columns of a matrix of low rank, and turns of the power iteration that finds it.
+Rank = Annotated[int, Range(1)]
+Turns = Annotated[int, Range(1, 100)]
 # What `kvjax fit` wrote, or kvjax.fit returned.
 Fit = Annotated[str | Fitted, Fitted]
 Seed = Annotated[int, Range(0, 2**32 - 1)]

@@ -19,7 +19,8 @@ class Affine:
     axis "token": groups of `group` channels of one token (None: all of them). axis "channel": groups of
     `group` tokens of one channel, which are encoded together (KIVI's keys, arXiv:2402.02750, section 3).
     `together` (axis "token"): how many tokens are packed into the same words. Accelerators read those faster,
-    but such tokens can only be appended `together` at a time.
+    but such tokens can only be appended `together` at a time. clip: the range of a group is clip * min to
+    clip * max, and a number beyond it becomes the end that it passes (QuaRot, arXiv:2404.00456, section 5).
 
     Codes of 8 bits are uint8 [*b, S, H]. Fewer bits are packed in uint32 words: [*b, S / granule * w, H]
     where granule > 1 tokens are encoded together, [*b, S, w] otherwise. The float16 scale and zero of a group
@@ -29,13 +30,14 @@ class Affine:
       [*b, S, groups]                          with several groups,
       [*b, S / together, groups * together]    where together > 1, with the tokens of a group side by side.
     Codes are computed with the rounded scale and zero, so |error| <= scale / 2, except at the ends of a
-    group's range, which float16 rounds.
+    group's range, which float16 rounds, and beyond them.
     """
 
     bits: int
     axis: str = "token"
     group: int | None = None
     together: int = 1
+    clip: float = 1.0
 
     def __post_init__(self):
         if self.bits not in (1, 2, 4, 8):
@@ -48,10 +50,17 @@ class Affine:
             raise ValueError(
                 f"together must be at least 1, and 1 for axis 'channel' (see group), got {self.together}"
             )
+        if not 0 < self.clip <= 1:
+            raise ValueError(f"clip is a part of a group's range in (0, 1], got {self.clip!r}")
 
     @property
     def granule(self) -> int:
         return self.group or 1 if self.axis == "channel" else self.together
+
+    @property
+    def steady(self) -> bool:
+        # Each time, a range that is clipped is clipped once more.
+        return self.clip == 1
 
     def form(self, width: int) -> Form | None:
         """How a kernel reads the codes of rows of `width` channels; None where none does."""
@@ -64,6 +73,8 @@ class Affine:
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         rows, over = self._grouped(x.astype(jnp.float32))
         low, high = rows.min(over, keepdims=True), rows.max(over, keepdims=True)
+        if self.clip < 1:
+            low, high = self.clip * low, self.clip * high
         zero = low.astype(jnp.float16)
         scale = ((high - low) / (2**self.bits - 1)).astype(jnp.float16)
         # A constant group has scale 0: every code 0, value zero.

@@ -11,15 +11,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kvjax.cache import Codec
-from kvjax.store.wrap import Wrapper, joined, part_of
-from kvjax.stored import is_steady
+from kvjax.store.wrap import Around, Wrapper, joined, part_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Outliers(Wrapper):
     """`Outliers(0.01) >> codec` keeps ceil(share * H) of the H channels of every token out of the codec.
 
-    Dense and sparse, as in KVQuant (arXiv:2401.18079, section 3.4) and GEAR (arXiv:2403.05527, section 3).
+    Dense and sparse, as in KVQuant (arXiv:2401.18079, section 3.4). `Extremes` finds them among the tokens of
+    a channel, too.
     """
 
     share: float
@@ -38,7 +38,7 @@ class Outliers(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class Beneath:
+class Beneath(Around):
     """Rows whose largest numbers are stored beside the codes of the others: "values" [*b, S, k], "channels".
 
     `codec` encodes 0 in their place. Values have the dtype of the rows, channels are uint8 up to a width of
@@ -47,14 +47,6 @@ class Beneath:
 
     outliers: Outliers
     codec: Codec
-
-    @property
-    def granule(self) -> int:
-        return self.codec.granule
-
-    @property
-    def steady(self) -> bool:
-        return is_steady(self.codec)
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         width = x.shape[-1]

@@ -31,9 +31,10 @@ class Residual:
         return is_steady(self.first) and is_steady(self.rest)
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        x = x.astype(jnp.float32)
+        # The first one sees the dtype of the rows, in which it may keep some of their numbers.
         first = self.first.encode(x)
-        rest = self.rest.encode(x - self.first.decode(first, x.shape[-1], x.dtype))
+        near = self.first.decode(first, x.shape[-1], jnp.float32)
+        rest = self.rest.encode(x.astype(jnp.float32) - near)
         return joined(first=first, rest=rest)
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
@@ -42,6 +43,9 @@ class Residual:
 
     def span(self, width: int) -> Span:
         first, rest = span_of(self.first, width), span_of(self.rest, width)
+        if first.codec is self.first and rest.codec is self.rest:
+            # Neither part lies in another basis, so their sum is half as wide as the two side by side.
+            return Span(self, np.eye(width))
         codec = Beside(first.codec, rest.codec, first.matrix.shape[0])
         return Span(codec, np.concatenate([first.matrix, rest.matrix]))
 

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kvjax.cache import Codec
-from kvjax.store.wrap import Wrapper
-from kvjax.stored import Span, is_steady, span_of, times
+from kvjax.store.wrap import Around, Wrapper
+from kvjax.stored import Span, span_of, times
 
 # Which numbers of a seed are drawn for what: two matrices of one seed share none.
 ORTHOGONAL, SIGNS, SKETCH = range(3)
@@ -83,19 +83,11 @@ class Rotate(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotated:
+class Rotated(Around):
     """R x as `codec` encodes it. Rows come back as R' y, or attention meets y in its own basis (`span`)."""
 
     rotation: Rotate
     codec: Codec
-
-    @property
-    def granule(self) -> int:
-        return self.codec.granule
-
-    @property
-    def steady(self) -> bool:
-        return is_steady(self.codec)
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         return self.codec.encode(times(x.astype(jnp.float32), self.rotation.matrix(x.shape[-1]).T))

@@ -8,6 +8,7 @@ from typing import overload
 from jaxtyping import Array
 
 from kvjax.cache import Codec
+from kvjax.stored import is_steady
 
 
 class Wrapper:
@@ -34,6 +35,20 @@ class Both(Wrapper):
 
     def around(self, codec: Codec) -> Codec:
         return self.outer.around(self.inner.around(codec))
+
+
+class Around:
+    """The base of what wrappers make: a codec that says of itself what the `codec` inside it says."""
+
+    codec: Codec
+
+    @property
+    def granule(self) -> int:
+        return self.codec.granule
+
+    @property
+    def steady(self) -> bool:
+        return is_steady(self.codec)
 
 
 def joined(**parts: dict[str, Array]) -> dict[str, Array]:

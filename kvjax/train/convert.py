@@ -19,6 +19,8 @@ from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.params import init, plan, regroup
 from kvjax.ops.base.dtypes import wide
+from kvjax.store.rotate import Rotate
+from kvjax.stored import times
 
 Weights = Float[Array, "L K"]
 
@@ -193,6 +195,39 @@ def share_layers(params: Params, config: Config, sources: Sequence[int]) -> tupl
                 new[name] = sum((r[name] for r in readers[1:]), readers[0][name]) / len(readers)
         layers.append(new)
     return regroup({**params, "layers": tuple(layers)}, plan(smaller)), smaller
+
+
+def rotate_values(params: Params, config: Config, rotation: Rotate) -> Params:
+    """The same function with every head's values in a rotated basis: W_v R' and R W_o (arXiv:2404.00456).
+
+    QuaRot folds the rotation of values into weights so. Values of these parameters stored by a codec are the
+    values of `params` stored by `rotation >> codec`, and steps turn no output back. Every layer must be plain
+    attention. Raises ValueError for others.
+
+    >>> import jax
+    >>> from kvjax.models.params import init
+    >>> config = Config(vocab=32, d_model=16, layers=1, heads=4, kv_heads=2, head_dim=4, d_ff=32)
+    >>> params = init(config, jax.random.key(0))
+    >>> folded = rotate_values(params, config, Rotate())
+    >>> w = (folded["layers"][0]["v"] @ folded["layers"][0]["o"][:, :8])
+    >>> bool(jnp.allclose(w, params["layers"][0]["v"] @ params["layers"][0]["o"][:, :8], atol=1e-5))
+    True
+    """
+    if any(mixer_of(config, i) != Attention() for i in range(config.layers)):
+        raise ValueError("rotating values is defined for models whose layers are all plain attention")
+    matrix = rotation.matrix(config.head_dim)
+
+    def turned(p: Params) -> Params:
+        # Rows of heads: the output map's are its inputs.
+        rows = {name: p[name] for name in ("v", "v_bias") if name in p}
+        rows["o"] = jnp.swapaxes(p["o"], -1, -2)
+        new = {}
+        for name, w in rows.items():
+            heads = w.astype(wide(w)).reshape(*w.shape[:-1], -1, config.head_dim)
+            new[name] = times(heads, matrix.T).reshape(w.shape).astype(w.dtype)
+        return {**p, **new, "o": jnp.swapaxes(new["o"], -1, -2)}
+
+    return {**params, "layers": tuple(turned(p) for p in params["layers"])}
 
 
 def drop_attention(params: Params, config: Config, layers: Sequence[int]) -> tuple[Params, Config]:

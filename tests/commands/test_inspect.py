@@ -38,7 +38,7 @@ LAYOUTS = ("full", "h2o", "snapkv", "pyramidkv", "adakv", "kvzip", "keepkv", "in
     "id", [pytest.param(n, marks=[] if n in LAYOUTS else [pytest.mark.rotating]) for n in METHODS]
 )
 def test_sizes_are_those_of_the_prefill(id):
-    small = {"window": 4, "page": 8, "residual": 8, "sinks": 1, "budget": 0.5}
+    small = {"window": 4, "page": 8, "residual": 8, "sinks": 1, "group": 32, "budget": 0.5}
     known = inspect.signature(METHODS[id]).parameters
     made = method(id, **{name: value for name, value in small.items() if name in known})
     params = jax.eval_shape(lambda key: init(CONFIG, key), jax.random.key(0))

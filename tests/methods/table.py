@@ -199,6 +199,16 @@ def kivi_bytes(bits, slots=everything, group=16, residual=16):
     )  # fmt: skip
 
 
+def gear_bytes(bits, rank, group=16):
+    """KIVI's codes; a number and an index for one outlier at each end; two float16 matrices per granule."""
+    ends, matrices = 2 * (4 + 1), lambda s: (group + s.h) * rank * 2
+    return split(
+        everything, group, 0,
+        lambda s: s.h * (group * bits // 8 + 4 + ends) + 2 * matrices(s),
+        lambda s: s.h * bits // 8 + 4 * (s.h // group) + ends + 4,
+    )  # fmt: skip
+
+
 def mikv_bytes(s: Sizes) -> int:
     """Half of the tokens, and the one just attended, in 8 bits; the others in 4; all with their masses."""
     most = s.tokens + s.room
@@ -664,6 +674,10 @@ ROWS = [
     row("int4", dense(everything, slot=coded(4, 2)), hyper=dict(group=8), error=0.3),
     row("fp8", dense(everything, slot=lambda s: 2 * (s.h + 2) + 4), error=0.2),
     row("turboquant", dense(everything, slot=turboquant_bytes), error=0.8),
+    row("quarot", dense(everything, slot=coded(4)), error=0.3),
+    row(
+        "gear", gear_bytes(4, 2), hyper=dict(bits=4, group=16, rank=2, outliers=0.1), error=0.1, moves=False
+    ),
     row(
         "kivi", kivi_bytes(4), hyper=dict(bits=4, group=16, residual=16), error=0.3, moves=False
     ),

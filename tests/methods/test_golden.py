@@ -39,4 +39,4 @@ def test_a_conversation_is_as_recorded(label, name):
 
 
 def coded(label):
-    return any(word in label for word in ("int8", "int4", "fp8", "kivi", "turboquant"))
+    return any(word in label for word in ("int8", "int4", "fp8", "kivi", "turboquant", "quarot", "gear"))

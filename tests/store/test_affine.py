@@ -83,6 +83,22 @@ def test_affine_equals_a_quantiser_by_hand(rng, bits, axis, group, together):
     np.testing.assert_allclose(decode(coded), tokens_of(want, axis), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("axis", ["token", "channel"])
+def test_a_clipped_range_is_that_part_of_the_least_and_the_largest(rng, axis):
+    x = rng.normal(size=SHAPE) + np.linspace(-1, 1, SHAPE[-1])
+    back = decode(encode(jnp.asarray(x, jnp.float32), Affine(4, axis=axis, group=16, clip=0.9)))
+    rows = rows_of(x, axis, 16)
+    low, high = 0.9 * rows.min(-1, keepdims=True), 0.9 * rows.max(-1, keepdims=True)
+    step = (high - low) / 15
+    want = np.clip(np.rint((rows - low) / step), 0, 15) * step + low
+    # float16 rounds the scale and the zero, and so a code now and then.
+    off = np.abs(np.asarray(back) - tokens_of(want, axis))
+    assert np.median(off) < 2e-3 and off.max() < 1.01 * step.max() and (off > 0.01).mean() < 0.01
+    for given in (0, -0.5, 1.5):
+        with pytest.raises(ValueError, match=r"clip is a part of a group's range in \(0, 1\], got"):
+            Affine(4, clip=given)
+
+
 @pytest.mark.parametrize("bits, axis, group, together", CASES)
 def test_the_error_is_at_most_half_a_step_and_the_rounding_of_the_ends(rng, bits, axis, group, together):
     x, codec, size = make(rng, bits, axis, group, together, scale=3.0)

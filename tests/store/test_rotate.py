@@ -15,6 +15,7 @@ from kvjax.grammar import Method, Store
 from kvjax.group import group_method
 from kvjax.ops.attention.union import Keys, attend
 from kvjax.store.affine import Affine
+from kvjax.store.extremes import Extremes
 from kvjax.store.outliers import Outliers
 from kvjax.store.residual import Residual
 from kvjax.store.rotate import Rotate, hadamard, orthogonal
@@ -119,6 +120,11 @@ def test_plain_rows_and_latents_stay_in_their_basis(rng):
     latents = encode(k, Rotate() >> Affine(4))
     met = meet(q, latents, None)
     assert not met.turned and met.k is latents
+    # A sum of two codecs that turn nothing is met as it is, not as rows of twice the width.
+    sums = encode(k, Residual(Affine(4), Residual(Affine(2), Affine(2))))
+    assert not meet(q, sums, sums).turned
+    met = meet(q, encode(k, Rotate() >> sums.codec), k)
+    assert met.turned and met.k.codec == sums.codec and met.k.width == 32
 
 
 @pytest.mark.parametrize("codec, least, most", [(Affine(4), 0.0, 0.25), (KIVI[0], 0.8, 1.25)], ids=str)
@@ -182,7 +188,7 @@ STEADY = {
     Affine(2, group=8): True, Rotate() >> Affine(4): True, Outliers(0.1) >> Affine(4): True,
     Residual(Affine(2, group=8), Affine(2, group=8)): True, LloydMax(2): False, SignSketch(): False,
     Rotate("orthogonal") >> LloydMax(4): False, Outliers(0.1) >> LloydMax(2): False,
-    Residual(Affine(4), SignSketch()): False,
+    Residual(Affine(4), SignSketch()): False, Extremes(0.1) >> Affine(4): True, Affine(4, clip=0.95): False,
 }  # fmt: skip
 
 

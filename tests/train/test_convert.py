@@ -7,11 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
+from kvjax.grammar import Method, Store
 from kvjax.models import transformer
 from kvjax.models.config import Config
 from kvjax.models.encoder import encode
+from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.cross_attention import CrossAttention
-from kvjax.train.convert import drop_attention, insert_cross_attention, pool_heads, share_layers
+from kvjax.models.model import Model
+from kvjax.store.affine import Affine
+from kvjax.store.rotate import Rotate, hadamard
+from kvjax.train.convert import (
+    drop_attention,
+    insert_cross_attention,
+    pool_heads,
+    rotate_values,
+    share_layers,
+)
 from tests.models.conversation import parameters
 
 forward = jax.jit(transformer.forward, static_argnums=2)
@@ -127,3 +139,36 @@ def test_inserted_layers_add_nothing_until_they_are_trained(params):
 def test_what_cannot_be_converted_is_refused(params, call, why):
     with pytest.raises(ValueError, match=why):
         call(params)
+
+
+def test_rotated_values_are_folded_into_the_weights_and_change_no_logit(params):
+    folded = rotate_values(params, CONFIG, Rotate(seed=2))
+    r = hadamard(CONFIG.head_dim, 2)
+    for old, new in zip(params["layers"], folded["layers"], strict=True):
+        for name in ("v", "v_bias"):
+            np.testing.assert_allclose(heads(new[name]), heads(old[name]) @ r.T, atol=1e-6)
+    tokens = jnp.arange(20, dtype=jnp.int32)[None]
+    np.testing.assert_allclose(forward(folded, tokens, CONFIG), forward(params, tokens, CONFIG), atol=2e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_plain_codes_of_folded_values_are_codes_of_turned_values(params, bits):
+    """QuaRot's two forms: the rotation of values folded into weights, and turned back in every step."""
+    keys, codec = Rotate() >> Affine(bits), Affine(bits, clip=0.95)
+    tokens = np.random.default_rng(3).integers(0, CONFIG.vocab, (2, 24)).tolist()
+    found = []
+    for weights, values in ((params, Rotate() >> codec), (rotate_values(params, CONFIG, Rotate()), codec)):
+        model = Model(CONFIG, weights)
+        _, cache = kvjax.prefill(model, tokens, method=Method(store=Store(keys, values)), room=4)
+        found.append(kvjax.step(model, cache, [3, 5])[0])
+    _, plain = kvjax.prefill(Model(CONFIG, params), tokens, room=4)
+    exact = kvjax.step(Model(CONFIG, params), plain, [3, 5])[0]
+    size = np.abs(exact).max()
+    assert np.abs(found[0] - found[1]).max() < 1e-5 * size
+    assert np.abs(found[0] - exact).max() > 1e-3 * size
+
+
+def test_values_that_are_more_than_heads_are_not_rotated():
+    gated = dataclasses.replace(CONFIG, mixers=(Attention(gate=True),) * 3)
+    with pytest.raises(ValueError, match="rotating values is defined for models whose layers are all plain"):
+        rotate_values(parameters(gated), gated, Rotate())
