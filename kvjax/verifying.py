@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax import steps
-from kvjax.cache import Cache
+from kvjax.cache import Cache, Codes
 from kvjax.chunking import bucket, tokens_that_fit
 from kvjax.errors import InputError
 from kvjax.fitted import with_fitted
@@ -128,7 +128,7 @@ def _check_one_pass(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -
         why = "its slots leave while tokens are added, so a later token would see what has left"
     elif any(gm.read is not None for gm in gms):
         why = "a step reads the slots that its own token picks, and a pass reads all of them"
-    elif any(gm.kind == "state" and gm.codecs[0] is not None for gm in gms):
+    elif any(isinstance(x, Codes) for g in cache.groups if g.state for x in g.state.data.values()):
         why = "a step encodes the states of recurrent layers behind every token, and a pass once"
     ropes = [mixer_of(config, i).rope(config, i) for i in range(config.layers)]
     short = min((r.original_max for r in ropes if r.kind == "dynamic"), default=None)

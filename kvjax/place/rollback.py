@@ -14,7 +14,6 @@ from jaxtyping import Array, Int
 
 from kvjax.cache import Cache, GroupState, Paged, Slots, check_alive
 from kvjax.errors import InputError
-from kvjax.keep.select import slot_lists
 from kvjax.writing import write_rows
 
 
@@ -70,8 +69,8 @@ def rollback(cache: Cache, n: int | Array | np.ndarray | list[int]) -> Cache:
             f"{count.tolist()} tokens were given, and nothing is known of how this cache came to be: give "
             "rollback what kvjax.prefill, step or verify returned"
         )
-    for gm in note.groups:
-        if why := _never(gm, cache):
+    for gm, group in zip(note.groups, cache.groups, strict=True):
+        if why := _never(gm, group):
             _refuse(cache, count, why)
     _check_added(cache, note, count)
     held = jax.device_get(_held(cache))
@@ -83,6 +82,8 @@ def rollback(cache: Cache, n: int | Array | np.ndarray | list[int]) -> Cache:
     width = 1 << (int(count.max()) - 1).bit_length()
     kinds = tuple(gm.kind == "slots" for gm in note.groups)
     new = _forgotten(kinds, width, dataclasses.replace(cache, method=None, model=""), jnp.asarray(count))
+    # A cache is known to be consumed by this array, which the host may have read where it lies.
+    cache.next.delete()
     return dataclasses.replace(
         new,
         method=cache.method,
@@ -117,9 +118,9 @@ def _refuse(cache: Cache, count: np.ndarray, why: str) -> None:
     )
 
 
-def _never(gm: Any, cache: Cache) -> str:
+def _never(gm: Any, group: GroupState) -> str:
     """Why no token of a group can be taken back, whatever its slots hold; empty where some can."""
-    if gm.kind == "state":
+    if jax.tree.leaves(group.state):
         return f"layer {gm.first} carries a state, into which they have gone"
     if gm.kind != "slots":
         return ""
@@ -202,8 +203,9 @@ def _without(group: GroupState, start: Int[Array, "B"], width: int) -> GroupStat
 def _emptied(slots: Slots, start: Int[Array, "B"], width: int) -> Slots:
     """The slots without those that hold a token at `start` or behind it, at most `width` in every list."""
     gone = slots.pos >= start[None, :, None, None]
-    index, used = slot_lists(gone, width)
-    where = jnp.where(used, index, -1)
+    slot = jax.lax.broadcasted_iota(jnp.int32, gone.shape, 3)
+    # Behind the last of them stands an index that writes nothing.
+    where = jnp.sort(jnp.where(gone, slot, slots.capacity), axis=-1)[..., :width]
 
     def clear(x: Array) -> Array:
         # A granule's rows go with its first token.
