@@ -30,6 +30,8 @@ _HOMES = {
     "by_layer": "kvjax.methods.per_layer",
     "prefill": "kvjax.prefilling",
     "step": "kvjax.stepping",
+    "verify": "kvjax.verifying",
+    "rollback": "kvjax.place.rollback",
     "generate": "kvjax.generation",
     "encode_context": "kvjax.context",
     "Sampler": "kvjax.sampling",

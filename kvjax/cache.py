@@ -216,7 +216,7 @@ NOTHING = GroupState()
     jax.tree_util.register_dataclass,
     data_fields=["groups", "next", "pools"],
     meta_fields=["method", "model"],
-    drop_fields=["spare"],
+    drop_fields=["spare", "added"],
 )
 @dataclasses.dataclass(frozen=True)
 class Cache:
@@ -224,7 +224,8 @@ class Cache:
 
     method (a `kvjax.grammar.Method`, which this floor cannot name) and model are static and say what filled
     it: equal methods give equal tree structures. spare is the host's own note of how many more tokens surely
-    fit, so that a step need not ask the device; it is no part of the tree.
+    fit, so that a step need not ask the device; added is its note of the newest tokens, for `rollback`
+    (`kvjax.place.rollback.Added`). Both are no part of the tree.
     """
 
     groups: tuple[GroupState, ...]
@@ -233,6 +234,7 @@ class Cache:
     method: Any = None
     model: str = ""
     spare: int = 0
+    added: Any = None
 
 
 def nbytes(tree: PyTree) -> int:

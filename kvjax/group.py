@@ -38,6 +38,11 @@ class GroupMethod(NamedTuple):
         return self.keep is not None and not self.keep.allocate.uniform
 
     @property
+    def codecs_of_new(self) -> tuple[Any, Any]:
+        """The codecs of the slots that new tokens enter; a tail before an encoded body is plain."""
+        return (None, None) if self.split else self.codecs
+
+    @property
     def evicting(self) -> bool:
         """Whether slots leave in steps."""
         return self.keep is not None and self.keep.when.in_steps

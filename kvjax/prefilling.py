@@ -27,6 +27,7 @@ from kvjax.inputs import (
 from kvjax.methods import as_method
 from kvjax.models.model import Model
 from kvjax.not_numbers import check_scores
+from kvjax.place.rollback import Added, more_added
 from kvjax.place.trim import counted, trimmed
 from kvjax.pure import bind
 from kvjax.steps import Run
@@ -100,6 +101,14 @@ def labelled(cache: Cache, method: Method, model: Model) -> Cache:
     return dataclasses.replace(cache, method=method, model=model.fingerprint)
 
 
+def noted(model: Model, cache: Cache) -> Added:
+    """What the host knows of a cache's newest tokens; that none were added, where it knows nothing."""
+    if cache.added is not None:
+        return cache.added
+    run = Run(model.config, bind(cache.method or Method(), model))
+    return Added(run.groups(model.params), np.zeros(cache.next.shape[0], np.int32))
+
+
 def prefill(
     model: Model,
     tokens: TokenIds,
@@ -135,7 +144,7 @@ def prefill(
         refuse(model, options | {"implementation=": implementation is not None})
         return model.prefill(tokens, method=method, lengths=lengths, room=room)
     chosen = method_of(model, method, cache)
-    room = check_room(model, room, chosen)
+    room, note = check_room(model, room, chosen), None if cache is None else cache.added
     if chunk is not None:
         chunk = whole_number("chunk", chunk, 1, "tokens read at a time")
     batch = padded(model, tokens, lengths)
@@ -173,7 +182,9 @@ def prefill(
     check_scores(chosen.id, np.any(jax.device_get(lost), 0))
     if counted(chosen) and compress:
         cache = trimmed(cache, bucket)
-    return logits, labelled(cache, chosen, model)
+    cache = labelled(cache, chosen, model)
+    note = noted(model, cache) if compress or note is None else note
+    return logits, dataclasses.replace(cache, added=note if compress else more_added(note, batch.lengths))
 
 
 def check_room(model: Model, room: int, method: Method | None = None) -> int:

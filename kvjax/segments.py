@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Codes, GroupState, Paged, Pages, Slots, dense, encode, gather_traces, nbytes
+from kvjax.cache import Codes, GroupState, Paged, Pages, Segment, Slots, dense, encode, gather_traces, nbytes
 from kvjax.choose import Fresh, grown
 from kvjax.group import GroupMethod
 from kvjax.keep.patterns import Recent
@@ -335,7 +335,10 @@ def extend(gm: GroupMethod, past: GroupState, fresh: Fresh, pos: Int[Array, "B T
     start = fresh.traces
     if fresh.masses:
         start = grown(gm.traces, start, fresh.masses[-1])
-        tail = dataclasses.replace(tail, traces=grown(gm.traces, tail.traces, fresh.masses[len(past.bodies)]))
+        pairs = zip(past.parts, fresh.masses, strict=False)
+        *bodies, tail = (_grown_slots(gm, s, seen) for s, seen in pairs)
+        past = dataclasses.replace(past, bodies=tuple(bodies))
+        assert isinstance(tail, Slots)
     if gm.split:
         tail = pad_slots(tail, t)
     empty, free = slot_lists(tail.pos < 0, t)
@@ -347,6 +350,13 @@ def extend(gm: GroupMethod, past: GroupState, fresh: Fresh, pos: Int[Array, "B T
     assert isinstance(body, Slots)
     body, tail = flush(gm, body, tail)
     return dataclasses.replace(past, bodies=(body,), tail=tail)
+
+
+def _grown_slots(gm: GroupMethod, segment: Segment, received: dict[str, Array]) -> Segment:
+    """A segment whose slots' traces have grown by what they received; those of pages lie in their pool."""
+    if isinstance(segment, Paged):
+        return segment
+    return dataclasses.replace(segment, traces=grown(gm.traces, segment.traces, received))
 
 
 def remember_in_pages(

@@ -19,7 +19,8 @@ from kvjax.inputs import (
     one_token,
 )
 from kvjax.models.model import Model
-from kvjax.prefilling import bare_cache, check_cache, live
+from kvjax.place.rollback import more_added
+from kvjax.prefilling import bare_cache, check_cache, live, noted
 from kvjax.pure import decoding
 from kvjax.suits import last_position
 from kvjax.verbs import OneToken, has_verbs, refuse
@@ -57,11 +58,12 @@ def step(
                 "or call prefill(model, tokens, cache=cache, room=...), which makes room"
             )
         spare = min(spare, positions_left(model, cache))
+    note = more_added(cache.added or noted(model, cache), append)
     call = steps.step if append else steps.step_keeping
     params = with_fitted(model.params, cache.method)
     logits, new = call(run, params, bare_cache(cache), ids, np.full(ids.shape, append))
     return logits, dataclasses.replace(
-        new, method=cache.method, model=model.fingerprint, spare=spare - append
+        new, method=cache.method, model=model.fingerprint, spare=spare - append, added=note
     )
 
 

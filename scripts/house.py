@@ -154,6 +154,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/chunking.py",
                 "kvjax/prefilling.py",
                 "kvjax/stepping.py",
+                "kvjax/verifying.py",
                 "kvjax/generation.py",
                 "kvjax/not_numbers.py",
                 "kvjax/pure.py",

@@ -16,6 +16,7 @@ from kvjax.cache import Cache, GroupState, Paged, Pages, Segment, Slots, check_a
 from kvjax.errors import InputError
 from kvjax.inputs import whole_number
 from kvjax.place.paged import take_pages
+from kvjax.place.rollback import of_rows
 
 
 def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
@@ -41,7 +42,8 @@ def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
         )
     if not isinstance(at, Tracer) and ((outside := np.asarray(at))[(outside < 0) | (outside >= rows)]).size:
         raise InputError(f"index is {outside.tolist()}, expected row numbers in [0, {rows})")
-    return gather_rows(cache, jnp.asarray(at, jnp.int32))
+    taken = gather_rows(cache, jnp.asarray(at, jnp.int32))
+    return dataclasses.replace(taken, added=of_rows(cache.added, at))
 
 
 def fork(cache: Cache, copies: int) -> Cache:
@@ -59,7 +61,7 @@ def fork(cache: Cache, copies: int) -> Cache:
     """
     copies = whole_number("copies", copies, 1, "rows that each row becomes")
     check_alive(cache)
-    return gather_rows(cache, jnp.repeat(jnp.arange(cache.next.shape[0], dtype=jnp.int32), copies))
+    return take_rows(cache, np.repeat(np.arange(cache.next.shape[0]), copies))
 
 
 @jax.jit

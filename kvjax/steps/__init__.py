@@ -1,12 +1,13 @@
-"""The two pure functions every run is made of: `prefill` (many new tokens) and `step` (one).
+"""The pure functions every run is made of: `prefill` (many new tokens), `step` (one) and `verify` (some).
 
-Both are jitted with static (config, method) and take parameters and cache as plain pytrees. They know
+They are jitted with static (config, method) and take parameters and cache as plain pytrees. They know
 segments, allocations and evictions, but no method by name.
 """
 
 from kvjax.steps.decode import step, step_fn, step_keeping
 from kvjax.steps.prompt import Prompt, needs_of, observe, prefill, probed, scored, settle, settled
 from kvjax.steps.run import Run
+from kvjax.steps.verify import until_flush, verify
 
 __all__ = [
     "Prompt",
@@ -21,4 +22,6 @@ __all__ = [
     "step",
     "step_fn",
     "step_keeping",
+    "until_flush",
+    "verify",
 ]

@@ -1,20 +1,59 @@
-"""What layers observe of new tokens: carried by their rows, and handed to those that own the slots."""
+"""What new tokens meet in a layer, and what is observed of them there: carried by rows, handed to owners."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from kvjax.cache import GroupState
+from kvjax.cache import Codec, GroupState, Paged, Pages, Segment, dense, encode, gather_pages
 from kvjax.choose import Fresh
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass
 from kvjax.models.config import Config
 from kvjax.models.mixer import Layer
 from kvjax.models.mixers.attention import mixer_of
+from kvjax.ops.attention.union import Keys
 from kvjax.protocols import Carried, Inputs
+from kvjax.steps.run import Run
+
+
+def past_sets(layer: Layer, state: GroupState, pools: tuple[Pages, ...]) -> list[Keys]:
+    """What a layer attends to beside the new tokens: its own slots, those of the layer it reads, or both."""
+    slots, values = layer.taken.get("slots"), layer.taken.get("slot values")
+    if slots is not None:
+        return [_keys(s, 0, pools) for s in slots.state.parts]
+    mine = [_keys(s, layer.index, pools) for s in state.parts]
+    if values is None:
+        return mine
+    return [a._replace(v=_keys(s, 0, pools).v) for a, s in zip(mine, values.state.parts, strict=True)]
+
+
+def _keys(segment: Segment, index: int | Array, pools: tuple[Pages, ...]) -> Keys:
+    one = segment.layer(index)
+    return gather_pages(one, pools[one.pool]) if isinstance(one, Paged) else one.keys()
+
+
+def decoded(
+    run: Run,
+    gm: GroupMethod,
+    turn: Callable[[Array], Array],
+    raw: Float[Array, "B K T H"],
+    computed: tuple[Float[Array, "B K T H"], Float[Array, "B K T V"] | None],
+) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T V"] | None]:
+    """Rotated keys and values of new tokens as a step reads them from the slots that it has just written.
+
+    Where slots turn by rank, it is the keys as they were before their rotation that are encoded.
+    """
+
+    def back(x: Array, codec: Codec | None) -> Array:
+        return dense(encode(x, codec))
+
+    (key_codec, value_codec), (k, v) = gm.codecs_of_new, computed
+    k = turn(back(raw, key_codec)) if run.rank_phase else back(k, key_codec)
+    return k, None if v is None else back(v, value_codec)
 
 
 def carried_behind(o: Carried, inputs: Inputs, layer: Layer, state: GroupState) -> Any:

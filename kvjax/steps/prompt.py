@@ -14,13 +14,9 @@ from kvjax.cache import (
     NOTHING,
     Cache,
     GroupState,
-    Paged,
-    Pages,
-    Segment,
     Slots,
     State,
     encode,
-    gather_pages,
 )
 from kvjax.choose import Fresh, choose, judged_layers, merge_evicted, preferences, score_slots, union
 from kvjax.fitted import of_layer
@@ -31,12 +27,11 @@ from kvjax.models.attending import attend_new, new_keys, published_by, rotary
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.transformer import IdsOrVectors, Positions, decode_layers, positions, unembed
-from kvjax.ops.attention.union import Keys
 from kvjax.protocols import Carried, Inputs, Trace, View
 from kvjax.room import widened
 from kvjax.segments import AT_ONCE, Ahead, build, build_group_pages, extend, remember_in_pages, whole_slots
 from kvjax.steps.narrowing import by_token, chosen, narrow_of, narrowing, new_positions, unnarrowed
-from kvjax.steps.observed import by_owner, carried_behind
+from kvjax.steps.observed import by_owner, carried_behind, decoded, past_sets
 from kvjax.steps.run import Run, answered, held, repeated, turn_keys
 from kvjax.words import observations
 
@@ -46,13 +41,13 @@ class Prompt(NamedTuple):
 
     fresh: per group a Fresh, the new states, or None where the layers add nothing. narrowed: the positions of
     the tokens that the upper layers saw, where the method has a `Narrow`. source: which of the given tokens
-    these are (-1 on padding), where it has a `Reread`.
+    these are (-1 on padding), where it has a `Reread`. logits: of each row's last token, or of every token.
     """
 
     fresh: tuple[Fresh | dict[str, Array] | None, ...]
     positions: Positions
     tokens: IdsOrVectors
-    logits: Float[Array, "B V"]
+    logits: Float[Array, "B *_ V"]
     narrowed: Int[Array, "B M"] | None = None
     source: Int[Array, "B M"] | None = None
 
@@ -64,8 +59,13 @@ def observe(
     lengths: Int[Array, "B"],
     cache: Cache | None,
     needs: frozenset,
+    as_steps: bool = False,
 ) -> Prompt:
-    """New tokens through the model, over what the cache holds; nothing is stored yet."""
+    """New tokens through the model, over what the cache holds; nothing is stored yet.
+
+    as_steps: as single steps compute it: tokens meet each other as they will be stored, in a method's codes,
+    and the logits are those of all of them.
+    """
     config, source = run.config, None
     if run.method.reread is not None:
         tokens, lengths, source = _reread(run, params, tokens, lengths, cache)
@@ -79,7 +79,7 @@ def observe(
     narrow, gms = narrowing(run, at), run.groups(params)
 
     def attend(layer: Layer, x: Projected, state: GroupState):
-        past = _past(layer, state, pools)
+        past = past_sets(layer, state, pools)
         phase = layer.pos
         # A prefill that ends early has the queries of the last tokens alone, over the keys of all.
         pos = at.pos if narrow is None else layer.pos
@@ -91,9 +91,12 @@ def observe(
         group = x.q.shape[1] // phase.shape[1] if phase.ndim == 3 else 1
         q = rotary(layer, x.q, jnp.repeat(phase, group, axis=1) if phase.ndim == 3 else phase, at.length)
         phase = pos if phase is layer.pos else phase
-        k = None if x.k is None else rotary(layer, x.k, phase, at.length)
+        turn = partial(rotary, layer, pos=phase, length=at.length)
+        k, v = own = None if x.k is None else turn(x.k), x.v
+        if as_steps and k is not None:
+            k, v = decoded(run, gms[layer.group], turn, x.k, own)
         past = [turn_keys(run, layer, keys, at.length) for keys in past]
-        new = new_keys(layer, k, x.v, pos)
+        new = new_keys(layer, k, v, pos)
         gone = answered(gms[layer.group], layer, state, q, params)
         out, found, scores = attend_new(
             layer, x, q, new, past, layer.pos, gone, mass=tuple(o.reduction for o in masses),
@@ -105,8 +108,8 @@ def observe(
         rows = {repr(o): carried_behind(o, inputs, layer, state) for o in others if isinstance(o, Carried)}
         observed = {repr(o): o.read(rows[repr(o)]) if isinstance(o, Carried) else o(inputs) for o in others}
         traces = {repr(t): t.start(inputs, new.k.shape[1]) for t in remembered}
-        fresh = Fresh(k, x.v, observed, received, traces, rows=rows)
-        return out, state, published_by(layer, state, k, x.v, scores) | {"collected": fresh}
+        fresh = Fresh(*own, observed, received, traces, rows=rows)
+        return out, state, published_by(layer, state, k, v, scores) | {"collected": fresh}
 
     def recur(layer: Layer, step: Step, state: GroupState):
         past = state.state
@@ -114,13 +117,14 @@ def observe(
         return out, state, {"collected": new}
 
     last = jnp.maximum(lengths - 1, 0)
-    early = None if needs or narrow is not None else last
+    early = None if needs or as_steps or narrow is not None else last
     memory = Memory(at.pos, attend, recur, held, early, run.without_gpu, narrow)
     ran = decode_layers(params, tokens, config, memory, states)
     x, narrowed = ran.x, None if narrow is None else ran.pos
     if narrowed is not None:
         last = jnp.maximum((narrowed >= 0).sum(-1, dtype=jnp.int32) - 1, 0)
-    x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+    if not as_steps:
+        x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     logits = unembed(params, x, config)
     fresh = by_owner(gms, config, ran.collected, masses)
     return Prompt(fresh, at, tokens, logits, narrowed, source)
@@ -146,22 +150,6 @@ def _reread(
     index, used = chosen(run, found.positions, found.fresh[-1])
     again = jnp.where(used, jnp.take_along_axis(tokens, index, axis=1), 0)
     return again, used.sum(-1, dtype=jnp.int32), jnp.where(used, index, -1)
-
-
-def _past(layer: Layer, state: GroupState, pools: tuple[Pages, ...]) -> list[Keys]:
-    """What a layer attends to beside the new tokens: its own slots, those of the layer it reads, or both."""
-    slots, values = layer.taken.get("slots"), layer.taken.get("slot values")
-    if slots is not None:
-        return [_keys(s, 0, pools) for s in slots.state.parts]
-    mine = [_keys(s, layer.index, pools) for s in state.parts]
-    if values is None:
-        return mine
-    return [a._replace(v=_keys(s, 0, pools).v) for a, s in zip(mine, values.state.parts, strict=True)]
-
-
-def _keys(segment: Segment, index: int | Array, pools: tuple[Pages, ...]) -> Keys:
-    one = segment.layer(index)
-    return gather_pages(one, pools[one.pool]) if isinstance(one, Paged) else one.keys()
 
 
 def needs_of(run: Run, params: Params, compress: bool = True) -> frozenset:

@@ -1,0 +1,205 @@
+"""Tokens taken back: what is left is what was there before them, or the call is refused."""
+
+import dataclasses
+from inspect import unwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.place.rollback import rollback
+from kvjax.verifying import verify
+from kvjax.when import PREFILL_END
+from tests.drafts import DRAFT, UNEVEN, WIDTH, close, same, started, stepped
+from tests.methods.battery import BY_LABEL, MAIN, kept_of, model, prompt_of
+from tests.models.conversation import TEXTS
+from tests.models.conversation import model as architecture
+from tests.reference import Row
+from tests.sweep import sweep
+
+# How many of the drafted tokens each row takes back.
+BACK = np.array([3, 5, 0, 2])
+
+
+def at_end(method):
+    return dataclasses.replace(method, keep=dataclasses.replace(method.keep, when=PREFILL_END), spec=())
+
+
+def with_merge(label, of):
+    """A method whose slots leave as another one's do."""
+    method, merge = BY_LABEL[label].method(), BY_LABEL[of].method().keep.merge
+    return dataclasses.replace(method, keep=dataclasses.replace(method.keep, merge=merge), spec=())
+
+
+METHODS = {
+    "full": lambda: BY_LABEL["full"].method(),
+    "snapkv": lambda: BY_LABEL["snapkv"].method(),
+    "adakv": lambda: BY_LABEL["adakv"].method(),
+    "kvzip": lambda: BY_LABEL["kvzip"].method(),
+    "int4": lambda: BY_LABEL["int4"].method(),
+    "a residue": lambda: with_merge("snapkv kvpress", "less"),
+    "ranks": lambda: at_end(BY_LABEL["lagkv"].method()),
+    "granules": lambda: kvjax.method("kivi", bits=4, group=4, residual=29),
+    "by layer": lambda: kvjax.by_layer([BY_LABEL["adakv"].method(), BY_LABEL["int8"].method()]),
+}
+
+
+@pytest.mark.parametrize("name", sweep(METHODS, "adakv", "granules"))
+def test_what_is_left_is_what_the_other_tokens_alone_would_have_left(name):
+    m = model("4/2")
+    cache = started(m, METHODS[name](), room=WIDTH + 4)
+    left, want = stepped(m, cache, DRAFT, UNEVEN - BACK)
+    next_want, next_left = stepped(m, want, DRAFT[:, :1], [1] * 4)
+    _, read = verify(m, cache, DRAFT, lengths=UNEVEN)
+    back = rollback(read, BACK)
+    assert back.added.tokens.tolist() == (UNEVEN - BACK).tolist()
+    same(back, want)
+    logits, after = kvjax.step(m, back, DRAFT[:, 0])
+    close(logits, next_want[:, 0])
+    same(after, next_left)
+
+
+def test_a_step_behind_tokens_taken_back_is_that_of_float64():
+    label, m = "snapkv", model("4/2")
+    cache = started(m, BY_LABEL[label].method())
+    prompts = [prompt_of("4/2", "main", b) for b in range(len(MAIN.first))]
+    rows = [Row(p, kept_of(label, p)) for p in prompts]
+    want = np.stack([[row.step(token) for token in DRAFT[b, :6]] for b, row in enumerate(rows)])
+    got, cache = kvjax.verify(m, cache, DRAFT[:, :8])
+    np.testing.assert_allclose(got[:, :6], want, rtol=0, atol=3e-5 * np.abs(want).max())
+    cache = kvjax.rollback(cache, 3)
+    logits, cache = kvjax.step(m, cache, DRAFT[:, 5])
+    np.testing.assert_allclose(logits, want[:, 5], rtol=0, atol=3e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("group", "residual"), [(4, 6), (4, 0)])
+def test_granules_are_taken_back_where_the_same_ones_would_be_encoded_without_them(group, residual):
+    m = model("4/2")
+    method = kvjax.method("kivi", bits=4, group=group, residual=residual)
+    prompt, read = [MAIN.first[0][:17]], 17 + WIDTH
+    cache = kvjax.prefill(m, prompt, method=method, room=WIDTH + group)[1]
+    encoded = lambda n: max(n - residual, 0) // group * group  # noqa: E731
+    allowed = []
+    for back in range(WIDTH + 1):
+        _, full = verify(m, kvjax.fork(cache, 1), DRAFT[:1])
+        # Granules may go whole where nothing is left that should lie in the tail.
+        gone, tail = encoded(read) - encoded(read - back), read - encoded(read)
+        exact = max(back - tail, 0) == gone
+        if not exact:
+            with pytest.raises(InputError, match=rf"kivi cannot take back \[{back}\] tokens: .*encoded some"):
+                rollback(full, back)
+            continue
+        allowed.append(back)
+        same(rollback(full, back), stepped(m, cache, DRAFT[:1, : WIDTH - back], [WIDTH])[1])
+    assert allowed == ([0, 1, 2, 3] if residual else [0, 1, 5, 9])
+
+
+def test_a_window_gives_tokens_back_until_it_has_lost_a_slot():
+    m = model("windowed")
+    window = min(w for w in m.config.windows if w is not None)
+    short = [row[: window - 5] for row in MAIN.first[:2]]
+    _, cache = kvjax.prefill(m, short, room=12)
+    want, walked = stepped(m, cache, DRAFT[:2, :2], [2, 2])
+    _, cache = verify(m, cache, DRAFT[:2, :5])
+    cache = rollback(cache, 3)
+    same(cache, walked)
+    _, cache = kvjax.verify(m, cache, DRAFT[:2, :5])
+    with pytest.raises(InputError, match="older slots of layer . have left"):
+        rollback(cache, 1)
+
+
+def test_everything_may_be_taken_back_where_nothing_is_chosen():
+    m = model("4/2")
+    cache = rollback(started(m, "full"), [len(row) for row in MAIN.first])
+    assert cache.next.tolist() == [0] * 4
+    assert all((pos == -1).all() for pos in kvjax.kept_positions(cache))
+    logits, _ = kvjax.step(m, cache, DRAFT[:, 0])
+    close(logits, kvjax.prefill(m, DRAFT[:, :1], room=1)[0])
+
+
+def test_taken_and_copied_rows_know_what_they_have_added():
+    m = model("4/2")
+    _, cache = kvjax.verify(m, started(m, BY_LABEL["snapkv"].method()), DRAFT, lengths=UNEVEN)
+    taken = kvjax.take_rows(cache, [3, 1])
+    assert kvjax.rollback(kvjax.fork(taken, 2), [9, 9, 5, 5]).next.tolist() == [13, 13, 27, 27]
+    with pytest.raises(InputError, match=r"\[9, 5\] were surely added"):
+        kvjax.rollback(taken, [9, 6])
+
+
+def test_what_was_stored_without_compressing_may_be_taken_back():
+    m = model("4/2")
+    cache = started(m, BY_LABEL["snapkv"].method())
+    _, stored = kvjax.prefill(m, DRAFT[:, :4].tolist(), cache=cache, room=8, compress=False)
+    assert kvjax.rollback(stored, 4).next.tolist() == cache.next.tolist()
+    _, pressed = kvjax.prefill(m, DRAFT[:, :4].tolist(), cache=cache, room=8)
+    with pytest.raises(InputError, match=r"\[0, 0, 0, 0\] were surely added"):
+        kvjax.rollback(pressed, 1)
+
+
+# --- refusals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("label", "why"),
+    [
+        ("h2o", r"what layer 0 remembers of its slots \(Received.*has grown by their queries"),
+        ("r-kv", "the rows of layer 0 carry what they have seen"),
+        ("sink-recent", "older slots of layer 0 have left"),
+        ("kvzap", "older slots of layer 0 have left"),
+    ],
+)
+def test_what_tokens_have_changed_elsewhere_is_not_undone(label, why):
+    m = model("4/2")
+    _, cache = kvjax.step(m, started(m, BY_LABEL[label].method()), DRAFT[:, 0])
+    with pytest.raises(
+        InputError, match=rf"{label} cannot take back \[1, 1, 1, 1\] tokens: {why}.*kvjax.fork"
+    ):
+        rollback(cache, 1)
+    kvjax.step(m, cache, DRAFT[:, 1])
+
+
+def test_a_state_is_not_undone():
+    m = architecture("kimi linear")
+    _, cache = kvjax.prefill(m, TEXTS[:2, :6], room=8)
+    _, cache = kvjax.verify(m, cache, TEXTS[:2, 6:9])
+    with pytest.raises(InputError, match="layer 0 carries a state, into which they have gone"):
+        kvjax.rollback(cache, [0, 1])
+    assert kvjax.rollback(cache, 0) is cache
+
+
+def test_wrong_numbers_and_unknown_caches_are_refused():
+    m = model("4/2")
+    cache = started(m, "full")
+    for n in (1.5, [1, 2], np.ones((4, 1), int), True):
+        with pytest.raises(InputError, match=r"n is .*, expected a whole number or int\[4\]"):
+            unwrap(kvjax.rollback)(cache, n)
+    for n in (-1, 14, [33, 0, 0, 0]):
+        with pytest.raises(
+            InputError, match=r"n is .*, expected at least 0 and at most the \[32, 27, 20, 13\]"
+        ):
+            kvjax.rollback(cache, n)
+    with pytest.raises(InputError, match="nothing is known of how this cache came to be"):
+        kvjax.rollback(jax.tree.map(lambda x: x, cache), 1)
+    kvjax.rollback(cache, 1)
+    with pytest.raises(InputError, match="was consumed by"):
+        kvjax.rollback(cache, 1)
+
+
+def test_values_that_are_no_numbers_go_with_their_tokens():
+    m = model("4/2")
+    cache = started(m, "full")
+    want, _ = kvjax.step(m, kvjax.fork(cache, 1), DRAFT[:, 0])
+    _, read = kvjax.verify(m, cache, DRAFT)
+
+    def broken(group):
+        late = group.tail.pos >= 13
+        v = jnp.where(late[..., None], jnp.nan, group.tail.v)
+        return group.with_tail(dataclasses.replace(group.tail, v=v))
+
+    row = kvjax.take_rows(read, [3])
+    row = dataclasses.replace(row, groups=tuple(map(broken, row.groups)))
+    logits, _ = kvjax.step(m, kvjax.rollback(row, WIDTH), DRAFT[3:, 0])
+    close(logits, want[3:])
