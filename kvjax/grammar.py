@@ -277,6 +277,10 @@ def check(method: Method) -> None:
             "a read method needs the same number of slots in every head, and this keep gives unequal numbers",
         ),
         (
+            keep is not None and keep.rank_phase and read is not None,
+            "a read method ranks keys as they are stored, and this keep turns them by their ranks",
+        ),
+        (
             keep is not None and method.reread is not None,
             "only some tokens of its prompts are read, and a keep would choose among those: leave one out",
         ),

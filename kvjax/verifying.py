@@ -14,13 +14,13 @@ from kvjax.chunking import bucket, tokens_that_fit
 from kvjax.errors import InputError
 from kvjax.fitted import with_fitted
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_single
 from kvjax.place.rollback import more_added
 from kvjax.prefilling import Batch, bare_cache, check_cache, noted, padded
 from kvjax.pure import decoding
 from kvjax.stepping import positions_left
 from kvjax.steps import Run
-from kvjax.verbs import Lengths, TokenIds, has_verbs, refuse
+from kvjax.verbs import Lengths, TokenIds
 
 
 def verify(
@@ -50,8 +50,7 @@ def verify(
     >>> logits.shape, cache.next.tolist()
     ((2, 3, 220), [6, 3])
     """
-    if has_verbs(model):
-        refuse(model, {"several tokens to verify": True})
+    check_single(model, "add its tokens with kvjax.step")
     check_cache(model, cache)
     batch = padded(model, tokens, lengths, least=0)
     if cache.next.shape != batch.lengths.shape or not batch.lengths.any():

@@ -86,6 +86,7 @@ class LargestChannels:
         alpha is the probability that a softmax over the guesses of all slots gives to those that are read.
         """
         held, newest = body.pos[layer] >= 0, tail.layer(layer).keys()
+        assert newest.pos is not None
         new, read = newest.pos >= 0, held & visited_slots(chosen, body.capacity)
 
         def logits(k: Array, there: Bool[Array, "B K S"]) -> Float[Array, "B K G T S"]:

@@ -92,9 +92,10 @@ def observe(
         q = rotary(layer, x.q, jnp.repeat(phase, group, axis=1) if phase.ndim == 3 else phase, at.length)
         phase = pos if phase is layer.pos else phase
         turn = partial(rotary, layer, pos=phase, length=at.length)
-        k, v = own = None if x.k is None else turn(x.k), x.v
-        if as_steps and k is not None:
-            k, v = decoded(run, gms[layer.group], turn, x.k, own)
+        mine = None if x.k is None else turn(x.k)
+        k, v = mine, x.v
+        if as_steps and x.k is not None and k is not None:
+            k, v = decoded(run, gms[layer.group], turn, x.k, (k, v))
         past = [turn_keys(run, layer, keys, at.length) for keys in past]
         new = new_keys(layer, k, v, pos)
         gone = answered(gms[layer.group], layer, state, q, params)
@@ -108,7 +109,7 @@ def observe(
         rows = {repr(o): carried_behind(o, inputs, layer, state) for o in others if isinstance(o, Carried)}
         observed = {repr(o): o.read(rows[repr(o)]) if isinstance(o, Carried) else o(inputs) for o in others}
         traces = {repr(t): t.start(inputs, new.k.shape[1]) for t in remembered}
-        fresh = Fresh(*own, observed, received, traces, rows=rows)
+        fresh = Fresh(mine, x.v, observed, received, traces, rows=rows)
         return out, state, published_by(layer, state, k, v, scores) | {"collected": fresh}
 
     def recur(layer: Layer, step: Step, state: GroupState):
