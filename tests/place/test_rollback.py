@@ -10,6 +10,11 @@ import pytest
 
 import kvjax
 from kvjax.errors import InputError
+from kvjax.models.config import Config
+from kvjax.models.mixers.attention import Attention
+from kvjax.models.mixers.cross_attention import CrossAttention
+from kvjax.models.model import Model
+from kvjax.models.params import init
 from kvjax.place.rollback import rollback
 from kvjax.verifying import verify
 from kvjax.when import PREFILL_END
@@ -137,6 +142,19 @@ def test_what_was_stored_without_compressing_may_be_taken_back():
     _, pressed = kvjax.prefill(m, DRAFT[:, :4].tolist(), cache=cache, room=8)
     with pytest.raises(InputError, match=r"\[0, 0, 0, 0\] were surely added"):
         kvjax.rollback(pressed, 1)
+
+
+def test_a_context_stays_as_it_is():
+    plain = Config(vocab=64, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)
+    config = dataclasses.replace(plain, mixers=(Attention(), CrossAttention(width=16)))
+    encoder, m = (Model(c, init(c, jax.random.key(0))) for c in (plain, config))
+    cache = kvjax.encode_context(m, encoder, [[1, 2, 3, 4, 5, 6], [7]])
+    want, walked = stepped(m, cache, DRAFT[:2, :3], [3, 3])
+    got, cache = kvjax.verify(m, cache, DRAFT[:2, :5])
+    close(got[:, :3], want)
+    cache = kvjax.rollback(cache, 2)
+    assert cache.next.tolist() == [3, 3]
+    same(cache, walked)
 
 
 # --- refusals -----------------------------------------------------------------------------------------
