@@ -676,10 +676,10 @@ ROWS = [
     row("turboquant", dense(everything, slot=turboquant_bytes), error=0.8),
     row("quarot", dense(everything, slot=coded(4)), error=0.3),
     row(
-        "gear", gear_bytes(4, 2), hyper=dict(bits=4, group=16, rank=2, outliers=0.1), error=0.1, moves=False
+        "kivi", kivi_bytes(4), hyper=dict(bits=4, group=16, residual=16), error=0.3, moves=False
     ),
     row(
-        "kivi", kivi_bytes(4), hyper=dict(bits=4, group=16, residual=16), error=0.3, moves=False
+        "gear", gear_bytes(4, 2), hyper=dict(bits=4, group=16, rank=2, outliers=0.1), error=0.1, moves=False
     ),
     chained("mikv", mikv_bytes, ("mikv", dict(budget=0.5, low=4, group=8)), error=0.3),
     row("quest", quest_bytes, hyper=dict(page=8, skip_layers=2), error=None, moves=False, model="deep"),
