@@ -179,6 +179,13 @@ def test_what_tokens_have_changed_elsewhere_is_not_undone(label, why):
     kvjax.step(m, cache, DRAFT[:, 1])
 
 
+def test_sums_of_a_body_are_not_undone():
+    m, method = model("4/2"), kvjax.method("sparq", budget=0.5, channels=4, newest=4)
+    _, cache = kvjax.prefill(m, MAIN.first, method=method, room=WIDTH)
+    with pytest.raises(InputError, match="layer 0 holds sums of what lies in its body"):
+        rollback(cache, [len(row) for row in MAIN.first])
+
+
 def test_a_state_is_not_undone():
     m = architecture("kimi linear")
     _, cache = kvjax.prefill(m, TEXTS[:2, :6], room=8)
