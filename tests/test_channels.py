@@ -24,6 +24,7 @@ from tests.models import conversation
 from tests.models.architectures import TABLE
 from tests.reads import sparq_chosen, sparq_guesses
 from tests.reference import softmax
+from tests.sweep import sweep
 
 LAYERS, ROWS, HEADS, GROUP, S, TAIL, H, V = 2, 2, 2, 3, 12, 3, 8, 6
 WORD = LargestChannels(Budget(0.5), channels=3, newest=2)
@@ -128,7 +129,7 @@ def held_values(cache):
         yield np.asarray(body.sums["values"]), np.where(live[..., None], v, 0.0).sum(3), live.sum(-1)
 
 
-@pytest.mark.parametrize("store", [None, "int8"])
+@pytest.mark.parametrize("store", sweep([None, "int8"], "int8"))
 def test_sums_follow_the_values_through_prompts_steps_turns_and_chunks(store):
     m, method = model("4/2"), kvjax.method("sparq", budget=0.5, channels=5, newest=4)
     method = method if store is None else kvjax.chain(method, kvjax.method(store))

@@ -14,6 +14,7 @@ from kvjax.eval import compare as comparing
 from kvjax.eval.compare import compare
 from kvjax.eval.report.text_page import text_html
 from kvjax.eval.report.text_table import print_stream, summarise_text, text_duels, text_panels
+from kvjax.eval.run import plan as planning
 from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.run.command import command_of
 from kvjax.eval.run.timings import timings_of
@@ -31,14 +32,14 @@ FULL = Entry("full", None, Method())
 def test_every_seed_draws_its_own_contexts_into_its_own_batches(monkeypatch):
     model = kvjax.load("recall-tiny")
     suites = {s: make_suite(model, ["get"], length=128, seed=s, contexts=3) for s in (4, 7)}
-    plan = comparing._Plan(model, suites, [FULL], ("aware",), 3, 128)
-    monkeypatch.setattr(comparing, "fitting_rows", lambda *_: 2)
-    batches = comparing._batches(plan)
+    plan = planning.Plan(model, suites, [FULL], ("aware",), 3, 128)
+    monkeypatch.setattr(planning, "fitting_rows", lambda *_: 2)
+    batches = planning.batches_of(plan)
     assert [(b.number, b.seed, len(b.rows)) for b in batches] == [(0, 4, 2), (1, 4, 1), (2, 7, 2), (3, 7, 1)]
     ids = [row[0].id for b in batches for row in b.rows]
     assert len({*ids}) == 6 and all(f"-s{b.seed}-" in row[0].id for b in batches for row in b.rows)
-    alone = comparing._Plan(model, {4: suites[4]}, [FULL], ("aware",), 3, 128)
-    assert comparing._batches(alone) == batches[:2]
+    alone = planning.Plan(model, {4: suites[4]}, [FULL], ("aware",), 3, 128)
+    assert planning.batches_of(alone) == batches[:2]
     assert comparing._settings(alone, "short")["seed"] == 4
     assert comparing._settings(plan, "short")["seed"] == [4, 7]
 
@@ -67,7 +68,7 @@ def test_questions_of_files_are_not_counted_once_per_seed(tmp_path):
         sources = ("niah.jsonl:00",)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError, match="leave --seeds away"):
-        patch.setattr(comparing, "make_suite", lambda *_, **__: Suite())
+        patch.setattr(planning, "make_suite", lambda *_, **__: Suite())
         compare(methods=["full"], tasks=tasks, seeds=[0, 1], out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

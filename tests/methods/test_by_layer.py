@@ -10,6 +10,7 @@ from tests.methods.battery import MAIN, ROOM, kept_of, model, off, positions, pr
 from tests.methods.golden import model as deeper
 from tests.methods.table import BY_LABEL, GATE, GATE_THRESHOLD, PAGE, WINDOW
 from tests.reference import Row
+from tests.sweep import sweep
 
 WHOLE = "full"
 # What the layers of "4/2" follow, by rows of the table, and what codes may change of the logits.
@@ -51,7 +52,7 @@ class Leaves:
         )
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", sweep(PAIRS, *list(PAIRS)[:2], "a residue below every few steps"))
 def test_every_layer_keeps_drops_and_costs_what_its_method_says(name):
     *labels, error = PAIRS[name]
     m, alone = model("4/2"), [BY_LABEL[label].method() for label in labels]

@@ -10,6 +10,7 @@ from kvjax.store.affine import Affine
 from kvjax.store.rotate import Rotate
 from tests.methods.battery import MAIN, ROOM, model, off, prompt_of, step
 from tests.reference import Row, rope
+from tests.sweep import sweep
 
 GROUP, RANK, BITS = 8, 2, 4
 
@@ -104,7 +105,7 @@ def encoded(prompt, keys, values, granule):
     return row
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, "gear", "quarot before kivi"))
 def test_the_last_token_asked_again_attends_to_what_comes_back_of_the_codes(name):
     method, keys, values, granule = CASES[name]
     _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=method, room=ROOM)

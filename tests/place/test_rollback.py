@@ -80,7 +80,7 @@ def test_a_step_behind_tokens_taken_back_is_that_of_float64():
     np.testing.assert_allclose(logits, want[:, 5], rtol=0, atol=3e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize(("group", "residual"), [(4, 6), (4, 0)])
+@pytest.mark.parametrize("group, residual", sweep([(4, 6), (4, 0)], (4, 6)))
 def test_granules_are_taken_back_where_the_same_ones_would_be_encoded_without_them(group, residual):
     m = model("4/2")
     method = kvjax.method("kivi", bits=4, group=group, residual=residual)
