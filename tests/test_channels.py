@@ -218,6 +218,7 @@ def test_sinks_outside_the_text_take_no_part_in_what_the_rest_weighs():
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.rotating
 def test_latents_are_read_by_their_channels():
     name, method = "mla", kvjax.method("sparq", budget=1.0, channels=3, newest=2)
     texts = conversation.TEXTS
@@ -226,6 +227,7 @@ def test_latents_are_read_by_their_channels():
     conversation.close(logits, conversation.whole(name).logits[:2, 13])
 
 
+@pytest.mark.rotating
 def test_half_precision_stays_near_the_full_one():
     m, found = model("4/2"), []
     half = dataclasses.replace(m, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), m.params))
@@ -238,6 +240,7 @@ def test_half_precision_stays_near_the_full_one():
     assert body.k.dtype == jnp.bfloat16 and off(found[1], found[0]) < 0.1
 
 
+@pytest.mark.rotating
 def test_a_smaller_budget_reads_other_numbers():
     """What the identities above cannot tell: with little to read, the answer is another one."""
     m, found = model("4/2"), []

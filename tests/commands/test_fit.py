@@ -20,7 +20,6 @@ def fit(tmp_path, *words):
 def test_a_gate_is_written_and_found_by_its_method(tmp_path, capsys):
     fitted = fit(tmp_path, "kvzap", "--set", "ridge=0.5")
     assert fitted.word == "HiddenGate" and "use it as kvzap:fitted=" in capsys.readouterr().out
-    assert fitted != fit(tmp_path, "kvzap")
     assert kvjax.method("kvzap", fitted=str(tmp_path / "fitted.safetensors")).id == "kvzap"
 
 

@@ -156,6 +156,7 @@ def test_the_revision_is_that_of_the_own_checkout_or_the_version(tmp_path):
     assert revision(installed) == kvjax.__version__
 
 
+@pytest.mark.rotating
 def test_multi_turn_asks_every_question_on_one_context(tmp_path):
     found = compare(
         methods=["full"], budgets=[0.5], tasks=["get", "chase"], samples=2, protocols=("multi-turn",),

@@ -44,11 +44,10 @@ from tests.reference import Row as Slotwise
 LABELS = [r.label for r in ROWS]
 FIRST = first_of_each_class()
 # Of those the ones whose steps do what no other's do: evict by mass, by the query or by rank, merge, see a
-# window, read pages, answer for what they leave out, write into pages, into a pool of all layers, or into
-# granules of codes.
+# window, read pages, write into pages, into a pool of all layers, or into granules of codes. (What answers
+# for slots that are not read or have left is in `tests/test_channels.py` and `tests/keep/test_residue.py`.)
 PLAIN = (
     "streamingllm", "h2o", "tova", "snapkv windowed", "adakv", "kvzip", "keepkv", "kivi", "quest",
-    "sparq",
 )  # fmt: skip
 
 
