@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.methods.golden import cases, converse, recorded
+from tests.methods.table import BY_LABEL
 
 RECORDED = recorded()
 # In the plain suite; the other cases take turns.
@@ -39,4 +40,6 @@ def test_a_conversation_is_as_recorded(label, name):
 
 
 def coded(label):
-    return any(word in label for word in ("int8", "int4", "fp8", "kivi", "turboquant", "quarot", "gear"))
+    """Whether a method encodes slots, in one tier or in two."""
+    method = BY_LABEL[label].method()
+    return method.store is not None or (method.keep is not None and method.keep.lower is not None)
