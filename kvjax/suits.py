@@ -45,18 +45,7 @@ def check_fit(method: Method, config: Config) -> None:
         for one in method.sentences:
             check_fit(one, config)
         return
-    c = config
-    sizes = ModelSizes(c.layers, c.d_model, c.heads, c.kv_heads, c.head_dim)
-    for word in fitted_words(method):
-        if word.fitted is None:
-            raise InputError(
-                f"{method.id} was never fitted to a model: run `kvjax fit {word.by} --model MODEL --out "
-                f"{word.by}.safetensors` and give the method fitted={word.by}.safetensors"
-            )
-        try:
-            word.check(sizes)
-        except InputError as error:
-            raise InputError(f"{method.id}: {error}") from error
+    _check_fitted(method, config)
     own = [mixer_of(config, i) for i in range(config.layers)]
     if any(isinstance(m, Bidirectional) for m in own):
         raise InputError(
@@ -112,9 +101,9 @@ def check_fit(method: Method, config: Config) -> None:
         if any("slots" in m.takes for m in own) or clipped:
             _refuse(method, "what leaves is asked apart, and layers share slots or clip the softmax", "h2o")
     if isinstance(read, Resting):
-        taken = [(i, name, at) for i in range(c.layers) for name, at in takes_of(c, i).values()]
+        taken = [(i, name, at) for i in range(config.layers) for name, at in takes_of(config, i).values()]
         others = [(i, at) for i, name, at in taken if name == "slots" and at is not None]
-        if clipped or any(at > i or c.window(i) is not None for i, at in others):
+        if clipped or any(at > i or config.window(i) is not None for i, at in others):
             _refuse(
                 method,
                 "what is not read counts apart, and layers clip the softmax, or read slots from above or "
@@ -123,6 +112,22 @@ def check_fit(method: Method, config: Config) -> None:
             )
     if keep is not None and keep.merge is not None and any(s.shared or s.factors for s in slots):
         _refuse(method, "it merges keys and values apart, and the model stores one latent for both", "snapkv")
+
+
+def _check_fitted(method: Method, config: Config) -> None:
+    """InputError where a word was never fitted, or to another kind of model."""
+    c = config
+    sizes = ModelSizes(c.layers, c.d_model, c.heads, c.kv_heads, c.head_dim)
+    for word in fitted_words(method):
+        if word.fitted is None:
+            raise InputError(
+                f"{method.id} was never fitted to a model: run `kvjax fit {word.by} --model MODEL --out "
+                f"{word.by}.safetensors` and give the method fitted={word.by}.safetensors"
+            )
+        try:
+            word.check(sizes)
+        except InputError as error:
+            raise InputError(f"{method.id}: {error}") from error
 
 
 def _check_narrow(method: Method, config: Config) -> None:
