@@ -234,6 +234,7 @@ BAD = {
     "budget 0": ("compare --budgets 0", "got 0", "a fraction in", "write a fraction such as 0.25"),
     "budget 1.5": ("compare --budgets 1.5", "got 1.5", "a fraction in", "did you mean"),
     "budget x": ("compare --budgets x", "'x' is not a number", "expected a fraction", "such as 0.25"),
+    "commas": ("compare --budgets 0.5,0.25", "0.5,0.25", "expected a fraction", "put spaces between"),
     "task": ("compare --tasks gte", "'gte'", "unknown", "did you mean 'get'"),
     "text": ("compare --text {dir}/no.txt", r"no\.txt is no file", "expected a text", "check the path"),
     "resume": (

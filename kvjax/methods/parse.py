@@ -116,7 +116,7 @@ def parse_budget(text: str) -> float | int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise InputError(
             f"budget {text!r} is not a number, expected a fraction in (0, 1] such as 0.25 or a number of "
-            "slots such as 256"
+            "slots such as 256" + (": put spaces between several" if "," in text else "")
         )
     try:
         Budget(value)

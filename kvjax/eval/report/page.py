@@ -133,8 +133,8 @@ def caption_of(metrics: Mapping[str, Any], cells: Sequence[Cell]) -> str:
 
 
 _EXAMPLES = """<section><h2>What each method kept</h2>
-<p class="muted"><span class="legend">Kept by 0% <span class="ramp"></span> 100% of the (layer, head)
-pairs; the answer needs the <span class="needed">underlined</span> tokens.</span></p>
+<p class="muted">Kept by 0% <span class="ramp"></span> 100% of the (layer, head) pairs;
+the answer needs the <span class="needed">underlined</span> tokens.</p>
 <div class="controls"><label><span class="label">prompt</span><select id="prompt"></select></label>
 <label><span class="label">method</span><select id="run"></select></label></div>
 <p id="verdict"></p><div id="text"></div>

@@ -63,8 +63,8 @@ td.score, td.size { background-image: linear-gradient(var(--bar), var(--bar));
   background-repeat: no-repeat; background-position: 7px 100%;
   background-size: calc((100% - 14px) * var(--share)) 3px; }
 .good { color: var(--good); } .fair { color: var(--fair); } .poor { color: var(--poor); }
-.legend { display: inline-flex; align-items: center; gap: 8px; }
-.ramp { width: 110px; height: 12px; border-radius: 3px; border: 1px solid var(--line);
+.ramp { display: inline-block; vertical-align: middle; width: 110px; height: 12px;
+  border-radius: 3px; border: 1px solid var(--line);
   background: linear-gradient(to right, transparent, var(--kept)); }
 .needed { text-decoration: underline 3px var(--need); text-underline-offset: 4px;
   text-decoration-skip-ink: none; }

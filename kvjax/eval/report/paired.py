@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, Literal
 
 import numpy as np
-import scipy.stats
+import scipy.special
 from jaxtyping import Float
 
 # Below this many samples an interval or a test says more about its formula than about the method.
@@ -20,7 +20,7 @@ RESAMPLES = 2000
 _SEED = 0
 _TAIL = 0.025
 _OUT = round(_TAIL * RESAMPLES)
-_Z = float(scipy.stats.norm.ppf(1 - _TAIL))
+_Z = float(scipy.special.ndtri(1 - _TAIL))
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ def mcnemar(wins: int, losses: int) -> float:
     >>> mcnemar(1, 9), mcnemar(0, 0)
     (0.021484375, 1.0)
     """
-    return float(scipy.stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
+    # Both sides of a fair coin weigh the same. `scipy.stats` says it too, and takes 0.5 s more to import.
+    return min(1.0, 2 * float(scipy.special.bdtr(min(wins, losses), wins + losses, 0.5)))
 
 
 def _draws(gains: Sequence[Float[np.ndarray, "N"]]) -> Float[np.ndarray, "R"]:
