@@ -179,10 +179,10 @@ def _array(given: Any) -> np.ndarray | None:
 
 def _check_integers(name: str, array: Any, given: Any) -> None:
     if array.size and array.dtype.kind not in "iu":
-        raise InputError(
-            f"{name} must be integers (token ids), got {_short(given)} of {array.dtype}: encode text with "
-            "the model's tokenizer, and round no ids"
-        )
+        kind, todo = "(token ids)", "encode text with the model's tokenizer, and round no ids"
+        if name == "lengths":
+            kind, todo = "(tokens per row)", "count every row's tokens without its padding"
+        raise InputError(f"{name} must be integers {kind}, got {_short(given)} of {array.dtype}: {todo}")
 
 
 def _short(given: Any) -> str:

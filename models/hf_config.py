@@ -86,6 +86,10 @@ _SCALED = {
 }
 
 
+# No decoder is nearly as deep, and the words of all layers of a mistyped number would fill the memory.
+_MOST_LAYERS = 10_000
+
+
 # --- from config.json --------------------------------------------------------------------------------
 
 
@@ -100,6 +104,10 @@ def config_from_hf(data: Json) -> Config:
     8
     """
     family, data = _family(data)
+    if (layers := size(data, "num_hidden_layers")) > _MOST_LAYERS:
+        raise InputError(
+            f"config.json gives num_hidden_layers = {layers}, expected at most {_MOST_LAYERS}: correct it"
+        )
     try:
         check_numbers(_row(family).defaults, data)
         return Config(**_fields(family, data))

@@ -214,6 +214,12 @@ def test_buffers_that_are_no_parameters_are_passed_over(tmp_path):
 # --- config.json -------------------------------------------------------------------------------------
 
 
+def test_a_depth_that_no_decoder_has_is_refused_also_without_tensors():
+    sizes = dict(model_type="llama", vocab_size=32, hidden_size=16, num_hidden_layers=10**7)
+    with pytest.raises(InputError, match="num_hidden_layers = 10000000, expected at most 10000"):
+        config_from_hf(sizes)
+
+
 def test_the_old_and_the_new_spelling_of_rotary_scaling_agree():
     sizes = dict(
         model_type="llama", vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
