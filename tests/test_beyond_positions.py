@@ -71,6 +71,7 @@ def test_slots_beyond_the_budget_end_at_the_models_last_position():
         kvjax.step(model(), cache, [1])
 
 
+@pytest.mark.rotating
 def test_generate_writes_beyond_the_last_position():
     out = kvjax.generate(model(), [TEXT[:20]], method=STREAM, max_new_tokens=140, stop=[])
     assert out.tokens.shape == (1, 140) and out.cache.next.tolist() == [160]

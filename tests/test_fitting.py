@@ -217,6 +217,7 @@ def test_a_saved_cache_finds_its_gate_again_and_refuses_another_one(filled, tmp_
         kvjax.load_cache(tmp_path / "a.cache")
 
 
+@pytest.mark.rotating
 def test_a_loop_of_ones_own_is_given_the_arrays(filled):
     cache, _ = filled
     static = kvjax.pure.static(model("4/2"), cache.method)

@@ -13,6 +13,7 @@ from kvjax.eval.run.runner import bare_method
 from kvjax.eval.tasks.sample import ForcedSample
 from tests.methods.battery import MAIN, decoder, model, positions
 from tests.reference import Prompt
+from tests.sweep import sweep
 
 PROMPT, AFTER = MAIN.first[1], MAIN.second[1]
 T = len(PROMPT)
@@ -39,7 +40,7 @@ def found():
     }
 
 
-@pytest.mark.parametrize("name, lists", [("snapkv", 4), ("adakv", 2), ("l2compress", 2)])
+@pytest.mark.parametrize("name, lists", sweep([("snapkv", 4), ("adakv", 2), ("l2compress", 2)], ("adakv", 2)))
 def test_the_oracle_is_the_attention_of_the_continuation_over_everything(found, name, lists):
     for layer, want in enumerate(attended(lists)):
         np.testing.assert_allclose(found[name][1].oracle[layer][0], want, atol=1e-5)

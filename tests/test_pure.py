@@ -42,6 +42,7 @@ def pooled(x):
     return np.max([beside[..., i : i + x.shape[-1]] for i in range(3)], axis=0)
 
 
+@pytest.mark.rotating
 def test_a_probe_is_filled_wherever_a_score_holds_it():
     m, prompt, inner = model("4/2"), [list(range(3, 19))], ProbeAttention(PROBE)
 

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.cache import nbytes
+from kvjax.cache import check_alive, nbytes
 from kvjax.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.model import Model
@@ -56,7 +56,7 @@ CASES = {
     "codes below prompts": (by_layer, "int8", "criticalkv"),
     "int8 windowed": (lambda: ("windowed", kvjax.method("int8")),),
 }
-ALWAYS = ("snapkv windowed", "less at the end", "granules below pages")
+ALWAYS = ("less at the end", "granules below pages")
 
 
 def case(name):
@@ -88,7 +88,7 @@ PLAIN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "store"), sweep([*PLAIN, *STORED], ("lckv", "int8"), ("jamba", "full")))
+@pytest.mark.parametrize(("name", "store"), sweep([*PLAIN, *STORED], ("jamba", "full")))
 def test_every_memory_of_an_architecture_takes_several_tokens(name, store):
     m, counts = architecture(name), np.array([11, 6, 9])
     method = kvjax.method(store, **(dict(group=2, residual=4) if store == "kivi" else {}))
@@ -132,7 +132,7 @@ def test_a_pass_consumes_its_cache_and_hands_its_memory_on():
     assert compiled.memory_analysis().alias_size_in_bytes >= 0.99 * nbytes(cache)
 
 
-@pytest.mark.parametrize("label", sweep(["full", "kivi", "adakv"], "kivi"))
+@pytest.mark.parametrize("label", sweep(["full", "kivi", "adakv"], "full"))
 def test_a_pass_takes_what_fits_and_refuses_one_token_more(label):
     m, method = model("4/2"), row(label)[1]
     cache = started(m, method)
@@ -162,7 +162,7 @@ def test_methods_of_which_one_pass_is_not_single_steps_are_refused_before_anythi
     m, cache = model(where), started(model(where), method)
     with pytest.raises(InputError, match=rf"{label} cannot take 12 tokens in one pass: .*{why}.*kvjax.step"):
         kvjax.verify(m, cache, DRAFT)
-    kvjax.step(m, cache, DRAFT[:, 0])
+    check_alive(cache)
 
 
 def test_encoded_states_and_rotations_that_grow_are_refused():

@@ -36,6 +36,7 @@ def folder(model, tmp_path_factory):
     return str(path)
 
 
+@pytest.mark.rotating
 def test_inspect_describes_both_decoders_and_sizes_their_caches(model, folder, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
     assert main(["inspect", folder, "--context", "64"]) == 0

@@ -7,6 +7,7 @@ import pytest
 import kvjax
 from kvjax.cli import main
 from kvjax.eval.tasks.sample import ForcedSample
+from tests.sweep import sweep
 
 SMALL = ("--length", "64", "--rows", "2", "--batch", "2")
 
@@ -23,7 +24,7 @@ def test_a_gate_is_written_and_found_by_its_method(tmp_path, capsys):
     assert kvjax.method("kvzap", fitted=str(tmp_path / "fitted.safetensors")).id == "kvzap"
 
 
-@pytest.mark.parametrize(("method", "reads"), [("kvzap", 1), ("headkv", 3)])
+@pytest.mark.parametrize(("method", "reads"), sweep([("kvzap", 1), ("headkv", 3)], ("kvzap", 1)))
 def test_contexts_are_read_once_where_questions_do_not_matter_and_as_many_as_there_are(
     method, reads, tmp_path, monkeypatch, capsys
 ):

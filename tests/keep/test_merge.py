@@ -114,6 +114,7 @@ def test_a_second_turn_merges_by_the_threshold_that_the_first_one_left():
     check_slots(talk("d2o").second[1], rows)
 
 
+@pytest.mark.rotating
 def test_a_row_that_starts_anew_has_no_threshold_yet():
     cache = packed("d2o").cache
     first = jnp.arange(len(PACKED)) == 0

@@ -189,6 +189,7 @@ def second_turn(slots, tokens):
     return slots.decoder.logits(x)[-1], seen
 
 
+@pytest.mark.rotating
 def test_a_second_turn_is_narrowed_by_itself():
     logits, cache = talk("fastkv").second
     for b in range(B):

@@ -13,6 +13,7 @@ from tests.merges import Less
 from tests.methods.battery import MAIN, ROOM, model, off, positions, prompt_of
 from tests.methods.table import KERNELS, PAGE, THETA, count
 from tests.reference import Row
+from tests.sweep import sweep
 
 LESS = Less(KERNELS.arrays, THETA)
 
@@ -34,7 +35,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, "every second token"))
 def test_queries_ask_what_has_left_whenever_it_left_and_wherever_the_rest_lies(name):
     method, victim = CASES[name]
     m = model("4/2")

@@ -143,7 +143,7 @@ def kernels(inputs, options, **how):
     return tpu_flash_prefill(*inputs[:4], pos, *inputs[5:], **how, **options)
 
 
-@pytest.mark.parametrize("case", sweep(CASES, "all there is", "bfloat16 with holes"))
+@pytest.mark.parametrize("case", sweep(CASES, "bfloat16 with holes"))
 def test_both_forms_are_the_equation_and_have_its_gradients(case):
     drawn, options, bar = split(case)
     inputs = draw(0, **drawn)

@@ -268,7 +268,7 @@ def test_the_order_of_slots_does_not_matter(label):
         assert positions(mixed) == positions(twin)
 
 
-@some("h2o", "keepkv", "snapkv windowed", "adakv", "kvzip", "kivi")
+@some("h2o", "snapkv windowed", "adakv", "kivi")
 def test_reading_in_chunks_equals_reading_in_turns_and_leaves_ended_rows_alone(label):
     m, method = model(BY_LABEL[label].model), BY_LABEL[label].method()
     first = [tokens if i == SHARED else (tokens * 4)[:T] for i, tokens in enumerate(MAIN.first)]

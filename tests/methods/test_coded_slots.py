@@ -105,7 +105,7 @@ def encoded(prompt, keys, values, granule):
     return row
 
 
-@pytest.mark.parametrize("name", sweep(CASES, "gear", "quarot before kivi"))
+@pytest.mark.parametrize("name", sweep(CASES, "gear"))
 def test_the_last_token_asked_again_attends_to_what_comes_back_of_the_codes(name):
     method, keys, values, granule = CASES[name]
     _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=method, room=ROOM)
@@ -119,6 +119,7 @@ def test_the_last_token_asked_again_attends_to_what_comes_back_of_the_codes(name
     assert off(asked, np.stack([prompt.all_logits[-1] for prompt in prompts])) > 1e-2
 
 
+@pytest.mark.rotating
 def test_a_rotation_before_kivi_costs_no_byte():
     plain, turned = (kvjax.prefill(model("4/2"), MAIN.first, method=m)[1] for m in (KIVI, ROTATED_KIVI))
     assert nbytes(turned) == nbytes(plain)

@@ -32,6 +32,7 @@ def conversation(**method):
     return found
 
 
+@pytest.mark.rotating
 def test_the_first_tier_is_what_h2o_keeps_and_the_second_all_else():
     """In steps the queries also attend to the second tier, so that other tokens may leave than with H2O."""
     both, alone = conversation(id="mikv", high=8, low=4, group=8), conversation(id="h2o")

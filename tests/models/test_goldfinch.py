@@ -96,6 +96,7 @@ def random_params(rng):
     return jax.tree.map(lambda x: np.asarray(x, np.float64) + 0.3 * rng.standard_normal(x.shape), params)
 
 
+@pytest.mark.rotating
 def test_gold_layers_share_one_cache_of_compressed_rows_and_tokens(rng):
     params, ids = random_params(rng), rng.integers(0, 700, T)
     first, second = ({n: w[0] for n, w in p.items()} for p in params["layers"])

@@ -39,10 +39,10 @@ REPRESENTED = [n for n in SLOTTED if n in REPRESENTATIVES]
 
 # What always runs: keeps and stores, each on a memory that asks much of it.
 KEPT = {
-    ("lckv", "h2o"), ("kimi linear", "kvzip"), ("clla", "adakv"),
+    ("lckv", "h2o"), ("clla", "adakv"),
 }  # fmt: skip
 CODED = {
-    ("jamba", "kivi"), ("goldfinch", "int8"), ("clla", "int4"), ("kimi linear", "int8"),
+    ("goldfinch", "int8"), ("clla", "int4"),
 }  # fmt: skip
 
 

@@ -27,7 +27,9 @@ APART = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sweep(OPS, *(name for name in OPS if name not in APART)))
+@pytest.mark.parametrize(
+    "name", sweep(OPS, *(name for name in OPS if name not in (*APART, "cross_layer_kv")))
+)
 def test_float32_results_of_both_forms_are_those_of_the_oracle(name):
     inputs, want = oracle(name)
     # A layer of tensor products has one form: it expands its factors for a step as it does for a prompt.

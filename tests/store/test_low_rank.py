@@ -13,6 +13,7 @@ from kvjax.store.residual import Residual
 from kvjax.store.rotate import orthogonal
 from kvjax.stored import is_steady
 from tests.store.test_affine import affine_by_hand, tokens_of
+from tests.sweep import sweep
 
 encode = jax.jit(cache.encode, static_argnames="codec")
 decode = jax.jit(Codes.decode)
@@ -43,6 +44,7 @@ def test_low_rank_is_the_power_iteration_of_every_block(rng, rank, tokens, turns
     assert np.sqrt(np.square(got - want).mean()) < 2e-4
 
 
+@pytest.mark.rotating
 def test_many_turns_find_the_best_matrix_of_the_rank(rng):
     x = rng.normal(size=(1, 2, 64, 32)) * np.linspace(4, 0.2, 32)
     best = in_blocks(x, 32, lambda block: best_of_rank(block, 3))
@@ -59,7 +61,7 @@ def best_of_rank(block, rank):
     return (u[:, :rank] * s[:rank]) @ v[:rank]
 
 
-@pytest.mark.parametrize("rank", [2, 5, 100])
+@pytest.mark.parametrize("rank", sweep([2, 5, 100], 100))
 def test_a_block_of_lower_rank_comes_back_whole(rng, rank):
     """Columns that nothing is left for are 0; nothing of them is a number that no float holds."""
     x = rng.normal(size=(1, 2, 16, 2)) @ rng.normal(size=(1, 2, 2, 12))

@@ -15,6 +15,7 @@ from kvjax.store.residual import Residual
 from kvjax.store.rotate import Rotate, orthogonal
 from kvjax.store.sphere import LloydMax, Signs, SignSketch, gaussian
 from kvjax.stored import meet, span_of
+from tests.sweep import sweep
 
 encode = jax.jit(cache.encode, static_argnames="codec")
 decode = jax.jit(Codes.decode)
@@ -146,7 +147,7 @@ CODECS = {
 }
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", sweep(CODECS, "turboquant"))
 def test_a_query_meets_the_signs_of_a_sketch_as_it_meets_what_they_stand_for(rng, name):
     q, k = (jnp.asarray(rng.normal(size=(1, 2, n, 32)), jnp.float32) for n in (1, 8))
     coded = encode(k, CODECS[name])
