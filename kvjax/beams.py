@@ -14,6 +14,7 @@ from kvjax.cache import Cache
 from kvjax.not_numbers import refuse_processed
 from kvjax.place.rows import gather_rows
 from kvjax.processors import Processor, nothing_left, process, put
+from kvjax.samples import Slice
 
 
 class Beams(NamedTuple):
@@ -82,7 +83,7 @@ def _followed(past: Int[Array, "R T"], choice: Choice) -> Int[Array, "R T"]:
 
 
 def search(
-    advance: Callable[[Cache, Array, Array], tuple[Array, Cache]],
+    advance: Callable[[Cache, Array, Array, Array], Slice],
     logits: Float[Array, "R V"],
     cache: Cache,
     *,
@@ -95,22 +96,24 @@ def search(
 ) -> tuple[Beams, Cache]:
     """Up to `new` tokens behind prompts whose logits and cache stand `beams` times each, next to each other.
 
-    advance: a step, (cache, token, append) to (logits, cache). past: the tokens so far, which processors see;
-    scores are then of the processed logits. Texts are compared by their scores as they are, whatever their
-    lengths. The cache holds the rows in the order of the beams, stop tokens included. refuse_nan: called with
-    the step whose logits are not numbers.
+    advance: a step, (cache, logits before it, token, append) to logits and cache. past: the tokens so far,
+    which processors see; scores are then of the processed logits. Texts are compared by their scores as they
+    are, whatever their lengths. The cache holds the rows in the order of the beams, stop tokens included.
+    refuse_nan: called with the step whose logits are not numbers.
     """
     found = start(logits.shape[0] // beams, beams, new)
     for i in range(new):
         if bool(jnp.isnan(logits).any()):
             refuse_nan(i)
+        changed = logits
         if processors:
             assert past is not None
-            logits = _process(processors, logits, past)
-            if bool((nothing_left(logits) & ~found.done.reshape(-1)).any()):
+            changed = _process(processors, logits, past)
+            if bool((nothing_left(changed) & ~found.done.reshape(-1)).any()):
                 refuse_processed(i)
-        found, choice = choose(found, logits, jnp.int32(i), stop)
-        logits, cache = advance(gather_rows(cache, choice.row), choice.token, choice.append)
+        found, choice = choose(found, changed, jnp.int32(i), stop)
+        behind = advance(gather_rows(cache, choice.row), logits, choice.token, choice.append)
+        logits, cache = behind.logits, behind.cache
         if past is not None:
             past = _followed(past, choice)
         if bool((found.done | (found.scores == -jnp.inf)).all()):

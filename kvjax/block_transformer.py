@@ -8,7 +8,7 @@ position `next` of a row's next token: how many blocks are below, and how many t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -115,17 +115,26 @@ def prefill(
     return logits, _joined(blocks, inside, rest, lengths)
 
 
-@partial(jax.jit, static_argnames=("config", "method"), donate_argnames="cache")
-def _step(
+class BlockStep(NamedTuple):
+    """A `Step` of both decoders; rows with append=False stay as they are, and their logits mean nothing."""
+
+    config: BlockConfig
+    method: Method
+
+    def __call__(
+        self, params: Params, cache: Cache, token: Int[Array, "B"], append: Bool[Array, "B"]
+    ) -> tuple[Float[Array, "B V"], Cache]:
+        return _stepped(self.config, self.method, params, cache, token, append)
+
+
+def _stepped(
+    config: BlockConfig,
+    method: Method,
     params: Params,
     cache: Cache,
     token: Int[Array, "B"],
     append: Bool[Array, "B"],
-    *,
-    config: BlockConfig,
-    method: Method,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """One token per row; rows with append=False stay as they are, and their logits mean nothing."""
     n, rows = config.length, token.shape[0]
     past = parts(params, cache, config)
     here = jnp.arange(n, dtype=jnp.int32)[None] == past.count[:, None]
@@ -151,6 +160,13 @@ def _step(
     )  # fmt: skip
     opened, at = jnp.where(ends[:, None], 0, block), jnp.where(append, cache.next + 1, cache.next)
     return logits, _joined(blocks, inside, opened, at)
+
+
+@partial(jax.jit, static_argnames="step", donate_argnames="cache")
+def _step(
+    step: BlockStep, params: Params, cache: Cache, token: Int[Array, "B"], append: Bool[Array, "B"]
+) -> tuple[Float[Array, "B V"], Cache]:
+    return step(params, cache, token, append)
 
 
 @partial(jax.jit, static_argnames=("config", "method"))
@@ -241,12 +257,13 @@ class BlockTransformer(Model):
                     "the cache is full: give prefill(..., room=) the number of tokens you will add"
                 )
             spare = min(spare, positions_left(self, cache))
-        logits, new = self.stepping(cache.method)(bare, ids, jnp.ones(ids.shape, bool))
+        append = jnp.ones(ids.shape, bool)
+        logits, new = _step(self.stepping(cache.method), self.params, bare, ids, append)
         return logits, dataclasses.replace(labelled(new, cache.method, self), spare=spare - 1)
 
-    def stepping(self, method: Method | None) -> Callable[[Cache, Array, Array], tuple[Array, Cache]]:
-        """A method's step without checks: (bare cache, token [B], append [B]) to (logits, bare cache)."""
-        return partial(_step, self.params, config=self.config, method=_decoding(method))
+    def stepping(self, method: Method | None) -> BlockStep:
+        """A method's step without checks."""
+        return BlockStep(self.config, _decoding(method))
 
     def reset(self, cache: Cache, rows: Bool[Array | np.ndarray, "B"]) -> Cache:
         """The cache with the rows where `rows` is true emptied; the others are untouched."""

@@ -25,7 +25,7 @@ from kvjax.not_numbers import refuse_prompt, refuse_step
 from kvjax.place.rows import fork
 from kvjax.prefilling import ROOM, bare_cache, labelled, method_of, padded, prefill
 from kvjax.processors import Processor, history
-from kvjax.samples import write
+from kvjax.samples import advancing, write
 from kvjax.sampling import Sampler
 from kvjax.stepping import stepping
 from kvjax.stopping import StopStrings
@@ -129,15 +129,15 @@ def generate(
         processors=processors,
         past=_past(model, tokens, lengths, max_new_tokens)[rows] if processors else None,
     )
-    advance = stepping(model, chosen, implementation)
+    one, params = stepping(model, chosen, implementation)
     if beams > 1:
-        found, state = search(advance, logits, state, beams=beams, **loop)
+        found, state = search(advancing(one, params, len(rows)), logits, state, beams=beams, **loop)
         written, logprobs = (x.reshape(len(rows), -1) for x in (found.tokens, found.logprobs))
         scores = found.scores.reshape(-1)
     else:
         ends = StopStrings(model, stop_strings, len(rows)) if stop_strings else None
         written, logprobs, state = write(
-            advance, logits, state, sampler=sampler, key=root, ends=ends, on_token=on_token, **loop
+            one, params, logits, state, sampler=sampler, key=root, ends=ends, on_token=on_token, **loop
         )
         scores = logprobs.sum(-1)
     return Generated(written, logprobs, labelled(state, chosen, model), scores, rows)

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.errors import InputError
-from kvjax.sampling import Sampler, drawn
+from kvjax.sampling import Sampler
 
 Processor = Callable[[Float[Array, "B V"], Int[Array, "B T"]], Float[Array, "B V"]]
 
@@ -101,27 +101,22 @@ def put(past: Int[Array, "B S"], token: Int[Array, "B"]) -> Int[Array, "B S"]:
 
 
 @partial(jax.jit, static_argnames=("sampler", "processors"), donate_argnames=("past",))
-def draw_processed(
+def processed(
     sampler: Sampler,
     processors: tuple[Processor, ...],
     logits: Float[Array, "B V"],
     past: Int[Array, "B T"],
     keys: Array,
-    count: Int[Array, "B"],
+    at: Int[Array, ""],
     done: Bool[Array, "B"],
-    stop: Int[Array, "S"],
-) -> tuple[
-    tuple[Int[Array, "B"], Int[Array, "B"], Float[Array, "B"], Bool[Array, "B"]],
-    Int[Array, "B T"],
-    Bool[Array, "B"],
-]:
-    """`kvjax.sampling.draw` from processed logits, the tokens so far with this one, and where `nothing_left`.
+) -> tuple[Int[Array, "B"], Int[Array, "B T"], Bool[Array, "B"]]:
+    """Token `at` of every row, drawn from processed logits, the tokens so far with it, where `nothing_left`.
 
-    The log-probability is the model's own.
+    keys: one PRNG key per row.
     """
     changed = process(processors, logits, past)
-    found = drawn(sampler, logits, keys, count, done, stop, changed)
-    return found, put(past, found[1]), nothing_left(changed) & ~done
+    token, _ = sampler(logits, jax.vmap(partial(jax.random.fold_in, data=at))(keys), changed)
+    return token, put(past, jnp.where(done, -1, token)), nothing_left(changed) & ~done
 
 
 def nothing_left(logits: Float[Array, "*b V"]) -> Bool[Array, "*b"]:

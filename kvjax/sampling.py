@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 from kvjax.inputs import finite_number, whole_number
+
+# What `Settings.kind` says: the likeliest token, one that is given, one drawn from all, or from some.
+GREEDY, GIVEN, DRAWN, FILTERED = range(4)
+# As many tokens as there are.
+EVERY = 2**31 - 1
+
+
+class Settings(NamedTuple):
+    """A sampler's numbers as arrays; where it names none, one that leaves all tokens in."""
+
+    kind: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +57,19 @@ class Sampler:
         if self.min_p is not None:
             finite_number("min_p", self.min_p, 0.0, 1.0)
 
+    @property
+    def settings(self) -> Settings:
+        """The numbers as arrays, for programs that serve every sampler."""
+        some = (self.top_k, self.top_p, self.min_p) != (None,) * 3
+        kind = GREEDY if self.temperature == 0 else FILTERED if some else DRAWN
+        return Settings(
+            np.int32(kind),
+            np.float32(self.temperature),
+            np.int32(min(self.top_k or EVERY, EVERY)),
+            np.float32(np.inf if self.top_p is None else self.top_p),
+            np.float32(self.min_p or 0.0),
+        )
+
     def __call__(
         self, logits: Float[Array, "B V"], keys: Array, changed: Float[Array, "B V"] | None = None
     ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
@@ -46,48 +77,48 @@ class Sampler:
 
         changed: what to draw from instead of the model's logits.
         """
-        logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
-        source = logits if changed is None else changed
-        if self.temperature == 0:
-            token = jnp.argmax(source, axis=-1).astype(jnp.int32)
-        else:
-            token = jax.vmap(jax.random.categorical)(keys, self._filtered(source)).astype(jnp.int32)
-        return token, jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]
+        token = chosen(self.settings, logits if changed is None else changed, keys)
+        return token, logprob_of(logits, token)
 
     def _filtered(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        scaled = logits.astype(jnp.float32) / self.temperature
-        order = jnp.argsort(-scaled, axis=-1, stable=True)
-        ranked = jnp.take_along_axis(scaled, order, axis=-1)
-        keep = jnp.ones(ranked.shape, bool)
-        if self.top_k is not None:
-            keep &= jnp.arange(ranked.shape[-1])[None] < self.top_k
-        if self.top_p is not None:
-            p = jax.nn.softmax(ranked)
-            keep &= jnp.cumsum(p, -1) - p < self.top_p
-        if self.min_p is not None:
-            p = jax.nn.softmax(ranked)
-            keep &= p >= self.min_p * p[..., :1]
-        ranked = jnp.where(keep, ranked, -jnp.inf)
-        return jnp.take_along_axis(ranked, jnp.argsort(order, axis=-1), axis=-1)
+        return filtered(self.settings, logits)
 
 
-def drawn(
-    sampler: Sampler,
-    logits: Float[Array, "B V"],
-    keys: Array,
-    count: Int[Array, "B"],
-    done: Bool[Array, "B"],
-    stop: Int[Array, "S"],
-    changed: Float[Array, "B V"] | None = None,
-) -> tuple[Int[Array, "B"], Int[Array, "B"], Float[Array, "B"], Bool[Array, "B"]]:
-    """Token `count` of every row: (token, the same or -1 where the row is done, its logprob, rows now done).
+def chosen(
+    how: Settings, logits: Float[Array, "B V"], keys: Array, given: Int[Array, "B"] | None = None
+) -> Int[Array, "B"]:
+    """The next token of every row, or `given` where the settings say so; one key per row."""
 
-    keys: one PRNG key per row. changed: as in `Sampler`.
-    """
-    token, logprob = sampler(logits, jax.vmap(jax.random.fold_in)(keys, count), changed)
-    ends = (token[:, None] == stop[None]).any(-1)
-    shown = jnp.where(done, -1, token)
-    return token, shown, jnp.where(done, 0.0, logprob), done | ends
+    def greedy(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def drawn(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
+        source = jax.lax.cond(how.kind == FILTERED, partial(filtered, how), partial(scaled, how), logits)
+        return jax.vmap(jax.random.categorical)(keys, source).astype(jnp.int32)
+
+    branches = [greedy, greedy if given is None else lambda _: given, drawn]
+    return jax.lax.switch(jnp.minimum(how.kind, DRAWN), branches, logits)
 
 
-draw = jax.jit(drawn, static_argnames=("sampler",))
+def scaled(how: Settings, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    """Logits over the temperature."""
+    return logits.astype(jnp.float32) / how.temperature
+
+
+def filtered(how: Settings, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    """Logits over the temperature, -inf for the tokens that are not drawn from."""
+    whole = scaled(how, logits)
+    order = jnp.argsort(-whole, axis=-1, stable=True)
+    ranked = jnp.take_along_axis(whole, order, axis=-1)
+    p = jax.nn.softmax(ranked)
+    keep = jnp.arange(ranked.shape[-1], dtype=jnp.int32)[None] < how.top_k
+    keep &= jnp.cumsum(p, -1) - p < how.top_p
+    keep &= p >= how.min_p * p[..., :1]
+    ranked = jnp.where(keep, ranked, -jnp.inf)
+    return jnp.take_along_axis(ranked, jnp.argsort(order, axis=-1), axis=-1)
+
+
+def logprob_of(logits: Float[Array, "B V"], token: Int[Array, "B"]) -> Float[Array, "B"]:
+    """The log-probability of a token per row."""
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]

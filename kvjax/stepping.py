@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import steps
 from kvjax.cache import Cache
@@ -18,12 +17,14 @@ from kvjax.grammar import Method
 from kvjax.inputs import (
     one_token,
 )
+from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.place.rollback import more_added
 from kvjax.prefilling import bare_cache, check_cache, live, noted
 from kvjax.pure import decoding
+from kvjax.steps import Run
 from kvjax.suits import last_position
-from kvjax.verbs import OneToken, has_verbs, refuse
+from kvjax.verbs import OneToken, Step, has_verbs, refuse
 
 
 def step(
@@ -82,11 +83,19 @@ def positions_left(model: Model, cache: Cache) -> int:
     return left
 
 
-def stepping(
-    model: Model, method: Method | None, implementation: str | None
-) -> Callable[[Cache, Array, Array], tuple[Array, Cache]]:
-    """`Verbs.stepping` of any model."""
+class OneStep(NamedTuple):
+    """A `Step` of single decoders: equal ones share programs."""
+
+    run: Run
+
+    def __call__(
+        self, params: Params, cache: Cache, token: Int[Array, "B"], append: Bool[Array, "B"]
+    ) -> tuple[Float[Array, "B V"], Cache]:
+        return steps.step_fn(self.run, params, cache, token, append)
+
+
+def stepping(model: Model, method: Method | None, implementation: str | None) -> tuple[Step, Params]:
+    """`Verbs.stepping` of any model, and the parameters that it takes."""
     if has_verbs(model):
-        return model.stepping(method)
-    params = with_fitted(model.params, method)
-    return partial(steps.step, decoding(model.config, method, implementation), params)
+        return model.stepping(method), model.params
+    return OneStep(decoding(model.config, method, implementation)), with_fitted(model.params, method)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -16,10 +16,16 @@ from kvjax.grammar import Method
 TokenIds = Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int] | Int[Array, "_"] | np.ndarray]
 Lengths = Int[Array, "B"] | np.ndarray | Sequence[int]
 OneToken = Int[Array, "B"] | np.ndarray | Sequence[int]
+# A decoder's step without checks, (parameters, bare cache, token [B], append [B]) to (logits [B, V], bare
+# cache). It is hashable, because programs are compiled for it.
+Step = Callable[[Any, Cache, Array, Array], tuple[Array, Cache]]
 
 
 class Verbs(Protocol):
     """What a model brings that is no single decoder, such as the Block Transformer."""
+
+    @property
+    def params(self) -> Any: ...
 
     def prefill(
         self, tokens: TokenIds, *, method: Method | str | None, lengths: Lengths | None, room: int
@@ -27,8 +33,8 @@ class Verbs(Protocol):
 
     def step(self, cache: Cache, token: OneToken) -> tuple[Float[Array, "B V"], Cache]: ...
 
-    def stepping(self, method: Method | None) -> Callable[[Cache, Array, Array], tuple[Array, Cache]]:
-        """A method's step without checks: (bare cache, token [B], append [B]) to (logits, bare cache)."""
+    def stepping(self, method: Method | None) -> Step:
+        """A method's step without checks."""
         ...
 
 

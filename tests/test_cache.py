@@ -17,6 +17,9 @@ from kvjax.models.model import Model
 from kvjax.models.params import init, plan
 from kvjax.ops.base.bit_packing import pair
 from kvjax.place.rows import reset_rows
+from kvjax.samples import Draws, write_slice
+from kvjax.sampling import Sampler
+from kvjax.stepping import OneStep
 from kvjax.steps import Run
 from kvjax.store.affine import Affine
 from kvjax.writing import first_empty, pad_slots, write_rows, write_slots
@@ -179,32 +182,43 @@ def test_a_decode_step_makes_no_second_cache(hyper, config, stacked):
     assert memory.temp_size_in_bytes < 0.2 * size
 
 
+CHANGES = [(*one, slices) for slices in (False, True) for one in OTHERS]
+
+
 @pytest.mark.parametrize(
-    ("id", "hyper"), sweep(OTHERS, ("r-kv", OTHERS[1][1])), ids=lambda x: x if isinstance(x, str) else ""
+    ("id", "hyper", "slices"),
+    sweep(CHANGES, (*OTHERS[1], False), ("quest", OTHERS[5][1], True)),
+    ids=lambda x: x if isinstance(x, str) else "slices" if x is True else "",
 )
-def test_what_a_step_changes_is_changed_where_it_lies(id, hyper):
-    """Slots that leave at once or by the dozen, merge, change their tier, or are encoded."""
+def test_what_a_step_changes_is_changed_where_it_lies(id, hyper, slices):
+    """Slots that leave at once or by the dozen, merge, change their tier, or are encoded; in a loop, too."""
     method = kvjax.method(id, **hyper)
-    _, cache, compiled = compiled_step(method, LARGE, False)
+    _, cache, compiled = compiled_step(method, LARGE, False, slices)
     assert compiled.memory_analysis().alias_size_in_bytes >= 0.99 * nbytes(cache)
     if method.store is None and (method.keep is None or method.keep.merge is None):
         # Plain code decodes a layer of codes to attend to it, and a merge writes a layer.
         assert large_copies(compiled.as_text(), nbytes(cache.groups[-1].parts[0].k)) == 0
 
 
-def compiled_step(method, config, stacked):
-    """Shapes of parameters and of a cache of 8192 tokens, and the step over it as XLA compiles it."""
+def compiled_step(method, config, stacked, slices=False):
+    """Shapes of parameters and of a cache of 8192 tokens, and the step over it, or a loop of it, compiled."""
     tokens = 8192
     params = jax.eval_shape(lambda: init(config, jax.random.key(0), groups=plan(config, stacked=stacked)))
     shape = jax.ShapeDtypeStruct
-    _, cache = jax.eval_shape(
+    logits, cache = jax.eval_shape(
         lambda p, t, n: steps.prefill(
             Run(config, method), p, t, n, None, tokens_bound=tokens, room=8, compress=True
         ),
         params, shape((1, tokens), jnp.int32), shape((1,), jnp.int32),
     )  # fmt: skip
     run = Run(config, method.decode_part())
-    lowered = steps.step.lower(run, params, cache, shape((1,), jnp.int32), shape((1,), jnp.bool_))
+    token, row, one = shape((1,), jnp.int32), shape((1,), jnp.bool_), shape((), jnp.int32)
+    if slices:
+        keys = jax.eval_shape(lambda: jax.random.key(0)[None])
+        draws = Draws(Sampler().settings, keys, shape((8,), jnp.int32), token)
+        lowered = write_slice.lower(OneStep(run), params, cache, logits, row, draws, one, one)
+    else:
+        lowered = steps.step.lower(run, params, cache, token, row)
     with optimised(True):
         return params, cache, lowered.compile()
 
