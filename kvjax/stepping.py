@@ -17,6 +17,7 @@ from kvjax.grammar import Method
 from kvjax.inputs import (
     one_token,
 )
+from kvjax.making import made
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.place.rollback import more_added
@@ -48,6 +49,7 @@ def step(
         refuse(model, {"append=False": not append, "implementation=": implementation is not None})
         return model.step(cache, token)
     check_cache(model, cache)
+    model = made(model, cache.method)
     run = decoding(model.config, cache.method, implementation)
     ids = one_token(token, cache.next.shape[0], model.config.vocab)
     spare = cache.spare
@@ -98,4 +100,5 @@ def stepping(model: Model, method: Method | None, implementation: str | None) ->
     """`Verbs.stepping` of any model, and the parameters that it takes."""
     if has_verbs(model):
         return model.stepping(method), model.params
+    model = made(model, method)
     return OneStep(decoding(model.config, method, implementation)), with_fitted(model.params, method)

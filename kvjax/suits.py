@@ -11,16 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.errors import InputError
-from kvjax.fitted import ModelSizes, fitted_words
-from kvjax.grammar import Method, check
+from kvjax.fitted import ModelSizes, fitted_words, lacks_fit
+from kvjax.grammar import Keep, Method, check
+from kvjax.keep.observe import Queries
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.exchange import takes_of
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
 from kvjax.models.mixers.latent import Latent
-from kvjax.protocols import Answering, Resting
-from kvjax.words import crowded, shaped
+from kvjax.protocols import Answering, Preferring, Resting
+from kvjax.words import crowded, observations, shaped
 
 
 @lru_cache(maxsize=1024)
@@ -46,6 +47,7 @@ def check_fit(method: Method, config: Config) -> None:
             check_fit(one, config)
         return
     _check_fitted(method, config)
+    config = config_of(method, config)
     own = [mixer_of(config, i) for i in range(config.layers)]
     if any(isinstance(m, Bidirectional) for m in own):
         raise InputError(
@@ -83,12 +85,16 @@ def check_fit(method: Method, config: Config) -> None:
         )
     factors = any(s.factors for s in slots)
     looks = keep is not None and keep.score is not None and getattr(keep.score, "looks", True)
-    if factors and (looks or read is not None or (keep is not None and keep.rank_phase)):
+    looks = looks and not (all(s.expands or not s.factors for s in slots) and _scores_heads(keep))
+    apart = keep is not None and (keep.rank_phase or keep.per_query_head)
+    if factors and (looks or read is not None or apart):
         _refuse(
             method,
             "the model stores factors, and the method scores, ranks or rotates stored keys",
             "h2o, sink-recent, kvzip or a store method",
         )
+    if any(s.heads != config.kv_heads for s in slots) and any(True for _ in fitted_words(keep)):
+        _refuse(method, "it was fitted to KV heads, and the model stores other lists of slots", "h2o")
     weighs = keep is not None and getattr(keep.score, "weights", False)
     if weighs and (factors or any(s.shared for s in slots)):
         _refuse(method, "it weighs values by the output matrix, and the model stores latents", "snapkv")
@@ -111,7 +117,27 @@ def check_fit(method: Method, config: Config) -> None:
                 "quest",
             )
     if keep is not None and keep.merge is not None and any(s.shared or s.factors for s in slots):
-        _refuse(method, "it merges keys and values apart, and the model stores one latent for both", "snapkv")
+        _refuse(method, "it merges keys and values apart, and the model stores latents", "h2o")
+
+
+def _scores_heads(keep: Keep | None) -> bool:
+    """Whether a keep can score heads that are computed from what is stored: once, by queries and keys."""
+    assert keep is not None and keep.score is not None
+    once = not keep.when.in_steps and not keep.score.traces and not isinstance(keep.allocate, Preferring)
+    return once and all(isinstance(o, Queries) for o in observations(keep))
+
+
+def config_of(method: Method, config: Config) -> Config:
+    """The config of the model that a method acts on: what its `make` makes of this one, or this one.
+
+    Raises InputError where the method cannot rewrite such a model.
+    """
+    if method.make is None:
+        return config
+    try:
+        return method.make.config(config)
+    except ValueError as error:
+        raise InputError(f"{method.id} does not fit this model: {error}") from error
 
 
 def _check_fitted(method: Method, config: Config) -> None:
@@ -119,6 +145,8 @@ def _check_fitted(method: Method, config: Config) -> None:
     c = config
     sizes = ModelSizes(c.layers, c.d_model, c.heads, c.kv_heads, c.head_dim)
     for word in fitted_words(method):
+        if word.fitted is None and not lacks_fit(word):
+            continue
         if word.fitted is None:
             raise InputError(
                 f"{method.id} was never fitted to a model: run `kvjax fit {word.by} --model MODEL --out "
@@ -166,6 +194,8 @@ def check_block_transformer(method: Method, config: BlockConfig) -> None:
     """InputError where a method cannot act on the block decoder, or its codecs not on both decoders."""
     if method.layers:
         _refuse(method, "it is for the layers of one decoder, and this model has two", "one method")
+    if method.make is not None:
+        _refuse(method, "it rewrites the weights of one decoder, and this model has two", "int8")
     check_fit(method, config.blocks)
     check_fit(dataclasses.replace(method, keep=None, read=None, reread=None), config.tokens)
     if method.keep is not None and method.keep.probe is not None:
