@@ -14,6 +14,7 @@ EXAMPLE = """examples:
   kvjax fit kvzap --model path/to/model --text book.txt --rows 64 --hidden 512 --out kvzap.safetensors
   kvjax fit headkv --tasks get chase --out headkv.safetensors
   kvjax fit less --budget 0.25 --hidden 64 --out less.safetensors
+  kvjax fit kvquant --text book.txt --set bits=4 --out kvquant.safetensors
   kvjax compare --methods kvzap:fitted=kvzap.safetensors headkv:fitted=headkv.safetensors snapkv"""
 
 

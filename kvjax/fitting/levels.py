@@ -77,7 +77,7 @@ def fit_levels(
     sums = {name: np.zeros((model.config.layers, 3, BINS)) for name in Numbers._fields}
     for rows in progress(batches):
         given, counts = _padded(model, rows, plan.sinks)
-        numbers, gradient = _felt(model.config, model.params, *given)
+        numbers, gradient = felt(model.config, model.params, *given)
         k = (np.asarray(numbers.k) - centre[:, None, :, None]) / _nonzero(size)[:, None, :, None]
         weight = np.square(np.asarray(gradient.k, np.float64) * size[:, None, :, None])
         sums["k"] += _binned(k, weight, counts)
@@ -215,7 +215,7 @@ def _keys(
 
 
 @partial(jax.jit, static_argnums=0)
-def _felt(
+def felt(
     config: Config, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> tuple[Numbers, Numbers]:
     """Keys and values, and the gradient of the texts' negative log-likelihood with respect to them."""

@@ -106,7 +106,7 @@ class ByChannel(Wrapper):
     y = (x - centre) / range, where centre - range and centre + range are quantiles of the channel, beyond
     which lies the part `share` of its numbers, half of it on each side (arXiv:2401.18079, sections 3.1 and
     3.4). The fitted arrays are "key centre" and "key range" [L, K, H]. Numbers beyond the range stay beyond
-    1, where an `Outliers` inside finds them. Raises ValueError for a share outside [0, 1).
+    1, where an `Outliers` inside finds them. Raises ValueError for a share outside [0, 1].
     """
 
     share: float
@@ -115,8 +115,8 @@ class ByChannel(Wrapper):
     by = "kvquant"
 
     def __post_init__(self):
-        if not 0 <= self.share < 1:
-            raise ValueError(f"what lies beyond a channel's range is a share in [0, 1), got {self.share!r}")
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"what lies beyond a channel's range is a share in [0, 1], got {self.share!r}")
 
     def check(self, model: ModelSizes) -> None:
         """InputError where the arrays are those of another kind of model."""

@@ -702,7 +702,7 @@ ROWS = [
     row(
         "gear", gear_bytes(4, 2), hyper=dict(bits=4, group=16, rank=2, outliers=0.1), error=0.1, moves=False
     ),
-    row("kvquant", kvquant_bytes, hyper=dict(bits=4, fitted=LEVELS), error=0.3, moves=False),
+    row("kvquant", kvquant_bytes, hyper=dict(bits=4, fitted=LEVELS), error=0.3),
     chained("mikv", mikv_bytes, ("mikv", dict(budget=0.5, low=4, group=8)), error=0.3),
     row("quest", quest_bytes, hyper=dict(page=8, skip_layers=2), error=None, moves=False, model="deep"),
     row(

@@ -91,5 +91,5 @@ def test_words_without_what_they_were_fitted_to_encode_nothing():
         Levels(BITS, "key").encode(jnp.ones((1, 1, 1, WIDTH)))
     with pytest.raises(ValueError, match="bits must be 1, 2, 3 or 4, got 5"):
         Levels(5, "key")
-    with pytest.raises(ValueError, match=r"a share in \[0, 1\), got 1"):
-        ByChannel(1)
+    with pytest.raises(ValueError, match=r"a share in \[0, 1\], got 2"):
+        ByChannel(2)
