@@ -84,7 +84,9 @@ def fit_levels(
         v, spread = _by_token(np.asarray(numbers.v), plan.outliers)
         weight = np.square(np.asarray(gradient.v, np.float64) * spread)
         sums["v"] += _binned(v, weight, counts)
-    levels = {n: np.stack([best_levels(*one, 2**plan.bits) for one in each]) for n, each in sums.items()}
+    levels = {
+        n: np.stack([best_levels(w, s, q, 2**plan.bits) for w, s, q in each]) for n, each in sums.items()
+    }
     arrays = {"key centre": centre, "key range": size}
     arrays |= {"key levels": levels["k"].astype(np.float32), "value levels": levels["v"].astype(np.float32)}
     return Fitted(arrays, "Levels", model.fingerprint)
