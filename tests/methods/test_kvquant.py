@@ -15,11 +15,12 @@ from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.store.affine import Affine
 from tests.methods.battery import MAIN, ROOM, VOCAB, model, off, positions, prompt_of, step
-from tests.methods.table import LEVELS
+from tests.methods.table import BY_LABEL, LEVELS
 from tests.reference import Decoder, Prompt, Row
 
 KVQUANT = kvjax.method("kvquant", bits=4, fitted=LEVELS)
-UNROTATED = Method(store=Store(unrotated=True))
+BARE_KEYS = Store(unrotated=True)
+UNROTATED = Method(store=BARE_KEYS)
 
 
 def whole(prompt):
@@ -53,6 +54,17 @@ def test_unrotated_keys_give_the_logits_of_the_uncompressed_model(chunk):
         for layer, group in enumerate(cache.groups):
             held = np.asarray(group.tail.k)[0, b, :, : len(tokens)]
             np.testing.assert_allclose(held, prompt.raw_k[layer], atol=1e-5)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("label", ["snapkv", "h2o", "adakv", "lagkv", "kvzip"])
+def test_keeps_choose_and_answer_as_they_do_over_rotated_keys(label):
+    """Scores that look at keys see them turned, in prompts, in a token's own step and behind it."""
+    method = BY_LABEL[label].method()
+    (found, mine), (want, theirs) = (talk(m) for m in (dataclasses.replace(method, store=BARE_KEYS), method))
+    assert positions(mine) == positions(theirs)
+    for a, b in zip(found, want, strict=True):
+        assert off(a, b) < 1e-5
 
 
 # --- first tokens --------------------------------------------------------------------------------------
