@@ -8,6 +8,7 @@ how it is encoded and what is read is decided elsewhere.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -37,18 +38,48 @@ class Codec(Protocol):
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]: ...
 
 
+# The arrays of fitted words, by their digests and names: [Lg, ...], or of one layer.
+Taught = dict[str, dict[str, Array]]
+
+
+def taught(codec: Codec, arrays: Taught) -> Codec:
+    """A codec whose words have their fitted arrays at hand; one without such words as it is.
+
+    arrays: of the layers that lead the rows: [*l, ...] for rows [*l, B, K, S, H].
+    A codec that needs some has a method `taught` that takes them up; wrappers pass them on.
+    """
+    if hasattr(codec, "taught"):
+        return codec.taught(arrays)  # type: ignore[attr-defined]
+    parts = {f.name: getattr(codec, f.name) for f in dataclasses.fields(codec)}  # type: ignore[arg-type]
+    inner = {name: taught(part, arrays) for name, part in parts.items() if isinstance(part, Codec)}
+    return dataclasses.replace(codec, **inner) if inner else codec  # type: ignore[type-var]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """Encoded keys or values: arrays [..., S / granule, ...] that `codec` turns back into [..., S, width]."""
+    """Encoded keys or values: arrays [..., S / granule, ...] that `codec` turns back into [..., S, width].
+
+    taught: the fitted arrays of its layers, lent while a program runs (`kvjax.steps.lending`). A cache
+    between two programs holds none.
+    """
 
     data: dict[str, Array]
     codec: Codec = dataclasses.field(metadata=dict(static=True))
     width: int = dataclasses.field(metadata=dict(static=True))
     dtype: str = dataclasses.field(metadata=dict(static=True))
+    taught: Taught = dataclasses.field(default_factory=dict)
 
     def decode(self) -> Array:
-        return self.codec.decode(self.data, self.width, jnp.dtype(self.dtype))
+        return taught(self.codec, self.taught).decode(self.data, self.width, jnp.dtype(self.dtype))
+
+    def encoded(self, x: Array, layer: int | Array = 0, layers: int | None = None) -> dict[str, Array]:
+        """x as these codes hold it: of `layers` layers from `layer` on, or of that layer without its axis."""
+
+        def part(a: Array) -> Array:
+            return a[layer] if layers is None else jax.lax.dynamic_slice_in_dim(a, layer, layers)
+
+        return taught(self.codec, jax.tree.map(part, self.taught)).encode(x)
 
 
 def dense(x: Array | Codes) -> Array:
@@ -56,9 +87,23 @@ def dense(x: Array | Codes) -> Array:
     return x.decode() if isinstance(x, Codes) else x
 
 
-def encode(x: Array, codec: Codec | None) -> Array | Codes:
-    """x as `codec` stores it; x itself where there is none."""
-    return x if codec is None else Codes(codec.encode(x), codec, x.shape[-1], x.dtype.name)
+def width_of(x: Array | Codes) -> int:
+    """How many channels a row has."""
+    return x.width if isinstance(x, Codes) else x.shape[-1]
+
+
+def encode(x: Array, codec: Codec | None, arrays: Taught | tuple[()] = ()) -> Array | Codes:
+    """x as `codec` stores it; x itself where there is none. arrays: what its words were fitted to."""
+    if codec is None:
+        return x
+    return Codes(taught(codec, arrays or {}).encode(x), codec, x.shape[-1], x.dtype.name)
+
+
+def lent(tree: Any, arrays: Taught | tuple[()]) -> Any:
+    """A tree of codes with the fitted arrays of its layers at hand; with none, as it lies in a cache."""
+    is_codes = lambda x: isinstance(x, Codes)  # noqa: E731
+    lend = lambda x: dataclasses.replace(x, taught=arrays or {}) if is_codes(x) else x  # noqa: E731
+    return jax.tree.map(lend, tree, is_leaf=is_codes)
 
 
 @jax.tree_util.register_dataclass
@@ -192,18 +237,31 @@ class GroupState:
 
     bodies: slots that new tokens do not enter, oldest first (pages, encoded granules). tail: the slots that
     they enter. state: what layers without slots carry instead. rows: what a method remembers of every row,
-    arrays [Lg, B, ...] by name.
+    arrays [Lg, B, ...] by name. sinks: the first tokens of every row, as computed, where a store keeps some
+    of them so; no other token enters these slots.
     """
 
     bodies: tuple[Segment, ...] = ()
     tail: Slots | None = None
     state: State | None = None
     rows: dict[str, Array] = dataclasses.field(default_factory=dict)
+    sinks: Slots | None = None
 
     @property
     def parts(self) -> tuple[Segment, ...]:
-        """All slots: the bodies, then the tail."""
-        return self.bodies if self.tail is None else (*self.bodies, self.tail)
+        """All slots: the bodies, the first tokens, then the tail."""
+        return (*self.bodies, *(s for s in (self.sinks, self.tail) if s is not None))
+
+    def with_parts(self, parts: Sequence[Segment]) -> GroupState:
+        """The same with other `parts`, in their order."""
+        one, found = len(self.bodies), list(parts)
+        tail = found.pop() if self.tail is not None else None
+        sinks = found.pop() if self.sinks is not None else None
+        assert len(found) == one and not isinstance(tail, Paged) and not isinstance(sinks, Paged)
+        return dataclasses.replace(self, bodies=tuple(found), sinks=sinks, tail=tail)
+
+    def with_sinks(self, sinks: Slots) -> GroupState:
+        return dataclasses.replace(self, sinks=sinks)
 
     def with_tail(self, tail: Slots) -> GroupState:
         return dataclasses.replace(self, tail=tail)

@@ -108,15 +108,21 @@ class Keep:
 class Store:
     """How slots are encoded: keys and values each by a codec (None = as computed).
 
-    The newest `residual` tokens stay as computed; older ones are encoded `granule` tokens at a time.
+    The newest `residual` tokens stay as computed; older ones are encoded `granule` tokens at a time. The
+    first `sinks` tokens of every row always stay as computed. unrotated: keys are stored as they are before
+    RoPE, and turned by their positions whenever they are read.
     """
 
     keys: Codec | None = None
     values: Codec | None = None
     residual: int = 0
+    sinks: int = 0
+    unrotated: bool = False
 
     def __post_init__(self):
         check_codecs(self.keys, self.values)
+        if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
+            raise ValueError(f"sinks is a number of first tokens, at least 0, got {self.sinks!r}")
 
     @property
     def granule(self) -> int:
@@ -258,6 +264,7 @@ def check(method: Method) -> None:
     problems = [
         *([] if keep is None else words.refused(keep)),
         *words.refused_in_layers(method),
+        *words.refused_in_store(method),
         (
             in_steps and together,
             "evicting while decoding needs a store that encodes tokens one by one, this one encodes "

@@ -5,6 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import jax
+from jaxtyping import Array
+
+from kvjax.cache import Taught
+from kvjax.fitted import fitted_words
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import Uniform
 from kvjax.keep.observe import Mass, Queries
@@ -21,7 +26,8 @@ class GroupMethod(NamedTuple):
     shared: channels of the keys that are the values too, which are then not stored; None where they are
     stored. kind: "slots", "state" (the layers carry a state instead; codecs[0] encodes its matrices), "fixed"
     (their slots are a context, to which tokens add nothing) or "reads" (they read another layer's slots and
-    have none).
+    have none). sinks: how many first tokens are held as computed beside codes. taught: inside a program, what
+    the codecs' words were fitted to, of the group's layers (`kvjax.steps.lending`).
     """
 
     keep: Keep | None
@@ -32,6 +38,8 @@ class GroupMethod(NamedTuple):
     first: int
     shared: int | None = None
     kind: str = "slots"
+    sinks: int = 0
+    taught: Taught | tuple[()] = ()
 
     @property
     def paged(self) -> bool:
@@ -90,6 +98,11 @@ class GroupMethod(NamedTuple):
                 asked.add(Mass("sum"))
         return tuple(sorted(asked, key=repr))
 
+    def of_layer(self, index: Array) -> GroupMethod:
+        """The same with what was taught to one layer, as a group of its own."""
+        one = lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1)  # noqa: E731
+        return self._replace(taught=jax.tree.map(one, self.taught))
+
     @property
     def split(self) -> bool:
         """Whether the group has an encoded body and a plain tail, rather than one segment."""
@@ -103,7 +116,8 @@ def group_method(
 
     Windowed layers keep their window and nothing else (all of it, so that the last token can be asked again),
     recurrent ones their state and others a context; codecs that encode token by token encode all three, but
-    neither window nor state where these would drift. The first `skip_layers` layers keep everything.
+    neither window nor state where these would drift, nor a state or a context by what was fitted to slots.
+    The first `skip_layers` layers keep everything.
     """
     if len({method.at(i) for i in range(first, first + size)}) > 1:
         raise ValueError(
@@ -120,7 +134,8 @@ def group_method(
     if window is not None or kind in ("state", "fixed"):
         # A state is decoded and encoded again at every token, and a window in every turn.
         drifts = kind != "fixed" and not all(map(is_steady, codecs))
-        plain = (None, None) if granule > 1 or residual > 0 or drifts else codecs
+        foreign = window is None and any(True for codec in codecs for _ in fitted_words(codec))
+        plain = (None, None) if granule > 1 or residual > 0 or drifts or foreign else codecs
         rule = None if window is None else Keep(Position(), Budget(window), Uniform(), when=STEP)
         return GroupMethod(rule, plain, 1, 0, None, first, shared, kind)
     for part in (keep, read):
@@ -135,4 +150,5 @@ def group_method(
         read = None
     if read is not None:
         granule, residual = math.lcm(granule, read.granule), max(residual, getattr(read, "newest", 0))
-    return GroupMethod(keep, codecs, granule, residual, read, first, shared)
+    sinks = store.sinks if store is not None and codecs != (None, None) else 0
+    return GroupMethod(keep, codecs, granule, residual, read, first, shared, sinks=sinks)

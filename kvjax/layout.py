@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvjax.grammar import Keep, Method
+from kvjax.fitted import fitted_words
+from kvjax.grammar import Keep, Method, Store
 from kvjax.keep.observe import Mass, Queries
 from kvjax.protocols import Resting
 from kvjax.words import observations, written
@@ -23,10 +24,12 @@ class LayoutClass(NamedTuple):
     prefill", "every few steps", or at every step by what that step must know of each slot: "every step",
     "every step by mass", "every step by query". merges: what leaves goes "into slots" that stay or "into
     rows", which answer for it in sum; else empty. tiers: 2 where what leaves is stored with fewer bits.
-    phase: what slots are rotated by, "position" or "rank". codec: "plain", "token" (tokens are encoded one by
+    phase: what keys are rotated by, "position", "position, when read" (they are stored unrotated) or "rank".
+    codec: "plain", "token" (tokens are encoded one by
     one) or "granule" (some tokens together, behind a plain tail). reads: "all" slots, "pages" of them, or
     "pages and the rest", where what is left out is answered for in sum. skips: the first layers are left
-    alone. reads_twice: the prompt is read again to be scored.
+    alone. reads_twice: the prompt is read again to be scored. sinks: the first tokens lie apart from the
+    codes of the others. fitted: codes are read by arrays that were fitted to each layer.
     """
 
     storage: str
@@ -39,13 +42,17 @@ class LayoutClass(NamedTuple):
     reads: str
     skips: bool
     reads_twice: bool
+    sinks: bool
+    fitted: bool
 
     def __str__(self) -> str:
         words = [self.storage, self.lists, f"evicts {self.evicts}"]
         words += [f"merges {self.merges}"] if self.merges else []
         words += ["two tiers"] if self.tiers == 2 else []
-        words += ["rotates by rank"] if self.phase == "rank" else []
-        words += [f"{self.codec} codes"] if self.codec != "plain" else []
+        words += [f"rotates by {self.phase}"] if self.phase != "position" else []
+        codes = f"fitted {self.codec} codes" if self.fitted else f"{self.codec} codes"
+        words += [codes] if self.codec != "plain" else []
+        words += ["first tokens apart"] if self.sinks else []
         words += [f"reads {self.reads}"] if self.reads != "all" else []
         words += ["skips layers"] if self.skips else []
         return ", ".join([*words, "reads twice"] if self.reads_twice else words)
@@ -69,12 +76,20 @@ def layout_class(method: Method) -> LayoutClass:
         evicts=_evicts(keep),
         merges=_merges(keep),
         tiers=2 if keep is not None and keep.lower is not None else 1,
-        phase="rank" if keep is not None and keep.rank_phase else "position",
+        phase=_phase(keep, store),
         codec="granule" if granules else "token" if encoded else "plain",
         reads="all" if read is None else "pages and the rest" if isinstance(read, Resting) else "pages",
         skips=any(part is not None and part.skip_layers > 0 for part in (keep, read)),
         reads_twice=keep is not None and keep.probe is not None,
+        sinks=encoded and store is not None and store.sinks > 0,
+        fitted=any(True for _ in fitted_words(store)),
     )
+
+
+def _phase(keep: Keep | None, store: Store | None) -> str:
+    if keep is not None and keep.rank_phase:
+        return "rank"
+    return "position, when read" if store is not None and store.unrotated else "position"
 
 
 def _storage(keep: Keep | None) -> str:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.cache import Cache, GroupState, Slots, dense
+from kvjax.cache import Cache, GroupState, Slots, width_of
 from kvjax.grammar import Keep
 from kvjax.group import GroupMethod
 from kvjax.segments import whole_tiles
@@ -40,9 +40,9 @@ def free_by_group(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "gro
             free.append(jnp.where(full, 0, tokens_in(gm.keep, slots.capacity) - cache.next))
             continue
         # New tokens enter a tail; only where they are encoded behind it does a body take them, too.
-        parts = group.parts if gm.split else (group.tail,)
+        parts = (*group.bodies, group.tail) if gm.split else (group.tail,)
         used = [(s.pos < 0).sum(-1, dtype=jnp.int32) for s in parts if isinstance(s, Slots)]
-        room = reduce(jnp.add, used)
+        room = reduce(jnp.add, used) + jnp.maximum(gm.sinks - cache.next, 0)[None, :, None]
         # A full body cannot take the granule that a full tail would flush.
         free.append((room - int(gm.split)).min((0, 2)))
     return jnp.stack(free)
@@ -61,7 +61,7 @@ def reserve(gms: tuple[GroupMethod, ...], cache: Cache, room: int) -> Cache:
             return group
         tail = group.tail
         assert tail is not None
-        return widened(gm, group, more_slots(gm, room, jax.eval_shape(dense, tail.k).shape[-1]))
+        return widened(gm, group, more_slots(gm, room, width_of(tail.k)))
 
     groups = tuple(grow(g, x) for g, x in zip(gms, cache.groups, strict=True))
     return dataclasses.replace(cache, groups=groups)

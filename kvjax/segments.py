@@ -13,7 +13,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Codes, GroupState, Paged, Pages, Segment, Slots, dense, encode, gather_traces, nbytes
+from kvjax.cache import (
+    Codes,
+    GroupState,
+    Paged,
+    Pages,
+    Segment,
+    Slots,
+    dense,
+    encode,
+    gather_traces,
+    lent,
+    nbytes,
+    width_of,
+)
 from kvjax.choose import Fresh, grown
 from kvjax.group import GroupMethod
 from kvjax.keep.patterns import Recent
@@ -21,6 +34,7 @@ from kvjax.keep.select import slot_lists
 from kvjax.ops.base.dispatch import alone, platform
 from kvjax.place.paged import build_pages, pool_pages, put_traces
 from kvjax.protocols import Resting, View, over_layers
+from kvjax.sinks import behind_sinks, empty_slots, write_sinks
 from kvjax.writing import pad_slots, write_blocks, write_slots
 
 TILE, LANES, SUBLANES = 32, 128, 8
@@ -72,19 +86,28 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
     capacity = slots_needed(gm, tokens, room, view.k.shape[-1])
     live = view.pos >= 0
     kept = live if kept is None else kept & live
-    whole = kept.shape[-1] <= capacity and gm.keep is None
+    whole = kept.shape[-1] <= capacity and gm.keep is None and not gm.sinks
     if whole and not gm.split:
         plain = whole_slots(gm, view)
         return GroupState(tail=_encoded(pad_slots(plain, capacity - plain.capacity), gm))
+    sinks = _sinks(gm, view, kept)
+    if sinks is not None:
+        kept &= view.pos >= gm.sinks
+        capacity = max(capacity - gm.sinks, 1) if gm.keep is None and not gm.split else capacity
     slots = _take(gm, view, kept, capacity)
     if gm.keep is not None and gm.keep.lower is not None:
         return GroupState((_lower(gm, view, live & ~kept, tokens, room),), _encoded(slots, gm))
     if not gm.split:
-        return GroupState(tail=_encoded(slots, gm))
+        return GroupState(tail=_encoded(slots, gm), sinks=sinks)
     # The tail is filled as if everything were new, then flushed into an empty body.
     tail = _sized(slots, capacity)
     body, tail = flush(gm, _empty_body(gm, tail, body_slots(gm, capacity)), tail)
-    return GroupState((body,), tail)
+    return GroupState((body,), tail, sinks=sinks)
+
+
+def _sinks(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"]) -> Slots | None:
+    """The kept ones of every row's first tokens, as computed; None where the group holds none so."""
+    return _take(gm, view, kept & (view.pos < gm.sinks), gm.sinks) if gm.sinks else None
 
 
 def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens: int, room: int) -> Slots:
@@ -139,8 +162,8 @@ def _take(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], capacity: 
 
 
 def _encoded(slots: Slots, gm: GroupMethod) -> Slots:
-    v = None if slots.v is None else encode(dense(slots.v), gm.codecs[1])
-    return dataclasses.replace(slots, k=encode(dense(slots.k), gm.codecs[0]), v=v)
+    v = None if slots.v is None else encode(dense(slots.v), gm.codecs[1], gm.taught)
+    return dataclasses.replace(slots, k=encode(dense(slots.k), gm.codecs[0], gm.taught), v=v)
 
 
 def _sized(slots: Slots, capacity: int) -> Slots:
@@ -164,7 +187,7 @@ def flush_in_place(gm: GroupMethod, group: GroupState) -> GroupState:
     def one(at: Array, state: tuple[Slots, Slots]) -> tuple[Slots, Slots]:
         body, tail = state
         own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at, 1), tail)
-        body, own = flush(gm, body, own, at)
+        body, own = flush(gm.of_layer(at // rows), body, own, at)
         put = jax.lax.dynamic_update_slice_in_dim
         return body, jax.tree.map(lambda x, new: put(x, new, at, 0), tail, own)
 
@@ -219,8 +242,8 @@ def _write_granules(
     def put(old: Array, fresh: Array) -> Array:
         return write_blocks(old, row, fresh, layer)
 
-    k = encode(dense(new.k), gm.codecs[0])
-    v = None if new.v is None else encode(dense(new.v), gm.codecs[1])
+    k = encode(dense(new.k), gm.codecs[0], gm.taught)
+    v = None if new.v is None else encode(dense(new.v), gm.codecs[1], gm.taught)
     summary = body.summary
     if gm.read is not None:
         fresh = gm.read.summarise(dense(k))
@@ -336,19 +359,20 @@ def extend(gm: GroupMethod, past: GroupState, fresh: Fresh, pos: Int[Array, "B T
     if fresh.masses:
         start = grown(gm.traces, start, fresh.masses[-1])
         pairs = zip(past.parts, fresh.masses, strict=False)
-        *bodies, tail = (_grown_slots(gm, s, seen) for s, seen in pairs)
-        past = dataclasses.replace(past, bodies=tuple(bodies))
-        assert isinstance(tail, Slots)
+        past = past.with_parts([_grown_slots(gm, s, seen) for s, seen in pairs])
+        tail = past.tail
+        assert tail is not None
+    past, behind = write_sinks(gm, past, fresh.k, fresh.v, where, start), behind_sinks(gm, past, where)
     if gm.split:
         tail = pad_slots(tail, t)
-    empty, free = slot_lists(tail.pos < 0, t)
-    slot = jnp.where((where >= 0) & free, empty, -1)
+    empty, free = empty_slots(past, tail.pos, behind)
+    slot = jnp.where((behind >= 0) & free, empty, -1)
     tail = write_slots(tail, slot, fresh.k, fresh.v, where, traces=start)
     if not gm.split:
         return past.with_tail(tail)
     (body,) = past.bodies
     assert isinstance(body, Slots)
-    body, tail = flush(gm, body, tail)
+    body, tail = flush(gm, lent(body, ()), tail)
     return dataclasses.replace(past, bodies=(body,), tail=tail)
 
 
@@ -385,7 +409,7 @@ def unread_bytes(gm: GroupMethod, group: GroupState) -> int:
         return 0
     (body,) = group.bodies
     assert isinstance(body, Slots)
-    slots, width = body.capacity, jax.eval_shape(dense, body.k).shape[-1]
+    slots, width = body.capacity, width_of(body.k)
     left = slots - gm.read.pages_visited(slots) * gm.granule
     looked = gm.read.looks_at(width) if hasattr(gm.read, "looks_at") else 0
     looked = width if looked and isinstance(body.k, Codes) else looked

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache import taught
 from kvjax.errors import InputError
 from kvjax.fitted import ModelSizes, fitted_words, lacks_fit
 from kvjax.grammar import Keep, Method, check
@@ -57,6 +58,10 @@ def check_fit(method: Method, config: Config) -> None:
     _check_codecs(method, config)
     _check_narrow(method, config)
     keep, read = method.keep, method.read
+    if method.store is not None and method.store.unrotated:
+        kinds = [s for m in own if (s := m.slots(config)) is not None]
+        if any(s.factors or s.ids for s in kinds):
+            _refuse(method, "it stores keys before their rotation, and the model stores other things", "int8")
     if keep is None and read is None:
         return
     slots = [s for m in own if "slots" not in m.takes and (s := m.slots(config)) is not None and not s.fixed]
@@ -250,8 +255,13 @@ def _check_codecs(method: Method, config: Config) -> None:
     for name, codec in codecs.items():
         if codec is None:
             continue
-        for width in _stored_widths(config, name):
-            one = jax.ShapeDtypeStruct((codec.granule, width), jnp.float32)
+        words = [*fitted_words(codec)]
+        arrays = {w.fitted.digest: {n: jnp.asarray(x[0]) for n, x in w.fitted.arrays.items()} for w in words}
+        codec = taught(codec, arrays)
+        for width in _stored_widths(config, name, states=not words):
+            # What was fitted is of the heads that lead a row's tokens.
+            lists = (1, config.kv_heads) if words else ()
+            one = jax.ShapeDtypeStruct((*lists, codec.granule, width), jnp.float32)
             try:
                 data = jax.eval_shape(codec.encode, one)
                 back = jax.eval_shape(partial(codec.decode, width=width, dtype=one.dtype), data)
@@ -263,14 +273,14 @@ def _check_codecs(method: Method, config: Config) -> None:
                 ) from error
 
 
-def _stored_widths(config: Config, name: str) -> set[int]:
-    """Channels of every kind of key or value (and of a state's matrices, which the keys' codec encodes)."""
+def _stored_widths(config: Config, name: str, states: bool) -> set[int]:
+    """Channels of every kind of key or value; with `states`, also of the matrices of states."""
     out = set()
     for layer in range(config.layers):
         mixer = mixer_of(config, layer)
         slots = mixer.slots(config)
         if slots is not None and not ((slots.shared or slots.ids) and name == "values"):
             out.add(slots.key if name == "keys" else slots.value)
-        elif slots is None and name == "keys":
+        elif slots is None and name == "keys" and states:
             out |= {shape[-1] for shape in mixer.state(config).values() if len(shape) >= 3}
     return out

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvjax.fitted import fitted_words
 from kvjax.when import Full
 
 if TYPE_CHECKING:
@@ -157,19 +158,52 @@ def refused_in_layers(method: Method) -> list[tuple[bool, str]]:
         return []
     alone = (method.keep, method.store, method.read, method.reread, method.make) == (None,) * 5
     parts = [one for one in method.sentences if one.reread is not None or one.make is not None]
+    stores = [one.store for one in method.sentences if one.store is not None and one.store.unrotated]
     keeps = [one.keep for one in method.sentences if one.keep is not None]
     whole = [k for k in keeps if k.rank_phase or k.per_query_head or k.probe or k.narrow]
     return [
         (not alone or any(one.layers for one in method.sentences), "its layers say all that it does"),
         (
-            bool(parts or whole),
-            "rank_phase, per_query_head, probes, rewritten weights, and what leaves tokens of a prompt out, "
+            bool(parts or whole or stores),
+            "rank_phase, per_query_head, unrotated keys, probes, rewritten weights, and what leaves tokens "
+            "of a prompt out, "
             "concern all layers together: give layers sentences without them",
         ),
         (
             len({k for k in keeps if not k.allocate.uniform}) > 1,
             "heads of unequal budgets lie in pages of one keep, and its layers have several: give those that "
             "have unequal heads the same keep",
+        ),
+    ]
+
+
+def refused_in_store(method: Method) -> list[tuple[bool, str]]:
+    """(wrong, why) for what a store cannot do with the other parts of its sentence."""
+    keep, store, read = method.keep, method.store, method.read
+    if store is None:
+        return []
+    in_steps = keep is not None and keep.when.in_steps
+    paged = keep is not None and not keep.allocate.uniform
+    tiers, ranks = keep is not None and keep.lower is not None, keep is not None and keep.rank_phase
+    learned = any(True for _ in fitted_words(store))
+    return [
+        (
+            store.sinks > 0 and (in_steps or paged or tiers or ranks or read is not None),
+            f"the first {store.sinks} tokens lie apart from the others, which works with keeps of equal "
+            "heads that act at the end of prompts, and without a read method: give sinks=0",
+        ),
+        (
+            store.unrotated and read is not None,
+            "a read method ranks keys as they are stored, and this store holds them unrotated",
+        ),
+        (
+            store.unrotated and keep is not None and keep.merge is not None,
+            f"{keep and keep.merge!r} merges keys at their positions, and this store holds them unrotated",
+        ),
+        (
+            learned and (paged or read is not None),
+            "its codes are read by what was fitted to each layer, which pages and read methods do not know: "
+            "use a keep of equal heads",
         ),
     ]
 

@@ -131,7 +131,7 @@ def write_slots(
     def put(old: Array | Codes, new: Array) -> Array | Codes:
         if not isinstance(old, Codes):
             return write_rows(old, slot, new, layer)
-        rows = old.codec.encode(new)
+        rows = old.encoded(new, layer, slot.shape[0])
         data = {n: write_rows(x, slot, rows[n], layer) for n, x in old.data.items()}
         return dataclasses.replace(old, data=data)
 

@@ -10,14 +10,19 @@ from jaxtyping import Array, Float, Int
 from kvjax.models.mixer import AttentionLogits, GroupState, Layer, LayerSlots, Left, Projected
 from kvjax.ops.attention.prompt_attention import causal_attention
 from kvjax.ops.attention.union import NEG_INF, Keys, Masses, Reduction, logits, merge, weigh
-from kvjax.ops.base.rope import angles, rotate
+from kvjax.ops.base.rope import Rope, angles, rotate
 
 
 def rotary(layer: Layer, x: Float[Array, "B X S H"], pos: Array, length: Int[Array, "B"]) -> Array:
     """x turned by the layer's RoPE; pos [B, S] or [B, X, S]."""
+    return turned(layer.rope, x, pos, length)
+
+
+def turned(rope: Rope, x: Float[Array, "B X S H"], pos: Array, length: Int[Array, "B"]) -> Array:
+    """x turned by a RoPE; pos [B, S] or [B, X, S]."""
     pos = pos[:, None] if pos.ndim == 2 else pos
-    cos, sin = angles(layer.rope, pos, x.shape[-1], length[:, None, None])
-    return rotate(x, cos, sin, layer.rope.start)
+    cos, sin = angles(rope, pos, x.shape[-1], length[:, None, None])
+    return rotate(x, cos, sin, rope.start)
 
 
 def new_keys(

@@ -131,6 +131,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/choose.py",
                 "kvjax/segments.py",
                 "kvjax/room.py",
+                "kvjax/sinks.py",
             ),
             _room(
                 "methods",

@@ -1,6 +1,7 @@
 """Fitted words: a gate fitted to KVzip's scores, its file, and the caches of methods that have one."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import ForcedSample
 from kvjax.fitted import Fitted
 from kvjax.fitting.head_gates import distilled
+from kvjax.fitting.levels import felt
 from kvjax.fitting.residues import Batch, missed
 from kvjax.grammar import Method
 from kvjax.keep.gate import gated
@@ -259,7 +261,13 @@ def test_an_option_that_a_fit_does_not_have_is_refused():
 
 @pytest.mark.parametrize(
     ("method", "hyper"),
-    [("kvzap", {}), ("headkv", dict(budget=8, window=4)), ("duoattention", {}), ("less", dict(budget=8))],
+    [
+        ("kvzap", {}),
+        ("headkv", dict(budget=8, window=4)),
+        ("duoattention", {}),
+        ("less", dict(budget=8)),
+        ("kvquant", {}),
+    ],
 )
 def test_what_was_never_fitted_says_which_command_fits_it(method, hyper):
     with pytest.raises(InputError, match=f"run `kvjax fit {method}"):
@@ -282,3 +290,86 @@ def test_a_file_that_holds_no_fit_is_refused(content, tmp_path):
         path.write_bytes(content)
     with pytest.raises(InputError, match="gate.safetensors (does not exist|is damaged)"):
         kvjax.method("kvzap", fitted=str(path))
+
+
+def loss_by_hand(tokens, where=None, layer=0, at=(), by=0.0):
+    """The negative log-likelihood of a text in float64, with `by` added to a number of a layer's k or v."""
+    d, pos = decoder("4/2"), np.arange(len(tokens))
+    x = d.rest["embed"][np.asarray(tokens)]
+    for number, weights in enumerate(d.layers):
+        q, k, v = (np.array(y) for y in d.project(weights, x))
+        if number == layer and where is not None:
+            dict(k=k, v=v)[where][at] += by
+        q, k = (rope(y, pos, d.config.rope.theta) for y in (q, k))
+        s = q @ np.repeat(k, 2, 0).swapaxes(1, 2) / np.sqrt(d.config.head_dim)
+        p = softmax(np.where(pos[None] > pos[:, None], -np.inf, s))
+        x = d.finish(weights, x, p @ np.repeat(v, 2, 0))
+    said = softmax(d.logits(x))[pos[:-1], np.asarray(tokens)[1:]]
+    return -np.log(said).sum()
+
+
+@functools.cache
+def felt_of(first):
+    """What four texts feel of keys and values, in the shapes in which a fit reads them; and these."""
+    m, rows = model("4/2"), MAIN.first if first else MAIN.second
+    tokens = jnp.asarray([r + [0] * (32 - len(r)) for r in rows], jnp.int32)
+    numbers, slope = felt(m.config, m.params, tokens, jnp.asarray([len(r) for r in rows], jnp.int32))
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), (numbers, slope))
+
+
+def test_what_a_text_feels_of_keys_and_values_is_the_slope_of_its_likelihood():
+    (numbers, slope), b = felt_of(True), 3
+    row = MAIN.first[b]
+    prompt = Prompt(decoder("4/2"), row)
+    for layer in range(2):
+        np.testing.assert_allclose(numbers.k[layer, b, :, : len(row)], prompt.raw_k[layer], atol=1e-5)
+        for where, head, t, channel in (("k", 0, 2, 5), ("k", 1, 7, 0), ("v", 0, 0, 3), ("v", 1, 5, 9)):
+            at, step = (head, t, channel), 1e-5
+            ends = [loss_by_hand(row, where, layer, at, by) for by in (step, -step)]
+            got = getattr(slope, where)[layer, b, head, t, channel]
+            np.testing.assert_allclose(got, (ends[0] - ends[1]) / (2 * step), atol=1e-4)
+    assert not slope.k[:, b, :, len(row) :].any()
+
+
+def brought(x, feeling, layer, arrays):
+    """Keys and values [B, K, T, H] of texts within [-1, 1], each with its weight: a pair of each per kind."""
+    size = arrays["key range"][layer][:, None].astype(float)
+    k = (x.k[layer] - arrays["key centre"][layer][:, None]) / size
+    inner = np.sort(x.v[layer], -1)[..., 1:-1]
+    spread = (inner[..., -1:] - inner[..., :1]) / 2
+    v = (x.v[layer] - inner[..., :1]) / spread - 1
+    pairs = {"key": (k, feeling.k[layer] * size), "value": (v, feeling.v[layer] * spread)}
+    return {name: (y, w**2, np.abs(y) <= 1 + 1e-6) for name, (y, w) in pairs.items()}
+
+
+def test_levels_are_fitted_to_what_lies_within_the_quantiles_by_what_is_felt():
+    """First tokens do not count; of a channel's other numbers, 3 at each end are beyond its range."""
+    found = kvjax.fit(model("4/2"), "kvquant", ROWS, bits=3, outliers=0.05).arrays
+    assert int(0.025 * (sum(map(len, ROWS)) - len(ROWS))) == 3
+    texts, sets = [felt_of(first) for first in (True, False)], {}
+    live = [np.arange(1, 32)[None] < np.array([[len(r)] for r in rows]) for rows in (ROWS[:4], ROWS[4:])]
+    for layer in range(2):
+        k = [
+            np.moveaxis(x.k[layer][:, :, 1:], 1, 2)[counts]
+            for (x, _), counts in zip(texts, live, strict=True)
+        ]
+        k = np.sort(np.concatenate(k), 0)
+        np.testing.assert_allclose(found["key centre"][layer], (k[-4] + k[3]) / 2, atol=1e-5)
+        np.testing.assert_allclose(found["key range"][layer], (k[-4] - k[3]) / 2, atol=1e-5)
+        for (x, feeling), counts in zip(texts, live, strict=True):
+            for name, (y, w, inside) in brought(x, feeling, layer, found).items():
+                y, w, inside = (np.moveaxis(a[:, :, 1:], 1, 2)[counts] for a in (y, w, inside))
+                sets.setdefault((name, layer), []).append(np.stack([y[inside], w[inside]]))
+    for (name, layer), pairs in sets.items():
+        x, w = np.concatenate(pairs, 1)
+        left = lambda levels, x=x, w=w: (w * np.square(x[:, None] - levels).min(1)).sum()  # noqa: E731
+        mine, best = left(found[f"{name} levels"][layer]), np.inf
+        for seed in range(4):
+            levels = np.random.default_rng(seed).choice(x, 8, replace=False)
+            for _ in range(30):
+                nearest = np.abs(x[:, None] - levels).argmin(1)
+                mass = np.bincount(nearest, w, 8)
+                levels = np.where(mass > 0, np.bincount(nearest, w * x, 8) / np.maximum(mass, 1e-300), levels)
+            best = min(best, left(levels))
+        # No more than Lloyd's best of several starts, but for the bins.
+        assert mine < 1.01 * best and mine < 0.9 * left(np.linspace(-1, 1, 8))

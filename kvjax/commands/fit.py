@@ -15,6 +15,7 @@ EXAMPLE = """examples:
   kvjax fit headkv --tasks get chase --out headkv.safetensors
   kvjax fit palu --text book.txt --out palu.safetensors
   kvjax fit less --budget 0.25 --hidden 64 --out less.safetensors
+  kvjax fit kvquant --text book.txt --set bits=4 --out kvquant.safetensors
   kvjax compare --methods kvzap:fitted=kvzap.safetensors headkv:fitted=headkv.safetensors snapkv"""
 
 

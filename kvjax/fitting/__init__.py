@@ -16,6 +16,7 @@ from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted, fitted_words
 from kvjax.fitting.gates import fit_gate
 from kvjax.fitting.head_gates import fit_head_gates
+from kvjax.fitting.levels import fit_levels
 from kvjax.fitting.profiles import fit_profile
 from kvjax.fitting.projections import fit_projections
 from kvjax.fitting.residues import fit_residue
@@ -29,25 +30,28 @@ from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.methods import method as build_method
 from kvjax.methods import takes_budget
 from kvjax.models.model import Model, check_single
+from kvjax.store.levels import ByChannel, Levels
 
 
 class Fitter(NamedTuple):
     """How a word is fitted: (model, batches, options) -> arrays.
 
-    asks: its batches are of samples that have an answer and spans, and not of rows of tokens. evicts: it
-    learns from what the method evicts, and is handed the method.
+    asks: its batches are of samples that have an answer and spans, and not of rows of tokens. acts: it learns
+    from what the method does, and is handed the method.
     """
 
     fit: Callable[..., Fitted]
     asks: bool = False
-    evicts: bool = False
+    acts: bool = False
 
 
 FITS: dict[type, Fitter] = {
     HiddenGate: Fitter(fit_gate),
     Profile: Fitter(fit_profile, asks=True),
     HeadGates: Fitter(fit_head_gates, asks=True),
-    Residue: Fitter(fit_residue, evicts=True),
+    Residue: Fitter(fit_residue, acts=True),
+    ByChannel: Fitter(fit_levels, acts=True),
+    Levels: Fitter(fit_levels, acts=True),
     GroupedLowRank: Fitter(fit_projections),
 }
 
@@ -70,7 +74,8 @@ def fit(
     time. budget: of a method given by its id, where what is learned depends on it. progress: wraps what is
     iterated over, as `rich.progress.track` does. options: of the word's own fit
     (`kvjax.fitting.gates.fit_gate`, `kvjax.fitting.profiles.fit_profile`,
-    `kvjax.fitting.head_gates.fit_head_gates`, `kvjax.fitting.residues.fit_residue`).
+    `kvjax.fitting.head_gates.fit_head_gates`, `kvjax.fitting.residues.fit_residue`,
+    `kvjax.fitting.levels.fit_levels`).
 
     Raises InputError where the method has no word that can be fitted, its fit has no such option, or nothing
     is given that it can learn from.
@@ -91,7 +96,7 @@ def fit(
         _check_option(name, options[name])
     read = _samples(chosen, texts) if found.asks else _rows(texts)
     batches = [read[i : i + batch] for i in range(0, len(read), batch)]
-    options |= {"method": chosen} if found.evicts else {}
+    options |= {"method": chosen} if found.acts else {}
     fitted = found.fit(model, batches, progress=progress, **options)
     if not all(np.isfinite(x).all() for x in fitted.arrays.values()):
         raise InputError(f"what was fitted for {chosen.id} is not finite: lower rate=, or look at the texts")
@@ -102,6 +107,7 @@ def fit(
 _WHOLE = {
     "hidden": (0, "hidden channels"),
     "rank": (1, "dimensions"),
+    "bits": (1, "bits"),
     "epochs": (1, "readings"),
     "seed": (0, "seeds to skip"),
     "sinks": (0, "first tokens"),
@@ -145,7 +151,7 @@ def _fitter(method: Method | str, budget: float | int | None) -> tuple[Method, F
     if not words:
         raise InputError(f"{chosen.id} has no word that is fitted, expected a method such as kvzap")
     found = FITS[type(words[0])]
-    if budget is not None and not (needs and found.evicts):
+    if budget is not None and not (needs and found.acts):
         raise InputError(f"what is fitted for {chosen.id} does not depend on a budget: leave budget= out")
     return chosen, found
 

@@ -78,7 +78,7 @@ class Mass:
 
 @dataclasses.dataclass(frozen=True)
 class RawKeys:
-    """The keys before rotation, for methods that rotate by rank."""
+    """The keys before rotation, for methods that store them so."""
 
     phases = (IN_PREFILL,)
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from kvjax.cache import Codec
+from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.keep.budget import Uniform
 from kvjax.keep.patterns import Recent
 from kvjax.keep.score import AccumulatedAttention
 from kvjax.methods.papers import paper
-from kvjax.methods.shared import Amount, Bits, Group, Rank, Share, Tokens, Turns
+from kvjax.methods.shared import Amount, Bits, Fit, Group, Rank, Share, Tokens, Turns
 from kvjax.store.affine import Affine
 from kvjax.store.extremes import Extremes
+from kvjax.store.levels import ByChannel, ByToken, Levels
 from kvjax.store.low_rank import LowRank
+from kvjax.store.outliers import Outliers
 from kvjax.store.residual import Residual
 from kvjax.when import STEP
 
@@ -32,6 +37,36 @@ def kivi(*, bits: Bits = 2, group: Group = 32, residual: Tokens = 128) -> Method
     """
     keys = Affine(bits, axis="channel", group=group)
     return Method(store=Store(keys, Affine(bits, axis="token", group=group, together=group), residual))
+
+
+@paper(
+    "KVQuant: Towards 10 Million Context Length LLM Inference with KV Cache Quantization",
+    arxiv="2401.18079",
+    family="quant-mixed",
+    exact="deviates",
+)
+def kvquant(
+    *, bits: Literal[2, 3, 4] = 3, outliers: Share = 0.01, sinks: Tokens = 1, fitted: Fit | None = None
+) -> Method:
+    """KVQuant (Hooper et al., 2024, arXiv:2401.18079), section 3: fitted levels, keys before their rotation.
+
+    Keys are stored before RoPE, every channel brought to [-1, 1] by a range that was fitted, and turned when
+    they are read; values by the range of each token. Both become the nearest of 2^bits levels, which were
+    fitted to each layer by k-means weighted with the squares of the likelihood's gradients. The share
+    `outliers` of the numbers stays as it is: of keys those farthest beyond their channels' ranges, of values
+    a token's largest and smallest. The first `sinks` tokens stay as computed. fitted: ranges and levels, as
+    `kvjax fit kvquant` writes them. Deviation: every token of a head has the same number of outliers, at
+    least one of its keys and two of its values, where the paper counts over all heads together and stores
+    all keys beyond their ranges; outliers of keys are stored by their channel's range; the range of values is
+    that of a head's token in float16; weights are of the numbers themselves, where the authors' code takes
+    those of numbers brought to [-1, 1]; no Q-Norm. Windowed layers store keys and values plain.
+    """
+    inner = ByChannel(outliers, found := as_fitted(fitted))
+    keys: Codec = Levels(bits, "key", found)
+    values: Codec = ByToken() >> Levels(bits, "value", found)
+    if outliers:
+        keys, values = Outliers(outliers) >> keys, Extremes(outliers) >> values
+    return Method(store=Store(inner >> keys, values, sinks=sinks, unrotated=True))
 
 
 @paper(

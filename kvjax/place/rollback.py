@@ -147,7 +147,7 @@ def _check_added(cache: Cache, note: Added, count: np.ndarray) -> None:
 
 @jax.jit
 def _held(cache: Cache) -> list[tuple[Array, ...]]:
-    """Per group the fewest and the most live slots of a row's lists [2, B]: in bodies, tail and all."""
+    """Per group the fewest and the most live slots of a row's lists [2, B]: in bodies, tail and both."""
     nothing = jnp.zeros((1, cache.next.shape[0], 1), jnp.int32)
 
     def ends(counts: list[Array]) -> Array:
@@ -160,8 +160,8 @@ def _held(cache: Cache) -> list[tuple[Array, ...]]:
 
     found = []
     for group in cache.groups:
-        bodies, all_parts = [live(s) for s in group.bodies], [live(s) for s in group.parts]
-        found.append((ends(bodies), ends(all_parts[len(bodies) :]), ends(all_parts)))
+        bodies, tail = [live(s) for s in group.bodies], [live(s) for s in (group.tail,) if s is not None]
+        found.append((ends(bodies), ends(tail), ends([*bodies, *tail])))
     return found
 
 
@@ -176,7 +176,7 @@ def _not_now(gm: Any, held: tuple[np.ndarray, ...], length: np.ndarray, count: n
     if not gm.split:
         return ""
     # Steps leave granules * g tokens in the body and `residual` or a few more in the tail.
-    in_body = np.maximum(count - tail, 0)
+    in_body = np.clip(count - tail, 0, bodies)
     whole = np.maximum(bodies + tail - count - gm.residual, 0) // gm.granule * gm.granule
     if isinstance(gm.read, Resting) and (in_body > 0).any():
         return f"layer {gm.first} holds sums of what lies in its body, and some of them are in these"
@@ -198,9 +198,7 @@ def _forgotten(slots: tuple[bool, ...], width: int, cache: Cache, count: Int[Arr
 
 
 def _without(group: GroupState, start: Int[Array, "B"], width: int) -> GroupState:
-    bodies = tuple(s if isinstance(s, Paged) else _emptied(s, start, width) for s in group.bodies)
-    tail = None if group.tail is None else _emptied(group.tail, start, width)
-    return dataclasses.replace(group, bodies=bodies, tail=tail)
+    return group.with_parts([s if isinstance(s, Paged) else _emptied(s, start, width) for s in group.parts])
 
 
 def _emptied(slots: Slots, start: Int[Array, "B"], width: int) -> Slots:

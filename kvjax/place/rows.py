@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
-from kvjax.cache import Cache, GroupState, Paged, Pages, Segment, Slots, check_alive
+from kvjax.cache import Cache, GroupState, Paged, Pages, Segment, check_alive
 from kvjax.errors import InputError
 from kvjax.inputs import whole_number
 from kvjax.place.paged import take_pages
@@ -123,10 +123,8 @@ def _cleared(rows: Bool[Array, "B"], x: Array, value: int = 0) -> Array:
 
 def _emptied_group(group: GroupState, rows: Bool[Array, "B"]) -> GroupState:
     state, memory = jax.tree.map(partial(_cleared, rows), (group.state, group.rows))
-    bodies = tuple(_emptied(s, rows) for s in group.bodies)
-    tail = None if group.tail is None else _emptied(group.tail, rows)
-    assert tail is None or isinstance(tail, Slots)
-    return GroupState(bodies, tail, state, memory)
+    emptied = group.with_parts([_emptied(s, rows) for s in group.parts])
+    return dataclasses.replace(emptied, state=state, rows=memory)
 
 
 def _emptied(segment: Segment, rows: Bool[Array, "B"]) -> Segment:

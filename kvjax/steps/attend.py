@@ -81,7 +81,7 @@ def attend_past(
     past, bases = _in_their_bases(run, past, layer, x)
     for i, segment in enumerate(past.parts):
         met = bases[i]
-        if isinstance(segment, Paged) and unreadable is None and not past.gm.masses:
+        if isinstance(segment, Paged) and unreadable is None and not (past.gm.masses or run.unrotated):
             one, pool = segment.layer(past.index), pools[segment.pool]
             part = attend_pages(
                 q, one, past.index, pool, pos, scale=layer.scale, softcap=softcap,
@@ -149,11 +149,12 @@ def _read(
     segment = past.parts[i]
     if isinstance(segment, Paged):
         keys = gather_pages(segment.layer(past.index), pools[segment.pool])
+        keys = turn_keys(run, layer.rope, keys, at + 1)
     elif (read := _picking(past, i)) is not None:
         assert found is not None
         keys = visited(segment, past.index, read.granule, *found).keys()
     else:
-        keys = turn_keys(run, layer, segment.layer(past.index).keys(), at + 1)
+        keys = turn_keys(run, layer.rope, segment.layer(past.index).keys(), at + 1)
     if past.values is not None:
         keys = keys._replace(v=past.values[i].keys().v)
     if past.above and keys.pos is not None:
@@ -247,7 +248,7 @@ def _together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
         and x.expand.outputs is None,
         "values come from another layer": past.values is not None,
         "the layer reads one above it": past.above,
-        "keys turn by their ranks": run.rank_phase,
+        "keys are turned when they are read": run.unrotated,
         "what slots receive is recorded among several parts": bool(past.gm.masses)
         and (len(past.parts) > 1 or x.extra is not None),
         "kernels record no more than the sum of what slots receive": past.gm.masses

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Cache, Codes, GroupState, Slots
+from kvjax.cache import Cache, Codes, GroupState, Slots, lent
 from kvjax.fitted import of_layer
 from kvjax.group import GroupMethod
 from kvjax.models.attending import published_by, rotary
@@ -21,9 +21,11 @@ from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode.stacked_decode import LANES, on_lanes, stacked_append
 from kvjax.protocols import Inputs
 from kvjax.segments import flush_in_place, is_full
+from kvjax.sinks import behind_sinks, write_sinks
 from kvjax.steps.attend import attend_past, past_of
 from kvjax.steps.evict import Now, evict_one, evict_shared, tail_of
 from kvjax.steps.evict_due import evict_due
+from kvjax.steps.lending import lend, taught_groups
 from kvjax.steps.remember import Asked, carried, remember, weights_of
 from kvjax.steps.run import Run, answered, held, repeated
 from kvjax.writing import first_empty, write_slots
@@ -42,7 +44,7 @@ def step_fn(
     the cache as it is.
     """
     config = run.config
-    gms = run.groups(params)
+    gms = taught_groups(run.groups(params), params)
     owner = {gm.first: gm for gm in gms}
     at = jnp.where(append, cache.next, cache.next - 1)
     length = at + 1
@@ -51,12 +53,13 @@ def step_fn(
         gm = gms[layer.group]
         q = x.q
         if x.k is not None:
-            k = x.k if run.rank_phase else rotary(layer, x.k, at[:, None], length)
+            k = x.k if run.unrotated else rotary(layer, x.k, at[:, None], length)
             v = None if x.v is None else repeated(run, gm.first, x.v)
             inputs = _inputs(params, layer, x, at, length, append)
             traces = {repr(t): t.start(inputs, tail_of(state).kv_heads) for t in gm.traces}
             where = jnp.where(append, at, -1)
-            state = _append(run, layer, state, repeated(run, gm.first, k), v, where, traces)
+            k = repeated(run, gm.first, k)
+            state = _append(run, gm, layer, state, k, v, where, traces)
         past = past_of(owner, gm, layer, state)
         phase = _query_phase(run, past.tail.pos[past.index], at, x.q.shape[1])
         x = x._replace(q=rotary(layer, q, phase, length))
@@ -82,11 +85,12 @@ def step_fn(
         return out, GroupState(state=past.replaced(layer.index, new)), {}
 
     memory = Memory(at[:, None], attend, recur, held, implementation=run.without_gpu)
-    x, groups, seen, *_ = decode_layers(params, token[:, None], config, memory, cache.groups)
+    held_now = lend(cache.groups, gms)
+    x, groups, seen, *_ = decode_layers(params, token[:, None], config, memory, held_now)
     groups, pools = remember(run, gms, groups, cache.pools, seen)
     groups, lost = evict_shared(run, gms, groups, seen, length, append)
     groups, late = evict_due(run, gms, groups, params, length, append)
-    groups = _flushed(gms, groups)
+    groups = _flushed(gms, lent(groups, ()))
     new = dataclasses.replace(cache, groups=groups, next=jnp.where(append, length, cache.next), pools=pools)
     return unembed(params, _broken(x[:, 0], lost | late), config), new
 
@@ -113,10 +117,14 @@ def _inputs(
 
 
 def _append(
-    run: Run, layer: Layer, state: GroupState, k: Array, v: Array | None, pos: Int[Array, "B"],
-    traces: dict[str, Float[Array, "B K 1"]],
+    run: Run, gm: GroupMethod, layer: Layer, state: GroupState, k: Array, v: Array | None,
+    pos: Int[Array, "B"], traces: dict[str, Float[Array, "B K 1"]],
 ) -> GroupState:  # fmt: skip
-    tail = tail_of(state)
+    if state.sinks is not None:
+        at = jnp.broadcast_to(pos[None, :, None, None], (1, *k.shape[:2], 1))
+        first = {name: x[None] for name, x in traces.items()}
+        state = write_sinks(gm, state, k[None], None if v is None else v[None], at, first, layer.index)
+    pos, tail = behind_sinks(gm, state, pos), tail_of(state)
     slot = jnp.where(pos[:, None] >= 0, first_empty(tail.pos[layer.index]), -1)
     spread = jnp.broadcast_to(pos[None, :, None, None], (1, *slot.shape, 1))
     write = partial(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Codes, GroupState, Slots, encode
+from kvjax.cache import Codes, GroupState, Slots
 from kvjax.choose import grown
 from kvjax.grammar import Keep
 from kvjax.group import GroupMethod
@@ -20,7 +20,7 @@ from kvjax.models.mixers.attention import mixer_of
 from kvjax.protocols import Seen, View
 from kvjax.steps.attend import Received
 from kvjax.steps.remember import received_in_all
-from kvjax.steps.run import Run
+from kvjax.steps.run import Run, turn_keys
 from kvjax.words import merged, protected, scored, written
 from kvjax.writing import first_empty, write_slots
 
@@ -81,7 +81,9 @@ def evict_one(
     assert keep is not None and keep.score is not None
     slots, received = tail_of(group), now.received[-1] if now.received else {}
     one, n = slots.layer(layer.index), keep.budget.count(length)
-    keys, traces = one.keys(), grown(gm.traces, one.traces, received)
+    stored = one.keys()
+    keys = stored if run.rank_phase else turn_keys(run, layer.rope, stored, length)
+    traces = grown(gm.traces, one.traces, received)
     view = View(keys.k, keys.v, one.pos, one.bias, traces, received)
     observed = {repr(o): o.read(now.rows[repr(o)]) for o in gm.carried} | {NEWEST: (q, length[:, None] - 1)}
     mass = received.get(repr(Mass("sum")))
@@ -110,7 +112,7 @@ def evict_one(
         changed = {name: getattr(new, name) for name in written(keep.merge)}
         slots = replace_layer(slots, layer.index, **changed)
     if keep.lower is not None:
-        group = _demoted(gm, layer.index, group, view, gone, now.received)
+        group = _demoted(gm, layer.index, group, view._replace(k=stored.k), gone, now.received)
     traces = {name: jnp.where(gone, 0.0, x) for name, x in traces.items()}
     pos = slots.pos.at[layer.index].set(jnp.where(gone, -1, one.pos))
     new = {name: slots.traces[name].at[layer.index].set(x) for name, x in traces.items()}
@@ -196,8 +198,10 @@ def replace_layer(slots: Slots, index: int | Array, **leaves: Any) -> Slots:
     """One layer's leaves written back; merging stores encoded what the segment encodes."""
 
     def put(old: Any, new: Array) -> Any:
-        fresh = encode(new, old.codec) if isinstance(old, Codes) else new
-        return jax.tree.map(lambda x, y: x.at[index].set(y), old, fresh)
+        if not isinstance(old, Codes):
+            return old.at[index].set(new)
+        fresh = old.encoded(new, index)
+        return dataclasses.replace(old, data={n: x.at[index].set(fresh[n]) for n, x in old.data.items()})
 
     written = {n: put(getattr(slots, n), x) for n, x in leaves.items() if getattr(slots, n) is not None}
     return dataclasses.replace(slots, **written)

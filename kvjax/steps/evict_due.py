@@ -19,7 +19,7 @@ from kvjax.ops.attention.union import Keys
 from kvjax.protocols import Judging, Seen, View
 from kvjax.steps.evict import not_numbers, orders, replace_layer, tail_of, taken
 from kvjax.steps.remember import weights_of
-from kvjax.steps.run import Run
+from kvjax.steps.run import Run, turn_keys
 from kvjax.words import merged, protected, scored, written
 
 
@@ -104,13 +104,14 @@ def _evict_layer(
     assert keep is not None and keep.score is not None
     one, n = slots.layer(index), keep.budget.count(length)
     order, back = orders(one.pos)
-    keys = one.keys()
+    keys, attention = one.keys(), run.attention_spec(gm.first)
+    keys = keys if run.rank_phase else turn_keys(run, attention.rope, keys, length)
     view: View = jax.tree.map(lambda x: taken(x, order), View(keys.k, keys.v, one.pos, one.bias, one.traces))
     mine, weights = jax.tree.map(lambda x: x[index], held)
     observed = {repr(o): o.read(mine[repr(o)]) for o in gm.carried}
     number = gm.first + index
     seen = Seen(
-        observed, None, length, n, number, run.attention_spec(gm.first), weights=weights,
+        observed, None, length, n, number, attention, weights=weights,
         fitted=of_layer(params, number),
     )  # fmt: skip
     judging = [repr(t) for t in gm.traces if isinstance(t, Judging)]

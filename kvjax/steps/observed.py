@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Codec, GroupState, Paged, Pages, Segment, dense, encode, gather_pages
+from kvjax.cache import Codec, GroupState, Paged, Pages, Segment, dense, encode, gather_pages, lent
 from kvjax.choose import Fresh
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass
@@ -39,20 +40,25 @@ def _keys(segment: Segment, index: int | Array, pools: tuple[Pages, ...]) -> Key
 def decoded(
     run: Run,
     gm: GroupMethod,
+    layer: Layer,
+    pos: Int[Array, "B T"],
     turn: Callable[[Array], Array],
     raw: Float[Array, "B K T H"],
     computed: tuple[Float[Array, "B K T H"], Float[Array, "B K T V"] | None],
 ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T V"] | None]:
     """Rotated keys and values of new tokens as a step reads them from the slots that it has just written.
 
-    Where slots turn by rank, it is the keys as they were before their rotation that are encoded.
+    Where keys lie unrotated, it is the keys as they were before their rotation that are encoded.
     """
 
+    mine = jax.tree.map(lambda x: x[layer.index], gm.taught)
+
     def back(x: Array, codec: Codec | None) -> Array:
-        return dense(encode(x, codec))
+        coded = dense(lent(encode(x, codec, mine), mine))
+        return jnp.where((pos < gm.sinks)[:, None, :, None], x, coded) if gm.sinks else coded
 
     (key_codec, value_codec), (k, v) = gm.codecs_of_new, computed
-    k = turn(back(raw, key_codec)) if run.rank_phase else back(k, key_codec)
+    k = turn(back(raw, key_codec)) if run.unrotated else back(k, key_codec)
     return k, None if v is None else back(v, value_codec)
 
 

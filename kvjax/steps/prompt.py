@@ -30,9 +30,10 @@ from kvjax.models.transformer import IdsOrVectors, Positions, decode_layers, pos
 from kvjax.protocols import Carried, Inputs, Trace, View
 from kvjax.room import widened
 from kvjax.segments import AT_ONCE, Ahead, build, build_group_pages, extend, remember_in_pages, whole_slots
+from kvjax.steps.lending import lend, returned, taught_groups
 from kvjax.steps.narrowing import by_token, chosen, narrow_of, narrowing, new_positions, unnarrowed
 from kvjax.steps.observed import by_owner, carried_behind, decoded, past_sets
-from kvjax.steps.run import Run, answered, held, repeated, turn_keys
+from kvjax.steps.run import Run, answered, held, repeated, seen_by_words, turn_keys
 from kvjax.words import observations
 
 
@@ -76,7 +77,8 @@ def observe(
     masses = tuple(sorted((o for o in needs if isinstance(o, Mass)), key=repr))
     others = [o for o in needs if not isinstance(o, Mass | Trace)]
     remembered = [t for t in needs if isinstance(t, Trace)]
-    narrow, gms = narrowing(run, at), run.groups(params)
+    narrow, gms = narrowing(run, at), taught_groups(run.groups(params), params)
+    states = lend(states, gms)
 
     def attend(layer: Layer, x: Projected, state: GroupState):
         past = past_sets(layer, state, pools)
@@ -95,8 +97,8 @@ def observe(
         mine = None if x.k is None else turn(x.k)
         k, v = mine, x.v
         if as_steps and x.k is not None and k is not None:
-            k, v = decoded(run, gms[layer.group], turn, x.k, (k, v))
-        past = [turn_keys(run, layer, keys, at.length) for keys in past]
+            k, v = decoded(run, gms[layer.group], layer, pos, turn, x.k, (k, v))
+        past = [turn_keys(run, layer.rope, keys, at.length) for keys in past]
         new = new_keys(layer, k, v, pos)
         gone = answered(gms[layer.group], layer, state, q, params)
         out, found, scores = attend_new(
@@ -154,11 +156,11 @@ def _reread(
 
 
 def needs_of(run: Run, params: Params, compress: bool = True) -> frozenset:
-    """What settling a prompt needs: the keeps' observations and traces, and unrotated keys for ranks.
+    """What settling a prompt needs: the keeps' observations and traces, and unrotated keys to store.
 
     Traces grow whether slots leave now or not.
     """
-    out = frozenset({RawKeys()}) if run.rank_phase else frozenset()
+    out = frozenset({RawKeys()}) if run.unrotated else frozenset()
     narrow = narrow_of(run)
     out |= narrow.needs if narrow is not None and compress else frozenset()
     for gm in run.groups(params):
@@ -169,9 +171,9 @@ def needs_of(run: Run, params: Params, compress: bool = True) -> frozenset:
 
 
 def _as_stored(run: Run, gm: GroupMethod, fresh: Fresh) -> Fresh:
-    """Keys and values as the method stores them: unrotated for ranks, repeated for per-query-head lists."""
+    """Keys and values as the method stores them: perhaps unrotated, repeated for per-query-head lists."""
     assert fresh.k is not None
-    k = fresh.observed[repr(RawKeys())] if run.rank_phase else fresh.k
+    k = fresh.observed[repr(RawKeys())] if run.unrotated else fresh.k
     v = None if fresh.v is None else repeated(run, gm.first, fresh.v, 2)
     return fresh._replace(k=repeated(run, gm.first, k, 2), v=v)
 
@@ -223,18 +225,20 @@ def settled(
     everything, new tokens are added and nothing is evicted; windowed layers always keep their window. ahead:
     what a chunk of a prompt is told of the others.
     """
-    gms = run.groups(params)
+    gms = taught_groups(run.groups(params), params)
     pos, length = prompt.positions
     if prompt.source is not None and cache is None:
         tokens = min(tokens, run.method.reread.most(tokens))
     old_pools = () if cache is None else cache.pools
-    pasts = (NOTHING,) * len(gms) if cache is None else cache.groups
+    pasts = (NOTHING,) * len(gms) if cache is None else lend(cache.groups, gms)
     acting = [run.acts(gm, compress) for gm in gms]
 
     pools = old_pools
     fresh: dict[int, Fresh] = {}
     groups: dict[int, GroupState] = {}
+    # The slots of every group as they are stored, and with the keys that its words look at.
     views: dict[int, View] = {}
+    shown: dict[int, View] = {}
     for i, (gm, new) in enumerate(zip(gms, prompt.fresh, strict=True)):
         if not isinstance(new, Fresh):
             size = next(iter(params["layers"][i].values())).shape[0]
@@ -248,11 +252,13 @@ def settled(
             pools = remember_in_pages(gm, pasts[i], pools, fresh[i].masses)
             continue
         views[i] = union(gm, pasts[i], old_pools, fresh[i], here)
+        shown[i] = seen_by_words(run, run.attention_spec(gm.first).rope, views[i], length)
         if acting[i]:
-            views[i] = judged_layers(gm, views[i], length, run.attention_spec(gm.first))
+            shown[i] = judged_layers(gm, shown[i], length, run.attention_spec(gm.first))
+            views[i] = views[i]._replace(traces=shown[i].traces)
     probe = None if run.method.keep is None or not compress else run.method.keep.probe
     if probe is not None and any(repr(probe) not in f.observed for f in fresh.values()):
-        fresh = _with_probe(run, params, prompt, fresh, views, probe, pasts)
+        fresh = _with_probe(run, params, prompt, fresh, shown, probe, pasts)
     scores = {
         i: score_slots(
             gms[i],
@@ -263,11 +269,11 @@ def settled(
             params["layers"][i],
             run.met(gms[i].first),
         )  # fmt: skip
-        for i, view in views.items()
+        for i, view in shown.items()
         if acting[i]
     }
     preferred = {
-        i: preferences(gms[i], views[i], fresh[i], length, run.attention_spec(gms[i].first)) for i in scores
+        i: preferences(gms[i], shown[i], fresh[i], length, run.attention_spec(gms[i].first)) for i in scores
     }
     kept = choose({i: gms[i].keep for i in scores}, scores, preferred, length)
     if cache is not None:
@@ -301,7 +307,8 @@ def settled(
         jnp.isnan(scores[i]).any((2, 3)) if i in scores else jnp.zeros((size, *length.shape), bool)
         for i, size in enumerate(sizes)
     ]
-    return Cache(tuple(groups[i] for i in range(len(gms))), length, pools), jnp.concatenate(lost)
+    new = Cache(tuple(groups[i] for i in range(len(gms))), length, pools)
+    return returned(new), jnp.concatenate(lost)
 
 
 def scored(run: Run, params: Params, prompt: Prompt) -> dict[int, Float[Array, "_ B _ T"]]:
@@ -313,8 +320,9 @@ def scored(run: Run, params: Params, prompt: Prompt) -> dict[int, Float[Array, "
     fresh = {i: _as_stored(run, gms[i], f) for i, f in enumerate(prompt.fresh) if isinstance(f, Fresh)}
     at = {i: new_positions(run, gms[i], prompt.positions, prompt.narrowed) for i in fresh}
     views = {i: union(gms[i], NOTHING, (), f, at[i]) for i, f in fresh.items()}
-    length = prompt.positions.length
-    views = {i: judged_layers(gms[i], v, length, run.attention_spec(gms[i].first)) for i, v in views.items()}
+    length, specs = prompt.positions.length, {i: run.attention_spec(gms[i].first) for i in fresh}
+    views = {i: seen_by_words(run, specs[i].rope, view, length) for i, view in views.items()}
+    views = {i: judged_layers(gms[i], view, length, specs[i]) for i, view in views.items()}
     probe = None if run.method.keep is None else run.method.keep.probe
     if probe is not None:
         fresh = _with_probe(run, params, prompt, fresh, views, probe, (NOTHING,) * len(gms))
@@ -324,7 +332,7 @@ def scored(run: Run, params: Params, prompt: Prompt) -> dict[int, Float[Array, "
             view,
             fresh[i],
             length,
-            run.attention_spec(gms[i].first),
+            specs[i],
             params["layers"][i],
             run.met(gms[i].first),
         )

@@ -64,9 +64,7 @@ def remember(
                 dataclasses.replace(s, traces=grown(gm.traces, s.traces, got)) if isinstance(s, Slots) else s
                 for s, got in zip(group.parts, received, strict=True)
             ]
-            tail = parts[-1]
-            assert isinstance(tail, Slots)
-            group = dataclasses.replace(group, bodies=tuple(parts[:-1]), tail=tail)
+            group = group.with_parts(parts)
         out[i] = group
     return tuple(out), pools
 

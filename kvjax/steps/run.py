@@ -13,13 +13,14 @@ from kvjax.choose import Meeting
 from kvjax.fitted import of_layer
 from kvjax.grammar import Method
 from kvjax.group import GroupMethod, group_method
-from kvjax.models.attending import rotary
+from kvjax.models.attending import turned
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys
-from kvjax.protocols import AttentionSpec
+from kvjax.ops.base.rope import Rope
+from kvjax.protocols import AttentionSpec, View, over_layers
 
 
 class Run(NamedTuple):
@@ -60,6 +61,11 @@ class Run(NamedTuple):
     @property
     def rank_phase(self) -> bool:
         return self.method.keep is not None and self.method.keep.rank_phase
+
+    @property
+    def unrotated(self) -> bool:
+        """Whether keys lie in the cache as they were before their rotation."""
+        return self.rank_phase or (self.method.store is not None and self.method.store.unrotated)
 
     @property
     def per_query_head(self) -> bool:
@@ -104,10 +110,22 @@ def ranks_by_position(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
     return jnp.argsort(order, axis=-1).astype(jnp.int32)
 
 
-def turn_keys(run: Run, layer: Layer, keys: Keys, length: Array) -> Keys:
-    if not run.rank_phase or keys.pos is None:
+def turn_keys(run: Run, rope: Rope, keys: Keys, length: Int[Array, "B"]) -> Keys:
+    """One layer's keys as queries meet them: where they lie unrotated, turned by position or by rank."""
+    if not run.unrotated or keys.pos is None:
         return keys
-    return keys._replace(k=rotary(layer, keys.k, ranks_by_position(keys.pos), length))
+    phase = ranks_by_position(keys.pos) if run.rank_phase else keys.pos
+    return keys._replace(k=turned(rope, keys.k, phase, length))
+
+
+def seen_by_words(run: Run, rope: Rope, view: View, length: Int[Array, "B"]) -> View:
+    """All layers of a view with the keys that scores look at: turned by position where they lie unrotated.
+
+    Where they turn by their ranks, which change with what is kept, scores see them unrotated.
+    """
+    if not run.unrotated or run.rank_phase:
+        return view
+    return view._replace(k=over_layers(lambda k, pos: turned(rope, k, pos, length), view.k, view.pos))
 
 
 def repeated(run: Run, layer: int, x: Array, axis: int = 1) -> Array:

@@ -216,6 +216,12 @@ def mikv_bytes(s: Sizes) -> int:
     return s.layers * s.b * s.k * (first + second) + 4 * s.b
 
 
+def kvquant_bytes(s: Sizes) -> int:
+    """A row's first token as it is; of others 4 bits, an outlier of a key, two and a range of a value."""
+    slot = 2 * (s.h * 4 // 8) + (4 + 1) + (2 * (4 + 1) + 4) + 4
+    return s.layers * s.b * s.k * (plain(s) + (everything(s) - 1) * slot) + 4 * s.b
+
+
 def quest_bytes(s: Sizes) -> int:
     """The first two layers as they are; the others in pages of 8 with two bounds per channel."""
     rest = s._replace(layers=s.layers - 2)
@@ -325,6 +331,21 @@ def made_up_kernels(layers=2, heads=4, kv_heads=2, width=16, hidden=6, rank=3):
 
 
 KERNELS = made_up_kernels()
+
+
+def made_up_levels(layers=2, heads=2, width=16, bits=4):
+    """KVQuant's ranges and levels that nobody fitted, for the model "4/2"."""
+    rng, shape = np.random.default_rng(9), (layers, heads, width)
+    even = np.linspace(-1, 1, 2**bits)
+    arrays = {
+        "key centre": rng.normal(size=shape) / 4, "key range": rng.uniform(1.8, 3, shape),
+        "key levels": np.stack([even, even * np.abs(even) ** 0.3]),
+        "value levels": np.stack([even * np.abs(even) ** 0.2, even]),
+    }  # fmt: skip
+    return Fitted({name: x.astype(np.float32) for name, x in arrays.items()}, "Levels", "")
+
+
+LEVELS = made_up_levels()
 
 
 def gate_of(hidden, layer):
@@ -683,6 +704,7 @@ ROWS = [
     row(
         "gear", gear_bytes(4, 2), hyper=dict(bits=4, group=16, rank=2, outliers=0.1), error=0.1, moves=False
     ),
+    row("kvquant", kvquant_bytes, hyper=dict(bits=4, fitted=LEVELS), error=0.3),
     chained("mikv", mikv_bytes, ("mikv", dict(budget=0.5, low=4, group=8)), error=0.3),
     row("quest", quest_bytes, hyper=dict(page=8, skip_layers=2), error=None, moves=False, model="deep"),
     row(

@@ -1,0 +1,47 @@
+"""Weighted k-means on a line, solved exactly, on the host in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float
+
+
+def best_levels(
+    weight: Float[np.ndarray, "N"], total: Float[np.ndarray, "N"], square: Float[np.ndarray, "N"], count: int
+) -> Float[np.ndarray, "C"]:
+    """The `count` levels of least weighted squared error for numbers that lie in N neighbouring bins.
+
+    weight, total, square: of every bin the sums of w, w x and w x^2 over its numbers x of weights w. Numbers
+    of one bin share a level, and with a number per bin the levels are the optimum. Where fewer bins than
+    levels have weight, the largest level is repeated; where none has any, levels are evenly spaced in
+    [-1, 1].
+
+    >>> x = np.array([0.0, 1.0, 10.0, 11.0])
+    >>> best_levels(np.ones(4), x, x * x, 2).tolist()
+    [0.5, 10.5]
+    """
+    held = weight > 0
+    sums = [np.concatenate([[0.0], np.cumsum(a[held], dtype=np.float64)]) for a in (weight, total, square)]
+    n = int(held.sum())
+    if n == 0:
+        return np.linspace(-1, 1, count)
+
+    def between(a: np.ndarray) -> Float[np.ndarray, "N1 N1"]:
+        return a[None, :] - a[:, None]
+
+    w, s, q = map(between, sums)
+    later = np.arange(n + 1)[:, None] < np.arange(n + 1)[None, :]
+    # What one level for the bins i to j - 1 leaves: sum w x^2 - (sum w x)^2 / sum w.
+    cost = np.where(later, q - s * s / np.where(later, w, 1.0), np.inf)
+    # least[j]: the least error of the first j bins by as many levels as there were turns.
+    least, starts = np.where(np.arange(n + 1) == 0, 0.0, np.inf), []
+    for _ in range(min(count, n)):
+        each = least[:, None] + cost
+        starts.append(each.argmin(0))
+        least = each.min(0)
+    found, end = [], n
+    for start in reversed(starts):
+        found.append(s[start[end], end] / w[start[end], end])
+        end = start[end]
+    levels = np.array(found[::-1])
+    return np.concatenate([levels, np.full(count - len(levels), levels[-1])])
