@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvjax.grammar import Keep, Method
 from kvjax.keep.observe import Mass, Queries
-from kvjax.protocols import Resting
+from kvjax.protocols import Read, Resting, Sampling
 from kvjax.words import observations, written
 
 
@@ -24,9 +24,10 @@ class LayoutClass(NamedTuple):
     "every step by mass", "every step by query". merges: what leaves goes "into slots" that stay or "into
     rows", which answer for it in sum; else empty. tiers: 2 where what leaves is stored with fewer bits.
     phase: what slots are rotated by, "position" or "rank". codec: "plain", "token" (tokens are encoded one by
-    one) or "granule" (some tokens together, behind a plain tail). reads: "all" slots, "pages" of them, or
-    "pages and the rest", where what is left out is answered for in sum. skips: the first layers are left
-    alone. reads_twice: the prompt is read again to be scored.
+    one) or "granule" (some tokens together, behind a plain tail). reads: "all" slots, "pages" of them,
+    "pages and the rest", where what is left out is answered for in sum, or "samples", which weigh by how
+    likely they were. skips: the first layers are left alone. reads_twice: the prompt is read again to be
+    scored.
     """
 
     storage: str
@@ -71,7 +72,7 @@ def layout_class(method: Method) -> LayoutClass:
         tiers=2 if keep is not None and keep.lower is not None else 1,
         phase="rank" if keep is not None and keep.rank_phase else "position",
         codec="granule" if granules else "token" if encoded else "plain",
-        reads="all" if read is None else "pages and the rest" if isinstance(read, Resting) else "pages",
+        reads=_reads(read),
         skips=any(part is not None and part.skip_layers > 0 for part in (keep, read)),
         reads_twice=keep is not None and keep.probe is not None,
     )
@@ -87,6 +88,14 @@ def _merges(keep: Keep | None) -> str:
     if keep is None or keep.merge is None:
         return ""
     return "into slots" if written(keep.merge) else "into rows"
+
+
+def _reads(read: Read | None) -> str:
+    if read is None:
+        return "all"
+    if isinstance(read, Sampling):
+        return "samples"
+    return "pages and the rest" if isinstance(read, Resting) else "pages"
 
 
 def _evicts(keep: Keep | None) -> str:
