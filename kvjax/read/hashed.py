@@ -114,7 +114,7 @@ class HashSampling:
 
 
 def _cosine(q: Float[Array, "*b R H"], k: Float[Array, "*b M H"]) -> Float[Array, "*b R M"]:
-    """Of the angle between each query and each key; 0 where either is."""
+    """The cosine of each query and each key; 0 where one of them is 0."""
     sizes = (q * q).sum(-1)[..., :, None] * (k * k).sum(-1)[..., None, :]
     size = jnp.sqrt(jnp.where(sizes == 0, 1, sizes))
     return jnp.einsum("...rh,...mh->...rm", q, k) / size
