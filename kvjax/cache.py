@@ -114,7 +114,7 @@ class Slots:
     k, v: [Lg, B, K, S, H] or Codes; v is None where the values are the first `shared` channels of the keys
     (latents). pos: token position per slot, -1 = empty. bias: added to the logits. traces: what a
     method remembers per slot; moves with the slots. summary: what a read method keeps per page of slots.
-    sums: what it keeps of all slots of a list together, [Lg, B, K, ...].
+    sums: what it keeps of all slots of a list together, such as sums and means, [Lg, B, K, ...].
     """
 
     k: Array | Codes

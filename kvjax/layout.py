@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvjax.fitted import fitted_words
 from kvjax.grammar import Keep, Method, Store
 from kvjax.keep.observe import Mass, Queries
-from kvjax.protocols import Resting
+from kvjax.protocols import Read, Resting, Sampling
 from kvjax.words import observations, written
 
 
@@ -25,11 +25,11 @@ class LayoutClass(NamedTuple):
     "every step by mass", "every step by query". merges: what leaves goes "into slots" that stay or "into
     rows", which answer for it in sum; else empty. tiers: 2 where what leaves is stored with fewer bits.
     phase: what keys are rotated by, "position", "position, when read" (they are stored unrotated) or "rank".
-    codec: "plain", "token" (tokens are encoded one by
-    one) or "granule" (some tokens together, behind a plain tail). reads: "all" slots, "pages" of them, or
-    "pages and the rest", where what is left out is answered for in sum. skips: the first layers are left
-    alone. reads_twice: the prompt is read again to be scored. sinks: the first tokens lie apart from the
-    codes of the others. fitted: codes are read by arrays that were fitted to each layer.
+    codec: "plain", "token" (tokens are encoded one by one) or "granule" (some tokens together, behind a plain
+    tail). reads: "all" slots, "pages" of them, "pages and the rest", where what is left out is answered for
+    in sum, or "samples", which weigh by how likely they were. skips: the first layers are left alone.
+    reads_twice: the prompt is read again to be scored. sinks: the first tokens lie apart from the codes of
+    the others. fitted: codes are read by arrays that were fitted to each layer.
     """
 
     storage: str
@@ -78,7 +78,7 @@ def layout_class(method: Method) -> LayoutClass:
         tiers=2 if keep is not None and keep.lower is not None else 1,
         phase=_phase(keep, store),
         codec="granule" if granules else "token" if encoded else "plain",
-        reads="all" if read is None else "pages and the rest" if isinstance(read, Resting) else "pages",
+        reads=_reads(read),
         skips=any(part is not None and part.skip_layers > 0 for part in (keep, read)),
         reads_twice=keep is not None and keep.probe is not None,
         sinks=encoded and store is not None and store.sinks > 0,
@@ -102,6 +102,14 @@ def _merges(keep: Keep | None) -> str:
     if keep is None or keep.merge is None:
         return ""
     return "into slots" if written(keep.merge) else "into rows"
+
+
+def _reads(read: Read | None) -> str:
+    if read is None:
+        return "all"
+    if isinstance(read, Sampling):
+        return "samples"
+    return "pages and the rest" if isinstance(read, Resting) else "pages"
 
 
 def _evicts(keep: Keep | None) -> str:

@@ -286,7 +286,8 @@ class Read(Protocol):
     `newest`, where a word has it, is the number of tokens that always stay in the tail; else it holds those
     that fill no page. `looks_at`, where a word has it, says of how many channels of every key, of so many,
     `select` looks: those are bytes that a step reads. One that answers for what it does not visit is
-    `Resting`.
+    `Resting`, one that weighs what it visits is `Sampling`, and one whose summaries depend on the prompt's
+    keys is `Learning`.
     """
 
     @property
@@ -338,6 +339,40 @@ class Resting(Read, Protocol):
 
         chosen: what `select` gave. lse: of the slots that are attended to, those of the tail included.
         """
+        ...
+
+
+@runtime_checkable
+class Sampling(Read, Protocol):
+    """A read that visits slots by chance: every query head draws its own, and knows how likely each was."""
+
+    def sample(
+        self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"]
+    ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"], Float[Array, "B N P"]]:
+        """What `select` gives, and what is added to the logits of the M * granule = P slots in these pages.
+
+        That is -log of how likely a head was to draw the slot, and -inf where it did not; T is 1. Slots are
+        visited where any head of a group draws them.
+        """
+        ...
+
+
+@runtime_checkable
+class Learning(Read, Protocol):
+    """A read whose summaries depend on something that the prompt's keys have in common.
+
+    It is learnt at the end of every prefill, of the rows that were given tokens, and all summaries are made
+    by it then; steps leave it as it is.
+    """
+
+    def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
+        """What is held of the keys of a body together (`Slots.sums`): arrays [*b, ...]; pos -1 = no slot."""
+        ...
+
+    def summarise(
+        self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
+    ) -> dict[str, Array]:
+        """As in `Read`, by what `learn` gave."""
         ...
 
 

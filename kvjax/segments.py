@@ -33,8 +33,9 @@ from kvjax.keep.patterns import Recent
 from kvjax.keep.select import slot_lists
 from kvjax.ops.base.dispatch import alone, platform
 from kvjax.place.paged import build_pages, pool_pages, put_traces
-from kvjax.protocols import Resting, View, over_layers
+from kvjax.protocols import View, over_layers
 from kvjax.sinks import behind_sinks, empty_slots, write_sinks
+from kvjax.summaries import summary_of_new, sums_with_new, with_summary
 from kvjax.writing import pad_slots, write_blocks, write_slots
 
 TILE, LANES, SUBLANES = 32, 128, 8
@@ -133,10 +134,7 @@ def _empty_body(gm: GroupMethod, like: Slots, capacity: int) -> Slots:
     """An encoded body of empty slots; made from shapes, since encoding constants stalls the compiler."""
 
     def make(slots: Slots) -> Slots:
-        body = _encoded(_sized(slots, capacity), gm)
-        summary = {} if gm.read is None else gm.read.summarise(dense(body.k))
-        sums = gm.read.total(body.keys().v) if isinstance(gm.read, Resting) else {}
-        return dataclasses.replace(body, summary=summary, sums=sums)
+        return with_summary(gm, _encoded(_sized(slots, capacity), gm))
 
     body = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make, like))
     return dataclasses.replace(body, pos=jnp.full_like(body.pos, -1))
@@ -244,31 +242,17 @@ def _write_granules(
 
     k = encode(dense(new.k), gm.codecs[0], gm.taught)
     v = None if new.v is None else encode(dense(new.v), gm.codecs[1], gm.taught)
-    summary = body.summary
-    if gm.read is not None:
-        fresh = gm.read.summarise(dense(k))
-        summary = {n: put(x, fresh[n]) for n, x in summary.items()}
-    sums = body.sums
-    if isinstance(gm.read, Resting):
-        moves = jnp.repeat(row >= 0, gm.granule, axis=3)[..., None]
-        stored = dataclasses.replace(new, k=k, v=v).keys().v
-        more = gm.read.total(jnp.where(moves, stored, jnp.zeros((), stored.dtype)))
-        sums = {n: _added(x, more[n], layer) for n, x in sums.items()}
+    summary = summary_of_new(gm, body, k, layer)
+    moves = jnp.repeat(row >= 0, gm.granule, axis=3)
     return dataclasses.replace(
         body,
         k=jax.tree.map(put, body.k, k),
         v=None if body.v is None else jax.tree.map(put, body.v, v),
         pos=put(body.pos, new.pos),
         bias=None if body.bias is None else put(body.bias, new.bias),  # type: ignore[arg-type]
-        summary=summary,
-        sums=sums,
+        summary={n: put(x, summary[n]) for n, x in body.summary.items()},
+        sums=sums_with_new(gm, body, dataclasses.replace(new, k=k, v=v), moves, layer),
     )
-
-
-def _added(old: Array, more: Array, layer: int | Array) -> Array:
-    """`old` with `more` added to its layers from `layer` on."""
-    part = jax.lax.dynamic_slice_in_dim(old, layer, more.shape[0])
-    return jax.lax.dynamic_update_slice_in_dim(old, part + more, layer, 0)
 
 
 def build_group_pages(

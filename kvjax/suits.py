@@ -21,7 +21,7 @@ from kvjax.models.exchange import takes_of
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
 from kvjax.models.mixers.latent import Latent
-from kvjax.protocols import Answering, Preferring, Resting
+from kvjax.protocols import Answering, Preferring, Resting, Sampling
 from kvjax.words import crowded, observations, shaped
 
 
@@ -111,6 +111,8 @@ def check_fit(method: Method, config: Config) -> None:
     if keep is not None and isinstance(keep.merge, Answering):
         if any("slots" in m.takes for m in own) or clipped:
             _refuse(method, "what leaves is asked apart, and layers share slots or clip the softmax", "h2o")
+    if isinstance(read, Sampling) and clipped:
+        _refuse(method, "what is drawn weighs more than its probability, which layers clip", "quest")
     if isinstance(read, Resting):
         taken = [(i, name, at) for i in range(config.layers) for name, at in takes_of(config, i).values()]
         others = [(i, at) for i, name, at in taken if name == "slots" and at is not None]

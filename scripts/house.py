@@ -125,11 +125,12 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
         (
             _room(
                 "segments",
-                "what a sentence means for a run of layers (`group.py`), which slots stay (`choose.py`), and "
-                "how they are moved (`segments.py`)",
+                "what a sentence means for a run of layers (`group.py`), which slots stay (`choose.py`), "
+                "how they are moved (`segments.py`), and what lies beside them for reads (`summaries.py`)",
                 "kvjax/group.py",
                 "kvjax/choose.py",
                 "kvjax/segments.py",
+                "kvjax/summaries.py",
                 "kvjax/room.py",
                 "kvjax/sinks.py",
             ),

@@ -1,6 +1,7 @@
 """Steps that do not attend to every slot, in float64 numpy, as `tests.reference.Row` takes them."""
 
 import numpy as np
+from scipy.stats import binom
 
 from tests.reference import best, softmax
 
@@ -26,13 +27,64 @@ def sparq_chosen(guesses, pos, stored, *, count, newest):
 def sparq(count, *, channels, newest):
     """SparQ (arXiv:2312.04985): alpha * attention over the chosen slots + (1 - alpha) * mean value."""
 
-    def attends(q, k, v, pos, stored):
+    def attends(q, k, v, pos, at):
         guesses, _ = sparq_guesses(q, k, channels)
-        chosen, outs = sparq_chosen(guesses, pos, stored, count=count, newest=newest), []
+        chosen, outs = sparq_chosen(guesses, pos, at.stored, count=count, newest=newest), []
         for one, guess in zip(q, guesses, strict=True):
             alpha = softmax(guess)[chosen].sum()
             p = softmax(k[chosen] @ one / np.sqrt(len(one)))
             outs.append(alpha * (p @ v[chosen]) + (1 - alpha) * v.mean(0))
         return np.stack(outs)
+
+    return attends
+
+
+def normals(width, *, planes, tables, seed=0):
+    """The hyperplanes [H, L, K] that belong to a seed."""
+    drawn = np.random.RandomState([seed, width]).standard_normal((width, tables * planes))
+    return drawn.reshape(width, tables, planes)
+
+
+def drawn_by(q, k, planes):
+    """Whether each of q [G, H] meets each of k [S, H] in two tables or more, by the definition: [G, S]."""
+    code = lambda x: np.einsum("sh,hlk->slk", x, planes) > 0  # noqa: E731
+    met = (code(q)[:, None] == code(k)[None]).all(-1)
+    return met.sum(-1) >= 2
+
+
+def chances(q, k, *, planes, tables):
+    """u = P(Binomial(L, p^K) >= 2) with p = 1 - angle / pi: [G, S]."""
+    cosine = q @ k.T / np.linalg.norm(q, axis=-1)[:, None] / np.linalg.norm(k, axis=-1)
+    return binom.sf(1, tables, (1 - np.arccos(cosine) / np.pi) ** planes)
+
+
+def lot(pos, turn):
+    """The number by which a position is chosen among those that were drawn, in exact integers."""
+
+    def mixed(x):
+        x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+        x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+        return x ^ x >> 16
+
+    return mixed(int(pos) ^ mixed(int(turn))) >> 8
+
+
+def magicpig(count, *, planes, tables, sinks, newest):
+    """MagicPIG (arXiv:2410.16179): softmax(s_j - log u_j) over drawn slots, the others as they are."""
+
+    def attends(q, k, v, pos, at):
+        body = pos < at.stored - newest
+        hashed = body & (pos >= sinks)
+        of_prompt = k[(pos >= sinks) & (pos < at.prompt - newest)]
+        centred = k - (of_prompt.mean(0) if len(of_prompt) else 0.0)
+        drawn = drawn_by(q, centred, normals(k.shape[-1], planes=planes, tables=tables)) & hashed
+        found, room = np.flatnonzero(drawn.any(0)), count(body.sum())
+        lots = [lot(pos[j], (pos.max() + 1) * at.lists + at.number) for j in found]
+        first = sorted(zip([-x for x in lots], found, strict=True))[:room]
+        seen = np.isin(np.arange(len(pos)), [j for _, j in first])
+        u = chances(q, centred, planes=planes, tables=tables) * min(1, room / max(len(found), 1))
+        s = q @ k.T / np.sqrt(k.shape[-1])
+        s = np.where(hashed, np.where(drawn & seen, s - np.log(u), -np.inf), s)
+        return softmax(s) @ v
 
     return attends

@@ -3,6 +3,8 @@
 Nothing here is shared with the code under test. Slots are lists of tokens; attention is a loop over heads.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 
@@ -95,6 +97,15 @@ class Prompt:
         self.all_logits = decoder.logits(x)
 
 
+class At(NamedTuple):
+    """Of a query's list: tokens that were stored before it, tokens of the prompt, its number of so many."""
+
+    stored: int
+    prompt: int
+    number: int
+    lists: int
+
+
 class Row:
     """A row that decodes over explicit slots.
 
@@ -102,13 +113,13 @@ class Row:
     query heads where every one of them selects alone. phase: "position" or "rank" of a slot in its list.
     leave(memory, lists, gone): what a layer's slots become when those numbered in `gone`, per list, leave;
     memory is a dict that the layer keeps. leave.answer(memory, layer, list, q), where it has one: sums and
-    weights that the queries get beside those of the slots. attends(q, k, v, pos, stored): what a group's
-    queries get instead of their attention over a list, of whose slots `stored` tokens were there before.
+    weights that the queries get beside those of the slots. attends(q, k, v, pos, at): what a group's queries
+    get instead of their attention over a list; `at` says where (`At`).
     """
 
     def __init__(self, prompt, kept, phase="position", leave=None, attends=None):
         self.decoder, self.next, self.phase = prompt.decoder, prompt.length, phase
-        self.attends = attends
+        self.attends, self.prompt_tokens = attends, prompt.length
         self.leave, self.memory = leave, [{} for _ in kept]
         self.slots = []
         # Rotated queries [N, T, H] of all tokens so far, per layer.
@@ -172,7 +183,8 @@ class Row:
                 k = rope(np.stack([s["k"] for s in slots]), phases, c.rope.theta)
                 q = rope(raw_q[i * group : (i + 1) * group], [mine], c.rope.theta)[:, 0]
                 if self.attends is not None:
-                    outs.append(self.attends(q, k, np.stack([s["v"] for s in slots]), pos, self.next))
+                    where = At(self.next, self.prompt_tokens, i, len(lists))
+                    outs.append(self.attends(q, k, np.stack([s["v"] for s in slots]), pos, where))
                     continue
                 s = q @ k.T / np.sqrt(c.head_dim)
                 if window is not None:

@@ -12,6 +12,7 @@ from kvjax.keep.budget import Uniform
 from kvjax.keep.merge import ZipMerge
 from kvjax.keep.patterns import Recent
 from kvjax.keep.score import AccumulatedAttention, Position
+from kvjax.read.hashed import HashSampling
 from kvjax.read.pages import PageBounds
 from kvjax.when import STEP
 from tests.methods.battery import MAIN, model
@@ -81,6 +82,13 @@ class OnePage(PageBounds):
         return pages[:, :, :1], counts
 
 
+@dataclasses.dataclass(frozen=True)
+class OneHead(HashSampling):
+    def sample(self, q, body, layer, length):
+        slots, counts, bias = super().sample(q, body, layer, length)
+        return slots, counts, bias[:, :1]
+
+
 def keep(score=None, protect=(), allocate=None, **more):
     return Method(Keep(score or Position(), HALF, allocate or Uniform(), protect, **more))
 
@@ -112,6 +120,10 @@ WRONG = {
     "read": (
         Method(read=OnePage(HALF, 4, 0)),
         r"OnePage\(.*\) gave pages: int32 of shape \[2, 2, 1\]",
+    ),
+    "sample": (
+        Method(read=OneHead(HALF, 2, 3, 1, 4, 0)),
+        r"OneHead\(.*\) gave biases: float32 of shape \[2, 1, \d+\], expected \[B, N, M \* granule\]",
     ),
 }
 

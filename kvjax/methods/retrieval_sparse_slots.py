@@ -7,11 +7,16 @@ from typing import Annotated
 from kvjax.grammar import Budget, Method
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Layers, Window
+from kvjax.methods.shared import Amount, Layers, Seed, Tokens, Window
 from kvjax.read.channels import LargestChannels
+from kvjax.read.hashed import HashSampling
 
 # How many channels of every key are looked at.
 Channels = Annotated[int, Range(1)]
+# Hyperplanes of a hash table, whose code lies in a word of 32 bits, and how many tables there are: two must
+# have a token.
+Planes = Annotated[int, Range(1, 32)]
+Tables = Annotated[int, Range(2, 4096)]
 
 
 @paper(
@@ -31,3 +36,38 @@ def sparq(budget: Amount, *, channels: Channels = 32, newest: Window = 32, skip_
     several tokens at once are read in full.
     """
     return Method(read=LargestChannels(Budget(budget), channels, newest, skip_layers))
+
+
+@paper(
+    "MagicPIG: LSH Sampling for Efficient LLM Generation",
+    arxiv="2410.16179",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def magicpig(
+    budget: Amount,
+    *,
+    planes: Planes = 10,
+    tables: Tables = 150,
+    sinks: Tokens = 4,
+    newest: Window = 64,
+    skip_layers: Layers = 1,
+    seed: Seed = 0,
+) -> Method:
+    """MagicPIG (Chen et al., 2024, arXiv:2410.16179): tokens are sampled by hash tables instead of ranked.
+
+    Each query head attends to the tokens whose centred keys collide with it in two of L = `tables` tables of
+    K = `planes` random hyperplanes, and -log u_j is added to their logits, where u_j = 1 - (1 - p^K)^L -
+    L p^K (1 - p^K)^(L - 1) is how likely that was: attention is estimated, not cut. The first `sinks` and the
+    `newest` tokens are read in full, and so are the first `skip_layers` layers. budget is the share (or
+    number) of older tokens for which a step has room, and says what it reads: how many collide is up to
+    `planes` and `tables`. With 1.0 all of them fit; where fewer fit than collide, some are chosen by chance
+    and weigh more (`HashSampling`).
+
+    Deviation: the authors read all generated tokens in full; here they are hashed once they are older than
+    `newest`, about the centre of the prompt's keys. A further turn is a prompt: then the centre is that of
+    all older tokens. The authors add 1e-4 to u_j, keep the keys on the host, give each KV head other
+    hyperplanes and also read layer 16 in full (`kvjax.by_layer` can). Prompts and several tokens at once are
+    read in full.
+    """
+    return Method(read=HashSampling(Budget(budget), planes, tables, sinks, newest, skip_layers, seed))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 
 from kvjax.cache import Cache, GroupState, Paged, Slots, check_alive
 from kvjax.errors import InputError
-from kvjax.protocols import Resting
+from kvjax.protocols import Learning, Resting
 from kvjax.writing import write_rows
 
 
@@ -178,7 +178,7 @@ def _not_now(gm: Any, held: tuple[np.ndarray, ...], length: np.ndarray, count: n
     # Steps leave granules * g tokens in the body and `residual` or a few more in the tail.
     in_body = np.clip(count - tail, 0, bodies)
     whole = np.maximum(bodies + tail - count - gm.residual, 0) // gm.granule * gm.granule
-    if isinstance(gm.read, Resting) and (in_body > 0).any():
+    if isinstance(gm.read, Resting | Learning) and (in_body > 0).any():
         return f"layer {gm.first} holds sums of what lies in its body, and some of them are in these"
     if (forgets & ((bodies - in_body != whole) | (in_body % gm.granule != 0))).any():
         return (

@@ -20,7 +20,7 @@ from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
 from kvjax.ops.decode.stacked_decode import Coded, refusals, rows_of, stacked_decode
 from kvjax.place.paged import attend_pages
-from kvjax.protocols import AttentionSpec, Read, Resting
+from kvjax.protocols import AttentionSpec, Read, Resting, Sampling
 from kvjax.read.pages import positions, visited
 from kvjax.steps.run import Run, turn_keys
 from kvjax.stored import Form, Met, groups_of, is_rows, meet
@@ -28,9 +28,16 @@ from kvjax.words import shaped
 
 # What the slots of one part received of a query, by the repr of the observed mass.
 Received = dict[str, Float[Array, "*_"]]
-# The pages that a method picks, and how many of them count, from the first; (out, lse) of one part.
-Picks = tuple[Int[Array, "B K M"], Int[Array, "B K"]]
+# (out, lse) of one part.
 Part = tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"]]
+
+
+class Picks(NamedTuple):
+    """The pages that a method picks, how many of them count, from the first, and a bias per query head."""
+
+    pages: Int[Array, "B K M"]
+    counts: Int[Array, "B K"]
+    bias: Float[Array, "B N P"] | None = None
 
 
 class Past(NamedTuple):
@@ -152,7 +159,8 @@ def _read(
         keys = turn_keys(run, layer.rope, keys, at + 1)
     elif (read := _picking(past, i)) is not None:
         assert found is not None
-        keys = visited(segment, past.index, read.granule, *found).keys()
+        keys = visited(segment, past.index, read.granule, found.pages, found.counts).keys()
+        keys = keys._replace(bias=_biases(keys.bias, found.bias))
     else:
         keys = turn_keys(run, layer.rope, segment.layer(past.index).keys(), at + 1)
     if past.values is not None:
@@ -168,11 +176,23 @@ def _selected(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks 
     if read is None:
         return None
     assert isinstance(body, Slots)
-    pages, counts = read.select(q, body, past.index, length, run.without_gpu)
-    lists = body.pos.shape[1:3]
-    shaped(read, "pages", pages, "[B, K, M]", (*lists, read.pages_visited(body.capacity)))
-    shaped(read, "counts of pages", counts, "[B, K]", lists)
-    return pages, counts
+    if isinstance(read, Sampling):
+        found = Picks(*read.sample(q, body, past.index, length))
+    else:
+        found = Picks(*read.select(q, body, past.index, length, run.without_gpu))
+    lists, most = body.pos.shape[1:3], read.pages_visited(body.capacity)
+    shaped(read, "pages", found.pages, "[B, K, M]", (*lists, most))
+    shaped(read, "counts of pages", found.counts, "[B, K]", lists)
+    if isinstance(read, Sampling):
+        shaped(read, "biases", found.bias, "[B, N, M * granule]", (*q.shape[:2], most * read.granule))
+    return found
+
+
+def _biases(of_slots: Array | None, of_heads: Array | None) -> Array | None:
+    """What is added to logits, of slots [B, K, P] and of query heads [B, N, P] together."""
+    if of_slots is None or of_heads is None:
+        return of_slots if of_heads is None else of_heads
+    return of_heads + jnp.repeat(of_slots, of_heads.shape[1] // of_slots.shape[1], axis=1)
 
 
 def _rest_of(
@@ -182,7 +202,8 @@ def _rest_of(
     body, lse = past.parts[0], merge(parts)[1]
     assert isinstance(body, Slots)
     attention = AttentionSpec(layer.scale, run.config.attention_softcap, layer.rope)
-    out, left = read.rest(q, body, past.tail, past.index, found, lse, attention)
+    chosen = found.pages, found.counts
+    out, left = read.rest(q, body, past.tail, past.index, chosen, lse, attention)
     shaped(read, "the rest", out, "[B, N, T, V]", parts[0][0].shape)
     shaped(read, "the log of its weight", left, "[B, N, T]", lse.shape)
     return out, left
@@ -232,6 +253,8 @@ def _refusals_of_picks(past: Past, q: Array, slots: Slots, read: Read) -> dict[s
     """Why no kernel can read pages that a method picks."""
     if isinstance(read, Resting):
         return _nowhere("single slots that a method picks, with a mean for the rest, have no kernel")
+    if isinstance(read, Sampling):
+        return _nowhere("slots that every query head draws for itself, with weights, have no kernel")
     if isinstance(slots.k, Codes) or isinstance(slots.v, Codes) or slots.v is None:
         return _nowhere("pages that a method picks have a kernel where keys and values are stored as rows")
     if slots.bias is not None or past.gm.masses:
@@ -265,10 +288,9 @@ def _attend_picked(
     k, v = slots.k, slots.v
     assert not isinstance(k, Codes) and not isinstance(v, Codes) and v is not None
     assert found is not None
-    pages, counts = found
-    held = positions(slots, past.index, read.granule, pages, counts)
+    held = positions(slots, past.index, read.granule, found.pages, found.counts)
     return picked.picked_decode(
-        q, k, v, pages, counts, held, pos, past.index, page=read.granule, scale=layer.scale,
+        q, k, v, found.pages, found.counts, held, pos, past.index, page=read.granule, scale=layer.scale,
         window=layer.window, softcap=run.config.attention_softcap, implementation=implementation,
     )  # fmt: skip
 

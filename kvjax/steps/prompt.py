@@ -34,6 +34,7 @@ from kvjax.steps.lending import lend, returned, taught_groups
 from kvjax.steps.narrowing import by_token, chosen, narrow_of, narrowing, new_positions, unnarrowed
 from kvjax.steps.observed import by_owner, carried_behind, decoded, past_sets
 from kvjax.steps.run import Run, answered, held, repeated, seen_by_words, turn_keys
+from kvjax.summaries import learnt
 from kvjax.words import observations
 
 
@@ -302,6 +303,7 @@ def settled(
                 groups[i] = build(gm, views[i], kept.get(i), tokens, room)
         rows = {repr(o): fresh[i].rows[repr(o)] for o in gms[i].carried}
         groups[i] = dataclasses.replace(groups[i], rows=rows | carried[i])
+    groups |= {i: learnt(gms[i], groups[i], pasts[i], (pos < 0).all(-1)) for i in fresh}
     sizes = [jax.tree.leaves(p)[0].shape[0] for p in params["layers"]]
     lost = [
         jnp.isnan(scores[i]).any((2, 3)) if i in scores else jnp.zeros((size, *length.shape), bool)

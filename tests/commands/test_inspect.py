@@ -31,7 +31,10 @@ CONFIG = Config(
 
 
 # The others' caches are laid out as one of these.
-LAYOUTS = ("full", "h2o", "snapkv", "pyramidkv", "adakv", "kvzip", "keepkv", "int8", "kivi", "quest", "sparq")
+LAYOUTS = (
+    "full", "h2o", "snapkv", "pyramidkv", "adakv", "kvzip", "keepkv", "int8", "kivi", "quest", "sparq",
+    "magicpig",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from tests.reference import (
 WINDOW, KERNEL, PAGE = 4, 3, 4
 SNAP = dict(window=WINDOW, kernel=KERNEL)
 THETA = Rope().theta
+HASH = dict(planes=3, tables=4, sinks=2, newest=4)
 
 
 class Sizes(NamedTuple):
@@ -233,6 +234,12 @@ def sparq_bytes(s: Sizes) -> int:
     """Slots one by one, a tail of the newest 4 and one more, and a float32 sum of the values of each list."""
     sums = s.layers * s.b * s.k * s.h * 4
     return split(everything, 1, 4, lambda s: 0, plain)(s) + sums
+
+
+def magicpig_bytes(s: Sizes) -> int:
+    """Slots one by one, each with a word of 4 codes of 3 bits, a tail as SparQ's, a float32 centre a list."""
+    centres = s.layers * s.b * s.k * s.h * 4
+    return split(everything, 1, 4, lambda s: 4, plain)(s) + centres
 
 
 # --- kept sets -----------------------------------------------------------------------------------------
@@ -710,6 +717,10 @@ ROWS = [
     row(
         "sparq", sparq_bytes, hyper=dict(channels=5, newest=4), moves=False,
         attends=reads.sparq(count, channels=5, newest=4),
+    ),
+    row(
+        "magicpig", magicpig_bytes, hyper=HASH | dict(skip_layers=0), whole=dict(planes=1, tables=256),
+        moves=False, attends=reads.magicpig(count, **HASH),
     ),
     chained(
         "snapkv + kivi", kivi_bytes(2, slots=half), ("snapkv", SNAP | dict(budget=0.5, variant="kvpress")),

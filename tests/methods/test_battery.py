@@ -45,7 +45,8 @@ LABELS = [r.label for r in ROWS]
 FIRST = first_of_each_class()
 # Of those the ones whose steps do what no other's do: evict by mass, by the query or by rank, merge, see a
 # window, read pages, write into pages, into a pool of all layers, or into granules of codes. (What answers
-# for slots that are not read or have left is in `tests/test_channels.py` and `tests/keep/test_residue.py`.)
+# for slots that are not read or have left is in `tests/test_channels.py` and `tests/keep/test_residue.py`,
+# and what samples slots in `tests/test_sampling.py`.)
 PLAIN = (
     "streamingllm", "h2o", "tova", "snapkv windowed", "adakv", "kvzip", "keepkv", "kivi", "quest",
 )  # fmt: skip

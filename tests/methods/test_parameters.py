@@ -51,6 +51,8 @@ WRONG = {
     "seed": (-1, 2**32, 0.5),
     "skip_layers": (-1, 1.5),
     "channels": (0, -1, 2.5),
+    "planes": (0, 33, 2.5, True),
+    "tables": (1, 4097, 2.5, None),
     "prefix": ((-1,), (0.5,), 5, "abc", (1, True)),
     "uniform": (1, "yes"),
     "covariance": (0,),

@@ -101,6 +101,14 @@ def test_windows_hide_what_is_too_old_and_softcaps_bound_logits_before_the_bias(
     close((out, lse, mass), (want, want_lse, grouped(p[1], K, np.max)))
 
 
+def test_a_bias_may_differ_between_the_query_heads_of_a_group(rng):
+    (q, q_pos), (keys, _) = make_queries(rng), two_sets(rng)
+    bias = np.where(rng.random((B, N, 5)) < 0.3, -np.inf, rng.normal(size=(B, N, 5))).astype(np.float32)
+    out, lse, _ = attention.attend(q, keys._replace(bias=jnp.asarray(bias)), q_pos, scale=SCALE)
+    alone = jax.tree.map(lambda x: np.repeat(x, N // K, 1), keys)._replace(bias=bias)
+    close((out, lse), by_hand(q, (alone,), q_pos)[:2])
+
+
 def test_a_union_of_sets_equals_one_concatenated_set(rng):
     (q, q_pos), (a, b) = make_queries(rng), two_sets(rng)
     a = a._replace(bias=jnp.zeros(a.pos.shape))

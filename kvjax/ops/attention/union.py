@@ -23,14 +23,15 @@ class Keys(NamedTuple):
     """One set of keys and values to attend to; slots in any order.
 
     `pos` is -1 where a slot is empty, and None for slots outside the sequence, which every query sees (sinks,
-    learned keys). `bias` is added to the logits (log counts of merged slots). Values of empty slots must be
-    finite, because they are multiplied by zero and not left out.
+    learned keys). `bias` is added to the logits (log counts of merged slots); it has an axis of N query heads
+    in place of the K heads where these differ in it. Values of empty slots must be finite, because they are
+    multiplied by zero and not left out.
     """
 
     k: Float[Array, "B K S H"]
     v: Float[Array, "B K S V"]
     pos: Int[Array, "B #K S"] | None
-    bias: Float[Array, "B K S"] | None = None
+    bias: Float[Array, "B K S"] | Float[Array, "B N S"] | None = None
 
 
 class Reduction(NamedTuple):
@@ -97,7 +98,7 @@ def logits(
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)
     if keys.bias is not None:
-        s = s + keys.bias[:, :, None, None, :]
+        s = s + keys.bias.reshape(b, kv_heads, -1, 1, keys.bias.shape[-1])
     return jnp.where(visible(q_pos, keys.pos, window)[:, :, None], s, NEG_INF)
 
 
