@@ -28,6 +28,7 @@ _HOMES = {
     "chain": "kvjax.grammar",
     "per_layer": "kvjax.methods.per_layer",
     "by_layer": "kvjax.methods.per_layer",
+    "prepare": "kvjax.making",
     "prefill": "kvjax.prefilling",
     "step": "kvjax.stepping",
     "verify": "kvjax.verifying",

@@ -14,6 +14,7 @@ from kvjax.cache import Cache
 from kvjax.errors import InputError
 from kvjax.grammar import Method
 from kvjax.inputs import whole_number
+from kvjax.making import made
 from kvjax.models import encoder as encoders
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -88,6 +89,7 @@ def context_cache(model: Model, held: Keys, *, method: Method | str | None = Non
     layer_of(model.config, held.k.shape[-1])
     room = check_room(model, room)
     chosen = method_of(model, method, None)
+    model = made(model, chosen)
     run = Run(model.config, bind(chosen, model))
     return labelled(hold(run, model.params, held, room), chosen, model)
 

@@ -66,9 +66,14 @@ def fitted_words(word: Any) -> Iterator[Any]:
             yield from fitted_words(part)
 
 
+def lacks_fit(word: Any) -> bool:
+    """Whether a word cannot act before it was fitted; one that can says `fit_first = False`."""
+    return word.fitted is None and getattr(word, "fit_first", True)
+
+
 def is_fitted(method: Any) -> bool:
-    """Whether every word of a method that is to be fitted was."""
-    return all(word.fitted is not None for word in fitted_words(method))
+    """Whether every word of a method that must be fitted was."""
+    return not any(lacks_fit(word) for word in fitted_words(method))
 
 
 class ModelSizes(NamedTuple):
@@ -103,7 +108,9 @@ def with_fitted(params: dict[str, Any], *methods: Any) -> dict[str, Any]:
 @lru_cache(maxsize=256)
 def _arrays(method: Any) -> dict[str, dict[str, Array]]:
     """On the device, once for every method: a step asks for them at every token."""
-    words = [word.fitted for word in fitted_words(method) if word.fitted is not None]
+    # A make has used its arrays up before any program runs.
+    acting = dataclasses.replace(method, make=None)
+    words = [word.fitted for word in fitted_words(acting) if word.fitted is not None]
     return {fitted.digest: {n: jnp.asarray(x) for n, x in fitted.arrays.items()} for fitted in words}
 
 

@@ -20,6 +20,7 @@ from kvjax.inputs import (
     stop_ids,
     whole_number,
 )
+from kvjax.making import made
 from kvjax.models.model import Model
 from kvjax.not_numbers import refuse_prompt, refuse_step
 from kvjax.place.rows import fork
@@ -90,7 +91,9 @@ def generate(
     """
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, "tokens")
     has_verbs(model)
-    last = last_position(method_of(model, method, cache), model.config)
+    chosen = method_of(model, method, cache)
+    model = made(model, chosen)
+    last = last_position(chosen, model.config)
     if max_new_tokens > max(ROOM, last):
         raise InputError(
             f"{max_new_tokens} new tokens would reach beyond this model's last position, "

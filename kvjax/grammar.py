@@ -20,7 +20,7 @@ from kvjax import words
 from kvjax.cache import Codec
 from kvjax.protocols import Allocation, Answering, Pattern, Read, Score
 from kvjax.when import PREFILL_END, When
-from kvjax.word_protocols import check_codecs, check_narrow, check_words
+from kvjax.word_protocols import check_codecs, check_make, check_narrow, check_words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,8 @@ class Method:
     """A sentence. `spec` says how to build it again: (id, sorted hyper-parameters), or that nothing can.
 
     reread: which tokens of a prompt are read at all (`kvjax.keep.reread`). layers: instead of all those, a
-    sentence for every layer of the model.
+    sentence for every layer of the model. make: the model that all this acts on, as `kvjax.prepare` makes it
+    of the one that is given.
     """
 
     keep: Keep | None = None
@@ -137,12 +138,15 @@ class Method:
     spec: tuple[Any, ...] = ()
     reread: Any = None
     layers: tuple[Method, ...] = ()
+    make: Any = None
 
     def __post_init__(self):
         check_narrow(self.reread)
+        check_make(self.make)
         parts = (self.keep, self.store, self.read)
         parts += () if self.reread is None else (self.reread,)
         parts += (self.layers,) if self.layers else ()
+        parts += () if self.make is None else (self.make,)
         if not self.spec:
             spec = ("full", ()) if parts == (None,) * 3 else ("custom", (repr(parts),))
             object.__setattr__(self, "spec", spec)
@@ -192,7 +196,7 @@ class Method:
 
 
 def chain(*parts: Keep | Store | Read | Method, spec: tuple[Any, ...] | None = None) -> Method:
-    """One method from its parts: at most one keep, one store and one read, in that order.
+    """One method from its parts: at most one make, keep, store and read, in that order.
 
     >>> from kvjax.methods import method
     >>> chain(method("snapkv", budget=0.25), method("kivi", bits=2)).id
@@ -211,7 +215,7 @@ def chain(*parts: Keep | Store | Read | Method, spec: tuple[Any, ...] | None = N
                     f"{part.id} has a method of its own for every layer, which no chain can add to: chain "
                     "the methods of its layers"
                 )
-            verbs = ("keep", "store", "read", "reread")
+            verbs = ("keep", "store", "read", "reread", "make")
             pieces = {n: getattr(part, n) for n in verbs if getattr(part, n) is not None}
             specs.append(part.spec)
         elif pieces is None:

@@ -19,6 +19,7 @@ from kvjax.generation import generate
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import Uniform
 from kvjax.keep.observe import Mass
+from kvjax.making import made
 from kvjax.methods import as_method
 from kvjax.models.layers import Params
 from kvjax.models.model import Model, check_single
@@ -80,6 +81,7 @@ def scores(
             f"{chosen.id} reads some tokens of a prompt as a text of their own, expected a method that "
             "scores the slots of all: give one such as snapkv"
         )
+    model = made(model, chosen)
     batch = padded(model, tokens, lengths)
     size = int(batch.lengths.max())
     _, cache = prefill(model, batch.tokens, lengths=batch.lengths, method=chosen, room=1)

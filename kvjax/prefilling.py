@@ -24,6 +24,7 @@ from kvjax.inputs import (
     ragged_rows,
     whole_number,
 )
+from kvjax.making import made
 from kvjax.methods import as_method
 from kvjax.models.model import Model
 from kvjax.not_numbers import check_scores
@@ -85,6 +86,7 @@ def check_cache(model: Model, cache: Cache) -> None:
             "the second of what prefill and step return, or kvjax.load_cache(path)"
         )
     check_alive(cache)
+    model = made(model, cache.method)
     if cache.model and cache.model != model.fingerprint:
         raise InputError(
             f"this cache was filled by another model (fingerprint {cache.model}, this model's is "
@@ -144,6 +146,7 @@ def prefill(
         refuse(model, options | {"implementation=": implementation is not None})
         return model.prefill(tokens, method=method, lengths=lengths, room=room)
     chosen = method_of(model, method, cache)
+    model = made(model, chosen)
     room, note = check_room(model, room, chosen), None if cache is None else cache.added
     if chunk is not None:
         chunk = whole_number("chunk", chunk, 1, "tokens read at a time")

@@ -263,6 +263,23 @@ class Preferring(Allocation, Protocol):
 
 
 @runtime_checkable
+class Make(Protocol):
+    """Another model made of a model before anything is read; the sentence then acts on that one's cache.
+
+    A frozen dataclass like all words: a model remembers what was made of it by this word, and the
+    fingerprint of what was made is that of the model and the word's `repr`.
+    """
+
+    def config(self, config: Any) -> Any:
+        """The config of what is made of a model of this `Config`. Raises ValueError where nothing can be."""
+        ...
+
+    def params(self, params: dict[str, Any], config: Any) -> dict[str, Any]:
+        """The parameters of what is made, of those of a model of this `Config`."""
+        ...
+
+
+@runtime_checkable
 class Read(Protocol):
     """Which slots of an encoded body a query visits; the newest tokens, in the tail, are always read.
 

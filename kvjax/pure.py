@@ -49,9 +49,15 @@ def static(model: Model, method: Method | str | None = None, *, implementation: 
 def bind(method: Method, model: Model) -> Method:
     """The method with what only the model can say: the token ids of a probe's instruction.
 
-    Raises InputError where the method does not fit what this model's layers keep.
+    Raises InputError where the method does not fit what this model's layers keep, or rewrites its weights
+    and did not make this model.
     """
-    check_fit(method, model.config)
+    if method.make is not None and method.make != model.made_by:
+        raise InputError(
+            f"{method.id} rewrites a model's weights, and this model has its own: give the model that "
+            "kvjax.prepare(model, method) returns, with its params"
+        )
+    check_fit(dataclasses.replace(method, make=None), model.config)
     keep = method.keep
     if keep is None or keep.probe is None:
         return method

@@ -18,6 +18,7 @@ from kvjax.grammar import Method
 from kvjax.inputs import (
     one_token,
 )
+from kvjax.making import made
 from kvjax.models.model import Model
 from kvjax.place.rollback import more_added
 from kvjax.prefilling import bare_cache, check_cache, live, noted
@@ -47,6 +48,7 @@ def step(
         refuse(model, {"append=False": not append, "implementation=": implementation is not None})
         return model.step(cache, token)
     check_cache(model, cache)
+    model = made(model, cache.method)
     run = decoding(model.config, cache.method, implementation)
     ids = one_token(token, cache.next.shape[0], model.config.vocab)
     spare = cache.spare
@@ -88,5 +90,6 @@ def stepping(
     """`Verbs.stepping` of any model."""
     if has_verbs(model):
         return model.stepping(method)
+    model = made(model, method)
     params = with_fitted(model.params, method)
     return partial(steps.step, decoding(model.config, method, implementation), params)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.errors import InputError
-from kvjax.fitted import ModelSizes, fitted_words
+from kvjax.fitted import ModelSizes, fitted_words, lacks_fit
 from kvjax.grammar import Method, check
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
@@ -46,6 +46,7 @@ def check_fit(method: Method, config: Config) -> None:
             check_fit(one, config)
         return
     _check_fitted(method, config)
+    config = config_of(method, config)
     own = [mixer_of(config, i) for i in range(config.layers)]
     if any(isinstance(m, Bidirectional) for m in own):
         raise InputError(
@@ -83,7 +84,8 @@ def check_fit(method: Method, config: Config) -> None:
         )
     factors = any(s.factors for s in slots)
     looks = keep is not None and keep.score is not None and getattr(keep.score, "looks", True)
-    if factors and (looks or read is not None or (keep is not None and keep.rank_phase)):
+    apart = keep is not None and (keep.rank_phase or keep.per_query_head)
+    if factors and (looks or read is not None or apart):
         _refuse(
             method,
             "the model stores factors, and the method scores, ranks or rotates stored keys",
@@ -114,11 +116,26 @@ def check_fit(method: Method, config: Config) -> None:
         _refuse(method, "it merges keys and values apart, and the model stores one latent for both", "snapkv")
 
 
+def config_of(method: Method, config: Config) -> Config:
+    """The config of the model that a method acts on: what its `make` makes of this one, or this one.
+
+    Raises InputError where the method cannot rewrite such a model.
+    """
+    if method.make is None:
+        return config
+    try:
+        return method.make.config(config)
+    except ValueError as error:
+        raise InputError(f"{method.id} does not fit this model: {error}") from error
+
+
 def _check_fitted(method: Method, config: Config) -> None:
     """InputError where a word was never fitted, or to another kind of model."""
     c = config
     sizes = ModelSizes(c.layers, c.d_model, c.heads, c.kv_heads, c.head_dim)
     for word in fitted_words(method):
+        if word.fitted is None and not lacks_fit(word):
+            continue
         if word.fitted is None:
             raise InputError(
                 f"{method.id} was never fitted to a model: run `kvjax fit {word.by} --model MODEL --out "
@@ -166,6 +183,8 @@ def check_block_transformer(method: Method, config: BlockConfig) -> None:
     """InputError where a method cannot act on the block decoder, or its codecs not on both decoders."""
     if method.layers:
         _refuse(method, "it is for the layers of one decoder, and this model has two", "one method")
+    if method.make is not None:
+        _refuse(method, "it rewrites the weights of one decoder, and this model has two", "int8")
     check_fit(method, config.blocks)
     check_fit(dataclasses.replace(method, keep=None, read=None, reread=None), config.tokens)
     if method.keep is not None and method.keep.probe is not None:

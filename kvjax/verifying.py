@@ -13,6 +13,7 @@ from kvjax.cache import Cache, Codes
 from kvjax.chunking import bucket, tokens_that_fit
 from kvjax.errors import InputError
 from kvjax.fitted import with_fitted
+from kvjax.making import made
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.model import Model, check_single
 from kvjax.place.rollback import more_added
@@ -52,6 +53,7 @@ def verify(
     """
     check_single(model, "add its tokens with kvjax.step")
     check_cache(model, cache)
+    model = made(model, cache.method)
     batch = padded(model, tokens, lengths, least=0)
     if cache.next.shape != batch.lengths.shape or not batch.lengths.any():
         raise InputError(

@@ -11,6 +11,7 @@ TRACE = ("needs", "start", "grow")
 ALLOCATION = ("uniform", "across_layers", "counts", "layer_slots")
 PREFERRING = ("needs", "preference")
 CODEC = ("granule", "encode", "decode")
+MAKE = ("config", "params")
 NARROW = ("needs", "after", "most", "count", "choose")
 
 
@@ -48,6 +49,12 @@ def check_narrow(narrow: Any) -> None:
     """ValueError for what narrows no prompt or is no frozen dataclass; None is none."""
     if narrow is not None:
         _check(narrow, "narrowing", NARROW, "see kvjax.keep.narrow.Narrow")
+
+
+def check_make(make: Any) -> None:
+    """ValueError for what makes no model or is no frozen dataclass; None is none."""
+    if make is not None:
+        _check(make, "make", MAKE, "see kvjax.protocols.Make")
 
 
 def check_codecs(*codecs: Any) -> None:

@@ -15,6 +15,7 @@ from kvjax.models.mixers.bidirectional import Bidirectional
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.goldfinch import FinchC2, Gold
+from kvjax.models.mixers.grouped_latent import GroupedLatent
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.infini import Infini
 from kvjax.models.mixers.latent import Latent
@@ -34,6 +35,7 @@ MIXERS = {
         Bidirectional,
         CrossAttention,
         Dropped,
+        GroupedLatent,
         HeadMaps,
         Latent,
         TensorProduct,

@@ -19,19 +19,37 @@ class Expand(NamedTuple):
     queries: from rotated queries to those that meet the computed keys. keys: from stored keys and values to
     the computed ones. outputs: a single query may attend to the stored slots instead, and its output is then
     outputs(what it got); None where stored slots cannot be attended to. rows: where given, `keys` takes
-    rows(stored keys, stored values) of every token beside those of the token before it.
+    rows(stored keys, stored values) of every token beside those of the token before it. turn: where given,
+    computed keys turn by turn(keys, positions of their slots).
     """
 
     queries: Callable[[Array], Array]
     keys: Callable[[Array, Array], tuple[Array, Array]]
     outputs: Callable[[Array], Array] | None
     rows: Callable[[Array, Array], tuple[Array, Array]] | None = None
+    turn: Callable[[Array, Array], Array] | None = None
 
     def sets(self, stored: Sequence[Keys]) -> list[Keys]:
         """The computed keys and values of every stored set."""
         if self.rows is not None:
             stored = with_previous([s._replace(**_named(self.rows(s.k, s.v))) for s in stored])
-        return [s._replace(**_named(self.keys(s.k, s.v))) for s in stored]
+        return [self._computed(s) for s in stored]
+
+    def _computed(self, stored: Keys) -> Keys:
+        """The heads that are computed from the lists of one set; those of a list stand at its positions."""
+        made = stored._replace(**_named(self.keys(stored.k, stored.v)))
+        each = made.k.shape[1] // stored.k.shape[1]
+        if each > 1:
+            beside = {n: _of_heads(getattr(made, n), each) for n in ("pos", "bias")}
+            made = made._replace(**beside)
+        if self.turn is None or made.pos is None:
+            return made
+        return made._replace(k=self.turn(made.k, made.pos))
+
+
+def _of_heads(x: Array | None, each: int) -> Array | None:
+    """What every list has for each of the heads that are computed from it; one for all lists stays one."""
+    return x if x is None or x.shape[1] == 1 else jnp.repeat(x, each, axis=1)
 
 
 def _named(pair: tuple[Array, Array]) -> dict[str, Array]:

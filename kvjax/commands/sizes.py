@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -18,7 +19,7 @@ from kvjax.models.block_transformer import BlockConfig, layout_of
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.steps import Run
-from kvjax.suits import check_block_transformer, check_fit
+from kvjax.suits import check_block_transformer, check_fit, config_of
 
 
 def sizes_of(
@@ -34,7 +35,7 @@ class Sizes:
     """Shapes of one row's caches after a prompt of `tokens` tokens, which is traced once for all `methods`.
 
     A method whose layers see some tokens of a prompt alone is traced by itself, over layers that are not
-    stacked.
+    stacked, and one that rewrites weights over those.
 
     >>> config = Config(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)
     >>> Sizes(config, "float32", 64, [Method()]).nbytes(Method())  # 2 layers x 64 x (8 + 8 + 1) x 4 B, next
@@ -45,7 +46,7 @@ class Sizes:
         self.config, self.tokens = config, bucket(tokens)
         # Stacked layers trace in the time of one; the bytes are the same.
         self.params = abstract_params(config, dtype)
-        needs = (steps.needs_of(Run(config, m), self.params) for m in methods if _fits(m, config))
+        needs = (steps.needs_of(Run(config, m), self.params) for m in methods if _fits(m, config) and m.make is None)
         observe = partial(steps.observe, Run(config, Method()), cache=None, needs=frozenset().union(*needs))
         ids = jax.ShapeDtypeStruct((1, self.tokens), jnp.int32)
         self.prompt = jax.eval_shape(observe, self.params, ids, jax.ShapeDtypeStruct((1,), jnp.int32))
@@ -56,6 +57,10 @@ class Sizes:
         Raises ValueError or InputError where the method cannot run on this model.
         """
         check_fit(method, self.config)
+        if method.make is not None:
+            made, dtype = config_of(method, self.config), self.params["norm"].dtype
+            plain = dataclasses.replace(method, make=None)
+            return Sizes(made, dtype, self.tokens, [plain]).cache(plain, room)
         run, sizes = Run(self.config, method), dict(tokens_bound=self.tokens, room=room, compress=True)
         if method.reread is not None or (method.keep is not None and method.keep.narrow is not None):
             apart = abstract_params(self.config, self.params["norm"].dtype, stacked=False)

@@ -285,14 +285,14 @@ def _watch(
     model, keeps = runner.model, [one.keep for one in entry.method.sentences if one.keep is not None]
     again = chunk is not None and any(k.score is not None and k.when == PREFILL_END for k in keeps)
     count, size = fed.shape[1] - 1, chunk if again and chunk else fed.shape[1] - 1
-    decode = Run(model.config, entry.method.decode_part())
+    decode, params = runner.decoding(entry), runner.given(entry).params
     cache, parts = _compressed(runner, entry, prompt), []
     for at in range(0, count, size):
         piece, targets = fed[:, at : min(at + size, count)], fed[:, at + 1 : at + size + 1]
-        parts.append(follow(decode, runner.params, cache, piece, targets, full[at : at + size]))
+        parts.append(follow(decode, params, cache, piece, targets, full[at : at + size]))
         if at + size < count:
             _, cache = stepping.prefill(
-                bare_run(model, entry.method), runner.params, piece,
+                bare_run(model, entry.method), params, piece,
                 jnp.full(piece.shape[:1], piece.shape[1], jnp.int32), cache,
                 tokens_bound=bucket(runner.tokens + at + size), room=runner.room, compress=True,
             )  # fmt: skip

@@ -17,6 +17,7 @@ from kvjax.fitted import Fitted, fitted_words
 from kvjax.fitting.gates import fit_gate
 from kvjax.fitting.head_gates import fit_head_gates
 from kvjax.fitting.profiles import fit_profile
+from kvjax.fitting.projections import fit_projections
 from kvjax.fitting.residues import fit_residue
 from kvjax.grammar import Method
 from kvjax.inputs import finite_number, whole_number
@@ -24,6 +25,7 @@ from kvjax.keep.gate import HiddenGate
 from kvjax.keep.profile import Profile
 from kvjax.keep.residue import Residue
 from kvjax.keep.retrieval import HeadGates
+from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.methods import method as build_method
 from kvjax.methods import takes_budget
 from kvjax.models.model import Model, check_single
@@ -46,6 +48,7 @@ FITS: dict[type, Fitter] = {
     Profile: Fitter(fit_profile, asks=True),
     HeadGates: Fitter(fit_head_gates, asks=True),
     Residue: Fitter(fit_residue, evicts=True),
+    GroupedLowRank: Fitter(fit_projections),
 }
 
 

@@ -188,7 +188,7 @@ def _info(id: str) -> MethodInfo:
     known = METHODS[id].paper
     built = method(id, **({"budget": 0.5} if takes_budget(id) else {}))
     keep = built.keep
-    verbs = [n for n in ("keep", "store", "read", "reread") if getattr(built, n) is not None]
+    verbs = [n for n in ("make", "keep", "store", "read", "reread") if getattr(built, n) is not None]
     if keep is not None and not keep.allocate.uniform:
         verbs.append("place")
     return MethodInfo(
@@ -208,7 +208,7 @@ def _info(id: str) -> MethodInfo:
 def _phase(built: Method) -> str:
     if built.read is not None:
         return "decode"
-    if built.store is not None or (built.keep is not None and built.keep.when.in_steps):
+    if built.store is not None or built.make is not None or (built.keep is not None and built.keep.when.in_steps):
         return "both"
     return "none" if built.keep is None and built.reread is None else "prefill"
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from kvjax.fitted import as_fitted
-from kvjax.grammar import Budget, Keep, Method
+from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.keep.budget import Uniform
 from kvjax.keep.patterns import Recent
 from kvjax.keep.residue import Residue
 from kvjax.keep.score import AccumulatedAttention
+from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.methods.papers import paper
-from kvjax.methods.shared import Amount, Fit, Share
+from kvjax.methods.parameters import Portion, Range
+from kvjax.methods.shared import Amount, Fit, Seed, Share
+from kvjax.store.affine import Affine
+from kvjax.store.rotate import Rotate
 from kvjax.when import STEP
 
 
@@ -33,3 +39,40 @@ def less(budget: Amount, *, recent: Share = 0.5, fitted: Fit | None = None) -> M
         merge=Residue(as_fitted(fitted)),
     )  # fmt: skip
     return Method(keep)
+
+
+@paper(
+    "Palu: Compressing KV-Cache with Low-Rank Projection",
+    arxiv="2407.21118",
+    family="low-rank",
+    exact="deviates",
+)
+def palu(
+    *,
+    rank: Annotated[float | int, Portion(1)] = 0.5,
+    heads: Annotated[int, Range(1)] = 4,
+    bits: Literal[2, 4, 8] | None = None,
+    rotate: bool = True,
+    ranks: Literal["equal", "fisher"] = "equal",
+    fitted: Fit | None = None,
+    seed: Seed = 0,
+) -> Method:
+    """Palu (Chang et al., 2024, arXiv:2407.21118), section 3: the cache holds latents of groups of heads.
+
+    The weights of keys and values become products of rank `rank` for every `heads` KV heads, and the cache
+    holds what their inner sides give; keys are computed from theirs before RoPE, and what makes values of
+    theirs is part of the output matrix (`kvjax.make.grouped_low_rank`). bits: latents are stored so, token by
+    token. rotate: a Hadamard rotation of latents, folded into the weights, so that no channel is larger than
+    the others. fitted: what `kvjax fit palu` writes; products are then closest on texts, where without it
+    they are closest to the weights. ranks="fisher": layers, keys and values get ranks by how much the loss
+    depends on their weights; `rank` is their mean. A model must have plain attention in all layers.
+
+    Deviation: as computed, latents are kept until `bits` is given; the paper has 3 bits, too. Ranks are no
+    multiples of 32. The Hadamard matrix has random signs, and ranks that are no powers of two get one of
+    their largest such factor. What a rank would have beyond its channels goes to the others in proportion.
+    """
+    made = GroupedLowRank(
+        rank, heads, Rotate("hadamard", seed) if rotate else None, ranks == "fisher", as_fitted(fitted)
+    )
+    codec = None if bits is None else Affine(bits)
+    return Method(store=None if codec is None else Store(codec, codec), make=made)

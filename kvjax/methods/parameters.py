@@ -50,6 +50,17 @@ class Part(Range):
         return f">= {self.least} (int) or a share between 0 and 1 (float)"
 
 
+@dataclasses.dataclass(frozen=True)
+class Portion(Range):
+    """A whole number >= `least`, which counts, or a share in (0, 1] of all there is."""
+
+    def holds(self, value: float | int) -> bool:
+        return super().holds(value) if isinstance(value, int) else 0 < value <= 1
+
+    def __str__(self) -> str:
+        return f">= {self.least} (int) or a share in (0, 1] (float)"
+
+
 class _Type(NamedTuple):
     """An annotation taken apart: its plain type, whether None is allowed, and its rule."""
 

@@ -13,6 +13,7 @@ from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.goldfinch import FinchC2, Gold
+from kvjax.models.mixers.grouped_latent import GroupedLatent
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.infini import Infini
 from kvjax.models.mixers.latent import Latent
@@ -136,6 +137,12 @@ TABLE = {
         2 * KV,
         2,
     ),
+    "grouped latents": Row(
+        with_layers(
+            GroupedLatent(2, 5, 7), GroupedLatent(2, 9, 3), kv_heads=4, qkv_bias=True, qk_norm="full",
+        ),
+        2 * (5 + 7) + 2 * (9 + 3), 2 * 2,
+    ),  # fmt: skip
     "clipped softmax": Row(with_layers(Attention(clip=(-0.1, 1.05)), mlps=()), KV, 2),
     "shared attention": Row(with_layers(Attention(), *[SharedWeights(0)] * 2, mlps=()), 2 * KV, 2 * 3),
     "lisa": Row(

@@ -9,6 +9,7 @@ from kvjax.errors import InputError
 from kvjax.fitted import is_fitted
 from kvjax.gin_bindings import load_preset
 from kvjax.grammar import Budget, Method
+from kvjax.making import made
 from kvjax.methods import METHODS
 from kvjax.methods.parse import parse_method
 from kvjax.models.model import Model
@@ -29,6 +30,10 @@ class Entry(NamedTuple):
 
 # A method that is not given as text: its label, whether it takes a budget, and how to build it.
 Custom = tuple[str, bool, Callable[[float | int | None], Method]]
+
+
+def _bound(method: Method, model: Model) -> Method:
+    return bind(method, made(model, method))
 
 
 def plan_cells(
@@ -57,7 +62,7 @@ def plan_cells(
         else:
             found.setdefault(item[0], item)
     return [
-        Entry(label, b, bind(build(b), model))
+        Entry(label, b, _bound(build(b), model))
         for label, budgeted, build in found.values()
         for b in (budgets if budgeted else (None,))
         if methods is not None or is_fitted(build(b))

@@ -28,6 +28,7 @@ from kvjax.eval.tasks.sample import Sample, Suite
 from kvjax.fitted import with_fitted
 from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
+from kvjax.making import made
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.not_numbers import check_scores, refuse_prompt, refuse_step
@@ -93,14 +94,23 @@ def bare_method(method: Method) -> Method:
     return method.protecting(Recent(1))
 
 
-def narrows(method: Method) -> bool:
-    """Whether a method reads a prompt in its own way: some or all layers see some of the tokens."""
-    return method.reread is not None or (method.keep is not None and method.keep.narrow is not None)
+def reads_apart(method: Method) -> bool:
+    """Whether a method reads a prompt in its own way: by other weights, or with some of its tokens alone."""
+    narrow = method.keep is not None and method.keep.narrow is not None
+    return narrow or method.reread is not None or method.make is not None
 
 
 def bare_run(model: Model, method: Method) -> Run:
-    """What is static in compressing with a method."""
-    return Run(model.config, bare_method(method))
+    """What is static in compressing with a method, on the model that it runs on."""
+    return Run(made(model, method).config, bare_method(method))
+
+
+class Given(NamedTuple):
+    """What a cell's programs are given: the model that it runs on, and that one's parameters with what words
+    were fitted to."""
+
+    model: Model
+    params: Params
 
 
 class Runner:
@@ -111,13 +121,24 @@ class Runner:
         self.tokens, self.room = tokens, room
         self.plain = Run(model.config, Method())
         self.params = with_fitted(model.params, *(entry.method for entry in entries))
-        shared = (e for e in entries if not narrows(e.method))
+        shared = [e for e in entries if not reads_apart(e.method)]
         needs = (steps.needs_of(bare_run(model, e.method), model.params) for e in shared)
         self.needs = frozenset().union(*needs)
-        keeps = (e.method.keep for e in entries)
+        keeps = (e.method.keep for e in shared)
         self.probes = list(dict.fromkeys(k.probe for k in keeps if k is not None and k.probe is not None))
         self.runs: Counter[tuple[Entry, int]] = Counter()
         self.bytes: dict[Entry, tuple[int, int]] = {}
+
+    def given(self, entry: Entry) -> Given:
+        """The model that a cell runs on, with its parameters."""
+        if entry.method.make is None:
+            return Given(self.model, self.params)
+        model = made(self.model, entry.method)
+        return Given(model, with_fitted(model.params, entry.method))
+
+    def decoding(self, entry: Entry) -> Run:
+        """What is static in a cell's steps."""
+        return Run(self.given(entry).model.config, entry.method.decode_part())
 
     def prompt(self, rows: Rows) -> tuple[Prompt, dict[str, float] | None]:
         """The shared prefill of a batch, probes included, and the seconds of each (None: it compiled)."""
@@ -138,16 +159,17 @@ class Runner:
 
     def own(self, entry: Entry, prompt: Prompt, rows: Rows) -> tuple[Prompt, float | None]:
         """The prompt that a cell compresses, and the seconds of reading it (None: it is the shared one)."""
-        if not narrows(entry.method):
+        if not reads_apart(entry.method):
             return prompt, None
-        run = bare_run(self.model, entry.method)
+        run, (model, params) = bare_run(self.model, entry.method), self.given(entry)
         start = time.perf_counter()
         tokens, length = jnp.asarray(rows.prompt), jnp.asarray(rows.length)
-        needs = steps.needs_of(run, self.model.params)
-        out = observe(run, self.params, tokens, length, None, needs)
+        out = observe(run, params, tokens, length, None, steps.needs_of(run, model.params))
+        if run.method.keep is not None and run.method.keep.probe is not None:
+            out = probed(Run(run.config, Method()), params, out, run.method.keep.probe)
         jax.block_until_ready(out)
         if np.isnan(np.asarray(out.logits))[rows.length > 0].any():
-            refuse_prompt(self.model, rows.prompt, rows.length)
+            refuse_prompt(model, rows.prompt, rows.length)
         return out, time.perf_counter() - start
 
     def bytes_of(self, entry: Entry, prompt: Prompt) -> tuple[int, int]:
@@ -156,17 +178,17 @@ class Runner:
         Where how many slots stay follows from the data, those of the first batch.
         """
         if entry not in self.bytes:
-            run = bare_run(self.model, entry.method)
+            run, (model, params) = bare_run(self.model, entry.method), self.given(entry)
             build = partial(settle, run, tokens=self.tokens, room=0)
             if counted(entry.method):
-                cache = trimmed(build(self.params, prompt)[0], bucket)
+                cache = trimmed(build(params, prompt)[0], bucket)
             else:
-                cache, _ = jax.eval_shape(build, self.params, prompt)
+                cache, _ = jax.eval_shape(build, params, prompt)
             rows = prompt.positions.length.shape[0]
             held = nbytes(cache)
             unread = sum(
                 unread_bytes(gm, group)
-                for gm, group in zip(run.groups(self.model.params), cache.groups, strict=True)
+                for gm, group in zip(run.groups(model.params), cache.groups, strict=True)
             )
             self.bytes[entry] = held // rows, (held - unread) // rows
         return self.bytes[entry]
@@ -174,7 +196,8 @@ class Runner:
     def compressed(self, entry: Entry, prompt: Prompt) -> Cache:
         """The cache that a cell makes of a prompt, ready. InputError where a score is not a number."""
         run = bare_run(self.model, entry.method)
-        cache, lost = settle(run, self.params, prompt, tokens=self.tokens, room=self.room)
+        params = self.given(entry).params
+        cache, lost = settle(run, params, prompt, tokens=self.tokens, room=self.room)
         jax.block_until_ready(cache)
         check_scores(entry.label, np.asarray(lost))
         return trimmed(cache, bucket) if counted(entry.method) else cache
@@ -190,8 +213,7 @@ class Runner:
 
         Timed where it runs alone on the machine, and not for the first time, when it compiles.
         """
-        params = self.params
-        decode = Run(self.model.config, entry.method.decode_part())
+        params, decode = self.given(entry).params, self.decoding(entry)
         prompt, read = self.own(entry, prompt, rows)
         start = time.perf_counter()
         cache = self.compressed(entry, prompt)

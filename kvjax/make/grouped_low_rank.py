@@ -1,0 +1,204 @@
+"""Projections of keys and values as products of low rank, of which the cache holds the inner side."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvjax.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.mixers.attention import ATTENTION, mixer_of
+from kvjax.models.mixers.grouped_latent import GroupedLatent
+from kvjax.models.params import plan, regroup
+
+
+class Rotation(Protocol):
+    """A rotation of rows of any width, such as `kvjax.store.rotate.Rotate`."""
+
+    def matrix(self, width: int) -> Float[np.ndarray, "R R"]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedLowRank:
+    """W_k ~ A_k B_k and W_v ~ A_v B_v for every group of heads (Palu, arXiv:2407.21118, sections 3.1 to 3.3).
+
+    The model that it makes has `GroupedLatent` layers: its cache holds x A_k and x A_v, keys are computed
+    from theirs before they turn, and B_v is multiplied into the output matrix.
+
+    With G = W' C W = V diag(s^2) V' of a group's columns W [D, E], the product of rank r that is closest to W
+    in the mean of |x W - x A B|^2 over inputs x with the second moments C is
+
+        A = W V_r diag(s_r)^-1/2, B = diag(s_r)^1/2 V_r'
+
+    Without `fitted`, C is the identity: A B is then the truncated SVD of W. rank: a share of the channels of
+    a group (float in (0, 1]) or a number of them (int >= 1), of keys and of values. heads: KV heads of a
+    group; all of them where a model has fewer. rotation: R in A R' and R B, the latents' rotation, which
+    changes no product. fitted: "keys" and "values" [L, E', E'] with the columns of all E' = K H channels, the
+    second moments of x W_k and x W_v over texts, which are W' C W for every group at once; and "fisher"
+    [L, 2], how much the loss depends on W_k and W_v. by_fisher: ranks of layers are shared out by "fisher".
+
+    Raises ValueError for ranks or groups that are none, and where `by_fisher` has nothing to go by.
+    """
+
+    rank: float | int
+    heads: int = 4
+    rotation: Rotation | None = None
+    by_fisher: bool = False
+    fitted: Fitted | None = None
+    # One channel is another rank than all of them, though 1 == 1.0.
+    kind: type = dataclasses.field(init=False, repr=False)
+
+    by = "palu"
+    # Without arrays it goes by the weights alone.
+    fit_first = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "kind", type(self.rank))
+        share = isinstance(self.rank, float) and 0 < self.rank <= 1
+        if not (share or (type(self.rank) is int and self.rank >= 1)):
+            raise ValueError(
+                "rank must be a share of a group's channels in (0, 1] (float) or a number of them >= 1 (int), "
+                f"got {self.rank!r}"
+            )
+        if self.heads < 1:
+            raise ValueError(f"heads must be at least 1, the KV heads of a group, got {self.heads!r}")
+        if self.by_fisher and self.fitted is None:
+            raise ValueError(
+                "ranks that are shared out by Fisher information need arrays: run `kvjax fit palu --model "
+                "MODEL --out palu.safetensors` and give fitted=palu.safetensors"
+            )
+
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model."""
+        width = model.kv_heads * model.head_dim
+        for name in ("keys", "values"):
+            sizes = (model.layers, width, width)
+            check_sizes(self, "moments", "layers, channels, channels", name, sizes)
+        check_sizes(self, "Fisher information", "layers, matrices", "fisher", (model.layers, 2))
+
+    def config(self, config: Config) -> Config:
+        """The config of the model that is made. Raises ValueError where a model's layers cannot be rewritten."""
+        for layer in range(config.layers):
+            if (mixer := mixer_of(config, layer)) != ATTENTION:
+                raise ValueError(
+                    f"low rank is of the projections of plain attention, and layer {layer} is {mixer!r}"
+                )
+        group = min(self.heads, config.kv_heads)
+        mixers = tuple(GroupedLatent(group, k, v) for k, v in self._ranks(config, group))
+        return dataclasses.replace(config, mixers=mixers)
+
+    def _ranks(self, config: Config, group: int) -> list[tuple[int, int]]:
+        """The ranks of keys and values of every layer."""
+        width = group * config.head_dim
+        if self.kind is int and self.rank > width:
+            raise ValueError(
+                f"rank={self.rank} is more than the {width} channels of a group of {group} heads: give at most "
+                f"{width}, or a share such as 0.5"
+            )
+        rank = int(self.rank) if self.kind is int else max(1, round(self.rank * width))
+        if not self.by_fisher:
+            return [(rank, rank)] * config.layers
+        assert self.fitted is not None
+        weights = np.asarray(self.fitted.arrays["fisher"], np.float64).reshape(-1)
+        found = shared_out(2 * config.layers * rank, weights, width).reshape(-1, 2)
+        return [(int(k), int(v)) for k, v in found]
+
+    def params(self, params: Params, config: Config) -> Params:
+        """The parameters of the model that is made; those that stay are the same arrays."""
+        made = self.config(config)
+        old = regroup(params, plan(config, stacked=False))["layers"]
+        layers = tuple(self._layer(p, made, i) for i, p in enumerate(old))
+        return regroup({**params, "layers": layers}, plan(made))
+
+    def _layer(self, p: Params, config: Config, layer: int) -> Params:
+        """The parameters of one layer, [1, ...] as in `p`."""
+        mixer = config.mixers[layer]
+        assert isinstance(mixer, GroupedLatent)
+        moments = {} if self.fitted is None else {n: x[layer] for n, x in self.fitted.arrays.items()}
+        w = {n: _wide(p[n]) for n in ("k", "v", "o", "v_bias", "o_bias") if n in p}
+        width = mixer.group * config.head_dim
+        k_down, k_up = self._product(w["k"], moments.get("keys"), width, mixer.key_rank)
+        v_down, v_up = self._product(w["v"], moments.get("values"), width, mixer.value_rank)
+        # Query heads by group, KV head of the group and query head of that.
+        sizes = (len(v_up), mixer.group, config.heads // config.kv_heads, config.head_dim, config.d_model)
+        out = w["o"].reshape(sizes)
+        up = v_up.reshape(*v_up.shape[:2], mixer.group, config.head_dim)
+        new = {"k_down": k_down, "k_up": k_up, "v_down": v_down}
+        new["o"] = np.einsum("grjh,gjqhd->gjqrd", up, out).reshape(-1, config.d_model)
+        if "v_bias" in w:
+            # Attention weights sum to one, so every head gives its values' bias as it is.
+            bias = np.einsum("gjh,gjqhd->d", w["v_bias"].reshape(*sizes[:2], config.head_dim), out)
+            new["o_bias"] = bias + w.get("o_bias", 0.0)
+        kept = {n: x for n, x in p.items() if n not in ("k", "v", "v_bias", *new)}
+        return kept | {n: jnp.asarray(x[None], p["o"].dtype) for n, x in new.items()}
+
+    def _product(
+        self, w: Float[np.ndarray, "D E"], moments: np.ndarray | None, width: int, rank: int
+    ) -> tuple[Float[np.ndarray, "D GR"], Float[np.ndarray, "G R e"]]:
+        """A of all groups side by side, and B of every group."""
+        turn = np.eye(rank) if self.rotation is None else self.rotation.matrix(rank)
+        down, up = [], []
+        for start in range(0, w.shape[1], width):
+            columns = slice(start, start + width)
+            gram = w[:, columns].T @ w[:, columns]
+            if moments is not None:
+                gram = np.asarray(moments, np.float64)[columns, columns]
+            basis, scale = principal(gram, rank)
+            down.append(w[:, columns] @ (basis / scale) @ turn.T)
+            up.append(turn @ (basis * scale).T)
+        return np.concatenate(down, 1), np.stack(up)
+
+
+def principal(gram: Float[np.ndarray, "E E"], rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first `rank` eigenvectors of a matrix of second moments, as columns, and the roots of their scales.
+
+    The largest entry of every column is positive, so that equal weights give equal latents on any machine.
+
+    >>> basis, scale = principal(np.diag([1.0, 16.0]), 1)
+    >>> basis.tolist(), scale.tolist()
+    ([[0.0], [1.0]], [2.0])
+    """
+    squares, vectors = np.linalg.eigh(gram)
+    squares, basis = squares[::-1][:rank], vectors[:, ::-1][:, :rank]
+    signs = np.sign(basis[np.abs(basis).argmax(0), np.arange(rank)])
+    # What nothing is mapped to has no scale; any will do, and rounding's own would be divided by.
+    least = max(squares[0], 0.0) * 1e-12 or 1.0
+    return basis * signs, np.maximum(squares, least) ** 0.25
+
+
+def shared_out(total: int, weights: Float[np.ndarray, "M"], most: int) -> np.ndarray:
+    """Whole numbers from 1 to `most` that sum to `total`, in proportion to weights.
+
+    What one would have beyond `most` goes to the others in their proportion, and what rounding leaves, one
+    each, to those that lost the largest fractions.
+
+    >>> shared_out(10, np.array([6.0, 3.0, 1.0]), 5).tolist()
+    [5, 4, 1]
+    """
+    weights = np.maximum(weights, weights.max(initial=0.0) * 1e-9 or 1.0)
+    share, full = np.zeros(len(weights)), np.zeros(len(weights), bool)
+    while not full.all():
+        left = total - most * full.sum()
+        share = np.where(full, most, left * weights / weights[~full].sum())
+        if not (over := (share > most) & ~full).any():
+            break
+        full |= over
+    share = np.clip(share, 1, most)
+    found = np.floor(share).astype(int)
+    order = np.argsort(found - share, kind="stable")
+    while found.sum() != total:
+        step = 1 if found.sum() < total else -1
+        free = [i for i in order[::step] if 1 <= found[i] + step <= most]
+        for i in free[: abs(total - found.sum())]:
+            found[i] += step
+    return found
+
+
+def _wide(x: Array) -> Any:
+    """One layer's array on the host, in float64."""
+    return np.asarray(x[0].astype(jnp.float32), np.float64)

@@ -1,0 +1,110 @@
+"""Attention that stores latents of groups of KV heads and computes keys from them before they turn."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.models.config import Config
+from kvjax.models.expand import Expand
+from kvjax.models.layers import Params, Shapes, last_axis, linear, linear_to_heads, rms_norm
+from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape
+from kvjax.ops.base.rope import angles, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedLatent(Mixer):
+    """Grouped-head low rank (Palu, arXiv:2407.21118, section 3): a key and a value latent per group of heads.
+
+        h_k = x A_k, k_j = RoPE(h_k B_j + b_j), h_v = x A_v, out_n = sum_s p_ns h_v_s
+
+    for the KV heads j of a group and the query heads n that read them. The cache holds h_k and h_v of every
+    group. Keys are computed from their latents and turned by the positions of their slots, in prefills and in
+    steps. Values never are: the output matrix takes heads of `value_rank` channels, which is where their own
+    up-projections have gone. Norms of keys and their bias act on the computed keys; the bias of values is
+    part of the output's.
+
+    group: KV heads that share a latent. key_rank, value_rank: channels of the latents. Methods that score
+    stored keys or turn them by rank do not fit latents; rotation of kind "dynamic" is refused.
+    """
+
+    group: int
+    key_rank: int
+    value_rank: int
+
+    def check(self, config: Config) -> None:
+        if self.group < 1 or config.kv_heads % self.group:
+            raise ValueError(
+                f"{config.kv_heads} KV heads cannot be cut into groups of {self.group}: choose a number that "
+                "divides them"
+            )
+        width = self.group * config.head_dim
+        for name in ("key_rank", "value_rank"):
+            if not 1 <= getattr(self, name) <= width:
+                raise ValueError(
+                    f"{name} must be from 1 to {width}, the channels of {self.group} heads, got "
+                    f"{getattr(self, name)}"
+                )
+        if "dynamic" in {r.kind for r in (config.rope, config.rope_local) if r}:
+            raise ValueError("GroupedLatent turns keys by position and cannot follow a rope of kind 'dynamic'")
+
+    def _groups(self, config: Config) -> int:
+        return config.kv_heads // self.group
+
+    def shapes(self, config: Config) -> Shapes:
+        d, h, groups = config.d_model, config.head_dim, self._groups(config)
+        shapes: Shapes = {
+            "q": (d, config.heads * h),
+            "k_down": (d, groups * self.key_rank),
+            "k_up": (groups, self.key_rank, self.group * h),
+            "v_down": (d, groups * self.value_rank),
+            "o": (config.heads * self.value_rank, d),
+        }
+        if config.qk_norm:
+            head = config.qk_norm == "head"
+            shapes |= {"q_norm": (h if head else config.heads * h,)}
+            shapes |= {"k_norm": (h if head else config.kv_heads * h,)}
+        if config.qkv_bias:
+            shapes |= {"q_bias": (config.heads * h,), "k_bias": (config.kv_heads * h,)}
+        return shapes | ({"o_bias": (d,)} if config.o_bias or config.qkv_bias else {})
+
+    def slots(self, config: Config) -> SlotShape:
+        return SlotShape(self._groups(config), self.key_rank, self.value_rank, config.scale, factors=True)
+
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
+        config = layer.config
+        b, t, _ = x.shape
+        rope = config.rope if layer.window is None else config.rope_local or config.rope
+
+        def turn(heads: Float[Array, "B X S H"], pos: Int[Array, "B #X S"]) -> Array:
+            return rotate(heads, *angles(rope, pos, config.head_dim), rope.start)
+
+        def normed(name: str, y: Float[Array, "B S E"]) -> Float[Array, "B X S H"]:
+            """Heads of a projection, QK-normalised where the model does so."""
+            norm = p.get(f"{name}_norm")
+            if norm is not None and config.qk_norm == "full":
+                y = rms_norm(y, norm, config.norm_eps, config.norm_offset)
+            heads = y.reshape(b, y.shape[1], -1, config.head_dim)
+            if norm is not None and config.qk_norm == "head":
+                heads = rms_norm(heads, norm, config.norm_eps, config.norm_offset)
+            return jnp.swapaxes(heads, 1, 2)
+
+        def keys(k: Float[Array, "B G S R"], v: Float[Array, "B G S V"]) -> tuple[Array, Array]:
+            up = jnp.einsum("bgsr,gre->bsge", k, p["k_up"]).reshape(b, k.shape[2], -1)
+            bias = p.get("k_bias")
+            up = up if bias is None else up + last_axis(bias, up)
+            return normed("k", up), jnp.repeat(v, self.group, axis=1)
+
+        def latents(name: str) -> Float[Array, "B G T R"]:
+            down = linear_to_heads(p, name, x).reshape(b, t, self._groups(config), -1)
+            return jnp.swapaxes(down, 1, 2)
+
+        asked = turn(normed("q", linear_to_heads(p, "q", x)), layer.pos[:, None])
+        expand = Expand(lambda turned: turned, keys, None, turn=turn)
+        projected = Projected(asked, latents("k_down"), latents("v_down"), x, expand=expand)
+        out, state, left = memory.attend(layer, projected, state)
+        return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(b, t, -1)), state, left
