@@ -41,8 +41,8 @@ def made(model: Model, method: Method | None) -> Model:
             f"{method.id} makes its own weights of a model's, and {model.name} was made by {model.made_by!r}: "
             "give the model that this one was made of"
         )
+    check_fit(method, model.config)
     if method.make not in model.models_made:
-        check_fit(method, model.config)
         params = method.make.params(model.params, model.config)
         model.models_made[method.make] = model.remade(method.make, method.make.config(model.config), params)
     return model.models_made[method.make]

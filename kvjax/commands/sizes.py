@@ -46,7 +46,11 @@ class Sizes:
         self.config, self.tokens = config, bucket(tokens)
         # Stacked layers trace in the time of one; the bytes are the same.
         self.params = abstract_params(config, dtype)
-        needs = (steps.needs_of(Run(config, m), self.params) for m in methods if _fits(m, config) and m.make is None)
+        needs = (
+            steps.needs_of(Run(config, m), self.params)
+            for m in methods
+            if _fits(m, config) and m.make is None
+        )
         observe = partial(steps.observe, Run(config, Method()), cache=None, needs=frozenset().union(*needs))
         ids = jax.ShapeDtypeStruct((1, self.tokens), jnp.int32)
         self.prompt = jax.eval_shape(observe, self.params, ids, jax.ShapeDtypeStruct((1,), jnp.int32))

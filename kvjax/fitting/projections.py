@@ -80,7 +80,7 @@ def _read(config: Config, params: Params, tokens: Int[Array, "B T"], lengths: In
         logits = forward({**params, "layers": layers}, row[None], config)[0, :-1].astype(jnp.float32)
         said = jnp.take_along_axis(jax.nn.log_softmax(logits), row[1:, None], axis=-1)[:, 0]
         counts = jnp.arange(1, row.shape[0]) < length
-        return -jnp.where(counts, said, 0.0).sum() / (length - 1)
+        return -jnp.where(counts, said, 0.0).sum() / (length - 1).astype(jnp.float32)
 
     def squared(row: tuple[Array, Array]) -> list[Params]:
         slope = jax.grad(loss)(own, *row)

@@ -172,30 +172,23 @@ def principal(gram: Float[np.ndarray, "E E"], rank: int) -> tuple[np.ndarray, np
 
 
 def shared_out(total: int, weights: Float[np.ndarray, "M"], most: int) -> np.ndarray:
-    """Whole numbers from 1 to `most` that sum to `total`, in proportion to weights.
+    """Whole numbers from 1 to `most` that sum to `total`: in proportion to weights between those ends.
 
-    What one would have beyond `most` goes to the others in their proportion, and what rounding leaves, one
-    each, to those that lost the largest fractions.
+    What rounding leaves goes, one each, to those that lost the largest fractions.
 
     >>> shared_out(10, np.array([6.0, 3.0, 1.0]), 5).tolist()
     [5, 4, 1]
     """
     weights = np.maximum(weights, weights.max(initial=0.0) * 1e-9 or 1.0)
-    share, full = np.zeros(len(weights)), np.zeros(len(weights), bool)
-    while not full.all():
-        left = total - most * full.sum()
-        share = np.where(full, most, left * weights / weights[~full].sum())
-        if not (over := (share > most) & ~full).any():
-            break
-        full |= over
-    share = np.clip(share, 1, most)
+    low, high = 0.0, most / weights.min()
+    for _ in range(200):
+        middle = (low + high) / 2
+        small = np.clip(middle * weights, 1, most).sum() <= total
+        low, high = (middle, high) if small else (low, middle)
+    share = np.clip(low * weights, 1, most)
     found = np.floor(share).astype(int)
-    order = np.argsort(found - share, kind="stable")
-    while found.sum() != total:
-        step = 1 if found.sum() < total else -1
-        free = [i for i in order[::step] if 1 <= found[i] + step <= most]
-        for i in free[: abs(total - found.sum())]:
-            found[i] += step
+    order = [i for i in np.argsort(found - share, kind="stable") if found[i] < most]
+    found[order[: total - found.sum()]] += 1
     return found
 
 

@@ -208,7 +208,11 @@ def _info(id: str) -> MethodInfo:
 def _phase(built: Method) -> str:
     if built.read is not None:
         return "decode"
-    if built.store is not None or built.make is not None or (built.keep is not None and built.keep.when.in_steps):
+    if (
+        built.store is not None
+        or built.make is not None
+        or (built.keep is not None and built.keep.when.in_steps)
+    ):
         return "both"
     return "none" if built.keep is None and built.reread is None else "prefill"
 

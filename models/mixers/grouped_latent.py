@@ -48,7 +48,9 @@ class GroupedLatent(Mixer):
                     f"{getattr(self, name)}"
                 )
         if "dynamic" in {r.kind for r in (config.rope, config.rope_local) if r}:
-            raise ValueError("GroupedLatent turns keys by position and cannot follow a rope of kind 'dynamic'")
+            raise ValueError(
+                "GroupedLatent turns keys by position and cannot follow a rope of kind 'dynamic'"
+            )
 
     def _groups(self, config: Config) -> int:
         return config.kv_heads // self.group

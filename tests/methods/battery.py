@@ -17,6 +17,7 @@ from kvjax.fitted import with_fitted
 from kvjax.grammar import Method
 from kvjax.group import GroupMethod
 from kvjax.layout import LayoutClass, layout_class
+from kvjax.making import made
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
@@ -106,24 +107,31 @@ def params(name: str) -> dict[str, Any]:
     return with_fitted(model(name).params, *(row.method() for row in ROWS if row.model == name))
 
 
-def narrows(method: Method) -> bool:
-    return method.reread is not None or (method.keep is not None and method.keep.narrow is not None)
+def reads_apart(method: Method) -> bool:
+    narrow = method.keep is not None and method.keep.narrow is not None
+    return narrow or method.reread is not None or method.make is not None
+
+
+def _params(name: str, method: Method | None) -> dict[str, Any]:
+    """The parameters that a method runs on."""
+    return params(name) if method is None or method.make is None else made(model(name), method).params
 
 
 @cache
 def observed(name: str, own: Method | None = None) -> steps.Prompt:
     """PACKED read by a model, with all that the rows on it observe; padding holds garbage.
 
-    own: a method that narrows its prompts, and so reads this one in its own way.
+    own: a method that reads this prompt in its own way.
     """
-    m = model(name)
+    m = made(model(name), own)
     run = Run(m.config, own or Method())
     wanted = frozenset().union(*(needs(row) for row in ROWS if row.model == name))
+    wanted = wanted if m is model(name) else steps.needs_of(run, m.params)
     tokens = np.zeros((len(PACKED), T), np.int32)
     for i, row in enumerate(PACKED):
         tokens[i, : len(row)] = row
     lengths = jnp.asarray([len(row) for row in PACKED], jnp.int32)
-    prompt = _observe(run, params(name), jnp.asarray(tokens), lengths, None, wanted)
+    prompt = _observe(run, _params(name, own), jnp.asarray(tokens), lengths, None, wanted)
 
     def soiled(x: jax.Array, gm: GroupMethod) -> jax.Array:
         pos = new_positions(run, gm, prompt.positions, prompt.narrowed)
@@ -138,13 +146,14 @@ def observed(name: str, own: Method | None = None) -> steps.Prompt:
 def packed(label: str, whole: bool = False) -> Packed:
     """The compressed prompt of a row of the table; whole: with hyper-parameters that keep everything."""
     row = BY_LABEL[label]
-    m, method = model(row.model), row.method(row.whole if whole else None)
+    method = row.method(row.whole if whole else None)
+    m = made(model(row.model), method)
     run = Run(m.config, bind(method, m))
-    prompt = observed(row.model, run.method if narrows(run.method) else None)
+    prompt = observed(row.model, run.method if reads_apart(run.method) else None)
     probe = run.method.keep.probe if run.method.keep is not None else None
     if probe is not None:
         prompt = _probed(Run(m.config, Method()), params(row.model), prompt, probe)
-    cache = _settle(run, params(row.model), prompt, None, tokens=T, room=ROOM, compress=True)
+    cache = _settle(run, _params(row.model, method), prompt, None, tokens=T, room=ROOM, compress=True)
     cache = dataclasses.replace(cache, method=method)
     asked, _ = step(m, cache, [r[-1] for r in PACKED], append=False)
     return Packed(prompt.logits, cache, asked)
@@ -168,6 +177,7 @@ def first_of_each_class() -> list[str]:
 
 def step(model: Model, cache: Cache, token: Any, append: bool) -> tuple[jax.Array, Cache]:
     """One token without giving the cache away, so that a test may use it again."""
+    model = made(model, cache.method)
     run = Run(model.config, cache.method.decode_part())
     bare = dataclasses.replace(cache, method=None, model="")
     token = jnp.asarray(token, jnp.int32)

@@ -670,6 +670,8 @@ ROWS = [
         hyper=dict(fitted=KERNELS), kept=each_layer(received, recent_half), victim=h2o_victim(count),
         leave=merges.Less(KERNELS.arrays, THETA),
     ),
+    # At full rank; tests/test_making.py has lower ones.
+    row("palu", dense(everything), hyper=dict(rank=1.0, heads=1)),
     row("int8", dense(everything, slot=coded(8)), error=0.02),
     row("int4", dense(everything, slot=coded(4, 2)), hyper=dict(group=8), error=0.3),
     row("fp8", dense(everything, slot=lambda s: 2 * (s.h + 2) + 4), error=0.2),
