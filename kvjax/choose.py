@@ -5,6 +5,7 @@ Nothing here moves a slot; that is `kvjax.segments`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ from kvjax.keep.select import top
 from kvjax.ops.base.rope import Rope
 from kvjax.protocols import AttentionSpec, Judging, Preferring, Seen, Trace, View, over_layers
 from kvjax.words import merged, protected, scored, shaped, written
+
+# (a layer's parameters, its stored keys and values, their positions) -> keys and values that queries meet.
+Meeting = Callable[[dict[str, Array], Array, Array, Array], tuple[Array, Array]]
 
 
 class Fresh(NamedTuple):
@@ -121,28 +125,45 @@ def score_slots(
     length: Int[Array, "B"],
     attention: AttentionSpec,
     weights: dict[str, Array] | None = None,
+    met: Meeting | None = None,
 ) -> Float[Array, "Lg B K S"]:
     """The keep's scores, +inf where a pattern protects and -inf where a slot is empty.
 
     Slots that several layers read have the sum of the scores that each reader gives them. weights: matrices
-    of the group's layers [Lg, ...].
+    of the group's layers [Lg, ...]. met: where queries do not meet what is stored (`Mixer.met`); a score that
+    looks at keys then judges every head that they meet, and a list has the mean of its heads' scores.
     """
     assert gm.keep is not None and gm.keep.score is not None
     keep, score = gm.keep, gm.keep.score
     n = keep.budget.count(length)
     numbers = gm.first + jnp.arange(view.pos.shape[0], dtype=jnp.int32)
 
-    mine = weights if getattr(score, "weights", False) else None
+    weighs, met = getattr(score, "weights", False), met if getattr(score, "looks", True) else None
+    mine = weights if weighs or met is not None else None
 
     def one(layer: Array, view: View, observed: dict[str, Any], mine: Any) -> Float[Array, "B K S"]:
-        seen = Seen(observed | view.received, None, length, n, layer, attention, weights=mine)
-        s = scored(score, view, seen).astype(jnp.float32)
+        known, matrices = observed | view.received, mine if weighs else None
+        seen = Seen(known, None, length, n, layer, attention, weights=matrices)
+        if met is None:
+            s = scored(score, view, seen).astype(jnp.float32)
+        else:
+            s = scored(score, _as_met(met, mine, view), seen).astype(jnp.float32)
+            s = s.reshape(*view.pos.shape[:2], -1, view.pos.shape[2]).mean(2)
         for pattern in keep.protect:
             s = jnp.where(protected(pattern, view.pos, length, n), jnp.inf, s)
         return jnp.where(view.pos < 0, -jnp.inf, s)
 
     each = [over_layers(one, numbers, view, seen, mine) for seen in (fresh.observed, *fresh.readers)]
     return reduce(jnp.add, each)
+
+
+def _as_met(met: Meeting, weights: dict[str, Array], view: View) -> View:
+    """A layer's slots as its queries meet them: every head of a list at that one's positions."""
+    k, v = met(weights, view.k, view.v, view.pos)
+    each = k.shape[1] // view.pos.shape[1]
+    pos, bias = (None if x is None else jnp.repeat(x, each, axis=1) for x in (view.pos, view.bias))
+    assert pos is not None
+    return View(k, v, pos, bias, {})
 
 
 def preferences(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from kvjax.errors import InputError
 from kvjax.grammar import Method
 from kvjax.methods import as_method
@@ -38,8 +36,8 @@ def made(model: Model, method: Method | None) -> Model:
         return model
     if model.made_by is not None:
         raise InputError(
-            f"{method.id} makes its own weights of a model's, and {model.name} was made by {model.made_by!r}: "
-            "give the model that this one was made of"
+            f"{method.id} makes its own weights of a model's, and {model.name} was made by "
+            f"{model.made_by!r}: give the model that this one was made of"
         )
     check_fit(method, model.config)
     if method.make not in model.models_made:

@@ -12,15 +12,16 @@ import numpy as np
 
 from kvjax.errors import InputError
 from kvjax.fitted import ModelSizes, fitted_words, lacks_fit
-from kvjax.grammar import Method, check
+from kvjax.grammar import Keep, Method, check
+from kvjax.keep.observe import Queries
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.exchange import takes_of
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
 from kvjax.models.mixers.latent import Latent
-from kvjax.protocols import Answering, Resting
-from kvjax.words import crowded, shaped
+from kvjax.protocols import Answering, Preferring, Resting
+from kvjax.words import crowded, observations, shaped
 
 
 @lru_cache(maxsize=1024)
@@ -84,6 +85,7 @@ def check_fit(method: Method, config: Config) -> None:
         )
     factors = any(s.factors for s in slots)
     looks = keep is not None and keep.score is not None and getattr(keep.score, "looks", True)
+    looks = looks and not (all(s.expands or not s.factors for s in slots) and _scores_heads(keep))
     apart = keep is not None and (keep.rank_phase or keep.per_query_head)
     if factors and (looks or read is not None or apart):
         _refuse(
@@ -91,6 +93,8 @@ def check_fit(method: Method, config: Config) -> None:
             "the model stores factors, and the method scores, ranks or rotates stored keys",
             "h2o, sink-recent, kvzip or a store method",
         )
+    if any(s.heads != config.kv_heads for s in slots) and any(True for _ in fitted_words(keep)):
+        _refuse(method, "it was fitted to KV heads, and the model stores other lists of slots", "h2o")
     weighs = keep is not None and getattr(keep.score, "weights", False)
     if weighs and (factors or any(s.shared for s in slots)):
         _refuse(method, "it weighs values by the output matrix, and the model stores latents", "snapkv")
@@ -113,7 +117,14 @@ def check_fit(method: Method, config: Config) -> None:
                 "quest",
             )
     if keep is not None and keep.merge is not None and any(s.shared or s.factors for s in slots):
-        _refuse(method, "it merges keys and values apart, and the model stores one latent for both", "snapkv")
+        _refuse(method, "it merges keys and values apart, and the model stores latents", "h2o")
+
+
+def _scores_heads(keep: Keep | None) -> bool:
+    """Whether a keep can score heads that are computed from what is stored: once, by queries and keys."""
+    assert keep is not None and keep.score is not None
+    once = not keep.when.in_steps and not keep.score.traces and not isinstance(keep.allocate, Preferring)
+    return once and all(isinstance(o, Queries) for o in observations(keep))
 
 
 def config_of(method: Method, config: Config) -> Config:

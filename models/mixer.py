@@ -93,9 +93,9 @@ class SlotShape(NamedTuple):
     heads: lists of slots. key, value: channels per slot. shared: no values are stored, because they are the
     first `value` channels of the keys or, if `value` is 0, those of another layer. scale: what logits
     multiply by. factors: keys are computed from what is stored, so a query cannot be compared with it
-    directly. fixed: the slots are filled before any token is read, and tokens add nothing to them (a
-    context). ids: the stored values are the digits of token ids, which no codec may round, and a token's key
-    is made from its own slot and the one before it.
+    directly. expands: but scores can look at what `Mixer.met` computes. fixed: the slots are filled before
+    any token is read, and tokens add nothing to them (a context). ids: the stored values are the digits of
+    token ids, which no codec may round, and a token's key is made from its own slot and the one before it.
     """
 
     heads: int
@@ -106,6 +106,7 @@ class SlotShape(NamedTuple):
     factors: bool = False
     fixed: bool = False
     ids: bool = False
+    expands: bool = False
 
 
 class Projected(NamedTuple):
@@ -253,6 +254,15 @@ class Mixer:
         slots = self.slots(config)
         assert slots is not None, f"{type(self).__name__} keeps no slots"
         return slots
+
+    def met(
+        self, p: Params, config: Config, window: int | None, k: Array, v: Array, pos: Int[Array, "B X S"]
+    ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
+        """Keys and values of one layer as its queries meet them, of stored ones [B, X, S, ...], K >= X.
+
+        Asked only where `SlotShape.expands`.
+        """
+        raise NotImplementedError
 
     def rope(self, config: Config, layer: int) -> Rope:
         """How queries and stored keys turn with their positions."""

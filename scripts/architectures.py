@@ -31,6 +31,7 @@ from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.goldfinch import FinchC2, Gold
+from kvjax.models.mixers.grouped_latent import GroupedLatent
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.infini import Infini
 from kvjax.models.mixers.latent import Latent
@@ -101,6 +102,10 @@ def head_rows() -> list[Row]:
         Row(
             "TPA", "2501.06425", "`TensorProduct(6, 2, 2)`", of([TensorProduct(6, 2, 2)]),
             "L (Rk + Rv) (N + H)", 32 * 4 * 160 * 2,
+        ),
+        Row(
+            "Palu at half rank", "2407.21118", "`GroupedLatent(4, 256, 256)`",
+            of([GroupedLatent(4, 256, 256)]), "L K/4 (Rk + Rv)", 16 * kv,
         ),
         Row("AsymGQA, QCQA", "2406.10247", "`HeadMaps(q, k, k)`", of([unequal]), ATTENTION, 32 * kv),
         Row("DHA, 8 + 4 heads", "2406.06567", "`HeadMaps(q, k, v)`", of([dha]), "L (Kk + Kv) H", 24 * kv),

@@ -113,6 +113,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
     (
         "words",
         (
+            _room("make", "what a method makes of a model's weights before anything is read", "kvjax/make"),
             _room("keep", "which slots stay: scores, budgets, patterns, merges", "kvjax/keep"),
             _room("store", "how a slot's numbers are encoded", "kvjax/store"),
             _room("read", "which slots a step looks at", "kvjax/read"),
@@ -150,7 +151,8 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
             _room(
                 "verbs",
                 "`prefill`, `step` and `generate`: checks, buckets, sampling, beams; their pure forms; "
-                "what a method scores and keeps; contexts for cross-attention; two decoders as one",
+                "models that methods make; what a method scores and keeps; contexts for cross-attention; "
+                "two decoders as one",
                 "kvjax/chunking.py",
                 "kvjax/prefilling.py",
                 "kvjax/stepping.py",
@@ -158,6 +160,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/generation.py",
                 "kvjax/not_numbers.py",
                 "kvjax/pure.py",
+                "kvjax/making.py",
                 "kvjax/context.py",
                 "kvjax/sampling.py",
                 "kvjax/samples.py",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import steps
 from kvjax.errors import InputError
 from kvjax.fitted import Fitted
 from kvjax.grammar import Budget, Keep, Method
@@ -20,6 +21,7 @@ from kvjax.models.mixers.attention import Attention
 from kvjax.models.model import Model
 from kvjax.models.params import shapes
 from kvjax.ops.base.rope import Rope
+from kvjax.steps import Run
 from kvjax.store.affine import Affine
 from kvjax.store.rotate import Rotate
 from tests.methods.battery import MAIN, decoder, model, off
@@ -49,7 +51,7 @@ def palu(**hyper):
 
 
 def moments(draw):
-    """Second moments of inputs, of keys and values under them, and Fisher information: as `kvjax.fit` gives."""
+    """Second moments of inputs, and what `kvjax.fit` would give: those of keys and values, and slopes."""
     root = draw.normal(size=(2, 32, 32))
     c = root @ root.swapaxes(1, 2)
     weights = {n: np.stack([np.asarray(p[n][0], np.float64) for p in plain().params["layers"]]) for n in "kv"}
@@ -170,6 +172,22 @@ def test_a_method_behind_it_acts_on_the_model_that_was_made():
         np.testing.assert_array_equal(a, b)
 
 
+@partial(jax.jit, static_argnames="run")
+def scored(run, params):
+    tokens, lengths, needs = jnp.asarray(TEXT[:, :32]), jnp.full(2, 32), steps.needs_of(run, params)
+    return steps.scored(run, params, steps.observe(run, params, tokens, lengths, None, needs))
+
+
+def test_scores_look_at_the_heads_that_are_computed_from_latents():
+    snap, made = kvjax.method("snapkv", budget=0.5, window=4), kvjax.prepare(plain(), palu())
+    found, want = (scored(Run(m.config, snap), m.params)[0][0] for m in (made, multiplied_out(made)))
+    assert found.shape == (2, 2, 32) and want.shape == (2, 4, 32)
+    # A list has the mean of its two heads; those that are protected stay at infinity.
+    mean = np.asarray(want).reshape(2, 2, 2, 32).mean(2)
+    np.testing.assert_allclose(found, mean, rtol=1e-4)
+    assert kvjax.pure.bind(kvjax.chain(palu(), snap), made).id == "palu + snapkv"
+
+
 def test_what_is_made_is_remembered_and_has_a_fingerprint_of_its_own():
     made, again = (kvjax.prepare(plain(), palu()) for _ in range(2))
     assert made is again is kvjax.prepare(made, palu()) and kvjax.prepare(plain(), "int8") is plain()
@@ -214,8 +232,8 @@ def test_what_it_cannot_be_put_into_is_refused():
     gated = Model(dataclasses.replace(CONFIG, mixers=(Attention(), Attention(gate=True))), plain().params)
     with pytest.raises(InputError, match=r"palu does not fit .* and layer 1 is Attention\(.*gate=True"):
         kvjax.prefill(gated, TEXT, method=palu())
-    with pytest.raises(InputError, match=r"palu \+ snapkv does not fit .* stores factors, .* Use h2o"):
-        kvjax.prepare(plain(), kvjax.chain(palu(), kvjax.method("snapkv", budget=0.5, window=4)))
+    with pytest.raises(InputError, match=r"palu \+ tova does not fit .* stores factors, .* Use h2o"):
+        kvjax.prepare(plain(), kvjax.chain(palu(), kvjax.method("tova", budget=0.5)))
     with pytest.raises(InputError, match="palu rewrites a model's weights, and this model has its own: give"):
         kvjax.pure.static(plain(), palu())
     made = kvjax.prepare(plain(), palu())

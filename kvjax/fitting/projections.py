@@ -1,4 +1,4 @@
-"""What texts say about the projections of keys and values: their second moments, and what the loss owes them."""
+"""What texts say of the projections of keys and values: second moments, and slopes of the loss."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ class GroupedLowRank:
         share = isinstance(self.rank, float) and 0 < self.rank <= 1
         if not (share or (type(self.rank) is int and self.rank >= 1)):
             raise ValueError(
-                "rank must be a share of a group's channels in (0, 1] (float) or a number of them >= 1 (int), "
-                f"got {self.rank!r}"
+                "rank must be a share of a group's channels in (0, 1] (float) or a number of them >= 1 "
+                f"(int), got {self.rank!r}"
             )
         if self.heads < 1:
             raise ValueError(f"heads must be at least 1, the KV heads of a group, got {self.heads!r}")
@@ -82,7 +82,7 @@ class GroupedLowRank:
         check_sizes(self, "Fisher information", "layers, matrices", "fisher", (model.layers, 2))
 
     def config(self, config: Config) -> Config:
-        """The config of the model that is made. Raises ValueError where a model's layers cannot be rewritten."""
+        """The config of what is made. Raises ValueError for a model whose layers cannot be rewritten."""
         for layer in range(config.layers):
             if (mixer := mixer_of(config, layer)) != ATTENTION:
                 raise ValueError(
@@ -97,8 +97,8 @@ class GroupedLowRank:
         width = group * config.head_dim
         if self.kind is int and self.rank > width:
             raise ValueError(
-                f"rank={self.rank} is more than the {width} channels of a group of {group} heads: give at most "
-                f"{width}, or a share such as 0.5"
+                f"rank={self.rank} is more than the {width} channels of a group of {group} heads: give at "
+                f"most {width}, or a share such as 0.5"
             )
         rank = int(self.rank) if self.kind is int else max(1, round(self.rank * width))
         if not self.by_fisher:

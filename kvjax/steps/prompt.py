@@ -254,7 +254,15 @@ def settled(
     if probe is not None and any(repr(probe) not in f.observed for f in fresh.values()):
         fresh = _with_probe(run, params, prompt, fresh, views, probe, pasts)
     scores = {
-        i: score_slots(gms[i], view, fresh[i], length, run.attention_spec(gms[i].first), params["layers"][i])
+        i: score_slots(
+            gms[i],
+            view,
+            fresh[i],
+            length,
+            run.attention_spec(gms[i].first),
+            params["layers"][i],
+            run.met(gms[i].first),
+        )  # fmt: skip
         for i, view in views.items()
         if acting[i]
     }
@@ -318,6 +326,7 @@ def scored(run: Run, params: Params, prompt: Prompt) -> dict[int, Float[Array, "
             length,
             run.attention_spec(gms[i].first),
             params["layers"][i],
+            run.met(gms[i].first),
         )
         for i, view in views.items()
         if gms[i].keep is not None

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import GroupState, Slots
+from kvjax.choose import Meeting
 from kvjax.fitted import of_layer
 from kvjax.grammar import Method
 from kvjax.group import GroupMethod, group_method
@@ -63,6 +64,14 @@ class Run(NamedTuple):
     @property
     def per_query_head(self) -> bool:
         return self.method.keep is not None and self.method.keep.per_query_head
+
+    def met(self, layer: int) -> Meeting | None:
+        """How a layer's stored slots become what its queries meet; None where scores cannot look at that."""
+        mixer, window = mixer_of(self.config, layer), self.config.window(layer)
+        slots = mixer.slots(self.config)
+        if slots is None or not slots.expands:
+            return None
+        return lambda p, k, v, pos: mixer.met(p, self.config, window, k, v, pos)
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         c = self.config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -26,8 +27,8 @@ class GroupedLatent(Mixer):
     up-projections have gone. Norms of keys and their bias act on the computed keys; the bias of values is
     part of the output's.
 
-    group: KV heads that share a latent. key_rank, value_rank: channels of the latents. Methods that score
-    stored keys or turn them by rank do not fit latents; rotation of kind "dynamic" is refused.
+    group: KV heads that share a latent. key_rank, value_rank: channels of the latents. Methods that compare
+    stored keys in steps or turn them by rank do not fit latents; rotation of kind "dynamic" is refused.
     """
 
     group: int
@@ -73,40 +74,56 @@ class GroupedLatent(Mixer):
         return shapes | ({"o_bias": (d,)} if config.o_bias or config.qkv_bias else {})
 
     def slots(self, config: Config) -> SlotShape:
-        return SlotShape(self._groups(config), self.key_rank, self.value_rank, config.scale, factors=True)
+        ranks = (self.key_rank, self.value_rank)
+        return SlotShape(self._groups(config), *ranks, config.scale, factors=True, expands=True)
+
+    def met(
+        self, p: Params, config: Config, window: int | None, k: Array, v: Array, pos: Int[Array, "B G S"]
+    ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
+        k, v = self._computed(p, config, k, v)
+        return _turned(config, window, k, jnp.repeat(pos, self.group, axis=1)), v
+
+    def _computed(
+        self, p: Params, config: Config, k: Float[Array, "B G S R"], v: Float[Array, "B G S V"]
+    ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
+        """Keys that do not turn yet, and every head's latent of values."""
+        up = jnp.einsum("bgsr,gre->bsge", k, p["k_up"]).reshape(k.shape[0], k.shape[2], -1)
+        bias = p.get("k_bias")
+        up = up if bias is None else up + last_axis(bias, up)
+        return _heads(p, "k", up, config), jnp.repeat(v, self.group, axis=1)
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         config = layer.config
         b, t, _ = x.shape
-        rope = config.rope if layer.window is None else config.rope_local or config.rope
-
-        def turn(heads: Float[Array, "B X S H"], pos: Int[Array, "B #X S"]) -> Array:
-            return rotate(heads, *angles(rope, pos, config.head_dim), rope.start)
-
-        def normed(name: str, y: Float[Array, "B S E"]) -> Float[Array, "B X S H"]:
-            """Heads of a projection, QK-normalised where the model does so."""
-            norm = p.get(f"{name}_norm")
-            if norm is not None and config.qk_norm == "full":
-                y = rms_norm(y, norm, config.norm_eps, config.norm_offset)
-            heads = y.reshape(b, y.shape[1], -1, config.head_dim)
-            if norm is not None and config.qk_norm == "head":
-                heads = rms_norm(heads, norm, config.norm_eps, config.norm_offset)
-            return jnp.swapaxes(heads, 1, 2)
-
-        def keys(k: Float[Array, "B G S R"], v: Float[Array, "B G S V"]) -> tuple[Array, Array]:
-            up = jnp.einsum("bgsr,gre->bsge", k, p["k_up"]).reshape(b, k.shape[2], -1)
-            bias = p.get("k_bias")
-            up = up if bias is None else up + last_axis(bias, up)
-            return normed("k", up), jnp.repeat(v, self.group, axis=1)
 
         def latents(name: str) -> Float[Array, "B G T R"]:
             down = linear_to_heads(p, name, x).reshape(b, t, self._groups(config), -1)
             return jnp.swapaxes(down, 1, 2)
 
-        asked = turn(normed("q", linear_to_heads(p, "q", x)), layer.pos[:, None])
-        expand = Expand(lambda turned: turned, keys, None, turn=turn)
+        turn = partial(_turned, config, layer.window)
+        asked = turn(_heads(p, "q", linear_to_heads(p, "q", x), config), layer.pos[:, None])
+        expand = Expand(lambda turned: turned, partial(self._computed, p, config), None, turn=turn)
         projected = Projected(asked, latents("k_down"), latents("v_down"), x, expand=expand)
         out, state, left = memory.attend(layer, projected, state)
         return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(b, t, -1)), state, left
+
+
+def _turned(
+    config: Config, window: int | None, heads: Float[Array, "B X S H"], pos: Int[Array, "B #X S"]
+) -> Float[Array, "B X S H"]:
+    """Heads turned by their positions, as layers of this window turn."""
+    rope = config.rope if window is None else config.rope_local or config.rope
+    return rotate(heads, *angles(rope, pos, config.head_dim), rope.start)
+
+
+def _heads(p: Params, name: str, y: Float[Array, "B S E"], config: Config) -> Float[Array, "B X S H"]:
+    """Heads of a projection, QK-normalised where the model does so."""
+    norm = p.get(f"{name}_norm")
+    if norm is not None and config.qk_norm == "full":
+        y = rms_norm(y, norm, config.norm_eps, config.norm_offset)
+    heads = y.reshape(*y.shape[:2], -1, config.head_dim)
+    if norm is not None and config.qk_norm == "head":
+        heads = rms_norm(heads, norm, config.norm_eps, config.norm_offset)
+    return jnp.swapaxes(heads, 1, 2)

@@ -139,9 +139,9 @@ TABLE = {
     ),
     "grouped latents": Row(
         with_layers(
-            GroupedLatent(2, 5, 7), GroupedLatent(2, 9, 3), kv_heads=4, qkv_bias=True, qk_norm="full",
+            GroupedLatent(2, 6, 8), GroupedLatent(2, 10, 4), kv_heads=4, qkv_bias=True, qk_norm="full",
         ),
-        2 * (5 + 7) + 2 * (9 + 3), 2 * 2,
+        2 * (6 + 8) + 2 * (10 + 4), 2 * 2,
     ),  # fmt: skip
     "clipped softmax": Row(with_layers(Attention(clip=(-0.1, 1.05)), mlps=()), KV, 2),
     "shared attention": Row(with_layers(Attention(), *[SharedWeights(0)] * 2, mlps=()), 2 * KV, 2 * 3),

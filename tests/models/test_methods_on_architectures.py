@@ -32,7 +32,17 @@ KEEPS = {
     "adakv": SMALL_WINDOW | dict(page=4, variant="kvpress"),
 }
 # Their layers share or make keys and values in ways that no keep and no read fits.
-APART = ("svformer", "tpa", "unequal groups", "dha", "gqkva", "shared attention", "lisa", "goldfinch")
+APART = (
+    "svformer",
+    "tpa",
+    "unequal groups",
+    "dha",
+    "gqkva",
+    "grouped latents",
+    "shared attention",
+    "lisa",
+    "goldfinch",
+)
 SLOTTED = [n for n, row in TABLE.items() if row.lists and n not in APART]
 REPRESENTED = [n for n in SLOTTED if n in REPRESENTATIVES]
 
