@@ -24,7 +24,7 @@ from kvjax.ops.base.rope import Rope
 from kvjax.steps import Run
 from kvjax.store.affine import Affine
 from kvjax.store.rotate import Rotate
-from tests.methods.battery import MAIN, decoder, model, off
+from tests.methods.battery import MAIN, decoder, model, off, positions
 from tests.reference import Prompt
 
 # Everything that decides how keys are rebuilt: groups, biases, norms, a window with a rotation of its own.
@@ -97,14 +97,12 @@ def test_products_are_the_closest_of_their_rank_and_values_are_part_of_the_outpu
         assert off(outputs, [value[:, n // 2] @ o[n] for n in range(8)]) < 2e-6
 
 
-def multiplied_out(made):
+def multiplied_out(rank=RANK, heads=HEADS):
     """The model that was given, with A B in place of W: attention as it always was."""
     layers = []
-    for i, p in enumerate(plain().params["layers"]):
-        keys, _ = products(made, i)
-        v = np.asarray(p["v"][0], np.float64)
-        value = np.concatenate([closest(x, RANK) for x in np.split(v, 2, 1)], 1)
-        new = {"k": keys, "v": value}
+    for p in plain().params["layers"]:
+        groups = {n: np.split(np.asarray(p[n][0], np.float64), 4 // heads, 1) for n in "kv"}
+        new = {n: np.concatenate([closest(w, rank) for w in each], 1) for n, each in groups.items()}
         layers.append({**p, **{n: jnp.asarray(x[None], jnp.float32) for n, x in new.items()}})
     return dataclasses.replace(plain(), params={**plain().params, "layers": tuple(layers)})
 
@@ -114,7 +112,7 @@ TEXT = np.random.default_rng(8).integers(0, 64, (2, 40))
 
 @cache
 def wanted():
-    return np.asarray(multiplied_out(kvjax.prepare(plain(), palu()))(TEXT))
+    return np.asarray(multiplied_out()(TEXT))
 
 
 def test_a_prompt_and_steps_are_those_of_the_weights_multiplied_out():
@@ -180,12 +178,30 @@ def scored(run, params):
 
 def test_scores_look_at_the_heads_that_are_computed_from_latents():
     snap, made = kvjax.method("snapkv", budget=0.5, window=4), kvjax.prepare(plain(), palu())
-    found, want = (scored(Run(m.config, snap), m.params)[0][0] for m in (made, multiplied_out(made)))
+    found, want = (scored(Run(m.config, snap), m.params)[0][0] for m in (made, multiplied_out()))
     assert found.shape == (2, 2, 32) and want.shape == (2, 4, 32)
     # A list has the mean of its two heads; those that are protected stay at infinity.
     mean = np.asarray(want).reshape(2, 2, 2, 32).mean(2)
     np.testing.assert_allclose(found, mean, rtol=1e-4)
     assert kvjax.pure.bind(kvjax.chain(palu(), snap), made).id == "palu + snapkv"
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    ("id", "hyper"),
+    [("snapkv", dict(window=4)), ("adakv", dict(window=4, page=4)), ("h2o", {})],
+)
+def test_a_keep_behind_latents_of_single_heads_keeps_what_it_keeps_of_their_keys(id, hyper):
+    method = kvjax.method(id, budget=0.5, **hyper)
+    models = (plain(), kvjax.chain(palu(rank=5, heads=1), method)), (multiplied_out(5, 1), method)
+    said = []
+    for m, one in models:
+        first, cache = kvjax.prefill(m, TEXT[:, :32], method=one, room=12, chunk=16)
+        step, cache = kvjax.step(m, cache, TEXT[:, 32])
+        turn, cache = kvjax.prefill(m, TEXT[:, 33:40], cache=cache)
+        last, cache = kvjax.step(m, cache, TEXT[:, 0])
+        said.append((np.stack([first, step, turn, last]), positions(cache)))
+    assert off(said[0][0], said[1][0]) < 1e-5 and said[0][1] == said[1][1]
 
 
 def test_what_is_made_is_remembered_and_has_a_fingerprint_of_its_own():

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax.errors import InputError
-from kvjax.fitted import fitted_words
+from kvjax.fitted import is_fitted
 from kvjax.grammar import Method, chain, check
 from kvjax.methods import (
     baseline,
@@ -199,7 +199,7 @@ def _info(id: str) -> MethodInfo:
         known.family,
         tuple(verbs),
         _phase(built),
-        training=any(True for _ in fitted_words(built)),
+        training=not is_fitted(built),
         exact=known.exact,
         kvpress=known.kvpress.name if known.kvpress else "",
     )

@@ -13,6 +13,7 @@ from rich.console import Console
 from scipy.special import rel_entr
 
 import kvjax
+from kvjax import pure
 from kvjax.errors import InputError
 from kvjax.eval import streaming
 from kvjax.eval.run.cellplan import Entry
@@ -112,6 +113,20 @@ def test_a_method_is_measured_as_it_decodes(model, book, rows, one):
     assert row["kl"] == pytest.approx(rel_entr(p, q).sum(-1).mean(), rel=1e-3, abs=1e-9)
     assert row["top1"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).mean())
     assert row["kl"] > 1e-9 and row["kept_bytes"] <= row["full_bytes"]
+
+
+@pytest.mark.rotating
+def test_methods_that_rewrite_weights_are_measured_on_the_model_that_they_make(model, book):
+    parts = (HALF, entry("kvzip", 0.5, page=8), INT8)
+    made = [kvjax.chain(kvjax.method("palu", rank=0.5), one.method) for one in parts]
+    bound = [pure.bind(m, kvjax.prepare(model, m)) for m in made]
+    rows = stream_text(model, [Entry(m.id, None, m) for m in bound], book, **SIZES)
+    tokens = read_windows(model, book, **SIZES).tokens
+    for method, row in zip(made, rows, strict=True):
+        nll = -np.take_along_axis(
+            log_softmax(walk(model, tokens, method)), tokens[:, LENGTH + 1 :, None], 2
+        ).mean()
+        assert row["nll"] == pytest.approx(nll, abs=1e-5) and row["kept_bytes"] < row["full_bytes"] / 2
 
 
 @pytest.mark.rotating
