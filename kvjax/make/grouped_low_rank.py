@@ -25,7 +25,7 @@ class Rotation(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class GroupedLowRank:
-    """W_k ~ A_k B_k and W_v ~ A_v B_v for every group of heads (Palu, arXiv:2407.21118, sections 3.1 to 3.3).
+    """W_k ~ A_k B_k and W_v ~ A_v B_v for every group of heads (Palu, arXiv:2407.21118, section 3).
 
     The model that it makes has `GroupedLatent` layers: its cache holds x A_k and x A_v, keys are computed
     from theirs before they turn, and B_v is multiplied into the output matrix.

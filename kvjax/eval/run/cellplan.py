@@ -14,6 +14,7 @@ from kvjax.methods import METHODS
 from kvjax.methods.parse import parse_method
 from kvjax.models.model import Model
 from kvjax.pure import bind
+from kvjax.suits import check_fit
 
 # Always there: a method that does not beat these at equal bytes has not shown anything.
 ALWAYS = ("full", "random", "sink-recent")
@@ -33,7 +34,19 @@ Custom = tuple[str, bool, Callable[[float | int | None], Method]]
 
 
 def _bound(method: Method, model: Model) -> Method:
+    """The method as it runs on the model, or on what it makes of it; InputError where it does not fit."""
     return bind(method, made(model, method))
+
+
+def _runs(method: Method, model: Model) -> bool:
+    """Whether a method needs no fit and can rewrite such a model, if that is what it does."""
+    if method.make is None:
+        return is_fitted(method)
+    try:
+        check_fit(method, model.config)
+    except InputError:
+        return False
+    return is_fitted(method)
 
 
 def plan_cells(
@@ -42,8 +55,9 @@ def plan_cells(
     """Every (method, budget) of a comparison, the anchors first.
 
     Methods are texts as `parse_method` reads them, or Custom; None stands for all that need not be fitted
-    first. Given budgets hold for every method that has none written in its text; without them, a preset's
-    budget of a method holds before the default ones.
+    first, without those that rewrite weights which the model does not have. Given budgets hold for every
+    method that has none written in its text; without them, a preset's budget of a method holds before the
+    default ones.
     ValueError for unknown names, hyper-parameters or budgets.
     """
     hyper = load_preset(preset)
@@ -65,5 +79,5 @@ def plan_cells(
         Entry(label, b, _bound(build(b), model))
         for label, budgeted, build in found.values()
         for b in (budgets if budgeted else (None,))
-        if methods is not None or is_fitted(build(b))
+        if methods is not None or _runs(build(b), model)
     ]

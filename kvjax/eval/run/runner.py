@@ -106,8 +106,7 @@ def bare_run(model: Model, method: Method) -> Run:
 
 
 class Given(NamedTuple):
-    """What a cell's programs are given: the model that it runs on, and that one's parameters with what words
-    were fitted to."""
+    """What a cell's programs are given: its model, and that one's parameters with the arrays of its words."""
 
     model: Model
     params: Params
