@@ -1,11 +1,14 @@
 """Cells: texts become sentences, presets fill in what they leave out, anchors are always there."""
 
+import dataclasses
+
 import pytest
 
 import kvjax
 from kvjax.errors import InputError
 from kvjax.eval.run.cellplan import plan_cells
 from kvjax.methods import METHODS, takes_budget
+from kvjax.models.mixers.attention import Attention
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +39,13 @@ def test_without_methods_everything_in_the_table_runs_that_needs_no_fit(model):
     entries = plan_cells(model, None, [0.5], "short")
     assert {e.label for e in entries} == set(METHODS) - {"kvzap", "headkv", "duoattention", "less"}
     assert all((e.budget is None) != takes_budget(e.label) for e in entries)
+
+
+def test_without_methods_what_rewrites_weights_is_left_out_where_a_model_has_others(model):
+    mixers = (*[Attention()] * 3, Attention(gate=True))
+    gated = dataclasses.replace(model, config=dataclasses.replace(model.config, mixers=mixers))
+    entries = plan_cells(gated, None, [0.5], "short")
+    assert "palu" not in {e.label for e in entries} and len(entries) > 20
 
 
 @pytest.mark.parametrize("budgets", [[0.5, 0.5], [1, 0.5, 1.0]])
