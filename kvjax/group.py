@@ -9,7 +9,7 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import Uniform
 from kvjax.keep.observe import Mass, Queries
 from kvjax.keep.score import Position
-from kvjax.protocols import Answering, Carried, CarryingMerge, Trace
+from kvjax.protocols import Answering, Carried, CarryingMerge, Stacking, Trace
 from kvjax.stored import is_steady
 from kvjax.when import STEP
 from kvjax.words import observations
@@ -21,7 +21,7 @@ class GroupMethod(NamedTuple):
     shared: channels of the keys that are the values too, which are then not stored; None where they are
     stored. kind: "slots", "state" (the layers carry a state instead; codecs[0] encodes its matrices), "fixed"
     (their slots are a context, to which tokens add nothing) or "reads" (they read another layer's slots and
-    have none).
+    have none). stack: how a prefill merges the layer with its neighbour, below it where `upper`.
     """
 
     keep: Keep | None
@@ -32,6 +32,15 @@ class GroupMethod(NamedTuple):
     first: int
     shared: int | None = None
     kind: str = "slots"
+    stack: Stacking | None = None
+    upper: bool = False
+
+    @property
+    def budget(self) -> Budget | None:
+        """How many slots of a prompt stay beside those that are merged; None where all do."""
+        if self.stack is not None:
+            return self.stack.most
+        return None if self.keep is None else self.keep.budget
 
     @property
     def paged(self) -> bool:

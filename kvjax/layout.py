@@ -26,7 +26,7 @@ class LayoutClass(NamedTuple):
     phase: what slots are rotated by, "position" or "rank". codec: "plain", "token" (tokens are encoded one by
     one) or "granule" (some tokens together, behind a plain tail). reads: "all" slots, "pages" of them, or
     "pages and the rest", where what is left out is answered for in sum. skips: the first layers are left
-    alone. reads_twice: the prompt is read again to be scored.
+    alone. reads_twice: the prompt is read again to be scored. pairs: two layers are stored as one.
     """
 
     storage: str
@@ -39,6 +39,7 @@ class LayoutClass(NamedTuple):
     reads: str
     skips: bool
     reads_twice: bool
+    pairs: bool
 
     def __str__(self) -> str:
         words = [self.storage, self.lists, f"evicts {self.evicts}"]
@@ -48,6 +49,7 @@ class LayoutClass(NamedTuple):
         words += [f"{self.codec} codes"] if self.codec != "plain" else []
         words += [f"reads {self.reads}"] if self.reads != "all" else []
         words += ["skips layers"] if self.skips else []
+        words += ["layers in pairs"] if self.pairs else []
         return ", ".join([*words, "reads twice"] if self.reads_twice else words)
 
 
@@ -74,6 +76,7 @@ def layout_class(method: Method) -> LayoutClass:
         reads="all" if read is None else "pages and the rest" if isinstance(read, Resting) else "pages",
         skips=any(part is not None and part.skip_layers > 0 for part in (keep, read)),
         reads_twice=keep is not None and keep.probe is not None,
+        pairs=method.stack is not None,
     )
 
 

@@ -12,6 +12,7 @@ ALLOCATION = ("uniform", "across_layers", "counts", "layer_slots")
 PREFERRING = ("needs", "preference")
 CODEC = ("granule", "encode", "decode")
 NARROW = ("needs", "after", "most", "count", "choose")
+STACK = ("most", "first", "codecs", "apart", "merge")
 
 
 def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
@@ -48,6 +49,12 @@ def check_narrow(narrow: Any) -> None:
     """ValueError for what narrows no prompt or is no frozen dataclass; None is none."""
     if narrow is not None:
         _check(narrow, "narrowing", NARROW, "see kvjax.keep.narrow.Narrow")
+
+
+def check_stack(stack: Any) -> None:
+    """ValueError for what merges no layers or is no frozen dataclass; None is none."""
+    if stack is not None:
+        _check(stack, "stack word", STACK, "see kvjax.store.merged.Merged")
 
 
 def check_codecs(*codecs: Any) -> None:

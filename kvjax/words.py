@@ -155,16 +155,16 @@ def refused_in_layers(method: Method) -> list[tuple[bool, str]]:
     """(wrong, why) for what cannot be where every layer has a sentence of its own."""
     if not method.layers:
         return []
-    alone = (method.keep, method.store, method.read, method.reread) == (None,) * 4
-    parts = [one for one in method.sentences if one.reread is not None]
+    alone = (method.keep, method.store, method.read, method.reread, method.stack) == (None,) * 5
+    parts = [one for one in method.sentences if one.reread is not None or one.stack is not None]
     keeps = [one.keep for one in method.sentences if one.keep is not None]
     whole = [k for k in keeps if k.rank_phase or k.per_query_head or k.probe or k.narrow]
     return [
         (not alone or any(one.layers for one in method.sentences), "its layers say all that it does"),
         (
             bool(parts or whole),
-            "rank_phase, per_query_head, probes, and what leaves tokens of a prompt out, concern all layers "
-            "together: give layers sentences without them",
+            "rank_phase, per_query_head, probes, what leaves tokens of a prompt out, and what merges layers, "
+            "concern all layers together: give layers sentences without them",
         ),
         (
             len({k for k in keeps if not k.allocate.uniform}) > 1,

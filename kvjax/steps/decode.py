@@ -26,6 +26,7 @@ from kvjax.steps.evict import Now, evict_one, evict_shared, tail_of
 from kvjax.steps.evict_due import evict_due
 from kvjax.steps.remember import Asked, carried, remember, weights_of
 from kvjax.steps.run import Run, answered, held, repeated
+from kvjax.stored import completed
 from kvjax.writing import first_empty, write_slots
 
 
@@ -57,7 +58,7 @@ def step_fn(
             traces = {repr(t): t.start(inputs, tail_of(state).kv_heads) for t in gm.traces}
             where = jnp.where(append, at, -1)
             state = _append(run, layer, state, repeated(run, gm.first, k), v, where, traces)
-        past = past_of(owner, gm, layer, state)
+        past = past_of(owner, gm, layer, completed(cache.groups, layer.group, state))
         phase = _query_phase(run, past.tail.pos[past.index], at, x.q.shape[1])
         x = x._replace(q=rotary(layer, q, phase, length))
         gone = answered(gm, layer, state, x.q, params)
