@@ -60,7 +60,7 @@ def check_fit(method: Method, config: Config) -> None:
             method,
             "it merges neighbouring layers that keep keys and values of all tokens, each for itself, and "
             f"from layer {method.stack.first(config.layers)} of {config.layers} up there are no two of them",
-            "int4",
+            "a lower start or int4",
         )
     keep, read = method.keep, method.read
     if keep is None and read is None:

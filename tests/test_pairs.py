@@ -220,7 +220,7 @@ def test_what_cannot_be_merged_is_refused_with_the_reason():
         kvjax.by_layer([METHOD, None])
     with pytest.raises(ValueError, match="the stack word is the class Merged, not one of its words"):
         Method(stack=Merged)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="from layer 1 of 2 up there are no two of them. Use int4 here"):
+    with pytest.raises(InputError, match="from layer 1 of 2 up there are no two of them. Use a lower start or int4 here"):
         kvjax.prefill(model("4/2"), [[1, 2]], method="minicache")
     with pytest.raises(InputError, match="minicache does not fit this model: it merges neighbouring layers"):
         latent = Latent(rank=16, rope_dim=8, nope_dim=8, value_dim=16)
