@@ -18,6 +18,7 @@ from kvjax.grammar import Budget, Method
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.latent import Latent
+from kvjax.models.model import Model
 from kvjax.models.params import init, plan, regroup
 from kvjax.place.pairs import pairs_of
 from kvjax.steps import Run
@@ -220,7 +221,9 @@ def test_what_cannot_be_merged_is_refused_with_the_reason():
         kvjax.by_layer([METHOD, None])
     with pytest.raises(ValueError, match="the stack word is the class Merged, not one of its words"):
         Method(stack=Merged)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="from layer 1 of 2 up there are no two of them. Use a lower start or int4 here"):
+    with pytest.raises(
+        InputError, match="from layer 1 of 2 up there are no two of them. Use a lower start or int4 here"
+    ):
         kvjax.prefill(model("4/2"), [[1, 2]], method="minicache")
     with pytest.raises(InputError, match="minicache does not fit this model: it merges neighbouring layers"):
         latent = Latent(rank=16, rope_dim=8, nope_dim=8, value_dim=16)
@@ -234,3 +237,32 @@ def test_stacked_layers_are_refused_when_a_prompt_is_read():
         Run(config, METHOD).groups(params)
     assert [gm.upper for gm in Run(m.config, METHOD).groups(m.params)] == [False, False, True]
     assert Method(stack=Merged(most=Budget(3))) != Method()
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", ["clip", "sink", "softcap", "windows"])
+def test_steps_and_passes_over_directions_and_lengths_are_those_over_whole_rows(name):
+    """Also where layers attend in ways of their own; the twin's slots hold what the codes say."""
+    more = {
+        "clip": dict(layers=2, mixers=(Attention(clip=(-0.03, 1.03)),) * 2),
+        "sink": dict(layers=2, mixers=(Attention(sink=True),) * 2),
+        "softcap": dict(layers=2, attention_softcap=2.0),
+        "windows": dict(layers=4, windows=(8, None, None, 8)),
+    }
+    config = Config(**(SIZES | dict(vocab=64) | more[name]))
+    m = Model(config, init(config, jax.random.key(3)))
+    _, cache = kvjax.prefill(
+        m, MAIN.first, method=kvjax.method("minicache", start=int(name == "windows")), room=8
+    )
+    whole = [completed(cache.groups, i, group) for i, group in enumerate(cache.groups)]
+    groups = tuple(
+        dataclasses.replace(
+            group, bodies=tuple(dataclasses.replace(s, k=dense(s.k), v=dense(s.v)) for s in group.bodies)
+        )
+        for group in whole
+    )
+    logits, _ = kvjax.verify(m, kvjax.fork(cache, 1), MAIN.steps.T.tolist())
+    twin = dataclasses.replace(cache, groups=groups, method=Method())
+    for i, token in enumerate(MAIN.steps):
+        (got, cache), (want, twin) = step(m, cache, token, append=True), step(m, twin, token, append=True)
+        assert off(got, want) < 1e-5 and off(logits[:, i], want) < 1e-5
