@@ -14,7 +14,7 @@ import kvjax
 from kvjax import steps
 from kvjax.cache import dense, kept_positions, nbytes
 from kvjax.errors import InputError
-from kvjax.grammar import Budget, Method
+from kvjax.grammar import Budget, Method, Store
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.latent import Latent
@@ -23,7 +23,7 @@ from kvjax.models.params import init, plan, regroup
 from kvjax.place.pairs import pairs_of
 from kvjax.steps import Run
 from kvjax.store.affine import Affine
-from kvjax.store.merged import Merged
+from kvjax.store.merged import Merged, Sized
 from kvjax.stored import completed
 from kvjax.suits import check_fit
 from tests import stacks
@@ -266,3 +266,20 @@ def test_steps_and_passes_over_directions_and_lengths_are_those_over_whole_rows(
     for i, token in enumerate(MAIN.steps):
         (got, cache), (want, twin) = step(m, cache, token, append=True), step(m, twin, token, append=True)
         assert off(got, want) < 1e-5 and off(logits[:, i], want) < 1e-5
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", ["latents", "pages that are read"])
+def test_lengths_and_directions_are_a_store_of_their_own(name):
+    """Where values lie in the keys, and where slots are picked, rows are made whole."""
+    store, more = Store(Sized(), Sized()), dict(layers=2)
+    if name == "latents":
+        more |= dict(mixers=(Latent(rank=16, rope_dim=8, nope_dim=8, value_dim=16),) * 2, kv_heads=4)
+    config = Config(**(SIZES | dict(vocab=64) | more))
+    m = Model(config, init(config, jax.random.key(3)))
+    quest = () if name == "latents" else (kvjax.method("quest", budget=1.0, page=8, skip_layers=0),)
+    found = []
+    for method in (kvjax.chain(store, *quest), Method()):
+        _, cache = kvjax.prefill(m, MAIN.first, method=method, room=8)
+        found.append(step(m, cache, MAIN.steps[0], append=True)[0])
+    assert off(*found) < 1e-5

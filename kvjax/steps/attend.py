@@ -143,12 +143,19 @@ def _in_their_bases(
         sizes: tuple[Array | None, Array | None] = (None, None)
         apart = not past.gm.masses and not _together(run, past, layer, x, i)
         if isinstance(segment, Slots) and apart:
-            k, of_keys = factors_of(segment.k)
-            v, of_values = (None, None) if segment.v is None else factors_of(segment.v)
-            met, one = meet(x.q, k, v), lambda s: None if s is None else s[past.index]
-            segment, sizes = dataclasses.replace(segment, k=met.k, v=met.v), (one(of_keys), one(of_values))
+            k, v = segment.k, segment.v
+            # Values that lie in the keys need whole keys, and slots that are picked leave others' sizes out.
+            if v is not None and _picking(past, i) is None:
+                (k, of_keys), (v, of_values) = factors_of(k), factors_of(v)
+                sizes = (_of_layer(of_keys, past.index), _of_layer(of_values, past.index))
+            met = meet(x.q, k, v)
+            segment = dataclasses.replace(segment, k=met.k, v=met.v)
         bases.append((segment, (met, sizes)))
     return past._replace(parts=tuple(s for s, _ in bases)), [base for _, base in bases]
+
+
+def _of_layer(x: Float[Array, "Lg B K S"] | None, index: int | Array) -> Float[Array, "B K S"] | None:
+    return None if x is None else x[index]
 
 
 def _read(
