@@ -99,7 +99,7 @@ def load_cache(path: str | os.PathLike[str]) -> Cache:
             f"{path} was filled with other fitted arrays ({', '.join(head.fitted)}) than the file of its "
             f"method holds now ({', '.join(_digests(method))}): give back that file, or prefill again"
         )
-    codecs = {repr(codec): codec for codec in _codecs(method)}
+    codecs = {repr(codec): codec for codec in (*_codecs(method), *_codecs_of_pairs(method))}
     with safe_open(path, framework="np") as file, _damage(path):
         tree = {name: _restore(node, name, file, codecs) for name, node in head.tree.items()}
         return Cache(**tree, method=method, model=head.model)
@@ -210,6 +210,14 @@ def _codecs(word: Any) -> Iterator[Codec]:
     elif isinstance(word, tuple):
         for part in word:
             yield from _codecs(part)
+
+
+def _codecs_of_pairs(method: Any) -> Iterator[Codec]:
+    """Those that a sentence's stack word makes of its store's."""
+    if method is not None and method.stack is not None:
+        store = method.store
+        for codec in (None, None) if store is None else (store.keys, store.values):
+            yield from method.stack.codecs(codec)
 
 
 # --- the method --------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class _Turns:
         self.gms = run.groups(params)
         slots = [mixer_of(run.config, gm.first).slots(run.config) for gm in self.gms]
         self.widths = [0 if s is None else s.key for s in slots]
-        self.acting = [run.acts(gm, compress) for gm in self.gms]
+        self.acting = [run.acts(gm, compress) or run.merges(gm, compress) for gm in self.gms]
         self.bound = self.listed = self.seen = self.held = 0
         self.next = np.zeros(rows, np.int64)
         self.free: np.ndarray | None = None
@@ -154,14 +154,14 @@ class _Turns:
         if self.acting[i] and gm.paged:
             newest = np.minimum(self.next, min(recent_tokens(gm), self.listed))
             return tail_slots(gm, self.listed, room, width) - newest
-        built = gm if self.acting[i] else gm._replace(keep=None)
+        built = gm if self.acting[i] else gm._replace(keep=None, stack=None)
         slots = slots_needed(built, self.bound, room, width)
         if gm.evicting and not gm.paged:
             assert gm.keep is not None
             return tokens_in(gm.keep, slots) - self.next
         held = self.next
-        if built.keep is not None:
-            held = np.array([min(built.keep.budget.capacity(int(n)), n) for n in self.next])
+        if built.budget is not None:
+            held = np.array([min(built.budget.capacity(int(n)), n) for n in self.next])
         return capacity_of(built, slots) - held - int(gm.split)
 
 

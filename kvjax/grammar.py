@@ -18,9 +18,9 @@ from jaxtyping import Array, Int
 
 from kvjax import words
 from kvjax.cache import Codec
-from kvjax.protocols import Allocation, Answering, Pattern, Read, Score
+from kvjax.protocols import Allocation, Answering, Pattern, Read, Score, Stacking
 from kvjax.when import PREFILL_END, When
-from kvjax.word_protocols import check_codecs, check_make, check_narrow, check_words
+from kvjax.word_protocols import check_codecs, check_make, check_narrow, check_stack, check_words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Method:
 
     reread: which tokens of a prompt are read at all (`kvjax.keep.reread`). layers: instead of all those, a
     sentence for every layer of the model. make: the model that all this acts on, as `kvjax.prepare` makes it
-    of the one that is given.
+    of the one that is given. stack: which layers are stored as one (`kvjax.store.merged`).
     """
 
     keep: Keep | None = None
@@ -145,14 +145,17 @@ class Method:
     reread: Any = None
     layers: tuple[Method, ...] = ()
     make: Any = None
+    stack: Stacking | None = None
 
     def __post_init__(self):
         check_narrow(self.reread)
         check_make(self.make)
+        check_stack(self.stack)
         parts = (self.keep, self.store, self.read)
         parts += () if self.reread is None else (self.reread,)
         parts += (self.layers,) if self.layers else ()
         parts += () if self.make is None else (self.make,)
+        parts += () if self.stack is None else (self.stack,)
         if not self.spec:
             spec = ("full", ()) if parts == (None,) * 3 else ("custom", (repr(parts),))
             object.__setattr__(self, "spec", spec)
@@ -221,7 +224,7 @@ def chain(*parts: Keep | Store | Read | Method, spec: tuple[Any, ...] | None = N
                     f"{part.id} has a method of its own for every layer, which no chain can add to: chain "
                     "the methods of its layers"
                 )
-            verbs = ("keep", "store", "read", "reread", "make")
+            verbs = ("keep", "store", "read", "reread", "make", "stack")
             pieces = {n: getattr(part, n) for n in verbs if getattr(part, n) is not None}
             specs.append(part.spec)
         elif pieces is None:
@@ -265,6 +268,16 @@ def check(method: Method) -> None:
         *([] if keep is None else words.refused(keep)),
         *words.refused_in_layers(method),
         *words.refused_in_store(method),
+        (
+            method.stack is not None and (keep is not None or read is not None or method.reread is not None),
+            "it merges the tokens of two layers one by one, and what leaves tokens out, or reads some of "
+            "them, would choose others in each layer: use it alone, or with a store method",
+        ),
+        (
+            method.stack is not None and together,
+            "it merges layers token by token, and this store encodes "
+            f"{granule} tokens together behind a residual of {residual}: use int8, int4 or fp8",
+        ),
         (
             in_steps and together,
             "evicting while decoding needs a store that encodes tokens one by one, this one encodes "

@@ -14,7 +14,7 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import Uniform
 from kvjax.keep.observe import Mass, Queries
 from kvjax.keep.score import Position
-from kvjax.protocols import Answering, Carried, CarryingMerge, Trace
+from kvjax.protocols import Answering, Carried, CarryingMerge, Stacking, Trace
 from kvjax.stored import is_steady
 from kvjax.when import STEP
 from kvjax.words import observations
@@ -27,7 +27,8 @@ class GroupMethod(NamedTuple):
     stored. kind: "slots", "state" (the layers carry a state instead; codecs[0] encodes its matrices), "fixed"
     (their slots are a context, to which tokens add nothing) or "reads" (they read another layer's slots and
     have none). sinks: how many first tokens are held as computed beside codes. taught: inside a program, what
-    the codecs' words were fitted to, of the group's layers (`kvjax.steps.lending`).
+    the codecs' words were fitted to, of the group's layers (`kvjax.steps.lending`). stack: how a prefill
+    merges the layer with its neighbour, below it where `upper`.
     """
 
     keep: Keep | None
@@ -40,6 +41,15 @@ class GroupMethod(NamedTuple):
     kind: str = "slots"
     sinks: int = 0
     taught: Taught | tuple[()] = ()
+    stack: Stacking | None = None
+    upper: bool = False
+
+    @property
+    def budget(self) -> Budget | None:
+        """How many slots of a prompt stay beside those that are merged; None where all do."""
+        if self.stack is not None:
+            return self.stack.most
+        return None if self.keep is None else self.keep.budget
 
     @property
     def paged(self) -> bool:

@@ -29,7 +29,8 @@ class LayoutClass(NamedTuple):
     tail). reads: "all" slots, "pages" of them, "pages and the rest", where what is left out is answered for
     in sum, or "samples", which weigh by how likely they were. skips: the first layers are left alone.
     reads_twice: the prompt is read again to be scored. sinks: the first tokens lie apart from the codes of
-    the others. fitted: codes are read by arrays that were fitted to each layer.
+    the others. fitted: codes are read by arrays that were fitted to each layer. pairs: two layers are stored
+    as one.
     """
 
     storage: str
@@ -44,6 +45,7 @@ class LayoutClass(NamedTuple):
     reads_twice: bool
     sinks: bool
     fitted: bool
+    pairs: bool
 
     def __str__(self) -> str:
         words = [self.storage, self.lists, f"evicts {self.evicts}"]
@@ -55,6 +57,7 @@ class LayoutClass(NamedTuple):
         words += ["first tokens apart"] if self.sinks else []
         words += [f"reads {self.reads}"] if self.reads != "all" else []
         words += ["skips layers"] if self.skips else []
+        words += ["layers in pairs"] if self.pairs else []
         return ", ".join([*words, "reads twice"] if self.reads_twice else words)
 
 
@@ -83,6 +86,7 @@ def layout_class(method: Method) -> LayoutClass:
         reads_twice=keep is not None and keep.probe is not None,
         sinks=encoded and store is not None and store.sinks > 0,
         fitted=any(True for _ in fitted_words(store)),
+        pairs=method.stack is not None,
     )
 
 

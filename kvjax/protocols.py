@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Slots
+from kvjax.cache import Codec, Codes, Slots
 from kvjax.ops.base.rope import Rope
 
 # What patterns take: they are computed on the host, too.
@@ -373,6 +373,43 @@ class Learning(Read, Protocol):
         self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
     ) -> dict[str, Array]:
         """As in `Read`, by what `learn` gave."""
+        ...
+
+
+@runtime_checkable
+class Stacking(Protocol):
+    """Which adjacent layers are stored as one after a prefill, and how: the stack word of a sentence.
+
+    most: how many tokens of a list at most stay as computed in both layers (a `kvjax.grammar.Budget`).
+    """
+
+    @property
+    def most(self) -> Any: ...
+
+    def first(self, layers: int) -> int:
+        """The lowest layer that may be merged, in a model of so many."""
+        ...
+
+    def codecs(self, codec: Codec | None) -> tuple[Codec, Codec]:
+        """How the lower and the upper layer store what is merged, where `codec` encodes slots.
+
+        One that `borrows` leaves arrays to the codes of the layer below (`kvjax.stored.completed`).
+        """
+        ...
+
+    def apart(
+        self,
+        k: tuple[Float[Array, "*b S H"], Float[Array, "*b S H"]],
+        v: tuple[Float[Array, "*b S V"], Float[Array, "*b S V"]],
+        live: Bool[Array, "*b S"],
+    ) -> Float[Array, "*b S"]:
+        """How much a token should stay as computed, by its rows in two layers; -inf: not at all."""
+        ...
+
+    def merge(
+        self, low: Float[Array, "*b S H"], high: Float[Array, "*b S H"], codec: Codec | None
+    ) -> tuple[Codes, Codes]:
+        """The same rows of two layers as codes of each, by `codecs`."""
         ...
 
 

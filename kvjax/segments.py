@@ -60,12 +60,12 @@ AT_ONCE = Ahead()
 
 def slots_needed(gm: GroupMethod, tokens: int, room: int, width: int) -> int:
     """Static capacity of one head's list: a function of method, bucket, room and platform only."""
-    if gm.keep is None:
+    if gm.budget is None:
         return whole_tiles(tokens + room, width)
-    if gm.evicting:
+    if gm.keep is not None and gm.evicting:
         # More than the budget: a token is attended before others leave.
         return whole_tiles(gm.keep.when.due_at(gm.keep.budget.capacity(tokens + room)), width)
-    return whole_tiles(gm.keep.budget.capacity(tokens) + room, width)
+    return whole_tiles(gm.budget.capacity(tokens) + room, width)
 
 
 def whole_tiles(slots: int, width: int) -> int:
@@ -157,6 +157,11 @@ def _take(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], capacity: 
 
     taken = jax.tree.map(lambda x: pick(x, 0), whole_slots(gm, view))
     return dataclasses.replace(taken, pos=pick(view.pos, -1))
+
+
+def taken_slots(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], tokens: int, room: int) -> Slots:
+    """The kept slots of a group as it stores them, with room for `room` more tokens."""
+    return _encoded(_take(gm, view, kept, slots_needed(gm, tokens, room, view.k.shape[-1])), gm)
 
 
 def _encoded(slots: Slots, gm: GroupMethod) -> Slots:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.cache import Codec, Codes
+from kvjax.cache import Codec, Codes, GroupState, Segment, Slots
 from kvjax.ops.base.dtypes import wide
 
 
@@ -37,6 +37,35 @@ ROWS = Form("rows")
 def is_steady(codec: Codec | None) -> bool:
     """Whether what was decoded may be encoded again and again; a codec that drifts says `steady = False`."""
     return getattr(codec, "steady", True)
+
+
+def completed(groups: tuple[GroupState, ...], at: int, state: GroupState) -> GroupState:
+    """`state`, what group `at` holds now, with the arrays of its codes that lie with the group below.
+
+    Codecs that `borrows` are of such codes, slot by slot. Both are bodies, which no step writes to, so those
+    of `groups` may be older than the state.
+    """
+
+    def whole(mine: Array | Codes | None, theirs: Array | Codes | None) -> Array | Codes | None:
+        if not _borrows(mine):
+            return mine
+        assert isinstance(mine, Codes) and isinstance(theirs, Codes)
+        return dataclasses.replace(mine, data=theirs.data | mine.data)
+
+    def with_shared(i: int, segment: Segment) -> Segment:
+        if not isinstance(segment, Slots) or not (_borrows(segment.k) or _borrows(segment.v)):
+            return segment
+        below = groups[at - 1].bodies[i]
+        assert isinstance(below, Slots)
+        k = whole(segment.k, below.k)
+        assert k is not None
+        return dataclasses.replace(segment, k=k, v=whole(segment.v, below.v))
+
+    return dataclasses.replace(state, bodies=tuple(with_shared(i, s) for i, s in enumerate(state.bodies)))
+
+
+def _borrows(x: Array | Codes | None) -> bool:
+    return isinstance(x, Codes) and getattr(x.codec, "borrows", False)
 
 
 def form_of(x: Codes) -> Form | None:
@@ -78,6 +107,21 @@ class Spanned(Protocol):
     def span(self, width: int) -> Span:
         """The codec of z and M, for rows of `width` channels."""
         ...
+
+
+@runtime_checkable
+class Multiplied(Protocol):
+    """A codec whose rows are x = s z, one number s per row: attention multiplies logits by s, and no rows."""
+
+    def factors(self, codes: Codes) -> tuple[Array | Codes, Float[Array, "*b S"]]:
+        """z and s of codes of this codec."""
+        ...
+
+
+def factors_of(x: Array | Codes) -> tuple[Array | Codes, Float[Array, "*b S"] | None]:
+    """Rows z and their numbers s where x = s z; x itself where it is no product."""
+    apart = isinstance(x, Codes) and isinstance(x.codec, Multiplied)
+    return x.codec.factors(x) if apart else (x, None)  # type: ignore[union-attr]
 
 
 def span_of(codec: Codec, width: int) -> Span:

@@ -21,6 +21,7 @@ from kvjax.models.exchange import takes_of
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
 from kvjax.models.mixers.latent import Latent
+from kvjax.place.pairs import pairs_of
 from kvjax.protocols import Answering, Preferring, Resting, Sampling
 from kvjax.words import crowded, observations, shaped
 
@@ -57,6 +58,13 @@ def check_fit(method: Method, config: Config) -> None:
         )
     _check_codecs(method, config)
     _check_narrow(method, config)
+    if method.stack is not None and not pairs_of(method.stack, config):
+        _refuse(
+            method,
+            "it merges neighbouring layers that keep keys and values of all tokens, each for itself, and "
+            f"from layer {method.stack.first(config.layers)} of {config.layers} up there are no two of them",
+            "a lower start or int4",
+        )
     keep, read = method.keep, method.read
     if method.store is not None and method.store.unrotated:
         kinds = [s for m in own if (s := m.slots(config)) is not None]
@@ -211,6 +219,8 @@ def check_block_transformer(method: Method, config: BlockConfig) -> None:
         _refuse(method, "its upper layers leave tokens out, and every block is decoded", "snapkv")
     if method.reread is not None:
         _refuse(method, "it reads the tokens of a prompt again, and blocks are none", "snapkv")
+    if method.stack is not None:
+        _refuse(method, "it merges layers of one decoder, and this model has two", "int4")
 
 
 # Up to here float32 tells positions apart, by which scores may rank slots.

@@ -13,6 +13,7 @@ PREFERRING = ("needs", "preference")
 CODEC = ("granule", "encode", "decode")
 MAKE = ("config", "params")
 NARROW = ("needs", "after", "most", "count", "choose")
+STACK = ("most", "first", "codecs", "apart", "merge")
 
 
 def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
@@ -55,6 +56,12 @@ def check_make(make: Any) -> None:
     """ValueError for what makes no model or is no frozen dataclass; None is none."""
     if make is not None:
         _check(make, "make", MAKE, "see kvjax.protocols.Make")
+
+
+def check_stack(stack: Any) -> None:
+    """ValueError for what merges no layers or is no frozen dataclass; None is none."""
+    if stack is not None:
+        _check(stack, "stack word", STACK, "see kvjax.store.merged.Merged")
 
 
 def check_codecs(*codecs: Any) -> None:

@@ -156,8 +156,10 @@ def refused_in_layers(method: Method) -> list[tuple[bool, str]]:
     """(wrong, why) for what cannot be where every layer has a sentence of its own."""
     if not method.layers:
         return []
-    alone = (method.keep, method.store, method.read, method.reread, method.make) == (None,) * 5
-    parts = [one for one in method.sentences if one.reread is not None or one.make is not None]
+    alone = (method.keep, method.store, method.read, method.reread, method.make, method.stack) == (None,) * 6
+    parts = [
+        one for one in method.sentences if any(part is not None for part in (one.reread, one.make, one.stack))
+    ]
     stores = [one.store for one in method.sentences if one.store is not None and one.store.unrotated]
     keeps = [one.keep for one in method.sentences if one.keep is not None]
     whole = [k for k in keeps if k.rank_phase or k.per_query_head or k.probe or k.narrow]
@@ -165,8 +167,8 @@ def refused_in_layers(method: Method) -> list[tuple[bool, str]]:
         (not alone or any(one.layers for one in method.sentences), "its layers say all that it does"),
         (
             bool(parts or whole or stores),
-            "rank_phase, per_query_head, unrotated keys, probes, rewritten weights, and what leaves tokens "
-            "of a prompt out, "
+            "rank_phase, per_query_head, unrotated keys, probes, rewritten weights, what leaves tokens of a "
+            "prompt out, and what merges layers, "
             "concern all layers together: give layers sentences without them",
         ),
         (

@@ -117,7 +117,9 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
             _room("keep", "which slots stay: scores, budgets, patterns, merges", "kvjax/keep"),
             _room("store", "how a slot's numbers are encoded", "kvjax/store"),
             _room("read", "which slots a step looks at", "kvjax/read"),
-            _room("place", "how slots lie in memory: pages, and rows of a batch", "kvjax/place"),
+            _room(
+                "place", "how slots lie in memory: pages, rows of a batch, and layers in pairs", "kvjax/place"
+            ),
         ),
     ),
     (
@@ -126,11 +128,13 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
             _room(
                 "segments",
                 "what a sentence means for a run of layers (`group.py`), which slots stay (`choose.py`), "
-                "how they are moved (`segments.py`), and what lies beside them for reads (`summaries.py`)",
+                "how they are moved (`segments.py`; `pairs.py` where two layers become one), and what lies "
+                "beside them for reads (`summaries.py`)",
                 "kvjax/group.py",
                 "kvjax/choose.py",
                 "kvjax/segments.py",
                 "kvjax/summaries.py",
+                "kvjax/pairs.py",
                 "kvjax/room.py",
                 "kvjax/sinks.py",
             ),

@@ -25,6 +25,7 @@ METHODS = {
     "no method": Method(),
     "kivi": kvjax.method("kivi", group=16, residual=16),
     "int8": kvjax.method("int8"),
+    "minicache": kvjax.method("minicache", start=0),
     "h2o": kvjax.method("h2o", budget=0.5),
     "quest": kvjax.method("quest", budget=0.5, page=8, skip_layers=0),
     "streamingllm": kvjax.method("streamingllm", budget=16),

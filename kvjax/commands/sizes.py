@@ -34,8 +34,8 @@ def sizes_of(
 class Sizes:
     """Shapes of one row's caches after a prompt of `tokens` tokens, which is traced once for all `methods`.
 
-    A method whose layers see some tokens of a prompt alone is traced by itself, over layers that are not
-    stacked, and one that rewrites weights over those.
+    A method whose layers see some tokens of a prompt alone, or are merged, is traced by itself, over layers
+    that are not stacked, and one that rewrites weights over those.
 
     >>> config = Config(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)
     >>> Sizes(config, "float32", 64, [Method()]).nbytes(Method())  # 2 layers x 64 x (8 + 8 + 1) x 4 B, next
@@ -46,11 +46,8 @@ class Sizes:
         self.config, self.tokens = config, bucket(tokens)
         # Stacked layers trace in the time of one; the bytes are the same.
         self.params = abstract_params(config, dtype)
-        needs = (
-            steps.needs_of(Run(config, m), self.params)
-            for m in methods
-            if _fits(m, config) and m.make is None
-        )
+        shared = [m for m in methods if not _by_itself(m) and m.make is None]
+        needs = (steps.needs_of(Run(config, m), self.params) for m in shared if _fits(m, config))
         observe = partial(steps.observe, Run(config, Method()), cache=None, needs=frozenset().union(*needs))
         ids = jax.ShapeDtypeStruct((1, self.tokens), jnp.int32)
         self.prompt = jax.eval_shape(observe, self.params, ids, jax.ShapeDtypeStruct((1,), jnp.int32))
@@ -66,7 +63,7 @@ class Sizes:
             plain = dataclasses.replace(method, make=None)
             return Sizes(made, dtype, self.tokens, [plain]).cache(plain, room)
         run, sizes = Run(self.config, method), dict(tokens_bound=self.tokens, room=room, compress=True)
-        if method.reread is not None or (method.keep is not None and method.keep.narrow is not None):
+        if _by_itself(method):
             apart = abstract_params(self.config, self.params["norm"].dtype, stacked=False)
             ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, self.tokens), (1,)))
             return jax.eval_shape(partial(steps.prefill, run, cache=None, **sizes), apart, ids, length)[1]
@@ -76,6 +73,12 @@ class Sizes:
     def nbytes(self, method: Method, room: int = 0) -> int:
         """Bytes of that cache, everything counted."""
         return nbytes(self.cache(method, room))
+
+
+def _by_itself(method: Method) -> bool:
+    """Whether a method cannot share a trace over stacked layers."""
+    narrows = method.reread is not None or (method.keep is not None and method.keep.narrow is not None)
+    return narrows or method.stack is not None
 
 
 def _fits(method: Method, config: Config) -> bool:

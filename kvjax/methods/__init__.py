@@ -25,6 +25,7 @@ from kvjax.methods import (
     budget_head,
     budget_layer,
     low_rank,
+    merge_layer,
     merge_token,
     quant,
     quant_mixed,
@@ -49,6 +50,7 @@ _FAMILIES = (
     budget_layer,
     budget_head,
     merge_token,
+    merge_layer,
     low_rank,
     quant,
     quant_mixed,
@@ -188,7 +190,8 @@ def _info(id: str) -> MethodInfo:
     known = METHODS[id].paper
     built = method(id, **({"budget": 0.5} if takes_budget(id) else {}))
     keep = built.keep
-    verbs = [n for n in ("make", "keep", "store", "read", "reread") if getattr(built, n) is not None]
+    parts = ("make", "keep", "store", "read", "reread", "stack")
+    verbs = [n for n in parts if getattr(built, n) is not None]
     if keep is not None and not keep.allocate.uniform:
         verbs.append("place")
     return MethodInfo(
@@ -214,7 +217,7 @@ def _phase(built: Method) -> str:
         or (built.keep is not None and built.keep.when.in_steps)
     ):
         return "both"
-    return "none" if built.keep is None and built.reread is None else "prefill"
+    return "none" if (built.keep, built.reread, built.stack) == (None,) * 3 else "prefill"
 
 
 _BY_NAME = {function.__name__: function for function in METHODS.values()}

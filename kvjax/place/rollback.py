@@ -135,7 +135,7 @@ def _never(gm: Any, group: GroupState) -> str:
 def _check_added(cache: Cache, note: Added, count: np.ndarray) -> None:
     """InputError where a method chose among slots when these tokens were there, or can have done so."""
     rereads = getattr(cache.method, "reread", None) is not None
-    chooses = any(gm.kind == "slots" and gm.keep is not None and not gm.evicting for gm in note.groups)
+    chooses = any(gm.kind == "slots" and gm.budget is not None and not gm.evicting for gm in note.groups)
     if (chooses or rereads) and (count > note.tokens).any():
         _refuse(
             cache,

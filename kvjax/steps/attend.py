@@ -23,7 +23,7 @@ from kvjax.place.paged import attend_pages
 from kvjax.protocols import AttentionSpec, Read, Resting, Sampling
 from kvjax.read.pages import positions, visited
 from kvjax.steps.run import Run, turn_keys
-from kvjax.stored import Form, Met, groups_of, is_rows, meet
+from kvjax.stored import Form, Met, factors_of, groups_of, is_rows, meet
 from kvjax.words import shaped
 
 # What the slots of one part received of a query, by the repr of the observed mass.
@@ -87,7 +87,8 @@ def attend_past(
     resting = past.gm.read if isinstance(past.gm.read, Resting) else None
     past, bases = _in_their_bases(run, past, layer, x)
     for i, segment in enumerate(past.parts):
-        met = bases[i]
+        met, sizes = bases[i]
+        sized = any(s is not None for s in sizes)
         if isinstance(segment, Paged) and unreadable is None and not (past.gm.masses or run.unrotated):
             one, pool = segment.layer(past.index), pools[segment.pool]
             part = attend_pages(
@@ -95,16 +96,19 @@ def attend_past(
                 implementation=run.implementation,
             )  # fmt: skip
             parts.append(part)
-        elif isinstance(segment, Slots) and (chosen := _form(run, past, layer, x, i, met.q)) != "reference":
+        elif (
+            isinstance(segment, Slots)
+            and (chosen := _form(run, past, layer, x, i, met.q, sized)) != "reference"
+        ):
             if (read := _picking(past, i)) is not None:
                 out, lse = _attend_picked(run, past, layer, q, segment, read, found, pos, chosen)
             else:
                 out, lse, mass = _attend_slots(run, past, layer, met.q, segment, pos, chosen)
                 received = () if mass is None else ({repr(Mass("sum")): mass},)
             parts.append((met.back(out), lse))
-        elif met.turned:
-            mine = [_read(run, past, layer, i, found, pools, at)]
-            out, lse, *_ = attend_at_once(layer, x, met.q, mine, pos)
+        elif met.turned or sized:
+            mine = _read(run, past, layer, i, found, pools, at)._replace(sizes=sizes)
+            out, lse, *_ = attend_at_once(layer, x, met.q, [mine], pos)
             parts.append((met.back(out), lse))
         else:
             sets.append(_read(run, past, layer, i, found, pools, at))
@@ -131,21 +135,34 @@ def attend_past(
     return out if expand is None or expand.outputs is None else expand.outputs(out), received, scores
 
 
-def _in_their_bases(run: Run, past: Past, layer: Layer, x: Projected) -> tuple[Past, list[Met]]:
+def _in_their_bases(
+    run: Run, past: Past, layer: Layer, x: Projected
+) -> tuple[Past, list[tuple[Met, tuple[Array | None, Array | None]]]]:
     """The segments in the bases that codecs store them in, where each can be attended apart, and the queries.
 
-    Pages turn where they are attended. What is attended with others at once, or asked for its mass, is turned
-    back instead.
+    Beside these, what multiplies the keys and the values of every slot, where codes are such products. Pages
+    turn where they are attended. What is attended with others at once, or asked for its mass, is turned back
+    instead.
     """
     bases = []
     for i, segment in enumerate(past.parts):
         met = Met(x.q, x.q, None, lambda out: out, False)
+        sizes: tuple[Array | None, Array | None] = (None, None)
         apart = not past.gm.masses and not _together(run, past, layer, x, i)
         if isinstance(segment, Slots) and apart:
-            met = meet(x.q, segment.k, segment.v)
+            k, v = segment.k, segment.v
+            # Values that lie in the keys need whole keys, and slots that are picked leave others' sizes out.
+            if v is not None and _picking(past, i) is None:
+                (k, of_keys), (v, of_values) = factors_of(k), factors_of(v)
+                sizes = (_of_layer(of_keys, past.index), _of_layer(of_values, past.index))
+            met = meet(x.q, k, v)
             segment = dataclasses.replace(segment, k=met.k, v=met.v)
-        bases.append((segment, met))
-    return past._replace(parts=tuple(s for s, _ in bases)), [met for _, met in bases]
+        bases.append((segment, (met, sizes)))
+    return past._replace(parts=tuple(s for s, _ in bases)), [base for _, base in bases]
+
+
+def _of_layer(x: Float[Array, "Lg B K S"] | None, index: int | Array) -> Float[Array, "B K S"] | None:
+    return None if x is None else x[index]
 
 
 def _read(
@@ -214,12 +231,14 @@ def _picking(past: Past, i: int) -> Read | None:
     return past.gm.read if i == 0 else None
 
 
-def _form(run: Run, past: Past, layer: Layer, x: Projected, i: int, q: Array) -> str:
+def _form(run: Run, past: Past, layer: Layer, x: Projected, i: int, q: Array, sized: bool) -> str:
     """In which form `q` attends segment `i`; NotImplementedError where a kernel is forced and cannot run."""
     slots = past.parts[i]
     assert isinstance(slots, Slots)
     if why := _together(run, past, layer, x, i):
         each = _nowhere(why)
+    elif sized:
+        each = _nowhere("rows that are multiplied by numbers of their own have no kernel")
     elif (read := _picking(past, i)) is not None:
         each = _refusals_of_picks(past, q, slots, read)
     elif (groups := groups_of(slots.k, slots.v)) is not None:

@@ -28,6 +28,7 @@ from kvjax.steps.evict_due import evict_due
 from kvjax.steps.lending import lend, taught_groups
 from kvjax.steps.remember import Asked, carried, remember, weights_of
 from kvjax.steps.run import Run, answered, held, repeated
+from kvjax.stored import completed
 from kvjax.writing import first_empty, write_slots
 
 
@@ -60,7 +61,7 @@ def step_fn(
             where = jnp.where(append, at, -1)
             k = repeated(run, gm.first, k)
             state = _append(run, gm, layer, state, k, v, where, traces)
-        past = past_of(owner, gm, layer, state)
+        past = past_of(owner, gm, layer, completed(cache.groups, layer.group, state))
         phase = _query_phase(run, past.tail.pos[past.index], at, x.q.shape[1])
         x = x._replace(q=rotary(layer, q, phase, length))
         gone = answered(gm, layer, state, x.q, params)

@@ -27,6 +27,7 @@ from kvjax.models.attending import attend_new, new_keys, published_by, rotary
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.transformer import IdsOrVectors, Positions, decode_layers, positions, unembed
+from kvjax.pairs import Half, merge_pair
 from kvjax.protocols import Carried, Inputs, Trace, View
 from kvjax.room import widened
 from kvjax.segments import AT_ONCE, Ahead, build, build_group_pages, extend, remember_in_pages, whole_slots
@@ -34,6 +35,7 @@ from kvjax.steps.lending import lend, returned, taught_groups
 from kvjax.steps.narrowing import by_token, chosen, narrow_of, narrowing, new_positions, unnarrowed
 from kvjax.steps.observed import by_owner, carried_behind, decoded, past_sets
 from kvjax.steps.run import Run, answered, held, repeated, seen_by_words, turn_keys
+from kvjax.stored import completed
 from kvjax.summaries import learnt
 from kvjax.words import observations
 
@@ -82,7 +84,7 @@ def observe(
     states = lend(states, gms)
 
     def attend(layer: Layer, x: Projected, state: GroupState):
-        past = past_sets(layer, state, pools)
+        past = past_sets(layer, completed(states, layer.group, state), pools)
         phase = layer.pos
         # A prefill that ends early has the queries of the last tokens alone, over the keys of all.
         pos = at.pos if narrow is None else layer.pos
@@ -248,6 +250,11 @@ def settled(
             continue
         fresh[i] = _as_stored(run, gm, new)
         here = new_positions(run, gm, prompt.positions, prompt.narrowed)
+        if run.merges(gm, compress):
+            if gm.upper:
+                lower, upper = (Half(gms[j], pasts[j], fresh[j]) for j in (i - 1, i))
+                groups[i - 1], groups[i] = merge_pair(lower, upper, here, length, tokens=tokens, room=room)
+            continue
         if pasts[i].parts and not acting[i] and not gm.evicting:
             groups[i] = extend(gm, pasts[i], fresh[i], here)
             pools = remember_in_pages(gm, pasts[i], pools, fresh[i].masses)
@@ -296,7 +303,7 @@ def settled(
     for i in views:
         if i not in groups:
             # A keep that was not asked to act yet leaves everything, with the room behind it.
-            gm = gms[i] if acting[i] else gms[i]._replace(keep=None)
+            gm = gms[i] if acting[i] else gms[i]._replace(keep=None, stack=None)
             if ahead.slots and not (acting[i] or gms[i].evicting):
                 groups[i] = widened(gm, build(gm, views[i], None, pos.shape[1], room), ahead.slots[i])
             else:

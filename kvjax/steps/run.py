@@ -20,6 +20,7 @@ from kvjax.models.mixer import Layer
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.rope import Rope
+from kvjax.place.pairs import pairs_of
 from kvjax.protocols import AttentionSpec, View, over_layers
 
 
@@ -35,6 +36,8 @@ class Run(NamedTuple):
     implementation: str | None = None
 
     def groups(self, params: Params) -> tuple[GroupMethod, ...]:
+        stack = self.method.stack
+        lower = () if stack is None else pairs_of(stack, self.config)
         out, first = [], 0
         for p in params["layers"]:
             size = next(iter(p.values())).shape[0]
@@ -44,6 +47,13 @@ class Run(NamedTuple):
             kind = "state" if slots is None else "fixed" if slots.fixed else "slots"
             kind = kind if mixer.source_of("slots") is None else "reads"
             gm = group_method(self.method, first, size, self.config.window(first), shared, kind)
+            if any(first <= i + 1 and i < first + size for i in lower):
+                if size > 1:
+                    raise ValueError(
+                        f"{self.method.id} merges pairs of single layers, and layers {first} to "
+                        f"{first + size - 1} are stacked: give layers that are not stacked"
+                    )
+                gm = gm._replace(stack=stack, upper=first - 1 in lower)
             ids = slots is not None and slots.ids
             out.append(gm._replace(codecs=(gm.codecs[0], None)) if ids else gm)
             first += size
@@ -52,6 +62,10 @@ class Run(NamedTuple):
     def acts(self, gm: GroupMethod, compress: bool) -> bool:
         """Whether a prefill chooses among a group's slots: windowed layers always keep their window alone."""
         return gm.keep is not None and (compress or self.config.window(gm.first) is not None)
+
+    def merges(self, gm: GroupMethod, compress: bool) -> bool:
+        """Whether a prefill merges a group with its neighbour."""
+        return gm.stack is not None and compress
 
     @property
     def without_gpu(self) -> str | None:

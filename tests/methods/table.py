@@ -19,7 +19,7 @@ from kvjax.fitted import Fitted
 from kvjax.grammar import Method
 from kvjax.methods import takes_budget
 from kvjax.ops.base.rope import Rope
-from tests import merges, reads
+from tests import merges, reads, stacks
 from tests.reference import (
     Lag,
     Prompt,
@@ -71,6 +71,8 @@ class Row:
     whether how many slots stay follows from the data. narrow: (prompt, layer) -> the tokens that go on, where
     upper layers see fewer (as `Prompt` takes it). reread: prompt -> the tokens that are read of it. attends:
     what a step gives the queries, where it does not attend to all slots (as `tests.reference.Row` takes it).
+    stored: prompt -> the same with the keys and values that its cache holds in place of its own. stacks:
+    whether layers may be stacked.
     """
 
     label: str
@@ -88,6 +90,8 @@ class Row:
     narrow: Callable | None = None
     reread: Callable | None = None
     attends: Callable | None = None
+    stored: Callable | None = None
+    stacks: bool = True
 
     def method(self, parts: tuple[tuple[str, dict[str, Any]], ...] | None = None) -> Method:
         made = [kvjax.method(id, **hyper) for id, hyper in parts or self.build]
@@ -102,6 +106,8 @@ class Row:
         """A prompt as the method reads it."""
         if self.reread is not None:
             return Prompt(prompt.decoder, self.reread(prompt))
+        if self.stored is not None:
+            return self.stored(prompt)
         return prompt if self.narrow is None else Prompt(prompt.decoder, prompt.tokens, self.narrow)
 
     @property
@@ -137,6 +143,23 @@ def dense(slots, heads=None, slot=plain, extra=0):
 
 def everything(s: Sizes) -> int:
     return s.tokens + s.room
+
+
+MINI, MINI_MOST = dict(t=0.6, gamma=0.3), 0.125
+
+
+def minicache_bytes(direction):
+    """One layer of three keeps everything. The others have a body for the prompt, and a tail for an eighth.
+
+    In the body, a direction of keys and one of values, two lengths in each layer, and its positions.
+    """
+
+    def total(s):
+        shared = s.tokens * (2 * direction(s) + 2 * (2 * 4 + 4))
+        tails = 2 * (int(MINI_MOST * s.tokens) + s.room) * plain(s)
+        return s.b * s.k * (everything(s) * plain(s) + shared + tails) + 4 * s.b
+
+    return total
 
 
 def half(s: Sizes) -> int:
@@ -700,6 +723,11 @@ ROWS = [
     ),
     # At full rank; tests/test_making.py has lower ones.
     row("palu", dense(everything), hyper=dict(rank=1.0, heads=1)),
+    row(
+        "minicache", minicache_bytes(lambda s: 4 * s.h), hyper=dict(MINI, most=MINI_MOST), model="deep",
+        moves=False, stacks=False,
+        stored=stacks.minicache(1, **MINI, most=lambda length: max(1, int(MINI_MOST * length))),
+    ),
     row("int8", dense(everything, slot=coded(8)), error=0.02),
     row("int4", dense(everything, slot=coded(4, 2)), hyper=dict(group=8), error=0.3),
     row("fp8", dense(everything, slot=lambda s: 2 * (s.h + 2) + 4), error=0.2),

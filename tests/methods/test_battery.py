@@ -324,7 +324,7 @@ def heads_split(path, x):
     )
 
 
-@some("adakv")
+@rows([r.label for r in ROWS if r.stacks], ("adakv",))
 def test_stacked_sharded_and_scanned_decoding_equals_the_plain_one(label):
     row, done = BY_LABEL[label], talk(label)
     m = model(row.model)

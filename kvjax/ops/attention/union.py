@@ -25,13 +25,15 @@ class Keys(NamedTuple):
     `pos` is -1 where a slot is empty, and None for slots outside the sequence, which every query sees (sinks,
     learned keys). `bias` is added to the logits (log counts of merged slots); it has an axis of N query heads
     in place of the K heads where these differ in it. Values of empty slots must be finite, because they are
-    multiplied by zero and not left out.
+    multiplied by zero and not left out. sizes: what the keys and the values of every slot are multiplied by,
+    where they are not whole; `logits` and `weigh` alone take such sets.
     """
 
     k: Float[Array, "B K S H"]
     v: Float[Array, "B K S V"]
     pos: Int[Array, "B #K S"] | None
     bias: Float[Array, "B K S"] | Float[Array, "B N S"] | None = None
+    sizes: tuple[Float[Array, "B K S"] | None, Float[Array, "B K S"] | None] = (None, None)
 
 
 class Reduction(NamedTuple):
@@ -94,6 +96,8 @@ def logits(
     kv_heads = keys.k.shape[1]
     rows = q.reshape(b, kv_heads, n // kv_heads * t, h)
     s = _products(rows, keys.k) * scale
+    if keys.sizes[0] is not None:
+        s = s * keys.sizes[0][:, :, None].astype(s.dtype)
     s = s.reshape(b, kv_heads, n // kv_heads, t, -1)
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)
@@ -184,6 +188,8 @@ def _log_total(top: Array, total: Array, safe: Array) -> Array:
 def _weighted_values(p: Float[Array, "B K G T S"], keys: Keys, bnt: tuple[int, int, int]) -> Array:
     """sum_j p_j v_j as [B, N, T, V]."""
     b, k, g, t, s = p.shape
+    if keys.sizes[1] is not None:
+        p = p * keys.sizes[1][:, :, None, None].astype(p.dtype)
     weights = p.reshape(b, k, g * t, s).astype(keys.v.dtype)
     out = jnp.einsum("bkts,bksv->bktv", weights, keys.v, preferred_element_type=wide(keys.v))
     return out.reshape(*bnt, -1)

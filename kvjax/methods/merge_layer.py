@@ -1,0 +1,30 @@
+"""Merging layers: neighbours in the stack are stored as one."""
+
+from __future__ import annotations
+
+from kvjax.grammar import Budget, Method
+from kvjax.methods.papers import paper
+from kvjax.methods.shared import Depth, Ratio, Share
+from kvjax.store.merged import Merged
+
+
+@paper(
+    "MiniCache: KV Cache Compression in Depth Dimension for Large Language Models",
+    arxiv="2405.14366",
+    family="merge-layer",
+    exact="deviates",
+)
+def minicache(*, start: Depth = 0.5, t: Share = 0.6, gamma: Share = 0.05, most: Ratio = 0.05) -> Method:
+    """MiniCache (Liu et al., 2024, arXiv:2405.14366): from the middle up, two layers share their directions.
+
+    `Merged` says how: layers `start` and up in pairs, a direction per token and KV head `t` of the way from
+    the lower layer's to the upper one's, and the length of each layer's vector. Tokens whose angle lies in
+    the highest part `gamma` of the range of all angles stay as computed, at most the share `most` of them.
+    `minicache + int4` encodes directions and other tokens with 4 bits, as the paper does. A layer without a
+    partner is left alone: the last of an odd number, and layers with a window. Deviations: tokens that are
+    decoded stay as computed until the next prompt ends, where the paper merges them step by step, and what
+    was merged stays merged. The bound d_min + (d_max - d_min) gamma is measured from the other end of the
+    range, d_max, where layers differ most; the range is that of one row and KV head; keys and values of a
+    token stay together; and `most`, which the paper does not have, makes sizes known beforehand.
+    """
+    return Method(stack=Merged(start, t, gamma, Budget(float(most))))
