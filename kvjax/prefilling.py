@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -169,12 +170,12 @@ def prefill(
         run, params, None if cache is None else bare_cache(cache), batch.lengths,
         width=width, room=room, compress=compress,
     )  # fmt: skip
+    call = partial(steps.prefill, compress=compress, watched=True)
+    call = steps.prefill_apart if compress and steps.chooses(run.method) else call
     logits, lost = None, []
     for piece, size in zip(_chunks(batch, width), sizes, strict=True):
-        here, cache, unranked = steps.prefill(
-            run, params, jnp.asarray(piece.tokens), jnp.asarray(piece.lengths), cache,
-            **size._asdict(), compress=compress, watched=True,
-        )  # fmt: skip
+        new = jnp.asarray(piece.tokens), jnp.asarray(piece.lengths)
+        here, cache, unranked = call(run, params, *new, cache, **size._asdict())
         lost.append(unranked)
         # A row that ended in an earlier chunk keeps the logits of its own last token.
         logits = here if logits is None else jnp.where((piece.lengths > 0)[:, None], here, logits)

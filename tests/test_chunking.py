@@ -78,7 +78,10 @@ readings = pytest.mark.parametrize(
 
 
 def signatures(m, method, lengths, compress):
-    """What distinguishes the programs of a prompt's chunks, each time one is called; nothing runs."""
+    """What distinguishes the programs of a prompt's chunks, each time one is called; nothing runs.
+
+    For each chunk, the sizes and the cache that it is stored in; reading depends on the cache alone.
+    """
     run = Run(m.config, bind(method, m))
     lengths = np.asarray(lengths, np.int32)
     params = with_fitted(m.params, method)
@@ -101,15 +104,20 @@ def test_a_prompt_of_any_number_of_chunks_takes_three_programs(how, name, compre
     lengths = [CHUNK * chunks - 5, 3, CHUNK * chunks]
     calls = signatures(fits(how, MODELS[name]), METHODS[how], lengths, compress)
     assert (len(calls), len(set(calls))) == (chunks, min(chunks, 3))
+    # Where reading is apart, it takes two: over no cache, and over the one that all but the last leave.
+    assert len({cache for _, cache in calls}) == 2
 
 
 @ran
 def test_chunks_leave_what_turns_with_room_for_the_next_leave_to_the_byte(how):
     rng, m = np.random.default_rng(0), fits(how, M)
     prompt = rng.integers(0, VOCAB, (2, 4 * CHUNK))
-    steps.prefill.clear_cache()
+    programs = steps.prefill, steps.read, steps.compress
+    for one in programs:
+        one.clear_cache()
     logits, cache = kvjax.prefill(m, prompt, method=METHODS[how], room=ROOM, chunk=CHUNK)
-    assert steps.prefill._cache_size() == 3
+    compiled = [one._cache_size() for one in programs]
+    assert compiled == ([0, 2, 3] if steps.chooses(METHODS[how]) else [3, 0, 0])
     past = None
     for start in range(0, 4 * CHUNK, CHUNK):
         part, room = prompt[:, start : start + CHUNK], ROOM if start == 3 * CHUNK else CHUNK

@@ -4,6 +4,7 @@ They are jitted with static (config, method) and take parameters and cache as pl
 segments, allocations and evictions, but no method by name.
 """
 
+from kvjax.steps.apart import chooses, compress, prefill_apart, read, reading
 from kvjax.steps.decode import step, step_fn, step_keeping
 from kvjax.steps.prompt import Prompt, needs_of, observe, prefill, probed, scored, settle, settled
 from kvjax.steps.run import Run
@@ -12,10 +13,15 @@ from kvjax.steps.verify import until_flush, verify
 __all__ = [
     "Prompt",
     "Run",
+    "chooses",
+    "compress",
     "needs_of",
     "observe",
     "prefill",
+    "prefill_apart",
     "probed",
+    "read",
+    "reading",
     "scored",
     "settle",
     "settled",

@@ -7,7 +7,8 @@ changelog which number moved and why.
 
 A conversation is a prompt of rows of unequal length, its last token asked again, three steps, and, apart from
 those, a second turn; and the same prompt read in chunks. Recorded after each part: logits, the positions that
-every list holds, and bytes; and how many programs each part compiled.
+every list holds, and bytes. How many programs each part compiles follows from the method
+(`expected_programs`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tests.methods.table import BY_LABEL
 RECORD = Path(__file__).parents[1] / "fixtures" / "golden.npz"
 VOCAB, ROOM, CHUNK = 64, 16, 16
 STEPS = 3
-COMPILED = (steps.prefill, steps.step, steps.step_keeping)
+COMPILED = (steps.prefill, steps.read, steps.compress, steps.step, steps.step_keeping)
 
 MODELS = {
     "no groups": dict(layers=3, heads=2, kv_heads=2),
@@ -62,6 +63,23 @@ def turns() -> tuple[list[list[int]], np.ndarray, list[list[int]]]:
     return first, rng.integers(0, VOCAB, (STEPS, len(first))), second
 
 
+def expected_programs(label: str) -> dict[str, int]:
+    """How many programs each part compiles: where a method chooses, one reads a prompt and one compresses it.
+
+    Of a prompt in chunks, all but the first are read by the same program, and the first, those in the middle
+    and the last are stored or compressed by three.
+    """
+    apart = steps.chooses(BY_LABEL[label].method())
+    first, chunks = (2, 2 + 3) if apart else (1, 3)
+    walked = {"step 0": 1} | {f"step {i}": 0 for i in range(1, STEPS)}
+    return {"prompt": first, "asked": 1, **walked, "second turn": first, "chunks": chunks}
+
+
+def forget() -> None:
+    for compiled in COMPILED:
+        compiled.clear_cache()
+
+
 def programs() -> int:
     """How many programs of prompts and steps were compiled in this conversation."""
     return sum(f._cache_size() for f in COMPILED)
@@ -72,16 +90,17 @@ class Conversation:
 
     def __init__(self, label: str, name: str):
         self.found: dict[str, Any] = {}
+        self.programs: dict[str, int] = {}
         self.model, self.method = model(name), BY_LABEL[label].method()
         first, tokens, second = turns()
-        for compiled in COMPILED:
-            compiled.clear_cache()
+        forget()
         cache = self.prompt("prompt", first, method=self.method)
         self.step("asked", kvjax.fork(cache, 1), [row[-1] for row in first], append=False)
         walked = kvjax.fork(cache, 1)
         for i, token in enumerate(tokens):
             walked = self.step(f"step {i}", walked, token, append=True)
         self.prompt("second turn", second, cache=cache)
+        forget()  # A chunk over a full cache may be read like a turn.
         self.prompt("chunks", first, method=self.method, chunk=CHUNK)
 
     def prompt(self, part: str, rows: list[list[int]], **options: Any) -> Cache:
@@ -100,7 +119,7 @@ class Conversation:
         self.found[f"{part}/logits"] = np.asarray(logits, np.float32)
         self.found[f"{part}/held"] = held(cache)
         self.found[f"{part}/bytes"] = np.int64(nbytes(cache))
-        self.found[f"{part}/programs"] = np.int64(compiled)
+        self.programs[part] = compiled
 
 
 def held(cache: Cache) -> np.ndarray:
@@ -120,17 +139,18 @@ def cases() -> list[tuple[str, str]]:
     return [(label, name) for name in MODELS for label in BY_LABEL]
 
 
-def converse(label: str, name: str) -> dict[str, np.ndarray] | str:
+def converse(label: str, name: str) -> Conversation | str:
     """The conversation of a case, or why the method does not fit the model."""
     try:
-        return Conversation(label, name).found
+        return Conversation(label, name)
     except InputError as error:
         return str(error)
 
 
 def recorded() -> dict[str, np.ndarray]:
     with np.load(RECORD) as arrays:
-        return dict(arrays)
+        # Numbers of programs were recorded too, until they followed from the method.
+        return {key: arrays[key] for key in arrays if not key.endswith("/programs")}
 
 
 def main() -> None:
@@ -148,7 +168,7 @@ def main() -> None:
         if isinstance(found, str):
             arrays[f"{label}/{name}/refused"] = np.asarray(found)
         else:
-            arrays |= {f"{label}/{name}/{part}": x for part, x in found.items()}
+            arrays |= {f"{label}/{name}/{part}": x for part, x in found.found.items()}
     if args.write:
         file = io.BytesIO()
         np.savez_compressed(file, **arrays)

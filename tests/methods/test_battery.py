@@ -196,9 +196,10 @@ def test_other_data_gives_the_same_tree(label):
 def test_other_data_of_the_same_shapes_compiles_nothing(label):
     # Not what was kept of it: the programs may have been forgotten since.
     talk.__wrapped__(label)
-    compiled = [f._cache_size() for f in (steps.prefill, steps.step_keeping)]
+    programs = steps.prefill, steps.read, steps.compress, steps.step_keeping
+    compiled = [f._cache_size() for f in programs]
     talk.__wrapped__(label, "other")
-    assert [f._cache_size() for f in (steps.prefill, steps.step_keeping)] == compiled
+    assert [f._cache_size() for f in programs] == compiled
 
 
 @some()

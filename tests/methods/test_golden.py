@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.methods.golden import cases, converse, recorded
+from tests.methods.golden import cases, converse, expected_programs, recorded
 from tests.methods.table import BY_LABEL
 
 RECORDED = recorded()
@@ -23,13 +23,14 @@ def test_the_record_has_every_case():
 
 @pytest.mark.parametrize(("label", "name"), list(params()))
 def test_a_conversation_is_as_recorded(label, name):
-    found, mine = converse(label, name), f"{label}/{name}/"
+    done, mine = converse(label, name), f"{label}/{name}/"
     want = {key.removeprefix(mine): x for key, x in RECORDED.items() if key.startswith(mine)}
-    if isinstance(found, str):
-        assert found == want["refused"]
+    if isinstance(done, str):
+        assert done == want["refused"]
         return
-    assert found.keys() == want.keys()
-    for part, x in found.items():
+    assert done.programs == expected_programs(label)
+    assert done.found.keys() == want.keys()
+    for part, x in done.found.items():
         if part.endswith("/logits"):
             # Codes: float noise moves one to its neighbour now and then.
             np.testing.assert_allclose(

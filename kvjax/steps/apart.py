@@ -1,0 +1,95 @@
+"""A prompt that one program reads and another compresses, so that methods share the first, a decoder.
+
+Where a method chooses among a prompt's slots, all that it has to be told while the prompt is read is a few
+observations, and many methods ask for the same ones. Reading is compiled for a model and those; choosing,
+which compiles sooner, for every method. What only stores is read and stored by one program: between two of
+them, the keys and values of all layers would lie in memory.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import Cache
+from kvjax.grammar import Method
+from kvjax.models.layers import Params
+from kvjax.protocols import Answering
+from kvjax.segments import Ahead
+from kvjax.steps.prompt import Prompt, needs_of, observe, settled
+from kvjax.steps.run import Run
+
+
+def chooses(method: Method) -> bool:
+    """Whether a method chooses among the slots of a prompt, so that it is read and compressed apart."""
+    return any(one.keep is not None and one.keep.score is not None for one in method.sentences)
+
+
+def reading(run: Run) -> Run:
+    """What reading a prompt depends on beside the observations: nothing of most methods.
+
+    Which tokens a layer sees, the phase of its keys, and what answers for slots that have left change what is
+    read.
+    """
+    keeps = [one.keep for one in run.method.sentences if one.keep is not None]
+    own = any(k.narrow is not None or k.rank_phase or isinstance(k.merge, Answering) for k in keeps)
+    return run if own or run.method.reread is not None else run._replace(method=Method())
+
+
+@partial(jax.jit, static_argnames=("run", "needs"))
+def read(
+    run: Run,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    cache: Cache | None,
+    needs: frozenset,
+) -> tuple[Float[Array, "B V"], Prompt]:
+    """Logits at each row's last new token, and the prompt without them."""
+    prompt = observe(run, params, tokens, lengths, cache, needs)
+    return prompt.logits, prompt._replace(logits=prompt.logits[:, :0])
+
+
+@partial(jax.jit, static_argnames=("run", "tokens", "room", "ahead"))
+def compress(
+    run: Run,
+    params: Params,
+    prompt: Prompt,
+    logits: Float[Array, "B V"],
+    cache: Cache | None,
+    *,
+    tokens: int,
+    room: int,
+    ahead: Ahead,
+) -> tuple[Cache, Bool[Array, "layers B"]]:
+    """The cache of a prompt, and the layers in which a score is not a number.
+
+    Rows whose logits are no numbers count for nothing there.
+    """
+    new, lost = settled(run, params, prompt, cache, tokens=tokens, room=room, compress=True, ahead=ahead)
+    return new, lost & ~jnp.isnan(logits).any(-1)[None]
+
+
+def prefill_apart(
+    run: Run,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    cache: Cache | None,
+    *,
+    tokens_bound: int,
+    room: int,
+    ahead: Ahead,
+) -> tuple[Float[Array, "B V"], Cache, Bool[Array, "layers B"]]:
+    """`kvjax.steps.prefill(..., compress=True, watched=True)` in two programs.
+
+    The prompt leaves memory with the second. It is not donated, because no array of the cache is as large as
+    one of the prompt's and could lie in its place.
+    """
+    sizes: dict[str, Any] = dict(tokens=tokens_bound, room=room, ahead=ahead)
+    logits, prompt = read(reading(run), params, tokens, lengths, cache, needs_of(run, params))
+    return logits, *compress(run, params, prompt, logits, cache, **sizes)
