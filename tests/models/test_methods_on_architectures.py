@@ -14,7 +14,7 @@ from kvjax.cache import Slots
 from kvjax.errors import InputError
 from kvjax.grammar import Method, chain
 from kvjax.keep.observe import Mass
-from kvjax.steps import Run, prompt
+from kvjax.steps import Run, apart, prompt
 from tests.models.architectures import TABLE
 from tests.models.conversation import TEXTS, close, model, whole
 from tests.models.memory_classes import REPRESENTATIVES
@@ -98,7 +98,8 @@ def test_what_a_probe_reads_again_stands_behind_the_states_of_the_prompt(monkeyp
         seen.append(cache)
         return observe(run, params, tokens, lengths, cache, needs)
 
-    monkeypatch.setattr(prompt, "observe", spy)
+    for module in (apart, prompt):
+        monkeypatch.setattr(module, "observe", spy)
     started("kimi linear", kvjax.method("kvzip", budget=6, page=4))
     first, again = seen
     state, slots = again.groups
