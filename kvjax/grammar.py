@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 
 from kvjax import words
 from kvjax.cache import Codec
-from kvjax.protocols import Allocation, Answering, Pattern, Read, Score
+from kvjax.protocols import Allocation, Answering, Pattern, Read, Residence, Score
 from kvjax.when import PREFILL_END, When
 from kvjax.word_protocols import check_codecs, check_narrow, check_words
 
@@ -127,8 +127,9 @@ class Store:
 class Method:
     """A sentence. `spec` says how to build it again: (id, sorted hyper-parameters), or that nothing can.
 
-    reread: which tokens of a prompt are read at all (`kvjax.keep.reread`). layers: instead of all those, a
-    sentence for every layer of the model.
+    reread: which tokens of a prompt are read at all (`kvjax.keep.reread`). host: what the device holds of
+    slots that lie in host memory (`kvjax.place.host`). layers: instead of all those, a sentence for every
+    layer of the model.
     """
 
     keep: Keep | None = None
@@ -137,12 +138,14 @@ class Method:
     spec: tuple[Any, ...] = ()
     reread: Any = None
     layers: tuple[Method, ...] = ()
+    host: Residence | None = None
 
     def __post_init__(self):
         check_narrow(self.reread)
         parts = (self.keep, self.store, self.read)
         parts += () if self.reread is None else (self.reread,)
         parts += (self.layers,) if self.layers else ()
+        parts += () if self.host is None else (self.host,)
         if not self.spec:
             spec = ("full", ()) if parts == (None,) * 3 else ("custom", (repr(parts),))
             object.__setattr__(self, "spec", spec)
@@ -178,7 +181,7 @@ class Method:
                 keep = Keep(
                     None, Budget(1.0), k.allocate, rank_phase=k.rank_phase, per_query_head=k.per_query_head
                 )
-        return Method(keep, self.store, self.read, ("decode", ()))
+        return Method(keep, self.store, self.read, ("decode", ()), host=self.host)
 
     def protecting(self, *patterns: Pattern) -> Method:
         """The same sentence with more slots that must stay (they count against the budget)."""
@@ -191,8 +194,8 @@ class Method:
         )
 
 
-def chain(*parts: Keep | Store | Read | Method, spec: tuple[Any, ...] | None = None) -> Method:
-    """One method from its parts: at most one keep, one store and one read, in that order.
+def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...] | None = None) -> Method:
+    """One method from its parts: at most one keep, one store, one read and one place, in that order.
 
     >>> from kvjax.methods import method
     >>> chain(method("snapkv", budget=0.25), method("kivi", bits=2)).id
@@ -211,15 +214,15 @@ def chain(*parts: Keep | Store | Read | Method, spec: tuple[Any, ...] | None = N
                     f"{part.id} has a method of its own for every layer, which no chain can add to: chain "
                     "the methods of its layers"
                 )
-            verbs = ("keep", "store", "read", "reread")
+            verbs = ("keep", "store", "read", "reread", "host")
             pieces = {n: getattr(part, n) for n in verbs if getattr(part, n) is not None}
             specs.append(part.spec)
         elif pieces is None:
-            if not isinstance(part, Read):
+            if not isinstance(part, Read | Residence):
                 raise ValueError(
-                    f"{part!r:.80} is no method, keep, store or read: build it with kvjax.method"
+                    f"{part!r:.80} is no method, keep, store, read or place: build it with kvjax.method"
                 )
-            pieces = {"read": part}
+            pieces = {"read": part} if isinstance(part, Read) else {"host": part}
         for name, piece in pieces.items():
             if name in found:
                 raise ValueError(
@@ -284,6 +287,8 @@ def check(method: Method) -> None:
             keep is not None and method.reread is not None,
             "only some tokens of its prompts are read, and a keep would choose among those: leave one out",
         ),
+        *words.refused_in_host(method),
+        *words.refused_in_read(method),
         (
             read is not None and read.granule % granule != 0,
             f"the pages that are read ({getattr(read, 'granule', 0)} tokens) must be a multiple of the "

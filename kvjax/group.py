@@ -9,7 +9,7 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import Uniform
 from kvjax.keep.observe import Mass, Queries
 from kvjax.keep.score import Position
-from kvjax.protocols import Answering, Carried, CarryingMerge, Trace
+from kvjax.protocols import Answering, Carried, CarryingMerge, Meeting, Remembering, Trace
 from kvjax.stored import is_steady
 from kvjax.when import STEP
 from kvjax.words import observations
@@ -21,7 +21,7 @@ class GroupMethod(NamedTuple):
     shared: channels of the keys that are the values too, which are then not stored; None where they are
     stored. kind: "slots", "state" (the layers carry a state instead; codecs[0] encodes its matrices), "fixed"
     (their slots are a context, to which tokens add nothing) or "reads" (they read another layer's slots and
-    have none).
+    have none). host: what the device holds of a body in host memory.
     """
 
     keep: Keep | None
@@ -32,6 +32,7 @@ class GroupMethod(NamedTuple):
     first: int
     shared: int | None = None
     kind: str = "slots"
+    host: Any = None
 
     @property
     def paged(self) -> bool:
@@ -56,7 +57,15 @@ class GroupMethod(NamedTuple):
     def traces(self) -> tuple[Trace, ...]:
         """What is remembered of every slot."""
         score = None if self.keep is None else self.keep.score
-        return () if score is None else tuple(sorted(score.traces, key=repr))
+        found = {*(() if score is None else score.traces)}
+        found |= {*self.read.traces} if isinstance(self.read, Remembering) else set()
+        return tuple(sorted(found, key=repr))
+
+    @property
+    def meetings(self) -> tuple[Meeting, ...]:
+        """What is computed of slots and new queries, because traces grow by it."""
+        asked = {o for trace in self.traces for o in trace.needs if isinstance(o, Meeting)}
+        return tuple(sorted(asked, key=repr))
 
     @property
     def carried(self) -> tuple[Carried, ...]:
@@ -135,4 +144,5 @@ def group_method(
         read = None
     if read is not None:
         granule, residual = math.lcm(granule, read.granule), max(residual, getattr(read, "newest", 0))
-    return GroupMethod(keep, codecs, granule, residual, read, first, shared)
+    host = None if read is None else method.host
+    return GroupMethod(keep, codecs, granule, residual, read, first, shared, host=host)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvjax.grammar import Keep, Method
 from kvjax.keep.observe import Mass, Queries
-from kvjax.protocols import Resting
+from kvjax.protocols import Remembering, Resting
 from kvjax.words import observations, written
 
 
@@ -26,7 +26,8 @@ class LayoutClass(NamedTuple):
     phase: what slots are rotated by, "position" or "rank". codec: "plain", "token" (tokens are encoded one by
     one) or "granule" (some tokens together, behind a plain tail). reads: "all" slots, "pages" of them, or
     "pages and the rest", where what is left out is answered for in sum. skips: the first layers are left
-    alone. reads_twice: the prompt is read again to be scored.
+    alone. reads_twice: the prompt is read again to be scored. remembers: a read's summaries look at what is
+    remembered of slots. memory: "device", or "host" where keys and values of a body lie there.
     """
 
     storage: str
@@ -39,6 +40,8 @@ class LayoutClass(NamedTuple):
     reads: str
     skips: bool
     reads_twice: bool
+    remembers: bool = False
+    memory: str = "device"
 
     def __str__(self) -> str:
         words = [self.storage, self.lists, f"evicts {self.evicts}"]
@@ -47,6 +50,8 @@ class LayoutClass(NamedTuple):
         words += ["rotates by rank"] if self.phase == "rank" else []
         words += [f"{self.codec} codes"] if self.codec != "plain" else []
         words += [f"reads {self.reads}"] if self.reads != "all" else []
+        words += ["remembers"] if self.remembers else []
+        words += ["in host memory"] if self.memory == "host" else []
         words += ["skips layers"] if self.skips else []
         return ", ".join([*words, "reads twice"] if self.reads_twice else words)
 
@@ -74,6 +79,8 @@ def layout_class(method: Method) -> LayoutClass:
         reads="all" if read is None else "pages and the rest" if isinstance(read, Resting) else "pages",
         skips=any(part is not None and part.skip_layers > 0 for part in (keep, read)),
         reads_twice=keep is not None and keep.probe is not None,
+        remembers=isinstance(read, Remembering),
+        memory="device" if method.host is None else "host",
     )
 
 

@@ -120,10 +120,22 @@ class Carried(Observation, Protocol):
 
 
 @runtime_checkable
+class Meeting(Observation, Protocol):
+    """What slots get of new queries, computed from both; a call on `Inputs`, which has no slots, raises."""
+
+    def of(
+        self, q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], k: Float[Array, "B K S H"],
+        pos: Int[Array, "B #K S"],
+    ) -> Float[Array, "B K S"]:  # fmt: skip
+        """A number for every slot; q and k are rotated, positions are -1 on padding and in empty slots."""
+        ...
+
+
+@runtime_checkable
 class Trace(Protocol):
     """What a method remembers of every slot: one number, which moves with it wherever it is stored.
 
-    needs: the observed masses by which it grows.
+    needs: the observed masses or `Meeting`s by which it grows.
     """
 
     @property
@@ -302,6 +314,20 @@ class Read(Protocol):
 
 
 @runtime_checkable
+class Remembering(Read, Protocol):
+    """A read whose summaries look at what is remembered of slots until they enter the body."""
+
+    @property
+    def traces(self) -> frozenset[Trace]: ...
+
+    def summarise(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, k: Float[Array, "*b S H"], traces: dict[str, Float[Array, "*b S"]]
+    ) -> dict[str, Array]:
+        """As in `Read`; traces by their repr."""
+        ...
+
+
+@runtime_checkable
 class Resting(Read, Protocol):
     """A read that also answers for what it leaves out: one more part of the union that a query attends to."""
 
@@ -321,6 +347,15 @@ class Resting(Read, Protocol):
 
         chosen: what `select` gave. lse: of the slots that are attended to, those of the tail included.
         """
+        ...
+
+
+@runtime_checkable
+class Residence(Protocol):
+    """What the device holds of slots whose keys and values lie in host memory."""
+
+    def places(self, slots: int, page: int, visited: int) -> int:
+        """How many pages of `slots` slots the device holds; a step visits `visited` of them (static)."""
         ...
 
 

@@ -19,8 +19,9 @@ from kvjax.group import GroupMethod
 from kvjax.keep.patterns import Recent
 from kvjax.keep.select import slot_lists
 from kvjax.ops.base.dispatch import alone, platform
+from kvjax.place.host import in_host_memory
 from kvjax.place.paged import build_pages, pool_pages, put_traces
-from kvjax.protocols import Resting, View, over_layers
+from kvjax.protocols import Remembering, Resting, View, over_layers
 from kvjax.writing import pad_slots, write_blocks, write_slots
 
 TILE, LANES, SUBLANES = 32, 128, 8
@@ -84,7 +85,7 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
     # The tail is filled as if everything were new, then flushed into an empty body.
     tail = _sized(slots, capacity)
     body, tail = flush(gm, _empty_body(gm, tail, body_slots(gm, capacity)), tail)
-    return GroupState((body,), tail)
+    return GroupState((body if gm.host is None else in_host_memory(gm.host, gm.read, body),), tail)
 
 
 def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens: int, room: int) -> Slots:
@@ -111,12 +112,21 @@ def _empty_body(gm: GroupMethod, like: Slots, capacity: int) -> Slots:
 
     def make(slots: Slots) -> Slots:
         body = _encoded(_sized(slots, capacity), gm)
-        summary = {} if gm.read is None else gm.read.summarise(dense(body.k))
+        summary = _summary(gm, dense(body.k), body.traces)
         sums = gm.read.total(body.keys().v) if isinstance(gm.read, Resting) else {}
-        return dataclasses.replace(body, summary=summary, sums=sums)
+        # What a read remembers of slots goes into its summaries.
+        traces = {} if isinstance(gm.read, Remembering) else body.traces
+        return dataclasses.replace(body, summary=summary, sums=sums, traces=traces)
 
     body = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make, like))
     return dataclasses.replace(body, pos=jnp.full_like(body.pos, -1))
+
+
+def _summary(gm: GroupMethod, k: Array, traces: dict[str, Array]) -> dict[str, Array]:
+    """What the read method keeps of every page of slots; nothing where there is none."""
+    if isinstance(gm.read, Remembering):
+        return gm.read.summarise(k, traces)
+    return {} if gm.read is None else gm.read.summarise(k)
 
 
 def whole_slots(gm: GroupMethod, view: View) -> Slots:
@@ -223,7 +233,7 @@ def _write_granules(
     v = None if new.v is None else encode(dense(new.v), gm.codecs[1])
     summary = body.summary
     if gm.read is not None:
-        fresh = gm.read.summarise(dense(k))
+        fresh = _summary(gm, dense(k), new.traces)
         summary = {n: put(x, fresh[n]) for n, x in summary.items()}
     sums = body.sums
     if isinstance(gm.read, Resting):
@@ -390,4 +400,6 @@ def unread_bytes(gm: GroupMethod, group: GroupState) -> int:
     looked = gm.read.looks_at(width) if hasattr(gm.read, "looks_at") else 0
     looked = width if looked and isinstance(body.k, Codes) else looked
     keys = nbytes(body.k) * max(left * width - slots * looked, 0) // (slots * width)
-    return keys + nbytes(body.v) * left // slots
+    # Of what the device holds of a body in host memory a step reads what it does not count there.
+    copies = 0 if body.near is None else nbytes((body.near.slots.k, body.near.slots.v))
+    return keys + nbytes(body.v) * left // slots + copies

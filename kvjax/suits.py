@@ -19,7 +19,7 @@ from kvjax.models.exchange import takes_of
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
 from kvjax.models.mixers.latent import Latent
-from kvjax.protocols import Answering, Resting
+from kvjax.protocols import Answering, Remembering, Resting
 from kvjax.words import crowded, shaped
 
 
@@ -100,6 +100,16 @@ def check_fit(method: Method, config: Config) -> None:
     if keep is not None and isinstance(keep.merge, Answering):
         if any("slots" in m.takes for m in own) or clipped:
             _refuse(method, "what leaves is asked apart, and layers share slots or clip the softmax", "h2o")
+    if isinstance(read, Remembering) and (
+        any(s.shared for s in slots) or any("slots" in m.takes for m in own)
+    ):
+        _refuse(
+            method,
+            "it remembers how queries meet keys, and the model stores latents, or layers share their slots",
+            "quest",
+        )
+    if method.host is not None and any("slots" in m.takes for m in own):
+        _refuse(method, "several layers read the slots that it brings to the device for one", "quest")
     if isinstance(read, Resting):
         taken = [(i, name, at) for i in range(config.layers) for name, at in takes_of(config, i).values()]
         others = [(i, at) for i, name, at in taken if name == "slots" and at is not None]
