@@ -163,10 +163,9 @@ def refused_in_host(method: Method) -> list[tuple[bool, str]]:
             "all: chain it with one, such as quest",
         ),
         (
-            read is not None
-            and (read.granule == 1 or isinstance(read, Resting) or hasattr(read, "looks_at")),
-            f"{host!r} moves whole pages, and {read!r} chooses single slots, by their keys: use a read of "
-            "pages, such as quest",
+            isinstance(read, Resting) or hasattr(read, "looks_at"),
+            f"{host!r} brings what is read to the device, and {read!r} chooses by looking at all keys: use a "
+            "read by summaries, such as quest",
         ),
     ]
 

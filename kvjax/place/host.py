@@ -23,7 +23,7 @@ class Host:
     resident: the share of the body's pages that it holds, and at least those that a step visits. What is
     read, and so every number that comes out, is that of the same method without this word. Positions,
     summaries and the tail stay on the device. Where the backend offers programs no host memory, the body lies
-    there too.
+    there too. Prompts and verbs on rows take all of a body to the device and back, and no gradients pass.
 
     >>> Host(0.25).places(64, page=8, visited=1), Host(0.25).places(64, page=8, visited=5)
     (2, 5)
@@ -92,7 +92,9 @@ def fetched(
     turn = jnp.maximum(jnp.cumsum(missing, -1, dtype=jnp.int32) - 1, 0)
     place = jnp.where(missing, jnp.take_along_axis(order, turn, axis=-1), jnp.argmax(same, -1))
     place = place.astype(jnp.int32)
-    mine = (place[..., None] == jnp.arange(held.shape[2], dtype=jnp.int32)) & wanted[..., None]
+    mine = (place[..., None] == jnp.arange(held.shape[2], dtype=jnp.int32)[None, None, None]) & wanted[
+        ..., None
+    ]
     read = mine.any(2)
     held = jnp.where(read, jnp.where(mine, pages[..., None], 0).sum(2), held)
     used = jnp.where(read, used.max(-1, keepdims=True) + 1, used)

@@ -59,7 +59,7 @@ def copy_blocks(
     # A TPU copies to and from host memory by one axis at a time.
     blocks = source.reshape(-1, size, *rest)
 
-    def one(i: Array, to: Array) -> Array:
+    def one(i: int | Array, to: Array) -> Array:
         block = jax.lax.dynamic_index_in_dim(blocks, moves[0][i])
         block = jax.device_put(block, HOST if in_host(to) else DEVICE) if crosses else block
         return jax.lax.dynamic_update_index_in_dim(to, block, moves[1][i], 0)
