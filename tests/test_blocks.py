@@ -127,6 +127,7 @@ def test_a_step_attends_to_sinks_window_and_best_blocks_of_the_text_in_float64()
     assert some > 0
 
 
+@pytest.mark.rotating
 def test_scores_follow_the_text_through_prompts_chunks_turns_and_steps():
     m = model("4/2")
     # All blocks are read: what a step reads less of, the layers above would see.
@@ -154,7 +155,7 @@ def test_scores_follow_the_text_through_prompts_chunks_turns_and_steps():
 
 
 def test_what_the_method_cannot_do_is_refused_with_the_reason():
-    method = kvjax.method("infllm", budget=0.5, page=4, newest=8, sinks=4)
+    method = kvjax.method("infllm", budget=0.5, page=4, newest=8, sinks=4, keys=2)
     with pytest.raises(
         ValueError, match="what the tokens behind them asked for, which a keep would cut into"
     ):

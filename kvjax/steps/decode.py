@@ -65,8 +65,8 @@ def step_fn(
         out, received, scores = attend_past(run, past, layer, x, cache.pools, at, found, gone)
         if gm.meetings:
             received = received or ({},) * len(past.parts)
-            tail = past.tail.layer(past.index).keys()
-            met = {repr(o): o.of(x.q, at[:, None], tail.k, tail.pos) for o in gm.meetings}
+            tail = past.tail.layer(past.index)
+            met = {repr(o): o.of(x.q, at[:, None], tail.keys().k, tail.pos) for o in gm.meetings}
             received = (*received[:-1], received[-1] | met)
         received = jax.tree.map(lambda m: jnp.where(append[:, None, None], m, 0.0), received)
         left = published_by(layer, state, None, None, scores)

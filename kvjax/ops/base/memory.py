@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,8 @@ def offers_host() -> bool:
     return any(memory.kind == KIND for memory in jax.devices()[0].addressable_memories())
 
 
-def in_host(x: Array) -> bool:
-    """Whether an array lies in host memory, by its type, which a traced one has too."""
+def in_host(x: Any) -> bool:
+    """Whether an array of JAX lies in host memory, by its type, which a traced one has too."""
     return isinstance(x, jax.Array) and jax.typeof(x).memory_space == HOST
 
 
