@@ -177,7 +177,7 @@ def check_block_transformer(method: Method, config: BlockConfig) -> None:
     if method.layers:
         _refuse(method, "it is for the layers of one decoder, and this model has two", "one method")
     check_fit(method, config.blocks)
-    check_fit(dataclasses.replace(method, keep=None, read=None, reread=None), config.tokens)
+    check_fit(dataclasses.replace(method, keep=None, read=None, reread=None, host=None), config.tokens)
     if method.keep is not None and method.keep.probe is not None:
         _refuse(method, "it repeats the prompt's tokens, and blocks are none", "snapkv")
     if method.keep is not None and method.keep.narrow is not None:

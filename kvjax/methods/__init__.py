@@ -189,7 +189,7 @@ def _info(id: str) -> MethodInfo:
     built = method(id, **({"budget": 0.5} if takes_budget(id) else {}))
     keep = built.keep
     verbs = [n for n in ("keep", "store", "read", "reread") if getattr(built, n) is not None]
-    if keep is not None and not keep.allocate.uniform:
+    if built.host is not None or (keep is not None and not keep.allocate.uniform):
         verbs.append("place")
     return MethodInfo(
         id,
