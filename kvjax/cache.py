@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.errors import InputError
 from kvjax.ops.attention.union import Keys
+from kvjax.ops.base.memory import offers_host, to_device
 from kvjax.ops.recurrent.recurrence import StackedState
 
 
@@ -83,7 +84,8 @@ class Codes:
 
 
 def dense(x: Array | Codes) -> Array:
-    """The plain [..., S, H] array behind x."""
+    """The plain [..., S, H] array behind x, in the device's memory."""
+    x = to_device(x)
     return x.decode() if isinstance(x, Codes) else x
 
 
@@ -114,7 +116,8 @@ class Slots:
     k, v: [Lg, B, K, S, H] or Codes; v is None where the values are the first `shared` channels of the keys
     (latents). pos: token position per slot, -1 = empty. bias: added to the logits. traces: what a
     method remembers per slot; moves with the slots. summary: what a read method keeps per page of slots.
-    sums: what it keeps of all slots of a list together, such as sums and means, [Lg, B, K, ...].
+    sums: what it keeps of all slots of a list together, such as sums and means, [Lg, B, K, ...]. near: where
+    k and v lie in host memory, the pages that the device holds, too.
     """
 
     k: Array | Codes
@@ -124,6 +127,7 @@ class Slots:
     traces: dict[str, Float[Array, "Lg B K S"]] = dataclasses.field(default_factory=dict)
     summary: dict[str, Array] = dataclasses.field(default_factory=dict)
     sums: dict[str, Array] = dataclasses.field(default_factory=dict)
+    near: Near | None = None
     shared: int = dataclasses.field(default=0, metadata=dict(static=True))
 
     @property
@@ -142,6 +146,20 @@ class Slots:
         """What attention reads; leading axes as they are."""
         k = dense(self.k)
         return Keys(k, k[..., : self.shared] if self.v is None else dense(self.v), self.pos, self.bias)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Near:
+    """Copies on the device of R pages of every list of slots in host memory.
+
+    slots: page m of a list lies at slots m * page .. m * page + page - 1. pages: which of the list's pages
+    that is, -1 = none. used: when it was last read, in steps of its list, 0 = never.
+    """
+
+    slots: Slots
+    pages: Int[Array, "Lg B K R"]
+    used: Int[Array, "Lg B K R"]
 
 
 @jax.tree_util.register_dataclass
@@ -301,6 +319,22 @@ def nbytes(tree: PyTree) -> int:
     Everything counts: codes, scales, page tables, summaries, statistics, padding and room.
     """
     return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def host_nbytes(tree: PyTree) -> int:
+    """Bytes of `nbytes` that lie in host memory; 0 where the backend offers programs none.
+
+    They are the keys and values of slots of which the device holds copies (`Slots.near`).
+
+    >>> host_nbytes(jnp.zeros(3))
+    0
+    """
+    far = jax.tree.leaves(tree, is_leaf=_is_far) if offers_host() else []
+    return sum(nbytes((x.k, x.v)) for x in far if _is_far(x))
+
+
+def _is_far(x: Any) -> bool:
+    return isinstance(x, Slots) and x.near is not None
 
 
 def check_alive(cache: Cache) -> None:

@@ -21,18 +21,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 import kvjax
-from kvjax.cache import Cache, Codec, Codes, GroupState, Paged, Pages, Slots, State, check_alive
+from kvjax.cache import Cache, Codec, Codes, GroupState, Near, Paged, Pages, Slots, State, check_alive
 from kvjax.errors import InputError
 from kvjax.fitted import fitted_words
 from kvjax.methods.parse import from_spec
 from kvjax.models.files import open_safetensors
+from kvjax.ops.base.memory import in_host, to_host
 
 KIND = "kvjax cache"
 # 2: codes of 8 bits are bytes, and words of fewer bits lie next to each other (`kvjax.store.affine`).
 # 4: the model's fingerprint covers all its weights (`kvjax.models.fingerprint`), so those of before fit none.
 # 5: what a group of layers holds has names (`GroupState`).
 FORMAT = 5
-_NODES = {node.__name__: node for node in (GroupState, Slots, Paged, Pages, Codes, State)}
+_NODES = {node.__name__: node for node in (GroupState, Slots, Near, Paged, Pages, Codes, State)}
 # What safetensors' numpy side reads back; other dtypes are written as their bytes.
 _PLAIN = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "float32")
 
@@ -154,7 +155,8 @@ def _describe(x: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
         value = np.ascontiguousarray(x)
         plain = value.dtype.name in _PLAIN
         tensors[name] = value if plain else value.reshape(-1).view(np.uint8)
-        return {"array": value.dtype.name, "shape": list(value.shape)}
+        far = {"memory": "host"} if in_host(x) else {}
+        return {"array": value.dtype.name, "shape": list(value.shape)} | far
     assert type(x) in _NODES.values(), f"{type(x).__name__} at {name} is no part of a cache"
     out: dict[str, Any] = {"node": type(x).__name__}
     for field in dataclasses.fields(x):
@@ -176,7 +178,8 @@ def _restore(node: Any, name: str, file: Any, codecs: dict[str, Codec]) -> Any:
         return {key: _restore(y, f"{name}.{key}", file, codecs) for key, y in node["dict"].items()}
     if "array" in node:
         value = file.get_tensor(name).view(jnp.dtype(node["array"])).reshape(node["shape"])
-        return jnp.array(value)  # a copy: steps donate it, and the file's memory is not theirs
+        # A copy: steps donate it, and the file's memory is not theirs.
+        return to_host(jnp.array(value)) if node.get("memory") == "host" else jnp.array(value)
     kind = _NODES[node["node"]]
     fields = {}
     for field in dataclasses.fields(kind):

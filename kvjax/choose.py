@@ -30,7 +30,7 @@ from kvjax.protocols import AttentionSpec, Judging, Preferring, Seen, Trace, Vie
 from kvjax.words import merged, protected, scored, shaped, written
 
 # (a layer's parameters, its stored keys and values, their positions) -> keys and values that queries meet.
-Meeting = Callable[[dict[str, Array], Array, Array, Array], tuple[Array, Array]]
+AsMet = Callable[[dict[str, Array], Array, Array, Array], tuple[Array, Array]]
 
 
 class Fresh(NamedTuple):
@@ -83,10 +83,14 @@ def union(
 
 
 def grown(traces: tuple[Trace, ...], old: dict[str, Array], received: dict[str, Array]) -> dict[str, Array]:
-    """What is remembered of slots after new queries, from what they received of them [..., S]."""
+    """What is remembered of slots after new queries, from what they received of them [..., S].
+
+    Slots of which something is not remembered stay so.
+    """
     length = jnp.zeros(0, jnp.int32)  # no trace asks for more than masses
     seen = Seen(received, None, length, length, 0, AttentionSpec(1.0, None, Rope()))
-    return {repr(t): t.grow(old[repr(t)], seen) for t in traces} if received else old
+    both = [t for t in traces if repr(t) in old]
+    return {repr(t): t.grow(old[repr(t)], seen) for t in both} if received else old
 
 
 def judged(traces: tuple[Trace, ...], view: View, seen: Seen) -> View:
@@ -125,7 +129,7 @@ def score_slots(
     length: Int[Array, "B"],
     attention: AttentionSpec,
     weights: dict[str, Array] | None = None,
-    met: Meeting | None = None,
+    met: AsMet | None = None,
 ) -> Float[Array, "Lg B K S"]:
     """The keep's scores, +inf where a pattern protects and -inf where a slot is empty.
 
@@ -157,7 +161,7 @@ def score_slots(
     return reduce(jnp.add, each)
 
 
-def _as_met(met: Meeting, weights: dict[str, Array], view: View) -> View:
+def _as_met(met: AsMet, weights: dict[str, Array], view: View) -> View:
     """A layer's slots as its queries meet them: every head of a list at that one's positions."""
     k, v = met(weights, view.k, view.v, view.pos)
     each = k.shape[1] // view.pos.shape[1]

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 
 from kvjax import words
 from kvjax.cache import Codec
-from kvjax.protocols import Allocation, Answering, Pattern, Read, Score, Stacking
+from kvjax.protocols import Allocation, Answering, Pattern, Read, Residence, Score, Stacking
 from kvjax.when import PREFILL_END, When
 from kvjax.word_protocols import check_codecs, check_make, check_narrow, check_stack, check_words
 
@@ -135,7 +135,8 @@ class Method:
 
     reread: which tokens of a prompt are read at all (`kvjax.keep.reread`). layers: instead of all those, a
     sentence for every layer of the model. make: the model that all this acts on, as `kvjax.prepare` makes it
-    of the one that is given. stack: which layers are stored as one (`kvjax.store.merged`).
+    of the one that is given. stack: which layers are stored as one (`kvjax.store.merged`). host: what the
+    device holds of slots that lie in host memory (`kvjax.place.host`).
     """
 
     keep: Keep | None = None
@@ -146,6 +147,7 @@ class Method:
     layers: tuple[Method, ...] = ()
     make: Any = None
     stack: Stacking | None = None
+    host: Residence | None = None
 
     def __post_init__(self):
         check_narrow(self.reread)
@@ -156,6 +158,7 @@ class Method:
         parts += (self.layers,) if self.layers else ()
         parts += () if self.make is None else (self.make,)
         parts += () if self.stack is None else (self.stack,)
+        parts += () if self.host is None else (self.host,)
         if not self.spec:
             spec = ("full", ()) if parts == (None,) * 3 else ("custom", (repr(parts),))
             object.__setattr__(self, "spec", spec)
@@ -191,7 +194,7 @@ class Method:
                 keep = Keep(
                     None, Budget(1.0), k.allocate, rank_phase=k.rank_phase, per_query_head=k.per_query_head
                 )
-        return Method(keep, self.store, self.read, ("decode", ()))
+        return Method(keep, self.store, self.read, ("decode", ()), host=self.host)
 
     def protecting(self, *patterns: Pattern) -> Method:
         """The same sentence with more slots that must stay (they count against the budget)."""
@@ -204,8 +207,8 @@ class Method:
         )
 
 
-def chain(*parts: Keep | Store | Read | Method, spec: tuple[Any, ...] | None = None) -> Method:
-    """One method from its parts: at most one make, keep, store and read, in that order.
+def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...] | None = None) -> Method:
+    """One method from its parts: at most one make, keep, store, read and place.
 
     >>> from kvjax.methods import method
     >>> chain(method("snapkv", budget=0.25), method("kivi", bits=2)).id
@@ -224,15 +227,15 @@ def chain(*parts: Keep | Store | Read | Method, spec: tuple[Any, ...] | None = N
                     f"{part.id} has a method of its own for every layer, which no chain can add to: chain "
                     "the methods of its layers"
                 )
-            verbs = ("keep", "store", "read", "reread", "make", "stack")
+            verbs = ("keep", "store", "read", "reread", "make", "stack", "host")
             pieces = {n: getattr(part, n) for n in verbs if getattr(part, n) is not None}
             specs.append(part.spec)
         elif pieces is None:
-            if not isinstance(part, Read):
+            if not isinstance(part, Read | Residence):
                 raise ValueError(
-                    f"{part!r:.80} is no method, keep, store or read: build it with kvjax.method"
+                    f"{part!r:.80} is no method, keep, store, read or place: build it with kvjax.method"
                 )
-            pieces = {"read": part}
+            pieces = {"read": part} if isinstance(part, Read) else {"host": part}
         for name, piece in pieces.items():
             if name in found:
                 raise ValueError(
@@ -308,6 +311,8 @@ def check(method: Method) -> None:
             keep is not None and method.reread is not None,
             "only some tokens of its prompts are read, and a keep would choose among those: leave one out",
         ),
+        *words.refused_in_host(method),
+        *words.refused_in_read(method),
         (
             read is not None and read.granule % granule != 0,
             f"the pages that are read ({getattr(read, 'granule', 0)} tokens) must be a multiple of the "

@@ -14,7 +14,7 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import Uniform
 from kvjax.keep.observe import Mass, Queries
 from kvjax.keep.score import Position
-from kvjax.protocols import Answering, Carried, CarryingMerge, Stacking, Trace
+from kvjax.protocols import Answering, Carried, CarryingMerge, Meeting, Remembering, Stacking, Trace
 from kvjax.stored import is_steady
 from kvjax.when import STEP
 from kvjax.words import observations
@@ -28,7 +28,8 @@ class GroupMethod(NamedTuple):
     (their slots are a context, to which tokens add nothing) or "reads" (they read another layer's slots and
     have none). sinks: how many first tokens are held as computed beside codes. taught: inside a program, what
     the codecs' words were fitted to, of the group's layers (`kvjax.steps.lending`). stack: how a prefill
-    merges the layer with its neighbour, below it where `upper`.
+    merges the layer with its neighbour, below it where `upper`. host: what the device holds of a body in host
+    memory.
     """
 
     keep: Keep | None
@@ -43,6 +44,7 @@ class GroupMethod(NamedTuple):
     taught: Taught | tuple[()] = ()
     stack: Stacking | None = None
     upper: bool = False
+    host: Any = None
 
     @property
     def budget(self) -> Budget | None:
@@ -74,7 +76,15 @@ class GroupMethod(NamedTuple):
     def traces(self) -> tuple[Trace, ...]:
         """What is remembered of every slot."""
         score = None if self.keep is None else self.keep.score
-        return () if score is None else tuple(sorted(score.traces, key=repr))
+        found = {*(() if score is None else score.traces)}
+        found |= {*self.read.traces} if isinstance(self.read, Remembering) else set()
+        return tuple(sorted(found, key=repr))
+
+    @property
+    def meetings(self) -> tuple[Meeting, ...]:
+        """What is computed of slots and new queries, because traces grow by it."""
+        asked = {o for trace in self.traces for o in trace.needs if isinstance(o, Meeting)}
+        return tuple(sorted(asked, key=repr))
 
     @property
     def carried(self) -> tuple[Carried, ...]:
@@ -161,4 +171,5 @@ def group_method(
     if read is not None:
         granule, residual = math.lcm(granule, read.granule), max(residual, getattr(read, "newest", 0))
     sinks = store.sinks if store is not None and codecs != (None, None) else 0
-    return GroupMethod(keep, codecs, granule, residual, read, first, shared, sinks=sinks)
+    host = None if read is None else method.host
+    return GroupMethod(keep, codecs, granule, residual, read, first, shared, sinks=sinks, host=host)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvjax.fitted import fitted_words
 from kvjax.grammar import Keep, Method, Store
 from kvjax.keep.observe import Mass, Queries
-from kvjax.protocols import Read, Resting, Sampling
+from kvjax.protocols import Read, Remembering, Resting, Sampling
 from kvjax.words import observations, written
 
 
@@ -30,7 +30,8 @@ class LayoutClass(NamedTuple):
     in sum, or "samples", which weigh by how likely they were. skips: the first layers are left alone.
     reads_twice: the prompt is read again to be scored. sinks: the first tokens lie apart from the codes of
     the others. fitted: codes are read by arrays that were fitted to each layer. pairs: two layers are stored
-    as one.
+    as one. remembers: a read's summaries look at what is remembered of slots. memory: "device", or "host"
+    where keys and values of a body lie there.
     """
 
     storage: str
@@ -46,6 +47,8 @@ class LayoutClass(NamedTuple):
     sinks: bool
     fitted: bool
     pairs: bool
+    remembers: bool
+    memory: str
 
     def __str__(self) -> str:
         words = [self.storage, self.lists, f"evicts {self.evicts}"]
@@ -56,6 +59,8 @@ class LayoutClass(NamedTuple):
         words += [codes] if self.codec != "plain" else []
         words += ["first tokens apart"] if self.sinks else []
         words += [f"reads {self.reads}"] if self.reads != "all" else []
+        words += ["remembers"] if self.remembers else []
+        words += ["in host memory"] if self.memory == "host" else []
         words += ["skips layers"] if self.skips else []
         words += ["layers in pairs"] if self.pairs else []
         return ", ".join([*words, "reads twice"] if self.reads_twice else words)
@@ -87,6 +92,8 @@ def layout_class(method: Method) -> LayoutClass:
         sinks=encoded and store is not None and store.sinks > 0,
         fitted=any(True for _ in fitted_words(store)),
         pairs=method.stack is not None,
+        remembers=isinstance(read, Remembering),
+        memory="device" if method.host is None else "host",
     )
 
 

@@ -120,10 +120,22 @@ class Carried(Observation, Protocol):
 
 
 @runtime_checkable
+class Meeting(Observation, Protocol):
+    """What slots get of new queries, computed from both; a call on `Inputs`, which has no slots, raises."""
+
+    def of(
+        self, q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], k: Float[Array, "B K S H"],
+        pos: Int[Array, "B #K S"],
+    ) -> Float[Array, "B K S"]:  # fmt: skip
+        """A number for every slot; q and k are rotated, positions are -1 on padding and in empty slots."""
+        ...
+
+
+@runtime_checkable
 class Trace(Protocol):
     """What a method remembers of every slot: one number, which moves with it wherever it is stored.
 
-    needs: the observed masses by which it grows.
+    needs: the observed masses or `Meeting`s by which it grows.
     """
 
     @property
@@ -320,6 +332,20 @@ class Read(Protocol):
 
 
 @runtime_checkable
+class Remembering(Read, Protocol):
+    """A read whose summaries look at what is remembered of slots until they enter the body."""
+
+    @property
+    def traces(self) -> frozenset[Trace]: ...
+
+    def summarise(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, k: Float[Array, "*b S H"], traces: dict[str, Float[Array, "*b S"]]
+    ) -> dict[str, Array]:
+        """As in `Read`; traces by their repr."""
+        ...
+
+
+@runtime_checkable
 class Resting(Read, Protocol):
     """A read that also answers for what it leaves out: one more part of the union that a query attends to."""
 
@@ -410,6 +436,15 @@ class Stacking(Protocol):
         self, low: Float[Array, "*b S H"], high: Float[Array, "*b S H"], codec: Codec | None
     ) -> tuple[Codes, Codes]:
         """The same rows of two layers as codes of each, by `codecs`."""
+        ...
+
+
+@runtime_checkable
+class Residence(Protocol):
+    """What the device holds of slots whose keys and values lie in host memory."""
+
+    def places(self, slots: int, page: int, visited: int) -> int:
+        """How many pages of `slots` slots the device holds; a step visits `visited` of them (static)."""
         ...
 
 

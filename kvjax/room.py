@@ -12,6 +12,8 @@ from jaxtyping import Array, Int
 from kvjax.cache import Cache, GroupState, Slots, width_of
 from kvjax.grammar import Keep
 from kvjax.group import GroupMethod
+from kvjax.ops.base.memory import there
+from kvjax.place.host import in_host_memory
 from kvjax.segments import whole_tiles
 from kvjax.when import Full
 from kvjax.writing import pad_slots
@@ -79,7 +81,9 @@ def widened(gm: GroupMethod, group: GroupState, slots: int) -> GroupState:
         return group.with_tail(pad_slots(group.tail, slots))
     (body,) = group.bodies
     assert isinstance(body, Slots)
-    return dataclasses.replace(group, bodies=(_pad_granules(body, slots // gm.granule, gm.granule),))
+    body = _pad_granules(body, slots // gm.granule, gm.granule)
+    body = body if gm.host is None else in_host_memory(gm.host, gm.read, body)
+    return dataclasses.replace(group, bodies=(body,))
 
 
 def _pad_granules(body: Slots, granules: int, granule: int) -> Slots:
@@ -87,5 +91,5 @@ def _pad_granules(body: Slots, granules: int, granule: int) -> Slots:
         more = x.shape[3] * granule // body.capacity * granules
         return jnp.pad(x, [(0, 0)] * 3 + [(0, more)] + [(0, 0)] * (x.ndim - 4), constant_values=fill)
 
-    padded = jax.tree.map(grow, dataclasses.replace(body, sums={}))
+    padded = jax.tree.map(lambda x: there(grow, x), dataclasses.replace(body, sums={}, near=None))
     return dataclasses.replace(padded, pos=grow(body.pos, -1), sums=body.sums)

@@ -32,8 +32,9 @@ from kvjax.group import GroupMethod
 from kvjax.keep.patterns import Recent
 from kvjax.keep.select import slot_lists
 from kvjax.ops.base.dispatch import alone, platform
+from kvjax.place.host import in_host_memory
 from kvjax.place.paged import build_pages, pool_pages, put_traces
-from kvjax.protocols import View, over_layers
+from kvjax.protocols import Remembering, View, over_layers
 from kvjax.sinks import behind_sinks, empty_slots, write_sinks
 from kvjax.summaries import summary_of_new, sums_with_new, with_summary
 from kvjax.writing import pad_slots, write_blocks, write_slots
@@ -103,6 +104,7 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
     # The tail is filled as if everything were new, then flushed into an empty body.
     tail = _sized(slots, capacity)
     body, tail = flush(gm, _empty_body(gm, tail, body_slots(gm, capacity)), tail)
+    body = body if gm.host is None else in_host_memory(gm.host, gm.read, body)
     return GroupState((body,), tail, sinks=sinks)
 
 
@@ -134,7 +136,10 @@ def _empty_body(gm: GroupMethod, like: Slots, capacity: int) -> Slots:
     """An encoded body of empty slots; made from shapes, since encoding constants stalls the compiler."""
 
     def make(slots: Slots) -> Slots:
-        return with_summary(gm, _encoded(_sized(slots, capacity), gm))
+        body = with_summary(gm, _encoded(_sized(slots, capacity), gm))
+        # What a read remembers of slots goes into its summaries.
+        traces = {} if isinstance(gm.read, Remembering) else body.traces
+        return dataclasses.replace(body, traces=traces)
 
     body = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make, like))
     return dataclasses.replace(body, pos=jnp.full_like(body.pos, -1))
@@ -247,7 +252,7 @@ def _write_granules(
 
     k = encode(dense(new.k), gm.codecs[0], gm.taught)
     v = None if new.v is None else encode(dense(new.v), gm.codecs[1], gm.taught)
-    summary = summary_of_new(gm, body, k, layer)
+    summary = summary_of_new(gm, body, k, new.traces, layer)
     moves = jnp.repeat(row >= 0, gm.granule, axis=3)
     return dataclasses.replace(
         body,
@@ -403,4 +408,6 @@ def unread_bytes(gm: GroupMethod, group: GroupState) -> int:
     looked = gm.read.looks_at(width) if hasattr(gm.read, "looks_at") else 0
     looked = width if looked and isinstance(body.k, Codes) else looked
     keys = nbytes(body.k) * max(left * width - slots * looked, 0) // (slots * width)
-    return keys + nbytes(body.v) * left // slots
+    # Of what the device holds of a body in host memory a step reads what it does not count there.
+    copies = 0 if body.near is None else nbytes((body.near.slots.k, body.near.slots.v))
+    return keys + nbytes(body.v) * left // slots + copies

@@ -22,7 +22,7 @@ from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
 from kvjax.models.mixers.latent import Latent
 from kvjax.place.pairs import pairs_of
-from kvjax.protocols import Answering, Preferring, Resting, Sampling
+from kvjax.protocols import Answering, Preferring, Remembering, Resting, Sampling
 from kvjax.words import crowded, observations, shaped
 
 
@@ -121,6 +121,16 @@ def check_fit(method: Method, config: Config) -> None:
             _refuse(method, "what leaves is asked apart, and layers share slots or clip the softmax", "h2o")
     if isinstance(read, Sampling) and clipped:
         _refuse(method, "what is drawn weighs more than its probability, which layers clip", "quest")
+    if isinstance(read, Remembering) and (
+        any(s.shared for s in slots) or any("slots" in m.takes for m in own)
+    ):
+        _refuse(
+            method,
+            "it remembers how queries meet keys, and the model stores latents, or layers share their slots",
+            "quest",
+        )
+    if method.host is not None and any("slots" in m.takes for m in own):
+        _refuse(method, "several layers read the slots that it brings to the device for one", "quest")
     if isinstance(read, Resting):
         taken = [(i, name, at) for i in range(config.layers) for name, at in takes_of(config, i).values()]
         others = [(i, at) for i, name, at in taken if name == "slots" and at is not None]
@@ -212,7 +222,7 @@ def check_block_transformer(method: Method, config: BlockConfig) -> None:
     if method.make is not None:
         _refuse(method, "it rewrites the weights of one decoder, and this model has two", "int8")
     check_fit(method, config.blocks)
-    check_fit(dataclasses.replace(method, keep=None, read=None, reread=None), config.tokens)
+    check_fit(dataclasses.replace(method, keep=None, read=None, reread=None, host=None), config.tokens)
     if method.keep is not None and method.keep.probe is not None:
         _refuse(method, "it repeats the prompt's tokens, and blocks are none", "snapkv")
     if method.keep is not None and method.keep.narrow is not None:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import Codes, GroupState, Slots, dense
 from kvjax.group import GroupMethod
-from kvjax.protocols import Learning, Resting, over_layers
+from kvjax.protocols import Learning, Remembering, Resting, over_layers
 
 
 def with_summary(gm: GroupMethod, body: Slots) -> Slots:
@@ -22,19 +22,25 @@ def with_summary(gm: GroupMethod, body: Slots) -> Slots:
     sums = gm.read.total(body.keys().v) if isinstance(gm.read, Resting) else {}
     if isinstance(gm.read, Learning):
         sums = sums | gm.read.learn(k, body.pos)
-    return dataclasses.replace(body, summary=_summarised(gm.read, k, sums), sums=sums)
+    return dataclasses.replace(body, summary=_summarised(gm.read, k, sums, body.traces), sums=sums)
 
 
-def _summarised(read: Any, k: Array, sums: dict[str, Array]) -> dict[str, Array]:
-    return read.summarise(k, sums) if isinstance(read, Learning) else read.summarise(k)
+def _summarised(
+    read: Any, k: Array, sums: dict[str, Array], traces: dict[str, Array]
+) -> dict[str, Array]:
+    if isinstance(read, Learning):
+        return read.summarise(k, sums)
+    return read.summarise(k, traces) if isinstance(read, Remembering) else read.summarise(k)
 
 
-def summary_of_new(gm: GroupMethod, body: Slots, k: Array | Codes, layer: int | Array) -> dict[str, Array]:
+def summary_of_new(
+    gm: GroupMethod, body: Slots, k: Array | Codes, traces: dict[str, Array], layer: int | Array
+) -> dict[str, Array]:
     """Summaries of whole granules `k` [l, B, K, ...] that go into l layers of a body from `layer` on."""
     if gm.read is None:
         return {}
     held = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, _layers(k)), body.sums)
-    return _summarised(gm.read, dense(k), held)
+    return _summarised(gm.read, dense(k), held, traces)
 
 
 def _layers(k: Array | Codes) -> int:

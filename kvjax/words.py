@@ -12,7 +12,7 @@ from kvjax.when import Full
 
 if TYPE_CHECKING:
     from kvjax.grammar import Keep, Method
-from kvjax.protocols import Answering, CarryingMerge, Judging, Preferring, View
+from kvjax.protocols import Answering, CarryingMerge, Judging, Preferring, Remembering, Resting, View
 
 # When an observation exists: while many new tokens are read, or in the step of one token.
 IN_PREFILL, IN_STEP = "prefill", "step"
@@ -152,11 +152,42 @@ def refused(keep: Keep) -> list[tuple[bool, str]]:
     ]
 
 
+def refused_in_host(method: Method) -> list[tuple[bool, str]]:
+    """(wrong, why) for what cannot be where slots lie in host memory."""
+    host, read = method.host, method.read
+    if host is None:
+        return []
+    return [
+        (
+            read is None,
+            f"{host!r} brings the pages to the device that a step reads, and without a read method it reads "
+            "all: chain it with one, such as quest",
+        ),
+        (
+            isinstance(read, Resting) or hasattr(read, "looks_at"),
+            f"{host!r} brings what is read to the device, and {read!r} chooses by looking at all keys: use a "
+            "read by summaries, such as quest",
+        ),
+    ]
+
+
+def refused_in_read(method: Method) -> list[tuple[bool, str]]:
+    """(wrong, why) for what cannot be where a read remembers what slots are asked."""
+    return [
+        (
+            isinstance(method.read, Remembering) and method.keep is not None,
+            f"{method.read!r} ranks blocks by what the tokens behind them asked for, which a keep would cut "
+            "into: leave one out",
+        )
+    ]
+
+
 def refused_in_layers(method: Method) -> list[tuple[bool, str]]:
     """(wrong, why) for what cannot be where every layer has a sentence of its own."""
     if not method.layers:
         return []
-    alone = (method.keep, method.store, method.read, method.reread, method.make, method.stack) == (None,) * 6
+    others = (method.reread, method.make, method.stack, method.host)
+    alone = (method.keep, method.store, method.read, *others) == (None,) * 7
     parts = [
         one for one in method.sentences if any(part is not None for part in (one.reread, one.make, one.stack))
     ]

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.cache import Codes, Slots
 from kvjax.ops.base.dispatch import alone
+from kvjax.ops.base.memory import copy_blocks, in_host, listed
 
 
 def write_rows(
@@ -79,6 +80,12 @@ def write_blocks(
     """
     s, rest = x.shape[3], x.shape[4:]
     size = new.shape[3] // block.shape[3]
+    if in_host(x):
+        source, count = listed((block >= 0) & (block < s // size))
+        b, k, c = block.shape[1:]
+        # Blocks are numbered through all lists of all layers.
+        place = (layer * b * k + source // c) * (s // size) + block.reshape(-1)[source]
+        return copy_blocks(x, new.astype(x.dtype), (source, place), count, size)
     if x.ndim == 4 and block.shape[3] == 1:
         part = jax.lax.dynamic_slice_in_dim(x, layer, block.shape[0])
         place = jax.lax.broadcasted_iota(jnp.int32, part.shape, 3) - block * size

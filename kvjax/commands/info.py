@@ -25,6 +25,7 @@ def run(args: argparse.Namespace) -> None:
         ("platform", platform),
         *(("device" if i == 0 else "", text) for i, text in enumerate(_devices())),
         ("memory", _memory()),
+        ("host memory", _host_memory()),
         ("cores", _cores()),
         *(("attention" if i == 0 else "", text) for i, text in enumerate(_attention(platform))),
         ("layers", "stacked, one scan over equal layers" if platform == "tpu" else "one after another"),
@@ -92,6 +93,14 @@ def _memory() -> str:
 
     memory = psutil.virtual_memory()
     return f"{size(memory.available)} available of {size(memory.total)}"
+
+
+def _host_memory() -> str:
+    from kvjax.ops.base.memory import KIND, offers_host
+
+    if offers_host():
+        return f"{KIND}: methods that keep slots there do (quest:resident=0.25, infllm)"
+    return "none that programs can use: what a method keeps there stays in the device's memory"
 
 
 def _cores() -> str:

@@ -15,7 +15,7 @@ from kvjax.cache_file import read_cache_header
 from kvjax.commands.terminal import BOX, console, name_of, pairs, size
 
 _PARTS = {"k": "keys", "v": "values", "pos": "positions", "table": "page tables", "lengths": "page tables"}
-_PARTS |= {"owner": "page tables", "next": "positions"}
+_PARTS |= {"owner": "page tables", "next": "positions", "near": "copies on the device"}
 
 
 def print_cache(path: str) -> None:
@@ -67,11 +67,12 @@ def _leaves(node: Any, place: str) -> Iterator[tuple[str, int]]:
         for child in node:
             yield from _leaves(child, place)
     elif isinstance(node, dict) and "node" not in node and "array" in node:
-        yield _PARTS.get(place, place), int(np.prod(node["shape"])) * jnp.dtype(node["array"]).itemsize
+        part = _PARTS.get(place, place) + (" in host memory" if node.get("memory") == "host" else "")
+        yield part, int(np.prod(node["shape"])) * jnp.dtype(node["array"]).itemsize
     elif isinstance(node, dict):
         for name, child in node.items():
             # Whatever lies below keys, values or statistics is counted with them.
-            whole = place in ("k", "v", "traces", "summary", "states")
+            whole = place in ("k", "v", "traces", "summary", "states", "near")
             below = (
                 "states"
                 if node.get("node") == "State"

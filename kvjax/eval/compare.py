@@ -178,7 +178,7 @@ def _run(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> No
             if not todo:
                 continue
             prompt, read_s = runner.prompt(rows)
-            full_bytes, _ = runner.bytes_of(plan.entries[0], prompt)
+            full_bytes = runner.bytes_of(plan.entries[0], prompt).kept
             for entry, unit in _units(runner, todo, prompt, rows, protocol, full_bytes):
                 budget = "" if entry.budget is None else f" {entry.budget}"
                 progress.update(bar, description=f"{entry.label}{budget}, {protocol}", advance=1)

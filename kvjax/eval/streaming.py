@@ -256,7 +256,7 @@ def _units(
     whole = Entry("full", None, Method())
     decode = Run(runner.model.config, whole.method.decode_part())
     full = expect(decode, runner.params, _compressed(runner, whole, prompt), fed[:, :-1])
-    full_bytes, _ = runner.bytes_of(whole, prompt)
+    full_bytes = runner.bytes_of(whole, prompt).kept
 
     def unit(entry: Entry) -> dict[str, Any]:
         mine, _ = runner.own(entry, prompt, given)
@@ -264,9 +264,9 @@ def _units(
         if np.isnan(np.asarray(watched.nll)).any():
             refuse_step(int(np.argwhere(np.isnan(np.asarray(watched.nll)))[:, 1].min()), entry.label)
         means = {name: np.asarray(x, np.float64).mean(1) for name, x in watched._asdict().items()}
-        kept, read = runner.bytes_of(entry, mine)
+        size = runner.bytes_of(entry, mine).of_row(full_bytes)
         common = {"method": entry.label, "budget": entry.budget, "tokens": fed.shape[1] - 1}
-        common |= {"kept_bytes": kept, "full_bytes": full_bytes, "read_bytes": read}
+        common |= size
         found = [{n: float(x[i]) for n, x in means.items()} for i in range(count)]
         ids = [f"text-{start}" for start in batch.starts[:count]]
         return {"rows": [{"id": i, **common, **row} for i, row in zip(ids, found, strict=True)]}

@@ -192,7 +192,7 @@ def _info(id: str) -> MethodInfo:
     keep = built.keep
     parts = ("make", "keep", "store", "read", "reread", "stack")
     verbs = [n for n in parts if getattr(built, n) is not None]
-    if keep is not None and not keep.allocate.uniform:
+    if built.host is not None or (keep is not None and not keep.allocate.uniform):
         verbs.append("place")
     return MethodInfo(
         id,

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from kvjax.grammar import Budget, Method
 from kvjax.methods.papers import paper
-from kvjax.methods.shared import Amount, Layers, Page
+from kvjax.methods.parameters import Range
+from kvjax.methods.shared import Amount, Layers, Page, Share, Tokens, Window
+from kvjax.place.host import Host
+from kvjax.read.blocks import RepresentativeKeys
 from kvjax.read.pages import PageBounds
+
+# How many keys stand for a block.
+Representatives = Annotated[int, Range(1)]
 
 
 @paper(
@@ -14,12 +22,43 @@ from kvjax.read.pages import PageBounds
     family="retrieval-sparse",
     exact="deviates",
 )
-def quest(budget: Amount, *, page: Page = 16, skip_layers: Layers = 2) -> Method:
+def quest(
+    budget: Amount, *, page: Page = 16, skip_layers: Layers = 2, resident: Share | None = None
+) -> Method:
     """Quest (Tang et al., 2024, arXiv:2406.10774), section 3.3: only pages that may matter to this query.
 
     budget is the share (or number) of tokens visited per decoded token; the first `skip_layers` layers and
     the newest, not yet full page are always read. Deviation: the query heads of a group share their pages
     (the largest bound among them decides), since keys and values of a group are stored once. Prompts and
-    several tokens at once are read in full.
+    several tokens at once are read in full. With `resident`, keys and values lie in host memory, and the
+    device holds this share of the pages, at least those that a step visits.
     """
-    return Method(read=PageBounds(Budget(budget), page, skip_layers))
+    host = None if resident is None else Host(resident)
+    return Method(read=PageBounds(Budget(budget), page, skip_layers), host=host)
+
+
+@paper(
+    "InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context Memory",
+    arxiv="2402.04617",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def infllm(
+    budget: Amount, *, page: Page = 128, newest: Window = 4096, sinks: Tokens = 128,
+    keys: Representatives = 4, skip_layers: Layers = 0, resident: Share = 0.0,
+) -> Method:  # fmt: skip
+    """InfLLM (Xiao et al., 2024, arXiv:2402.04617), section 3: blocks of the past, found by a few keys each.
+
+    A token attends to the first `sinks` tokens, the `newest` ones and, of the blocks between them, to those
+    whose `keys` representative keys its queries meet most, summed over the heads of a layer. Representatives
+    are the keys that the `newest` tokens behind them met most, by the paper's logits. budget is the share (or
+    number) of older tokens that are read, the authors' 16 blocks of 128 being 2048. Blocks lie in host
+    memory; the device holds the share `resident` of them that was read last, at least what a step reads.
+
+    Deviation: this is the paper's decoding. Prompts and several tokens at once are read in full, where the
+    paper reads a long prompt by the same rule; and tokens keep their own positions, where it gives all those
+    beyond the window one distance. The query heads of a group share representatives, and sinks are whole
+    blocks; up to a block more than the newest tokens are read, until they fill one.
+    """
+    read = RepresentativeKeys(Budget(budget), page, newest, sinks, keys, skip_layers)
+    return Method(read=read, host=Host(resident))

@@ -14,6 +14,8 @@ from jaxtyping import Array, Int
 
 from kvjax.cache import Cache, GroupState, Paged, Slots, check_alive
 from kvjax.errors import InputError
+from kvjax.ops.base.memory import there
+from kvjax.place.host import forgotten
 from kvjax.protocols import Learning, Resting
 from kvjax.writing import write_rows
 
@@ -212,7 +214,7 @@ def _emptied(slots: Slots, start: Int[Array, "B"], width: int) -> Slots:
         # A granule's rows go with its first token.
         granule = slots.capacity // x.shape[3]
         at = where if granule == 1 else jnp.where(where % granule == 0, where // granule, -1)
-        return write_rows(x, at, jnp.zeros((*at.shape, *x.shape[4:]), x.dtype))
+        return there(lambda y: write_rows(y, at, jnp.zeros((*at.shape, *y.shape[4:]), y.dtype)), x)
 
     def zero(x: Array) -> Array:
         return jnp.where(gone, jnp.zeros((), x.dtype), x)
@@ -226,4 +228,5 @@ def _emptied(slots: Slots, start: Int[Array, "B"], width: int) -> Slots:
         bias=None if slots.bias is None else zero(slots.bias),
         traces={name: zero(x) for name, x in slots.traces.items()},
         summary={name: clear(x) for name, x in slots.summary.items()},
+        near=None if slots.near is None else forgotten(slots.near),
     )

@@ -15,6 +15,8 @@ from jaxtyping import Array, Bool, Int
 from kvjax.cache import Cache, GroupState, Paged, Pages, Segment, check_alive
 from kvjax.errors import InputError
 from kvjax.inputs import whole_number
+from kvjax.ops.base.memory import there
+from kvjax.place.host import forgotten
 from kvjax.place.paged import take_pages
 from kvjax.place.rollback import of_rows
 
@@ -76,7 +78,7 @@ def gather_rows(cache: Cache, index: Int[Array, "R"]) -> Cache:
         pools.append(pool)
 
     def take(x: Paged | Array) -> Paged | Array:
-        return tables[x.pool, x.first_layer] if isinstance(x, Paged) else x[:, index]
+        return tables[x.pool, x.first_layer] if isinstance(x, Paged) else there(lambda y: y[:, index], x)
 
     groups = jax.tree.map(take, cache.groups, is_leaf=lambda x: isinstance(x, Paged))
     return dataclasses.replace(cache, groups=groups, next=cache.next[index], pools=tuple(pools))
@@ -135,13 +137,14 @@ def _emptied(segment: Segment, rows: Bool[Array, "B"]) -> Segment:
     # and so must summaries, which pages are ranked by, and sums, to which new tokens add.
     return dataclasses.replace(
         segment,
-        k=jax.tree.map(clear, segment.k) if segment.v is None else segment.k,
-        v=jax.tree.map(clear, segment.v),
+        k=jax.tree.map(partial(there, clear), segment.k) if segment.v is None else segment.k,
+        v=jax.tree.map(partial(there, clear), segment.v),
         pos=clear(segment.pos, -1),
         bias=None if segment.bias is None else clear(segment.bias),
         traces={n: clear(x) for n, x in segment.traces.items()},
         summary={n: clear(x) for n, x in segment.summary.items()},
         sums={n: clear(x) for n, x in segment.sums.items()},
+        near=None if segment.near is None else forgotten(segment.near),
     )
 
 

@@ -19,6 +19,7 @@ from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
 from kvjax.ops.decode.stacked_decode import Coded, refusals, rows_of, stacked_decode
+from kvjax.place.host import fetched
 from kvjax.place.paged import attend_pages
 from kvjax.protocols import AttentionSpec, Read, Resting, Sampling
 from kvjax.read.pages import positions, visited
@@ -71,19 +72,19 @@ def past_of(owner: dict[int, GroupMethod], gm: GroupMethod, layer: Layer, state:
 
 def attend_past(
     run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
-    more: Sequence[tuple[Array, Array]] = (),
+    found: Picks | None, more: Sequence[tuple[Array, Array]] = (),
 ) -> tuple[Float[Array, "B N 1 V"], tuple[Received, ...], AttentionLogits]:  # fmt: skip
     """One query over a layer's parts; what the slots of each received, where that is asked for; the logits.
 
-    more: (out, lse) of what was attended elsewhere. Logits are those of the parts that are attended together:
-    of all where another layer uses them.
+    found: what `selected` gave. more: (out, lse) of what was attended elsewhere. Logits are those of the
+    parts that are attended together: of all where another layer uses them.
     """
     pos, expand = at[:, None], x.expand
     unreadable = expand if expand is not None and expand.outputs is None else None
     q, softcap = x.q, run.config.attention_softcap
     sets, parts = [], []
     received: tuple[Received, ...] = ()
-    stored, found = past, _selected(run, past, q, at + 1)
+    stored = past
     resting = past.gm.read if isinstance(past.gm.read, Resting) else None
     past, bases = _in_their_bases(run, past, layer, x)
     for i, segment in enumerate(past.parts):
@@ -187,7 +188,7 @@ def _read(
     return keys
 
 
-def _selected(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks | None:
+def selected(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks | None:
     """The pages that a method picks of a layer's body, and how many of them count; None: all are read."""
     read, body = past.gm.read, past.parts[0]
     if read is None:
@@ -210,6 +211,18 @@ def _biases(of_slots: Array | None, of_heads: Array | None) -> Array | None:
     if of_slots is None or of_heads is None:
         return of_slots if of_heads is None else of_heads
     return of_heads + jnp.repeat(of_slots, of_heads.shape[1] // of_slots.shape[1], axis=1)
+
+
+def brought(past: Past, state: GroupState, found: Picks | None) -> tuple[Past, GroupState, Picks | None]:
+    """The same past and pages where the device holds them, and the group with what it holds now."""
+    body = past.parts[0]
+    if past.gm.host is None or found is None:
+        return past, state, found
+    assert isinstance(body, Slots)
+    body, places = fetched(body, past.index, found.pages, found.counts, past.gm.read.granule)
+    assert body.near is not None
+    near = past._replace(parts=(body.near.slots, *past.parts[1:]))
+    return near, dataclasses.replace(state, bodies=(body,)), found._replace(pages=places)
 
 
 def _rest_of(

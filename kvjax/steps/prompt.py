@@ -28,7 +28,7 @@ from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.transformer import IdsOrVectors, Positions, decode_layers, positions, unembed
 from kvjax.pairs import Half, merge_pair
-from kvjax.protocols import Carried, Inputs, Trace, View
+from kvjax.protocols import Carried, Inputs, Meeting, Trace, View
 from kvjax.room import widened
 from kvjax.segments import AT_ONCE, Ahead, build, build_group_pages, extend, remember_in_pages, whole_slots
 from kvjax.steps.lending import lend, returned, taught_groups
@@ -78,7 +78,8 @@ def observe(
     states = (NOTHING,) * len(params["layers"]) if cache is None else cache.groups
     pools = () if cache is None else cache.pools
     masses = tuple(sorted((o for o in needs if isinstance(o, Mass)), key=repr))
-    others = [o for o in needs if not isinstance(o, Mass | Trace)]
+    meetings = sorted((o for o in needs if isinstance(o, Meeting)), key=repr)
+    others = [o for o in needs if not isinstance(o, Mass | Trace | Meeting)]
     remembered = [t for t in needs if isinstance(t, Trace)]
     narrow, gms = narrowing(run, at), taught_groups(run.groups(params), params)
     states = lend(states, gms)
@@ -111,6 +112,11 @@ def observe(
         taught = of_layer(params, layer.number)
         inputs = Inputs(q, x.q, new.k if x.k is None else x.k, x.hidden, pos, at.length, taught)
         received = tuple({repr(o): m for o, m in zip(masses, of_set, strict=True)} for of_set in found)
+        if meetings:
+            sets = [*past, new]
+            received = received or ({},) * len(sets)
+            met = [{repr(o): o.of(q, pos, s.k, s.pos) for o in meetings if s.pos is not None} for s in sets]
+            received = tuple(a | b for a, b in zip(received, met, strict=True))
         rows = {repr(o): carried_behind(o, inputs, layer, state) for o in others if isinstance(o, Carried)}
         observed = {repr(o): o.read(rows[repr(o)]) if isinstance(o, Carried) else o(inputs) for o in others}
         traces = {repr(t): t.start(inputs, new.k.shape[1]) for t in remembered}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import GroupState, Slots
-from kvjax.choose import Meeting
+from kvjax.choose import AsMet
 from kvjax.fitted import of_layer
 from kvjax.grammar import Method
 from kvjax.group import GroupMethod, group_method
@@ -85,7 +85,7 @@ class Run(NamedTuple):
     def per_query_head(self) -> bool:
         return self.method.keep is not None and self.method.keep.per_query_head
 
-    def met(self, layer: int) -> Meeting | None:
+    def met(self, layer: int) -> AsMet | None:
         """How a layer's stored slots become what its queries meet; None where scores cannot look at that."""
         mixer, window = mixer_of(self.config, layer), self.config.window(layer)
         slots = mixer.slots(self.config)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from kvjax.eval.report.cells import Cell, summarise
 from kvjax.eval.report.comparison_table import print_table
+from kvjax.eval.report.export import cell_records
 from tests.eval.rows import FULL_BYTES, QUALITY, TASKS, comparison, scored
 
 
@@ -78,6 +79,16 @@ def test_bytes_read_are_a_column_only_where_a_method_reads_less_than_it_keeps() 
     assert "read" in printed(summarise(rows), 140, {}).split("──")[0]
     keep_only = summarise([r for r in rows if r["method"] != "quest"])
     assert "read" not in printed(keep_only, 140, {}).split("──")[0]
+
+
+def test_bytes_in_host_memory_are_a_column_only_where_a_method_has_any() -> None:
+    half = [one | {"host_bytes": 25} for one in scored([1.0] * 4, method="infllm", budget=0.5)]
+    cells = summarise([*scored([1.0] * 4), *half])
+    assert [cell.host_percent for cell in cells] == [0.0, 25.0]
+    (line,) = [line for line in printed(cells, 140, {}).splitlines() if line.startswith("infllm")]
+    assert line.split()[:5] == ["infllm", "0.5", "100", "100", "25.0"]
+    assert "host" not in printed(cells[:1], 140, {})
+    assert [record.get("host_bytes") for record in cell_records(cells, {})] == [None, 25.0]
 
 
 def test_output_that_is_not_a_terminal_gets_the_table_in_its_natural_width(

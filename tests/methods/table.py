@@ -253,6 +253,18 @@ def quest_bytes(s: Sizes) -> int:
     return first - 4 * s.b + split(everything, 8, 0, lambda s: 2 * s.h * 4, plain)(rest)
 
 
+def infllm_bytes(s: Sizes) -> int:
+    """Blocks of 4 with a key each behind a tail of 8 and 4 more with a score each; copies on the device.
+
+    The device has places for the blocks that a step reads: one of sinks, and half of all, 2 bytes more for
+    which they are and when each was read.
+    """
+    blocks = (s.tokens + s.room - 8) // 4
+    places = 1 + -(-(blocks * 4 // 2) // 4)
+    near = s.layers * s.b * s.k * places * (4 * plain(s) + 8)
+    return split(everything, 4, 8, lambda s: s.h * 4, plain)(s) + near + s.layers * s.b * s.k * 12 * 4
+
+
 def sparq_bytes(s: Sizes) -> int:
     """Slots one by one, a tail of the newest 4 and one more, and a float32 sum of the values of each list."""
     sums = s.layers * s.b * s.k * s.h * 4
@@ -742,6 +754,9 @@ ROWS = [
     row("kvquant", kvquant_bytes, hyper=dict(bits=4, fitted=LEVELS), error=0.3),
     chained("mikv", mikv_bytes, ("mikv", dict(budget=0.5, low=4, group=8)), error=0.3),
     row("quest", quest_bytes, hyper=dict(page=8, skip_layers=2), error=None, moves=False, model="deep"),
+    row(
+        "infllm", infllm_bytes, hyper=dict(page=4, newest=8, sinks=4, keys=2), error=None, moves=False,
+    ),
     row(
         "sparq", sparq_bytes, hyper=dict(channels=5, newest=4), moves=False,
         attends=reads.sparq(count, channels=5, newest=4),

@@ -45,6 +45,7 @@ WRONG = {
     "kind": ("e3m4",),
     "clip": (0, -0.5, 1.5, math.nan, True, None),
     "ranks": ("mine", 1),
+    "resident": (-0.5, 1.5, math.nan, True),
     "rank": (0, -1, 2.5, True, None),
     "turns": (0, 101, 2.5, None),
     "sketch": (0, "yes", None),

@@ -50,6 +50,7 @@ class Cell:
     recovery: mean / mean of the full cache on the same tasks; None without one, or where it scores 0.
     worst_task, worst_recovery: the task with the smallest score / full-cache score.
     kept_bytes, full_bytes, read_bytes: means over samples; read_bytes is what one decode step reads.
+    host_bytes: those of kept_bytes that lie in host memory.
     span_kept: mean share of the needed span that survived; None where no task names its span.
     reference: whether this is the full cache that recovery is measured against.
     versus: the paired difference to it; None without one, and for itself.
@@ -71,6 +72,7 @@ class Cell:
     worst_recovery: float | None = None
     reference: bool = False
     versus: Difference | None = None
+    host_bytes: float = 0.0
 
     @property
     def few(self) -> bool:
@@ -81,6 +83,11 @@ class Cell:
     def percent(self) -> float:
         """Bytes kept, in percent of the full cache."""
         return 100.0 * self.kept_bytes / self.full_bytes
+
+    @property
+    def host_percent(self) -> float:
+        """Bytes kept in host memory, in percent of the full cache."""
+        return 100.0 * self.host_bytes / self.full_bytes
 
     @property
     def read_percent(self) -> float:
@@ -151,7 +158,8 @@ def summarise(rows: Iterable[Row], *, baseline: str = "full") -> list[Cell]:
 
     Args:
       rows: the lines of `results.jsonl`: id, method, budget, task, protocol, score in [0, 1], kept_bytes,
-        full_bytes, read_bytes, span_kept (share or None). Other keys are not read.
+        full_bytes, read_bytes, span_kept (share or None), host_bytes where there are any. Other keys are not
+        read.
       baseline: the method whose score counts as full recovery.
 
     Returns:
@@ -221,6 +229,7 @@ def _cell(rows: list[Row]) -> Cell:
         full_bytes=_mean(rows, "full_bytes"),
         read_bytes=_mean(rows, "read_bytes"),
         span_kept=math.fsum(spans) / len(spans) if spans else None,
+        host_bytes=math.fsum(row.get("host_bytes", 0) for row in rows) / len(rows),
     )
 
 

@@ -144,6 +144,8 @@ def _columns(cells: Sequence[Cell], timings: Timings, layout: _Layout) -> list[C
         (f"kept\n{unit}", lambda cell: _digits(cell.kept_bytes / divisor)),
         ("kept\n%", lambda cell: _digits(cell.percent)),
     ]
+    if any(cell.host_bytes for cell in cells):
+        columns.append(("host\n%", lambda cell: _digits(cell.host_percent)))
     if _READ not in layout.missing and any(cell.reads_less for cell in cells):
         columns.append(("read\n%", lambda cell: _digits(cell.read_percent)))
     for task in dict.fromkeys(task for cell in cells for task in cell.tasks):

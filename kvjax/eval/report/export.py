@@ -44,6 +44,7 @@ def cell_records(cells: Sequence[Cell], timings: Timings) -> list[dict[str, Any]
 def _record(cell: Cell, timing: Mapping[str, float]) -> dict[str, Any]:
     record: dict[str, Any] = {"method": cell.method, "budget": cell.budget, "protocol": cell.protocol}
     record |= {name: getattr(cell, name) for name in ("kept_bytes", "full_bytes", "read_bytes", "span_kept")}
+    record |= {"host_bytes": cell.host_bytes} if cell.host_bytes else {}
     for task, score in cell.tasks.items():
         low, high = (None, None) if score.few else (score.low, score.high)
         values = {"": score.mean, "_low": low, "_high": high, "_samples": score.samples}

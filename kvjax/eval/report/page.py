@@ -231,14 +231,14 @@ def listed(duels: Sequence[Duels]) -> list[dict[str, Any]]:
 
 def _table(cells: Sequence[Cell], timings: Timings | None) -> str:
     tasks = list(dict.fromkeys(task for cell in cells for task in cell.tasks))
-    unit = byte_unit(cells)
-    rows = "".join(_row(cell, tasks, timings, unit) for cell in cells)
+    unit, far = byte_unit(cells), any(cell.host_bytes for cell in cells)
+    rows = "".join(_row(cell, tasks, timings, unit, far) for cell in cells)
     return f"""<section><h2>All measurements</h2>
 <p class="muted">{sample_count(cells)} samples per task. Small figures: 95% interval
 ({interval_names(cells)}). {_versus_words(cells)}Recovery: score / full-cache score.
 Click a heading to sort.</p>
 <div class="controls"><fieldset aria-label="protocol">{_filter(cells)}</fieldset></div>
-<div class="scroll"><table id="cells"><thead><tr>{_head(tasks, timings, unit[0])}</tr></thead>
+<div class="scroll"><table id="cells"><thead><tr>{_head(tasks, timings, unit[0], far)}</tr></thead>
 <tbody>{rows}</tbody></table></div></section>"""
 
 
@@ -260,13 +260,14 @@ def _filter(cells: Sequence[Cell]) -> str:
     return "".join(choices)
 
 
-def _head(tasks: Sequence[str], timings: Timings | None, byte_name: str) -> str:
+def _head(tasks: Sequence[str], timings: Timings | None, byte_name: str, far: bool) -> str:
     columns = [
         header("method", "", "ascending", "text"),
         header("protocol", "", "ascending", "text protocol"),
         header("budget", ""),
         header("kept", byte_name, "ascending"),
         header("kept", "% of full", "ascending"),
+        *([header("host memory", "% of full", "ascending")] if far else []),
         header("read", "% per step", "ascending"),
         *(header(task, "score %") for task in tasks),
         header("mean", "score %"),
@@ -287,13 +288,16 @@ def header(name: str, unit: str, start: str = "descending", style: str = "") -> 
     return f'<th scope="col" data-start="{start}" class="{style}"><button type="button">{label}</button></th>'
 
 
-def _row(cell: Cell, tasks: Sequence[str], timings: Timings | None, unit: tuple[str, float]) -> str:
+def _row(
+    cell: Cell, tasks: Sequence[str], timings: Timings | None, unit: tuple[str, float], far: bool
+) -> str:
     entries = [
         entry(cell.method, escape(cell.method), "text"),
         entry(cell.protocol, escape(cell.protocol), "text protocol"),
         entry(cell.budget, budget_label(cell.budget)),
         entry(cell.kept_bytes, f"{cell.kept_bytes / unit[1]:,.1f}"),
         entry(cell.percent, f"{cell.percent:.1f}", "size", share=cell.percent / 100),
+        *([entry(cell.host_percent, f"{cell.host_percent:.1f}", "size")] if far else []),
         entry(cell.read_percent, f"{cell.read_percent:.1f}", "size", share=cell.read_percent / 100),
         *(_score(cell.tasks.get(task)) for task in tasks),
         _interval(cell.mean, cell.mean_low, cell.mean_high, few=cell.few),

@@ -39,6 +39,8 @@ def summarise_windows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name in ("nll", "full_nll", "kl", "top1", "kept_bytes", "full_bytes", "read_bytes")
     }
     ours, full = ({("text", row["id"]): row[name] for row in rows} for name in ("nll", "full_nll"))
+    if any("host_bytes" in row for row in rows):
+        mean["host_bytes"] = float(np.mean([row.get("host_bytes", 0) for row in rows]))
     paired = difference(ours, full, shares=False)
     return {
         "method": rows[0]["method"],
@@ -101,7 +103,9 @@ def print_stream(rows: Sequence[Mapping[str, Any]], console: Console | None = No
     console = console or make_console()
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("method", style="bold", overflow="fold")
-    headers = ("budget", "kept\nKiB", "kept\n%", "read\n%", "nats/\ntoken", "lost", "KL", "same\ntop %")
+    far = any("host_bytes" in row for row in rows)
+    kept = ("kept\nKiB", "kept\n%", *(("host\n%",) if far else ()), "read\n%")
+    headers = ("budget", *kept, "nats/\ntoken", "lost", "KL", "same\ntop %")
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
@@ -110,6 +114,7 @@ def print_stream(rows: Sequence[Mapping[str, Any]], console: Console | None = No
             budget_label(row["budget"]).removesuffix(" slots"),
             f"{row['kept_bytes'] / 1024:.1f}",
             f"{100 * row['kept_bytes'] / row['full_bytes']:.1f}",
+            *((f"{100 * row.get('host_bytes', 0) / row['full_bytes']:.1f}",) if far else ()),
             f"{100 * row['read_bytes'] / row['full_bytes']:.1f}",
             f"{row['nll']:.4f}",
             f"{row['delta_nll']:+.4f}[dim] {lost_ends(row)}[/dim]",

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array
 
 from kvjax import steps
-from kvjax.cache import Cache, kept_positions, nbytes
+from kvjax.cache import Cache, host_nbytes, kept_positions, nbytes
 from kvjax.chunking import bucket
 from kvjax.eval.run.answers import NOT_A_NUMBER, generate_answers, predicted, row_new_tokens
 from kvjax.eval.run.cellplan import Entry
@@ -66,6 +66,19 @@ class Unit(NamedTuple):
     seconds: dict[str, float] | None
     steps: int
     share: list[float]
+
+
+class Bytes(NamedTuple):
+    """Per row: held in all, read by one decode step, and those of the held ones that lie in host memory."""
+
+    kept: int
+    read: int
+    host: int
+
+    def of_row(self, full: int) -> dict[str, int]:
+        """As a row of results has them; full: what the full cache holds."""
+        host = {"host_bytes": self.host} if self.host else {}
+        return {"kept_bytes": self.kept, "full_bytes": full, "read_bytes": self.read, **host}
 
 
 def programs() -> int:
@@ -126,7 +139,7 @@ class Runner:
         keeps = (e.method.keep for e in shared)
         self.probes = list(dict.fromkeys(k.probe for k in keeps if k is not None and k.probe is not None))
         self.runs: Counter[tuple[Entry, int]] = Counter()
-        self.bytes: dict[Entry, tuple[int, int]] = {}
+        self.bytes: dict[Entry, Bytes] = {}
 
     def given(self, entry: Entry) -> Given:
         """The model that a cell runs on, with its parameters."""
@@ -171,8 +184,8 @@ class Runner:
             refuse_prompt(model, rows.prompt, rows.length)
         return out, time.perf_counter() - start
 
-    def bytes_of(self, entry: Entry, prompt: Prompt) -> tuple[int, int]:
-        """Measured bytes per row: held at the end of prefill, without room, and read by one decode step.
+    def bytes_of(self, entry: Entry, prompt: Prompt) -> Bytes:
+        """Measured bytes per row, at the end of prefill, without room.
 
         Where how many slots stay follows from the data, those of the first batch.
         """
@@ -189,7 +202,7 @@ class Runner:
                 unread_bytes(gm, group)
                 for gm, group in zip(run.groups(model.params), cache.groups, strict=True)
             )
-            self.bytes[entry] = held // rows, (held - unread) // rows
+            self.bytes[entry] = Bytes(held // rows, (held - unread) // rows, host_nbytes(cache) // rows)
         return self.bytes[entry]
 
     def compressed(self, entry: Entry, prompt: Prompt) -> Cache:
@@ -227,14 +240,12 @@ class Runner:
             refuse_step(int(np.argwhere(said == NOT_A_NUMBER)[:, 1].min()), entry.label)
         seconds = {"settle": settled - start, "ask": time.perf_counter() - asked}
         seconds |= {} if read is None else {"read": read}
-        kept_bytes, read_bytes = self.bytes_of(entry, prompt)
+        size = self.bytes_of(entry, prompt)
         common = {
             "method": entry.label,
             "budget": entry.budget,
             "protocol": protocol,
-            "kept_bytes": kept_bytes,
-            "full_bytes": full_bytes,
-            "read_bytes": read_bytes,
+            **size.of_row(full_bytes),
             "seconds": sum(seconds.values()) / len(rows.turns),
         }
         out = [

@@ -1,0 +1,79 @@
+"""Two memories of one device: its own, and the host's, where the backend offers that to programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+# The kind of host memory from which a device copies without help of the host.
+KIND = "pinned_host"
+
+
+def offers_host() -> bool:
+    """Whether programs of the backend can keep arrays in host memory."""
+    return any(memory.kind == KIND for memory in jax.devices()[0].addressable_memories())
+
+
+def in_host(x: Any) -> bool:
+    """Whether an array of JAX lies in host memory, by its type, which a traced one has too."""
+    return isinstance(x, jax.Array) and jax.typeof(x).memory_space == HOST
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """The arrays in host memory; where the backend offers none, as they are.
+
+    >>> x = to_host(jnp.arange(3))
+    >>> in_host(x) == offers_host(), in_host(to_device(x))
+    (True, False)
+    """
+    return jax.tree.map(lambda x: jax.device_put(x, HOST), tree) if offers_host() else tree
+
+
+def to_device(tree: PyTree) -> PyTree:
+    """The arrays in the device's memory; those that lie there are not touched."""
+    return jax.tree.map(lambda x: jax.device_put(x, DEVICE) if in_host(x) else x, tree)
+
+
+def there(f: Callable[[Array], Array], x: Array) -> Array:
+    """f(x) in the memory that x lies in; f itself runs on the device, which takes all of x."""
+    return to_host(f(to_device(x))) if in_host(x) else f(x)
+
+
+def copy_blocks(
+    to: Shaped[Array, "L B K S *r"],
+    source: Shaped[Array, "l B K D *r"],
+    moves: tuple[Int[Array, "n"], Int[Array, "n"]],
+    count: Int[Array, ""],
+    size: int,
+) -> Shaped[Array, "L B K S *r"]:
+    """`to` with the first `count` of some blocks of `size` slots copied from `source`, one after another.
+
+    moves: of each block its number in `source` and its place in `to`, counted through all lists. Either array
+    may lie in host memory; then these blocks cross, and nothing else.
+    """
+    crosses, rest = in_host(to) != in_host(source), to.shape[4:]
+    # A TPU copies to and from host memory by one axis at a time.
+    blocks = source.reshape(-1, size, *rest)
+
+    def one(i: int | Array, to: Array) -> Array:
+        block = jax.lax.dynamic_index_in_dim(blocks, moves[0][i])
+        block = jax.device_put(block, HOST if in_host(to) else DEVICE) if crosses else block
+        return jax.lax.dynamic_update_index_in_dim(to, block, moves[1][i], 0)
+
+    return jax.lax.fori_loop(0, count, one, to.reshape(-1, size, *rest)).reshape(to.shape)
+
+
+def listed(which: Bool[Array, "*shape"]) -> tuple[Int[Array, "n"], Int[Array, ""]]:
+    """The flat places at which an array is true, in order, all others behind them; and their number.
+
+    >>> places, count = listed(jnp.asarray([[False, True], [True, True]]))
+    >>> places[: int(count)].tolist()
+    [1, 2, 3]
+    """
+    order = jnp.argsort(~which.reshape(-1), stable=True).astype(jnp.int32)
+    return order, which.sum(dtype=jnp.int32)

@@ -1,0 +1,117 @@
+"""Slots in host memory: the device holds the pages that were read last, and fetches what else is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.cache import Near, Slots
+from kvjax.ops.base.dispatch import alone
+from kvjax.ops.base.memory import copy_blocks, listed, to_host
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """Keys and values of the body lie in host memory; the device holds the pages of them that were read last.
+
+    resident: the share of the body's pages that it holds, and at least those that a step visits. What is
+    read, and so every number that comes out, is that of the same method without this word. Positions,
+    summaries and the tail stay on the device. Where the backend offers programs no host memory, the body lies
+    there too. Prompts and verbs on rows take all of a body to the device and back, and no gradients pass.
+
+    >>> Host(0.25).places(64, page=8, visited=1), Host(0.25).places(64, page=8, visited=5)
+    (2, 5)
+    """
+
+    resident: float = 0.0
+
+    def __post_init__(self):
+        number = isinstance(self.resident, int | float) and not isinstance(self.resident, bool)
+        if not number or not 0 <= self.resident <= 1:
+            raise ValueError(f"resident is {self.resident!r}, expected a share from 0 to 1: write Host(0.25)")
+
+    def places(self, slots: int, page: int, visited: int) -> int:
+        """How many pages of a body of `slots` slots the device holds, where a step visits `visited`."""
+        return min(slots // page, max(visited, math.ceil(self.resident * (slots // page))))
+
+
+def in_host_memory(host: Host, read: Any, body: Slots) -> Slots:
+    """A body whose keys and values lie in host memory, of which the device holds no page yet.
+
+    Raises NotImplementedError where it is spread over several devices.
+    """
+    if not alone(body):
+        raise NotImplementedError(
+            f"{host!r} was given for a cache that is spread over several devices, expected one device: leave "
+            "the word out, or place the model on one device"
+        )
+    page, visited = read.granule, read.pages_visited(body.capacity)
+    places = host.places(body.capacity, page, visited)
+    bare = Slots(body.k, body.v, body.pos, body.bias, shared=body.shared)
+
+    def empty(x: Array) -> Array:
+        size = x.shape[3] * page // body.capacity
+        return jnp.zeros((*x.shape[:3], places * size, *x.shape[4:]), x.dtype)
+
+    slots = jax.tree.map(empty, bare)
+    nothing = jnp.zeros((*body.pos.shape[:3], places), jnp.int32)
+    near = Near(dataclasses.replace(slots, pos=slots.pos - 1), nothing - 1, nothing)
+    return dataclasses.replace(body, k=to_host(body.k), v=to_host(body.v), near=near)
+
+
+def forgotten(near: Near) -> Near:
+    """The same places with no page in any."""
+    clear = jax.tree.map(jnp.zeros_like, near)
+    slots = dataclasses.replace(clear.slots, pos=clear.slots.pos - 1)
+    return Near(slots, clear.pages - 1, clear.used)
+
+
+def fetched(
+    body: Slots, layer: int | Array, pages: Int[Array, "B K M"], counts: Int[Array, "B K"], page: int
+) -> tuple[Slots, Int[Array, "B K M"]]:
+    """The body of which the device holds the first `counts` of `pages` in a layer, and where they lie.
+
+    A page that it does not hold takes the place of the one that was read longest ago. Only such pages are
+    copied from host memory.
+    """
+    near = body.near
+    assert near is not None
+    held, used = near.pages[layer], near.used[layer]
+    wanted = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None] < counts[..., None]
+    same = (held[:, :, None] == pages[..., None]) & wanted[..., None]
+    there = same.any(-1)
+    # Places that are read now come last; those that hold nothing come first.
+    order = jnp.argsort(jnp.where(same.any(2), np.iinfo(np.int32).max, used), axis=-1, stable=True)
+    missing = wanted & ~there
+    turn = jnp.maximum(jnp.cumsum(missing, -1, dtype=jnp.int32) - 1, 0)
+    place = jnp.where(missing, jnp.take_along_axis(order, turn, axis=-1), jnp.argmax(same, -1))
+    place = place.astype(jnp.int32)
+    mine = (place[..., None] == jnp.arange(held.shape[2], dtype=jnp.int32)[None, None, None]) & wanted[
+        ..., None
+    ]
+    read = mine.any(2)
+    held = jnp.where(read, jnp.where(mine, pages[..., None], 0).sum(2), held)
+    used = jnp.where(read, used.max(-1, keepdims=True) + 1, used)
+    where, count = listed(missing)
+    rows, heads, most = pages.shape
+    of_list = layer * rows * heads + where // most
+    source = of_list * (body.capacity // page) + pages.reshape(-1)[where]
+    target = of_list * held.shape[2] + place.reshape(-1)[where]
+
+    def copy(far: Array, to: Array) -> Array:
+        return copy_blocks(to, far, (source, target), count, far.shape[3] * page // body.capacity)
+
+    bare = Slots(body.k, body.v, body.pos, body.bias, shared=body.shared)
+    put = jax.lax.dynamic_update_index_in_dim
+    new = Near(
+        jax.tree.map(copy, bare, near.slots),
+        put(near.pages, held, layer, 0),
+        put(near.used, used, layer, 0),
+    )
+    return dataclasses.replace(body, near=new), place

@@ -1,0 +1,150 @@
+"""Reading by blocks: a few keys of a block, those that the tokens behind it asked for most, stand for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NoReturn
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import Slots
+from kvjax.grammar import Budget
+from kvjax.ops.base.dtypes import wide
+from kvjax.protocols import Inputs, Observation, Seen, Trace
+from kvjax.words import IN_PREFILL, IN_STEP
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalLogits:
+    """sum_j <q_(m+j), k_m> over the `within` tokens behind a slot's own, and over the heads of its group."""
+
+    within: int
+    phases = (IN_PREFILL, IN_STEP)
+
+    def of(
+        self, q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], k: Float[Array, "B K S H"],
+        pos: Int[Array, "B #K S"],
+    ) -> Float[Array, "B K S"]:  # fmt: skip
+        """What new queries add to it, for slots in any order; queries lie one behind the other.
+
+        >>> q, k = jnp.ones((1, 1, 3, 1)), jnp.asarray([[[[1.0], [2.0], [3.0]]]])
+        >>> LocalLogits(2).of(q, jnp.arange(3)[None], k, jnp.asarray([[[0, 1, -1]]])).tolist()
+        [[[2.0, 2.0, 0.0]]]
+        """
+        (b, n, t, h), heads, kind = q.shape, k.shape[1], wide(q)
+        together = q.reshape(b, heads, n // heads, t, h).astype(kind).sum(2)
+        together = jnp.where((q_pos >= 0)[:, None, :, None], together, 0.0)
+        behind = jnp.where(pos < 0, 2**30, pos) + 1 - q_pos[:, :1, None]
+        if t == 1:
+            asks = (behind <= 0) & (behind > -self.within)
+            return jnp.where(asks, jnp.einsum("bkh,bksh->bks", together[:, :, 0], k.astype(kind)), 0.0)
+        # The sum of any neighbours is the difference of two sums from the first one on.
+        sums = jnp.pad(jnp.cumsum(together, axis=2), [(0, 0), (0, 0), (1, 0), (0, 0)])
+
+        def until(end: Int[Array, "B #K S"]) -> Float[Array, "B K S H"]:
+            at = jnp.broadcast_to(jnp.clip(end, 0, t), (b, heads, k.shape[2]))
+            return jnp.take_along_axis(sums, at[..., None], axis=2)
+
+        return ((until(behind + self.within) - until(behind)) * k.astype(kind)).sum(-1)
+
+    def join(self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]) -> Float[Array, "*lists S"]:
+        """Of earlier and of new queries together."""
+        return old + new
+
+    def __call__(self, inputs: Inputs) -> NoReturn:
+        raise TypeError("what slots are asked is computed from their keys, with `of`")
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalScore:
+    """How much the `within` tokens behind a slot's own have asked for it: their `LocalLogits`."""
+
+    within: int
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({LocalLogits(self.within)})
+
+    def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
+        b, t = inputs.pos.shape
+        return jnp.zeros((b, heads, t), jnp.float32)
+
+    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+        return old + seen.of(LocalLogits(self.within)).astype(old.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class RepresentativeKeys:
+    """InfLLM (arXiv:2402.04617, section 3): the blocks whose representative keys these queries meet most.
+
+    A block's representatives are, in each KV head, its `keys` keys of the largest `LocalScore` when it leaves
+    the `newest` tokens. Its score is sum <q, k> over queries, heads and representatives, so all heads of a
+    layer read the same blocks; the mean of the representatives is kept, which ranks blocks as their sum. The
+    budget is a share of the body; the blocks of the first `sinks` tokens are read beside it.
+
+    >>> word = RepresentativeKeys(Budget(4), page=4, newest=8, sinks=2)
+    >>> word.pages_visited(64), word.granule
+    (2, 4)
+    """
+
+    budget: Budget
+    page: int = 128
+    newest: int = 4096
+    sinks: int = 128
+    keys: int = 4
+    skip_layers: int = 0
+
+    @property
+    def granule(self) -> int:
+        return self.page
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        return frozenset({LocalScore(self.newest)})
+
+    def summarise(
+        self, k: Float[Array, "*b S H"], traces: dict[str, Float[Array, "*b S"]]
+    ) -> dict[str, Float[Array, "*b P H"]]:
+        """The mean of the representative keys of every block, in the dtype of the keys."""
+        score = traces[repr(LocalScore(self.newest))]
+        score = score.reshape(*score.shape[:-1], -1, self.page)
+        pages = k.reshape(*score.shape, k.shape[-1])
+        _, best = jax.lax.top_k(score, min(self.keys, self.page))
+        return {
+            "keys": jnp.take_along_axis(pages, best[..., None], axis=-2)
+            .astype(wide(k))
+            .mean(-2)
+            .astype(k.dtype)
+        }
+
+    def pages_visited(self, slots: int) -> int:
+        """Most blocks of a body of `slots` slots that a query visits (static)."""
+        return min(slots // self.page, self._of_sinks + -(-self.budget.capacity(slots) // self.page))
+
+    @property
+    def _of_sinks(self) -> int:
+        return -(-self.sinks // self.page)
+
+    def select(
+        self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
+        implementation: str | None = None,
+    ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
+        """The blocks of the sinks and those of the largest scores, and how many of them count."""
+        held = body.pos[layer]
+        b, heads, _ = held.shape
+        first = held.reshape(b, heads, -1, self.page)[:, 0, :, 0]
+        score = self.score(q, body.summary["keys"][layer])
+        score = jnp.where(first < self._of_sinks * self.page, jnp.inf, score)
+        _, pages = jax.lax.top_k(jnp.where(first < 0, -jnp.inf, score), self.pages_visited(body.capacity))
+        full = (first >= 0).sum(-1, dtype=jnp.int32)
+        wanted = self._of_sinks - (-self.budget.count(full * self.page) // self.page)
+        counts = jnp.minimum(full, wanted)
+        return jnp.repeat(pages[:, None], heads, 1), jnp.repeat(counts[:, None], heads, 1)
+
+    def score(self, q: Float[Array, "B N T H"], keys: Float[Array, "B K P H"]) -> Float[Array, "B P"]:
+        """The sum over queries and heads of <q, the mean of a block's representatives>."""
+        (b, n, t, h), heads = q.shape, keys.shape[1]
+        together = q.reshape(b, heads, n // heads * t, h).astype(wide(q)).sum(2)
+        return jnp.einsum("bkh,bkph->bp", together, keys.astype(wide(q)))
