@@ -112,10 +112,18 @@ def test_a_bias_may_differ_between_the_query_heads_of_a_group(rng):
 def test_a_union_of_sets_equals_one_concatenated_set(rng):
     (q, q_pos), (a, b) = make_queries(rng), two_sets(rng)
     a = a._replace(bias=jnp.zeros(a.pos.shape))
-    whole = Keys(*(jnp.concatenate(xs, 2) for xs in zip(a, b, strict=True)))
+    whole = jax.tree.map(lambda *xs: jnp.concatenate(xs, 2), a, b)
     out, lse, masses = attend(q, (a, b), q_pos)
     want, want_lse, (want_mass,) = attend(q, (whole,), q_pos)
     close((out, lse, jnp.concatenate(masses, 2)), (want, want_lse, want_mass), 1e-6)
+
+
+def test_sizes_multiply_keys_and_values(rng):
+    (q, q_pos), (a, b) = make_queries(rng), two_sets(rng)
+    sizes = tuple(jnp.asarray(rng.uniform(0.1, 3, b.pos.shape), q.dtype) for _ in "kv")
+    whole = b._replace(k=b.k * sizes[0][..., None], v=b.v * sizes[1][..., None])
+    got, want = (attend(q, (a, one), q_pos) for one in (b._replace(sizes=sizes), whole))
+    close(got[:2], want[:2], 1e-6)
 
 
 def test_sets_may_differ_in_their_number_of_heads(rng):
