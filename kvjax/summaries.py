@@ -25,9 +25,7 @@ def with_summary(gm: GroupMethod, body: Slots) -> Slots:
     return dataclasses.replace(body, summary=_summarised(gm.read, k, sums, body.traces), sums=sums)
 
 
-def _summarised(
-    read: Any, k: Array, sums: dict[str, Array], traces: dict[str, Array]
-) -> dict[str, Array]:
+def _summarised(read: Any, k: Array, sums: dict[str, Array], traces: dict[str, Array]) -> dict[str, Array]:
     if isinstance(read, Learning):
         return read.summarise(k, sums)
     return read.summarise(k, traces) if isinstance(read, Remembering) else read.summarise(k)

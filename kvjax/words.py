@@ -12,7 +12,16 @@ from kvjax.when import Full
 
 if TYPE_CHECKING:
     from kvjax.grammar import Keep, Method
-from kvjax.protocols import Answering, CarryingMerge, Judging, Preferring, Remembering, Resting, View
+from kvjax.protocols import (
+    Answering,
+    CarryingMerge,
+    Judging,
+    Preferring,
+    Remembering,
+    Resting,
+    Sampling,
+    View,
+)
 
 # When an observation exists: while many new tokens are read, or in the step of one token.
 IN_PREFILL, IN_STEP = "prefill", "step"
@@ -164,7 +173,7 @@ def refused_in_host(method: Method) -> list[tuple[bool, str]]:
             "all: chain it with one, such as quest",
         ),
         (
-            isinstance(read, Resting) or hasattr(read, "looks_at"),
+            isinstance(read, Resting | Sampling) or hasattr(read, "looks_at"),
             f"{host!r} brings what is read to the device, and {read!r} chooses by looking at all keys: use a "
             "read by summaries, such as quest",
         ),
@@ -232,6 +241,11 @@ def refused_in_store(method: Method) -> list[tuple[bool, str]]:
         (
             store.unrotated and keep is not None and keep.merge is not None,
             f"{keep and keep.merge!r} merges keys at their positions, and this store holds them unrotated",
+        ),
+        (
+            method.stack is not None and (learned or store.unrotated or store.sinks > 0),
+            "it merges layers by their numbers at their positions, and this store holds them unrotated, by "
+            "what was fitted to each layer, or first tokens apart: use int8, int4 or fp8",
         ),
         (
             learned and (paged or read is not None),

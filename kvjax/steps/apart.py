@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Cache
+from kvjax.fitted import fitted_words
 from kvjax.grammar import Method
 from kvjax.models.layers import Params
 from kvjax.protocols import Answering
@@ -32,11 +33,12 @@ def chooses(method: Method) -> bool:
 def reading(run: Run) -> Run:
     """What reading a prompt depends on beside the observations: nothing of most methods.
 
-    Which tokens a layer sees, the phase of its keys, and what answers for slots that have left change what is
-    read.
+    Which tokens a layer sees, the phase of its keys, what answers for slots that have left, and codes that
+    only fitted arrays can read change what is read.
     """
     keeps = [one.keep for one in run.method.sentences if one.keep is not None]
-    own = any(k.narrow is not None or k.rank_phase or isinstance(k.merge, Answering) for k in keeps)
+    own = any(k.narrow is not None or isinstance(k.merge, Answering) for k in keeps) or run.unrotated
+    own = own or any(True for one in run.method.sentences for _ in fitted_words(one.store))
     return run if own or run.method.reread is not None else run._replace(method=Method())
 
 
