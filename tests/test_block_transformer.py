@@ -169,6 +169,7 @@ def test_methods_that_evict_at_every_step_act_on_the_blocks(model, tokens):
         np.testing.assert_array_equal(kept, np.broadcast_to([0, newest - 1, newest], kept.shape))
 
 
+@pytest.mark.rotating
 def test_generated_tokens_are_the_likeliest_of_the_forward_pass(model, tokens):
     free = kvjax.generate(model, tokens[:, :T], max_new_tokens=6)
     text = np.concatenate([tokens[:, :T], free.tokens], 1)

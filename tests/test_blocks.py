@@ -82,6 +82,7 @@ def test_a_block_is_ranked_by_its_keys_that_were_asked_for_most(drawn):
         np.testing.assert_allclose(body.summary["keys"][index], want, atol=1e-6)
 
 
+@pytest.mark.rotating
 def test_a_step_reads_the_sinks_and_the_best_blocks_in_all_heads_of_a_layer(drawn):
     q, body, score = drawn
     pages, counts = WORD.select(q, body, 1, jnp.asarray([20, 12]))

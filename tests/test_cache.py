@@ -295,6 +295,7 @@ def test_storing_a_first_prompt_without_compressing_keeps_all_and_compresses_lat
     assert (newest(cache) == 33).all()
 
 
+@pytest.mark.rotating
 def test_a_row_without_new_tokens_stays_as_it_is_when_others_are_compressed(model):
     # A head of sharp attention and a flat one get unequal budgets; blending them with a floor once more would
     # take tokens from the larger one.
@@ -357,6 +358,7 @@ def test_a_window_that_the_first_chunk_cannot_hold_is_refused(model):
         kvjax.prefill(model, [list(range(60))], method=method, chunk=16)
 
 
+@pytest.mark.rotating
 def test_one_kv_head_of_unequal_layers_goes_on_after_a_second_turn():
     config = Config(vocab=64, d_model=32, layers=3, heads=2, kv_heads=1, head_dim=8, d_ff=32)
     model = Model(config, init(config, jax.random.key(0)))

@@ -207,7 +207,9 @@ def test_a_name_is_no_model():
 
 @pytest.mark.parametrize("part", ["int8", None, kvjax.method])
 def test_names_are_no_parts_of_a_chain(part):
-    with pytest.raises(ValueError, match="is no method, keep, store, read or place: build it with kvjax.method"):
+    with pytest.raises(
+        ValueError, match="is no method, keep, store, read or place: build it with kvjax.method"
+    ):
         chain(kvjax.method("knorm", budget=0.5), part)
 
 

@@ -66,6 +66,7 @@ def test_tokens_so_far_are_the_prompts_and_the_written_ones():
     assert past.tolist() == [[3, 1, 4, 5, 6], [2, 0, -1, -1, -1]]
 
 
+@pytest.mark.rotating
 def test_generation_draws_from_processed_logits_and_reports_the_models_probabilities(model):
     penalties = (RepetitionPenalty(1.5), FrequencyPenalty(0.3))
     out = kvjax.generate(model, PROMPTS, max_new_tokens=5, processors=penalties)

@@ -74,6 +74,7 @@ def test_the_newest_tokens_stay_exact_and_older_ones_are_encoded_once_in_whole_g
     check_split(cache, full)
 
 
+@pytest.mark.rotating
 def test_quest_summarises_exactly_the_keys_of_each_page(model):
     rng = np.random.default_rng(0)
     method = kvjax.method("quest", budget=0.5, page=GROUP, skip_layers=0)

@@ -151,11 +151,14 @@ def test_a_pass_takes_what_fits_and_refuses_one_token_more(label):
 
 @pytest.mark.parametrize(
     ("label", "why"),
-    [
+    sweep(
+        [
+            ("h2o", "slots leave while tokens are added"),
+            ("r-kv", "slots leave while tokens are added"),
+            ("quest", "a step reads the slots that its own token picks"),
+        ],
         ("h2o", "slots leave while tokens are added"),
-        ("r-kv", "slots leave while tokens are added"),
-        ("quest", "a step reads the slots that its own token picks"),
-    ],
+    ),
 )
 def test_methods_of_which_one_pass_is_not_single_steps_are_refused_before_anything_runs(label, why):
     where, method = row(label)

@@ -76,6 +76,7 @@ def test_inspect_needs_no_weights_and_names_windows(tmp_path, capsys):
     assert rows["parameters"] == "815.74 k, 1.6 MiB in bfloat16"
 
 
+@pytest.mark.rotating
 def test_inspect_says_which_method_cannot_run_on_a_model(tmp_path, capsys):
     config = json.loads((SHIPPED / "recall-tiny" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 24}))

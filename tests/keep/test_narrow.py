@@ -220,6 +220,7 @@ def test_a_size_that_is_planned_is_that_of_the_cache():
 # --- in a comparison -------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotating
 def test_a_comparison_reads_a_narrowed_prompt_by_itself():
     m = model("deep")
     entries = [Entry("full", None, Method()), Entry("fastkv", 0.5, FASTKV)]

@@ -175,6 +175,7 @@ MACHINE = [
 
 
 @pytest.mark.parametrize("case, part_bytes", sweep(MACHINE, MACHINE[0]))
+@pytest.mark.rotating
 def test_the_machine_reads_no_memory_that_nobody_wrote(case, part_bytes, monkeypatch):
     """The interpreter of the TPU fills memory with numbers that are none, and copies as the machine does.
 

@@ -370,6 +370,7 @@ def test_stacked_sharded_and_scanned_decoding_equals_the_plain_one(label):
 
 
 @some("keepkv")
+@pytest.mark.rotating
 def test_gradients_through_a_compressed_cache_are_finite(label):
     row = BY_LABEL[label]
     if row.method().host is not None:

@@ -75,6 +75,7 @@ def test_every_layer_keeps_drops_and_costs_what_its_method_says(name):
         assert [lists[b] for lists in positions(cache)] == row.positions()
 
 
+@pytest.mark.rotating
 def test_a_text_may_be_read_in_chunks_and_in_turns():
     m, method = model("4/2"), kvjax.by_layer([BY_LABEL["adakv"].method(), BY_LABEL["h2o"].method()])
     texts = MAIN.first[:2]

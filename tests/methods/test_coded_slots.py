@@ -106,6 +106,7 @@ def encoded(prompt, keys, values, granule):
 
 
 @pytest.mark.parametrize("name", sweep(CASES, "gear"))
+@pytest.mark.rotating
 def test_the_last_token_asked_again_attends_to_what_comes_back_of_the_codes(name):
     method, keys, values, granule = CASES[name]
     _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=method, room=ROOM)

@@ -347,6 +347,7 @@ def test_a_keep_leaves_the_context_whole(keep, budget, options):
         close(logits, pair.all_logits()[:, 6])
 
 
+@pytest.mark.rotating
 def test_what_a_probe_reads_again_sees_the_context(monkeypatch):
     """KVzip's scores come from a second reading, which must ask the same context as the first."""
     pair, seen, observe = made("xc-cache"), [], prompt.observe

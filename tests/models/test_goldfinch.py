@@ -149,6 +149,7 @@ def test_codecs_leave_token_ids_alone(rng, store):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("vocab", [1, 256, 257, 70_000])
+@pytest.mark.rotating
 def test_token_ids_are_exact_in_half_precision(vocab, dtype):
     ids = jnp.arange(vocab, dtype=jnp.int32)
     stored = to_digits(ids, vocab).astype(dtype)

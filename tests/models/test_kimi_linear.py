@@ -262,6 +262,7 @@ def checkpoint(config, folder):
 
 
 @pytest.mark.parametrize("name", sweep(CASES, "grouped"))
+@pytest.mark.rotating
 def test_logits_and_greedy_tokens_are_those_of_the_reference(name, tmp_path):
     weights, folder = checkpoint(CASES[name], tmp_path)
     reference = Reference(CASES[name], weights)

@@ -134,6 +134,7 @@ def test_sets_may_differ_in_their_number_of_heads(rng):
     close((out, lse, masses), (want, want_lse, (grouped(p[0], K, np.sum), grouped(p[1], N, np.sum))))
 
 
+@pytest.mark.rotating
 def test_merging_parts_equals_attending_to_their_union(rng):
     (q, q_pos), (a, b) = make_queries(rng), two_sets(rng)
     # The last part lies in the future of every query: it must drop out.

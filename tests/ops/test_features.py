@@ -135,6 +135,7 @@ def test_the_taylor_features_multiply_to_the_polynomial(rng):
 
 
 @pytest.mark.parametrize(("rows", "dim"), [(12, 4), (10, 4), (3, 8)])
+@pytest.mark.rotating
 def test_rows_of_a_block_are_orthogonal_and_as_long_as_gaussian_vectors(rows, dim):
     with jax.enable_x64(True):
         w = np.asarray(orthogonal_projection(jax.random.key(3), rows, dim, jnp.float64))

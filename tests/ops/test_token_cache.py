@@ -15,6 +15,7 @@ SEGMENTS = jnp.asarray([[4, 7, 7, 7, 4], [0, 0, 1, 1, 1]], jnp.int32)
 NEW = {"x": jnp.arange(1.0, 11.0).reshape(2, 5, 1)}
 
 
+@pytest.mark.rotating
 def test_real_tokens_take_slots_in_order():
     slots, at = cache.append(NEW, None, SEGMENTS, REAL, None)
     assert at.slot.tolist() == [[0, 1, 2, 2, 3], [-1, 0, 1, 1, 1]]

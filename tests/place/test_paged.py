@@ -214,6 +214,7 @@ KERNEL = {
 
 
 @pytest.mark.parametrize("case", sweep(KERNEL, "biases over several pages"))
+@pytest.mark.rotating
 def test_the_kernel_reads_what_the_walk_reads_and_nothing_that_is_free(rng, case):
     page, bias, slots, width, shared = (
         KERNEL[case].get(n, d) for n, d in dict(page=8, bias=False, slots=S, width=128, shared=None).items()

@@ -82,6 +82,7 @@ def test_a_step_behind_tokens_taken_back_is_that_of_float64():
 
 
 @pytest.mark.parametrize("group, residual", sweep([(4, 6), (4, 0)], (4, 6)))
+@pytest.mark.rotating
 def test_granules_are_taken_back_where_the_same_ones_would_be_encoded_without_them(group, residual):
     m = model("4/2")
     method = kvjax.method("kivi", bits=4, group=group, residual=residual)

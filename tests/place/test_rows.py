@@ -60,6 +60,7 @@ def kept(cache: Cache) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("name", in_turn(("kvzip, one pool",)))
+@pytest.mark.rotating
 def test_copies_continue_as_if_each_had_been_prefilled(name, model, rng):
     build = METHODS[name]
     tokens = rng.integers(0, CONFIG.vocab, (4, STEPS), dtype=np.int32)

@@ -171,6 +171,7 @@ PLAIN = ("tokens",)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in PLAIN else (pytest.mark.rotating,)) for n in STEPS]
 )
+@pytest.mark.rotating
 def test_steps_over_what_is_stored_are_steps_over_what_is_decoded(name):
     first, keys, values, residual = STEPS[name]
     logits = []

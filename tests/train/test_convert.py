@@ -101,6 +101,7 @@ def test_a_dropped_layer_adds_what_its_feed_forward_adds(params):
     assert not {"q", "k", "v", "o", "attn_norm"} & set(smaller["layers"][1])
 
 
+@pytest.mark.rotating
 def test_inserted_layers_add_nothing_until_they_are_trained(params):
     config = dataclasses.replace(CONFIG, windows=(None, 3, None))
     new, wider = insert_cross_attention(params, config, [0, 2], CROSS, jax.random.key(1))
@@ -152,6 +153,7 @@ def test_rotated_values_are_folded_into_the_weights_and_change_no_logit(params):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.rotating
 def test_plain_codes_of_folded_values_are_codes_of_turned_values(params, bits):
     """QuaRot's two forms: the rotation of values folded into weights, and turned back in every step."""
     keys, codec = Rotate() >> Affine(bits), Affine(bits, clip=0.95)
