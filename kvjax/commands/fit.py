@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> None:
     from kvjax.fitted import save_fitted
     from kvjax.fitting import fit, learns_from_questions, options_of
     from kvjax.loading import load
+    from kvjax.methods import takes
     from kvjax.methods.parse import parse_budget, read_options
 
     if args.text is not None and args.tasks is not None:
@@ -98,4 +99,6 @@ def run(args: argparse.Namespace) -> None:
     )
     save_fitted(args.out, found)
     out.print(f"{args.out}: {found.word}, fitted on {min(args.rows, len(texts))} texts")
-    out.print(f"use it as {args.method}:fitted={args.out}", soft_wrap=True)
+    # What the fit and the method must have in common, such as KVQuant's bits.
+    also = "".join(f",{name}={value}" for name, value in options.items() if takes(args.method, name))
+    out.print(f"use it as {args.method}:fitted={args.out}{also}", soft_wrap=True)

@@ -174,7 +174,12 @@ def check_hyper(id: str, hyper: Mapping[Any, Any]) -> dict[str, Any]:
 
 def takes_budget(id: str) -> bool:
     """Whether a method has a budget to choose."""
-    return "budget" in inspect.signature(METHODS[resolve(id)]).parameters
+    return takes(id, "budget")
+
+
+def takes(id: str, name: str) -> bool:
+    """Whether a method has a hyper-parameter of that name."""
+    return name in inspect.signature(METHODS[resolve(id)]).parameters
 
 
 def methods() -> list[MethodInfo]:
@@ -252,5 +257,6 @@ __all__ = [
     "methods",
     "paper",
     "resolve",
+    "takes",
     "takes_budget",
 ]

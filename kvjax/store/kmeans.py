@@ -20,7 +20,8 @@ def best_levels(
     >>> best_levels(np.ones(4), x, x * x, 2).tolist()
     [0.5, 10.5]
     """
-    held = weight > 0
+    # Less than the last digit of the sum is lost in it, and a level of nothing else would have no weight.
+    held = weight > np.finfo(np.float64).eps * weight.sum()
     sums = [np.concatenate([[0.0], np.cumsum(a[held], dtype=np.float64)]) for a in (weight, total, square)]
     n = int(held.sum())
     if n == 0:

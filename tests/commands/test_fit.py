@@ -24,6 +24,14 @@ def test_a_gate_is_written_and_found_by_its_method(tmp_path, capsys):
     assert kvjax.method("kvzap", fitted=str(tmp_path / "fitted.safetensors")).id == "kvzap"
 
 
+@pytest.mark.rotating
+def test_the_sentence_to_use_says_what_the_fit_and_the_method_have_in_common(tmp_path, capsys):
+    fit(tmp_path, "kvquant", "--set", "bits=2", "outliers=0.02")
+    used = capsys.readouterr().out.split("use it as kvquant:")[1].strip()
+    assert used == f"fitted={tmp_path / 'fitted.safetensors'},bits=2,outliers=0.02"
+    assert kvjax.method("kvquant", bits=2, outliers=0.02, fitted=str(tmp_path / "fitted.safetensors"))
+
+
 @pytest.mark.parametrize(("method", "reads"), sweep([("kvzap", 1), ("headkv", 3)], ("kvzap", 1)))
 def test_contexts_are_read_once_where_questions_do_not_matter_and_as_many_as_there_are(
     method, reads, tmp_path, monkeypatch, capsys

@@ -17,6 +17,7 @@ from kvjax.checkpoint import save_checkpoint
 from kvjax.cli import main
 from kvjax.commands.inspect_model import find_config, model_rows
 from kvjax.commands.sizes import Sizes
+from kvjax.fitted import fitted_words
 from kvjax.loading import SHIPPED
 from kvjax.methods import METHODS, method
 from kvjax.models.config import Config
@@ -45,6 +46,8 @@ def test_sizes_are_those_of_the_prefill(id):
     small = {"window": 4, "page": 8, "residual": 8, "sinks": 1, "group": 32, "budget": 0.5}
     known = inspect.signature(METHODS[id]).parameters
     made = method(id, **{name: value for name, value in small.items() if name in known})
+    if any(True for _ in fitted_words(made.store)):
+        pytest.skip("its codes are made by what was fitted to a model")
     # What merges neighbours needs two without a window.
     config = CONFIG if made.stack is None else dataclasses.replace(CONFIG, windows=())
     params = jax.eval_shape(lambda key: init(config, key), jax.random.key(0))

@@ -698,7 +698,7 @@ ROWS = [
         victim=duo_leaves, counted=True,
     ),
     row(
-        "gemfilter", dense(half), hyper=dict(filter_layer=0, kernel=KERNEL), reread=gems,
+        "gemfilter", dense(half), hyper=dict(filter_layer=0, kernel=KERNEL), reread=gems, stacks=False,
     ),
     row("adakv", paged(lambda s, i: s.k * count(s.tokens)), hyper=SNAP | dict(page=PAGE), kept=adakv_kept),
     row("snapkv grouped", dense(half), "snapkv", hyper=SNAP, model="6/3", kept=each_layer(grouped_score)),

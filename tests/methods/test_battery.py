@@ -376,7 +376,7 @@ def test_gradients_through_a_compressed_cache_are_finite(label):
     if row.method().host is not None:
         pytest.skip("JAX takes no gradients through what lies in host memory")
     config = dataclasses.replace(model(row.model).config, layers=2, windows=())
-    params = init(config, jax.random.key(2), groups=plan(config, stacked=True))
+    params = init(config, jax.random.key(2), groups=plan(config, stacked=row.stacks))
     run, rng = Run(config, row.method()), np.random.default_rng(0)
     first, second = jnp.asarray(rng.integers(0, VOCAB, (2, 2, 16)), jnp.int32)
     lengths = jnp.asarray([16, 12], jnp.int32)

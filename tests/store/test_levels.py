@@ -39,6 +39,10 @@ def test_bins_without_weight_have_no_level_and_too_few_numbers_repeat_one():
     x, w = np.array([0.0, 0.5, 1.0]), np.array([1.0, 0.0, 3.0])
     assert best_levels(w, w * x, w * x * x, 4).tolist() == [0, 1, 1, 1]
     assert best_levels(0 * w, w * 0, w * 0, 3).tolist() == [-1, 0, 1]
+    # A weight that the sum of all does not show, before others and behind them.
+    tiny, one, x = np.array([1e-20, 1, 1, 1e-20]), np.array([1.0, 1, 1, 1]), np.array([-9.0, 2, 3, 9])
+    assert best_levels(tiny, tiny * x, tiny * x * x, 2).tolist() == [2, 3]
+    assert best_levels(one, x, x * x, 4).tolist() == x.tolist()
 
 
 @pytest.fixture
