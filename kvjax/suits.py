@@ -70,6 +70,13 @@ def check_fit(method: Method, config: Config) -> None:
         kinds = [s for m in own if (s := m.slots(config)) is not None]
         if any(s.factors or s.ids for s in kinds):
             _refuse(method, "it stores keys before their rotation, and the model stores other things", "int8")
+    apart = keep is not None and keep.per_query_head and config.heads != config.kv_heads
+    if apart and any(True for _ in fitted_words(method.store)):
+        _refuse(
+            method,
+            "its codes were fitted to KV heads, and it keeps other slots for each of their query heads",
+            'variant="grouped" of such a keep',
+        )
     if keep is None and read is None:
         return
     slots = [s for m in own if "slots" not in m.takes and (s := m.slots(config)) is not None and not s.fixed]

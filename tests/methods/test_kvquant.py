@@ -14,6 +14,7 @@ from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.store.affine import Affine
+from kvjax.suits import check_fit
 from tests.methods.battery import MAIN, ROOM, VOCAB, model, off, positions, prompt_of, step
 from tests.methods.table import BY_LABEL, LEVELS
 from tests.reference import Decoder, Prompt, Row
@@ -165,3 +166,9 @@ def test_levels_of_other_bits_are_refused_with_the_command_that_fits_these():
         kvjax.prefill(model("4/2"), MAIN.first, method=kvjax.method("kvquant", bits=2, fitted=LEVELS))
     with pytest.raises(InputError, match=r"another model: the \(layers, KV heads, channels\)"):
         kvjax.prefill(model("6/3"), MAIN.first, method=KVQUANT)
+
+
+def test_levels_of_kv_heads_are_not_for_slots_of_query_heads():
+    each = kvjax.method("snapkv", budget=0.5, window=4, variant="paper")
+    with pytest.raises(InputError, match="fitted to KV heads, .* query heads. Use variant=.grouped. of such"):
+        check_fit(kvjax.chain(each, KVQUANT), model("4/2").config)
