@@ -295,7 +295,6 @@ def test_storing_a_first_prompt_without_compressing_keeps_all_and_compresses_lat
     assert (newest(cache) == 33).all()
 
 
-@pytest.mark.rotating
 def test_a_row_without_new_tokens_stays_as_it_is_when_others_are_compressed(model):
     # A head of sharp attention and a flat one get unequal budgets; blending them with a floor once more would
     # take tokens from the larger one.

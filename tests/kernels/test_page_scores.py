@@ -114,7 +114,6 @@ def body(rng):
 
 
 @pytest.mark.parametrize("implementation", sweep(["reference", "tpu interpret"], "tpu interpret"))
-@pytest.mark.rotating
 def test_quest_visits_the_best_pages_by_its_bounds(rng, body, implementation):
     """In float64 numpy, channel by channel; paged decoding reads the same of these pages."""
     quest = PageBounds(Budget(0.5), PAGE)

@@ -8,7 +8,7 @@ from tests.methods.table import BY_LABEL
 
 RECORDED = recorded()
 # In the plain suite; the other cases take turns.
-PLAIN = {("h2o", "groups")}
+PLAIN = {("keepkv", "groups")}
 
 
 def params():
