@@ -154,7 +154,6 @@ def test_states_that_would_be_copied_are_refused(name):
         kvjax.step(m, cache, [1, 2], implementation="tpu interpret")
 
 
-@pytest.mark.rotating
 def test_recurrent_layers_between_others_run_in_their_kernels():
     """Two equal layers, whose states are one stack, and another alone; also where no token is appended."""
     mixers = tuple(RECURRENT[name] for name in ("GatedDelta", "GatedDelta", "LogLinearDelta"))
