@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,14 +51,67 @@ def check_fit(method: Method, config: Config) -> None:
         return
     _check_fitted(method, config)
     config = config_of(method, config)
-    own = [mixer_of(config, i) for i in range(config.layers)]
-    if any(isinstance(m, Bidirectional) for m in own):
+    facts = _facts(config)
+    if facts.encoder:
         raise InputError(
             "this model is an encoder, whose tokens see later ones, so nothing of it can be cached: give "
             "it to kvjax.encode_context, or call it without a cache"
         )
-    _check_codecs(method, config)
+    _check_store(method, config, facts)
     _check_narrow(method, config)
+    if method.keep is None and method.read is None:
+        return
+    _check_slots(method, facts)
+    if method.keep is not None:
+        _check_keep(method, method.keep, config, facts)
+    if method.read is not None:
+        _check_read(method, method.read, config, facts)
+
+
+class _Facts(NamedTuple):
+    """What the layers of a model keep, as far as methods ask for it.
+
+    slots: of each layer that keeps slots of its own, whose number grows. all_slots: also of those whose
+    number is fixed or that read another layer's. takes: names of what layers take from others.
+    """
+
+    encoder: bool
+    slots: tuple[Any, ...]
+    all_slots: tuple[Any, ...]
+    takes: frozenset[str]
+    clipped: bool
+
+    @property
+    def factors(self) -> bool:
+        """Whether a layer stores factors, from which keys are computed."""
+        return any(s.factors for s in self.slots)
+
+    @property
+    def latent(self) -> bool:
+        """Whether a layer stores one list that is both its keys and its values."""
+        return any(s.shared for s in self.slots)
+
+    @property
+    def lent(self) -> bool:
+        """Whether several layers read the slots of one."""
+        return "slots" in self.takes
+
+
+def _facts(config: Config) -> _Facts:
+    own = [mixer_of(config, i) for i in range(config.layers)]
+    kinds = [(m, s) for m in own if (s := m.slots(config)) is not None]
+    return _Facts(
+        encoder=any(isinstance(m, Bidirectional) for m in own),
+        slots=tuple(s for m, s in kinds if "slots" not in m.takes and not s.fixed),
+        all_slots=tuple(s for _, s in kinds),
+        takes=frozenset(name for m in own for name in m.takes),
+        clipped=any(m.clip is not None for m in own),
+    )
+
+
+def _check_store(method: Method, config: Config, facts: _Facts) -> None:
+    """InputError where codecs, merged layers or unrotated keys do not fit what layers store."""
+    _check_codecs(method, config)
     if method.stack is not None and not pairs_of(method.stack, config):
         _refuse(
             method,
@@ -65,11 +119,13 @@ def check_fit(method: Method, config: Config) -> None:
             f"from layer {method.stack.first(config.layers)} of {config.layers} up there are no two of them",
             "a lower start or int4",
         )
-    keep, read = method.keep, method.read
-    if method.store is not None and method.store.unrotated:
-        kinds = [s for m in own if (s := m.slots(config)) is not None]
-        if any(s.factors or s.ids for s in kinds):
-            _refuse(method, "it stores keys before their rotation, and the model stores other things", "int8")
+    if (
+        method.store is not None
+        and method.store.unrotated
+        and any(s.factors or s.ids for s in facts.all_slots)
+    ):
+        _refuse(method, "it stores keys before their rotation, and the model stores other things", "int8")
+    keep = method.keep
     apart = keep is not None and keep.per_query_head and config.heads != config.kv_heads
     if apart and any(True for _ in fitted_words(method.store)):
         _refuse(
@@ -77,84 +133,86 @@ def check_fit(method: Method, config: Config) -> None:
             "its codes were fitted to KV heads, and it keeps other slots for each of their query heads",
             'variant="grouped" of such a keep',
         )
-    if keep is None and read is None:
-        return
-    slots = [s for m in own if "slots" not in m.takes and (s := m.slots(config)) is not None and not s.fixed]
-    if not slots:
+
+
+def _check_slots(method: Method, facts: _Facts) -> None:
+    """InputError where no layer has slots of which some could be left out or not be read."""
+    if not facts.slots:
         _refuse(method, "no layer of this model keeps slots, its states have a constant size", "int8 or int4")
-    if any("slot values" in m.takes for m in own):
-        _refuse(
-            method,
-            "its layers share the values of one layer slot by slot, and would choose differently",
-            "a store method",
-        )
-    if any("logits" in m.takes for m in own):
-        _refuse(
-            method,
-            "its layers share attention weights slot by slot, and would choose differently",
-            "a store method",
-        )
-    clipped = any(m.clip is not None for m in own)
-    if clipped and keep is not None and not keep.allocate.uniform:
-        _refuse(method, "parts of a clipped softmax do not merge, and its pages are attended apart", "snapkv")
-    if any(s.ids for s in slots):
+    for name, shared in (("slot values", "the values of one layer"), ("logits", "attention weights")):
+        if name in facts.takes:
+            _refuse(
+                method,
+                f"its layers share {shared} slot by slot, and would choose differently",
+                "a store method",
+            )
+    if any(s.ids for s in facts.slots):
         _refuse(
             method,
             "its keys are made from a token's slot and the one before it, so none may be left out",
             "a store method",
         )
-    factors = any(s.factors for s in slots)
-    looks = keep is not None and keep.score is not None and getattr(keep.score, "looks", True)
-    looks = looks and not (all(s.expands or not s.factors for s in slots) and _scores_heads(keep))
-    apart = keep is not None and (keep.rank_phase or keep.per_query_head)
-    if factors and (looks or read is not None or apart):
-        _refuse(
-            method,
-            "the model stores factors, and the method scores, ranks or rotates stored keys",
-            "h2o, sink-recent, kvzip or a store method",
-        )
-    if any(s.heads != config.kv_heads for s in slots) and any(True for _ in fitted_words(keep)):
+
+
+def _check_keep(method: Method, keep: Keep, config: Config, facts: _Facts) -> None:
+    """InputError where slots cannot be scored, chosen or merged as a keep does it."""
+    if facts.clipped and not keep.allocate.uniform:
+        _refuse(method, "parts of a clipped softmax do not merge, and its pages are attended apart", "snapkv")
+    looks = keep.score is not None and getattr(keep.score, "looks", True)
+    looks = looks and not (all(s.expands or not s.factors for s in facts.slots) and _scores_heads(keep))
+    if facts.factors and (looks or keep.rank_phase or keep.per_query_head):
+        _refuse(method, *_STORES_FACTORS)
+    if any(s.heads != config.kv_heads for s in facts.slots) and any(True for _ in fitted_words(keep)):
         _refuse(method, "it was fitted to KV heads, and the model stores other lists of slots", "h2o")
-    weighs = keep is not None and getattr(keep.score, "weights", False)
-    if weighs and (factors or any(s.shared for s in slots)):
-        _refuse(method, "it weighs values by the output matrix, and the model stores latents", "snapkv")
-    if weighs and any("slots" in m.takes for m in own):
-        _refuse(method, "it weighs values by the output matrix, and several layers read them", "snapkv")
-    if keep is not None and keep.when.in_steps and any("slots" in m.takes for m in own):
-        if not keep.when.at_once or getattr(keep.score, "carried", False):
-            _refuse(method, "it evicts after many tokens, and layers share their slots", "h2o")
-    if keep is not None and isinstance(keep.merge, Answering):
-        if any("slots" in m.takes for m in own) or clipped:
-            _refuse(method, "what leaves is asked apart, and layers share slots or clip the softmax", "h2o")
-    if isinstance(read, Sampling) and clipped:
+    if getattr(keep.score, "weights", False):
+        if facts.factors or facts.latent:
+            _refuse(method, "it weighs values by the output matrix, and the model stores latents", "snapkv")
+        if facts.lent:
+            _refuse(method, "it weighs values by the output matrix, and several layers read them", "snapkv")
+    at_once = keep.when.at_once and not getattr(keep.score, "carried", False)
+    if facts.lent and keep.when.in_steps and not at_once:
+        _refuse(method, "it evicts after many tokens, and layers share their slots", "h2o")
+    if isinstance(keep.merge, Answering) and (facts.lent or facts.clipped):
+        _refuse(method, "what leaves is asked apart, and layers share slots or clip the softmax", "h2o")
+    if keep.merge is not None and (facts.latent or facts.factors):
+        _refuse(method, "it merges keys and values apart, and the model stores latents", "h2o")
+
+
+_STORES_FACTORS = (
+    "the model stores factors, and the method scores, ranks or rotates stored keys",
+    "h2o, sink-recent, kvzip or a store method",
+)
+
+
+def _check_read(method: Method, read: Any, config: Config, facts: _Facts) -> None:
+    """InputError where slots cannot be read in part as a read does it, or not lie in host memory."""
+    if facts.factors:
+        _refuse(method, *_STORES_FACTORS)
+    if isinstance(read, Sampling) and facts.clipped:
         _refuse(method, "what is drawn weighs more than its probability, which layers clip", "quest")
-    if isinstance(read, Remembering) and (
-        any(s.shared for s in slots) or any("slots" in m.takes for m in own)
-    ):
+    if isinstance(read, Remembering) and (facts.latent or facts.lent):
         _refuse(
             method,
             "it remembers how queries meet keys, and the model stores latents, or layers share their slots",
             "quest",
         )
-    if method.host is not None and any("slots" in m.takes for m in own):
+    if method.host is not None and facts.lent:
         _refuse(method, "several layers read the slots that it brings to the device for one", "quest")
     if isinstance(read, Resting):
         taken = [(i, name, at) for i in range(config.layers) for name, at in takes_of(config, i).values()]
         others = [(i, at) for i, name, at in taken if name == "slots" and at is not None]
-        if clipped or any(at > i or config.window(i) is not None for i, at in others):
+        if facts.clipped or any(at > i or config.window(i) is not None for i, at in others):
             _refuse(
                 method,
                 "what is not read counts apart, and layers clip the softmax, or read slots from above or "
                 "within a window",
                 "quest",
             )
-    if keep is not None and keep.merge is not None and any(s.shared or s.factors for s in slots):
-        _refuse(method, "it merges keys and values apart, and the model stores latents", "h2o")
 
 
-def _scores_heads(keep: Keep | None) -> bool:
+def _scores_heads(keep: Keep) -> bool:
     """Whether a keep can score heads that are computed from what is stored: once, by queries and keys."""
-    assert keep is not None and keep.score is not None
+    assert keep.score is not None
     once = not keep.when.in_steps and not keep.score.traces and not isinstance(keep.allocate, Preferring)
     return once and all(isinstance(o, Queries) for o in observations(keep))
 

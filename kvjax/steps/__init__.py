@@ -6,7 +6,8 @@ segments, allocations and evictions, but no method by name.
 
 from kvjax.steps.apart import chooses, compress, prefill_apart, read, reading
 from kvjax.steps.decode import step, step_fn, step_keeping
-from kvjax.steps.prompt import Prompt, needs_of, observe, prefill, probed, scored, settle, settled
+from kvjax.steps.forward import Prompt, needs_of, observe
+from kvjax.steps.prompt import prefill, probed, scored, settle, settled
 from kvjax.steps.run import Run
 from kvjax.steps.verify import until_flush, verify
 

@@ -1,4 +1,4 @@
-"""Many new tokens: `observe` reads them, `settle` scores, evicts and stores; `prefill` is both, jitted."""
+"""What a prompt leaves in a cache: `settle` scores, evicts and stores; `prefill` reads, too, jitted."""
 
 from __future__ import annotations
 
@@ -10,173 +10,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import (
-    NOTHING,
-    Cache,
-    GroupState,
-    Slots,
-    State,
-    encode,
-)
+from kvjax.cache import NOTHING, Cache, GroupState, Pages, Slots, State, encode
 from kvjax.choose import Fresh, choose, judged_layers, merge_evicted, preferences, score_slots, union
-from kvjax.fitted import of_layer
 from kvjax.grammar import Method
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass, RawKeys
-from kvjax.models.attending import attend_new, new_keys, published_by, rotary
 from kvjax.models.layers import Params
-from kvjax.models.mixer import Layer, Memory, Projected, Step
-from kvjax.models.transformer import IdsOrVectors, Positions, decode_layers, positions, unembed
+from kvjax.models.transformer import IdsOrVectors
 from kvjax.pairs import Half, merge_pair
-from kvjax.protocols import Carried, Inputs, Meeting, Trace, View
+from kvjax.protocols import View
 from kvjax.room import widened
 from kvjax.segments import AT_ONCE, Ahead, build, build_group_pages, extend, remember_in_pages, whole_slots
+from kvjax.steps.forward import Prompt, needs_of, observe
 from kvjax.steps.lending import lend, returned, taught_groups
-from kvjax.steps.narrowing import by_token, chosen, narrow_of, narrowing, new_positions, unnarrowed
-from kvjax.steps.observed import by_owner, carried_behind, decoded, past_sets
-from kvjax.steps.run import Run, answered, held, repeated, seen_by_words, turn_keys
-from kvjax.stored import completed
+from kvjax.steps.narrowing import by_token, new_positions, unnarrowed
+from kvjax.steps.run import Run, repeated, seen_by_words
 from kvjax.summaries import learnt
-from kvjax.words import observations
-
-
-class Prompt(NamedTuple):
-    """Everything a prefill computed, before anything was compressed.
-
-    fresh: per group a Fresh, the new states, or None where the layers add nothing. narrowed: the positions of
-    the tokens that the upper layers saw, where the method has a `Narrow`. source: which of the given tokens
-    these are (-1 on padding), where it has a `Reread`. logits: of each row's last token, or of every token.
-    """
-
-    fresh: tuple[Fresh | dict[str, Array] | None, ...]
-    positions: Positions
-    tokens: IdsOrVectors
-    logits: Float[Array, "B *_ V"]
-    narrowed: Int[Array, "B M"] | None = None
-    source: Int[Array, "B M"] | None = None
-
-
-def observe(
-    run: Run,
-    params: Params,
-    tokens: IdsOrVectors,
-    lengths: Int[Array, "B"],
-    cache: Cache | None,
-    needs: frozenset,
-    as_steps: bool = False,
-) -> Prompt:
-    """New tokens through the model, over what the cache holds; nothing is stored yet.
-
-    as_steps: as single steps compute it: tokens meet each other as they will be stored, in a method's codes,
-    and the logits are those of all of them.
-    """
-    config, source = run.config, None
-    if run.method.reread is not None:
-        tokens, lengths, source = _reread(run, params, tokens, lengths, cache)
-    start = jnp.zeros_like(lengths) if cache is None else cache.next
-    at = positions(tokens, lengths, start)
-    states = (NOTHING,) * len(params["layers"]) if cache is None else cache.groups
-    pools = () if cache is None else cache.pools
-    masses = tuple(sorted((o for o in needs if isinstance(o, Mass)), key=repr))
-    meetings = sorted((o for o in needs if isinstance(o, Meeting)), key=repr)
-    others = [o for o in needs if not isinstance(o, Mass | Trace | Meeting)]
-    remembered = [t for t in needs if isinstance(t, Trace)]
-    narrow, gms = narrowing(run, at), taught_groups(run.groups(params), params)
-    states = lend(states, gms)
-
-    def attend(layer: Layer, x: Projected, state: GroupState):
-        past = past_sets(layer, completed(states, layer.group, state), pools)
-        phase = layer.pos
-        # A prefill that ends early has the queries of the last tokens alone, over the keys of all.
-        pos = at.pos if narrow is None else layer.pos
-        if run.rank_phase and past:
-            held = past[-1].pos
-            assert held is not None
-            live = (held >= 0).sum(-1, dtype=jnp.int32)
-            phase = live[..., None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, None]
-        group = x.q.shape[1] // phase.shape[1] if phase.ndim == 3 else 1
-        q = rotary(layer, x.q, jnp.repeat(phase, group, axis=1) if phase.ndim == 3 else phase, at.length)
-        phase = pos if phase is layer.pos else phase
-        turn = partial(rotary, layer, pos=phase, length=at.length)
-        mine = None if x.k is None else turn(x.k)
-        k, v = mine, x.v
-        if as_steps and x.k is not None and k is not None:
-            k, v = decoded(run, gms[layer.group], layer, pos, turn, x.k, (k, v))
-        past = [turn_keys(run, layer.rope, keys, at.length) for keys in past]
-        new = new_keys(layer, k, v, pos)
-        gone = answered(gms[layer.group], layer, state, q, params)
-        out, found, scores = attend_new(
-            layer, x, q, new, past, layer.pos, gone, mass=tuple(o.reduction for o in masses),
-            implementation=run.without_gpu,
-        )  # fmt: skip
-        taught = of_layer(params, layer.number)
-        inputs = Inputs(q, x.q, new.k if x.k is None else x.k, x.hidden, pos, at.length, taught)
-        received = tuple({repr(o): m for o, m in zip(masses, of_set, strict=True)} for of_set in found)
-        if meetings:
-            sets = [*past, new]
-            received = received or ({},) * len(sets)
-            met = [{repr(o): o.of(q, pos, s.k, s.pos) for o in meetings if s.pos is not None} for s in sets]
-            received = tuple(a | b for a, b in zip(received, met, strict=True))
-        rows = {repr(o): carried_behind(o, inputs, layer, state) for o in others if isinstance(o, Carried)}
-        observed = {repr(o): o.read(rows[repr(o)]) if isinstance(o, Carried) else o(inputs) for o in others}
-        traces = {repr(t): t.start(inputs, new.k.shape[1]) for t in remembered}
-        fresh = Fresh(mine, x.v, observed, received, traces, rows=rows)
-        return out, state, published_by(layer, state, k, v, scores) | {"collected": fresh}
-
-    def recur(layer: Layer, step: Step, state: GroupState):
-        past = state.state
-        out, new = step(None if past is None else past.layer(layer.index), at.pos >= 0)
-        return out, state, {"collected": new}
-
-    last = jnp.maximum(lengths - 1, 0)
-    early = None if needs or as_steps or narrow is not None else last
-    memory = Memory(at.pos, attend, recur, held, early, run.without_gpu, narrow)
-    ran = decode_layers(params, tokens, config, memory, states)
-    x, narrowed = ran.x, None if narrow is None else ran.pos
-    if narrowed is not None:
-        last = jnp.maximum((narrowed >= 0).sum(-1, dtype=jnp.int32) - 1, 0)
-    if not as_steps:
-        x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
-    logits = unembed(params, x, config)
-    fresh = by_owner(gms, config, ran.collected, masses)
-    return Prompt(fresh, at, tokens, logits, narrowed, source)
-
-
-def _reread(
-    run: Run, params: Params, tokens: IdsOrVectors, lengths: Int[Array, "B"], cache: Cache | None
-) -> tuple[Int[Array, "B M"], Int[Array, "B"], Int[Array, "B M"]]:
-    """The tokens that are read, their number per row, and which of the given ones they are (-1: none)."""
-    first, count, last = 0, 0, run.method.reread.after(run.config.layers)
-    while first <= last:
-        first, count = first + next(iter(params["layers"][count].values())).shape[0], count + 1
-    if first != last + 1:
-        raise ValueError(
-            f"the tokens to read are chosen at layer {last}, inside stacked layers that end at {first - 1}: "
-            f"choose at layer {first - 1}, or give layers that are not stacked"
-        )
-    below = params | {"layers": params["layers"][:count]}
-    past = None if cache is None else dataclasses.replace(cache, groups=cache.groups[:count])
-    # Something is observed, so that no layer runs for the last tokens alone.
-    needs = run.method.reread.needs | {RawKeys()}
-    found = observe(unnarrowed(run), below, tokens, lengths, past, needs)
-    index, used = chosen(run, found.positions, found.fresh[-1])
-    again = jnp.where(used, jnp.take_along_axis(tokens, index, axis=1), 0)
-    return again, used.sum(-1, dtype=jnp.int32), jnp.where(used, index, -1)
-
-
-def needs_of(run: Run, params: Params, compress: bool = True) -> frozenset:
-    """What settling a prompt needs: the keeps' observations and traces, and unrotated keys to store.
-
-    Traces grow whether slots leave now or not.
-    """
-    out = frozenset({RawKeys()}) if run.unrotated else frozenset()
-    narrow = narrow_of(run)
-    out |= narrow.needs if narrow is not None and compress else frozenset()
-    for gm in run.groups(params):
-        out |= {*gm.traces, *(o for trace in gm.traces for o in trace.needs)}
-        if gm.keep is not None and gm.keep.score is not None and (compress or gm.evicting):
-            out |= {*observations(gm.keep)}
-    return out
 
 
 def _as_stored(run: Run, gm: GroupMethod, fresh: Fresh) -> Fresh:
@@ -240,52 +89,16 @@ def settled(
         tokens = min(tokens, run.method.reread.most(tokens))
     old_pools = () if cache is None else cache.pools
     pasts = (NOTHING,) * len(gms) if cache is None else lend(cache.groups, gms)
-    acting = [run.acts(gm, compress) for gm in gms]
+    acting = tuple(run.acts(gm, compress) for gm in gms)
+    sizes = _Sizes(tokens, room, ahead)
 
-    pools = old_pools
-    fresh: dict[int, Fresh] = {}
-    groups: dict[int, GroupState] = {}
-    # The slots of every group as they are stored, and with the keys that its words look at.
-    views: dict[int, View] = {}
-    shown: dict[int, View] = {}
-    for i, (gm, new) in enumerate(zip(gms, prompt.fresh, strict=True)):
-        if not isinstance(new, Fresh):
-            size = next(iter(params["layers"][i].values())).shape[0]
-            before = pasts[i] if pasts[i].parts else GroupState(tail=_no_slots(size, pos.shape[0]))
-            groups[i] = before if new is None else GroupState(state=_state(gm, new))
-            continue
-        fresh[i] = _as_stored(run, gm, new)
-        here = new_positions(run, gm, prompt.positions, prompt.narrowed)
-        if run.merges(gm, compress):
-            if gm.upper:
-                lower, upper = (Half(gms[j], pasts[j], fresh[j]) for j in (i - 1, i))
-                groups[i - 1], groups[i] = merge_pair(lower, upper, here, length, tokens=tokens, room=room)
-            continue
-        if pasts[i].parts and not acting[i] and not gm.evicting:
-            groups[i] = extend(gm, pasts[i], fresh[i], here)
-            pools = remember_in_pages(gm, pasts[i], pools, fresh[i].masses)
-            continue
-        views[i] = union(gm, pasts[i], old_pools, fresh[i], here)
-        shown[i] = seen_by_words(run, run.attention_spec(gm.first).rope, views[i], length)
-        if acting[i]:
-            shown[i] = judged_layers(gm, shown[i], length, run.attention_spec(gm.first))
-            views[i] = views[i]._replace(traces=shown[i].traces)
+    at_work = _begun(run, params, gms, prompt, pasts, old_pools, sizes, compress)
+    groups, fresh, views, pools = at_work.groups, at_work.fresh, at_work.views, at_work.pools
     probe = None if run.method.keep is None or not compress else run.method.keep.probe
     if probe is not None and any(repr(probe) not in f.observed for f in fresh.values()):
-        fresh = _with_probe(run, params, prompt, fresh, shown, probe, pasts)
-    scores = {
-        i: score_slots(
-            gms[i],
-            view,
-            fresh[i],
-            length,
-            run.attention_spec(gms[i].first),
-            params["layers"][i],
-            run.met(gms[i].first),
-        )  # fmt: skip
-        for i, view in shown.items()
-        if acting[i]
-    }
+        fresh = _with_probe(run, params, prompt, fresh, at_work.shown, probe, pasts)
+    shown = {i: view for i, view in at_work.shown.items() if acting[i]}
+    scores = _scores(run, params, gms, shown, fresh, length)
     preferred = {
         i: preferences(gms[i], shown[i], fresh[i], length, run.attention_spec(gms[i].first)) for i in scores
     }
@@ -306,24 +119,125 @@ def settled(
         each = [(gms[i], views[i], kept[i]) for i in paged]
         some, pools = build_group_pages(each, length, tokens, room, ahead.lists)
         groups |= dict(zip(paged, some, strict=True))
-    for i in views:
+    for i, view in views.items():
         if i not in groups:
-            # A keep that was not asked to act yet leaves everything, with the room behind it.
-            gm = gms[i] if acting[i] else gms[i]._replace(keep=None, stack=None)
-            if ahead.slots and not (acting[i] or gms[i].evicting):
-                groups[i] = widened(gm, build(gm, views[i], None, pos.shape[1], room), ahead.slots[i])
-            else:
-                groups[i] = build(gm, views[i], kept.get(i), tokens, room)
+            groups[i] = _built(gms[i], acting[i], view, kept.get(i), sizes, i, pos.shape[1])
         rows = {repr(o): fresh[i].rows[repr(o)] for o in gms[i].carried}
         groups[i] = dataclasses.replace(groups[i], rows=rows | carried[i])
     groups |= {i: learnt(gms[i], groups[i], pasts[i], (pos < 0).all(-1)) for i in fresh}
-    sizes = [jax.tree.leaves(p)[0].shape[0] for p in params["layers"]]
-    lost = [
-        jnp.isnan(scores[i]).any((2, 3)) if i in scores else jnp.zeros((size, *length.shape), bool)
-        for i, size in enumerate(sizes)
-    ]
     new = Cache(tuple(groups[i] for i in range(len(gms))), length, pools)
-    return returned(new), jnp.concatenate(lost)
+    return returned(new), _lost(params, scores, length)
+
+
+class _Sizes(NamedTuple):
+    """What a cache is built for (static): tokens a row has seen at most, room for more, later chunks."""
+
+    tokens: int
+    room: int
+    ahead: Ahead
+
+
+class _AtWork(NamedTuple):
+    """Groups between reading and storing.
+
+    groups: those that are done already. fresh: what every group with slots computed, as it is stored. views:
+    the slots of the groups that are not done, as they are stored, and shown: with the keys that their words
+    look at.
+    """
+
+    groups: dict[int, GroupState]
+    fresh: dict[int, Fresh]
+    views: dict[int, View]
+    shown: dict[int, View]
+    pools: tuple[Pages, ...]
+
+
+def _begun(
+    run: Run,
+    params: Params,
+    gms: tuple[GroupMethod, ...],
+    prompt: Prompt,
+    pasts: tuple[GroupState, ...],
+    old_pools: tuple[Pages, ...],
+    sizes: _Sizes,
+    compress: bool,
+) -> _AtWork:
+    """Groups that choose nothing are finished: states, merged layers, what only grows. Others form views."""
+    pos, length = prompt.positions
+    out = _AtWork({}, {}, {}, {}, old_pools)
+    for i, (gm, new) in enumerate(zip(gms, prompt.fresh, strict=True)):
+        if not isinstance(new, Fresh):
+            size = next(iter(params["layers"][i].values())).shape[0]
+            before = pasts[i] if pasts[i].parts else GroupState(tail=_no_slots(size, pos.shape[0]))
+            out.groups[i] = before if new is None else GroupState(state=_state(gm, new))
+            continue
+        out.fresh[i] = fresh = _as_stored(run, gm, new)
+        here = new_positions(run, gm, prompt.positions, prompt.narrowed)
+        if run.merges(gm, compress):
+            if gm.upper:
+                lower, upper = (Half(gms[j], pasts[j], out.fresh[j]) for j in (i - 1, i))
+                pair = merge_pair(lower, upper, here, length, tokens=sizes.tokens, room=sizes.room)
+                out.groups[i - 1], out.groups[i] = pair
+            continue
+        acting = run.acts(gm, compress)
+        if pasts[i].parts and not acting and not gm.evicting:
+            out.groups[i] = extend(gm, pasts[i], fresh, here)
+            out = out._replace(pools=remember_in_pages(gm, pasts[i], out.pools, fresh.masses))
+            continue
+        spec = run.attention_spec(gm.first)
+        out.views[i] = union(gm, pasts[i], old_pools, fresh, here)
+        out.shown[i] = seen_by_words(run, spec.rope, out.views[i], length)
+        if acting:
+            out.shown[i] = judged_layers(gm, out.shown[i], length, spec)
+            out.views[i] = out.views[i]._replace(traces=out.shown[i].traces)
+    return out
+
+
+def _scores(
+    run: Run,
+    params: Params,
+    gms: tuple[GroupMethod, ...],
+    shown: dict[int, View],
+    fresh: dict[int, Fresh],
+    length: Int[Array, "B"],
+) -> dict[int, Float[Array, "Lg B K S"]]:
+    """By group, the scores of slots as its words look at them."""
+    return {
+        i: score_slots(
+            gms[i], view, fresh[i], length, run.attention_spec(gms[i].first), params["layers"][i],
+            run.met(gms[i].first),
+        )
+        for i, view in shown.items()
+    }  # fmt: skip
+
+
+def _built(
+    gm: GroupMethod,
+    acting: bool,
+    view: View,
+    kept: Bool[Array, "Lg B K S"] | None,
+    sizes: _Sizes,
+    index: int,
+    new: int,
+) -> GroupState:
+    """A group's dense segments; a keep that does not act yet leaves everything, with the room behind it."""
+    gm = gm if acting else gm._replace(keep=None, stack=None)
+    if sizes.ahead.slots and not (acting or gm.evicting):
+        return widened(gm, build(gm, view, None, new, sizes.room), sizes.ahead.slots[index])
+    return build(gm, view, kept, sizes.tokens, sizes.room)
+
+
+def _lost(
+    params: Params, scores: dict[int, Float[Array, "Lg B K S"]], length: Int[Array, "B"]
+) -> Bool[Array, "layers B"]:
+    """The layers in which a live slot's score is not a number (NaN)."""
+    layers = [jax.tree.leaves(p)[0].shape[0] for p in params["layers"]]
+    return jnp.concatenate(
+        [
+            jnp.isnan(scores[i]).any((2, 3)) if i in scores else jnp.zeros((size, *length.shape), bool)
+            for i, size in enumerate(layers)
+        ]
+    )
 
 
 def scored(run: Run, params: Params, prompt: Prompt) -> dict[int, Float[Array, "_ B _ T"]]:
@@ -341,19 +255,8 @@ def scored(run: Run, params: Params, prompt: Prompt) -> dict[int, Float[Array, "
     probe = None if run.method.keep is None else run.method.keep.probe
     if probe is not None:
         fresh = _with_probe(run, params, prompt, fresh, views, probe, (NOTHING,) * len(gms))
-    found = {
-        i: score_slots(
-            gms[i],
-            view,
-            fresh[i],
-            length,
-            specs[i],
-            params["layers"][i],
-            run.met(gms[i].first),
-        )
-        for i, view in views.items()
-        if gms[i].keep is not None
-    }
+    choosing = {i: view for i, view in views.items() if gms[i].keep is not None}
+    found = _scores(run, params, gms, choosing, fresh, length)
     tokens = prompt.positions.pos.shape[1]
     return {i: by_token(x, at[i], tokens) if x.shape[3] < tokens else x for i, x in found.items()}
 

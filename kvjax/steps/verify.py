@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import Cache, Slots
 from kvjax.group import GroupMethod
 from kvjax.models.layers import Params
+from kvjax.steps.forward import needs_of, observe
 from kvjax.steps.narrowing import unnarrowed
-from kvjax.steps.prompt import needs_of, observe, settle
+from kvjax.steps.prompt import settle
 from kvjax.steps.run import Run
 
 

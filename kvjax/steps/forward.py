@@ -1,0 +1,212 @@
+"""Many new tokens through a model, over what a cache holds, and what is observed of them there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import NOTHING, Cache, GroupState, Pages
+from kvjax.choose import Fresh
+from kvjax.fitted import of_layer
+from kvjax.group import GroupMethod
+from kvjax.keep.observe import Mass, RawKeys
+from kvjax.models.attending import attend_new, new_keys, published_by, rotary
+from kvjax.models.layers import Params
+from kvjax.models.mixer import Layer, Memory, Projected, Step
+from kvjax.models.transformer import IdsOrVectors, Positions, decode_layers, positions, unembed
+from kvjax.ops.attention.union import Keys
+from kvjax.protocols import Carried, Inputs, Meeting, Observation, Trace
+from kvjax.steps.lending import lend, taught_groups
+from kvjax.steps.narrowing import chosen, narrow_of, narrowing, unnarrowed
+from kvjax.steps.observed import by_owner, carried_behind, decoded, past_sets
+from kvjax.steps.run import Run, answered, held, turn_keys
+from kvjax.stored import completed
+from kvjax.words import observations
+
+
+class Prompt(NamedTuple):
+    """Everything a prefill computed, before anything was compressed.
+
+    fresh: per group a Fresh, the new states, or None where the layers add nothing. narrowed: the positions of
+    the tokens that the upper layers saw, where the method has a `Narrow`. source: which of the given tokens
+    these are (-1 on padding), where it has a `Reread`. logits: of each row's last token, or of every token.
+    """
+
+    fresh: tuple[Fresh | dict[str, Array] | None, ...]
+    positions: Positions
+    tokens: IdsOrVectors
+    logits: Float[Array, "B *_ V"]
+    narrowed: Int[Array, "B M"] | None = None
+    source: Int[Array, "B M"] | None = None
+
+
+class _Asked(NamedTuple):
+    """What is observed of new tokens, by how it is found. meetings: how queries meet keys."""
+
+    masses: tuple[Mass, ...]
+    meetings: tuple[Meeting, ...]
+    others: tuple[Observation, ...]
+    traces: tuple[Trace, ...]
+
+
+def _asked(needs: frozenset) -> _Asked:
+    return _Asked(
+        masses=tuple(sorted((o for o in needs if isinstance(o, Mass)), key=repr)),
+        meetings=tuple(sorted((o for o in needs if isinstance(o, Meeting)), key=repr)),
+        others=tuple(o for o in needs if not isinstance(o, Mass | Trace | Meeting)),
+        traces=tuple(o for o in needs if isinstance(o, Trace)),
+    )
+
+
+class _Reading(NamedTuple):
+    """What every layer is read with. narrows: upper layers see fewer tokens; as_steps: as in `observe`."""
+
+    run: Run
+    params: Params
+    at: Positions
+    gms: tuple[GroupMethod, ...]
+    states: tuple[GroupState, ...]
+    pools: tuple[Pages, ...]
+    asked: _Asked
+    narrows: bool
+    as_steps: bool
+
+    def attend(self, layer: Layer, x: Projected, state: GroupState):
+        run, at, gm = self.run, self.at, self.gms[layer.group]
+        past = past_sets(layer, completed(self.states, layer.group, state), self.pools)
+        # A prefill that ends early has the queries of the last tokens alone, over the keys of all.
+        pos = layer.pos if self.narrows else at.pos
+        q, turn = self._rotation(layer, x, past, pos)
+        mine = None if x.k is None else turn(x.k)
+        k, v = mine, x.v
+        if self.as_steps and x.k is not None and k is not None:
+            k, v = decoded(run, gm, layer, pos, turn, x.k, (k, v))
+        past = [turn_keys(run, layer.rope, keys, at.length) for keys in past]
+        new = new_keys(layer, k, v, pos)
+        gone = answered(gm, layer, state, q, self.params)
+        out, found, scores = attend_new(
+            layer, x, q, new, past, layer.pos, gone, mass=tuple(o.reduction for o in self.asked.masses),
+            implementation=run.without_gpu,
+        )  # fmt: skip
+        taught = of_layer(self.params, layer.number)
+        inputs = Inputs(q, x.q, new.k if x.k is None else x.k, x.hidden, pos, at.length, taught)
+        fresh = self._observed(layer, state, inputs, found, [*past, new])._replace(k=mine, v=x.v)
+        return out, state, published_by(layer, state, k, v, scores) | {"collected": fresh}
+
+    def _rotation(
+        self, layer: Layer, x: Projected, past: list[Keys], pos: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B N T H"], Callable[[Array], Array]]:
+        """A layer's queries with their rotation, and what rotates its new keys."""
+        length, phase, of_queries = self.at.length, pos, layer.pos
+        if self.run.rank_phase and past:
+            held_pos = past[-1].pos
+            assert held_pos is not None
+            live = (held_pos >= 0).sum(-1, dtype=jnp.int32)
+            phase = live[..., None] + jnp.arange(self.at.pos.shape[1], dtype=jnp.int32)[None, None]
+            of_queries = jnp.repeat(phase, x.q.shape[1] // phase.shape[1], axis=1)
+        return rotary(layer, x.q, of_queries, length), partial(rotary, layer, pos=phase, length=length)
+
+    def _observed(
+        self, layer: Layer, state: GroupState, inputs: Inputs, found: tuple, sets: list[Keys]
+    ) -> Fresh:
+        """What was asked for, of one layer. found: the masses of every set of keys."""
+        asked, q, pos, new = self.asked, inputs.q, inputs.pos, sets[-1]
+        received = tuple({repr(o): m for o, m in zip(asked.masses, of_set, strict=True)} for of_set in found)
+        if asked.meetings:
+            received = received or ({},) * len(sets)
+            met = [
+                {repr(o): o.of(q, pos, s.k, s.pos) for o in asked.meetings if s.pos is not None} for s in sets
+            ]
+            received = tuple(a | b for a, b in zip(received, met, strict=True))
+        rows = {
+            repr(o): carried_behind(o, inputs, layer, state) for o in asked.others if isinstance(o, Carried)
+        }
+        observed = {
+            repr(o): o.read(rows[repr(o)]) if isinstance(o, Carried) else o(inputs) for o in asked.others
+        }
+        traces = {repr(t): t.start(inputs, new.k.shape[1]) for t in asked.traces}
+        return Fresh(None, None, observed, received, traces, rows=rows)
+
+    def recur(self, layer: Layer, step: Step, state: GroupState):
+        past = state.state
+        out, new = step(None if past is None else past.layer(layer.index), self.at.pos >= 0)
+        return out, state, {"collected": new}
+
+
+def observe(
+    run: Run,
+    params: Params,
+    tokens: IdsOrVectors,
+    lengths: Int[Array, "B"],
+    cache: Cache | None,
+    needs: frozenset,
+    as_steps: bool = False,
+) -> Prompt:
+    """New tokens through the model, over what the cache holds; nothing is stored yet.
+
+    as_steps: as single steps compute it: tokens meet each other as they will be stored, in a method's codes,
+    and the logits are those of all of them.
+    """
+    config, source = run.config, None
+    if run.method.reread is not None:
+        tokens, lengths, source = _reread(run, params, tokens, lengths, cache)
+    at = positions(tokens, lengths, jnp.zeros_like(lengths) if cache is None else cache.next)
+    gms, narrow, asked = taught_groups(run.groups(params), params), narrowing(run, at), _asked(needs)
+    states = lend((NOTHING,) * len(gms) if cache is None else cache.groups, gms)
+    pools = () if cache is None else cache.pools
+    reading = _Reading(run, params, at, gms, states, pools, asked, narrow is not None, as_steps)
+
+    last = jnp.maximum(lengths - 1, 0)
+    early = None if needs or as_steps or narrow is not None else last
+    memory = Memory(at.pos, reading.attend, reading.recur, held, early, run.without_gpu, narrow)
+    ran = decode_layers(params, tokens, config, memory, states)
+    x, narrowed = ran.x, None if narrow is None else ran.pos
+    if narrowed is not None:
+        last = jnp.maximum((narrowed >= 0).sum(-1, dtype=jnp.int32) - 1, 0)
+    if not as_steps:
+        x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+    logits = unembed(params, x, config)
+    fresh = by_owner(gms, config, ran.collected, asked.masses)
+    return Prompt(fresh, at, tokens, logits, narrowed, source)
+
+
+def _reread(
+    run: Run, params: Params, tokens: IdsOrVectors, lengths: Int[Array, "B"], cache: Cache | None
+) -> tuple[Int[Array, "B M"], Int[Array, "B"], Int[Array, "B M"]]:
+    """The tokens that are read, their number per row, and which of the given ones they are (-1: none)."""
+    first, count, last = 0, 0, run.method.reread.after(run.config.layers)
+    while first <= last:
+        first, count = first + next(iter(params["layers"][count].values())).shape[0], count + 1
+    if first != last + 1:
+        raise ValueError(
+            f"the tokens to read are chosen at layer {last}, inside stacked layers that end at {first - 1}: "
+            f"choose at layer {first - 1}, or give layers that are not stacked"
+        )
+    below = params | {"layers": params["layers"][:count]}
+    past = None if cache is None else dataclasses.replace(cache, groups=cache.groups[:count])
+    # Something is observed, so that no layer runs for the last tokens alone.
+    needs = run.method.reread.needs | {RawKeys()}
+    found = observe(unnarrowed(run), below, tokens, lengths, past, needs)
+    index, used = chosen(run, found.positions, found.fresh[-1])
+    again = jnp.where(used, jnp.take_along_axis(tokens, index, axis=1), 0)
+    return again, used.sum(-1, dtype=jnp.int32), jnp.where(used, index, -1)
+
+
+def needs_of(run: Run, params: Params, compress: bool = True) -> frozenset:
+    """What settling a prompt needs: the keeps' observations and traces, and unrotated keys to store.
+
+    Traces grow whether slots leave now or not.
+    """
+    out = frozenset({RawKeys()}) if run.unrotated else frozenset()
+    narrow = narrow_of(run)
+    out |= narrow.needs if narrow is not None and compress else frozenset()
+    for gm in run.groups(params):
+        out |= {*gm.traces, *(o for trace in gm.traces for o in trace.needs)}
+        if gm.keep is not None and gm.keep.score is not None and (compress or gm.evicting):
+            out |= {*observations(gm.keep)}
+    return out
