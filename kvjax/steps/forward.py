@@ -100,8 +100,8 @@ class _Reading(NamedTuple):
 
     def _rotation(
         self, layer: Layer, x: Projected, past: list[Keys], pos: Int[Array, "B T"]
-    ) -> tuple[Float[Array, "B N T H"], Callable[[Array], Array]]:
-        """A layer's queries with their rotation, and what rotates its new keys."""
+    ) -> tuple[Float[Array, "B N _ H"], Callable[[Array], Array]]:
+        """A layer's queries with their rotation, and what rotates its new keys, at `pos`."""
         length, phase, of_queries = self.at.length, pos, layer.pos
         if self.run.rank_phase and past:
             held_pos = past[-1].pos
