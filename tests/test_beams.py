@@ -78,6 +78,7 @@ def test_enough_beams_find_every_text_in_the_order_of_its_probability(model, tex
         assert (out.scores[row * beams + len(want) : (row + 1) * beams] == -np.inf).all()
 
 
+@pytest.mark.rotating
 def test_few_beams_find_what_a_plain_search_finds_and_their_cache_holds_it(model, texts):
     out = kvjax.generate(model, PROMPTS, max_new_tokens=NEW, beams=2, stop=[STOP])
     for row, logprobs in enumerate(texts):

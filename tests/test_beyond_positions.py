@@ -36,6 +36,7 @@ def conversation(m):
     return np.array(found)
 
 
+@pytest.mark.rotating
 def test_a_conversation_equals_that_of_a_model_of_more_positions():
     np.testing.assert_array_equal(conversation(model()), conversation(model(LONGER)))
 

@@ -141,6 +141,7 @@ def test_rows_can_be_copied_and_emptied(model, tokens, whole):
         close(logits, whole[rows, at + i])
 
 
+@pytest.mark.rotating
 def test_methods_compress_the_blocks(model, tokens, whole):
     snapkv = kvjax.method("snapkv", budget=2, window=1, kernel=1, variant="kvpress")
     logits, cache = model.prefill(tokens[:, :T], method=snapkv, room=10)

@@ -264,6 +264,7 @@ def test_windowed_layers_hold_every_new_token_or_say_that_they_are_full(model):
 IN_TURN = [pytest.param(id, marks=pytest.mark.rotating) for id in ("h2o", "streamingllm")]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("id", [*IN_TURN, "keepkv"])
 def test_storing_without_compressing_keeps_every_token_of_a_cache_that_evicts(model, id):
     rng = np.random.default_rng(1)

@@ -106,6 +106,7 @@ def test_the_rest_weighs_what_the_guess_leaves_and_is_the_mean_of_all_values(dra
         np.testing.assert_allclose(out[b, mine, 0], np.broadcast_to(v.mean(0), (GROUP, V)), atol=1e-5)
 
 
+@pytest.mark.rotating
 def test_where_nothing_is_left_out_the_rest_weighs_nothing_and_has_gradients(drawn):
     q, body, tail = drawn
     word = dataclasses.replace(WORD, budget=Budget(1.0))
@@ -146,6 +147,7 @@ def test_sums_follow_the_values_through_prompts_steps_turns_and_chunks(store):
             assert (count == np.maximum(np.asarray(one.next) - 4, 0)[None, :, None]).all()
 
 
+@pytest.mark.rotating
 def test_a_row_that_is_emptied_forgets_its_sums():
     m, method = model("4/2"), kvjax.method("sparq", budget=0.5, channels=5, newest=4)
     _, cache = kvjax.prefill(m, MAIN.first, method=method, room=ROOM)
@@ -182,6 +184,7 @@ def test_what_a_step_leaves_unread_is_counted_in_channels_and_slots(store):
         assert unread_bytes(gm, group) == keys + values
 
 
+@pytest.mark.rotating
 def test_a_read_of_all_tokens_beside_learned_sinks_is_what_the_full_cache_reads():
     name, method = "sinks", kvjax.method("sparq", budget=1.0, channels=3, newest=2)
     texts, config = conversation.TEXTS, TABLE["sinks"].config

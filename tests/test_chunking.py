@@ -108,6 +108,7 @@ def test_a_prompt_of_any_number_of_chunks_takes_three_programs(how, name, compre
     assert len({cache for _, cache in calls}) == 2
 
 
+@pytest.mark.rotating
 @ran
 def test_chunks_leave_what_turns_with_room_for_the_next_leave_to_the_byte(how):
     rng, m = np.random.default_rng(0), fits(how, M)

@@ -165,6 +165,7 @@ def test_generate_streams_text_and_reports_the_cache(capsys):
         assert re.search(pattern, err)
 
 
+@pytest.mark.rotating
 def test_generate_ends_behind_a_text_and_takes_penalties(capsys):
     words = ["generate", "--prompt", SAMPLE, "--max-new-tokens", "8", "--stop", "nowhere"]
     assert main([*words, "--stop", "4 52"]) == 0

@@ -151,6 +151,7 @@ def test_what_kernels_miss_is_what_it_is_by_hand():
     np.testing.assert_allclose(got, want, rtol=2e-4)
 
 
+@pytest.mark.rotating
 def test_fitted_kernels_miss_less_than_eviction_and_the_cut_is_what_the_method_keeps():
     text = [*MAIN.first[0], *MAIN.second[0]]
     options = dict(budget=0.25, hidden=16, rank=4, rate=1e-2)

@@ -146,6 +146,7 @@ def test_a_comparison_stops_where_the_model_gives_no_numbers(recall, tmp_path):
                       budgets=[0.5], protocols=("agnostic",), out=tmp_path)  # fmt: skip
 
 
+@pytest.mark.rotating
 def test_a_text_stops_where_a_method_gives_no_numbers(recall, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(" ".join(["<set> brave otter 17 4 52 <.>"] * 20))

@@ -59,6 +59,7 @@ def test_agreement_is_counted_on_what_the_cache_holds(found, name, lists):
             assert mine.mass[layer][0, head] == pytest.approx(share, abs=1e-5)
 
 
+@pytest.mark.rotating
 def test_a_comparison_draws_each_method_once_as_its_protocol_asks():
     m, h2o = model("4/2"), kvjax.method("h2o", budget=0.5)
     entries = [Entry("full", None, kvjax.method("full")), Entry("h2o", 0.5, h2o), Entry("h2o", 0.25, h2o)]

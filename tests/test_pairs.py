@@ -94,6 +94,7 @@ def test_a_second_turn_merges_what_lay_apart_and_what_is_new_and_leaves_what_was
                 np.testing.assert_array_equal(body[h][p][1], value)
 
 
+@pytest.mark.rotating
 def test_steps_in_one_pass_rows_files_and_tokens_taken_back(tmp_path):
     m, done = model(NAME), talk(LABEL)
     cache, first = done.prompt[1], MAIN.steps.T

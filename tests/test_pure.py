@@ -79,6 +79,7 @@ def test_a_scan_over_the_pure_step_is_a_loop_over_step(name):
         np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.rotating
 def test_rows_that_do_not_append_stay_as_they_are():
     m, token = model("4/2"), jnp.asarray(MAIN.steps[0], jnp.int32)
     _, cache = kvjax.prefill(m, MAIN.first, room=3)

@@ -118,6 +118,7 @@ def hashed_about_their_centres(cache):
     return True
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("store", sweep([None, "int8"], None))
 def test_a_prompt_is_centred_and_steps_hash_new_keys_about_that(store):
     m, method = model("4/2"), METHOD if store is None else kvjax.chain(METHOD, kvjax.method(store))

@@ -56,6 +56,7 @@ def check_split(cache, full):
                 )
 
 
+@pytest.mark.rotating
 def test_the_newest_tokens_stay_exact_and_older_ones_are_encoded_once_in_whole_granules(model):
     rng = np.random.default_rng(0)
     lengths = [26, 19, 9]

@@ -56,7 +56,7 @@ CASES = {
     "codes below prompts": (by_layer, "int8", "criticalkv"),
     "int8 windowed": (lambda: ("windowed", kvjax.method("int8")),),
 }
-ALWAYS = ("less at the end", "granules below pages")
+ALWAYS = ("less at the end",)
 
 
 def case(name):
@@ -88,6 +88,7 @@ PLAIN = [
 ]  # fmt: skip
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "store"), sweep([*PLAIN, *STORED], ("jamba", "full")))
 def test_every_memory_of_an_architecture_takes_several_tokens(name, store):
     m, counts = architecture(name), np.array([11, 6, 9])
@@ -103,6 +104,7 @@ def test_every_memory_of_an_architecture_takes_several_tokens(name, store):
 # --- programs, memory, room ---------------------------------------------------------------------------
 
 
+@pytest.mark.rotating
 def test_numbers_of_tokens_that_share_a_width_share_a_program():
     m = model("4/2")
     cache, before = started(m, None, room=40), steps.verify._cache_size()
@@ -112,6 +114,7 @@ def test_numbers_of_tokens_that_share_a_width_share_a_program():
     assert steps.verify._cache_size() - before == 1
 
 
+@pytest.mark.rotating
 def test_a_pass_consumes_its_cache_and_hands_its_memory_on():
     m = model("4/2")
     cache = started(m, None)

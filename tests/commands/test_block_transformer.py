@@ -60,6 +60,7 @@ def test_inspect_describes_both_decoders_and_sizes_their_caches(model, folder, m
     assert "at most the model's 256 positions" in capsys.readouterr().err
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["full", "adakv", "kivi"])
 def test_sizes_are_those_of_the_prefill(model, folder, name):
     method = kvjax.method(name, **({"budget": 0.5, "window": 2, "page": 4} if name == "adakv" else {}))

@@ -141,6 +141,7 @@ def kvpress_pyramid(length, kept, window, beta, layers):
     return [max(1, round(s)) for s in shares]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("layers", sweep([1, 30], 30))
 def test_the_kvpress_pyramid_is_exact_at_any_length(rng, layers):
     ratios = [0.5, 0.25, 0.125, 0.9, 0.333, 0.05]

@@ -201,6 +201,7 @@ def test_a_second_turn_is_narrowed_by_itself():
                 assert {p for p in one if p >= len(MAIN.first[b])} <= set(new.tolist())
 
 
+@pytest.mark.rotating
 def test_scores_stand_at_the_places_of_their_tokens():
     found = kvjax.scores(model("deep"), [MAIN.first[0]], FASTKV, continuation=[[1]])
     on = fastkv_goes_on(Prompt(decoder("deep"), MAIN.first[0]), LAST_WHOLE)

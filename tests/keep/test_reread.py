@@ -105,6 +105,7 @@ def test_all_tokens_are_read_where_nothing_is_left_out(how):
     assert off(logits, want) < 1e-6 and positions(cache) == positions(full)
 
 
+@pytest.mark.rotating
 def test_what_is_read_is_stored_as_a_chain_says():
     kivi = kvjax.method("kivi", bits=4, group=8, residual=8)
     method = kvjax.chain(GEMS, kivi)

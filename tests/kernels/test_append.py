@@ -143,6 +143,7 @@ def test_tokens_of_pages_do_not_race_either(dma, monkeypatch):
     assert dma == "on_wait" or with_races(call, dma)[1]
 
 
+@pytest.mark.rotating
 def test_what_was_appended_is_decoded():
     """Tokens appended one by one, then read by paged decoding, against attention over them in numpy."""
     rng = np.random.default_rng(2)

@@ -100,6 +100,7 @@ def test_pages_of_codes_are_read_as_they_lie(kernel):
     agree(model(layers=1), method, kernel=kernel)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "kernel, bits, group, room",
     sweep([(k, *how) for k in (TPU, GPU) for how in ((4, 16, 48), (2, 32, 176))], (TPU, 2, 32, 176)),

@@ -94,6 +94,7 @@ def plain_gradient(tokens, state, segments=None):
         return gradient(chunked, *wide, segments)[0]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("vector, erase, dtype", sweep(KINDS, KDA))
 def test_results_and_gradients_are_those_of_the_equation(vector, erase, dtype):
     """Two spans of two chunks, the last of them not whole, of rows of several segments.

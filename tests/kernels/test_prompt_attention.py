@@ -31,6 +31,7 @@ def draw(seed, *, bias=False, heads=K):
     return array(B, N, T, H), Keys(array(B, K, T, H), array(B, K, T, H), pos[:, None]), past, sink, pos
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "mass, window, heads", sweep([(None, None, K), ("sum", 12, K), ("max", None, N)], ("sum", 12, K))
 )

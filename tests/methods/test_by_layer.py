@@ -52,7 +52,7 @@ class Leaves:
         )
 
 
-@pytest.mark.parametrize("name", sweep(PAIRS, *list(PAIRS)[:2]))
+@pytest.mark.parametrize("name", sweep(PAIRS, next(iter(PAIRS))))
 def test_every_layer_keeps_drops_and_costs_what_its_method_says(name):
     *labels, error = PAIRS[name]
     m, alone = model("4/2"), [BY_LABEL[label].method() for label in labels]

@@ -71,6 +71,7 @@ def test_keeps_choose_and_answer_as_they_do_over_rotated_keys(label):
 # --- first tokens --------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotating
 def test_first_tokens_stay_as_computed_whenever_they_arrive():
     """Rows of 2 and 5 tokens, of which the first 4 are first tokens: some come in steps and second turns."""
     config = Config(vocab=VOCAB, layers=1, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=16)

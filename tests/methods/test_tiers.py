@@ -48,6 +48,7 @@ def test_the_first_tier_is_what_h2o_keeps_and_the_second_all_else():
                     assert first.keys() == {int(p) for p in pos[row, head] if p >= 0}
 
 
+@pytest.mark.rotating
 def test_the_second_tier_holds_the_codes_of_what_the_first_one_held():
     m = model("4/2")
     _, full = kvjax.prefill(m, MAIN.first, room=8)

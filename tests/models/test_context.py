@@ -310,6 +310,7 @@ def test_a_row_that_is_emptied_has_no_context(pair, want):
     close(logits[0], pair.logits(PROMPTS[0, :1], [])[0])
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("store", sweep(["int8", "kivi"], "int8"))
 def test_a_store_encodes_the_context_where_it_encodes_token_by_token(store):
     pair = made("cepe")

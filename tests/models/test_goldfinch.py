@@ -157,6 +157,7 @@ def test_token_ids_are_exact_in_half_precision(vocab, dtype):
     np.testing.assert_array_equal(from_digits(stored), ids)
 
 
+@pytest.mark.rotating
 def test_a_layer_may_project_keys_from_its_own_input(rng):
     plain = dataclasses.replace(CONFIG, mixers=(Attention(), Attention()))
     named = dataclasses.replace(plain, mixers=(Attention(), Attention(kv_input=1)))

@@ -111,6 +111,7 @@ def rows_second(x, place):
     return jax.NamedSharding(place.mesh, jax.P(None, *place.spec))
 
 
+@pytest.mark.rotating
 def test_a_forced_kernel_gives_the_same_numbers_on_another_device():
     """The kernel's program, interpreted, for a user who says nothing of devices on a machine with eight."""
     m = Model(CONFIG, init(CONFIG, jax.random.key(0)))

@@ -120,6 +120,7 @@ def test_a_sequence_may_be_cut_anywhere(rng, case):
     check_cuts(op, row, x, state, functools.partial(op, recurrent=True))
 
 
+@pytest.mark.rotating
 @CASES
 def test_gradients_of_large_inputs_are_finite_and_those_of_the_other_form(rng, case):
     op, _, x, state = case(rng, size=6.0)

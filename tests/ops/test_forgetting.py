@@ -60,6 +60,7 @@ def test_no_room_is_nan(tokens):
     sequences.no_room_is_nan(run, tokens, by_hand)
 
 
+@pytest.mark.rotating
 def test_gradients_are_finite_under_strong_decay_and_agree(rng, monkeypatch):
     monkeypatch.setattr("kvjax.ops.attention.forgetting.CHUNK", 8)  # three chunks
     sequences.gradients_agree(run, draw(rng, strongest=100.0))

@@ -110,6 +110,7 @@ def test_rows_at_different_places_of_their_segments_may_be_cut_anywhere(case):
     check_cuts(op, row, x, state, functools.partial(op, recurrent=True))
 
 
+@pytest.mark.rotating
 def test_gradients_are_finite_and_those_of_the_other_form(case):
     op, _, x, state = case
     check_gradients(op, functools.partial(op, recurrent=True), x, state)

@@ -148,6 +148,7 @@ def test_a_large_ridge_is_softmax_attention(rng):
         local_linear_attention(q, k, v, ridge=0.0)
 
 
+@pytest.mark.rotating
 def test_gradients_are_those_of_the_paper_s_form(rng):
     """The reference is the paper's, in float64 and without strips; logits are large, a query sees nothing."""
     q, _, k, v = draw(rng)

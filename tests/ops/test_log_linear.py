@@ -293,6 +293,7 @@ def slopes(fed, state, recurrent=False):
     return jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))(fed, state.levels))
 
 
+@pytest.mark.rotating
 def test_gradients_of_both_forms_agree(rng, double):
     fed, state = draw(rng), draw_state(rng, [6, 0])
     fed = fed[0]._replace(log_decay=24 * fed[0].log_decay), fed[1]

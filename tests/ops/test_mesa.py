@@ -91,6 +91,7 @@ def test_more_steps_come_closer(rng):
     assert errors[0] > 4 * errors[1] > 1e-3
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("form", sweep(["chunked", "conjugate gradients"], "conjugate gradients"))
 def test_gradients_stay_finite_under_strong_decay_and_agree(rng, form):
     rows.check_gradients(

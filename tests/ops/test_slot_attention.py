@@ -103,6 +103,7 @@ def test_a_sequence_may_be_cut_anywhere(rng, case):
     check_cuts(op, row, x, state, functools.partial(op, recurrent=True))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", sweep([gsa_case, abc_case], abc_case), ids=["gsa", "abc"])
 def test_gradients_stay_finite_under_strong_decay_and_agree(rng, case):
     op, _, x, state = case(rng, strong=True)

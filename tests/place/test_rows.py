@@ -96,6 +96,7 @@ def test_a_fork_leaves_its_source_usable_and_one_copy_changes_nothing(model):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", in_turn(("kivi", "kvzip, one pool")))
 def test_all_rows_of_a_fork_cost_the_same(name, model):
     cache = filled(model, PROMPT, METHODS[name]())

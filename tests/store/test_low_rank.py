@@ -61,6 +61,7 @@ def best_of_rank(block, rank):
     return (u[:, :rank] * s[:rank]) @ v[:rank]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("rank", sweep([2, 5, 100], 100))
 def test_a_block_of_lower_rank_comes_back_whole(rng, rank):
     """Columns that nothing is left for are 0; nothing of them is a number that no float holds."""

@@ -93,6 +93,7 @@ def test_equal_neighbours_are_pool_heads(params):
     np.testing.assert_allclose(forward(grouped, TOKENS, config), forward(pooled, TOKENS, smaller), atol=1e-5)
 
 
+@pytest.mark.rotating
 def test_layers_of_different_head_counts_decode_what_they_compute(params):
     grouped, config = group_heads(params, CONFIG, GROUPINGS)
     model = Model(config, grouped)
