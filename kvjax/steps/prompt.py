@@ -221,10 +221,10 @@ def _built(
     new: int,
 ) -> GroupState:
     """A group's dense segments; a keep that does not act yet leaves everything, with the room behind it."""
-    gm = gm if acting else gm._replace(keep=None, stack=None)
+    plain = gm if acting else gm._replace(keep=None, stack=None)
     if sizes.ahead.slots and not (acting or gm.evicting):
-        return widened(gm, build(gm, view, None, new, sizes.room), sizes.ahead.slots[index])
-    return build(gm, view, kept, sizes.tokens, sizes.room)
+        return widened(plain, build(plain, view, None, new, sizes.room), sizes.ahead.slots[index])
+    return build(plain, view, kept, sizes.tokens, sizes.room)
 
 
 def _lost(
