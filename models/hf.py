@@ -2,7 +2,7 @@
 
 Weights go block by block from the files into the stacked arrays of the plan, each device reading only the
 rows it holds, so that the model is never in memory twice. Which files say what is in `hf_config.py`,
-`hf_tensors.py` and `tokenizer.py`.
+`hf_config_out.py`, `hf_tensors.py` and `tokenizer.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from safetensors.numpy import save_file
 from kvjax.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.files import Stored, atomic_folder, check_folder, read_header, read_json
-from kvjax.models.hf_config import config_from_hf, config_to_hf
+from kvjax.models.hf_config import config_from_hf
+from kvjax.models.hf_config_out import config_to_hf
 from kvjax.models.hf_tensors import Part, check_layers, hf_name, match, short_name, tensors, top_names
 from kvjax.models.layers import Params
 from kvjax.models.model import Model, check_single

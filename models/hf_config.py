@@ -1,13 +1,10 @@
-"""config.json of Hugging Face checkpoints to `Config` and back: one row per family, nothing about weights."""
+"""config.json of Hugging Face checkpoints to `Config`: one row per family, nothing about weights."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from kvjax.errors import InputError
 from kvjax.models.config import Config
@@ -63,7 +60,7 @@ FAMILIES = {
 SUPPORTED = (*FAMILIES, *MIXED, "gemma3")
 """Every `model_type` that can be loaded; of "gemma3" the language model alone."""
 
-_QWENS = ("qwen2", "qwen3", "qwen3_moe")
+QWENS = ("qwen2", "qwen3", "qwen3_moe")
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -73,7 +70,6 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu2": "relu2",
 }
-_HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 _NUMBERS = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
@@ -88,9 +84,6 @@ _SCALED = {
 
 # No decoder is nearly as deep, and the words of all layers of a mistyped number would fill the memory.
 _MOST_LAYERS = 10_000
-
-
-# --- from config.json --------------------------------------------------------------------------------
 
 
 def config_from_hf(data: Json) -> Config:
@@ -109,7 +102,7 @@ def config_from_hf(data: Json) -> Config:
             f"config.json gives num_hidden_layers = {layers}, expected at most {_MOST_LAYERS}: correct it"
         )
     try:
-        check_numbers(_row(family).defaults, data)
+        check_numbers(row_of(family).defaults, data)
         return Config(**_fields(family, data))
     except InputError:
         raise
@@ -168,10 +161,11 @@ def _family(data: Json) -> tuple[str, dict[str, Any]]:
     if data.get("use_bidirectional_attention"):
         raise InputError("use_bidirectional_attention is set: kvjax runs causal decoders only")
     given = {k: v for k, v in data.items() if v is not None or k in _NULLABLE}
-    return name, {**_row(name).defaults, **given}
+    return name, {**row_of(name).defaults, **given}
 
 
-def _row(family: str) -> Family | Mixed:
+def row_of(family: str) -> Family | Mixed:
+    """What is known of a `model_type`; KeyError where nothing is."""
     return FAMILIES[family] if family in FAMILIES else MIXED[family]
 
 
@@ -219,7 +213,7 @@ def _windows(family: str, data: Json) -> tuple[int | None, ...]:
     kinds = (
         data.get("layer_types") if family not in ("llama", "mistral", "mixtral", "phi3", "olmo2") else None
     )
-    if family in ("llama", "olmo2") or (family in _QWENS and not data.get("use_sliding_window")):
+    if family in ("llama", "olmo2") or (family in QWENS and not data.get("use_sliding_window")):
         window = None
     if window is None:
         return ()
@@ -233,7 +227,7 @@ def _windows(family: str, data: Json) -> tuple[int | None, ...]:
                 f"layer_types {what}, expected full_attention or sliding_attention for every layer"
             )
         slides = [kind == "sliding_attention" for kind in kinds]
-    elif family in _QWENS:
+    elif family in QWENS:
         slides = [i >= data["max_window_layers"] for i in range(layers)]
     elif family in ("gemma2", "gemma3_text"):
         period = data.get("sliding_window_pattern", 2)
@@ -292,112 +286,3 @@ def _reach(rope: Rope, positions: int) -> int:
     """Longest prompt: the kinds that stretch the original length reach beyond what config.json may say."""
     stretched = int(rope.factor * rope.original_max) if rope.kind in ("dynamic", "yarn") else 0
     return max(positions, stretched)
-
-
-# --- to config.json ----------------------------------------------------------------------------------
-
-
-def config_to_hf(config: Config) -> dict[str, Any]:
-    """config.json of a model, in the spelling that transformers 4 and 5 both read.
-
-    Raises InputError where no class of transformers computes what `config` says.
-    """
-    if config.family not in FAMILIES and config.family not in MIXED:
-        raise InputError(f"family {config.family!r} is unknown, expected one of {', '.join(SUPPORTED)}")
-    activation = "hidden_activation" if config.family.startswith("gemma") else "hidden_act"
-    data: dict[str, Any] = {
-        "architectures": [_row(config.family).architecture],
-        "model_type": config.family,
-        "vocab_size": config.vocab,
-        "hidden_size": config.d_model,
-        "intermediate_size": config.d_ff,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        activation: _HF_ACTIVATIONS[config.activation],
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied,
-        "attention_bias": config.o_bias,
-        "max_position_embeddings": _positions(config),
-        **_rope_fields(config),
-        **_window_fields(config),
-    }
-    if config.family == "llama":
-        data["mlp_bias"] = config.mlp_bias
-    if config.family.startswith("gemma"):
-        scalar = round(config.scale**-2, 6)
-        data["query_pre_attn_scalar"] = int(scalar) if scalar.is_integer() else scalar
-        data["attn_logit_softcapping"] = config.attention_softcap
-        data["final_logit_softcapping"] = config.logit_softcap
-    if config.family in MIXED:
-        try:
-            data |= MIXED[config.family].write(config)
-        except (AttributeError, IndexError) as error:
-            raise InputError(
-                f"family {config.family} of transformers has no such layers: use save_checkpoint instead"
-            ) from error
-    back = config_from_hf(data)
-    # A longer reach than the model asked for is no loss.
-    fields = [f.name for f in dataclasses.fields(Config) if f.name != "max_positions"]
-    lost = [f"{n} = {getattr(config, n)!r}" for n in fields if getattr(config, n) != getattr(back, n)]
-    if lost:
-        raise InputError(
-            f"family {config.family} of transformers has no {', '.join(lost)}: use save_checkpoint instead"
-        )
-    return data
-
-
-def _positions(config: Config) -> int:
-    return config.rope.original_max if config.rope.kind == "dynamic" else config.max_positions
-
-
-def _rope_fields(config: Config) -> dict[str, Any]:
-    rope, local = config.rope, config.rope_local
-    if rope.kind == "none":
-        return {}
-    fields: dict[str, Any] = {"rope_theta": rope.theta}
-    if rope.rotary_dim is not None:
-        share = rope.rotary_dim / config.head_dim
-        # Readers round down, so a quotient that came out a hair too small would lose a channel.
-        exact = int(share * config.head_dim) == rope.rotary_dim
-        fields["partial_rotary_factor"] = share if exact else float(np.nextafter(share, 1))
-    if config.family != "gemma3_text":
-        return fields | ({} if rope.kind == "default" else {"rope_scaling": _scaling(rope)})
-    local = local or rope
-    if local.kind == "default":
-        scaling = {} if rope.kind == "default" else {"rope_scaling": _scaling(rope)}
-        return fields | {"rope_local_base_freq": local.theta} | scaling
-    both = {"full_attention": rope, "sliding_attention": local}
-    return {"rope_parameters": {k: {"rope_theta": r.theta, **_scaling(r)} for k, r in both.items()}}
-
-
-def _scaling(rope: Rope) -> dict[str, Any]:
-    out: dict[str, Any] = {"rope_type": rope.kind}
-    if rope.kind != "default":
-        out["factor"] = rope.factor
-    if rope.kind in ("llama3", "yarn"):
-        out["original_max_position_embeddings"] = rope.original_max
-    if rope.kind == "llama3":
-        out |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    if rope.kind == "yarn":
-        out |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
-        optional = {n: getattr(rope, n) for n in ("attention_factor", "mscale", "mscale_all_dim")}
-        out |= {n: v for n, v in optional.items() if v}
-    return out
-
-
-def _window_fields(config: Config) -> dict[str, Any]:
-    sizes = sorted({w for w in config.windows if w is not None})
-    if config.family in ("llama", "olmo2") or config.family in set(MIXED) - {"mixtral", "qwen3_moe"}:
-        return {}
-    fields: dict[str, Any] = {"sliding_window": sizes[0] if sizes else None}
-    if config.family in ("mistral", "mixtral", "phi3"):
-        return fields
-    kinds = [
-        "full_attention" if config.window(i) is None else "sliding_attention" for i in range(config.layers)
-    ]
-    fields["layer_types"] = kinds
-    if config.family in _QWENS:
-        fields["use_sliding_window"] = bool(sizes)
-    return fields

@@ -1,6 +1,6 @@
 """The house stands: no import runs upward, nothing goes in a circle, and docs/ shows the house as it is.
 
-Which floors and rooms there are is written in scripts/house.py. Files are parsed, not imported.
+Which floors and rooms there are is written in scripts/house_rooms.py. Files are parsed, not imported.
 """
 
 import xml.etree.ElementTree

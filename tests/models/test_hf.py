@@ -22,7 +22,8 @@ from kvjax.models import hf, placement
 from kvjax.models.config import Config
 from kvjax.models.files import Stored
 from kvjax.models.hf import load_hf, save_hf
-from kvjax.models.hf_config import config_from_hf, config_to_hf
+from kvjax.models.hf_config import config_from_hf
+from kvjax.models.hf_config_out import config_to_hf
 from kvjax.models.model import Model
 from kvjax.models.params import Group, init, plan
 from kvjax.models.tokenizer import chat

@@ -20,7 +20,8 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.models.feed_forward import MoE
 from kvjax.models.hf import load_hf, save_hf
-from kvjax.models.hf_config import config_from_hf, config_to_hf
+from kvjax.models.hf_config import config_from_hf
+from kvjax.models.hf_config_out import config_to_hf
 from kvjax.models.params import plan
 from tests.hf_fixtures import BAR, relative_error
 from tests.sweep import sweep

@@ -1,0 +1,122 @@
+"""A `Config` to the config.json of Hugging Face checkpoints, the way back from `kvjax.models.hf_config`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from kvjax.errors import InputError
+from kvjax.models.config import Config
+from kvjax.models.hf_config import FAMILIES, QWENS, SUPPORTED, config_from_hf, row_of
+from kvjax.models.hf_mixed import MIXED
+from kvjax.ops.base.rope import Rope
+
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
+
+
+def config_to_hf(config: Config) -> dict[str, Any]:
+    """config.json of a model, in the spelling that transformers 4 and 5 both read.
+
+    Raises InputError where no class of transformers computes what `config` says.
+    """
+    if config.family not in FAMILIES and config.family not in MIXED:
+        raise InputError(f"family {config.family!r} is unknown, expected one of {', '.join(SUPPORTED)}")
+    activation = "hidden_activation" if config.family.startswith("gemma") else "hidden_act"
+    data: dict[str, Any] = {
+        "architectures": [row_of(config.family).architecture],
+        "model_type": config.family,
+        "vocab_size": config.vocab,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        activation: _ACTIVATIONS[config.activation],
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        "attention_bias": config.o_bias,
+        "max_position_embeddings": _positions(config),
+        **_rope_fields(config),
+        **_window_fields(config),
+    }
+    if config.family == "llama":
+        data["mlp_bias"] = config.mlp_bias
+    if config.family.startswith("gemma"):
+        scalar = round(config.scale**-2, 6)
+        data["query_pre_attn_scalar"] = int(scalar) if scalar.is_integer() else scalar
+        data["attn_logit_softcapping"] = config.attention_softcap
+        data["final_logit_softcapping"] = config.logit_softcap
+    if config.family in MIXED:
+        try:
+            data |= MIXED[config.family].write(config)
+        except (AttributeError, IndexError) as error:
+            raise InputError(
+                f"family {config.family} of transformers has no such layers: use save_checkpoint instead"
+            ) from error
+    back = config_from_hf(data)
+    # A longer reach than the model asked for is no loss.
+    fields = [f.name for f in dataclasses.fields(Config) if f.name != "max_positions"]
+    lost = [f"{n} = {getattr(config, n)!r}" for n in fields if getattr(config, n) != getattr(back, n)]
+    if lost:
+        raise InputError(
+            f"family {config.family} of transformers has no {', '.join(lost)}: use save_checkpoint instead"
+        )
+    return data
+
+
+def _positions(config: Config) -> int:
+    return config.rope.original_max if config.rope.kind == "dynamic" else config.max_positions
+
+
+def _rope_fields(config: Config) -> dict[str, Any]:
+    rope, local = config.rope, config.rope_local
+    if rope.kind == "none":
+        return {}
+    fields: dict[str, Any] = {"rope_theta": rope.theta}
+    if rope.rotary_dim is not None:
+        share = rope.rotary_dim / config.head_dim
+        # Readers round down, so a quotient that came out a hair too small would lose a channel.
+        exact = int(share * config.head_dim) == rope.rotary_dim
+        fields["partial_rotary_factor"] = share if exact else float(np.nextafter(share, 1))
+    if config.family != "gemma3_text":
+        return fields | ({} if rope.kind == "default" else {"rope_scaling": _scaling(rope)})
+    local = local or rope
+    if local.kind == "default":
+        scaling = {} if rope.kind == "default" else {"rope_scaling": _scaling(rope)}
+        return fields | {"rope_local_base_freq": local.theta} | scaling
+    both = {"full_attention": rope, "sliding_attention": local}
+    return {"rope_parameters": {k: {"rope_theta": r.theta, **_scaling(r)} for k, r in both.items()}}
+
+
+def _scaling(rope: Rope) -> dict[str, Any]:
+    out: dict[str, Any] = {"rope_type": rope.kind}
+    if rope.kind != "default":
+        out["factor"] = rope.factor
+    if rope.kind in ("llama3", "yarn"):
+        out["original_max_position_embeddings"] = rope.original_max
+    if rope.kind == "llama3":
+        out |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.kind == "yarn":
+        out |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        optional = {n: getattr(rope, n) for n in ("attention_factor", "mscale", "mscale_all_dim")}
+        out |= {n: v for n, v in optional.items() if v}
+    return out
+
+
+def _window_fields(config: Config) -> dict[str, Any]:
+    sizes = sorted({w for w in config.windows if w is not None})
+    if config.family in ("llama", "olmo2") or config.family in set(MIXED) - {"mixtral", "qwen3_moe"}:
+        return {}
+    fields: dict[str, Any] = {"sliding_window": sizes[0] if sizes else None}
+    if config.family in ("mistral", "mixtral", "phi3"):
+        return fields
+    kinds = [
+        "full_attention" if config.window(i) is None else "sliding_attention" for i in range(config.layers)
+    ]
+    fields["layer_types"] = kinds
+    if config.family in QWENS:
+        fields["use_sliding_window"] = bool(sizes)
+    return fields
