@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.errors import InputError
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.memory import offers_host, to_device
+from kvjax.ops.decode.stacked_decode import layer_of
 from kvjax.ops.recurrent.recurrence import StackedState
 
 
@@ -140,7 +141,7 @@ class Slots:
 
     def layer(self, index: int | Array) -> Slots:
         """The same slots of one layer, without the Lg axis."""
-        return jax.tree.map(lambda x: x[index], self)
+        return jax.tree.map(lambda x: layer_of(x, index), self)
 
     def keys(self) -> Keys:
         """What attention reads; leading axes as they are."""
