@@ -1,8 +1,8 @@
 """What compilers say of one decode step of every class of layout: tests/aot/layouts.json, and its table.
 
-python scripts/layouts.py                                  # prints the table
-python scripts/layouts.py --write                          # puts it into docs/kernels.md
-python scripts/layouts.py --compile cpu,v5e:2x2,h100       # compiles all again, of these targets (extras: tpu, cuda-aot)
+python scripts/layouts.py                               # prints the table
+python scripts/layouts.py --write                       # puts it into docs/kernels.md
+python scripts/layouts.py --compile cpu,v5e:2x2,h100    # compiles all again; extras: tpu, cuda-aot
 python scripts/layouts.py --compile h100 --case 'layout-k*'
 """
 
@@ -40,9 +40,7 @@ def compile_all(targets: list[str], glob: str) -> None:
         for name in fnmatch.filter(CASES, glob):
             found = on_cpu(name) if target == "cpu" else probe(target, name)
             sentence = SENTENCES[name.removeprefix("layout-")]
-            kind = str(layout_class(sentence.method())) + (
-                ", a layer with a window" if sentence.windowed else ""
-            )
+            kind = f"{layout_class(sentence.method())}{', a layer with a window' * sentence.windowed}"
             figures = {"error": found["error"]} if "error" in found else {n: found[n] for n in FIGURES}
             row = {"case": name, "class": kind, "target": target} | figures
             print(row, flush=True)

@@ -70,12 +70,15 @@ def probe(topology: str, name: str, **options: Any) -> dict[str, Any]:
     return found if "error" in found else found | sizes
 
 
-def on_cpu(name: str) -> dict[str, Any]:
-    """What XLA for CPUs says of a class of layout, `layout-...`, in this process and with its settings."""
+def on_cpu(name: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What XLA for CPUs says of a class of layout, `layout-...`, in this process and with its settings.
+
+    options: of the compiler, instead of those.
+    """
     import jax
 
     case = layouts.CASES[name](None)
-    compiled = jax.jit(case.run, donate_argnums=case.donated).lower(*case.operands).compile()
+    compiled = jax.jit(case.run, donate_argnums=case.donated).lower(*case.operands).compile(options)
     return reading.memory(compiled, case.leaf) | {"cache": case.cache, "leaf": case.leaf}
 
 
