@@ -1,4 +1,4 @@
-"""A step of every class of layout, as XLA compiles it for CPUs: it writes into its cache, and copies no layer.
+"""A step of every class of layout, as it is compiled for CPUs: it writes into its cache and copies no layer.
 
 What it cannot leave where it lies is named in `tests/aot/known.py`, with what TPUs and GPUs cannot
 (`tests/aot/test_layouts.py`); `scripts/layouts.py` writes the record of all.

@@ -21,7 +21,7 @@ from kvjax.aot.hardware import Device, Gpu, device_of
 from kvjax.aot.reading import largest
 from kvjax.errors import InputError
 
-SECONDS = 300
+SECONDS = 900
 # No device is needed. The other two keep a caller's settings from changing what is compiled.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
