@@ -69,12 +69,12 @@ def test_rows_are_written_in_place_and_out_of_range_slots_write_nothing(
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("tail", [(), (H,)])
 def test_a_tpu_writes_blocks_of_narrow_rows_as_others_do(rng, monkeypatch, tail, size):
-    x, new = (rng.normal(size=(L, B, K, n, *tail)).astype(np.float32) for n in (S, size))
-    block = rng.integers(-1, S // size + 1, (1, B, K, 1)).astype(np.int32)
+    x, new = (rng.normal(size=(L, B, K, n, *tail)).astype(np.float32) for n in (6, size))
+    block = rng.integers(-1, 6 // size + 1, (1, B, K, 1)).astype(np.int32)
     want = x.copy()
     for b, h in np.ndindex(B, K):
         at = block[0, b, h, 0]
-        if 0 <= at < S // size:
+        if 0 <= at < 6 // size:
             want[1, b, h, at * size : (at + 1) * size] = new[0, b, h]
     for platform in ("cpu", "tpu"):
         monkeypatch.setattr(writing, "platform", lambda platform=platform: platform)
@@ -331,7 +331,7 @@ def test_one_kv_head_of_unequal_layers_goes_on_after_a_second_turn():
 
 
 def test_layers_that_are_skipped_must_not_end_inside_a_stack():
-    config = dataclasses.replace(LARGE, layers=4)
+    config = Config(vocab=32, d_model=16, layers=4, heads=2, kv_heads=2, head_dim=16, d_ff=16)
     params = init(config, jax.random.key(0), groups=plan(config, stacked=True))
     model = Model(config, params)
     kvjax.prefill(model, [[1, 2, 3, 4]], method=kvjax.method("l2compress", budget=2, skip_layers=2), room=2)

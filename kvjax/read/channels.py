@@ -76,7 +76,7 @@ class LargestChannels:
         scale = jnp.sqrt(jnp.where(share == 0, 1, share))
         if platform() == "tpu":
             # Its tiles hold all channels of a key. To gather some, XLA would lay all keys out anew.
-            chosen = (index[..., None] == jnp.arange(h)).any(-2)[:, :, None]
+            chosen = jax.nn.one_hot(index, h, dtype=bool).any(-2)[:, :, None]
             return jnp.einsum("bkgth,bksh->bkgts", jnp.where(chosen, q, 0) / scale, k.astype(q.dtype))
         few = few / scale
         of_keys = jnp.take_along_axis(k[:, :, None], index[..., None, :], axis=-1)

@@ -154,8 +154,8 @@ def on_lanes(x: Array) -> bool:
     return x.shape[-1] % LANES != 0
 
 
-def layer_of(x: Shaped[Array, "Lg B K S *r"], index: int | Array) -> Shaped[Array, "B K S *r"]:
-    """One layer of an array of slots, in the order in which a TPU holds it.
+def layer_of(x: Shaped[Array, "Lg *r"], index: int | Array) -> Shaped[Array, "*r"]:
+    """One layer of a stacked array, [B, K, S, W] of slots in the order in which a TPU holds it.
 
     Slots of narrow rows lie on its lanes. XLA would lay all layers out anew for what is computed of one.
     """
