@@ -5,8 +5,10 @@ Values are read before anything is traced; nothing called under jit is gin-confi
 
 from __future__ import annotations
 
+import ast
 import logging
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -23,12 +25,27 @@ def hyper(**methods: Any) -> dict[str, Any]:
     return methods
 
 
+def _section(**bound: Any) -> dict[str, Any]:
+    """What a file of `kvjax train` binds in one section."""
+    return bound
+
+
+_SECTIONS = {
+    name: gin.external_configurable(_section, name=name, module="kvjax")
+    for name in ("model", "data", "optimiser", "train")
+}
+
+
 def presets() -> dict[str, Path]:
     """The shipped presets of `compare`, by name."""
+    return _shipped("compare")
+
+
+def _shipped(folder: str) -> dict[str, Path]:
     import kvjax.configs
 
-    folder = Path(next(iter(kvjax.configs.__path__))) / "compare"
-    return {p.stem: p for p in sorted(folder.glob("*.gin"))}
+    where = Path(next(iter(kvjax.configs.__path__))) / folder
+    return {p.stem: p for p in sorted(where.glob("*.gin"))}
 
 
 def load_preset(name: str) -> dict[str, dict[str, Any]]:
@@ -46,7 +63,7 @@ def load_preset(name: str) -> dict[str, dict[str, Any]]:
         raise InputError(f"no preset {name!r}: give one of {', '.join(known)}, or the path of a .gin file")
     found: dict[str, dict[str, Any]] = {}
     names: dict[str, str] = {}
-    for key, given in _bound(path).items():
+    for key, given in _bound(path, hyper, _FORM).items():
         id, values = _checked(path, key, given)
         if id in names:
             raise InputError(
@@ -57,7 +74,40 @@ def load_preset(name: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _bound(path: Path) -> dict[str, Any]:
+def load_training(path: str | Path, changes: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """What a file of `kvjax train` binds, by section, and what `changes` ("train.steps=10") bind instead.
+
+    A shipped file (`configs/train`) may be given by its name. Raises InputError as `load_preset` does.
+
+    >>> load_training("bytes", ["train.steps=10"])["train"]["steps"]
+    10
+    """
+    known = training_files()
+    file = known.get(str(path), Path(path))
+    if not file.is_file():
+        raise InputError(f"no training file {str(path)!r}: give one of {', '.join(known)}, or a file's path")
+    read = lambda: {name: section() for name, section in _SECTIONS.items()}  # noqa: E731
+    return _bound(file, read, "write SECTION.NAME = VALUE, with plain values", [_binding(x) for x in changes])
+
+
+def training_files() -> dict[str, Path]:
+    """The shipped files of `kvjax train`, by name."""
+    return _shipped("train")
+
+
+def _binding(change: str) -> str:
+    """ "a.b=c" as gin reads it; what is no Python value is a string."""
+    name, equals, value = change.partition("=")
+    if not equals or "." not in name:
+        raise InputError(f"{change!r} binds nothing: write SECTION.NAME=VALUE, such as train.steps=100")
+    try:
+        ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        value = repr(value)
+    return f"{name.strip()} = {value}"
+
+
+def _bound(path: Path, read: Callable[[], Any], form: str, changes: Sequence[str] = ()) -> Any:
     """What the file and those that it includes bind; InputError where gin cannot read it."""
     gin.clear_config()
     # gin logs what it also raises.
@@ -65,17 +115,18 @@ def _bound(path: Path) -> dict[str, Any]:
     logging.disable(logging.CRITICAL)
     try:
         gin.parse_config_file(str(path))
-        return hyper()
+        gin.parse_config(list(changes))
+        return read()
     except TokenError as error:
         message, (line, _) = error.args
         raise InputError(f"{path}, line {line}: {message}: is a bracket or a quote left open?") from error
     except SyntaxError as error:
         line = f", line {error.lineno}" if error.lineno else ""
-        raise InputError(f"{error.filename or path}{line}: {_plainly(error.msg)}: {_FORM}") from error
+        raise InputError(f"{error.filename or path}{line}: {_plainly(error.msg)}: {form}") from error
     except (ValueError, OSError, ImportError, UnicodeDecodeError) as error:
         where = re.search(r'In file "(.*?)", line (\d+)', str(error))
         place = f"{where[1]}, line {where[2]}" if where else str(path)
-        raise InputError(f"{place}: {_plainly(str(error))}: {_FORM}") from error
+        raise InputError(f"{place}: {_plainly(str(error))}: {form}") from error
     finally:
         logging.disable(before)
         gin.clear_config()

@@ -153,7 +153,8 @@ class Memory(NamedTuple):
     slots of the layer or of the one that it reads; empty where nothing filled them. last: index of each row's
     last new token, where only its logits are wanted and no layer is observed; layers that keep nothing of
     their inputs are then run for that token alone. implementation: of recurrences, as in
-    `kvjax.ops.base.dispatch.form`. narrow: where upper layers run for fewer tokens.
+    `kvjax.ops.base.dispatch.form`. narrow: where upper layers run for fewer tokens. remat: for a gradient,
+    what lies inside a layer is computed anew instead of kept.
     """
 
     pos: Int[Array, "B T"]
@@ -163,6 +164,7 @@ class Memory(NamedTuple):
     last: Int[Array, "B"] | None = None
     implementation: str | None = None
     narrow: Narrowing | None = None
+    remat: bool = False
 
 
 class Mixer:

@@ -7,7 +7,7 @@ moved here, whatever it is; `kvjax.models.exchange` says who takes what.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -114,6 +114,8 @@ def stack(
             layer = kind._replace(index=index, number=kind.number + index)
             x, state, left = block(p, x, layer, mlp, memory, state)
             return (x, state), left
+
+        body = jax.checkpoint(body) if memory.remat else body
 
         if size == 1:
             (x, state), left = body((x, state), (jax.tree.map(lambda w: w[0], p), 0))
@@ -224,8 +226,11 @@ def forward(
     config: Config,
     lengths: Int[Array, "B"] | None = None,
     context: Keys | None = None,
+    *,
+    segments: Int[Array, "B T"] | None = None,
+    remat: bool = False,
 ) -> Float[Array, "B T V"]:
-    """Logits of every token without a cache; context: what `kvjax.models.encoder.encode` made of one.
+    """Logits of every token without a cache; all arguments are those of `hidden`.
 
     >>> import jax
     >>> from kvjax.models.params import init
@@ -234,7 +239,8 @@ def forward(
     >>> forward(params, jax.numpy.zeros((1, 5), "int32"), config).shape
     (1, 5, 32)
     """
-    return unembed(params, hidden(params, tokens, config, lengths, context), config)
+    x = hidden(params, tokens, config, lengths, context, segments=segments, remat=remat)
+    return unembed(params, x, config)
 
 
 def hidden(
@@ -243,24 +249,75 @@ def hidden(
     config: Config,
     lengths: Int[Array, "B"] | None = None,
     context: Keys | None = None,
+    *,
+    segments: Int[Array, "B T"] | None = None,
+    remat: bool = False,
 ) -> Float[Array, "B T D"]:
-    """The last layer's output for every token, before the last norm, without a cache."""
+    """The last layer's output for every token, before the last norm, without a cache.
+
+    context: what `kvjax.models.encoder.encode` made of one. segments: a row holds several texts, numbered
+    from left to right; tokens see their own text alone, and its positions start at 0. remat: as in `Memory`.
+    Raises ValueError where layers carry a state, which would go on from one segment to the next.
+    """
+    return run_layers(params, tokens, config, lengths, context, segments=segments, remat=remat).x
+
+
+def run_layers(
+    params: Params,
+    tokens: IdsOrVectors,
+    config: Config,
+    lengths: Int[Array, "B"] | None = None,
+    context: Keys | None = None,
+    *,
+    segments: Int[Array, "B T"] | None = None,
+    remat: bool = False,
+    look: Callable[[Array], Array] | None = None,
+) -> Ran:
+    """`hidden` with all that the layers left; look: what to collect of the output of every layer's mixer."""
     b, t = tokens.shape[:2]
     lengths = jnp.full((b,), t, jnp.int32) if lengths is None else lengths
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
+    turn, seen = (at.pos, at.pos) if segments is None else _in_segments(config, segments, at.pos)
+
+    def left_by(out: Array, left: Left) -> Left:
+        return left if look is None else left | {"collected": look(out)}
 
     def attend(layer: Layer, x: Projected, state: GroupState) -> tuple[Array, GroupState, Left]:
-        q = rotary(layer, x.q, layer.pos, at.length)
-        k = None if x.k is None else rotary(layer, x.k, at.pos, at.length)
-        new = new_keys(layer, k, x.v, at.pos)
-        out, _, scores = attend_new(layer, x, q, new, (), layer.pos)
-        return out, state, published_by(layer, state, k, x.v, scores)
+        if segments is not None:
+            layer = layer._replace(window=min(t, layer.window or t))
+        q = rotary(layer, x.q, turn, at.length)
+        k = None if x.k is None else rotary(layer, x.k, turn, at.length)
+        out, _, scores = attend_new(layer, x, q, new_keys(layer, k, x.v, seen), (), seen)
+        return out, state, left_by(out, published_by(layer, state, k, x.v, scores))
 
     def recur(layer: Layer, step: Step, state: GroupState) -> tuple[Array, GroupState, Left]:
-        return step(None, at.pos >= 0)[0], state, {}
+        out = step(None, at.pos >= 0)[0]
+        return out, state, left_by(out, {})
 
     def held(layer: Layer, state: GroupState) -> list[Keys]:
         return [] if context is None else [context]
 
     nothing = (NOTHING,) * len(params["layers"])
-    return decode_layers(params, tokens, config, Memory(at.pos, attend, recur, held), nothing).x
+    memory = Memory(at.pos, attend, recur, held, remat=remat)
+    return decode_layers(params, tokens, config, memory, nothing)
+
+
+def _in_segments(
+    config: Config, segments: Int[Array, "B T"], pos: Int[Array, "B T"]
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """What tokens turn by, from 0 in every segment, and positions by which segments see themselves alone.
+
+    Segments stand two rows' lengths apart, so a window of one row's length hides all others.
+    """
+    carrying = [i for i in range(config.layers) if mixer_of(config, i).state(config)]
+    if carrying:
+        raise ValueError(
+            f"layers {carrying} carry a state from token to token, which segments of a row would share: "
+            "give each text a row of its own, or join them as one text"
+        )
+    t = segments.shape[1]
+    starts = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], 1)
+    first = jax.lax.cummax(jnp.where(starts, jnp.arange(t, dtype=jnp.int32), 0), axis=1)
+    offset = jnp.arange(t, dtype=jnp.int32) - first
+    number = jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
+    return offset, jnp.where(pos >= 0, 2 * t * number + offset, -1)

@@ -1,0 +1,100 @@
+"""One optimiser step: gradients in parts, in the dtype of computing, onto weights in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.transformer import forward, run_layers, unembed
+from kvjax.train.losses import next_token
+from kvjax.train.settings import Loop
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes."""
+
+    params: Params
+    optimiser: Any
+    step: Int[Array, ""]
+
+
+class Parts(NamedTuple):
+    """One batch in A parts, as `kvjax.train.rows.Rows` has it."""
+
+    tokens: Int[Array, "A B T+1"]
+    weights: Float[Array, "A B T+1"]
+    segments: Int[Array, "A B T+1"] | None
+
+
+class Found(NamedTuple):
+    """Mean loss in nats per token, the norm of the unclipped gradient, and whether both are numbers."""
+
+    loss: Float[Array, ""]
+    norm: Float[Array, ""]
+    finite: Bool[Array, ""]
+
+
+def computed(params: Params, loop: Loop) -> Params:
+    """Weights in the dtype that layers compute in."""
+    return jax.tree.map(lambda x: x.astype(loop.compute), params)
+
+
+def total_loss(params: Params, part: Parts, config: Config, loop: Loop) -> Float[Array, ""]:
+    """The summed loss of the rows [B, T + 1] of one part."""
+    segments = None if part.segments is None else part.segments[:, :-1]
+    logits = forward(computed(params, loop), part.tokens[:, :-1], config, segments=segments, remat=loop.remat)
+    return next_token(logits, part.tokens, part.weights)
+
+
+def make_step(
+    config: Config, loop: Loop, optimiser: optax.GradientTransformation
+) -> Callable[[TrainState, Parts], tuple[TrainState, Found]]:
+    """The jitted step, which donates its state. A loss or gradient of NaN or inf changes no weight."""
+
+    def step(state: TrainState, parts: Parts) -> tuple[TrainState, Found]:
+        count = jnp.maximum(parts.weights[:, :, 1:].sum(), 1.0)
+
+        def add(carry: Any, part: Parts) -> tuple[Any, None]:
+            loss, gradient = jax.value_and_grad(total_loss)(state.params, part, config, loop)
+            return jax.tree.map(jnp.add, carry, (loss, gradient)), None
+
+        zeros = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.params)
+        loss, gradient = jax.tree.map(lambda x: x / count, jax.lax.scan(add, zeros, parts)[0])
+        norm = optax.global_norm(gradient)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of an integer step
+            change, kept = optimiser.update(gradient, state.optimiser, state.params)
+            new = TrainState(optax.apply_updates(state.params, change), kept, state.step + 1)
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state), Found(loss, norm, finite)
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def fault(params: Params, parts: Parts, config: Config, loop: Loop) -> str:
+    """What is no number first, in words: the output of a layer's mixer, the logits, or a gradient."""
+    for a in range(parts.tokens.shape[0]):
+        part = jax.tree.map(lambda x, a=a: x[a], parts)
+        tokens, low = part.tokens[:, :-1], computed(params, loop)
+        segments = None if part.segments is None else part.segments[:, :-1]
+        ran = run_layers(low, tokens, config, segments=segments, look=lambda x: jnp.isfinite(x).all())
+        layers = [bool(ok) for group in ran.collected if group is not None for ok in group]
+        if not all(layers):
+            return f"the output of layer {layers.index(False)}'s mixer"
+        if not bool(jnp.isfinite(unembed(low, ran.x, config)).all()):
+            return "the logits"
+        gradient = jax.grad(total_loss)(params, part, config, loop)
+        names = [
+            jax.tree_util.keystr(path, simple=True, separator=".")
+            for path, x in jax.tree.leaves_with_path(gradient)
+            if not bool(jnp.isfinite(x).all())
+        ]
+        if names:
+            return f"the gradient of {', '.join(names[:4])}"
+    return "the sum over the batch"
