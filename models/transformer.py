@@ -316,8 +316,8 @@ def _in_segments(
             "give each text a row of its own, or join them as one text"
         )
     t = segments.shape[1]
-    starts = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], 1)
-    first = jax.lax.cummax(jnp.where(starts, jnp.arange(t, dtype=jnp.int32), 0), axis=1)
-    offset = jnp.arange(t, dtype=jnp.int32) - first
+    index = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), segments.shape)
+    starts = (index == 0) | (segments != jnp.roll(segments, 1, axis=1))
+    offset = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
     number = jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
     return offset, jnp.where(pos >= 0, 2 * t * number + offset, -1)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -14,17 +14,15 @@ from kvjax.train.texts import Texts, is_held_out
 
 
 class Rows(NamedTuple):
-    """One batch. weights: how much a token counts as a target. segments: which text of its row it is in."""
+    """One batch, S = T + 1. weights: of tokens as targets. segments: which text of its row a token is in."""
 
-    tokens: Int[np.ndarray, "B T+1"]
-    weights: Float[np.ndarray, "B T+1"]
-    segments: Int[np.ndarray, "B T+1"] | None
+    tokens: Int[np.ndarray, "B S"]
+    weights: Float[np.ndarray, "B S"]
+    segments: Int[np.ndarray, "B S"] | None
 
 
-class Encode(Protocol):
-    """Text to ids."""
-
-    def __call__(self, text: str) -> Sequence[int]: ...
+# Text to ids.
+Encode = Callable[[str], Sequence[int]]
 
 
 @dataclasses.dataclass
@@ -60,7 +58,7 @@ class Stream:
         tokens = np.stack([self._row() for _ in range(rows)])
         return cut(tokens, self.end, self.segments)
 
-    def _row(self) -> Int[np.ndarray, "T+1"]:
+    def _row(self) -> Int[np.ndarray, "S"]:
         place, misses = self.place, 0
         while len(place.left) <= self.length:
             text = self._next_text()
@@ -85,7 +83,7 @@ class Stream:
         return self.texts[int(self._order[1][place.text - 1])]
 
 
-def cut(tokens: Int[np.ndarray, "B T+1"], end: int, segments: bool) -> Rows:
+def cut(tokens: Int[np.ndarray, "B S"], end: int, segments: bool) -> Rows:
     """Rows with their segments, which begin behind every `end`. What follows an end is no target."""
     first = np.zeros(tokens.shape, bool)
     first[:, 1:] = tokens[:, :-1] == end

@@ -68,7 +68,7 @@ class Data:
         files = (self.files,) if isinstance(self.files, str) else tuple(self.files)
         object.__setattr__(self, "files", files)
         _one_of("data.kind", self.kind, KINDS)
-        _between("data.held_out", self.held_out, 0, 0.5)
+        _between("data.held_out", self.held_out, 0.0, 0.5)
         needs = self.kind in FROM_FILES
         if needs and not files:
             raise InputError(f"data.kind is {self.kind!r} and data.files names no file: give a list of paths")
@@ -100,9 +100,9 @@ class Optimiser:
     def __post_init__(self):
         _one_of("optimiser.name", self.name, ("adamw", "muon"))
         _one_of("optimiser.schedule", self.schedule, ("cosine", "wsd", "constant"))
-        _between("optimiser.peak", self.peak, 0, math.inf)
+        _between("optimiser.peak", self.peak, 0.0, math.inf)
         for name in ("decay", "floor", "b1", "b2"):
-            _between(f"optimiser.{name}", getattr(self, name), 0, 1)
+            _between(f"optimiser.{name}", getattr(self, name), 0.0, 1.0)
         _count("optimiser.warmup", self.warmup, 0)
 
 

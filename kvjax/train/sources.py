@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from kvjax.train.settings import Data, Loop
 from kvjax.train.texts import read_texts
 
 
+@runtime_checkable
 class Source(Protocol):
     """Rows without end; `place` says how far it has read."""
 

@@ -26,11 +26,11 @@ class TrainState(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """One batch in A parts, as `kvjax.train.rows.Rows` has it."""
+    """One batch in A parts; each is as `kvjax.train.rows.Rows` has it, with S = T + 1."""
 
-    tokens: Int[Array, "A B T+1"]
-    weights: Float[Array, "A B T+1"]
-    segments: Int[Array, "A B T+1"] | None
+    tokens: Int[Array, "A B S"]
+    weights: Float[Array, "A B S"]
+    segments: Int[Array, "A B S"] | None
 
 
 class Found(NamedTuple):
@@ -67,7 +67,7 @@ def make_step(
 
         zeros = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.params)
         loss, gradient = jax.tree.map(lambda x: x / count, jax.lax.scan(add, zeros, parts)[0])
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of an integer step
             change, kept = optimiser.update(gradient, state.optimiser, state.params)

@@ -9,12 +9,13 @@ import hashlib
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvjax.errors import InputError
 from kvjax.train.settings import Data
 
 
+@runtime_checkable
 class Texts(Protocol):
     """Texts by number; those of `datasets` stay on disk until they are asked for."""
 

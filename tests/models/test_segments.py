@@ -1,5 +1,7 @@
 """Several texts in one row: each sees itself alone, from position 0 on. And gradients that keep less."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,13 @@ STATELESS = [
 ]
 
 
+_logits = jax.jit(forward, static_argnames="config")
+
+
+def _square(tokens, config, remat, params):
+    return jnp.square(forward(params, tokens, config, remat=remat)).mean()
+
+
 def model(name):
     config = TABLE[name].config
     tokens = np.random.default_rng(0).integers(0, config.vocab, (2, CUTS[-1])).astype(np.int32)
@@ -30,10 +39,14 @@ def model(name):
 def test_texts_in_one_row_give_what_each_gives_alone(name):
     config, params, tokens = model(name)
     segments = jnp.asarray(np.repeat([3, 4, 5], np.diff(CUTS))[None].repeat(2, 0), jnp.int32)
-    together = forward(params, tokens, config, segments=segments)
-    alone = [forward(params, tokens[:, a:b], config) for a, b in zip(CUTS, CUTS[1:], strict=False)]
-    np.testing.assert_allclose(together, jnp.concatenate(alone, 1), atol=2e-5)
-    assert float(jnp.abs(forward(params, tokens, config)[:, 8:] - together[:, 8:]).max()) > 1e-3
+    together = _logits(params, tokens, config, segments=segments)
+    lengths = np.diff(CUTS)
+    alone = np.zeros((3, max(lengths)), np.int32)
+    for i, (start, stop) in enumerate(zip(CUTS, CUTS[1:], strict=False)):
+        alone[i, : stop - start] = tokens[0, start:stop]
+    apart = _logits(params, alone, config, lengths=jnp.asarray(lengths, jnp.int32))
+    for i, (start, stop) in enumerate(zip(CUTS, CUTS[1:], strict=False)):
+        np.testing.assert_allclose(together[0, start:stop], apart[i, : stop - start], atol=2e-5)
 
 
 def test_layers_that_carry_a_state_refuse_texts_that_share_a_row():
@@ -47,9 +60,9 @@ def test_what_is_computed_anew_for_a_gradient_is_the_same_gradient(name):
     config, params, tokens = model(name)
 
     def gradient(remat):
-        return jax.jit(jax.grad(lambda p: jnp.square(forward(p, tokens, config, remat=remat)).mean()))(params)
+        return jax.jit(jax.grad(partial(_square, tokens, config, remat)))(params)
 
     for a, b in zip(jax.tree.leaves(gradient(False)), jax.tree.leaves(gradient(True)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
-    layer = jax.make_jaxpr(lambda p: forward(p, tokens, config, remat=True))(params)
-    assert "checkpoint" in str(layer)
+    traced = jax.make_jaxpr(partial(_square, tokens, config, True))(params)
+    assert sum(e.primitive.name.startswith(("remat", "checkpoint")) for e in traced.eqns) == config.layers

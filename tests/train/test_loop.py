@@ -91,7 +91,7 @@ def test_a_step_in_parts_is_the_step_of_all_rows_by_their_weighted_mean(texts):
         step = make_step(config, run.loop, steps)
         found.append(step(state, in_parts(Rows(tokens, weights, None), parts)))
     (one, of_one), (two, of_two) = found
-    logits = np.asarray(forward(params, tokens[:, :-1], config), np.float64)
+    logits = np.asarray(forward(params, jnp.asarray(tokens[:, :-1]), config), np.float64)
     picked = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
     each = np.log(np.exp(logits).sum(-1)) - picked
     assert float(of_one.loss) == pytest.approx((each * weights[:, 1:]).sum() / weights[:, 1:].sum(), rel=1e-5)
@@ -115,9 +115,7 @@ def test_a_loss_that_is_no_number_changes_no_weight_and_the_layer_is_named(texts
     )
     assert fault(new.params, in_parts(rows, 1), run.config, run.loop) == "the output of layer 1's mixer"
     monkeypatch.setattr(loops, "init", lambda *_: params)
-    with pytest.raises(
-        InputError, match=r"step 1: the output of layer 1's mixer is not a number.*optimiser.peak"
-    ):
+    with pytest.raises(InputError, match="step 1: the output of layer 1's mixer is not a number"):
         train(run, tmp_path / "run")
 
 
