@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import GroupState
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
+from kvjax.models.feed_forward import FeedForward
 from kvjax.models.layers import Params, Shapes
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.rope import Rope
@@ -145,6 +146,15 @@ class Narrowing(NamedTuple):
     choose: Callable[[Any], tuple[Int[Array, "B M"], Bool[Array, "B M"]]]
 
 
+class Passed(NamedTuple):
+    """What passed through a layer; fed: what its feed-forward was given, None where it has none."""
+
+    mlp: FeedForward
+    p: Params
+    fed: Float[Array, "B T D"] | None
+    out: Float[Array, "B T D"]
+
+
 class Memory(NamedTuple):
     """How a layer meets its past. attend and recur return (output, the group's new state, what is left).
 
@@ -154,7 +164,7 @@ class Memory(NamedTuple):
     last new token, where only its logits are wanted and no layer is observed; layers that keep nothing of
     their inputs are then run for that token alone. implementation: of recurrences, as in
     `kvjax.ops.base.dispatch.form`. narrow: where upper layers run for fewer tokens. remat: for a gradient,
-    what lies inside a layer is computed anew instead of kept.
+    what lies inside a layer is computed anew instead of kept. look: what to collect of every layer.
     """
 
     pos: Int[Array, "B T"]
@@ -165,6 +175,7 @@ class Memory(NamedTuple):
     implementation: str | None = None
     narrow: Narrowing | None = None
     remat: bool = False
+    look: Callable[[Passed], Any] | None = None
 
 
 class Mixer:

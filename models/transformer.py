@@ -20,7 +20,7 @@ from kvjax.models.config import Config
 from kvjax.models.exchange import published, taken, takes_of
 from kvjax.models.feed_forward import FeedForward, mlp_of
 from kvjax.models.layers import Params, rms_norm
-from kvjax.models.mixer import GroupState, Layer, LayerSlots, Left, Memory, Projected, Step, Take
+from kvjax.models.mixer import GroupState, Layer, LayerSlots, Left, Memory, Passed, Projected, Step, Take
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dtypes import wide
@@ -63,15 +63,18 @@ def block(
         return rms_norm(y, p[name], config.norm_eps, config.norm_offset) if name in p else y
 
     left: Left = {}
+    fed = None
     if layer.mixer.shapes(config):
         with jax.named_scope("attention"):
             mixed = layer.taken.get("input", x)
             out, state, left = layer.mixer(p, norm("attn_norm", mixed), layer, memory, state)
             x = x + norm("attn_post_norm", out)
-    if not mlp.shapes(config):
-        return x, state, left
-    with jax.named_scope("mlp"):
-        x = x + norm("mlp_post_norm", mlp(p, norm("mlp_norm", x), config))
+    if mlp.shapes(config):
+        with jax.named_scope("mlp"):
+            fed = norm("mlp_norm", x)
+            x = x + norm("mlp_post_norm", mlp(p, fed, config))
+    if memory.look is not None:
+        left = left | {"collected": memory.look(Passed(mlp, p, fed, x))}
     return x, state, left
 
 
@@ -271,16 +274,13 @@ def run_layers(
     *,
     segments: Int[Array, "B T"] | None = None,
     remat: bool = False,
-    look: Callable[[Array], Array] | None = None,
+    look: Callable[[Passed], Any] | None = None,
 ) -> Ran:
-    """`hidden` with all that the layers left; look: what to collect of the output of every layer's mixer."""
+    """`hidden` with all that the layers left; look as in `Memory`."""
     b, t = tokens.shape[:2]
     lengths = jnp.full((b,), t, jnp.int32) if lengths is None else lengths
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
     turn, seen = (at.pos, at.pos) if segments is None else _in_segments(config, segments, at.pos)
-
-    def left_by(out: Array, left: Left) -> Left:
-        return left if look is None else left | {"collected": look(out)}
 
     def attend(layer: Layer, x: Projected, state: GroupState) -> tuple[Array, GroupState, Left]:
         if segments is not None:
@@ -288,17 +288,16 @@ def run_layers(
         q = rotary(layer, x.q, turn, at.length)
         k = None if x.k is None else rotary(layer, x.k, turn, at.length)
         out, _, scores = attend_new(layer, x, q, new_keys(layer, k, x.v, seen), (), seen)
-        return out, state, left_by(out, published_by(layer, state, k, x.v, scores))
+        return out, state, published_by(layer, state, k, x.v, scores)
 
     def recur(layer: Layer, step: Step, state: GroupState) -> tuple[Array, GroupState, Left]:
-        out = step(None, at.pos >= 0)[0]
-        return out, state, left_by(out, {})
+        return step(None, at.pos >= 0)[0], state, {}
 
     def held(layer: Layer, state: GroupState) -> list[Keys]:
         return [] if context is None else [context]
 
     nothing = (NOTHING,) * len(params["layers"])
-    memory = Memory(at.pos, attend, recur, held, remat=remat)
+    memory = Memory(at.pos, attend, recur, held, remat=remat, look=look)
     return decode_layers(params, tokens, config, memory, nothing)
 
 

@@ -111,7 +111,8 @@ class Loop:
     """How long and how often. batch: rows of `length` tokens per step, read in `accumulate` parts.
 
     compute: the dtype of layers; weights are kept in float32. remat: compute layers anew for the gradient
-    instead of keeping what lies inside them. log_every, evaluate_every: in steps. evaluate_rows: of held-out
+    instead of keeping what lies inside them. balance: what unequal use of experts costs, times the loss of
+    Switch Transformers (arXiv:2101.03961). log_every, evaluate_every: in steps. evaluate_rows: of held-out
     texts.
     """
 
@@ -121,6 +122,7 @@ class Loop:
     accumulate: int = 1
     compute: str = "bfloat16"
     remat: bool = False
+    balance: float = 0.01
     seed: int = 0
     log_every: int = 10
     evaluate_every: int = 200

@@ -11,7 +11,9 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.models.config import Config
+from kvjax.models.feed_forward import MoE
 from kvjax.models.layers import Params
+from kvjax.models.mixer import Passed
 from kvjax.models.transformer import forward, run_layers, unembed
 from kvjax.train.losses import next_token
 from kvjax.train.settings import Loop
@@ -47,22 +49,40 @@ def computed(params: Params, loop: Loop) -> Params:
 
 
 def total_loss(params: Params, part: Parts, config: Config, loop: Loop) -> Float[Array, ""]:
-    """The summed loss of the rows [B, T + 1] of one part."""
+    """The summed loss of the rows [B, T + 1] of one part, in nats."""
     segments = None if part.segments is None else part.segments[:, :-1]
-    logits = forward(computed(params, loop), part.tokens[:, :-1], config, segments=segments, remat=loop.remat)
+    params = computed(params, loop)
+    logits = forward(params, part.tokens[:, :-1], config, segments=segments, remat=loop.remat)
     return next_token(logits, part.tokens, part.weights)
+
+
+def balanced_loss(params: Params, part: Parts, config: Config, loop: Loop) -> Float[Array, ""]:
+    """`total_loss`, and per target and layer `loop.balance` times how unequally its experts are used."""
+    segments = None if part.segments is None else part.segments[:, :-1]
+    params = computed(params, loop)
+
+    def imbalance(passed: Passed) -> Float[Array, ""]:
+        if not isinstance(passed.mlp, MoE) or passed.fed is None:
+            return jnp.zeros((), jnp.float32)
+        return passed.mlp.balance(passed.p, passed.fed)
+
+    ran = run_layers(params, part.tokens[:, :-1], config, segments=segments, remat=loop.remat, look=imbalance)
+    loss = next_token(unembed(params, ran.x, config), part.tokens, part.weights)
+    unequal = sum(of_group.sum() for of_group in ran.collected)
+    return loss + loop.balance * part.weights[:, 1:].sum() * unequal
 
 
 def make_step(
     config: Config, loop: Loop, optimiser: optax.GradientTransformation
 ) -> Callable[[TrainState, Parts], tuple[TrainState, Found]]:
     """The jitted step, which donates its state. A loss or gradient of NaN or inf changes no weight."""
+    loss_of = balanced_loss if any(isinstance(word, MoE) for word in config.mlps) else total_loss
 
     def step(state: TrainState, parts: Parts) -> tuple[TrainState, Found]:
         count = jnp.maximum(parts.weights[:, :, 1:].sum(), 1.0)
 
         def add(carry: Any, part: Parts) -> tuple[Any, None]:
-            loss, gradient = jax.value_and_grad(total_loss)(state.params, part, config, loop)
+            loss, gradient = jax.value_and_grad(loss_of)(state.params, part, config, loop)
             return jax.tree.map(jnp.add, carry, (loss, gradient)), None
 
         zeros = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.params)
@@ -78,15 +98,15 @@ def make_step(
 
 
 def fault(params: Params, parts: Parts, config: Config, loop: Loop) -> str:
-    """What is no number first, in words: the output of a layer's mixer, the logits, or a gradient."""
+    """What is no number first, in words: the output of a layer, the logits, or a gradient."""
     for a in range(parts.tokens.shape[0]):
         part = jax.tree.map(lambda x, a=a: x[a], parts)
         tokens, low = part.tokens[:, :-1], computed(params, loop)
         segments = None if part.segments is None else part.segments[:, :-1]
-        ran = run_layers(low, tokens, config, segments=segments, look=lambda x: jnp.isfinite(x).all())
-        layers = [bool(ok) for group in ran.collected if group is not None for ok in group]
+        ran = run_layers(low, tokens, config, segments=segments, look=lambda x: jnp.isfinite(x.out).all())
+        layers = [bool(ok) for group in ran.collected for ok in group]
         if not all(layers):
-            return f"the output of layer {layers.index(False)}'s mixer"
+            return f"the output of layer {layers.index(False)}"
         if not bool(jnp.isfinite(unembed(low, ran.x, config)).all()):
             return "the logits"
         gradient = jax.grad(total_loss)(params, part, config, loop)

@@ -113,9 +113,9 @@ def test_a_loss_that_is_no_number_changes_no_weight_and_the_layer_is_named(texts
         np.array_equal(a, b)
         for a, b in zip(jax.tree.leaves(new.params), jax.tree.leaves(params), strict=True)
     )
-    assert fault(new.params, in_parts(rows, 1), run.config, run.loop) == "the output of layer 1's mixer"
+    assert fault(new.params, in_parts(rows, 1), run.config, run.loop) == "the output of layer 1"
     monkeypatch.setattr(loops, "init", lambda *_: params)
-    with pytest.raises(InputError, match="step 1: the output of layer 1's mixer is not a number"):
+    with pytest.raises(InputError, match="step 1: the output of layer 1 is not a number"):
         train(run, tmp_path / "run")
 
 
