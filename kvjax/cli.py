@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from kvjax.errors import InputError
 
-COMMANDS = ("compare", "report", "methods", "generate", "fit", "train", "inspect", "info", "aot")
+COMMANDS = ("compare", "report", "methods", "generate", "fit", "train", "convert", "inspect", "info", "aot")
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 

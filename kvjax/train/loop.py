@@ -57,6 +57,7 @@ def train(
     """
     folder, words, console = Path(out), words_of(run.data), console or Console(quiet=True)
     config, start = _model(run, words)
+    teacher = None if run.teacher is None else _teacher(run.teacher, config)
     segments = run.data.segments and not any(mixer_of(config, i).state(config) for i in range(config.layers))
     source, held = source_of(run.data, words, run.loop, segments=segments)
     _open(folder, run, config, resume)
@@ -69,7 +70,9 @@ def train(
         source.place, before = Place(**rest["place"]), rest["seconds"]
     trim_log(folder, int(state.step))
     session = _Session(run, config, folder, saver, held, clock(before), console)
-    state = session.go(state, source.next, lambda: source.place.as_json(), make_step(config, run.loop, steps))
+    step = make_step(config, run.loop, steps, None if teacher is None else teacher.config)
+    learn = partial(step, theirs=None if teacher is None else teacher.params)
+    state = session.go(state, source.next, lambda: source.place.as_json(), learn)
     model = Model(
         config, state.params, tokenizer=words.tokenizer, special_tokens=words.special, stop_ids=(words.end,),
         name=folder.name,
@@ -102,11 +105,23 @@ def _model(run: Training, words: Words) -> tuple[Config, Callable[[], Params]]:
     return config, start
 
 
+def _teacher(path: str, config: Config) -> Model:
+    model = load(path)
+    if not isinstance(model.config, Config) or model.config.vocab != config.vocab:
+        raise InputError(
+            f"the teacher {path} is no decoder of {config.vocab} ids, as the model is: teach with one "
+            "that has the same tokenizer"
+        )
+    return model
+
+
 def _open(folder: Path, run: Training, config: Config, resume: bool) -> None:
     if not resume and (folder / SETTINGS).exists():
         raise InputError(f"{folder} holds a run: go on with it by --resume, or choose another folder")
     parts = {name: dataclasses.asdict(getattr(run, name)) for name in ("data", "optimiser", "loop")}
-    open_run(folder, {"model": config_to_json(config), "start": run.start, **parts}, resume)
+    open_run(
+        folder, {"model": config_to_json(config), "start": run.start, "teacher": run.teacher, **parts}, resume
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,8 +112,8 @@ class Loop:
 
     compute: the dtype of layers; weights are kept in float32. remat: compute layers anew for the gradient
     instead of keeping what lies inside them. balance: what unequal use of experts costs, times the loss of
-    Switch Transformers (arXiv:2101.03961). log_every, evaluate_every: in steps. evaluate_rows: of held-out
-    texts.
+    Switch Transformers (arXiv:2101.03961). distil: with a teacher, the share of the loss that is its
+    divergence. log_every, evaluate_every: in steps. evaluate_rows: of held-out texts.
     """
 
     steps: int = 1000
@@ -123,6 +123,7 @@ class Loop:
     compute: str = "bfloat16"
     remat: bool = False
     balance: float = 0.01
+    distil: float = 0.5
     seed: int = 0
     log_every: int = 10
     evaluate_every: int = 200
@@ -133,6 +134,8 @@ class Loop:
         for name in ("steps", "batch", "length", "accumulate", "log_every", "evaluate_every"):
             _count(f"train.{name}", getattr(self, name), 1)
         _count("train.evaluate_rows", self.evaluate_rows, 1)
+        _between("train.distil", self.distil, 0.0, 1.0)
+        _between("train.balance", self.balance, 0.0, math.inf)
         _one_of("train.compute", self.compute, ("bfloat16", "float32"))
         if self.batch % self.accumulate:
             raise InputError(
@@ -143,10 +146,14 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A whole run. start: a model's directory to go on from; else `config` is started at random."""
+    """A whole run. start: a model's directory to go on from; else `config` is started at random.
+
+    teacher: a model's directory, from whose predictions the run learns, too.
+    """
 
     config: Config | None = None
     start: str | None = None
+    teacher: str | None = None
     data: Data = Data()
     optimiser: Optimiser = Optimiser()
     loop: Loop = Loop()
@@ -177,9 +184,9 @@ def training(bound: Mapping[str, Mapping[str, Any]], vocab: int | None = None) -
     _known("section", bound, ("model", *SECTIONS))
     parts = {name: _built(name, kind, bound.get(name, {})) for name, kind in SECTIONS.items()}
     model = dict(bound.get("model", {}))
-    start = model.pop("start", None)
+    start, teacher = model.pop("start", None), model.pop("teacher", None)
     config = None if start is not None and not model else _config(model, vocab)
-    return Training(config, start, parts["data"], parts["optimiser"], parts["train"])
+    return Training(config, start, teacher, parts["data"], parts["optimiser"], parts["train"])
 
 
 def _built(section: str, kind: type[S], given: Mapping[str, Any]) -> S:
@@ -189,7 +196,7 @@ def _built(section: str, kind: type[S], given: Mapping[str, Any]) -> S:
 
 def _config(model: dict[str, Any], vocab: int | None) -> Config:
     known = [f.name for f in dataclasses.fields(Config)]
-    _known("setting of model", model, (*known, "mixer", "mlp", "start"))
+    _known("setting of model", model, (*known, "mixer", "mlp", "start", "teacher"))
     rope = dataclasses.asdict(Rope()) | model.get("rope", {})
     fields = {"vocab": vocab or 256} | SIZES | model | {"rope": rope}
     for one, many in (("mixer", "mixers"), ("mlp", "mlps")):

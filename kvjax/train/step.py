@@ -14,8 +14,8 @@ from kvjax.models.config import Config
 from kvjax.models.feed_forward import MoE
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Passed
-from kvjax.models.transformer import forward, run_layers, unembed
-from kvjax.train.losses import next_token
+from kvjax.models.transformer import run_layers, unembed
+from kvjax.train.losses import distilled, next_token
 from kvjax.train.settings import Loop
 
 
@@ -48,42 +48,64 @@ def computed(params: Params, loop: Loop) -> Params:
     return jax.tree.map(lambda x: x.astype(loop.compute), params)
 
 
+class Teacher(NamedTuple):
+    """A model whose predictions are learned."""
+
+    params: Params
+    config: Config
+
+
 def total_loss(params: Params, part: Parts, config: Config, loop: Loop) -> Float[Array, ""]:
     """The summed loss of the rows [B, T + 1] of one part, in nats."""
-    segments = None if part.segments is None else part.segments[:, :-1]
-    params = computed(params, loop)
-    logits = forward(params, part.tokens[:, :-1], config, segments=segments, remat=loop.remat)
-    return next_token(logits, part.tokens, part.weights)
+    return next_token(_logits(params, part, config, loop)[0], part.tokens, part.weights)
 
 
-def balanced_loss(params: Params, part: Parts, config: Config, loop: Loop) -> Float[Array, ""]:
-    """`total_loss`, and per target and layer `loop.balance` times how unequally its experts are used."""
-    segments = None if part.segments is None else part.segments[:, :-1]
-    params = computed(params, loop)
+def learned_loss(
+    params: Params, part: Parts, config: Config, loop: Loop, teacher: Teacher | None = None
+) -> Float[Array, ""]:
+    """What is made small: `total_loss`, in part the divergence from a teacher, and unequal use of experts.
+
+    The last counts `loop.balance` for every target and layer.
+    """
+    logits, unequal = _logits(params, part, config, loop)
+    loss = next_token(logits, part.tokens, part.weights)
+    if teacher is not None:
+        theirs = _logits(teacher.params, part, teacher.config, loop)[0]
+        loss = (1 - loop.distil) * loss + loop.distil * distilled(logits, theirs, part.weights)
+    return loss + loop.balance * part.weights[:, 1:].sum() * unequal
+
+
+def _logits(
+    params: Params, part: Parts, config: Config, loop: Loop
+) -> tuple[Float[Array, "B T V"], Float[Array, ""]]:
+    """The logits of a part, and the sum over layers of how unequally their experts are used."""
 
     def imbalance(passed: Passed) -> Float[Array, ""]:
         if not isinstance(passed.mlp, MoE) or passed.fed is None:
             return jnp.zeros((), jnp.float32)
         return passed.mlp.balance(passed.p, passed.fed)
 
+    segments, params = None if part.segments is None else part.segments[:, :-1], computed(params, loop)
     ran = run_layers(params, part.tokens[:, :-1], config, segments=segments, remat=loop.remat, look=imbalance)
-    loss = next_token(unembed(params, ran.x, config), part.tokens, part.weights)
-    unequal = sum(of_group.sum() for of_group in ran.collected)
-    return loss + loop.balance * part.weights[:, 1:].sum() * unequal
+    unequal = jnp.concatenate([of_group.reshape(-1) for of_group in ran.collected]).sum()
+    return unembed(params, ran.x, config), unequal
 
 
 def make_step(
-    config: Config, loop: Loop, optimiser: optax.GradientTransformation
-) -> Callable[[TrainState, Parts], tuple[TrainState, Found]]:
-    """The jitted step, which donates its state. A loss or gradient of NaN or inf changes no weight."""
-    loss_of = balanced_loss if any(isinstance(word, MoE) for word in config.mlps) else total_loss
+    config: Config, loop: Loop, optimiser: optax.GradientTransformation, taught_by: Config | None = None
+) -> Callable[..., tuple[TrainState, Found]]:
+    """The jitted step (state, parts, teacher's parameters or None), which donates its state.
 
-    def step(state: TrainState, parts: Parts) -> tuple[TrainState, Found]:
+    A loss or gradient of NaN or inf changes no weight.
+    """
+
+    def step(state: TrainState, parts: Parts, theirs: Params | None = None) -> tuple[TrainState, Found]:
         count = jnp.maximum(parts.weights[:, :, 1:].sum(), 1.0)
+        teacher = None if theirs is None or taught_by is None else Teacher(theirs, taught_by)
 
         def add(carry: Any, part: Parts) -> tuple[Any, None]:
-            loss, gradient = jax.value_and_grad(loss_of)(state.params, part, config, loop)
-            return jax.tree.map(jnp.add, carry, (loss, gradient)), None
+            found = jax.value_and_grad(learned_loss)(state.params, part, config, loop, teacher)
+            return jax.tree.map(jnp.add, carry, found), None
 
         zeros = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.params)
         loss, gradient = jax.tree.map(lambda x: x / count, jax.lax.scan(add, zeros, parts)[0])
@@ -109,7 +131,7 @@ def fault(params: Params, parts: Parts, config: Config, loop: Loop) -> str:
             return f"the output of layer {layers.index(False)}"
         if not bool(jnp.isfinite(unembed(low, ran.x, config)).all()):
             return "the logits"
-        gradient = jax.grad(total_loss)(params, part, config, loop)
+        gradient = jax.grad(learned_loss)(params, part, config, loop)
         names = [
             jax.tree_util.keystr(path, simple=True, separator=".")
             for path, x in jax.tree.leaves_with_path(gradient)

@@ -1,5 +1,6 @@
 """The training loop: what a step computes, what a restart goes on from, and what is refused."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from kvjax.train.loop import in_parts, train
 from kvjax.train.optimiser import optimiser
 from kvjax.train.rows import Rows
 from kvjax.train.settings import training
-from kvjax.train.step import TrainState, fault, make_step
+from kvjax.train.step import Parts, Teacher, TrainState, fault, learned_loss, make_step
 
 MODEL = dict(layers=2, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=24)
 LOOP = dict(steps=5, batch=4, length=24, compute="float32", log_every=1, evaluate_every=5, evaluate_rows=4)
@@ -56,11 +57,11 @@ def test_a_run_that_was_cut_goes_on_to_the_same_losses_and_weights(texts, tmp_pa
     def breaking(*args):
         step = made(*args)
 
-        def cut(state, parts):
+        def cut(state, parts, theirs):
             steps.append(1)
             if len(steps) == 4:
                 raise KeyboardInterrupt
-            return step(state, parts)
+            return step(state, parts, theirs)
 
         return cut
 
@@ -174,3 +175,25 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(texts, tmp_path
         train(settings(texts, steps=1), out)
     with pytest.raises(InputError, match="other settings"):
         train(settings(texts, steps=2), out, resume=True)
+
+
+def test_a_run_learns_from_a_teacher_as_much_as_it_is_told(texts, tmp_path):
+    run = settings(texts)
+    teacher, student = (init(run.config, jax.random.key(i)) for i in (1, 2))
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 25)).astype(np.int32)
+    part = Parts(jnp.asarray(tokens), jnp.ones((2, 25), jnp.float32), None)
+    a, b = (np.asarray(forward(p, part.tokens[:, :-1], run.config), np.float64) for p in (teacher, student))
+    p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (a, b))
+    divergence = (p * np.log(p / q)).sum()
+    of_text = -np.log(np.take_along_axis(q, tokens[:, 1:, None], -1)).sum()
+    for share in (0.0, 0.3, 1.0):
+        loop = dataclasses.replace(run.loop, distil=share)
+        found = learned_loss(student, part, run.config, loop, Teacher(teacher, run.config))
+        assert float(found) == pytest.approx((1 - share) * of_text + share * divergence, rel=1e-5)
+    other = settings(texts, model={"vocab": 300}, steps=1)
+    first = train(settings(texts, steps=1), tmp_path / "first")
+    with pytest.raises(InputError, match="is no decoder of 300 ids"):
+        train(dataclasses.replace(other, teacher=str(first)), tmp_path / "other")
+    taught = dataclasses.replace(settings(texts, steps=1), teacher=str(first))
+    train(taught, tmp_path / "taught")
+    assert losses(tmp_path / "taught") != losses(tmp_path / "first")
