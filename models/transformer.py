@@ -118,15 +118,15 @@ def stack(
             x, state, left = block(p, x, layer, mlp, memory, state)
             return (x, state), left
 
-        body = jax.checkpoint(body) if memory.remat else body
+        run = jax.checkpoint(body) if memory.remat else body
 
         if size == 1:
-            (x, state), left = body((x, state), (jax.tree.map(lambda w: w[0], p), 0))
+            (x, state), left = run((x, state), (jax.tree.map(lambda w: w[0], p), 0))
             things |= {Take(name, first): left[name] for name in names - {"input"}}
             out = jax.tree.map(lambda y: y[None], left.get("collected"))
         else:
             # A layer that publishes stands alone, so these leave only what the memory collects.
-            (x, state), left = jax.lax.scan(body, (x, state), (p, jnp.arange(size, dtype=jnp.int32)))
+            (x, state), left = jax.lax.scan(run, (x, state), (p, jnp.arange(size, dtype=jnp.int32)))
             out = left.get("collected")
         new_states.append(state)
         collected.append(out)

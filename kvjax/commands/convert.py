@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> None:
     save_checkpoint(new, args.out)
     out.print(
         f"{args.out}: {size(after)} of state at {args.length} tokens, before {size(before)}; before any "
-        f"training its predictions are {found.divergence:.4f} nats from the original's, and its best token is "
-        f"the original's {found.agreement:.1%} of the time",
+        f"training its predictions are {found.divergence:.4f} nats from the original's, and its best token "
+        f"is the original's {found.agreement:.1%} of the time",
         soft_wrap=True,
     )
     out.print(f"uptrain it with kvjax train --set model.start={args.out}", soft_wrap=True)

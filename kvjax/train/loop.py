@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -198,7 +199,7 @@ class _Session:
             "tokens": (i + 1) * loop.batch * loop.length,
             "loss": round(float(found.loss), 5),
             "norm": round(float(found.norm), 4),
-            "rate": float(rate(i)),
+            "rate": float(np.asarray(rate(i))),
             "tokens_per_second": round(speed),
             **{name: round(x, 1) for name, x in self.now().items()},
         }
@@ -217,8 +218,12 @@ _held_out_loss = jax.jit(total_loss, static_argnames=("config", "loop"))
 
 def in_parts(rows: Rows, parts: int) -> Parts:
     """Rows [B, ...] as [A, B / A, ...]."""
-    split = lambda x: np.reshape(x, (parts, len(x) // parts, *x.shape[1:]))  # noqa: E731
-    return Parts(*(None if x is None else jnp.asarray(split(x)) for x in rows))
+
+    def split(x: np.ndarray) -> Array:
+        return jnp.asarray(np.reshape(x, (parts, len(x) // parts, *x.shape[1:])))
+
+    segments = None if rows.segments is None else split(rows.segments)
+    return Parts(split(rows.tokens), split(rows.weights), segments)
 
 
 def _news(record: dict[str, Any]) -> str:

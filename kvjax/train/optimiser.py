@@ -34,7 +34,6 @@ def learning_rate(settings: Optimiser, steps: int) -> optax.Schedule:
 def optimiser(settings: Optimiser, steps: int) -> optax.GradientTransformation:
     """AdamW (arXiv:1711.05101), or Muon (Jordan et al., 2024) for the matrices of layers, behind a clip."""
     rate = learning_rate(settings, steps)
-    adam = dict(b1=settings.b1, b2=settings.b2, eps=settings.eps)
     if settings.name == "muon":
         # Embeddings and the last matrix are tables of vectors, which AdamW serves better.
         steps_of = optax.contrib.muon(
@@ -42,7 +41,9 @@ def optimiser(settings: Optimiser, steps: int) -> optax.GradientTransformation:
             adam_b2=settings.b2, muon_weight_dimension_numbers=_matrices, consistent_rms=0.2,
         )  # fmt: skip
     else:
-        steps_of = optax.adamw(rate, weight_decay=settings.weight_decay, mask=_decayed, **adam)
+        steps_of = optax.adamw(
+            rate, settings.b1, settings.b2, settings.eps, weight_decay=settings.weight_decay, mask=_decayed
+        )
     return optax.chain(optax.clip_by_global_norm(settings.clip), steps_of)
 
 

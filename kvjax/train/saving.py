@@ -44,7 +44,7 @@ class Saver:
                 f"the checkpoint {where} cannot be read ({str(error).splitlines()[0]}): remove that folder "
                 "to go on from the one before"
             ) from error
-        return found.state, found.rest
+        return found["state"], found["rest"]
 
     def close(self) -> None:
         """Waits until everything is on disk. Raises InputError where the disk refuses."""

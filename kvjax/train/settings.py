@@ -78,7 +78,8 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Optimiser:
-    """How gradients become steps. name: "adamw" or "muon" (matrices by Muon, all else by AdamW).
+    """How gradients become steps. name: "adamw" or "muon" (matrices of layers by Muon,
+    all else by Adam with Nesterov's momentum).
 
     peak: the largest learning rate. schedule: "cosine" down to floor * peak, "wsd" (constant, then linear
     down to floor * peak over the last `decay` of all steps) or "constant"; each behind `warmup` steps. clip:

@@ -60,7 +60,7 @@ def words_of(data: Data) -> Words:
     text = read_text(check_folder(data.tokenizer))
     ends = [text.special_tokens.get(name) for name in ("eos_token", "bos_token")]
     end = next((text.tokenizer.token_to_id(e) for e in ends if e), None) if text.tokenizer else None
-    if end is None:
+    if text.tokenizer is None or end is None:
         raise InputError(
             f"{data.tokenizer} has no tokenizer with an eos_token: set data.tokenizer to 'bytes' or another"
         )

@@ -113,7 +113,8 @@ def make_step(
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of an integer step
             change, kept = optimiser.update(gradient, state.optimiser, state.params)
-            new = TrainState(optax.apply_updates(state.params, change), kept, state.step + 1)
+            params = jax.tree.map(jnp.add, state.params, change)
+        new = TrainState(params, kept, state.step + 1)
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state), Found(loss, norm, finite)
 
     return jax.jit(step, donate_argnums=0)
