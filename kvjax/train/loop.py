@@ -185,7 +185,8 @@ class _Session:
         rows, size = self.held.rows, self.run.loop.batch
         loss = weight = 0.0
         for at in range(0, len(rows.tokens), size):
-            part = jax.tree.map(lambda x, at=at: x[at : at + size], Parts(*rows))
+            some = Rows(*(None if x is None else x[at : at + size] for x in rows))  # pyright: ignore
+            part = jax.tree.map(lambda x: x[0], in_parts(some, 1))
             loss += float(_held_out_loss(params, part, self.config, self.run.loop))
             weight += float(part.weights[:, 1:].sum())
         mean = loss / weight
