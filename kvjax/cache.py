@@ -362,9 +362,14 @@ def kept_positions(cache: Cache) -> list[Int[np.ndarray, "B K S"]]:
             layers, rows = jax.tree.leaves(group.state)[0].shape[:2]
             out += [np.full((rows, 0, 0), -1, np.int32)] * layers
             continue
-        parts = [_positions(s, cache.pools) for s in group.parts]
+        parts = [_for_rows(_positions(s, cache.pools), cache.next.shape[0]) for s in group.parts]
         out += [np.concatenate(layer, -1) for layer in zip(*parts, strict=True)]
     return out
+
+
+def _for_rows(pos: Int[np.ndarray, "Lg _ K S"], rows: int) -> Int[np.ndarray, "Lg B K S"]:
+    """The positions of every row, where copies of one have slots in common."""
+    return np.repeat(pos, rows // pos.shape[1], axis=1)
 
 
 def _positions(segment: Segment, pools: tuple[Pages, ...]) -> Int[np.ndarray, "Lg B K S"]:
