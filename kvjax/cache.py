@@ -253,7 +253,7 @@ Segment = Slots | Paged
 class GroupState:
     """What a group of Lg equal layers holds of its past; nothing of it without a cache.
 
-    bodies: slots that new tokens do not enter, oldest first: pages, encoded granules, and what copies of a row
+    bodies: slots that new tokens do not enter, oldest first: pages, encoded granules, what copies of a row
     have in common, of fewer rows (`kvjax.place.common`). tail: the slots that they enter. state: what layers
     without slots carry instead. rows: what a method remembers of every row, arrays [Lg, B, ...] by name.
     sinks: the first tokens of every row, as computed, where a store keeps some of them so; no other token

@@ -52,9 +52,7 @@ def fork(cache: Cache, copies: int, *, room: int | None = None) -> Cache:
     slots = _in_common(gms, cache) if copies > 1 and alone(cache.next) else (None,) * len(gms)
     bare = dataclasses.replace(_roomy(gms, cache, slots, room), method=None, model="")
     new = _forked(bare, copies, slots, room)
-    return dataclasses.replace(
-        new, method=cache.method, model=cache.model, added=of_rows(cache.added, index)
-    )
+    return dataclasses.replace(new, method=cache.method, model=cache.model, added=of_rows(cache.added, index))
 
 
 # Per group, how many slots of the tail the copies will have in common; None where they are copied.
@@ -62,7 +60,7 @@ Common = tuple[int | None, ...]
 
 
 def _in_common(gms: tuple[GroupMethod, ...], cache: Cache) -> Common:
-    """The tails up to their last live slot, in whole buckets: what is empty behind it is of no use to copies."""
+    """The tails up to their last live slot, in whole buckets: no copy can use what is empty behind it."""
     tails = [
         group.tail if gm.lasting and isinstance(group.tail, Slots) else None
         for gm, group in zip(gms, cache.groups, strict=True)
@@ -72,7 +70,7 @@ def _in_common(gms: tuple[GroupMethod, ...], cache: Cache) -> Common:
 
 
 def _whole(tail: Slots, used: int) -> int:
-    """So many slots of a tail, in static sizes that caches of similar texts share; none where none is used."""
+    """So many slots of a tail, in sizes that caches of similar texts share; none where none is used."""
     return min(whole_tiles(bucket(used), width_of(tail.k)), tail.capacity) if used else 0
 
 

@@ -74,7 +74,7 @@ class GroupMethod(NamedTuple):
 
     @property
     def lasting(self) -> bool:
-        """Whether steps add slots and leave alone those that a prefill has stored, so that copies can share them."""
+        """Whether steps add slots and change none that is stored, so that copies can have these in common."""
         apart = self.split or self.sinks or self.stack is not None
         ranked = self.keep is not None and self.keep.rank_phase
         return self.kind == "slots" and not (self.evicting or apart or ranked or self.traces)

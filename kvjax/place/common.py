@@ -81,7 +81,7 @@ def _slots_apart(group: GroupState, rows: int) -> GroupState:
     common = [body for body in group.bodies if isinstance(body, Slots) and copies_of(body, rows) > 1]
     if not common:
         return group
-    each = [jax.tree.map(lambda x, n=copies_of(s, rows): jnp.repeat(x, n, axis=1), s) for s in common]
+    each = [jax.tree.map(lambda x: jnp.repeat(x, rows // x.shape[1], axis=1), s) for s in common]
     tail = jax.tree.map(lambda *x: jnp.concatenate(x, axis=3), *each, group.tail)
     return dataclasses.replace(group, bodies=pages, tail=tail)
 

@@ -49,7 +49,7 @@ def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
 
 
 def gather_rows(cache: Cache, index: Int[Array, "R"]) -> Cache:
-    """`take_rows` without checks. What copies have in common stays where it lies: index must go among them."""
+    """`take_rows` without checks. What copies have in common stays where it is: index must go among them."""
     return with_common(_gathered(without_common(cache), index), cache)
 
 

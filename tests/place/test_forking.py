@@ -24,8 +24,8 @@ from kvjax.models.params import init
 from kvjax.place.common import apart, is_shared
 from kvjax.samples import Draws, write_slice
 from kvjax.sampling import Sampler
-from kvjax.steps import Run
 from kvjax.stepping import OneStep
+from kvjax.steps import Run
 from tests.compilation import optimised
 from tests.models.architectures import TABLE
 from tests.models.conversation import TEXTS
