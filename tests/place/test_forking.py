@@ -21,7 +21,7 @@ from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.recurrent import GatedDelta
 from kvjax.models.model import Model
 from kvjax.models.params import init
-from kvjax.place.common import apart, is_shared
+from kvjax.place.common import is_shared
 from kvjax.samples import Draws, write_slice
 from kvjax.sampling import Sampler
 from kvjax.stepping import OneStep
@@ -267,7 +267,6 @@ def test_rows_that_are_taken_or_emptied_have_slots_of_their_own(both, model):
         lambda c: kvjax.take_rows(c, [3, 0, 3]),
         lambda c: kvjax.reset_rows(c, [True, False, False, True]),
         lambda c: fork(c, 2),
-        apart,
     ):
         plain, shared = map(verb, both)
         assert not is_shared(shared)
