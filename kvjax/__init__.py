@@ -40,7 +40,7 @@ _HOMES = {
     "FrequencyPenalty": "kvjax.processors",
     "nbytes": "kvjax.cache",
     "kept_positions": "kvjax.cache",
-    "fork": "kvjax.place.rows",
+    "fork": "kvjax.forking",
     "take_rows": "kvjax.place.rows",
     "reset_rows": "kvjax.place.rows",
     "save_cache": "kvjax.cache_file",

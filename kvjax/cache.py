@@ -253,10 +253,11 @@ Segment = Slots | Paged
 class GroupState:
     """What a group of Lg equal layers holds of its past; nothing of it without a cache.
 
-    bodies: slots that new tokens do not enter, oldest first (pages, encoded granules). tail: the slots that
-    they enter. state: what layers without slots carry instead. rows: what a method remembers of every row,
-    arrays [Lg, B, ...] by name. sinks: the first tokens of every row, as computed, where a store keeps some
-    of them so; no other token enters these slots.
+    bodies: slots that new tokens do not enter, oldest first: pages, encoded granules, what copies of a row
+    have in common, of fewer rows (`kvjax.place.common`). tail: the slots that they enter. state: what layers
+    without slots carry instead. rows: what a method remembers of every row, arrays [Lg, B, ...] by name.
+    sinks: the first tokens of every row, as computed, where a store keeps some of them so; no other token
+    enters these slots.
     """
 
     bodies: tuple[Segment, ...] = ()
@@ -362,9 +363,14 @@ def kept_positions(cache: Cache) -> list[Int[np.ndarray, "B K S"]]:
             layers, rows = jax.tree.leaves(group.state)[0].shape[:2]
             out += [np.full((rows, 0, 0), -1, np.int32)] * layers
             continue
-        parts = [_positions(s, cache.pools) for s in group.parts]
+        parts = [_for_rows(_positions(s, cache.pools), cache.next.shape[0]) for s in group.parts]
         out += [np.concatenate(layer, -1) for layer in zip(*parts, strict=True)]
     return out
+
+
+def _for_rows(pos: Int[np.ndarray, "Lg _ K S"], rows: int) -> Int[np.ndarray, "Lg B K S"]:
+    """The positions of every row, where copies of one have slots in common."""
+    return np.repeat(pos, rows // pos.shape[1], axis=1)
 
 
 def _positions(segment: Segment, pools: tuple[Pages, ...]) -> Int[np.ndarray, "Lg B K S"]:

@@ -65,7 +65,7 @@ def plan(
     seen = 0 if cache is None else int(np.asarray(cache.next).max())
     chunks = -(-int(lengths.max()) // width)
     if chunks == 1:
-        cache = None if cache is None else _with_room(run.groups(params), cache, width + room)
+        cache = None if cache is None else with_room(run.groups(params), cache, width + room)
         return cache, [Size(bound(seen, width), room)]
     turns = _Turns(run, params, cache, lengths.shape[0], compress)
     slots = np.zeros(len(turns.gms), int)
@@ -84,7 +84,7 @@ def plan(
     return cache, [first, *[middle] * (chunks - 2), last]
 
 
-def _with_room(gms: tuple[GroupMethod, ...], cache: Cache, tokens: int) -> Cache:
+def with_room(gms: tuple[GroupMethod, ...], cache: Cache, tokens: int) -> Cache:
     """The cache with free slots for `tokens` more tokens in every row; grows by whole buckets."""
     short = tokens - int(np.asarray(tokens_that_fit(gms, cache)).min())
     return cache if short <= 0 else reserve(gms, cache, bucket(short))

@@ -73,6 +73,13 @@ class GroupMethod(NamedTuple):
         return self.keep is not None and self.keep.when.at_once
 
     @property
+    def lasting(self) -> bool:
+        """Whether steps add slots and change none that is stored, so that copies can have these in common."""
+        apart = self.split or self.sinks or self.stack is not None
+        ranked = self.keep is not None and self.keep.rank_phase
+        return self.kind == "slots" and not (self.evicting or apart or ranked or self.traces)
+
+    @property
     def traces(self) -> tuple[Trace, ...]:
         """What is remembered of every slot."""
         score = None if self.keep is None else self.keep.score

@@ -29,6 +29,7 @@ from kvjax.making import made
 from kvjax.methods import as_method
 from kvjax.models.model import Model
 from kvjax.not_numbers import check_scores
+from kvjax.place.common import apart, has_common, is_shared
 from kvjax.place.rollback import Added, more_added
 from kvjax.place.trim import counted, trimmed
 from kvjax.pure import bind
@@ -169,6 +170,11 @@ def prefill(
         check_budget(chosen, {int(n) for at in ends for n in before + np.minimum(batch.lengths, at)})
     run = Run(model.config, bind(chosen, model), implementation)
     params = with_fitted(model.params, chosen)
+    if cache is not None and is_shared(cache):
+        # What a method chooses, it chooses for every row.
+        pairs = zip(run.groups(params), cache.groups, strict=True)
+        chooses = any(run.acts(gm, compress) and has_common(group, len(before)) for gm, group in pairs)
+        cache = apart(cache) if chooses else cache
     cache, sizes = plan(
         run, params, None if cache is None else bare_cache(cache), batch.lengths,
         width=width, room=room, compress=compress,

@@ -142,6 +142,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/prefilling.py",
                 "kvjax/stepping.py",
                 "kvjax/verifying.py",
+                "kvjax/forking.py",
                 "kvjax/generation.py",
                 "kvjax/not_numbers.py",
                 "kvjax/pure.py",

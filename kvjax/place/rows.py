@@ -1,4 +1,4 @@
-"""Rows: a cache's rows taken, copied, and emptied for another sequence. No method, no model."""
+"""Rows: a cache's rows taken and emptied for another sequence. No method, no model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import Cache, GroupState, Paged, Pages, Segment, check_alive
 from kvjax.errors import InputError
-from kvjax.inputs import whole_number
 from kvjax.ops.base.memory import there
+from kvjax.place.common import apart, with_common, without_common
 from kvjax.place.host import forgotten
 from kvjax.place.paged import take_pages
 from kvjax.place.rollback import of_rows
@@ -44,36 +44,22 @@ def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
         )
     if not isinstance(at, Tracer) and ((outside := np.asarray(at))[(outside < 0) | (outside >= rows)]).size:
         raise InputError(f"index is {outside.tolist()}, expected row numbers in [0, {rows})")
-    taken = gather_rows(cache, jnp.asarray(at, jnp.int32))
+    taken = gather_rows(apart(cache), jnp.asarray(at, jnp.int32))
     return dataclasses.replace(taken, added=of_rows(cache.added, at))
 
 
-def fork(cache: Cache, copies: int) -> Cache:
-    """Every row `copies` times, next to each other: row b becomes rows b * copies .. (b + 1) * copies - 1.
-
-    Each copy holds the state of its own and goes its own way from here. The given cache stays usable.
-
-    Raises InputError where copies < 1, or a step consumed the cache.
-
-    >>> import kvjax
-    >>> model = kvjax.load("recall-tiny")
-    >>> _, cache = kvjax.prefill(model, [[1, 2, 3], [4, 5]])
-    >>> fork(cache, 2).next.tolist()
-    [3, 3, 2, 2]
-    """
-    copies = whole_number("copies", copies, 1, "rows that each row becomes")
-    check_alive(cache)
-    return take_rows(cache, np.repeat(np.arange(cache.next.shape[0]), copies))
+def gather_rows(cache: Cache, index: Int[Array, "R"]) -> Cache:
+    """`take_rows` without checks. What copies have in common stays where it is: index must go among them."""
+    return with_common(_gathered(without_common(cache), index), cache)
 
 
 @jax.jit
-def gather_rows(cache: Cache, index: Int[Array, "R"]) -> Cache:
-    """`take_rows` without checks."""
+def _gathered(cache: Cache, index: Int[Array, "R"]) -> Cache:
     index = jnp.clip(index, 0, cache.next.shape[0] - 1)
     tables, pools = {}, []
     for number, pool in enumerate(cache.pools):
         mine = tuple(s for s in _paged(cache) if s.pool == number)
-        taken, pool = take_pages(mine, pool, index)
+        taken, pool = take_pages(mine, pool, index) if mine else (mine, pool)
         tables |= {(number, s.first_layer): s for s in taken}
         pools.append(pool)
 
@@ -108,7 +94,7 @@ def reset_rows(cache: Cache, rows: Array | np.ndarray | Sequence[bool]) -> Cache
             f"rows is {which.dtype}{list(which.shape)}, expected one boolean per row, "
             f"bool[{cache.next.shape[0]}]: true where a row is to be emptied"
         )
-    return _reset(cache, which)
+    return _reset(apart(cache), which)
 
 
 @jax.jit

@@ -14,11 +14,13 @@ from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass
 from kvjax.models.attending import attend_at_once, in_lists
 from kvjax.models.mixer import AttentionLogits, Layer, Projected
+from kvjax.ops.attention.in_common import for_rows, row_by_row, side_by_side
 from kvjax.ops.attention.union import Keys, merge
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
 from kvjax.ops.decode.stacked_decode import Coded, refusals, rows_of, stacked_decode
+from kvjax.place.common import copies_of, lists_of
 from kvjax.place.host import fetched
 from kvjax.place.paged import attend_pages
 from kvjax.protocols import AttentionSpec, Read, Resting, Sampling
@@ -90,29 +92,31 @@ def attend_past(
     for i, segment in enumerate(past.parts):
         met, sizes = bases[i]
         sized = any(s is not None for s in sizes)
+        copies = copies_of(segment, at.shape[0])
+        mine, when = side_by_side(met.q, lists_of(segment)), pos.reshape(-1, copies)
         if isinstance(segment, Paged) and unreadable is None and not (past.gm.masses or run.unrotated):
             one, pool = segment.layer(past.index), pools[segment.pool]
             part = attend_pages(
-                q, one, past.index, pool, pos, scale=layer.scale, softcap=softcap,
+                mine, one, past.index, pool, when, scale=layer.scale, softcap=softcap,
                 implementation=run.implementation,
             )  # fmt: skip
-            parts.append(part)
         elif (
             isinstance(segment, Slots)
-            and (chosen := _form(run, past, layer, x, i, met.q, sized)) != "reference"
+            and (chosen := _form(run, past, layer, x, i, mine, sized)) != "reference"
         ):
             if (read := _picking(past, i)) is not None:
-                out, lse = _attend_picked(run, past, layer, q, segment, read, found, pos, chosen)
+                part = _attend_picked(run, past, layer, q, segment, read, found, pos, chosen)
             else:
-                out, lse, mass = _attend_slots(run, past, layer, met.q, segment, pos, chosen)
+                *part, mass = _attend_slots(run, past, layer, mine, segment, when, chosen)
                 received = () if mass is None else ({repr(Mass("sum")): mass},)
-            parts.append((met.back(out), lse))
-        elif met.turned or sized:
-            mine = _read(run, past, layer, i, found, pools, at)._replace(sizes=sizes)
-            out, lse, *_ = attend_at_once(layer, x, met.q, [mine], pos)
-            parts.append((met.back(out), lse))
+        elif _together(run, past, layer, x, i) or (copies == 1 and not met.turned and not sized):
+            sets.append(_read(run, past, layer, i, found, pools, at, at.shape[0]))
+            continue
         else:
-            sets.append(_read(run, past, layer, i, found, pools, at))
+            keys = _read(run, past, layer, i, found, pools, at, lists_of(segment))._replace(sizes=sizes)
+            part = attend_at_once(layer, x, mine, [keys], when)[:2]
+        out, lse = (row_by_row(one, at.shape[0]) for one in part)
+        parts.append((met.back(out), lse))
     if unreadable is not None:
         q, sets = unreadable.queries(q), unreadable.sets(sets)
     if resting is not None and x.extra is not None:
@@ -168,21 +172,24 @@ def _of_layer(x: Float[Array, "Lg B K S"] | None, index: int | Array) -> Float[A
 
 def _read(
     run: Run, past: Past, layer: Layer, i: int, found: Picks | None, pools: tuple[Pages, ...],
-    at: Int[Array, "B"],
+    at: Int[Array, "B"], rows: int,
 ) -> Keys:  # fmt: skip
-    """One layer of segment `i` as plain keys and values, or the pages of it that a method visits."""
+    """One layer of segment `i` as plain keys and values, or the pages of it that a method visits.
+
+    rows: as many as the segment has, whose copies then read them side by side, or one for every copy.
+    """
     segment = past.parts[i]
     if isinstance(segment, Paged):
-        keys = gather_pages(segment.layer(past.index), pools[segment.pool])
+        keys = for_rows(gather_pages(segment.layer(past.index), pools[segment.pool]), rows)
         keys = turn_keys(run, layer.rope, keys, at + 1)
     elif (read := _picking(past, i)) is not None:
         assert found is not None
         keys = visited(segment, past.index, read.granule, found.pages, found.counts).keys()
         keys = keys._replace(bias=_biases(keys.bias, found.bias))
     else:
-        keys = turn_keys(run, layer.rope, segment.layer(past.index).keys(), at + 1)
+        keys = turn_keys(run, layer.rope, for_rows(segment.layer(past.index).keys(), rows), at + 1)
     if past.values is not None:
-        keys = keys._replace(v=past.values[i].keys().v)
+        keys = keys._replace(v=for_rows(past.values[i].keys(), rows).v)
     if past.above and keys.pos is not None:
         keys = keys._replace(pos=jnp.where(keys.pos >= 0, keys.pos + 1, -1))
     return keys

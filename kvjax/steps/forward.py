@@ -19,6 +19,7 @@ from kvjax.models.attending import attend_new, new_keys, published_by, rotary
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.transformer import IdsOrVectors, Positions, decode_layers, positions, unembed
+from kvjax.ops.attention.in_common import for_rows
 from kvjax.ops.attention.union import Keys
 from kvjax.protocols import Carried, Inputs, Meeting, Observation, Trace
 from kvjax.steps.lending import lend, taught_groups
@@ -86,6 +87,8 @@ class _Reading(NamedTuple):
         k, v = mine, x.v
         if self.as_steps and x.k is not None and k is not None:
             k, v = decoded(run, gm, layer, pos, turn, x.k, (k, v))
+        if run.unrotated or self.asked.meetings:
+            past = [for_rows(keys, q.shape[0]) for keys in past]
         past = [turn_keys(run, layer.rope, keys, at.length) for keys in past]
         new = new_keys(layer, k, v, pos)
         gone = answered(gm, layer, state, q, self.params)

@@ -184,6 +184,18 @@ def test_taking_rows_then_stepping_is_stepping_then_taking(label):
         assert positions(mine) == [[lists[b] for b in index] for lists in positions(after)]
 
 
+@rows(LABELS, ())
+def test_copies_with_a_past_in_common_step_as_copies_of_their_own(label):
+    """Two rows twice: as many as the conversation has, whose program the copies run."""
+    m, cache = model(BY_LABEL[label].model), kvjax.take_rows(talk(label).prompt[1], [0, 2])
+    plain, shared = kvjax.fork(cache, 2), kvjax.fork(cache, 2, room=2)
+    for tokens in MAIN.steps[:2]:
+        want, plain = step(m, plain, tokens, append=True)
+        got, shared = step(m, shared, tokens, append=True)
+        assert off(got, want) < 1e-5
+        assert positions(shared) == positions(plain)
+
+
 # --- compilation --------------------------------------------------------------------------------------
 
 

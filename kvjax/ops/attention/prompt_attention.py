@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.ops.attention import attention_stats as stats
 from kvjax.ops.attention import flash_prefill as flash
-from kvjax.ops.attention.strips import causal_in_strips
+from kvjax.ops.attention.in_common import row_by_row, side_by_side
+from kvjax.ops.attention.strips import attend_in_strips, causal_in_strips
 from kvjax.ops.attention.union import Keys, Masses, Reduction, attend, merge
 from kvjax.ops.base.dispatch import form
 
@@ -53,6 +54,37 @@ def causal_attention(
     if not mass:
         return out, lse, ()
     return out, lse, tuple(_masses(q, s, lse, q_pos, mass, implementation=chosen, **options) for s in sets)
+
+
+def past_attention(
+    q: Float[Array, "R N T H"],
+    keys: Keys,
+    q_pos: Int[Array, "R T"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "R N T V"], Float[Array, "R N T"]]:
+    """(out, lse) of new tokens over keys [B, ...] that each R / B rows have in common, read once for these.
+
+    implementation: as of `causal_attention`.
+
+    >>> x, pos = jnp.ones((1, 1, 3, 8)), jnp.arange(3)[None]
+    >>> q = jnp.ones((4, 1, 2, 8))
+    >>> out, lse = past_attention(q, Keys(x, x, pos[:, None]), jnp.full((4, 2), 3), scale=0.0)
+    >>> out.shape, jnp.exp(lse).round().tolist()[3]
+    ((4, 1, 2, 8), [[3.0, 3.0]])
+    """
+    rows, lists = q.shape[0], keys.k.shape[0]
+    q, q_pos = side_by_side(q, lists), q_pos.reshape(lists, -1)
+    options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap)
+    chosen = form("prompt attention", implementation, q, keys, tpu=refusal(q, (keys,)))
+    if chosen == "reference":
+        part = attend_in_strips(q, (keys,), q_pos, **options)
+    else:
+        part = _part(q, keys, q_pos, implementation=chosen, **options)
+    return row_by_row(part[0], rows), row_by_row(part[1], rows)
 
 
 def refusal(

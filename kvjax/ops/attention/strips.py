@@ -128,6 +128,25 @@ def _by_strips(
     return jnp.moveaxis(outs, 0, 2).reshape(b, n, t, -1), jnp.moveaxis(lses, 0, 2).reshape(b, n, t), masses
 
 
+def attend_in_strips(
+    q: Float[Array, "B N T H"],
+    sets: Sequence[Keys],
+    q_pos: Int[Array, "B T"],
+    **options: Any,
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
+    """(out, lse) of T queries in any order over `sets`, a strip of them at a time; options: of `attend`."""
+    t = q.shape[2]
+
+    @(jax.checkpoint if t >= REMAT_FROM else lambda f: f)
+    def strip(at: tuple[Array, Array]) -> tuple[Array, Array, tuple[Masses, ...]]:
+        return attend(at[0], sets, at[1], **options)
+
+    whole = t - t % STRIP
+    cuts = [(a, z) for a, z in ((0, whole), (whole, t)) if a < z]
+    parts = [_by_strips(strip, q[:, :, a:z], q_pos[:, a:z])[:2] for a, z in cuts]
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *parts)
+
+
 def attend_to_all(
     q: Float[Array, "B N T H"],
     sets: Sequence[Keys],
@@ -140,14 +159,6 @@ def attend_to_all(
 
     Works in strips of queries, so no [T, S] map exists. Queries with position -1 see nothing.
     """
-    t = q.shape[2]
     # A key at position 0 is in no query's future.
     sets = [s if s.pos is None else s._replace(pos=jnp.minimum(s.pos, 0)) for s in sets]
-
-    @(jax.checkpoint if t >= REMAT_FROM else lambda f: f)
-    def strip(at: tuple[Array, Array]) -> tuple[Array, Array, tuple[Masses, ...]]:
-        return attend(at[0], sets, at[1], scale=scale, softcap=softcap)
-
-    whole = t - t % STRIP
-    cuts = [(a, z) for a, z in ((0, whole), (whole, t)) if a < z]
-    return jnp.concatenate([_by_strips(strip, q[:, :, a:z], q_pos[:, a:z])[0] for a, z in cuts], axis=2)
+    return attend_in_strips(q, sets, q_pos, scale=scale, softcap=softcap)[0]
