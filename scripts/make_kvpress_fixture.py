@@ -18,6 +18,14 @@ PREFILL = (
     "random",
     "knorm",
     "keydiff",
+    "cur",
+    "cap",
+    "leverage",
+    "non_causal",
+    "compactor",
+    "qfilter",
+    "simlayerkv",
+    "kvcompose",
     "snapkv",
     "tova",
     "streaming_llm",
@@ -33,7 +41,7 @@ PREFILL = (
 DECODING = ("dec_knorm", "dec_tova", "prefill_dec_snapkv_knorm")
 # Per press; a press has those that apply to it.
 ARRAYS = (
-    "scores", "keep", "logits_next", "x/repeat_ids_0",
+    "scores", "keep", "logits_next", "x/repeat_ids_0", "x/randn", "x/q_filters",
     "cont_ids", "x/steps", "logits_steps", "cache_len_steps", "slot_positions",
 )  # fmt: skip
 

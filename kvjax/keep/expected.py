@@ -48,7 +48,7 @@ class ExpectedAttention(Word):
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         mean, cov = seen.of(self.moments)
         b, heads, s, h = view.k.shape
-        turn = self._average_turn(seen, h)
+        turn = average_turn(seen, h, self.future)
         mean = turn(mean).reshape(b, heads, -1, h)
         k = view.k.astype(jnp.float32)
         scale = seen.attention.scale
@@ -64,14 +64,15 @@ class ExpectedAttention(Word):
             return p
         return (p + self.epsilon) * jnp.linalg.norm(view.v.astype(jnp.float32), axis=-1)
 
-    def _average_turn(self, seen: Seen, head_dim: int) -> Callable[[Array], Array]:
-        """The function x -> mean over the next `future` positions of RoPE(x), for x [B, N, ..., H]."""
-        pos = seen.length[:, None] + jnp.arange(self.future, dtype=jnp.int32)[None]
-        cos, sin = angles(seen.attention.rope, pos, head_dim, seen.length[:, None])
-        cos, sin = cos.mean(1), sin.mean(1)
 
-        def turn(x: Array) -> Array:
-            at = (x.shape[0], *(1,) * (x.ndim - 2), -1)
-            return rotate(x.astype(jnp.float32), cos.reshape(at), sin.reshape(at), seen.attention.rope.start)
+def average_turn(seen: Seen, head_dim: int, future: int) -> Callable[[Array], Array]:
+    """The function x -> mean over a row's next `future` positions of RoPE(x), for x [B, N, ..., H]."""
+    pos = seen.length[:, None] + jnp.arange(future, dtype=jnp.int32)[None]
+    cos, sin = angles(seen.attention.rope, pos, head_dim, seen.length[:, None])
+    cos, sin = cos.mean(1), sin.mean(1)
 
-        return turn
+    def turn(x: Array) -> Array:
+        at = (x.shape[0], *(1,) * (x.ndim - 2), -1)
+        return rotate(x.astype(jnp.float32), cos.reshape(at), sin.reshape(at), seen.attention.rope.start)
+
+    return turn

@@ -428,6 +428,71 @@ def expected_score(prompt, layer, sinks=4, future=64):
     return np.stack(found)
 
 
+def keydiff_score(prompt, layer):
+    unit = prompt.k[layer] / np.linalg.norm(prompt.k[layer], axis=-1, keepdims=True)
+    return -np.einsum("kth,kh->kt", unit, unit.mean(1))
+
+
+CUR_WINDOW = 5
+
+
+def curdkv_score(prompt, layer):
+    """The product of the shares that a key and a value have of the squared lengths in their window."""
+    score = np.ones((kv_lists(prompt), prompt.length))
+    for at in range(0, prompt.length, CUR_WINDOW):
+        here = slice(at, at + CUR_WINDOW)
+        for x in (prompt.k[layer], prompt.v[layer]):
+            squares = (x[:, here] ** 2).sum(-1)
+            score[:, here] *= squares / squares.sum(-1, keepdims=True)
+    return score
+
+
+COMPACT = dict(chunk=6, rank=5, sinks=2, newest=3)
+
+
+def leverage(x, ridge, weights=None):
+    """The diagonal of X (X' W X + ridge I)^-1 X' for rows x [T, R]."""
+    weighed = x if weights is None else x * weights[:, None]
+    return np.diag(x @ np.linalg.inv(weighed.T @ x + ridge * np.eye(x.shape[-1])) @ x.T)
+
+
+def non_causal(prompt, layer, chunk):
+    """What the tokens of each chunk give each other without 1 / sqrt(H), times the lengths of values."""
+    found = np.zeros((kv_lists(prompt), prompt.length))
+    for at in range(0, prompt.length, chunk):
+        here = slice(at, at + chunk)
+        for head, q in enumerate(prompt.q[layer]):
+            k = prompt.k[layer][head // prompt.group, here]
+            found[head // prompt.group, here] += softmax(q[here] @ k.T).sum(0) / prompt.group
+    return found * np.linalg.norm(prompt.v[layer], axis=-1)
+
+
+def compactor_score(prompt, layer):
+    h, z = prompt.k[layer].shape[-1], lambda x: (x - x.mean()) / x.std(ddof=1)
+    phi = np.asarray(jax.random.normal(jax.random.key(0), (h, COMPACT["rank"]))) / np.sqrt(COMPACT["rank"])
+    outlying = np.stack([leverage((k - k.mean(0)) @ phi, 1e-2) for k in prompt.raw_k[layer]])
+    return 0.5 * z(outlying) + z(pool(non_causal(prompt, layer, COMPACT["chunk"]), 3, "mean"))
+
+
+def compactor_protects(prompt):
+    at = np.arange(prompt.length)
+    return (at < COMPACT["sinks"]) | (at >= prompt.length - COMPACT["newest"])
+
+
+def capkv_score(prompt, layer, tau=5.0, sinks=4, future=64):
+    """w v' (I + sum w v v')^-1 v by the cosine of keys and a mean query in the average rotation to come."""
+    theta, h = prompt.decoder.config.rope.theta, prompt.k[layer].shape[-1]
+    turn = np.mean([rope(np.eye(h), np.full(h, prompt.length + i), theta) for i in range(future)], 0)
+    score = np.zeros((kv_lists(prompt), prompt.length))
+    for head, q in enumerate(prompt.raw_q[layer][:, sinks:]):
+        k, v = (x[layer][head // prompt.group, sinks:] for x in (prompt.k, prompt.v))
+        mean = q.mean(0) @ turn
+        cosine = k @ mean / np.linalg.norm(k, axis=-1) / np.linalg.norm(mean)
+        w = np.exp(tau * (cosine - cosine.max()))
+        score[head // prompt.group, sinks:] += w * leverage(v, 1.0, w + 1e-6) / prompt.group
+    return score
+
+
 def snap(per_query_head=False, **kind):
     return lambda p, i: window_score(p, i, WINDOW, KERNEL, per_query_head=per_query_head, **kind)
 
@@ -710,6 +775,13 @@ ROWS = [
         "expected-attention", dense(half), hyper=dict(future=64),
         kept=each_layer(expected_score, sinks),
     ),
+    row("keydiff", dense(half), kept=each_layer(keydiff_score)),
+    row("curdkv", dense(half), hyper=dict(window=CUR_WINDOW), kept=each_layer(curdkv_score, sinks)),
+    row(
+        "compactor", dense(half, extra=4), hyper=COMPACT,
+        kept=each_layer(compactor_score, compactor_protects),
+    ),
+    row("capkv", dense(half), hyper=dict(future=64), kept=each_layer(capkv_score, sinks)),
     row(
         "lagkv", dense(lambda s: half_and_one(s) - 1 + LAG.lag, extra=4),
         hyper=dict(lag=LAG.lag, sinks=LAG.sinks), kept=LAG.kept, victim=LAG.victims, leave=LAG.leave,
