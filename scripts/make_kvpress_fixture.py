@@ -24,8 +24,6 @@ PREFILL = (
     "non_causal",
     "compactor",
     "qfilter",
-    "simlayerkv",
-    "kvcompose",
     "snapkv",
     "tova",
     "streaming_llm",

@@ -14,6 +14,7 @@ import numpy as np
 from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted, fitted_words
+from kvjax.fitting.filters import fit_filters
 from kvjax.fitting.gates import fit_gate
 from kvjax.fitting.head_gates import fit_head_gates
 from kvjax.fitting.levels import fit_levels
@@ -22,6 +23,7 @@ from kvjax.fitting.projections import fit_projections
 from kvjax.fitting.residues import fit_residue
 from kvjax.grammar import Method
 from kvjax.inputs import finite_number, whole_number
+from kvjax.keep.filters import QueryFilters
 from kvjax.keep.gate import HiddenGate
 from kvjax.keep.profile import Profile
 from kvjax.keep.residue import Residue
@@ -47,6 +49,7 @@ class Fitter(NamedTuple):
 
 FITS: dict[type, Fitter] = {
     HiddenGate: Fitter(fit_gate),
+    QueryFilters: Fitter(fit_filters),
     Profile: Fitter(fit_profile, asks=True),
     HeadGates: Fitter(fit_head_gates, asks=True),
     Residue: Fitter(fit_residue, acts=True),

@@ -6,13 +6,24 @@ from typing import Annotated
 
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Pool
-from kvjax.keep.budget import Pyramid
-from kvjax.keep.patterns import Recent
+from kvjax.keep.budget import Pyramid, Threshold
+from kvjax.keep.lazy import Lookback
+from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.preference import ByAttention
 from kvjax.keep.score import MeanAndVariance
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Kernel, Page, Variant, Window, per_query_head, window_score
+from kvjax.methods.shared import (
+    Amount,
+    Kernel,
+    Page,
+    Ratio,
+    Tokens,
+    Variant,
+    Window,
+    per_query_head,
+    window_score,
+)
 
 
 @paper(
@@ -81,3 +92,31 @@ def cake(
         page=page,
     )
     return Method(keep)
+
+
+@paper(
+    "SimLayerKV: A Simple Framework for Layer-Level KV Cache Reduction",
+    arxiv="2410.13846",
+    family="budget-layer",
+    exact="deviates",
+    kvpress=Press("SimLayerKVPress", same="no: there, what the last token gives to itself is not counted"),
+)
+def simlayerkv(
+    *,
+    threshold: Ratio = 0.9,
+    last: Window = 1,
+    sinks: Tokens = 4,
+    window: Window = 1024,
+    page: Page = 128,
+) -> Method:
+    """SimLayerKV (Zhang et al., 2024, arXiv:2410.13846): lazy layers keep the ends of a prompt, others all.
+
+    A layer is lazy where the last `last` queries give more than `threshold` of their attention, on average
+    over heads, to the first `sinks` and the newest `window` tokens; then these stay alone. How many slots
+    that leaves follows from the text. Deviation: the paper also has a form that asks the first token that is
+    written; here the prompt's own last tokens are asked.
+    """
+    # What does not go to the ends goes to what lies between them.
+    score = Lookback(last, sinks, window)
+    protect = (Sink(sinks), Recent(window))
+    return Method(Keep(score, Budget(1.0), Threshold(1 - threshold), protect, page=page))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.algebra import Pool
+from kvjax.keep.algebra import Pool, stage
 from kvjax.keep.budget import AcrossLayers, Uniform
+from kvjax.keep.drawn import Drawn
 from kvjax.keep.narrow import Narrow
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.probe import ProbeAttention, RepeatContext
 from kvjax.keep.reread import Reread
-from kvjax.keep.score import LastLogits
+from kvjax.keep.score import LastLogits, WindowAttention
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.shared import (
     Amount,
     Depth,
     Kernel,
     Page,
+    Seed,
     Share,
     TokenIds,
     Tokens,
@@ -46,6 +48,45 @@ def snapkv(
     score = window_score(window, kernel, variant)
     each = per_query_head(variant)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), per_query_head=each))
+
+
+@paper(
+    "LLMs Know What to Drop: Self-Attention Guided KV Cache Eviction for Efficient Long-Context Inference",
+    arxiv="2503.08879",
+    family="selection-static",
+    exact="deviates",
+)
+def sage_kv(budget: Amount, *, sinks: Tokens = 4, window: Window = 64) -> Method:
+    """SAGE-KV (Wang et al., 2025, arXiv:2503.08879): what the last token of a prompt attends to.
+
+    score[j] = softmax_j(q k_j / sqrt(H)) of the newest query, the mean over a group's heads; the first
+    `sinks` and the newest `window` tokens stay. Deviation: tokens that are written stay, where the paper's
+    window of newest ones moves on with them.
+    """
+    protect = (Sink(sinks), Recent(window))
+    return Method(Keep(WindowAttention(1), Budget(budget), Uniform(), protect))
+
+
+@paper(
+    "NACL: A General and Effective KV Cache Eviction Framework for LLMs at Inference Time",
+    arxiv="2408.03675",
+    family="selection-static",
+    exact="deviates",
+)
+def nacl(
+    budget: Amount, *, window: Window = 64, share: Share = 0.6, sinks: Tokens = 4, seed: Seed = 0
+) -> Method:
+    """NACL (Chen et al., 2024, arXiv:2408.03675): some tokens stay by attention, some by chance.
+
+    score[j] is the attention that proxies, the last `window` queries, give in sum. The best `share` of the
+    budget stays; the rest of it is drawn without replacement from all others, with chances softmax(score)
+    (`Drawn`). The first `sinks` and the window stay, as in the authors' code. Deviation: what stays anyway
+    counts among the best where its score says so; a group's heads have their mean; draws depend on `seed`,
+    layer, head and position alone.
+    """
+    score = WindowAttention(window)
+    protect = (Sink(sinks), Recent(window))
+    return Method(Keep(stage(score, share, Drawn(score, seed)), Budget(budget), Uniform(), protect))
 
 
 @paper(

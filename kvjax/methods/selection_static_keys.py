@@ -9,6 +9,7 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Pool, standardised
 from kvjax.keep.budget import Threshold, Uniform
 from kvjax.keep.expected import ExpectedAttention
+from kvjax.keep.filters import Filtered, QueryFilters
 from kvjax.keep.gate import Gated, HiddenGate
 from kvjax.keep.geometry import Capacity, KeyDistinctness, Leverage, LocalNorms
 from kvjax.keep.lag import LagRelative
@@ -156,6 +157,25 @@ def capkv(
     """
     score = Capacity(tau, future, sinks)
     return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks),)))
+
+
+@paper(
+    "Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression",
+    arxiv="2503.02812",
+    family="selection-static",
+    exact="deviates",
+    kvpress=Press("QFilterPress", "newest=0", "yes, with the same filters: kvpress takes the authors' ones"),
+    aliases=("qfilter",),
+)
+def q_filters(budget: Amount, *, fitted: Fit | None = None, newest: Tokens = 64) -> Method:
+    """Q-Filters (Godey et al., 2025, arXiv:2503.02812): keys that lie where queries do.
+
+    score[j] = <k_j, f>, where a head's filter f is the main direction of its queries (`Filtered`); the
+    `newest` tokens stay, as in the authors' code. fitted: the filters, as `kvjax fit q-filters` writes them.
+    Deviation: decoding evicts nothing, as in kvpress; the authors' cache evicts whenever it is full.
+    """
+    score = Filtered(QueryFilters(as_fitted(fitted)))
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(newest),)))
 
 
 @paper(

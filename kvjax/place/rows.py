@@ -19,6 +19,7 @@ from kvjax.ops.base.memory import there
 from kvjax.place.host import forgotten
 from kvjax.place.paged import take_pages
 from kvjax.place.rollback import of_rows
+from kvjax.place.trim import counted
 
 
 def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
@@ -26,7 +27,8 @@ def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
 
     What beam search, best of n and shared prefixes are made of. The given cache stays usable, and every copy
     goes its own way from here. Works inside `jit` too, where `index` is a traced array; one outside [0, B)
-    cannot be refused there and means the nearest row.
+    cannot be refused there and means the nearest row. And there, what is taken gets R / B of the cache's pages:
+    where a text says how much of it stays (KVzap), take rows of as many slots as the cache's have on average.
 
     Raises InputError where index is no list of row numbers in [0, B), or a step consumed the cache.
 
@@ -44,7 +46,8 @@ def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
         )
     if not isinstance(at, Tracer) and ((outside := np.asarray(at))[(outside < 0) | (outside >= rows)]).size:
         raise InputError(f"index is {outside.tolist()}, expected row numbers in [0, {rows})")
-    taken = gather_rows(cache, jnp.asarray(at, jnp.int32))
+    pages = () if isinstance(at, Tracer) else _pages_of(cache, np.asarray(at))
+    taken = gather_rows(cache, jnp.asarray(at, jnp.int32), pages)
     return dataclasses.replace(taken, added=of_rows(cache.added, at))
 
 
@@ -66,14 +69,32 @@ def fork(cache: Cache, copies: int) -> Cache:
     return take_rows(cache, np.repeat(np.arange(cache.next.shape[0]), copies))
 
 
-@jax.jit
-def gather_rows(cache: Cache, index: Int[Array, "R"]) -> Cache:
-    """`take_rows` without checks."""
+def _pages_of(cache: Cache, index: np.ndarray) -> tuple[int, ...]:
+    """How many pages the rows `index` need of every pool, where only the data says how many a row has.
+
+    Such pools are cut to what is in use, so a row may have more pages than its share of them. It reads the
+    device once.
+    """
+    owners = [pool.owner for pool in cache.pools]
+    if not owners or not counted(cache.method) or any(isinstance(x, Tracer) for x in owners):
+        return ()
+    heads = {s.pool: s.table.shape[2] for s in _paged(cache)}
+    found = []
+    for number, owner in enumerate(map(np.asarray, owners)):
+        row = owner[owner >= 0] // heads[number] % cache.next.shape[0]
+        found.append(max(int(np.bincount(row, minlength=cache.next.shape[0])[index].sum()), 1))
+    return tuple(found)
+
+
+@partial(jax.jit, static_argnames="pages")
+def gather_rows(cache: Cache, index: Int[Array, "R"], pages: tuple[int, ...] = ()) -> Cache:
+    """`take_rows` without checks; pages: how many pools have afterwards, at least (`take_pages`)."""
     index = jnp.clip(index, 0, cache.next.shape[0] - 1)
+    least = pages or (0,) * len(cache.pools)
     tables, pools = {}, []
     for number, pool in enumerate(cache.pools):
         mine = tuple(s for s in _paged(cache) if s.pool == number)
-        taken, pool = take_pages(mine, pool, index)
+        taken, pool = take_pages(mine, pool, index, least[number])
         tables |= {(number, s.first_layer): s for s in taken}
         pools.append(pool)
 

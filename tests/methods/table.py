@@ -277,6 +277,12 @@ def magicpig_bytes(s: Sizes) -> int:
     return split(everything, 1, 4, lambda s: 4, plain)(s) + centres
 
 
+def mustafar_bytes(s: Sizes) -> int:
+    """Behind 4 whole tokens and one more, half of a slot's numbers, a bit for each, and its position."""
+    slot = lambda s: 2 * (s.h // 2 * 4 + -(-s.h // 32) * 4) + 4  # noqa: E731
+    return split(everything, 1, 4, lambda s: 0, slot)(s)
+
+
 # --- kept sets -----------------------------------------------------------------------------------------
 
 
@@ -491,6 +497,46 @@ def capkv_score(prompt, layer, tau=5.0, sinks=4, future=64):
         w = np.exp(tau * (cosine - cosine.max()))
         score[head // prompt.group, sinks:] += w * leverage(v, 1.0, w + 1e-6) / prompt.group
     return score
+
+
+FILTERS = Fitted(
+    {"filters": np.random.default_rng(5).normal(size=(2, 2, 16)).astype(np.float32)}, "QueryFilters", ""
+)
+
+
+def filtered_score(prompt, layer):
+    return np.einsum("kth,kh->kt", prompt.k[layer], FILTERS.arrays["filters"][layer].astype(float))
+
+
+def last_score(prompt, layer):
+    """What the newest query gives, the mean over a group; its own token stays anyway."""
+    return prompt.p[layer][:, -1].reshape(-1, prompt.group, prompt.length).mean(1)
+
+
+def ends(first, newest):
+    return lambda p: (np.arange(p.length) < first) | (np.arange(p.length) >= p.length - newest)
+
+
+NACL_SHARE = 0.5
+
+
+def nacl_score(prompt, layer):
+    """The best by attention, then draws: a token is drawn where score + Gumbel noise is largest."""
+    proxies = prompt.p[layer][:, -WINDOW:].sum(1).reshape(-1, prompt.group, prompt.length).mean(1)
+    proxies[:, -WINDOW:] = 0
+    first = best(proxies, np.full(len(proxies), int(count(prompt.length) * NACL_SHARE)))
+    return np.where(first, np.inf, proxies - np.log(-np.log(random_score(prompt, layer).astype(float))))
+
+
+LAZY = dict(threshold=0.19, last=3, sinks=2, window=WINDOW)
+
+
+def simlayer_kept(prompt):
+    """Layers whose last queries look at the ends keep these alone."""
+    near = ends(LAZY["sinks"], WINDOW)(prompt)
+    lazy = [p[:, -LAZY["last"] :, near].sum(-1).mean() > LAZY["threshold"] for p in prompt.p]
+    whole = np.ones_like(near)
+    return [np.tile(near if is_lazy else whole, (kv_lists(prompt), 1)) for is_lazy in lazy]
 
 
 def snap(per_query_head=False, **kind):
@@ -783,6 +829,22 @@ ROWS = [
     ),
     row("capkv", dense(half), hyper=dict(future=64), kept=each_layer(capkv_score, sinks)),
     row(
+        "q-filters", dense(half), hyper=dict(fitted=FILTERS, newest=3),
+        kept=each_layer(filtered_score, ends(0, 3)),
+    ),
+    row(
+        "sage-kv", dense(half), hyper=dict(sinks=1, window=WINDOW),
+        kept=each_layer(last_score, ends(1, WINDOW)),
+    ),
+    row(
+        "nacl", dense(half), hyper=dict(window=WINDOW, share=NACL_SHARE, sinks=1),
+        kept=each_layer(nacl_score, ends(1, WINDOW)),
+    ),
+    row(
+        "simlayerkv", paged(lambda s, i: s.k * s.tokens), hyper=LAZY | dict(page=PAGE), kept=simlayer_kept,
+        model="deep", counted=True,
+    ),
+    row(
         "lagkv", dense(lambda s: half_and_one(s) - 1 + LAG.lag, extra=4),
         hyper=dict(lag=LAG.lag, sinks=LAG.sinks), kept=LAG.kept, victim=LAG.victims, leave=LAG.leave,
     ),
@@ -811,6 +873,10 @@ ROWS = [
         "minicache", minicache_bytes(lambda s: 4 * s.h), hyper=dict(MINI, most=MINI_MOST), model="deep",
         moves=False, stacks=False,
         stored=stacks.minicache(1, **MINI, most=lambda length: max(1, int(MINI_MOST * length))),
+    ),
+    row(
+        "mustafar", mustafar_bytes, hyper=dict(residual=4), moves=False,
+        whole=(("mustafar", dict(keys=1.0, values=1.0)),), attends=reads.mustafar(0.5, 4),
     ),
     row("int8", dense(everything, slot=coded(8)), error=0.02),
     row("int4", dense(everything, slot=coded(4, 2)), hyper=dict(group=8), error=0.3),

@@ -21,6 +21,7 @@ import kvjax
 from kvjax import steps
 from kvjax.cache import NOTHING
 from kvjax.choose import score_slots, union
+from kvjax.fitted import Fitted, with_fitted
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Word, standardised
 from kvjax.keep.budget import AcrossHeads, Uniform
@@ -117,6 +118,7 @@ PRESSES = {
     "cap": lambda: kvjax.method("capkv", budget=0.5),
     "leverage": lambda: half(standardised(Sketched())),
     "non_causal": lambda: kvjax.method("compactor", budget=0.5, blend=0.0, chunk=64, sinks=0, newest=0),
+    "qfilter": lambda: kvjax.method("q-filters", budget=0.5, newest=0, fitted=filters()),
     "kvzip": lambda: kvjax.method("kvzip", budget=0.5, sinks=4, page=16, prefix=repeat_prefix()),
 }
 # kvpress averages over a group where we sum, or over what we leave as 0 and 1.
@@ -131,6 +133,11 @@ def repeat_prefix() -> tuple[int, ...]:
     ids = recorded()["kvzip/x/repeat_ids_0"][0].astype(int)
     assert (ids[-T:] == recorded()["ids"][0]).all()
     return tuple(ids[:-T].tolist())
+
+
+def filters() -> Fitted:
+    """The filters that kvpress was given; it keeps the smallest products with them."""
+    return Fitted({"filters": -recorded()["qfilter/x/q_filters"]}, "QueryFilters", "")
 
 
 @cache
@@ -150,7 +157,8 @@ def scores(press: str) -> np.ndarray:
         ]
 
     tokens = jnp.asarray(recorded()["ids"], jnp.int32)
-    return np.concatenate(go(m.params, tokens, jnp.asarray([T], jnp.int32)))[:, 0]
+    params = with_fitted(m.params, run.method)
+    return np.concatenate(go(params, tokens, jnp.asarray([T], jnp.int32)))[:, 0]
 
 
 def probe_scores(run: Run) -> np.ndarray:
