@@ -7,9 +7,11 @@ from typing import Annotated
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Pool
 from kvjax.keep.budget import Pyramid, Threshold
+from kvjax.keep.composite import Agreed, Composite
 from kvjax.keep.lazy import Lookback
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.preference import ByAttention
+from kvjax.keep.probe import ProbeAttention, RepeatContext
 from kvjax.keep.score import MeanAndVariance
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
@@ -92,6 +94,27 @@ def cake(
         page=page,
     )
     return Method(keep)
+
+
+@paper(
+    "KVCompose: Efficient Structured KV Cache Compression with Composite Tokens",
+    arxiv="2509.05165",
+    family="budget-layer",
+    exact="deviates",
+    kvpress=Press("KVComposePress", same="no: there, a group's heads are averaged"),
+)
+def kvcompose(budget: Amount, *, page: Page = 128) -> Method:
+    """KVCompose (Akulov et al., 2025, arXiv:2509.05165): heads choose alone, and layers by what heads chose.
+
+    The prompt is read a second time over the full cache; a slot's score is the largest attention it receives,
+    plus the mean of that over the layer's heads (`Agreed`). Every head ranks its slots; the r-th ones of a
+    layer's heads make a composite token, and the best composite tokens of the stack stay (`Composite`), so
+    that the heads of a layer keep as many. Deviation: the largest attention is that over all query heads of a
+    group, of which the authors' code takes the mean.
+    """
+    probe = RepeatContext(())
+    score = Agreed(ProbeAttention(probe))
+    return Method(Keep(score, Budget(budget), Composite(), probe=probe, page=page))
 
 
 @paper(

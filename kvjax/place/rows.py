@@ -27,8 +27,8 @@ def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
 
     What beam search, best of n and shared prefixes are made of. The given cache stays usable, and every copy
     goes its own way from here. Works inside `jit` too, where `index` is a traced array; one outside [0, B)
-    cannot be refused there and means the nearest row. And there, what is taken gets R / B of the cache's pages:
-    where a text says how much of it stays (KVzap), take rows of as many slots as the cache's have on average.
+    cannot be refused there and means the nearest row. What is taken there gets R / B of the cache's pages:
+    where a text says how much of it stays (KVzap), take rows of as many slots as its rows have on average.
 
     Raises InputError where index is no list of row numbers in [0, B), or a step consumed the cache.
 

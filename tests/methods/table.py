@@ -681,6 +681,18 @@ def kvzip_kept(prompt):
     return list(best(flat.reshape(1, -1), [len(flat) * count(t)]).reshape(scores.shape))
 
 
+def kvcompose_kept(prompt):
+    """Heads rank what the prompt, read once more, attends to; composite tokens say how many of them stay."""
+    again, t = Prompt(prompt.decoder, [*prompt.tokens] * 2), prompt.length
+    scores = np.stack([p[:, t:, :t].reshape(-1, prompt.group, t, t).max((1, 2)) for p in again.p])
+    scores += scores.mean(1, keepdims=True)
+    composite = -np.sort(-scores, -1).mean(1)
+    composite[0] = composite.max(0)
+    composite[:, 0] = np.inf
+    counts = flat_counts(composite, len(composite) * count(t))
+    return [best(s, np.full(len(s), c)) for s, c in zip(scores, counts, strict=True)]
+
+
 def gems(prompt):
     """The tokens of the largest logits of the last query at layer 0, over all heads, in their order."""
     keys = np.repeat(prompt.k[0], prompt.group, 0)
@@ -851,6 +863,10 @@ ROWS = [
     row(
         "kvzip", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
         hyper=dict(page=PAGE, prefix=PREFIX), kept=kvzip_kept,
+    ),
+    row(
+        "kvcompose", paged(lambda s, i: s.k * count(s.tokens), one_pool=True), hyper=dict(page=PAGE),
+        kept=kvcompose_kept, model="deep",
     ),
     row("keepkv", dense(half_and_one, extra=8), kept=each_layer(received, recent_half), error=None),
     row(
