@@ -14,6 +14,25 @@ from kvjax.protocols import Score, Seen, View
 from kvjax.words import scored
 
 
+def over_heads(view: View, x: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
+    """For every slot, the sum of `x` over the slots of its layer's heads that hold the same token.
+
+    After an earlier choice heads hold different tokens, so slots are found by position; empty slots of `x`
+    are zeros.
+    """
+    heads, slots = view.pos.shape[1:]
+    at = jnp.where(view.pos < 0, 2**30, view.pos)
+    order = jnp.argsort(at, -1)
+    at, mine = jnp.take_along_axis(at, order, -1), jnp.take_along_axis(x, order, -1)
+    find, total = jax.vmap(jax.vmap(jnp.searchsorted)), x
+    for shift in range(1, heads):
+        other, theirs = jnp.roll(at, shift, 1), jnp.roll(mine, shift, 1)
+        index = jnp.minimum(find(other, view.pos).astype(jnp.int32), slots - 1)
+        same = jnp.take_along_axis(other, index, -1) == view.pos
+        total = total + jnp.where(same, jnp.take_along_axis(theirs, index, -1), 0.0)
+    return total
+
+
 @dataclasses.dataclass(frozen=True)
 class Agreed(Made):
     """score[h, j] + mean_h score[h, j]: what one head wants of a token, and what all heads of its layer do.
@@ -25,17 +44,7 @@ class Agreed(Made):
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         score = jnp.where(view.pos >= 0, scored(self.score, view, seen), 0.0)
-        heads, slots = view.pos.shape[1:]
-        at = jnp.where(view.pos < 0, 2**30, view.pos)
-        order = jnp.argsort(at, -1)
-        at, wants = jnp.take_along_axis(at, order, -1), jnp.take_along_axis(score, order, -1)
-        find, total = jax.vmap(jax.vmap(jnp.searchsorted)), score
-        for shift in range(1, heads):
-            other, wanted = jnp.roll(at, shift, 1), jnp.roll(wants, shift, 1)
-            index = jnp.minimum(find(other, view.pos).astype(jnp.int32), slots - 1)
-            same = jnp.take_along_axis(other, index, -1) == view.pos
-            total = total + jnp.where(same, jnp.take_along_axis(wanted, index, -1), 0.0)
-        return score + total / heads
+        return score + over_heads(view, score) / view.pos.shape[1]
 
 
 @dataclasses.dataclass(frozen=True)

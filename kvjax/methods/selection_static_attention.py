@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Pool, stage
 from kvjax.keep.budget import AcrossLayers, Uniform
+from kvjax.keep.crush import Representatives
 from kvjax.keep.drawn import Drawn
 from kvjax.keep.narrow import Narrow
 from kvjax.keep.patterns import Recent, Sink
@@ -87,6 +88,25 @@ def nacl(
     score = WindowAttention(window)
     protect = (Sink(sinks), Recent(window))
     return Method(Keep(stage(score, share, Drawn(score, seed)), Budget(budget), Uniform(), protect))
+
+
+@paper(
+    "KVCrush: Key Value Cache Size-Reduction Using Similarity in Head-Behaviour",
+    arxiv="2503.00022",
+    family="selection-static",
+    exact="deviates",
+)
+def kvcrush(budget: Amount, *, share: Share = 0.25, window: Window = 64, kernel: Kernel = 5) -> Method:
+    """KVCrush (Jha et al., 2025, arXiv:2503.00022): some of what would leave stays, to stand for the rest.
+
+    By SnapKV's scores a head keeps all but `share` of its budget. A token is a row of bits, one for each head
+    that would keep it; the tokens that a head would lose are ordered by their Hamming distance to an anchor,
+    and evenly spaced ones fill the budget (`Representatives`). Deviation: the heads are KV heads, the anchor
+    alternates between 0 and 1, which is one of those that the authors' OpenVINO code offers, and tokens are
+    chosen one by one; that code chooses pages.
+    """
+    score = Representatives(window_score(window, kernel, "grouped"), share, window)
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),)))
 
 
 @paper(

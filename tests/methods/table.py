@@ -528,6 +528,23 @@ def nacl_score(prompt, layer):
     return np.where(first, np.inf, proxies - np.log(-np.log(random_score(prompt, layer).astype(float))))
 
 
+def kvcrush_kept(prompt, share=0.5):
+    """The best n - r of a head, and evenly spaced ones of its others by the bits of all heads."""
+    found, n = [], count(prompt.length)
+    r = min(int(share * n), n - WINDOW)
+    for i in range(len(prompt.p)):
+        score = snap()(prompt, i)
+        bits = best(score, np.full(len(score), n))
+        distance = (bits != (np.arange(len(score)) % 2)[:, None]).sum(0)
+        kept = best(score, np.full(len(score), n - r))
+        for head in kept:
+            others = np.flatnonzero(~head)
+            others = others[np.argsort(distance[others], kind="stable")]
+            head[others[:: len(others) // r][:r]] = True
+        found.append(kept)
+    return found
+
+
 LAZY = dict(threshold=0.19, last=3, sinks=2, window=WINDOW)
 
 
@@ -852,6 +869,7 @@ ROWS = [
         "nacl", dense(half), hyper=dict(window=WINDOW, share=NACL_SHARE, sinks=1),
         kept=each_layer(nacl_score, ends(1, WINDOW)),
     ),
+    row("kvcrush", dense(half), hyper=SNAP | dict(share=0.5), kept=kvcrush_kept, model="6/3"),
     row(
         "simlayerkv", paged(lambda s, i: s.k * s.tokens), hyper=LAZY | dict(page=PAGE), kept=simlayer_kept,
         model="deep", counted=True,
