@@ -9,10 +9,37 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.keep.algebra import Word
 from kvjax.keep.observe import QueryMoments
 from kvjax.ops.base.rope import angles, rotate
-from kvjax.protocols import Observation, Seen, View
+from kvjax.protocols import Inputs, Observation, Seen, View
+from kvjax.words import IN_PREFILL
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryStatistics:
+    """The mean and covariance of a model's unrotated queries; an observation of what was fitted.
+
+    fitted: "mean" [L, N, H] and "covariance" [L, N, H, H], as `kvjax fit expected-attention` writes them.
+    """
+
+    fitted: Fitted | None = None
+    by = "expected-attention"
+    phases = (IN_PREFILL,)
+    # Without it, the queries of the prompt itself are asked.
+    fit_first = False
+
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model."""
+        sizes = (model.layers, model.heads, model.head_dim)
+        check_sizes(self, "statistics", "layers, heads, channels", "mean", sizes)
+
+    def __call__(self, inputs: Inputs) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
+        assert self.fitted is not None
+        arrays, rows = inputs.fitted[self.fitted.digest], inputs.pos.shape[0]
+        mean, spread = (jnp.repeat(arrays[name][None], rows, 0) for name in ("mean", "covariance"))
+        return mean, spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +47,9 @@ class ExpectedAttention(Word):
     """score[j] = (softmax_j(k_j m / sqrt(H) + k_j' C k_j / 2H) + epsilon) ||v_j|| (arXiv:2510.00636).
 
     Future queries are taken as Gaussian. Before rotation, their mean and covariance are those of the prompt's
-    queries without the first `sinks`; m and C are both after the average rotation of the next `future`
-    positions. The softmax runs over the slots that are no sinks, and the heads of a group are averaged.
+    queries without the first `sinks`, or, where they were fitted, `statistics`; m and C are both after the
+    average rotation of the next `future` positions. The softmax runs over the slots that are no sinks, and
+    the heads of a group are averaged.
     """
 
     future: int = 512
@@ -29,6 +57,7 @@ class ExpectedAttention(Word):
     covariance: bool = True
     value_norm: bool = True
     epsilon: float = 0.0
+    statistics: QueryStatistics = QueryStatistics()
 
     def __post_init__(self):
         if self.future < 1 or self.sinks < 0 or not 0 <= self.epsilon < float("inf"):
@@ -38,7 +67,9 @@ class ExpectedAttention(Word):
             )
 
     @property
-    def moments(self) -> QueryMoments:
+    def moments(self) -> QueryMoments | QueryStatistics:
+        if self.statistics.fitted is not None:
+            return self.statistics
         return QueryMoments(self.sinks, self.covariance)
 
     @property
@@ -53,7 +84,7 @@ class ExpectedAttention(Word):
         k = view.k.astype(jnp.float32)
         scale = seen.attention.scale
         logit = jnp.einsum("bkgh,bksh->bkgs", mean, k) * scale
-        if cov is not None:
+        if self.covariance:
             # C = R cov R' for the average rotation R, applied to one side and then to the other.
             cov = jnp.swapaxes(turn(jnp.swapaxes(turn(cov), -1, -2)), -1, -2)
             cov = cov.reshape(b, heads, -1, h, h)

@@ -8,7 +8,7 @@ from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Pool, standardised
 from kvjax.keep.budget import Threshold, Uniform
-from kvjax.keep.expected import ExpectedAttention
+from kvjax.keep.expected import ExpectedAttention, QueryStatistics
 from kvjax.keep.filters import Filtered, QueryFilters
 from kvjax.keep.gate import Gated, HiddenGate
 from kvjax.keep.geometry import Capacity, KeyDistinctness, Leverage, LocalNorms
@@ -124,13 +124,16 @@ def expected_attention(
     covariance: bool = True,
     value_norm: bool = True,
     epsilon: Annotated[float, Range(0)] = 0.0,
+    fitted: Fit | None = None,
 ) -> Method:
     """Expected Attention (Devoto et al., 2025, arXiv:2510.00636): the attention future queries will give.
 
     See `ExpectedAttention` for the closed form; the first `sinks` tokens stay. Acts at the end of a prefill,
-    as in kvpress.
+    as in kvpress. Queries are those of the prompt, or of texts: fitted, as `kvjax fit expected-attention`
+    writes it.
     """
-    score = ExpectedAttention(future, sinks, covariance, value_norm, epsilon)
+    statistics = QueryStatistics(as_fitted(fitted))
+    score = ExpectedAttention(future, sinks, covariance, value_norm, epsilon, statistics)
     return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks),)))
 
 

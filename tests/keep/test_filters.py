@@ -1,4 +1,4 @@
-"""Q-Filters: what is fitted is the main direction of a model's queries, in float64 numpy."""
+"""What is fitted to a model's queries: their main direction, mean and covariance, in float64 numpy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +27,15 @@ def test_filters_are_first_singular_vectors_with_the_sign_of_the_mean_query():
             each.append(first * np.sign((q @ first).sum()))
         want = np.reshape(each, (2, 2, 16)).mean(1)
         np.testing.assert_allclose(found[layer], want, atol=1e-4)
+
+
+def test_statistics_are_those_of_all_queries_before_rotation_but_the_first():
+    found = kvjax.fit(model("4/2"), "expected-attention", ROWS, batch=3, sinks=2).arrays
+    prompts = [Prompt(decoder("4/2"), row) for row in ROWS]
+    for layer, head in np.ndindex(2, 4):
+        q = np.concatenate([p.raw_q[layer][head, 2:] for p in prompts])
+        np.testing.assert_allclose(found["mean"][layer, head], q.mean(0), atol=1e-5)
+        np.testing.assert_allclose(found["covariance"][layer, head], np.cov(q.T), atol=1e-5)
 
 
 def test_a_filtered_score_is_the_product_with_the_filter_of_the_head(rng):

@@ -113,6 +113,7 @@ PRESSES = {
     "expected_attention": ea,
     "expected_attention_eps": lambda: ea(epsilon=1e-2),
     "expected_attention_nocov": lambda: ea(covariance=False, value_norm=False),
+    "expected_attention_stats": lambda: ea(fitted=statistics()),
     "keydiff": lambda: kvjax.method("keydiff", budget=0.5),
     "cur": lambda: kvjax.method("curdkv", budget=0.5),
     "cap": lambda: kvjax.method("capkv", budget=0.5),
@@ -133,6 +134,11 @@ def repeat_prefix() -> tuple[int, ...]:
     ids = recorded()["kvzip/x/repeat_ids_0"][0].astype(int)
     assert (ids[-T:] == recorded()["ids"][0]).all()
     return tuple(ids[:-T].tolist())
+
+
+def statistics() -> Fitted:
+    mean, covariance = (recorded()[f"expected_attention_stats/x/{name}"] for name in ("mu", "cov"))
+    return Fitted({"mean": mean, "covariance": covariance}, "QueryStatistics", "")
 
 
 def filters() -> Fitted:
