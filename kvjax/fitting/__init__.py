@@ -17,7 +17,7 @@ from kvjax.fitted import Fitted, fitted_words
 from kvjax.fitting.gates import fit_gate
 from kvjax.fitting.head_gates import fit_head_gates
 from kvjax.fitting.levels import fit_levels
-from kvjax.fitting.profiles import fit_profile
+from kvjax.fitting.profiles import fit_profile, fit_semantic_heads
 from kvjax.fitting.projections import fit_projections
 from kvjax.fitting.queries import fit_filters, fit_statistics
 from kvjax.fitting.residues import fit_residue
@@ -29,6 +29,7 @@ from kvjax.keep.gate import HiddenGate
 from kvjax.keep.profile import Profile
 from kvjax.keep.residue import Residue
 from kvjax.keep.retrieval import HeadGates
+from kvjax.keep.semantic import SemanticHeads
 from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.methods import method as build_method
 from kvjax.methods import takes_budget
@@ -53,6 +54,7 @@ FITS: dict[type, Fitter] = {
     QueryFilters: Fitter(fit_filters),
     QueryStatistics: Fitter(fit_statistics),
     Profile: Fitter(fit_profile, asks=True),
+    SemanticHeads: Fitter(fit_semantic_heads, asks=True),
     HeadGates: Fitter(fit_head_gates, asks=True),
     Residue: Fitter(fit_residue, acts=True),
     ByChannel: Fitter(fit_levels, acts=True),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Pool, stage
 from kvjax.keep.budget import AcrossLayers, Uniform
@@ -12,10 +15,13 @@ from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.probe import ProbeAttention, RepeatContext
 from kvjax.keep.reread import Reread
 from kvjax.keep.score import LastLogits, WindowAttention
+from kvjax.keep.semantic import SemanticAttention, SemanticHeads
 from kvjax.methods.papers import Press, paper
+from kvjax.methods.parameters import Range
 from kvjax.methods.shared import (
     Amount,
     Depth,
+    Fit,
     Kernel,
     Page,
     Seed,
@@ -106,6 +112,32 @@ def kvcrush(budget: Amount, *, share: Share = 0.25, window: Window = 64, kernel:
     chosen one by one; that code chooses pages.
     """
     score = Representatives(window_score(window, kernel, "grouped"), share, window)
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),)))
+
+
+@paper(
+    "CompressKV: Semantic Retrieval Heads Know What Tokens are Not Important Before Generation",
+    arxiv="2508.02401",
+    family="selection-static",
+    exact="deviates",
+)
+def compresskv(
+    budget: Amount,
+    *,
+    fitted: Fit | None = None,
+    heads: Annotated[int, Range(1)] = 4,
+    window: Window = 32,
+    kernel: Kernel = 5,
+) -> Method:
+    """CompressKV (Lin et al., 2025, arXiv:2508.02401): what the heads that find answers attend to.
+
+    A token's score is the attention of the last `window` queries, in sum, smoothed by the mean, and averaged
+    over the `heads` query heads of its layer that attend most to what answers need (`SemanticAttention`); all
+    heads of a layer keep the same tokens, and the window. fitted: how much heads do, as `kvjax fit
+    compresskv` writes it. Deviation: layers have equal budgets; the paper also shares the budget by what
+    eviction changes in each layer's output, measured beforehand.
+    """
+    score = SemanticAttention(SemanticHeads(as_fitted(fitted)), heads, window) >> Pool(kernel, "mean")
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),)))
 
 

@@ -513,6 +513,18 @@ def last_score(prompt, layer):
     return prompt.p[layer][:, -1].reshape(-1, prompt.group, prompt.length).mean(1)
 
 
+SEMANTIC = Fitted(
+    {"attention": np.array([[0.1, 0.7, 0.3, 0.2], [0.4, 0.0, 0.1, 0.9]], np.float32)}, "SemanticHeads", ""
+)
+
+
+def semantic_score(prompt, layer, heads=((1, 2), (0, 3))):
+    """The mean over two query heads, for all KV heads of the layer."""
+    given = prompt.p[layer][list(heads[layer]), -WINDOW:].sum(1).mean(0)
+    given[-WINDOW:] = 0
+    return np.broadcast_to(pool(given, KERNEL, "mean"), (kv_lists(prompt), prompt.length))
+
+
 def ends(first, newest):
     return lambda p: (np.arange(p.length) < first) | (np.arange(p.length) >= p.length - newest)
 
@@ -868,6 +880,10 @@ ROWS = [
     row(
         "nacl", dense(half), hyper=dict(window=WINDOW, share=NACL_SHARE, sinks=1),
         kept=each_layer(nacl_score, ends(1, WINDOW)),
+    ),
+    row(
+        "compresskv", dense(half), hyper=SNAP | dict(heads=2, fitted=SEMANTIC),
+        kept=each_layer(semantic_score, ends(0, WINDOW)),
     ),
     row("kvcrush", dense(half), hyper=SNAP | dict(share=0.5), kept=kvcrush_kept, model="6/3"),
     row(

@@ -38,6 +38,7 @@ WRONG = {
     "blend": (-1, 101.0, math.nan, "x"),
     "tau": (-0.5, 101.0, math.nan),
     "chunk": (0, 1, 2.5, True),
+    "heads": (0, -1, 2.5),
     "keys": (0, -0.5, 1.5, math.nan),
     "tau1": (0, -1.0, 101, math.nan),
     "threshold": (500, -200),
