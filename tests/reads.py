@@ -39,6 +39,20 @@ def sparq(count, *, channels, newest):
     return attends
 
 
+def mustafar(share, newest):
+    """Mustafar (arXiv:2505.22913): of keys and values behind the newest ones, the largest numbers alone."""
+
+    def pruned(x, old):
+        largest = best(np.abs(x), np.full(len(x), int(share * x.shape[-1])))
+        return np.where(largest | ~old[:, None], x, 0)
+
+    def attends(q, k, v, pos, at):
+        old = pos < at.stored - newest
+        return softmax(q @ pruned(k, old).T / np.sqrt(q.shape[-1])) @ pruned(v, old)
+
+    return attends
+
+
 def normals(width, *, planes, tables, seed=0):
     """The hyperplanes [H, L, K] that belong to a seed."""
     drawn = np.random.RandomState([seed, width]).standard_normal((width, tables * planes))

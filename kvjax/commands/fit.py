@@ -13,6 +13,7 @@ EXAMPLE = """examples:
   kvjax fit kvzap --out kvzap.safetensors
   kvjax fit kvzap --model path/to/model --text book.txt --rows 64 --hidden 512 --out kvzap.safetensors
   kvjax fit headkv --tasks get chase --out headkv.safetensors
+  kvjax fit q-filters --text book.txt --out q-filters.safetensors
   kvjax fit palu --text book.txt --out palu.safetensors
   kvjax fit less --budget 0.25 --hidden 64 --out less.safetensors
   kvjax fit kvquant --text book.txt --set bits=4 --out kvquant.safetensors

@@ -1,7 +1,7 @@
 """What scores are made of: their base, and scores made of scores.
 
-`a + b`, `a * b`, `0.1 * a`, `a >> Pool(7)`, `rank(a)` and `stage(a, share, b)` are scores again; they need,
-remember and look at what their parts do.
+`a + b`, `a * b`, `0.1 * a`, `a >> Pool(7)`, `rank(a)`, `standardised(a)` and `stage(a, share, b)` are scores
+again; they need, remember and look at what their parts do.
 """
 
 from __future__ import annotations
@@ -141,6 +141,21 @@ class Ranked(Made):
 
 
 @dataclasses.dataclass(frozen=True)
+class Standardised(Made):
+    """(a[j] - mean) / std over all live slots of a row's layer, as `standardised(a)` makes it."""
+
+    score: Score
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        live = view.pos >= 0
+        score = jnp.where(live, scored(self.score, view, seen), 0.0)
+        count = live.sum((1, 2), keepdims=True).astype(score.dtype)
+        apart = jnp.where(live, score - score.sum((1, 2), keepdims=True) / jnp.maximum(count, 1), 0.0)
+        variance = jnp.square(apart).sum((1, 2), keepdims=True) / jnp.maximum(count - 1, 1)
+        return apart / jnp.maximum(jnp.sqrt(variance), 1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
 class Staged(Made):
     """The best share of a head's budget by `first`, which stays, and `rest` for all others; see `stage`."""
 
@@ -157,6 +172,11 @@ class Staged(Made):
 def rank(score: Score) -> Ranked:
     """A score by place instead of by value, so that scores of different units can be added."""
     return Ranked(score)
+
+
+def standardised(score: Score) -> Standardised:
+    """A score with mean 0 and variance 1 in every layer, so that scores of different units can be added."""
+    return Standardised(score)
 
 
 def stage(first: Score, share: float, rest: Score) -> Staged:

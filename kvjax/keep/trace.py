@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -11,11 +12,19 @@ from kvjax.keep.observe import Mass
 from kvjax.protocols import Inputs, Observation, Seen
 
 
+class Joining(Observation, Protocol):
+    """An observation of every slot, of which that of earlier and of new queries makes one number."""
+
+    def join(
+        self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]
+    ) -> Float[Array, "*lists S"]: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """The attention that a slot has received since its token came: `mass`, over all queries since then."""
+    """What a slot has received since its token came: `mass`, over all queries since then."""
 
-    mass: Mass = Mass()
+    mass: Joining = Mass()
 
     @property
     def needs(self) -> frozenset[Observation]:

@@ -6,13 +6,26 @@ from typing import Annotated
 
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Pool
-from kvjax.keep.budget import Pyramid
-from kvjax.keep.patterns import Recent
+from kvjax.keep.budget import Pyramid, Threshold
+from kvjax.keep.composite import Agreed, Composite
+from kvjax.keep.lazy import Lookback
+from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.preference import ByAttention
+from kvjax.keep.probe import ProbeAttention, RepeatContext
 from kvjax.keep.score import MeanAndVariance
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Kernel, Page, Variant, Window, per_query_head, window_score
+from kvjax.methods.shared import (
+    Amount,
+    Kernel,
+    Page,
+    Ratio,
+    Tokens,
+    Variant,
+    Window,
+    per_query_head,
+    window_score,
+)
 
 
 @paper(
@@ -81,3 +94,52 @@ def cake(
         page=page,
     )
     return Method(keep)
+
+
+@paper(
+    "KVCompose: Efficient Structured KV Cache Compression with Composite Tokens",
+    arxiv="2509.05165",
+    family="budget-layer",
+    exact="deviates",
+    kvpress=Press("KVComposePress", same="no: there, a group's heads are averaged"),
+)
+def kvcompose(budget: Amount, *, page: Page = 128) -> Method:
+    """KVCompose (Akulov et al., 2025, arXiv:2509.05165): heads choose alone, and layers by what heads chose.
+
+    The prompt is read a second time over the full cache; a slot's score is the largest attention it receives,
+    plus the mean of that over the layer's heads (`Agreed`). Every head ranks its slots; the r-th ones of a
+    layer's heads make a composite token, and the best composite tokens of the stack stay (`Composite`), so
+    that the heads of a layer keep as many. Deviation: the largest attention is that over all query heads of a
+    group, of which the authors' code takes the mean.
+    """
+    probe = RepeatContext(())
+    score = Agreed(ProbeAttention(probe))
+    return Method(Keep(score, Budget(budget), Composite(), probe=probe, page=page))
+
+
+@paper(
+    "SimLayerKV: A Simple Framework for Layer-Level KV Cache Reduction",
+    arxiv="2410.13846",
+    family="budget-layer",
+    exact="deviates",
+    kvpress=Press("SimLayerKVPress", same="no: there, what the last token gives to itself is not counted"),
+)
+def simlayerkv(
+    *,
+    threshold: Ratio = 0.9,
+    last: Window = 1,
+    sinks: Tokens = 4,
+    window: Window = 1024,
+    page: Page = 128,
+) -> Method:
+    """SimLayerKV (Zhang et al., 2024, arXiv:2410.13846): lazy layers keep the ends of a prompt, others all.
+
+    A layer is lazy where the last `last` queries give more than `threshold` of their attention, on average
+    over heads, to the first `sinks` and the newest `window` tokens; then these stay alone. How many slots
+    that leaves follows from the text. Deviation: the paper also has a form that asks the first token that is
+    written; here the prompt's own last tokens are asked.
+    """
+    # What does not go to the ends goes to what lies between them.
+    score = Lookback(last, sinks, window)
+    protect = (Sink(sinks), Recent(window))
+    return Method(Keep(score, Budget(1.0), Threshold(1 - threshold), protect, page=page))

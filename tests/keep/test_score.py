@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.keep.algebra import Pool
+from kvjax.keep.geometry import KeyDistinctness
 from kvjax.keep.observe import Mass, Queries
 from kvjax.keep.score import AccumulatedAttention, KeyNorm, Position, Uniformly, WindowAttention
 from kvjax.keep.trace import Received
@@ -22,13 +23,17 @@ def f32(x):
     return jnp.asarray(x, jnp.float32)
 
 
-@pytest.fixture
-def view(rng):
+def slots(rng):
     """Slots in position order, as after a prompt: the second row is shorter and ends in empty slots."""
     pos = np.where(np.arange(S) < LENGTH[:, None, None], np.arange(S), -1)
     pos = np.broadcast_to(pos, (B, K, S)).astype(np.int32)
     k, v = rng.normal(size=(2, B, K, S, H))
     return View(f32(k), f32(v), jnp.asarray(pos), f32(rng.normal(size=pos.shape)), {})
+
+
+@pytest.fixture
+def view(rng):
+    return slots(rng)
 
 
 def seen_by(observed=None, mass=None, layer=1, softcap=CAP, length=LENGTH):
@@ -107,6 +112,14 @@ def test_accumulated_attention_is_the_remembered_mass(rng, view):
 def test_key_norm_prefers_small_keys_and_position_prefers_new_ones(view):
     check(KeyNorm()(view, seen_by()), -np.sqrt((np.asarray(view.k, np.float64) ** 2).sum(-1)), view)
     check(Position()(view, seen_by()), np.asarray(view.pos, np.float64), view)
+
+
+def test_key_distinctness_is_minus_the_cosine_to_the_mean_unit_key(view):
+    k, live = np.asarray(view.k, np.float64), np.asarray(view.pos) >= 0
+    unit = k / np.linalg.norm(k, axis=-1, keepdims=True)
+    mean = np.mean(unit, 2, where=live[..., None], keepdims=True)
+    cosine = (unit * mean).sum(-1) / np.linalg.norm(mean, axis=-1)
+    check(KeyDistinctness()(view, seen_by()), -cosine, view)
 
 
 def test_random_scores_depend_on_seed_layer_head_and_position_alone(rng, view):

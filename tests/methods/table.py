@@ -277,6 +277,12 @@ def magicpig_bytes(s: Sizes) -> int:
     return split(everything, 1, 4, lambda s: 4, plain)(s) + centres
 
 
+def mustafar_bytes(s: Sizes) -> int:
+    """Behind 4 whole tokens and one more, half of a slot's numbers, a bit for each, and its position."""
+    slot = lambda s: 2 * (s.h // 2 * 4 + -(-s.h // 32) * 4) + 4  # noqa: E731
+    return split(everything, 1, 4, lambda s: 0, slot)(s)
+
+
 # --- kept sets -----------------------------------------------------------------------------------------
 
 
@@ -428,6 +434,140 @@ def expected_score(prompt, layer, sinks=4, future=64):
     return np.stack(found)
 
 
+def keydiff_score(prompt, layer):
+    unit = prompt.k[layer] / np.linalg.norm(prompt.k[layer], axis=-1, keepdims=True)
+    return -np.einsum("kth,kh->kt", unit, unit.mean(1))
+
+
+CUR_WINDOW = 5
+
+
+def curdkv_score(prompt, layer):
+    """The product of the shares that a key and a value have of the squared lengths in their window."""
+    score = np.ones((kv_lists(prompt), prompt.length))
+    for at in range(0, prompt.length, CUR_WINDOW):
+        here = slice(at, at + CUR_WINDOW)
+        for x in (prompt.k[layer], prompt.v[layer]):
+            squares = (x[:, here] ** 2).sum(-1)
+            score[:, here] *= squares / squares.sum(-1, keepdims=True)
+    return score
+
+
+COMPACT = dict(chunk=6, rank=5, sinks=2, newest=3)
+
+
+def leverage(x, ridge, weights=None):
+    """The diagonal of X (X' W X + ridge I)^-1 X' for rows x [T, R]."""
+    weighed = x if weights is None else x * weights[:, None]
+    return np.diag(x @ np.linalg.inv(weighed.T @ x + ridge * np.eye(x.shape[-1])) @ x.T)
+
+
+def non_causal(prompt, layer, chunk):
+    """What the tokens of each chunk give each other without 1 / sqrt(H), times the lengths of values."""
+    found = np.zeros((kv_lists(prompt), prompt.length))
+    for at in range(0, prompt.length, chunk):
+        here = slice(at, at + chunk)
+        for head, q in enumerate(prompt.q[layer]):
+            k = prompt.k[layer][head // prompt.group, here]
+            found[head // prompt.group, here] += softmax(q[here] @ k.T).sum(0) / prompt.group
+    return found * np.linalg.norm(prompt.v[layer], axis=-1)
+
+
+def compactor_score(prompt, layer):
+    h, z = prompt.k[layer].shape[-1], lambda x: (x - x.mean()) / x.std(ddof=1)
+    phi = np.asarray(jax.random.normal(jax.random.key(0), (h, COMPACT["rank"]))) / np.sqrt(COMPACT["rank"])
+    outlying = np.stack([leverage((k - k.mean(0)) @ phi, 1e-2) for k in prompt.raw_k[layer]])
+    return 0.5 * z(outlying) + z(pool(non_causal(prompt, layer, COMPACT["chunk"]), 3, "mean"))
+
+
+def compactor_protects(prompt):
+    at = np.arange(prompt.length)
+    return (at < COMPACT["sinks"]) | (at >= prompt.length - COMPACT["newest"])
+
+
+def capkv_score(prompt, layer, tau=5.0, sinks=4, future=64):
+    """w v' (I + sum w v v')^-1 v by the cosine of keys and a mean query in the average rotation to come."""
+    theta, h = prompt.decoder.config.rope.theta, prompt.k[layer].shape[-1]
+    turn = np.mean([rope(np.eye(h), np.full(h, prompt.length + i), theta) for i in range(future)], 0)
+    score = np.zeros((kv_lists(prompt), prompt.length))
+    for head, q in enumerate(prompt.raw_q[layer][:, sinks:]):
+        k, v = (x[layer][head // prompt.group, sinks:] for x in (prompt.k, prompt.v))
+        mean = q.mean(0) @ turn
+        cosine = k @ mean / np.linalg.norm(k, axis=-1) / np.linalg.norm(mean)
+        w = np.exp(tau * (cosine - cosine.max()))
+        score[head // prompt.group, sinks:] += w * leverage(v, 1.0, w + 1e-6) / prompt.group
+    return score
+
+
+FILTERS = Fitted(
+    {"filters": np.random.default_rng(5).normal(size=(2, 2, 16)).astype(np.float32)}, "QueryFilters", ""
+)
+
+
+def filtered_score(prompt, layer):
+    return np.einsum("kth,kh->kt", prompt.k[layer], FILTERS.arrays["filters"][layer].astype(float))
+
+
+def last_score(prompt, layer):
+    """What the newest query gives, the mean over a group; its own token stays anyway."""
+    return prompt.p[layer][:, -1].reshape(-1, prompt.group, prompt.length).mean(1)
+
+
+SEMANTIC = Fitted(
+    {"attention": np.array([[0.1, 0.7, 0.3, 0.2], [0.4, 0.0, 0.1, 0.9]], np.float32)}, "SemanticHeads", ""
+)
+
+
+def semantic_score(prompt, layer, heads=((1, 2), (0, 3))):
+    """The mean over two query heads, for all KV heads of the layer."""
+    given = prompt.p[layer][list(heads[layer]), -WINDOW:].sum(1).mean(0)
+    given[-WINDOW:] = 0
+    return np.broadcast_to(pool(given, KERNEL, "mean"), (kv_lists(prompt), prompt.length))
+
+
+def ends(first, newest):
+    return lambda p: (np.arange(p.length) < first) | (np.arange(p.length) >= p.length - newest)
+
+
+NACL_SHARE = 0.5
+
+
+def nacl_score(prompt, layer):
+    """The best by attention, then draws: a token is drawn where score + Gumbel noise is largest."""
+    proxies = prompt.p[layer][:, -WINDOW:].sum(1).reshape(-1, prompt.group, prompt.length).mean(1)
+    proxies[:, -WINDOW:] = 0
+    first = best(proxies, np.full(len(proxies), int(count(prompt.length) * NACL_SHARE)))
+    return np.where(first, np.inf, proxies - np.log(-np.log(random_score(prompt, layer).astype(float))))
+
+
+def kvcrush_kept(prompt, share=0.5):
+    """The best n - r of a head, and evenly spaced ones of its others by the bits of all heads."""
+    found, n = [], count(prompt.length)
+    r = min(int(share * n), n - WINDOW)
+    for i in range(len(prompt.p)):
+        score = snap()(prompt, i)
+        bits = best(score, np.full(len(score), n))
+        distance = (bits != (np.arange(len(score)) % 2)[:, None]).sum(0)
+        kept = best(score, np.full(len(score), n - r))
+        for head in kept:
+            others = np.flatnonzero(~head)
+            others = others[np.argsort(distance[others], kind="stable")]
+            head[others[:: len(others) // r][:r]] = True
+        found.append(kept)
+    return found
+
+
+LAZY = dict(threshold=0.19, last=3, sinks=2, window=WINDOW)
+
+
+def simlayer_kept(prompt):
+    """Layers whose last queries look at the ends keep these alone."""
+    near = ends(LAZY["sinks"], WINDOW)(prompt)
+    lazy = [p[:, -LAZY["last"] :, near].sum(-1).mean() > LAZY["threshold"] for p in prompt.p]
+    whole = np.ones_like(near)
+    return [np.tile(near if is_lazy else whole, (kv_lists(prompt), 1)) for is_lazy in lazy]
+
+
 def snap(per_query_head=False, **kind):
     return lambda p, i: window_score(p, i, WINDOW, KERNEL, per_query_head=per_query_head, **kind)
 
@@ -570,6 +710,18 @@ def kvzip_kept(prompt):
     return list(best(flat.reshape(1, -1), [len(flat) * count(t)]).reshape(scores.shape))
 
 
+def kvcompose_kept(prompt):
+    """Heads rank what the prompt, read once more, attends to; composite tokens say how many of them stay."""
+    again, t = Prompt(prompt.decoder, [*prompt.tokens] * 2), prompt.length
+    scores = np.stack([p[:, t:, :t].reshape(-1, prompt.group, t, t).max((1, 2)) for p in again.p])
+    scores += scores.mean(1, keepdims=True)
+    composite = -np.sort(-scores, -1).mean(1)
+    composite[0] = composite.max(0)
+    composite[:, 0] = np.inf
+    counts = flat_counts(composite, len(composite) * count(t))
+    return [best(s, np.full(len(s), c)) for s, c in zip(scores, counts, strict=True)]
+
+
 def gems(prompt):
     """The tokens of the largest logits of the last query at layer 0, over all heads, in their order."""
     keys = np.repeat(prompt.k[0], prompt.group, 0)
@@ -710,6 +862,34 @@ ROWS = [
         "expected-attention", dense(half), hyper=dict(future=64),
         kept=each_layer(expected_score, sinks),
     ),
+    row("keydiff", dense(half), kept=each_layer(keydiff_score)),
+    row("curdkv", dense(half), hyper=dict(window=CUR_WINDOW), kept=each_layer(curdkv_score, sinks)),
+    row(
+        "compactor", dense(half, extra=4), hyper=COMPACT,
+        kept=each_layer(compactor_score, compactor_protects),
+    ),
+    row("capkv", dense(half), hyper=dict(future=64), kept=each_layer(capkv_score, sinks)),
+    row(
+        "q-filters", dense(half), hyper=dict(fitted=FILTERS, newest=3),
+        kept=each_layer(filtered_score, ends(0, 3)),
+    ),
+    row(
+        "sage-kv", dense(half), hyper=dict(sinks=1, window=WINDOW),
+        kept=each_layer(last_score, ends(1, WINDOW)),
+    ),
+    row(
+        "nacl", dense(half), hyper=dict(window=WINDOW, share=NACL_SHARE, sinks=1),
+        kept=each_layer(nacl_score, ends(1, WINDOW)),
+    ),
+    row(
+        "compresskv", dense(half), hyper=SNAP | dict(heads=2, fitted=SEMANTIC),
+        kept=each_layer(semantic_score, ends(0, WINDOW)),
+    ),
+    row("kvcrush", dense(half), hyper=SNAP | dict(share=0.5), kept=kvcrush_kept, model="6/3"),
+    row(
+        "simlayerkv", paged(lambda s, i: s.k * s.tokens), hyper=LAZY | dict(page=PAGE), kept=simlayer_kept,
+        model="deep", counted=True,
+    ),
     row(
         "lagkv", dense(lambda s: half_and_one(s) - 1 + LAG.lag, extra=4),
         hyper=dict(lag=LAG.lag, sinks=LAG.sinks), kept=LAG.kept, victim=LAG.victims, leave=LAG.leave,
@@ -717,6 +897,10 @@ ROWS = [
     row(
         "kvzip", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
         hyper=dict(page=PAGE, prefix=PREFIX), kept=kvzip_kept,
+    ),
+    row(
+        "kvcompose", paged(lambda s, i: s.k * count(s.tokens), one_pool=True), hyper=dict(page=PAGE),
+        kept=kvcompose_kept, model="deep",
     ),
     row("keepkv", dense(half_and_one, extra=8), kept=each_layer(received, recent_half), error=None),
     row(
@@ -739,6 +923,10 @@ ROWS = [
         "minicache", minicache_bytes(lambda s: 4 * s.h), hyper=dict(MINI, most=MINI_MOST), model="deep",
         moves=False, stacks=False,
         stored=stacks.minicache(1, **MINI, most=lambda length: max(1, int(MINI_MOST * length))),
+    ),
+    row(
+        "mustafar", mustafar_bytes, hyper=dict(residual=4), moves=False,
+        whole=(("mustafar", dict(keys=1.0, values=1.0)),), attends=reads.mustafar(0.5, 4),
     ),
     row("int8", dense(everything, slot=coded(8)), error=0.02),
     row("int4", dense(everything, slot=coded(4, 2)), hyper=dict(group=8), error=0.3),
