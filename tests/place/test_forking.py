@@ -134,7 +134,7 @@ def test_copies_of_copies_share_what_each_of_them_had(name, models, rng):
     same_positions(*stepped(m, (twice, again), rng.integers(0, CONFIG.vocab, (8, 2), dtype=np.int32)))
 
 
-@pytest.mark.parametrize("name", sweep(TABLE, "mla"))
+@pytest.mark.parametrize("name", sweep(TABLE))
 def test_layers_of_every_architecture_read_what_is_in_common(name):
     m, tokens = small(name), np.repeat(TEXTS[:2], 2, 0)
     _, cache = kvjax.prefill(m, TEXTS[:2, :9], room=8)
@@ -298,6 +298,7 @@ def test_drafts_are_verified_and_taken_back_over_a_common_past(both, model):
     stepped(model, (plain, shared), np.ones((4, 2), np.int32))
 
 
+@pytest.mark.rotating
 def test_a_row_goes_back_to_the_prefix_for_another_request(model, rng):
     prefix = kvjax.prefill(model, PROMPT[:1], room=0)[1]
     _, cache = kvjax.prefill(model, [[1, 2], [3, 4], [5, 6]], cache=fork(prefix, 3, room=16), room=8)
