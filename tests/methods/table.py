@@ -19,7 +19,7 @@ from kvjax.fitted import Fitted
 from kvjax.grammar import Method
 from kvjax.methods import takes_budget
 from kvjax.ops.base.rope import Rope
-from tests import merges, reads, stacks
+from tests import dynamic, merges, reads, stacks
 from tests.reference import (
     Lag,
     Prompt,
@@ -293,6 +293,11 @@ def each_layer(score, protect=lambda prompt: np.zeros(prompt.length, bool), skip
         return found
 
     return kept
+
+
+def chooses(rule, due=1):
+    """What a prompt and steps leave where `rule` (`tests.dynamic`) scores the slots of a list."""
+    return dict(kept=dynamic.kept(count, rule), victim=dynamic.victims(count, rule, THETA, due))
 
 
 def kv_lists(prompt):
@@ -643,6 +648,19 @@ ROWS = [
             lambda p: (np.arange(p.length) < 2) | recent_half(p),
         ),
         victim=h2o_victim(count, key=valued_mass, sinks=2),
+    ),
+    row(
+        "morphkv", lambda s: dense(half_and_one)(s) + queries_of(WINDOW)(s), hyper=dict(window=WINDOW),
+        **chooses(dynamic.morphkv(WINDOW, "sum")),
+    ),
+    row(
+        "roco", dense(half_and_one, extra=8), hyper=dict(newest=2, steady=0.4),
+        **chooses(dynamic.roco(2, 0.4)),
+    ),
+    row(
+        "corm", lambda s: dense(half_and_one)(s) + queries_of(WINDOW)(s),
+        hyper=dict(window=WINDOW, newest=3, threshold=2.5), whole=dict(threshold=0), counted=True,
+        **chooses(dynamic.corm(WINDOW, 3, 2.5)),
     ),
     row("criticalkv", dense(half), hyper=SNAP, kept=each_layer(critical_score)),
     chained(

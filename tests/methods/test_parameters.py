@@ -42,6 +42,7 @@ WRONG = {
     "epsilon": (math.nan, -1.0),
     "bits": (5, 0, 2.0, True),
     "variant": ("mine", 1),
+    "fusion": ("mean", 1, None),
     "kind": ("e3m4",),
     "clip": (0, -0.5, 1.5, math.nan, True, None),
     "ranks": ("mine", 1),

@@ -1,0 +1,124 @@
+"""Methods that choose anew after every token, in float64 over explicit slots (see `tests.reference.Row`).
+
+A rule gives the scores of the slots of one list: it sees their positions, rotated keys, values, the rotated
+queries of all tokens so far, and what the slots have received.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.reference import best, rope, softmax
+
+
+class Held(NamedTuple):
+    """A list's slots, in position order.
+
+    pos [S]; k, v [S, H], keys rotated; q [G, T, H], all queries; mass, squares [S]: sums of p and of p^2 over
+    the heads of a group and all queries since the slot came. n: slots that stay. layer: of the list.
+    """
+
+    pos: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    q: np.ndarray
+    mass: np.ndarray
+    squares: np.ndarray
+    n: int
+    layer: int
+
+    @property
+    def length(self):
+        return self.q.shape[1]
+
+
+def probabilities(held, last):
+    """p [G, last, S] of the newest queries over the slots that they may see, and their positions."""
+    at = np.arange(max(held.length - last, 0), held.length)
+    s = held.q[:, at] @ held.k.T / np.sqrt(held.k.shape[-1])
+    return softmax(np.where(held.pos[None] > at[:, None], -np.inf, s)), at
+
+
+def kept(count, rule):
+    """Of a prompt, per layer, the slots that stay: the best by rule(held), but those of -inf."""
+
+    def of(prompt):
+        found = []
+        for i, k in enumerate(prompt.k):
+            p = prompt.p[i].reshape(len(k), -1, prompt.length, prompt.length)
+            lists = []
+            for head, q in enumerate(prompt.q[i].reshape(len(k), -1, *prompt.q[i].shape[1:])):
+                held = Held(
+                    np.arange(prompt.length), k[head], prompt.v[i][head], q,
+                    p[head].sum((0, 1)), (p[head] ** 2).sum((0, 1)), count(prompt.length), i,
+                )  # fmt: skip
+                score = rule(held)
+                lists.append(best(score, held.n) & (score > -np.inf))
+            found.append(np.stack(lists))
+        return found
+
+    return of
+
+
+def victims(count, rule, theta, due=1):
+    """Lists that hold `due` slots more than stay give them up, and at all times those of score -inf."""
+
+    def victim(lists, length, queries):
+        out = []
+        for slots, q in zip(lists, queries.reshape(len(lists), -1, *queries.shape[1:]), strict=True):
+            order = np.argsort([s["pos"] for s in slots])
+            each = [slots[i] for i in order]
+            pos = np.array([s["pos"] for s in each])
+            held = Held(
+                pos, rope(np.stack([s["k"] for s in each]), pos, theta), np.stack([s["v"] for s in each]), q,
+                *(np.array([s[name] for s in each]) for name in ("mass", "squares")),
+                count(length), each[0]["layer"],
+            )  # fmt: skip
+            score = rule(held)
+            stays = best(score, held.n) if len(slots) >= held.n + due else np.ones(len(slots), bool)
+            out.append(order[~stays | (score == -np.inf)])
+        return out
+
+    return victim
+
+
+def morphkv(window, fusion):
+    """What the window gives older tokens, by logits that are summed over a group."""
+
+    def rule(held):
+        at, older = np.arange(held.length)[-window:], held.pos < held.length - window
+        s = (held.q[:, at] @ held.k.T / np.sqrt(held.k.shape[-1])).sum(0)
+        score = np.full(len(held.pos), np.inf)
+        if older.any():
+            score[older] = getattr(softmax(s[:, older]), fusion)(0)
+        return score
+
+    return rule
+
+
+def roco(newest, steady):
+    """Mean attention; infinite for the newest tokens and those of the largest deviation."""
+
+    def rule(held):
+        queries = (held.length - held.pos) * len(held.q)
+        mean, square = held.mass / queries, held.squares / queries
+        deviation = np.sqrt(np.maximum(square - mean**2, 0))
+        deviation[held.pos >= held.length - newest] = np.inf
+        stays = best(deviation, int(held.n * steady)) | (held.pos >= held.length - newest)
+        return np.where(stays, np.inf, mean)
+
+    return rule
+
+
+def corm(window, recent, threshold=1.0):
+    """Slots to which none of the window's queries gives an even share leave, however many there are."""
+
+    def rule(held):
+        p, at = probabilities(held, window)
+        share = (p * (at + 1)[:, None]).max((0, 1))
+        share[held.pos >= held.length - recent] = np.inf
+        return np.where(best(share, held.n) & (share >= threshold), share, -np.inf)
+
+    return rule
