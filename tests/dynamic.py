@@ -122,3 +122,50 @@ def corm(window, recent, threshold=1.0):
         return np.where(best(share, held.n) & (share >= threshold), share, -np.inf)
 
     return rule
+
+
+def hashevict(bits, sinks, recent, seed=0):
+    """Minus the number of bits in which a key's code differs from those of a group's newest queries."""
+
+    def rule(held):
+        planes = np.random.RandomState([seed, held.k.shape[-1]]).standard_normal((held.k.shape[-1], bits))
+        differs = (held.k @ planes > 0)[None] != (held.q[:, -1] @ planes > 0)[:, None]
+        stays = (held.pos < sinks) | (held.pos >= held.length - recent)
+        return np.where(stays, np.inf, -differs.sum((0, 2)).astype(float))
+
+    return rule
+
+
+def pagedeviction_kept(count, page):
+    """Of a prompt, the tokens of the largest ||v|| / ||k|| in every head beside the newest page."""
+
+    def rule(held):
+        ratio = np.linalg.norm(held.v, axis=-1) / np.linalg.norm(held.k, axis=-1)
+        # Equal tokens have equal norms, whatever their rotation.
+        return np.where(held.pos >= held.length - page, np.inf, ratio.round(9))
+
+    return kept(count, rule)
+
+
+def pagedeviction_victims(count, page):
+    """The full page that leaves a layer's heads: of the lowest mean, without one of the newest tokens."""
+
+    def victim(lists, length, queries):
+        if len(lists[0]) < count(length) + page:
+            return [None] * len(lists)
+        orders = [np.argsort([s["pos"] for s in slots]) for slots in lists]
+        norm = np.linalg.norm
+        ratio = np.array([
+            [norm(slots[i]["v"]) / norm(slots[i]["k"]) for i in order]
+            for slots, order in zip(lists, orders, strict=True)
+        ])  # fmt: skip
+        pos = np.array([[s["pos"] for s in slots] for slots in lists])
+        able = {}
+        for at in range(0, len(lists[0]) - page + 1, page):
+            held = [pos[i][order[at : at + page]] for i, order in enumerate(orders)]
+            if np.max(held) < length - page:
+                able[at] = ratio[:, at : at + page].mean()
+        worst = min(able, key=able.get)
+        return [order[worst : worst + page] for order in orders]
+
+    return victim

@@ -171,6 +171,11 @@ def half_and_one(s: Sizes) -> int:
     return count(s.tokens + s.room) + 1
 
 
+def due_by_2(s: Sizes) -> int:
+    """The budget of all that may come, and two tokens more, which are then given up."""
+    return count(s.tokens + s.room) + 2
+
+
 def queries_of(window):
     """Bytes of the last queries that rows carry in every layer, with their positions."""
     return lambda s: s.layers * s.b * window * (s.n * s.h + 1) * 4
@@ -633,6 +638,14 @@ ROWS = [
         victim=sink_victim(count), phase="rank",
     ),
     row(
+        "hashevict", dense(half_and_one), hyper=dict(planes=12, sinks=2, newest=2),
+        **chooses(dynamic.hashevict(12, 2, 2)),
+    ),
+    row(
+        "pagedeviction", dense(due_by_2), hyper=dict(page=2),
+        kept=dynamic.pagedeviction_kept(count, 2), victim=dynamic.pagedeviction_victims(count, 2),
+    ),
+    row(
         "l2compress", lambda s: dense(half)(s) + 2 * s.b * s.k * (everything(s) - half(s)) * plain(s),
         hyper=dict(skip_layers=2), kept=each_layer(norm_score, skip=2), model="deep",
     ),
@@ -676,7 +689,7 @@ ROWS = [
         victim=kvzap_leaves, counted=True,
     ),
     row(
-        "r-kv", lambda s: dense(lambda s: half_and_one(s) - 1 + 2)(s) + queries_of(WINDOW)(s),
+        "r-kv", lambda s: dense(due_by_2)(s) + queries_of(WINDOW)(s),
         hyper=SNAP | dict(buffer=2), kept=rkv_kept(count, **SNAP),
         victim=rkv_victims(count, 2, THETA, **SNAP),
     ),
