@@ -169,3 +169,53 @@ def pagedeviction_victims(count, page):
         return [order[worst : worst + page] for order in orders]
 
     return victim
+
+
+class Buzz:
+    """BUZZ over explicit slots, which note that they are samples."""
+
+    def __init__(self, count, *, stride, sinks, recent):
+        self.count, self.stride, self.sinks, self.recent = count, stride, sinks, recent
+        self.hyper = dict(stride=stride, sinks=sinks, recent=recent)
+
+    def leaving(self, slots, length):
+        """The numbers of slots that leave; samples among those that stay are noted."""
+        n = self.count(length)
+        window = int(n * self.recent)
+        order = sorted(range(len(slots)), key=lambda i: slots[i]["pos"])
+        between = [i for i in order if self.sinks <= slots[i]["pos"] < length - window]
+        if len(between) > n - self.sinks - window:
+            old = [i for i in between if slots[i].get("sample")]
+            new = [i for i in between if not slots[i].get("sample")]
+            stays = old[:: -(-self.stride // 2)]
+            for at in range(0, len(new), self.stride):
+                stays.append(max(new[at : at + self.stride], key=lambda i: slots[i]["mass"]))
+            for i in stays:
+                slots[i]["sample"] = True
+            # What still does not fit: the least attention, the newer of equal ones.
+            stays.sort(key=lambda i: (-slots[i]["mass"], slots[i]["pos"]))
+            between = set(between) - set(stays[: n - self.sinks - window])
+        else:
+            between = ()
+        return sorted(between)
+
+    def kept(self, prompt):
+        found = []
+        for i in range(len(prompt.k)):
+            mass = prompt.p[i].reshape(len(prompt.k[i]), -1, prompt.length).sum(1)
+            found.append(np.ones(mass.shape, bool))
+            for keep, each in zip(found[-1], mass, strict=True):
+                slots = [dict(pos=j, mass=m) for j, m in enumerate(each)]
+                keep[self.leaving(slots, prompt.length)] = False
+        return found
+
+    def leave(self, memory, lists, gone):
+        """The samples of a prompt, which `kept` has chosen among other slots."""
+        if "read" not in memory:
+            for slots in lists:
+                self.leaving(slots, 1 + max(s["pos"] for s in slots))
+        memory["read"] = True
+
+    def victims(self, lists, length, queries):
+        full = lambda slots: len(slots) >= self.count(length) + 2  # noqa: E731
+        return [self.leaving(slots, length) if full(slots) else None for slots in lists]

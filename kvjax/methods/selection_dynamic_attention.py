@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Pool, stage
+from kvjax.keep.beehive import Samples
 from kvjax.keep.budget import Uniform, UpTo
 from kvjax.keep.deviation import AttentionDeviation
 from kvjax.keep.patterns import Recent, Sink
@@ -162,3 +163,29 @@ def corm(
     """
     keep = Keep(Votes(window, newest), Budget(budget), UpTo(threshold), (Recent(newest),), when=STEP)
     return Method(keep)
+
+
+@paper(
+    "BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters for Efficient LLM Inference",
+    arxiv="2410.23079",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def buzz(
+    budget: Amount,
+    *,
+    stride: Annotated[int, Range(2)] = 5,
+    sinks: Tokens = 4,
+    recent: Share = 0.3,
+) -> Method:
+    """BUZZ (Zhao et al., 2024, arXiv:2410.23079), section 3: samples of the past at nearly equal distances.
+
+    The first `sinks` tokens and a share `recent` of the budget, the newest tokens, stay. When those between
+    them no longer fit, one of every `stride` that the window has left since stays, the one of the most
+    accumulated attention, and every ceil(stride / 2)-th of the older samples (`Sampled`). So a list shrinks
+    below its budget and grows again. Deviations: where a long prompt's samples are more than fit, those of
+    the least attention leave, too; slots are sampled with two tokens too many instead of one; keys keep the
+    rotation of their positions, where the authors' code counts positions in the cache.
+    """
+    score = Samples(stride, sinks, recent)
+    return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks), Recent(recent)), when=Every(2)))

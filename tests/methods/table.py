@@ -625,6 +625,7 @@ def windowed(kept, windows):
 
 
 WINDOWS = (6, None, 6)
+BUZZ = dynamic.Buzz(count, stride=3, sinks=2, recent=0.25)
 LAG = Lag(count, THETA, lag=2, sinks=2)
 
 ROWS = [
@@ -674,6 +675,10 @@ ROWS = [
         "corm", lambda s: dense(half_and_one)(s) + queries_of(WINDOW)(s),
         hyper=dict(window=WINDOW, newest=3, threshold=2.5), whole=dict(threshold=0), counted=True,
         **chooses(dynamic.corm(WINDOW, 3, 2.5)),
+    ),
+    row(
+        "buzz", dense(due_by_2, extra=8), hyper=BUZZ.hyper,
+        kept=BUZZ.kept, victim=BUZZ.victims, leave=BUZZ.leave, counted=True,
     ),
     row("criticalkv", dense(half), hyper=SNAP, kept=each_layer(critical_score)),
     chained(
