@@ -19,7 +19,8 @@ from kvjax.fitted import Fitted
 from kvjax.grammar import Method
 from kvjax.methods import takes_budget
 from kvjax.ops.base.rope import Rope
-from tests import dynamic, merges, reads, stacks
+from tests import dynamic, layers, merges, reads, stacks
+from tests.layers import shared_out
 from tests.reference import (
     Lag,
     Prompt,
@@ -499,15 +500,6 @@ def cake_counts(prompt, tau1, tau2):
     return shared_out(prefer, total, most) + WINDOW
 
 
-def shared_out(prefer, total, most):
-    """Proportional shares, rounded down; then one slot more for each in turn, as long as any are left."""
-    counts = np.minimum(np.floor(prefer / prefer.sum() * total), most).astype(int)
-    while counts.sum() < total and (counts < most).any():
-        for i in np.flatnonzero(counts < most)[: total - counts.sum()]:
-            counts[i] += 1
-    return counts
-
-
 def cake_kept(prompt):
     counts = cake_counts(prompt, **CAKE)
     scores = [cake_score(prompt, i) for i in range(len(counts))]
@@ -515,6 +507,9 @@ def cake_kept(prompt):
 
 
 CAKE = dict(tau1=1.6, tau2=0.6)
+ZIGZAG = dict(mass=0.7, least=0.4)
+PREFIXES = dict(sinks=2, newest=2)
+LAZY = dict(threshold=0.32, sinks=2, window=6, last=5)
 
 
 PROFILE = Fitted({"importance": np.array([[0.1, 0.7], [0.0, 0.4]], np.float32)}, "Profile", "")
@@ -722,6 +717,24 @@ ROWS = [
     row(
         "cake", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
         hyper=SNAP | CAKE | dict(page=PAGE), kept=cake_kept, model="deep",
+    ),
+    row(
+        "zigzagkv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True), model="deep",
+        hyper=SNAP | ZIGZAG | dict(page=PAGE), kept=layers.zigzagkv(count, **SNAP, **ZIGZAG),
+    ),
+    row(
+        "dynamickv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True), model="deep",
+        hyper=SNAP | dict(most=1.2, page=PAGE), kept=layers.dynamickv(count, **SNAP, most=1.2),
+    ),
+    row(
+        "prefixkv",
+        paged(lambda s, i: s.k * count(s.tokens), slot=lambda s: plain(s) + 4, one_pool=True), model="deep",
+        hyper=PREFIXES | dict(page=PAGE), kept=layers.prefixkv(count, **PREFIXES),
+    ),
+    row(
+        "simlayerkv", paged(lambda s, i: s.k * s.tokens), model="deep", hyper=LAZY | dict(page=PAGE),
+        whole=(("simlayerkv", LAZY | dict(threshold=1.0, page=PAGE)),), kept=layers.simlayerkv(**LAZY),
+        counted=True,
     ),
     row(
         "headkv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
