@@ -219,3 +219,27 @@ class Buzz:
     def victims(self, lists, length, queries):
         full = lambda slots: len(slots) >= self.count(length) + 2  # noqa: E731
         return [self.leaving(slots, length) if full(slots) else None for slots in lists]
+
+
+def scope_kept(count, score, written):
+    """The best of a prompt by `score`, infinite for its window, in the prompt's share of the budget."""
+
+    def of(prompt):
+        share = int(count(prompt.length) * (1 - written) + 1e-9)
+        return [best(score(prompt, i), np.full(len(k), share)) for i, k in enumerate(prompt.k)]
+
+    return of
+
+
+def scope_victims(count, window):
+    """Of written tokens before the window, the one to which the newest query attends least."""
+
+    def victim(lists, length, queries):
+        out = []
+        for slots in lists:
+            able = [i for i, s in enumerate(slots) if not s["read"] and s["pos"] < length - window]
+            full = len(slots) > count(length)
+            out.append(min(able, key=lambda i, s=slots: s[i]["now"]) if full else None)
+        return out
+
+    return victim

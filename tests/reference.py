@@ -134,7 +134,7 @@ class Row:
                 [
                     dict(
                         pos=at[j], k=raw[i // share][j], v=v[i // share][j], mass=mass[i][j],
-                        squares=squares[i][j], layer=layer, hidden=prompt.hidden[layer][j],
+                        squares=squares[i][j], read=True, layer=layer, hidden=prompt.hidden[layer][j],
                     )
                     for j in range(len(at))
                 ]
@@ -175,6 +175,7 @@ class Row:
                             v=v[i // share][0],
                             mass=0.0,
                             squares=0.0,
+                            read=False,
                             layer=number,
                             hidden=rms_norm(x, layer["attn_norm"], c.norm_eps)[0],
                         )

@@ -10,11 +10,12 @@ from kvjax.keep.beehive import Samples
 from kvjax.keep.budget import Uniform, UpTo
 from kvjax.keep.deviation import AttentionDeviation
 from kvjax.keep.patterns import Recent, Sink
+from kvjax.keep.phases import InPhases
 from kvjax.keep.recent_queries import FusedAttention, Votes
 from kvjax.keep.score import AccumulatedAttention, KeyRedundancy, ValueNorm, WindowAttention
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Kernel, Share, Tokens, Window
+from kvjax.methods.shared import Amount, Kernel, Share, Tokens, Window, window_score
 from kvjax.when import STEP, Every
 
 
@@ -189,3 +190,22 @@ def buzz(
     """
     score = Samples(stride, sinks, recent)
     return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks), Recent(recent)), when=Every(2)))
+
+
+@paper(
+    "SCOPE: Optimizing Key-Value Cache Compression in Long-context Generation",
+    arxiv="2412.13649",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def scope(budget: Amount, *, written: Share = 0.5, window: Window = 32, kernel: Kernel = 5) -> Method:
+    """SCOPE (Wu et al., 2024, arXiv:2412.13649), section 4 ("slide"): a budget for what is written.
+
+    A prompt keeps its window and the best of its tokens by SnapKV's score, in the share 1 - `written` of the
+    budget, and these stay. What is written has the rest: the `window` newest tokens, and of the others those
+    to which the newest query attends most, as in the authors' code. Deviations: what a short prompt leaves of
+    its share goes to what is written; prompts of later turns share one budget with those before.
+    """
+    last = WindowAttention(1, hide_window=False)
+    score = InPhases(window_score(window, kernel, "grouped"), last, written, window)
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), when=STEP))

@@ -675,6 +675,12 @@ ROWS = [
         "buzz", dense(due_by_2, extra=8), hyper=BUZZ.hyper,
         kept=BUZZ.kept, victim=BUZZ.victims, leave=BUZZ.leave, counted=True,
     ),
+    row(
+        "scope", lambda s: dense(half_and_one, extra=4)(s) + queries_of(2)(s),
+        hyper=dict(written=0.05, window=2, kernel=KERNEL), whole=dict(written=0.0),
+        kept=dynamic.scope_kept(count, lambda p, i: window_score(p, i, 2, KERNEL), 0.05),
+        victim=dynamic.scope_victims(count, 2),
+    ),
     row("criticalkv", dense(half), hyper=SNAP, kept=each_layer(critical_score)),
     chained(
         "criticalkv + int4", paged(lambda s, i: s.k * count(s.tokens), slot=coded(4, 2)),
