@@ -19,6 +19,7 @@ from kvjax.ops.base.memory import there
 from kvjax.place.host import forgotten
 from kvjax.place.paged import take_pages
 from kvjax.place.rollback import of_rows
+from kvjax.place.trim import counted
 
 
 def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
@@ -44,7 +45,13 @@ def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
         )
     if not isinstance(at, Tracer) and ((outside := np.asarray(at))[(outside < 0) | (outside >= rows)]).size:
         raise InputError(f"index is {outside.tolist()}, expected row numbers in [0, {rows})")
-    taken = gather_rows(cache, jnp.asarray(at, jnp.int32))
+    if isinstance(at, Tracer) and _cut(cache):
+        raise InputError(
+            "index is traced, expected numbers: how many pages rows of this method need follows from the "
+            "data, so take them outside of jit"
+        )
+    pages = _pages_of_rows(cache, np.asarray(at)) if _cut(cache) else None
+    taken = gather_rows(cache, jnp.asarray(at, jnp.int32), pages)
     return dataclasses.replace(taken, added=of_rows(cache.added, at))
 
 
@@ -66,14 +73,32 @@ def fork(cache: Cache, copies: int) -> Cache:
     return take_rows(cache, np.repeat(np.arange(cache.next.shape[0]), copies))
 
 
-@jax.jit
-def gather_rows(cache: Cache, index: Int[Array, "R"]) -> Cache:
-    """`take_rows` without checks."""
+def _cut(cache: Cache) -> bool:
+    """Whether pools have only the pages in use, which rows do not own in equal parts."""
+    return bool(cache.pools) and cache.method is not None and counted(cache.method)
+
+
+def _pages_of_rows(cache: Cache, index: np.ndarray) -> tuple[int, ...]:
+    """By pool, pages that hold those of rows `index`: to an eighth, so that similar caches share programs."""
+    found, rows = [], cache.next.shape[0]
+    for number, pool in enumerate(cache.pools):
+        heads = next(s for s in _paged(cache) if s.pool == number).table.shape[2]
+        owner = np.asarray(pool.owner)
+        row = owner[owner >= 0] // heads % rows
+        need = max(int(np.bincount(row, minlength=rows)[index].sum()), 1)
+        unit = max(2 ** (need.bit_length() - 4), 1)
+        found.append(-(-need // unit) * unit)
+    return tuple(found)
+
+
+@partial(jax.jit, static_argnames=("pages",))
+def gather_rows(cache: Cache, index: Int[Array, "R"], pages: tuple[int, ...] | None = None) -> Cache:
+    """`take_rows` without checks; pages: of every new pool (static), as `take_pages` takes them."""
     index = jnp.clip(index, 0, cache.next.shape[0] - 1)
     tables, pools = {}, []
     for number, pool in enumerate(cache.pools):
         mine = tuple(s for s in _paged(cache) if s.pool == number)
-        taken, pool = take_pages(mine, pool, index)
+        taken, pool = take_pages(mine, pool, index, None if pages is None else pages[number])
         tables |= {(number, s.first_layer): s for s in taken}
         pools.append(pool)
 

@@ -176,7 +176,8 @@ def test_taking_rows_then_stepping_is_stepping_then_taking(label):
     for index in TAKEN:
         taken = kvjax.take_rows(cache, jnp.asarray(index))
         assert positions(taken) == [[lists[b] for b in index] for lists in positions(cache)]
-        assert nbytes(taken) * B <= nbytes(cache) * len(index)
+        if not BY_LABEL[label].counted:
+            assert nbytes(taken) * B <= nbytes(cache) * len(index)
         if len(index) != B:
             continue
         logits, mine = step(m, taken, MAIN.steps[0][index], append=True)
