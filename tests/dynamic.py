@@ -171,33 +171,18 @@ def pagedeviction_victims(count, page):
     return victim
 
 
-class Buzz:
-    """BUZZ over explicit slots, which note that they are samples."""
+class Noting:
+    """A method over explicit slots that notes in them what it decided (`leaving`).
 
-    def __init__(self, count, *, stride, sinks, recent):
-        self.count, self.stride, self.sinks, self.recent = count, stride, sinks, recent
-        self.hyper = dict(stride=stride, sinks=sinks, recent=recent)
+    A list gives up what leaves when it holds two slots more than its budget.
+    """
+
+    def __init__(self, count, **hyper):
+        self.count, self.hyper = count, hyper
 
     def leaving(self, slots, length):
-        """The numbers of slots that leave; samples among those that stay are noted."""
-        n = self.count(length)
-        window = int(n * self.recent)
-        order = sorted(range(len(slots)), key=lambda i: slots[i]["pos"])
-        between = [i for i in order if self.sinks <= slots[i]["pos"] < length - window]
-        if len(between) > n - self.sinks - window:
-            old = [i for i in between if slots[i].get("sample")]
-            new = [i for i in between if not slots[i].get("sample")]
-            stays = old[:: -(-self.stride // 2)]
-            for at in range(0, len(new), self.stride):
-                stays.append(max(new[at : at + self.stride], key=lambda i: slots[i]["mass"]))
-            for i in stays:
-                slots[i]["sample"] = True
-            # What still does not fit: the least attention, the newer of equal ones.
-            stays.sort(key=lambda i: (-slots[i]["mass"], slots[i]["pos"]))
-            between = set(between) - set(stays[: n - self.sinks - window])
-        else:
-            between = ()
-        return sorted(between)
+        """The numbers of slots that leave of one list; slots have pos, mass and layer."""
+        raise NotImplementedError
 
     def kept(self, prompt):
         found = []
@@ -205,12 +190,12 @@ class Buzz:
             mass = prompt.p[i].reshape(len(prompt.k[i]), -1, prompt.length).sum(1)
             found.append(np.ones(mass.shape, bool))
             for keep, each in zip(found[-1], mass, strict=True):
-                slots = [dict(pos=j, mass=m) for j, m in enumerate(each)]
+                slots = [dict(pos=j, mass=m, layer=i) for j, m in enumerate(each)]
                 keep[self.leaving(slots, prompt.length)] = False
         return found
 
     def leave(self, memory, lists, gone):
-        """The samples of a prompt, which `kept` has chosen among other slots."""
+        """What is noted of a prompt, of which `kept` has decided on other slots."""
         if "read" not in memory:
             for slots in lists:
                 self.leaving(slots, 1 + max(s["pos"] for s in slots))
@@ -219,6 +204,66 @@ class Buzz:
     def victims(self, lists, length, queries):
         full = lambda slots: len(slots) >= self.count(length) + 2  # noqa: E731
         return [self.leaving(slots, length) if full(slots) else None for slots in lists]
+
+
+class Buzz(Noting):
+    def leaving(self, slots, length):
+        n, stride, sinks = self.count(length), self.hyper["stride"], self.hyper["sinks"]
+        window = int(n * self.hyper["recent"])
+        order = sorted(range(len(slots)), key=lambda i: slots[i]["pos"])
+        between = [i for i in order if sinks <= slots[i]["pos"] < length - window]
+        if len(between) <= n - sinks - window:
+            return []
+        old = [i for i in between if slots[i].get("sample")]
+        new = [i for i in between if not slots[i].get("sample")]
+        stays = old[:: -(-stride // 2)]
+        for at in range(0, len(new), stride):
+            stays.append(max(new[at : at + stride], key=lambda i: slots[i]["mass"]))
+        for i in stays:
+            slots[i]["sample"] = True
+        # What still does not fit: the least attention, the newer of equal ones.
+        stays.sort(key=lambda i: (-slots[i]["mass"], slots[i]["pos"]))
+        return sorted(set(between) - set(stays[: n - sinks - window]))
+
+
+class LaCache(Noting):
+    def leaving(self, slots, length):
+        n, size, kept = self.count(length), self.hyper["step"], self.hyper["kept"]
+        order, layer, gone = sorted(range(len(slots)), key=lambda i: slots[i]["pos"]), slots[0]["layer"], []
+        many, first = len(order) - n, sum(s["pos"] < self.hyper["sinks"] for s in slots)
+        if many <= 0:
+            return []
+
+        def thin(order, at, size, number, by):
+            """Cuts `number` steps from the place `at` on; what is left of them is noted."""
+            off, out = layer % (by * (self.hyper["step"] - kept) + 1), []
+            for start in range(at, at + number * size, size):
+                step = order[start : start + size]
+                stays = step[off : off + by * kept : by]
+                out += [i for i in step if i not in stays]
+                for i in stays:
+                    slots[i]["rung"] = True
+            return out
+
+        at = first + sum(s.get("rung", False) for s in slots)
+        free = len(order) - self.hyper["newest"]
+        able = min((n - self.hyper["newest"] - at) // kept, (free - at) // size)
+        number = min(int(np.ceil(many / (size - kept))), max(able, 0))
+        gone += thin(order, at, size, number, 1)
+        more = many - len(gone)
+        if more > 0:
+            for s in slots:
+                s["rung"] = False
+            order = [i for i in order if i not in gone]
+            able = max((n - first - self.hyper["newest"]) // kept, 1) * (size - kept)
+            by = int(np.ceil(more / able))
+            longer = size + (by - 1) * (size - 1)
+            free = max(len(order) - self.hyper["newest"] - first, 0)
+            number = min(int(np.ceil(more / (longer - kept))), free // longer)
+            gone += thin(order, first, longer, number, by)
+        # What still does not fit: the oldest.
+        rest = [i for i in order if i not in gone]
+        return gone + rest[first : first + max(len(rest) - n, 0)]
 
 
 def scope_kept(count, score, written):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from kvjax.errors import InputError
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import Uniform
 from kvjax.keep.hashed import HashLikeness
+from kvjax.keep.ladder import Ladder
 from kvjax.keep.pages import WholePages
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.score import NormRatio, Position
 from kvjax.methods.papers import Press, paper
-from kvjax.methods.shared import Amount, Page, Planes, Seed, Tokens
+from kvjax.methods.parameters import Range
+from kvjax.methods.shared import Amount, Page, Planes, Seed, Tokens, Window
 from kvjax.when import STEP, Every
 
 
@@ -74,3 +79,36 @@ def pagedeviction(budget: Amount, *, page: Page = 16) -> Method:
     """
     score = WholePages(NormRatio(), page)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(page),), when=Every(page)))
+
+
+@paper(
+    "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of Large Language Models",
+    arxiv="2507.14204",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def lacache(
+    budget: Amount,
+    *,
+    step: Annotated[int, Range(2, 64)] = 2,
+    kept: Annotated[int, Range(1, 63)] = 1,
+    sinks: Tokens = 4,
+    newest: Window = 32,
+) -> Method:
+    """LaCache (Shi et al., 2025, arXiv:2507.14204), section 3: together, layers keep more.
+
+    Of `step` tokens in a row every layer keeps `kept` ones, the next layer's one token later, the oldest
+    tokens first; what is left is thinned out again when there is nothing else to thin out (see `Rungs`). In a
+    model of L layers, the paper's span S and overlap O are step = 1 + (L - S) / (S - O) and kept =
+    S / (S - O), rounded up. Rotation is by rank in the cache, as with StreamingLLM. Deviations: a prompt is
+    read in one pass with whole attention before it is cut; lists are cut with two tokens too many instead of
+    one; the authors' code adds half of a step's slots to the budget; where it thins out t times at once and
+    keeps several of a step, steps overlap there and not here.
+    """
+    if kept >= step:
+        raise InputError(f"lacache: kept must be less than step, which is {step}, got {kept}")
+    keep = Keep(
+        Ladder(step, kept, sinks, newest), Budget(budget), Uniform(), (Sink(sinks), Recent(newest)),
+        when=Every(2), rank_phase=True,
+    )  # fmt: skip
+    return Method(keep)

@@ -621,6 +621,8 @@ def windowed(kept, windows):
 
 WINDOWS = (6, None, 6)
 BUZZ = dynamic.Buzz(count, stride=3, sinks=2, recent=0.25)
+LADDER = dynamic.LaCache(count, step=3, kept=1, sinks=2, newest=2)
+WIDE = dynamic.LaCache(count, step=3, kept=2, sinks=2, newest=2)
 LAG = Lag(count, THETA, lag=2, sinks=2)
 
 ROWS = [
@@ -640,6 +642,14 @@ ROWS = [
     row(
         "pagedeviction", dense(due_by_2), hyper=dict(page=2),
         kept=dynamic.pagedeviction_kept(count, 2), victim=dynamic.pagedeviction_victims(count, 2),
+    ),
+    row(
+        "lacache", dense(due_by_2, extra=4), hyper=LADDER.hyper, model="deep", phase="rank",
+        kept=LADDER.kept, victim=LADDER.victims, leave=LADDER.leave, counted=True,
+    ),
+    row(
+        "lacache wide", dense(due_by_2, extra=4), "lacache", hyper=WIDE.hyper, model="deep", phase="rank",
+        kept=WIDE.kept, victim=WIDE.victims, leave=WIDE.leave, counted=True,
     ),
     row(
         "l2compress", lambda s: dense(half)(s) + 2 * s.b * s.k * (everything(s) - half(s)) * plain(s),

@@ -43,6 +43,8 @@ WRONG = {
     "bits": (5, 0, 2.0, True),
     "variant": ("mine", 1),
     "fusion": ("mean", 1, None),
+    "step": (1, 65, 2.5),
+    "kept": (0, 64, 1.5, None),
     "kind": ("e3m4",),
     "clip": (0, -0.5, 1.5, math.nan, True, None),
     "ranks": ("mine", 1),
