@@ -127,13 +127,14 @@ class Row:
         for layer, keep in enumerate(kept):
             share = len(keep) // prompt.decoder.config.kv_heads
             at = prompt.at[layer]
-            mass = prompt.p[layer].sum(1).reshape(len(keep), -1, len(at)).sum(1)
+            each = prompt.p[layer].reshape(len(keep), -1, len(at))
+            mass, squares = each.sum(1), (each**2).sum(1)
             raw, v = prompt.raw_k[layer], prompt.v[layer]
             self.slots.append([
                 [
                     dict(
                         pos=at[j], k=raw[i // share][j], v=v[i // share][j], mass=mass[i][j],
-                        layer=layer, hidden=prompt.hidden[layer][j],
+                        squares=squares[i][j], read=True, layer=layer, hidden=prompt.hidden[layer][j],
                     )
                     for j in range(len(at))
                 ]
@@ -173,6 +174,8 @@ class Row:
                             k=raw_k[i // share][0],
                             v=v[i // share][0],
                             mass=0.0,
+                            squares=0.0,
+                            read=False,
                             layer=number,
                             hidden=rms_norm(x, layer["attn_norm"], c.norm_eps)[0],
                         )
@@ -196,9 +199,10 @@ class Row:
                 total = np.exp(s).sum(-1, keepdims=True)
                 held = p @ np.stack([s["v"] for s in slots])
                 outs.append((held * total + more) / (total + beside))
-                for slot, now in zip(slots, p.sum(0), strict=True):
-                    slot["now"] = now
-                    slot["mass"] += now if append else 0.0
+                for slot, each in zip(slots, p.T, strict=True):
+                    slot["now"] = each.sum()
+                    slot["mass"] += slot["now"] if append else 0.0
+                    slot["squares"] += (each**2).sum() if append else 0.0
             if append and victim is not None:
                 found = victim(lists, at + 1, self.queries[number])
                 self.remove(number, [np.atleast_1d([] if x is None else x).astype(int) for x in found])

@@ -106,6 +106,24 @@ class Threshold:
 
 
 @dataclasses.dataclass(frozen=True)
+class UpTo:
+    """Slots whose score is at least `threshold` stay, at most n in every head, for which there is room.
+
+    In steps, too, slots leave by their own score: let it give all but the n best a score below the threshold.
+    """
+
+    threshold: float
+    uniform = True
+    across_layers = False
+
+    def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
+        return [heads * n] * layers
+
+    def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
+        return jnp.minimum((scores >= self.threshold).sum(-1, dtype=jnp.int32), n[None, :, None])
+
+
+@dataclasses.dataclass(frozen=True)
 class PerLayer:
     """Counts per layer as given: a layer of share s keeps max(1, floor(s * n)) slots in every head.
 

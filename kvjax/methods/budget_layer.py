@@ -8,11 +8,12 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Pool
 from kvjax.keep.budget import Pyramid, Threshold
 from kvjax.keep.composite import Agreed, Composite
+from kvjax.keep.layer_budgets import ByHits, ByPrefix, ByUncertainty, Together
 from kvjax.keep.lazy import Lookback
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.preference import ByAttention
 from kvjax.keep.probe import ProbeAttention, RepeatContext
-from kvjax.keep.score import MeanAndVariance
+from kvjax.keep.score import AccumulatedAttention, MeanAndVariance
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import (
@@ -20,6 +21,7 @@ from kvjax.methods.shared import (
     Kernel,
     Page,
     Ratio,
+    Share,
     Tokens,
     Variant,
     Window,
@@ -115,6 +117,81 @@ def kvcompose(budget: Amount, *, page: Page = 128) -> Method:
     probe = RepeatContext(())
     score = Agreed(ProbeAttention(probe))
     return Method(Keep(score, Budget(budget), Composite(), probe=probe, page=page))
+
+
+@paper(
+    "ZigZagKV: Dynamic KV Cache Compression for Long-context Modeling based on Layer Uncertainty",
+    arxiv="2412.09036",
+    family="budget-layer",
+    exact="deviates",
+)
+def zigzagkv(
+    budget: Amount,
+    *,
+    window: Window = 32,
+    kernel: Kernel = 5,
+    mass: Share = 0.9,
+    least: Share = 0.5,
+    page: Page = 128,
+) -> Method:
+    """ZigZagKV (Zhong et al., 2024, arXiv:2412.09036), section 4: layers get what their attention needs.
+
+    B_l = B_min + (B - B_min) L u_l / sum u, where u_l is the fewest tokens that hold the share `mass` of the
+    last window's attention, in the mean over heads (see `ByUncertainty`), B the budget and B_min its share
+    `least`. Within a layer, SnapKV's scores choose. Deviations: the window stays and counts in neither B;
+    decode steps evict nothing; the defaults of `mass` and `least` are ours.
+    """
+    score = window_score(window, kernel, "grouped")
+    allocate = ByUncertainty(window, mass, least)
+    return Method(Keep(score, Budget(budget), allocate, (Recent(window),), page=page))
+
+
+@paper(
+    "DynamicKV: Task-Aware Adaptive KV Cache Compression for Long Context LLMs",
+    arxiv="2412.14838",
+    family="budget-layer",
+    exact="deviates",
+)
+def dynamickv(
+    budget: Amount,
+    *,
+    window: Window = 8,
+    kernel: Kernel = 5,
+    most: Annotated[float, Range(1, 1000)] = 10.0,
+    page: Page = 128,
+) -> Method:
+    """DynamicKV (Zhou et al., 2024, arXiv:2412.14838), section 4: layers get by the stack's best.
+
+    The best of all layers' SnapKV scores, smoothed by the mean, are counted by layer, and the layers share
+    the stack's slots beside the window in proportion to the counts, none more than `most` times the mean (see
+    `ByHits`). Deviations: the paper updates these budgets every few layers while it reads a prompt, so that
+    less is held meanwhile, and this shares once, behind the last layer; one selection per KV head instead of
+    one per query head.
+    """
+    score = window_score(window, kernel, "kvpress")
+    return Method(Keep(score, Budget(budget), ByHits(most), (Recent(window),), page=page))
+
+
+@paper(
+    "PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need for Efficient "
+    "Generation",
+    arxiv="2412.03409",
+    family="budget-layer",
+    exact="deviates",
+)
+def prefixkv(budget: Amount, *, sinks: Tokens = 4, newest: Window = 1, page: Page = 128) -> Method:
+    """PrefixKV (Wang et al., 2024, arXiv:2412.03409), section 3: equal shares of importance.
+
+    A token's importance is the attention it receives of the whole prompt, in the mean over a layer's heads,
+    which keep the same tokens. Of a layer's tokens in the order of their importance, the shortest prefix
+    stays that has the share p of all of it; p follows from the budget of the stack by bisection (see
+    `ByPrefix`). The first `sinks` and the `newest` tokens stay, too. Deviations: p is found for every prompt,
+    where the paper finds the layers' shares offline, on ten samples; importance of sinks and newest tokens is
+    not counted in p; decode steps evict nothing.
+    """
+    protect = (Sink(sinks), Recent(newest))
+    score = Together(AccumulatedAttention())
+    return Method(Keep(score, Budget(budget), ByPrefix(), protect, page=page))
 
 
 @paper(

@@ -19,7 +19,8 @@ from kvjax.fitted import Fitted
 from kvjax.grammar import Method
 from kvjax.methods import takes_budget
 from kvjax.ops.base.rope import Rope
-from tests import merges, reads, stacks
+from tests import dynamic, layers, merges, reads, stacks
+from tests.layers import shared_out
 from tests.reference import (
     Lag,
     Prompt,
@@ -171,6 +172,11 @@ def half_and_one(s: Sizes) -> int:
     return count(s.tokens + s.room) + 1
 
 
+def due_by_2(s: Sizes) -> int:
+    """The budget of all that may come, and two tokens more, which are then given up."""
+    return count(s.tokens + s.room) + 2
+
+
 def queries_of(window):
     """Bytes of the last queries that rows carry in every layer, with their positions."""
     return lambda s: s.layers * s.b * window * (s.n * s.h + 1) * 4
@@ -299,6 +305,11 @@ def each_layer(score, protect=lambda prompt: np.zeros(prompt.length, bool), skip
         return found
 
     return kept
+
+
+def chooses(rule, due=1):
+    """What a prompt and steps leave where `rule` (`tests.dynamic`) scores the slots of a list."""
+    return dict(kept=dynamic.kept(count, rule), victim=dynamic.victims(count, rule, THETA, due))
 
 
 def kv_lists(prompt):
@@ -629,15 +640,6 @@ def cake_counts(prompt, tau1, tau2):
     return shared_out(prefer, total, most) + WINDOW
 
 
-def shared_out(prefer, total, most):
-    """Proportional shares, rounded down; then one slot more for each in turn, as long as any are left."""
-    counts = np.minimum(np.floor(prefer / prefer.sum() * total), most).astype(int)
-    while counts.sum() < total and (counts < most).any():
-        for i in np.flatnonzero(counts < most)[: total - counts.sum()]:
-            counts[i] += 1
-    return counts
-
-
 def cake_kept(prompt):
     counts = cake_counts(prompt, **CAKE)
     scores = [cake_score(prompt, i) for i in range(len(counts))]
@@ -645,6 +647,8 @@ def cake_kept(prompt):
 
 
 CAKE = dict(tau1=1.6, tau2=0.6)
+ZIGZAG = dict(mass=0.7, least=0.4)
+PREFIXES = dict(sinks=2, newest=2)
 
 
 PROFILE = Fitted({"importance": np.array([[0.1, 0.7], [0.0, 0.4]], np.float32)}, "Profile", "")
@@ -767,6 +771,9 @@ def windowed(kept, windows):
 
 
 WINDOWS = (6, None, 6)
+BUZZ = dynamic.Buzz(count, stride=3, sinks=2, recent=0.25)
+LADDER = dynamic.LaCache(count, step=3, kept=1, sinks=2, newest=2)
+WIDE = dynamic.LaCache(count, step=3, kept=2, sinks=2, newest=2)
 LAG = Lag(count, THETA, lag=2, sinks=2)
 
 ROWS = [
@@ -778,6 +785,22 @@ ROWS = [
     row(
         "streamingllm", dense(half_and_one), kept=each_layer(position_score, sinks),
         victim=sink_victim(count), phase="rank",
+    ),
+    row(
+        "hashevict", dense(half_and_one), hyper=dict(planes=12, sinks=2, newest=2),
+        **chooses(dynamic.hashevict(12, 2, 2)),
+    ),
+    row(
+        "pagedeviction", dense(due_by_2), hyper=dict(page=2),
+        kept=dynamic.pagedeviction_kept(count, 2), victim=dynamic.pagedeviction_victims(count, 2),
+    ),
+    row(
+        "lacache", dense(due_by_2, extra=4), hyper=LADDER.hyper, model="deep", phase="rank",
+        kept=LADDER.kept, victim=LADDER.victims, leave=LADDER.leave, counted=True,
+    ),
+    row(
+        "lacache wide", dense(due_by_2, extra=4), "lacache", hyper=WIDE.hyper, model="deep", phase="rank",
+        kept=WIDE.kept, victim=WIDE.victims, leave=WIDE.leave, counted=True,
     ),
     row(
         "l2compress", lambda s: dense(half)(s) + 2 * s.b * s.k * (everything(s) - half(s)) * plain(s),
@@ -796,6 +819,29 @@ ROWS = [
         ),
         victim=h2o_victim(count, key=valued_mass, sinks=2),
     ),
+    row(
+        "morphkv", lambda s: dense(half_and_one)(s) + queries_of(WINDOW)(s), hyper=dict(window=WINDOW),
+        **chooses(dynamic.morphkv(WINDOW, "sum")),
+    ),
+    row(
+        "roco", dense(half_and_one, extra=8), hyper=dict(newest=2, steady=0.4),
+        **chooses(dynamic.roco(2, 0.4)),
+    ),
+    row(
+        "corm", lambda s: dense(half_and_one)(s) + queries_of(WINDOW)(s),
+        hyper=dict(window=WINDOW, newest=3, threshold=2.5), whole=dict(threshold=0), counted=True,
+        **chooses(dynamic.corm(WINDOW, 3, 2.5)),
+    ),
+    row(
+        "buzz", dense(due_by_2, extra=8), hyper=BUZZ.hyper,
+        kept=BUZZ.kept, victim=BUZZ.victims, leave=BUZZ.leave, counted=True,
+    ),
+    row(
+        "scope", lambda s: dense(half_and_one, extra=4)(s) + queries_of(2)(s),
+        hyper=dict(written=0.05, window=2, kernel=KERNEL), whole=dict(written=0.0),
+        kept=dynamic.scope_kept(count, lambda p, i: window_score(p, i, 2, KERNEL), 0.05),
+        victim=dynamic.scope_victims(count, 2),
+    ),
     row("criticalkv", dense(half), hyper=SNAP, kept=each_layer(critical_score)),
     chained(
         "criticalkv + int4", paged(lambda s, i: s.k * count(s.tokens), slot=coded(4, 2)),
@@ -810,7 +856,7 @@ ROWS = [
         victim=kvzap_leaves, counted=True,
     ),
     row(
-        "r-kv", lambda s: dense(lambda s: half_and_one(s) - 1 + 2)(s) + queries_of(WINDOW)(s),
+        "r-kv", lambda s: dense(due_by_2)(s) + queries_of(WINDOW)(s),
         hyper=SNAP | dict(buffer=2), kept=rkv_kept(count, **SNAP),
         victim=rkv_victims(count, 2, THETA, **SNAP),
     ),
@@ -838,6 +884,19 @@ ROWS = [
     row(
         "cake", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
         hyper=SNAP | CAKE | dict(page=PAGE), kept=cake_kept, model="deep",
+    ),
+    row(
+        "zigzagkv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True), model="deep",
+        hyper=SNAP | ZIGZAG | dict(page=PAGE), kept=layers.zigzagkv(count, **SNAP, **ZIGZAG),
+    ),
+    row(
+        "dynamickv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True), model="deep",
+        hyper=SNAP | dict(most=1.2, page=PAGE), kept=layers.dynamickv(count, **SNAP, most=1.2),
+    ),
+    row(
+        "prefixkv",
+        paged(lambda s, i: s.k * count(s.tokens), slot=lambda s: plain(s) + 4, one_pool=True), model="deep",
+        hyper=PREFIXES | dict(page=PAGE), kept=layers.prefixkv(count, **PREFIXES),
     ),
     row(
         "headkv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
