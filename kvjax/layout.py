@@ -24,7 +24,8 @@ class LayoutClass(NamedTuple):
     prefill", "every few steps", or at every step by what that step must know of each slot: "every step",
     "every step by mass", "every step by query". merges: what leaves goes "into slots" that stay or "into
     rows", which answer for it in sum; else empty. tiers: 2 where what leaves is stored with fewer bits.
-    phase: what keys are rotated by, "position", "position, when read" (they are stored unrotated) or "rank".
+    phase: what keys are rotated by, "position", "position, when read" (they are stored unrotated) or what
+    else a phase says, such as "rank".
     codec: "plain", "token" (tokens are encoded one by one) or "granule" (some tokens together, behind a plain
     tail). reads: "all" slots, "pages" of them, "pages and the rest", where what is left out is answered for
     in sum, or "samples", which weigh by how likely they were. skips: the first layers are left alone.
@@ -98,8 +99,8 @@ def layout_class(method: Method) -> LayoutClass:
 
 
 def _phase(keep: Keep | None, store: Store | None) -> str:
-    if keep is not None and keep.rank_phase:
-        return "rank"
+    if keep is not None and not keep.phase.steady:
+        return keep.phase.name
     return "position, when read" if store is not None and store.unrotated else "position"
 
 

@@ -162,7 +162,7 @@ def prefill(
     check_reach(model, seen + longest, chosen)
     if seen + longest > model.config.max_positions:
         pieces = longest if chunk is None or not compress else min(chunk, longest)
-        _check_ranks(model, chosen, 0 if cache is None else live(cache), seen + longest, pieces)
+        _check_phases(model, chosen, 0 if cache is None else live(cache), seen + longest, pieces)
     width = batch.tokens.shape[1] if chunk is None else min(chunk, batch.tokens.shape[1])
     if compress:
         ends = range(width, width + longest, width)
@@ -205,14 +205,16 @@ def check_reach(model: Model, last: int, method: Method | None = None) -> None:
         )
 
 
-def _check_ranks(model: Model, method: Method, held: int, last: int, new: int) -> None:
-    """InputError where tokens that turn by their ranks, `new` at a time, come to lie beyond the positions."""
+def _check_phases(model: Model, method: Method, held: int, last: int, new: int) -> None:
+    """InputError where phases of tokens that are read `new` at a time come to lie beyond the positions."""
     assert method.keep is not None
     most, windows = model.config.max_positions, [w for w in model.config.windows if w is not None]
-    held = max(held, method.keep.budget.capacity(last), *windows, 0)
+    phase = method.keep.phase
+    held = phase.most_behind(max(held, method.keep.budget.capacity(last), *windows, 0))
     if held + new > most:
         raise InputError(
-            f"{new} tokens at once behind up to {held} slots reach beyond the model's last position, {most}: "
+            f"{new} tokens at once behind up to {held} {phase.counts} reach beyond the model's last "
+            f"position, {most}: "
             + (f"read at most {most - held} at a time with chunk=" if held < most else "lower the budget")
         )
 

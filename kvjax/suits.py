@@ -160,7 +160,7 @@ def _check_keep(method: Method, keep: Keep, config: Config, facts: _Facts) -> No
         _refuse(method, "parts of a clipped softmax do not merge, and its pages are attended apart", "snapkv")
     looks = keep.score is not None and getattr(keep.score, "looks", True)
     looks = looks and not (all(s.expands or not s.factors for s in facts.slots) and _scores_heads(keep))
-    if facts.factors and (looks or keep.rank_phase or keep.per_query_head):
+    if facts.factors and (looks or not keep.phase.steady or keep.per_query_head):
         _refuse(method, *_STORES_FACTORS)
     if any(s.heads != config.kv_heads for s in facts.slots) and any(True for _ in fitted_words(keep)):
         _refuse(method, "it was fitted to KV heads, and the model stores other lists of slots", "h2o")
@@ -172,6 +172,8 @@ def _check_keep(method: Method, keep: Keep, config: Config, facts: _Facts) -> No
     at_once = keep.when.at_once and not getattr(keep.score, "carried", False)
     if facts.lent and keep.when.in_steps and not at_once:
         _refuse(method, "it evicts after many tokens, and layers share their slots", "h2o")
+    if facts.clipped and not keep.phase.alike:
+        _refuse(method, "near and far tokens are attended apart, and layers clip the softmax", "sink-recent")
     if isinstance(keep.merge, Answering) and (facts.lent or facts.clipped):
         _refuse(method, "what leaves is asked apart, and layers share slots or clip the softmax", "h2o")
     if keep.merge is not None and (facts.latent or facts.factors):
@@ -303,14 +305,14 @@ _EXACT = 2**24
 
 
 def last_position(method: Method | None, config: Config | BlockConfig) -> int:
-    """How many tokens a row may have: the model's positions, or more where slots turn by their ranks.
+    """How many tokens a row may have: the model's positions, or more where a phase stays within them.
 
     Ranks stay below the budget, so the text may grow until a budget in percent reaches the model's positions.
     It may not where any layer turns by positions after all: one that keeps everything, or a mixer that is no
     plain attention, or frequencies that depend on the length of the text ("dynamic").
     """
     most, keep = config.max_positions, None if method is None else method.keep
-    if keep is None or not (keep.rank_phase and keep.when.at_once and keep.skip_layers == 0):
+    if keep is None or not (keep.phase.bounded(most) and keep.when.at_once and keep.skip_layers == 0):
         return most
     if not isinstance(config, Config):
         return most

@@ -143,9 +143,18 @@ def refused(keep: Keep) -> list[tuple[bool, str]]:
             "what slots receive is recorded per KV head, and this keep selects per query head",
         ),
         (
-            isinstance(keep.merge, Answering) and (keep.rank_phase or keep.per_query_head),
-            f"{keep.merge!r} answers for keys at their positions in the KV heads: leave out rank_phase and "
-            "per_query_head",
+            isinstance(keep.merge, Answering) and keep.per_query_head,
+            f"{keep.merge!r} answers for keys at their positions in the KV heads: leave out per_query_head",
+        ),
+        (
+            keep.merge is not None and not keep.phase.steady,
+            f"{keep.merge!r} merges keys that stand at their positions, and {keep.phase!r} turns them anew "
+            "whenever they are read: leave one of both out",
+        ),
+        (
+            not keep.phase.alike and bool(masses or keep.score.traces or getattr(keep.score, "looks", True)),
+            f"its score looks at keys or at what they receive, and under {keep.phase!r} a key meets every "
+            "query otherwise: use a score of positions",
         ),
         (
             in_steps and keep.probe is not None,
@@ -202,12 +211,12 @@ def refused_in_layers(method: Method) -> list[tuple[bool, str]]:
     ]
     stores = [one.store for one in method.sentences if one.store is not None and one.store.unrotated]
     keeps = [one.keep for one in method.sentences if one.keep is not None]
-    whole = [k for k in keeps if k.rank_phase or k.per_query_head or k.probe or k.narrow]
+    whole = [k for k in keeps if not k.phase.steady or k.per_query_head or k.probe or k.narrow]
     return [
         (not alone or any(one.layers for one in method.sentences), "its layers say all that it does"),
         (
             bool(parts or whole or stores),
-            "rank_phase, per_query_head, unrotated keys, probes, rewritten weights, what leaves tokens of a "
+            "phases, per_query_head, unrotated keys, probes, rewritten weights, what leaves tokens of a "
             "prompt out, and what merges layers, "
             "concern all layers together: give layers sentences without them",
         ),
@@ -226,11 +235,11 @@ def refused_in_store(method: Method) -> list[tuple[bool, str]]:
         return []
     in_steps = keep is not None and keep.when.in_steps
     paged = keep is not None and not keep.allocate.uniform
-    tiers, ranks = keep is not None and keep.lower is not None, keep is not None and keep.rank_phase
+    tiers, turns = keep is not None and keep.lower is not None, keep is not None and not keep.phase.steady
     learned = any(True for _ in fitted_words(store))
     return [
         (
-            store.sinks > 0 and (in_steps or paged or tiers or ranks or read is not None),
+            store.sinks > 0 and (in_steps or paged or tiers or turns or read is not None),
             f"the first {store.sinks} tokens lie apart from the others, which works with keeps of equal "
             "heads that act at the end of prompts, and without a read method: give sinks=0",
         ),
@@ -266,8 +275,8 @@ def _narrowed(keep: Keep) -> list[tuple[bool, str]]:
             "share out a budget: use the uniform allocation",
         ),
         (
-            keep.rank_phase,
-            f"{keep.narrow!r} leaves tokens at their own positions, and this keep rotates by rank",
+            not keep.phase.steady,
+            f"{keep.narrow!r} leaves tokens at their own positions, and {keep.phase!r} turns them by others",
         ),
         (
             keep.probe is not None,

@@ -19,11 +19,13 @@ from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
 from kvjax.ops.decode.stacked_decode import Coded, refusals, rows_of, stacked_decode
+from kvjax.phase import Turn
 from kvjax.place.host import fetched
 from kvjax.place.paged import attend_pages
 from kvjax.protocols import AttentionSpec, Read, Resting, Sampling
 from kvjax.read.pages import positions, visited
-from kvjax.steps.run import Run, turn_keys
+from kvjax.steps.run import Run
+from kvjax.steps.turning import turned_keys
 from kvjax.stored import Form, Met, factors_of, groups_of, is_rows, meet
 from kvjax.words import shaped
 
@@ -44,7 +46,8 @@ class Picks(NamedTuple):
 class Past(NamedTuple):
     """The slots a layer attends to, its own or those of the layer it reads, and what its method does there.
 
-    values: segments whose values replace those of `parts`. above: as in `LayerSlots`.
+    values: segments whose values replace those of `parts`. above: as in `LayerSlots`. turn: what the keys of
+    the parts turn by when they are read.
     """
 
     gm: GroupMethod
@@ -52,6 +55,7 @@ class Past(NamedTuple):
     parts: tuple[Segment, ...]
     values: tuple[Slots, ...] | None = None
     above: bool = False
+    turn: Turn | None = None
 
     @property
     def tail(self) -> Slots:
@@ -108,11 +112,11 @@ def attend_past(
                 received = () if mass is None else ({repr(Mass("sum")): mass},)
             parts.append((met.back(out), lse))
         elif met.turned or sized:
-            mine = _read(run, past, layer, i, found, pools, at)._replace(sizes=sizes)
+            mine = _read(past, layer, i, found, pools, at)._replace(sizes=sizes)
             out, lse, *_ = attend_at_once(layer, x, met.q, [mine], pos)
             parts.append((met.back(out), lse))
         else:
-            sets.append(_read(run, past, layer, i, found, pools, at))
+            sets.append(_read(past, layer, i, found, pools, at))
     if unreadable is not None:
         q, sets = unreadable.queries(q), unreadable.sets(sets)
     if resting is not None and x.extra is not None:
@@ -167,20 +171,21 @@ def _of_layer(x: Float[Array, "Lg B K S"] | None, index: int | Array) -> Float[A
 
 
 def _read(
-    run: Run, past: Past, layer: Layer, i: int, found: Picks | None, pools: tuple[Pages, ...],
+    past: Past, layer: Layer, i: int, found: Picks | None, pools: tuple[Pages, ...],
     at: Int[Array, "B"],
 ) -> Keys:  # fmt: skip
     """One layer of segment `i` as plain keys and values, or the pages of it that a method visits."""
     segment = past.parts[i]
     if isinstance(segment, Paged):
         keys = gather_pages(segment.layer(past.index), pools[segment.pool])
-        keys = turn_keys(run, layer.rope, keys, at + 1)
     elif (read := _picking(past, i)) is not None:
         assert found is not None
         keys = visited(segment, past.index, read.granule, found.pages, found.counts).keys()
         keys = keys._replace(bias=_biases(keys.bias, found.bias))
     else:
-        keys = turn_keys(run, layer.rope, segment.layer(past.index).keys(), at + 1)
+        keys = segment.layer(past.index).keys()
+    if past.turn is not None:
+        keys = turned_keys(layer.rope, keys, past.turn, i, at + 1)
     if past.values is not None:
         keys = keys._replace(v=past.values[i].keys().v)
     if past.above and keys.pos is not None:

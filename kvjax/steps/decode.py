@@ -28,6 +28,7 @@ from kvjax.steps.evict_due import evict_due
 from kvjax.steps.lending import lend, taught_groups
 from kvjax.steps.remember import Asked, carried, remember, weights_of
 from kvjax.steps.run import Run, answered, held, repeated
+from kvjax.steps.turning import turn_over, turned_queries
 from kvjax.stored import completed
 from kvjax.writing import first_empty, write_slots
 
@@ -62,8 +63,8 @@ def step_fn(
             k = repeated(run, gm.first, k)
             state = _append(run, gm, layer, state, k, v, where, traces)
         past = past_of(owner, gm, layer, completed(cache.groups, layer.group, state))
-        phase = _query_phase(run, past.tail.pos[past.index], at, x.q.shape[1])
-        x = x._replace(q=rotary(layer, q, phase, length))
+        turn = turn_over(run, at, past.parts, past.index, cache.pools)
+        past, x = past._replace(turn=turn), x._replace(q=turned_queries(layer, q, turn, length))
         gone = answered(gm, layer, state, x.q, params)
         past, state, found = brought(past, state, selected(run, past, x.q, length))
         out, received, scores = attend_past(run, past, layer, x, cache.pools, at, found, gone)
@@ -105,14 +106,6 @@ def step_fn(
 def _broken(x: Float[Array, "B *_"], lost: Bool[Array, "B"]) -> Float[Array, "B *_"]:
     """x, but NaN in rows whose slots could not be ranked: a step cannot raise, and must not hide it."""
     return jnp.where(lost.reshape(-1, *(1,) * (x.ndim - 1)), jnp.asarray(jnp.nan, x.dtype), x)
-
-
-def _query_phase(run: Run, pos: Int[Array, "B K S"], at: Int[Array, "B"], heads: int) -> Array:
-    """What the query is rotated by: its position, or how many live slots are older, per query head."""
-    if not run.rank_phase:
-        return at[:, None]
-    older = ((pos >= 0) & (pos < at[:, None, None])).sum(-1, dtype=jnp.int32)
-    return jnp.repeat(older, heads // older.shape[1], axis=1)[..., None]
 
 
 def _inputs(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +13,7 @@ from kvjax.choose import Fresh
 from kvjax.fitted import of_layer
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass, RawKeys
-from kvjax.models.attending import attend_new, new_keys, published_by, rotary
+from kvjax.models.attending import new_keys, published_by, rotary
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.transformer import IdsOrVectors, Positions, decode_layers, positions, unembed
@@ -24,7 +22,8 @@ from kvjax.protocols import Carried, Inputs, Meeting, Observation, Trace
 from kvjax.steps.lending import lend, taught_groups
 from kvjax.steps.narrowing import chosen, narrow_of, narrowing, unnarrowed
 from kvjax.steps.observed import by_owner, carried_behind, decoded, past_sets
-from kvjax.steps.run import Run, answered, held, turn_keys
+from kvjax.steps.run import Run, answered, held
+from kvjax.steps.turning import attend_turned, turned_queries, turns_of
 from kvjax.stored import completed
 from kvjax.words import observations
 
@@ -81,35 +80,22 @@ class _Reading(NamedTuple):
         past = past_sets(layer, completed(self.states, layer.group, state), self.pools)
         # A prefill that ends early has the queries of the last tokens alone, over the keys of all.
         pos = layer.pos if self.narrows else at.pos
-        q, turn = self._rotation(layer, x, past, pos)
-        mine = None if x.k is None else turn(x.k)
-        k, v = mine, x.v
-        if self.as_steps and x.k is not None and k is not None:
-            k, v = decoded(run, gm, layer, pos, turn, x.k, (k, v))
-        past = [turn_keys(run, layer.rope, keys, at.length) for keys in past]
+        k = mine = x.k if run.unrotated or x.k is None else rotary(layer, x.k, pos, at.length)
+        v = x.v
+        if self.as_steps and k is not None:
+            k, v = decoded(gm, layer, pos, (k, v))
         new = new_keys(layer, k, v, pos)
+        turns = turns_of(run, layer.pos, [*(s.pos for s in past if s.pos is not None), pos[:, None]])
+        q = turned_queries(layer, x.q, turns[0], at.length)
         gone = answered(gm, layer, state, q, self.params)
-        out, found, scores = attend_new(
-            layer, x, q, new, past, layer.pos, gone, mass=tuple(o.reduction for o in self.asked.masses),
-            implementation=run.without_gpu,
+        out, found, scores = attend_turned(
+            run, layer, x, new, past, turns, at.length, gone,
+            mass=tuple(o.reduction for o in self.asked.masses),
         )  # fmt: skip
         taught = of_layer(self.params, layer.number)
         inputs = Inputs(q, x.q, new.k if x.k is None else x.k, x.hidden, pos, at.length, taught)
         fresh = self._observed(layer, state, inputs, found, [*past, new])._replace(k=mine, v=x.v)
         return out, state, published_by(layer, state, k, v, scores) | {"collected": fresh}
-
-    def _rotation(
-        self, layer: Layer, x: Projected, past: list[Keys], pos: Int[Array, "B T"]
-    ) -> tuple[Float[Array, "B N _ H"], Callable[[Array], Array]]:
-        """A layer's queries with their rotation, and what rotates its new keys, at `pos`."""
-        length, phase, of_queries = self.at.length, pos, layer.pos
-        if self.run.rank_phase and past:
-            held_pos = past[-1].pos
-            assert held_pos is not None
-            live = (held_pos >= 0).sum(-1, dtype=jnp.int32)
-            phase = live[..., None] + jnp.arange(self.at.pos.shape[1], dtype=jnp.int32)[None, None]
-            of_queries = jnp.repeat(phase, x.q.shape[1] // phase.shape[1], axis=1)
-        return rotary(layer, x.q, of_queries, length), partial(rotary, layer, pos=phase, length=length)
 
     def _observed(
         self, layer: Layer, state: GroupState, inputs: Inputs, found: tuple, sets: list[Keys]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +17,6 @@ from kvjax.models.mixer import Layer
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys
 from kvjax.protocols import Carried, Inputs
-from kvjax.steps.run import Run
 
 
 def past_sets(layer: Layer, state: GroupState, pools: tuple[Pages, ...]) -> list[Keys]:
@@ -38,19 +36,13 @@ def _keys(segment: Segment, index: int | Array, pools: tuple[Pages, ...]) -> Key
 
 
 def decoded(
-    run: Run,
     gm: GroupMethod,
     layer: Layer,
     pos: Int[Array, "B T"],
-    turn: Callable[[Array], Array],
-    raw: Float[Array, "B K T H"],
     computed: tuple[Float[Array, "B K T H"], Float[Array, "B K T V"] | None],
 ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T V"] | None]:
-    """Rotated keys and values of new tokens as a step reads them from the slots that it has just written.
-
-    Where keys lie unrotated, it is the keys as they were before their rotation that are encoded.
-    """
-
+    """Keys, rotated or not as they are stored, and values of new tokens as a step reads them from the slots
+    that it has just written."""
     mine = jax.tree.map(lambda x: x[layer.index], gm.taught)
 
     def back(x: Array, codec: Codec | None) -> Array:
@@ -58,8 +50,7 @@ def decoded(
         return jnp.where((pos < gm.sinks)[:, None, :, None], x, coded) if gm.sinks else coded
 
     (key_codec, value_codec), (k, v) = gm.codecs_of_new, computed
-    k = turn(back(raw, key_codec)) if run.unrotated else back(k, key_codec)
-    return k, None if v is None else back(v, value_codec)
+    return back(k, key_codec), None if v is None else back(v, value_codec)
 
 
 def carried_behind(o: Carried, inputs: Inputs, layer: Layer, state: GroupState) -> Any:

@@ -24,7 +24,8 @@ from kvjax.segments import AT_ONCE, Ahead, build, build_group_pages, extend, rem
 from kvjax.steps.forward import Prompt, needs_of, observe
 from kvjax.steps.lending import lend, returned, taught_groups
 from kvjax.steps.narrowing import by_token, new_positions, unnarrowed
-from kvjax.steps.run import Run, repeated, seen_by_words
+from kvjax.steps.run import Run, repeated
+from kvjax.steps.turning import seen_by_words
 from kvjax.summaries import learnt
 
 

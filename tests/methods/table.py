@@ -83,7 +83,7 @@ class Row:
     error: float | None = 3e-5
     victim: Callable | None = None
     leave: Callable | None = None
-    phase: str = "position"
+    phase: str | int = "position"
     model: str = "4/2"
     moves: bool = True
     counted: bool = False
@@ -108,7 +108,10 @@ class Row:
             return Prompt(prompt.decoder, self.reread(prompt))
         if self.stored is not None:
             return self.stored(prompt)
-        return prompt if self.narrow is None else Prompt(prompt.decoder, prompt.tokens, self.narrow)
+        farthest = self.phase if isinstance(self.phase, int) else None
+        if self.narrow is None and farthest is None:
+            return prompt
+        return Prompt(prompt.decoder, prompt.tokens, self.narrow, farthest)
 
     @property
     def reads_all(self) -> bool:
@@ -615,6 +618,8 @@ def windowed(kept, windows):
 
 
 WINDOWS = (6, None, 6)
+# Shorter than a prompt and than what is kept of it.
+DISTANCE = 7
 LAG = Lag(count, THETA, lag=2, sinks=2)
 
 ROWS = [
@@ -626,6 +631,11 @@ ROWS = [
     row(
         "streamingllm", dense(half_and_one), kept=each_layer(position_score, sinks),
         victim=sink_victim(count), phase="rank",
+    ),
+    row(
+        "lm-infinite", dense(half_and_one), hyper=dict(sinks=4, distance=DISTANCE),
+        kept=each_layer(position_score, sinks), victim=sink_victim(count), phase=DISTANCE,
+        whole=dict(distance=64),
     ),
     row(
         "l2compress", lambda s: dense(half)(s) + 2 * s.b * s.k * (everything(s) - half(s)) * plain(s),
