@@ -176,9 +176,11 @@ def prefill(
     call = partial(steps.prefill, compress=compress, watched=True)
     call = steps.prefill_apart if compress and steps.chooses(run.method) else call
     logits, lost = None, []
-    for piece, size in zip(_chunks(batch, width), sizes, strict=True):
+    last = question_tokens(run.method) if compress else 0
+    for i, (piece, size) in enumerate(zip(_chunks(batch, width), sizes, strict=True)):
         new = jnp.asarray(piece.tokens), jnp.asarray(piece.lengths)
-        here, cache, unranked = call(run, params, *new, cache, **size._asdict())
+        ahead = {"question": _question(batch, last, (i + 1) * width)} if last else {}
+        here, cache, unranked = call(run, params, *new, cache, **size._asdict(), **ahead)
         lost.append(unranked)
         # A row that ended in an earlier chunk keeps the logits of its own last token.
         logits = here if logits is None else jnp.where((piece.lengths > 0)[:, None], here, logits)
@@ -189,6 +191,22 @@ def prefill(
     cache = labelled(cache, chosen, model)
     note = noted(model, cache) if compress or note is None else note
     return logits, dataclasses.replace(cache, added=note if compress else more_added(note, batch.lengths))
+
+
+def question_tokens(method: Method) -> int:
+    """How many tokens of a prompt's end a method's probe asks behind every chunk; 0 where it has none."""
+    return 0 if method.keep is None else getattr(method.keep.probe, "last", 0)
+
+
+def _question(batch: Batch, last: int, read: int) -> tuple[Array, Array] | None:
+    """The last tokens of rows that are longer than `read` tokens, and their number; None where none is."""
+    ahead = batch.lengths > read
+    if not ahead.any():
+        return None
+    start = np.maximum(batch.lengths - last, 0)[:, None]
+    index = np.minimum(start + np.arange(last), batch.tokens.shape[1] - 1)
+    asked = np.take_along_axis(batch.tokens, index, axis=1)
+    return jnp.asarray(asked), jnp.asarray(np.where(ahead, np.minimum(batch.lengths, last), 0), jnp.int32)
 
 
 def check_room(model: Model, room: int, method: Method | None = None) -> int:

@@ -8,6 +8,7 @@ from kvjax.keep.budget import AcrossLayers, Uniform
 from kvjax.keep.narrow import Narrow
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.probe import ProbeAttention, RepeatContext
+from kvjax.keep.question import Question, QuestionAttention
 from kvjax.keep.reread import Reread
 from kvjax.keep.score import LastLogits
 from kvjax.methods.papers import Press, paper
@@ -24,6 +25,7 @@ from kvjax.methods.shared import (
     per_query_head,
     window_score,
 )
+from kvjax.phase import ByRank
 
 
 @paper(
@@ -119,3 +121,27 @@ def kvzip(
     return Method(
         Keep(ProbeAttention(probe), Budget(budget), allocate, (Sink(sinks),), probe=probe, page=page)
     )
+
+
+@paper(
+    "FINCH: Prompt-guided Key-Value Cache Compression for Large Language Models",
+    arxiv="2408.00167",
+    family="selection-static",
+    exact="deviates",
+    kvpress=Press("FinchPress", same="yes, at the end of a prompt that is read at once"),
+)
+def finch(budget: Amount, *, question: Window = 32) -> Method:
+    """FINCH (Corallo and Papotti, 2024, arXiv:2408.00167): what a question at the end of a text attends to.
+
+    The last `question` tokens of a prompt are its question. Every chunk (`prefill(..., chunk=)`) is read
+    behind what is kept so far, then the question, and what stays is the budget of the tokens read so far, by
+
+        score[j] = mean_i n_i p_ij over the question's queries i, n_i the number of positions before query i,
+
+    the mean over a group. Kept keys turn by their ranks, which are the positions that the paper rotates them
+    to anew, so a chunk, the question and what is written follow right behind what is kept. Deviation: the
+    paper takes a question of any length that the caller names; a chunk's end may here cut the question, whose
+    first tokens then count as text until the chunk behind.
+    """
+    probe = Question(question)
+    return Method(Keep(QuestionAttention(probe), Budget(budget), Uniform(), phase=ByRank(), probe=probe))

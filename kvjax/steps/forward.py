@@ -34,6 +34,7 @@ class Prompt(NamedTuple):
     fresh: per group a Fresh, the new states, or None where the layers add nothing. narrowed: the positions of
     the tokens that the upper layers saw, where the method has a `Narrow`. source: which of the given tokens
     these are (-1 on padding), where it has a `Reread`. logits: of each row's last token, or of every token.
+    question: tokens that stand at the end of the whole text, of rows that do not end here, and their number.
     """
 
     fresh: tuple[Fresh | dict[str, Array] | None, ...]
@@ -42,6 +43,7 @@ class Prompt(NamedTuple):
     logits: Float[Array, "B *_ V"]
     narrowed: Int[Array, "B M"] | None = None
     source: Int[Array, "B M"] | None = None
+    question: tuple[Int[Array, "B W"], Int[Array, "B"]] | None = None
 
 
 class _Asked(NamedTuple):

@@ -435,6 +435,14 @@ def snap(per_query_head=False, **kind):
     return lambda p, i: window_score(p, i, WINDOW, KERNEL, per_query_head=per_query_head, **kind)
 
 
+def finch_score(prompt, layer):
+    """What the last queries give, times how many positions stand before each; they themselves stay."""
+    given = prompt.p[layer][:, -WINDOW:] * np.arange(prompt.length - WINDOW, prompt.length)[:, None]
+    score = given.mean(1).reshape(-1, prompt.group, prompt.length).mean(1)
+    score[:, -WINDOW:] = np.inf
+    return score
+
+
 def grouped_score(prompt, layer):
     """SnapKV for a group of query heads: what the window gives a token in all of them, then the maximum."""
     given = prompt.p[layer][:, -WINDOW:].sum(1)
@@ -711,6 +719,9 @@ ROWS = [
         "gemfilter", dense(half), hyper=dict(filter_layer=0, kernel=KERNEL), reread=gems, stacks=False,
     ),
     row("adakv", paged(lambda s, i: s.k * count(s.tokens)), hyper=SNAP | dict(page=PAGE), kept=adakv_kept),
+    row(
+        "finch", dense(half), hyper=dict(question=WINDOW), kept=each_layer(finch_score), phase="rank",
+    ),
     row("snapkv grouped", dense(half), "snapkv", hyper=SNAP, model="6/3", kept=each_layer(grouped_score)),
     row(
         "pyramidkv grouped", paged(lambda s, i: s.k * int(pyramid_counts(s.tokens, s.layers)[i])),
