@@ -210,6 +210,8 @@ class Method:
 def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...] | None = None) -> Method:
     """One method from its parts: at most one make, keep, store, read and place.
 
+    A keep that keeps everything and says a phase gives that to the other keep.
+
     >>> from kvjax.methods import method
     >>> chain(method("snapkv", budget=0.25), method("kivi", bits=2)).id
     'snapkv + kivi'
@@ -237,7 +239,9 @@ def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...
                 )
             pieces = {"read": part} if isinstance(part, Read) else {"host": part}
         for name, piece in pieces.items():
-            if name in found:
+            if name == "keep" and name in found and (turned := _turned(found[name], piece)) is not None:
+                piece = turned
+            elif name in found:
                 raise ValueError(
                     f"a method has at most one {name}; this chain has two, of {owner[name]} and "
                     f"{_called(part)}: leave one out"
@@ -246,6 +250,16 @@ def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...
     method = Method(**found, spec=spec or _joined(specs) or ())
     check(method)
     return method
+
+
+def _turned(a: Keep, b: Keep) -> Keep | None:
+    """One of two keeps with the phase of the other, which says nothing else; None where both say more."""
+    for phase, keep in ((a.phase, b), (b.phase, a)):
+        bare = Keep(None, Budget(1.0), keep.allocate, phase=phase)
+        other = a if keep is b else b
+        if keep.phase == BY_POSITION and dataclasses.replace(other, allocate=keep.allocate) == bare:
+            return dataclasses.replace(keep, phase=phase)
+    return None
 
 
 def _called(part: Any) -> str:

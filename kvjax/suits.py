@@ -308,11 +308,12 @@ def last_position(method: Method | None, config: Config | BlockConfig) -> int:
     """How many tokens a row may have: the model's positions, or more where a phase stays within them.
 
     Ranks stay below the budget, so the text may grow until a budget in percent reaches the model's positions.
-    It may not where any layer turns by positions after all: one that keeps everything, or a mixer that is no
-    plain attention, or frequencies that depend on the length of the text ("dynamic").
+    (Where slots leave at the end of prompts alone, what is written comes on top: `positions_left`.) It may
+    not where any layer turns by positions after all: one that keeps everything, or a mixer that is no plain
+    attention, or frequencies that depend on the length of the text ("dynamic").
     """
     most, keep = config.max_positions, None if method is None else method.keep
-    if keep is None or not (keep.phase.bounded(most) and keep.when.at_once and keep.skip_layers == 0):
+    if keep is None or not (keep.phase.bounded(most) and _leaves(keep) and keep.skip_layers == 0):
         return most
     if not isinstance(config, Config):
         return most
@@ -322,6 +323,11 @@ def last_position(method: Method | None, config: Config | BlockConfig) -> int:
         if not turns_by_rank or (window is not None and window >= most):
             return most
     return max(most, min(keep.budget.reach(most - 1), _EXACT))
+
+
+def _leaves(keep: Keep) -> bool:
+    """Whether lists are back at their budgets behind every token or every prompt."""
+    return keep.score is not None and (keep.when.at_once or not keep.when.in_steps)
 
 
 def check_budget(method: Method, tokens: Iterable[int | np.integer], unit: str = "tokens") -> None:

@@ -632,6 +632,11 @@ LAG = Lag(count, THETA, lag=2, sinks=2)
 
 ROWS = [
     row("full", dense(everything), whole=(("full", {}),)),
+    row("renumbered", dense(everything), phase="rank"),
+    chained(
+        "adakv + renumbered", paged(lambda s, i: s.k * count(s.tokens)),
+        ("adakv", SNAP | dict(budget=0.5, page=PAGE)), ("renumbered", {}), kept=adakv_kept, phase="rank",
+    ),
     row("random", dense(half), kept=each_layer(random_score)),
     row(
         "sink-recent", dense(half_and_one), kept=each_layer(position_score, sinks), victim=sink_victim(count)
