@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvjax.fitted import fitted_words
 from kvjax.grammar import Keep, Method, Store
 from kvjax.keep.observe import Mass, Queries
-from kvjax.protocols import Read, Remembering, Resting, Sampling
+from kvjax.protocols import Read, Remembering, Resting, Reusing, Sampling
 from kvjax.words import observations, written
 
 
@@ -28,11 +28,11 @@ class LayoutClass(NamedTuple):
     else a phase says, such as "rank".
     codec: "plain", "token" (tokens are encoded one by one) or "granule" (some tokens together, behind a plain
     tail). reads: "all" slots, "pages" of them, "pages and the rest", where what is left out is answered for
-    in sum, or "samples", which weigh by how likely they were. skips: the first layers are left alone.
-    reads_twice: the prompt is read again to be scored. sinks: the first tokens lie apart from the codes of
-    the others. fitted: codes are read by arrays that were fitted to each layer. pairs: two layers are stored
-    as one. remembers: a read's summaries look at what is remembered of slots. memory: "device", or "host"
-    where keys and values of a body lie there.
+    in sum, "picks of other layers", or "samples", which weigh by how likely they were. skips: the first
+    layers are left alone. reads_twice: the prompt is read again to be scored. sinks: the first tokens lie
+    apart from the codes of the others. fitted: codes are read by arrays that were fitted to each layer.
+    pairs: two layers are stored as one. remembers: a read's summaries look at what is remembered of slots.
+    memory: "device", or "host" where keys and values of a body lie there.
     """
 
     storage: str
@@ -121,6 +121,8 @@ def _reads(read: Read | None) -> str:
         return "all"
     if isinstance(read, Sampling):
         return "samples"
+    if isinstance(read, Reusing):
+        return "picks of other layers"
     return "pages and the rest" if isinstance(read, Resting) else "pages"
 
 

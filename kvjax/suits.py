@@ -23,7 +23,7 @@ from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
 from kvjax.models.mixers.latent import Latent
 from kvjax.place.pairs import pairs_of
-from kvjax.protocols import Answering, Preferring, Remembering, Resting, Sampling
+from kvjax.protocols import Answering, Preferring, Remembering, Resting, Reusing, Sampling
 from kvjax.words import crowded, observations, shaped
 
 
@@ -200,6 +200,10 @@ def _check_read(method: Method, read: Any, config: Config, facts: _Facts) -> Non
         )
     if method.host is not None and facts.lent:
         _refuse(method, "several layers read the slots that it brings to the device for one", "quest")
+    if isinstance(read, Reusing) and (facts.lent or len({s.heads for s in facts.slots}) > 1):
+        _refuse(
+            method, "layers share slots or have unequal numbers of lists, and cannot share picks", "quest"
+        )
     if isinstance(read, Resting):
         taken = [(i, name, at) for i in range(config.layers) for name, at in takes_of(config, i).values()]
         others = [(i, at) for i, name, at in taken if name == "slots" and at is not None]

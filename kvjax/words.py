@@ -19,6 +19,7 @@ from kvjax.protocols import (
     Preferring,
     Remembering,
     Resting,
+    Reusing,
     Sampling,
     View,
 )
@@ -182,7 +183,7 @@ def refused_in_host(method: Method) -> list[tuple[bool, str]]:
             "all: chain it with one, such as quest",
         ),
         (
-            isinstance(read, Resting | Sampling) or hasattr(read, "looks_at"),
+            isinstance(read, Resting | Sampling | Reusing) or hasattr(read, "looks_at"),
             f"{host!r} brings what is read to the device, and {read!r} chooses by looking at all keys: use a "
             "read by summaries, such as quest",
         ),
@@ -190,13 +191,18 @@ def refused_in_host(method: Method) -> list[tuple[bool, str]]:
 
 
 def refused_in_read(method: Method) -> list[tuple[bool, str]]:
-    """(wrong, why) for what cannot be where a read remembers what slots are asked."""
+    """(wrong, why) for what cannot be where a read remembers what slots are asked, or layers share picks."""
     return [
+        (
+            isinstance(method.read, Reusing) and method.keep is not None,
+            f"{method.read!r} reads in one layer the slots that another one picked, and a keep would leave "
+            "them other tokens: leave one out",
+        ),
         (
             isinstance(method.read, Remembering) and method.keep is not None,
             f"{method.read!r} ranks blocks by what the tokens behind them asked for, which a keep would cut "
             "into: leave one out",
-        )
+        ),
     ]
 
 
@@ -313,6 +319,11 @@ def crowded(keep: Keep, tokens: int, row: str = "") -> str:
         f"more than the budget of {n} slots (budget={keep.budget.amount!r}): raise the budget or lower "
         "what is protected (window=, sinks=)"
     )
+
+
+def number_of(layer: int | float, layers: int) -> int:
+    """The number of a layer that is given as one, or as the share of the layers that end with it."""
+    return layer if isinstance(layer, int) else max(int(layer * layers), 1) - 1
 
 
 def probes_of(word: Any) -> set[Any]:

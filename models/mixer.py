@@ -12,6 +12,7 @@ publishes exactly what others take from it (`kvjax.models.exchange`), and finds 
 * "input": the hidden state that came into the layer;
 * "slots": the layer's past and its new keys and values, as `LayerSlots`;
 * "logits": its attention logits, as `AttentionLogits`;
+* "picks": the slots that its read picked, for layers above it in the same step;
 * "values": the values of its new tokens, in the shape that its mixer computes them in;
 * "tokens" and "embedding": what the decoder was given and its table of embeddings, from layer None.
 """
@@ -153,7 +154,8 @@ class Memory(NamedTuple):
     slots of the layer or of the one that it reads; empty where nothing filled them. last: index of each row's
     last new token, where only its logits are wanted and no layer is observed; layers that keep nothing of
     their inputs are then run for that token alone. implementation: of recurrences, as in
-    `kvjax.ops.base.dispatch.form`. narrow: where upper layers run for fewer tokens.
+    `kvjax.ops.base.dispatch.form`. narrow: where upper layers run for fewer tokens. takes: what a memory has
+    layers take from each other beside what their mixers do, by the first layer of a group.
     """
 
     pos: Int[Array, "B T"]
@@ -163,6 +165,7 @@ class Memory(NamedTuple):
     last: Int[Array, "B"] | None = None
     implementation: str | None = None
     narrow: Narrowing | None = None
+    takes: Mapping[int, Mapping[str, Take]] = MappingProxyType({})
 
 
 class Mixer:

@@ -103,12 +103,16 @@ class Prompt:
 
 
 class At(NamedTuple):
-    """Of a query's list: tokens that were stored before it, tokens of the prompt, its number of so many."""
+    """Of a query's list: tokens that were stored before it, tokens of the prompt, its number of so many.
+
+    layer: that of the list.
+    """
 
     stored: int
     prompt: int
     number: int
     lists: int
+    layer: int
 
 
 class Row:
@@ -192,7 +196,7 @@ class Row:
                 k = rope(np.stack([s["k"] for s in slots]), phases, c.rope.theta)
                 q = rope(raw_q[i * group : (i + 1) * group], [mine], c.rope.theta)[:, 0]
                 if self.attends is not None:
-                    where = At(self.next, self.prompt_tokens, i, len(lists))
+                    where = At(self.next, self.prompt_tokens, i, len(lists), number)
                     outs.append(self.attends(q, k, np.stack([s["v"] for s in slots]), pos, where))
                     continue
                 s = q @ k.T / np.sqrt(c.head_dim)

@@ -13,7 +13,7 @@ from kvjax.cache import Codes, GroupState, Paged, Pages, Segment, Slots, gather_
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass
 from kvjax.models.attending import attend_at_once, in_lists
-from kvjax.models.mixer import AttentionLogits, Layer, Projected
+from kvjax.models.mixer import AttentionLogits, Layer, Left, Projected
 from kvjax.ops.attention.union import Keys, merge
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import grouped_decode as grouped
@@ -195,9 +195,26 @@ def _read(
 
 def selected(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks | None:
     """The pages that a method picks of a layer's body, and how many of them count; None: all are read."""
-    read, body = past.gm.read, past.parts[0]
-    if read is None:
+    if past.gm.read is None or past.gm.picker is not None:
         return None
+    return _chosen(run, past, q, length)
+
+
+def persistent(
+    run: Run, past: Past, layer: Layer, q: Array, length: Int[Array, "B"]
+) -> tuple[Past, Picks | None, Left]:
+    """Where some layers choose for others: the past as this one reads it, its picks, and what it publishes.
+
+    A layer that chooses reads all of its own slots.
+    """
+    if past.gm.picks:
+        found = _chosen(run, past, q, length) if "picks" in layer.publishes else None
+        return past._replace(gm=past.gm._replace(read=None)), None, {} if found is None else {"picks": found}
+    return past, layer.taken.get("picks"), {}
+
+
+def _chosen(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks:
+    read, body = past.gm.read, past.parts[0]
     assert isinstance(body, Slots)
     if isinstance(read, Sampling):
         found = Picks(*read.sample(q, body, past.index, length))

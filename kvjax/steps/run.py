@@ -20,7 +20,7 @@ from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys
 from kvjax.phase import BY_POSITION, Phase
 from kvjax.place.pairs import pairs_of
-from kvjax.protocols import AttentionSpec
+from kvjax.protocols import AttentionSpec, Reusing
 
 
 class Run(NamedTuple):
@@ -56,6 +56,25 @@ class Run(NamedTuple):
             ids = slots is not None and slots.ids
             out.append(gm._replace(codecs=(gm.codecs[0], None)) if ids else gm)
             first += size
+        return self._with_pickers(out, first)
+
+    def _with_pickers(self, gms: list[GroupMethod], layers: int) -> tuple[GroupMethod, ...]:
+        """Which layers' picks the groups read, where only some layers choose."""
+        out, picker = [], None
+        ends = [gm.first for gm in gms[1:]] + [layers]
+        for gm, end in zip(gms, ends, strict=True):
+            if isinstance(gm.read, Reusing):
+                due = max(at for at in gm.read.starts(layers) if at < end)
+                if picker is None or picker < due:
+                    picker = gm.first
+                    if end > gm.first + 1:
+                        raise ValueError(
+                            f"{self.method.id} picks slots in layer {max(due, gm.first)} for those above it, "
+                            f"and layers {gm.first} to {end - 1} are stacked: give layers that are "
+                            "not stacked"
+                        )
+                gm = gm._replace(picker=picker)
+            out.append(gm)
         return tuple(out)
 
     def acts(self, gm: GroupMethod, compress: bool) -> bool:

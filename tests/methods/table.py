@@ -788,6 +788,11 @@ ROWS = [
         attends=reads.sparq(count, channels=5, newest=4),
     ),
     row(
+        "tidaldecode", split(everything, 1, 4, lambda s: 0, plain),
+        hyper=dict(skip_layers=0, reselect=1, newest=4), model="deep", moves=False, stacks=False,
+        attends=reads.tidal(count, picks=(0, 1), newest=4),
+    ),
+    row(
         "magicpig", magicpig_bytes, hyper=HASH | dict(skip_layers=0), whole=dict(planes=1, tables=256),
         moves=False, attends=reads.magicpig(count, **HASH),
     ),
