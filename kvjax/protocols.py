@@ -135,7 +135,8 @@ class Meeting(Observation, Protocol):
 class Trace(Protocol):
     """What a method remembers of every slot: one number, which moves with it wherever it is stored.
 
-    needs: the observed masses or `Meeting`s by which it grows.
+    needs: the observed masses or `Meeting`s by which it grows. `behind_layers`, where a word has it, says
+    that new tokens' numbers are their surprisals, which are known once all layers have run.
     """
 
     @property

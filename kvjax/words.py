@@ -167,6 +167,10 @@ def refused(keep: Keep) -> list[tuple[bool, str]]:
             f"its score reads the probe {' and '.join(sorted(map(repr, probes))) or None} and the keep's is "
             f"{keep.probe!r}: give both the same",
         ),
+        (
+            keep.narrow is not None and any(getattr(t, "behind_layers", False) for t in keep.score.traces),
+            f"{keep.narrow!r} leaves tokens out of the upper layers, and its score asks how likely they were",
+        ),
         *_narrowed(keep),
     ]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.algebra import Pool
+from kvjax.keep.algebra import Pool, stage
 from kvjax.keep.budget import AcrossLayers, Uniform
 from kvjax.keep.narrow import Narrow
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.probe import ProbeAttention, RepeatContext
+from kvjax.keep.probe import Catalyst, ProbeAttention, RepeatContext
 from kvjax.keep.question import Question, QuestionAttention
 from kvjax.keep.reread import Reread
-from kvjax.keep.score import LastLogits
+from kvjax.keep.score import LastLogits, Novelty
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.shared import (
     Amount,
@@ -145,3 +145,26 @@ def finch(budget: Amount, *, question: Window = 32) -> Method:
     """
     probe = Question(question)
     return Method(Keep(QuestionAttention(probe), Budget(budget), Uniform(), phase=ByRank(), probe=probe))
+
+
+@paper(
+    "InfiniPot: Infinite Context Processing on Memory-Constrained LLMs",
+    arxiv="2410.01518",
+    family="selection-static",
+    exact="deviates",
+)
+def infinipot(budget: Amount, *, share: Share = 0.5, prefix: TokenIds | None = None) -> Method:
+    """InfiniPot (Kim et al., 2024, arXiv:2410.01518), section 3: what surprised, and what a summary asks for.
+
+    Behind every chunk (`prefill(..., chunk=)`) a catalyst prompt is read over the uncompressed cache, and
+    forgotten. A `share` of the budget goes to the tokens of the largest surprisal -log p(x_j | x_<j) (NuC),
+    which they keep from when they were read, the rest to those of the most attention from the catalyst's
+    queries (CaP), summed over these and a group. Kept keys turn by their ranks, which are the positions that
+    the paper resets them to. prefix: token ids of the catalyst, by default an instruction to summarise, or
+    what the model itself is asked to repeat a context by. Deviation: the surprisal of a chunk's first token
+    counts as 0; the cache is distilled behind every chunk, not when a pot of another size is full; and the
+    default share is ours.
+    """
+    probe = Catalyst(prefix)
+    score = stage(Novelty(), share, ProbeAttention(probe))
+    return Method(Keep(score, Budget(budget), Uniform(), phase=ByRank(), probe=probe))

@@ -21,7 +21,7 @@ from kvjax.ops.attention.union import Keys
 from kvjax.protocols import Carried, Inputs, Meeting, Observation, Trace
 from kvjax.steps.lending import lend, taught_groups
 from kvjax.steps.narrowing import chosen, narrow_of, narrowing, unnarrowed
-from kvjax.steps.observed import by_owner, carried_behind, decoded, past_sets
+from kvjax.steps.observed import by_owner, carried_behind, decoded, past_sets, surprisals
 from kvjax.steps.run import Run, answered, held
 from kvjax.steps.turning import attend_turned, turned_queries, turns_of
 from kvjax.stored import completed
@@ -154,13 +154,27 @@ def observe(
     memory = Memory(at.pos, reading.attend, reading.recur, held, early, run.without_gpu, narrow)
     ran = decode_layers(params, tokens, config, memory, states)
     x, narrowed = ran.x, None if narrow is None else ran.pos
+    late = [t for t in asked.traces if getattr(t, "behind_layers", False)]
+    surprise = surprisals(params, x, tokens, at.pos, config) if late and narrow is None else None
     if narrowed is not None:
         last = jnp.maximum((narrowed >= 0).sum(-1, dtype=jnp.int32) - 1, 0)
     if not as_steps:
         x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     logits = unembed(params, x, config)
     fresh = by_owner(gms, config, ran.collected, asked.masses)
+    if surprise is not None:
+        fresh = tuple(_told(f, late, surprise) if isinstance(f, Fresh) else f for f in fresh)
     return Prompt(fresh, at, tokens, logits, narrowed, source)
+
+
+def _told(fresh: Fresh, late: list[Trace], surprise: Float[Array, "B T"]) -> Fresh:
+    """What a group computed, with what is known of its new tokens once all layers have run."""
+    told = {
+        repr(t): jnp.broadcast_to(surprise[None, :, None], fresh.traces[repr(t)].shape)
+        for t in late
+        if repr(t) in fresh.traces
+    }
+    return fresh._replace(traces=fresh.traces | told)
 
 
 def _reread(

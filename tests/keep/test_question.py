@@ -1,4 +1,4 @@
-"""Questions that judge chunks before they are read: kept tokens and answers against explicit slots."""
+"""Questions and instructions that judge chunks: kept tokens and answers against explicit slots."""
 
 import copy
 
@@ -8,14 +8,15 @@ import pytest
 import kvjax
 from kvjax.cache import Cache
 from tests.methods.battery import decoder, model, off, positions, step
-from tests.reference import Prompt, Row, best
+from tests.methods.table import PREFIX
+from tests.reference import Prompt, Row, best, softmax
 
 ASKED, CHUNK = 4, 16
 FINCH = kvjax.method("finch", budget=0.5, question=ASKED)
 
 
-def asked(row, tokens):
-    """What slots get of some tokens that are written behind them, times the positions before each query."""
+def asked(row, tokens, weight=lambda before: before):
+    """What slots get of some tokens that are written behind them, by the positions before each query."""
     held = [[[s["pos"] for s in slots] for slots in lists] for lists in row.slots]
     total = [[dict.fromkeys(pos, 0.0) for pos in lists] for lists in held]
     for token in tokens:
@@ -24,7 +25,7 @@ def asked(row, tokens):
             for i, slots in enumerate(lists):
                 for slot in slots:
                     total[layer][i].setdefault(slot["pos"], 0.0)
-                    total[layer][i][slot["pos"]] += slot["now"] * (len(slots) - 1)
+                    total[layer][i][slot["pos"]] += slot["now"] * weight(len(slots) - 1)
     return total
 
 
@@ -52,13 +53,49 @@ def finch(tokens):
     return row
 
 
-@pytest.mark.parametrize("lengths", [(44, 27)])
-def test_chunks_are_judged_by_the_question_behind_all_of_them(lengths):
+def infinipot(tokens):
+    """A row behind a text in chunks, distilled behind each by surprisal and by what an instruction asks."""
+    row, surprise = None, {}
+    for start in range(0, len(tokens), CHUNK):
+        new, end = tokens[start : start + CHUNK], min(start + CHUNK, len(tokens))
+        if row is None:
+            prompt = Prompt(decoder("4/2"), new)
+            row, found = (
+                Row(prompt, [np.ones((len(k), end), bool) for k in prompt.k], "rank"),
+                prompt.all_logits,
+            )
+        else:
+            found = [row.step(token) for token in new]
+        told = [-np.log(softmax(x)[token]) for x, token in zip(found, new[1:], strict=False)]
+        surprise |= dict(zip(range(start, end), [0.0, *told], strict=True))
+        total = asked(copy.deepcopy(row), PREFIX, lambda before: 1.0)
+        for layer, lists in enumerate(row.slots):
+            gone = []
+            for slots, given in zip(lists, total[layer], strict=True):
+                news = best(np.array([surprise[s["pos"]] for s in slots]), end // 4)
+                gone.append(
+                    np.flatnonzero(~best(np.where(news, np.inf, [given[s["pos"]] for s in slots]), end // 2))
+                )
+            row.remove(layer, gone)
+    return row
+
+
+INFINIPOT = kvjax.method("infinipot", budget=0.5, share=0.5, prefix=PREFIX)
+
+
+@pytest.mark.parametrize(
+    ("method", "by_hand", "lengths"),
+    [
+        pytest.param(FINCH, finch, (44, 27), id="finch"),
+        pytest.param(INFINIPOT, infinipot, (44, 27), id="infinipot", marks=pytest.mark.rotating),
+    ],
+)
+def test_chunks_are_judged_by_what_is_asked_behind_them(method, by_hand, lengths):
     rng = np.random.default_rng(3)
     rows = [rng.integers(0, 64, n).tolist() for n in lengths]
-    _, cache = kvjax.prefill(model("4/2"), rows, method=FINCH, chunk=CHUNK, room=8)
+    _, cache = kvjax.prefill(model("4/2"), rows, method=method, chunk=CHUNK, room=8)
     more = rng.integers(0, 64, (2, len(rows)))
-    want, got = [finch(tokens) for tokens in rows], []
+    want, got = [by_hand(tokens) for tokens in rows], []
     assert isinstance(cache, Cache)
     for b, row in enumerate(want):
         assert [lists[b] for lists in positions(cache)] == row.positions()

@@ -581,6 +581,15 @@ def kvzip_kept(prompt):
     return list(best(flat.reshape(1, -1), [len(flat) * count(t)]).reshape(scores.shape))
 
 
+def infinipot_score(prompt, layer):
+    """Half of the budget by surprisal, the rest by the attention of an instruction behind the prompt."""
+    before, seen = prompt.all_logits[:-1], np.asarray(prompt.tokens[1:])
+    surprise = np.append(0, -np.log(softmax(before)[np.arange(len(seen)), seen]))
+    p = Prompt(prompt.decoder, [*prompt.tokens, *PREFIX]).p[layer][:, prompt.length :, : prompt.length]
+    asked = p.sum(1).reshape(-1, prompt.group, prompt.length).sum(1)
+    return np.where(best(surprise, count(prompt.length) // 2), np.inf, asked)
+
+
 def gems(prompt):
     """The tokens of the largest logits of the last query at layer 0, over all heads, in their order."""
     keys = np.repeat(prompt.k[0], prompt.group, 0)
@@ -743,6 +752,10 @@ ROWS = [
     row(
         "kvzip", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
         hyper=dict(page=PAGE, prefix=PREFIX), kept=kvzip_kept,
+    ),
+    row(
+        "infinipot", dense(half, extra=4), hyper=dict(share=0.5, prefix=PREFIX),
+        kept=each_layer(infinipot_score), phase="rank",
     ),
     row("keepkv", dense(half_and_one, extra=8), kept=each_layer(received, recent_half), error=None),
     row(
