@@ -81,7 +81,7 @@ class Keep:
     K = N heads. skip_layers: the first layers keep everything. phase: what keys and queries turn by
     (`kvjax.phase`). probe: extra tokens whose queries feed the scores. lower: slots that leave are not
     dropped but stored so, in a second tier. narrow: which tokens of a prompt the upper layers see
-    (`kvjax.keep.narrow`).
+    (`kvjax.keep.narrow`). reuse: so many layers in a row keep what the first of them chooses.
     """
 
     score: Score | None
@@ -97,11 +97,14 @@ class Keep:
     lower: Store | None = None
     page: int = 128
     narrow: Any = None
+    reuse: int = 1
 
     def __post_init__(self):
         check_words(self.score, self.allocate, self.protect, self.merge)
         check_phase(self.phase)
         check_narrow(self.narrow)
+        if isinstance(self.reuse, bool) or not isinstance(self.reuse, int) or self.reuse < 1:
+            raise ValueError(f"reuse is a number of layers that keep alike, at least 1, got {self.reuse!r}")
         if not isinstance(self.budget, Budget):
             raise ValueError(f"a keep's budget must be a Budget, got {self.budget!r}: write Budget(0.25)")
 
@@ -191,6 +194,7 @@ class Method:
                 keep = dataclasses.replace(k, probe=None, narrow=None)
             elif k.score is not None and (k.score.traces or answering is not None):
                 bare: dict[str, Any] = dict(protect=(), probe=None, merge=answering, lower=None, narrow=None)
+                bare["reuse"] = 1
                 keep = dataclasses.replace(k, budget=Budget(1.0), **bare)
             elif k.phase != BY_POSITION or k.per_query_head:
                 keep = Keep(None, Budget(1.0), k.allocate, per_query_head=k.per_query_head, phase=k.phase)

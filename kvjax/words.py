@@ -171,6 +171,11 @@ def refused(keep: Keep) -> list[tuple[bool, str]]:
             keep.narrow is not None and any(getattr(t, "behind_layers", False) for t in keep.score.traces),
             f"{keep.narrow!r} leaves tokens out of the upper layers, and its score asks how likely they were",
         ),
+        (
+            keep.reuse > 1 and (in_steps or not keep.allocate.uniform),
+            f"{keep.reuse} layers keep what one of them chooses, and while decoding, or by budgets of their "
+            "own, they would choose apart: use the uniform allocation at the end of prompts",
+        ),
         *_narrowed(keep),
     ]
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.algebra import Pool, stage
+from kvjax.keep.algebra import InChunks, Pool, stage
 from kvjax.keep.budget import AcrossLayers, Uniform
 from kvjax.keep.narrow import Narrow
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.probe import Catalyst, ProbeAttention, RepeatContext
 from kvjax.keep.question import Question, QuestionAttention
 from kvjax.keep.reread import Reread
-from kvjax.keep.score import LastLogits, Novelty
+from kvjax.keep.score import LastLogits, Novelty, WindowAttention
 from kvjax.methods.papers import Press, paper
+from kvjax.methods.parameters import Range
 from kvjax.methods.shared import (
     Amount,
     Depth,
@@ -26,6 +29,9 @@ from kvjax.methods.shared import (
     window_score,
 )
 from kvjax.phase import ByRank
+
+# Tokens of a text, or layers of a model, that belong together.
+Together = Annotated[int, Range(1)]
 
 
 @paper(
@@ -168,3 +174,24 @@ def infinipot(budget: Amount, *, share: Share = 0.5, prefix: TokenIds | None = N
     probe = Catalyst(prefix)
     score = stage(Novelty(), share, ProbeAttention(probe))
     return Method(Keep(score, Budget(budget), Uniform(), phase=ByRank(), probe=probe))
+
+
+@paper(
+    "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference",
+    arxiv="2502.00299",
+    family="selection-static",
+    exact="deviates",
+    kvpress=Press(
+        "ChunkKVPress", same="no: kvpress chooses once for all heads of a layer, and reuses nothing"
+    ),
+)
+def chunkkv(budget: Amount, *, chunk: Together = 10, window: Window = 64, reuse: Together = 2) -> Method:
+    """ChunkKV (Liu et al., 2025, arXiv:2502.00299), algorithms 1 and 2: whole chunks stay, in layers alike.
+
+    score[j] = the attention that the tokens of j's chunk get of the last `window` queries, in sum, the mean
+    over a group; a chunk is `chunk` tokens of the text, and the window itself stays. Every `reuse` layers in
+    a row keep the tokens that the first of them chooses. Deviation: what the budget has left beside whole
+    chunks goes to the first tokens of the next best one, where the paper leaves it.
+    """
+    score = InChunks(WindowAttention(window), chunk)
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), reuse=reuse))

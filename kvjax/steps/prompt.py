@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import NOTHING, Cache, GroupState, Pages, Slots, State, encode
-from kvjax.choose import Fresh, choose, judged_layers, merge_evicted, preferences, score_slots, union
+from kvjax.choose import Fresh, choose, judged_layers, merge_evicted, preferences, reused, score_slots, union
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.group import GroupMethod
 from kvjax.keep.budget import Uniform
@@ -205,14 +205,15 @@ def _scores(
     fresh: dict[int, Fresh],
     length: Int[Array, "B"],
 ) -> dict[int, Float[Array, "Lg B K S"]]:
-    """By group, the scores of slots as its words look at them."""
-    return {
+    """By group, the scores by which slots are chosen, as its words look at them."""
+    found = {
         i: score_slots(
             gms[i], view, fresh[i], length, run.attention_spec(gms[i].first), params["layers"][i],
             run.met(gms[i].first),
         )
         for i, view in shown.items()
     }  # fmt: skip
+    return reused({i: gms[i].keep for i in found}, found)
 
 
 def _built(

@@ -7,6 +7,7 @@ import pytest
 
 import kvjax
 from kvjax.cache import Cache
+from kvjax.errors import InputError
 from tests.methods.battery import decoder, model, off, positions, step
 from tests.methods.table import PREFIX
 from tests.reference import Prompt, Row, best, softmax
@@ -104,3 +105,10 @@ def test_chunks_are_judged_by_what_is_asked_behind_them(method, by_hand, lengths
         got.append(logits)
     for tokens, logits in zip(more, got, strict=True):
         assert off(logits, np.stack([row.step(t) for row, t in zip(want, tokens, strict=True)])) < 3e-5
+
+
+def test_a_catalyst_is_an_instruction():
+    with pytest.raises(InputError, match="infinipot asks an instruction, and this model has no tokenizer"):
+        kvjax.prefill(model("4/2"), [[1, 2, 3]], method=kvjax.method("infinipot", budget=0.5))
+    with pytest.raises(ValueError, match="a catalyst is an instruction, got no tokens"):
+        kvjax.method("infinipot", budget=0.5, prefix=())

@@ -590,6 +590,18 @@ def infinipot_score(prompt, layer):
     return np.where(best(surprise, count(prompt.length) // 2), np.inf, asked)
 
 
+def chunk_score(prompt, layer, chunk=3, reuse=2):
+    """What the window gives a whole chunk, in the first of two layers."""
+    given = (
+        prompt.p[layer // reuse * reuse][:, -WINDOW:].sum(1).reshape(-1, prompt.group, prompt.length).mean(1)
+    )
+    given[:, -WINDOW:] = 0
+    for start in range(0, prompt.length, chunk):
+        given[:, start : start + chunk] = given[:, start : start + chunk].sum(1, keepdims=True)
+    given[:, -WINDOW:] = np.inf
+    return given
+
+
 def gems(prompt):
     """The tokens of the largest logits of the last query at layer 0, over all heads, in their order."""
     keys = np.repeat(prompt.k[0], prompt.group, 0)
@@ -756,6 +768,10 @@ ROWS = [
     row(
         "infinipot", dense(half, extra=4), hyper=dict(share=0.5, prefix=PREFIX),
         kept=each_layer(infinipot_score), phase="rank",
+    ),
+    row(
+        "chunkkv", dense(half), hyper=dict(chunk=3, window=WINDOW, reuse=2), kept=each_layer(chunk_score),
+        model="deep",
     ),
     row("keepkv", dense(half_and_one, extra=8), kept=each_layer(received, recent_half), error=None),
     row(
