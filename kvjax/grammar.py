@@ -243,7 +243,10 @@ def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...
                 )
             pieces = {"read": part} if isinstance(part, Read) else {"host": part}
         for name, piece in pieces.items():
-            if name == "keep" and name in found and (turned := _turned(found[name], piece)) is not None:
+            turned = None
+            if name in found and isinstance(piece, Keep):
+                turned = _turned(found[name], piece)
+            if turned is not None:
                 piece = turned
             elif name in found:
                 raise ValueError(

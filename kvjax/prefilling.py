@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -179,7 +179,7 @@ def prefill(
     last = question_tokens(run.method) if compress else 0
     for i, (piece, size) in enumerate(zip(_chunks(batch, width), sizes, strict=True)):
         new = jnp.asarray(piece.tokens), jnp.asarray(piece.lengths)
-        ahead = {"question": _question(batch, last, (i + 1) * width)} if last else {}
+        ahead: dict[str, Any] = {"question": _question(batch, last, (i + 1) * width)} if last else {}
         here, cache, unranked = call(run, params, *new, cache, **size._asdict(), **ahead)
         lost.append(unranked)
         # A row that ended in an earlier chunk keeps the logits of its own last token.

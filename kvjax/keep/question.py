@@ -47,7 +47,8 @@ class Question(Probe):
     ) -> Asked:
         """The question's queries and keys."""
         assert keys is not None
-        return Asked(*observed[repr(Queries(self.last))], keys)
+        q, q_pos = observed[repr(Queries(self.last))]
+        return Asked(q, q_pos, keys)
 
 
 @dataclasses.dataclass(frozen=True)

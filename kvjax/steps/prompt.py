@@ -287,7 +287,8 @@ def _with_probe(
     }
     fixed = {i: pasts[i] for i, new in enumerate(prompt.fresh) if new is None}
     groups = tuple((whole | states | fixed).get(i, NOTHING) for i in range(len(gms)))
-    reading = observe(_as_it_turns(run), params, *given, Cache(groups, length), probe.needs)
+    (tokens, lengths), over = given, Cache(groups, length)
+    reading = observe(_as_it_turns(run), params, tokens, lengths, over, probe.needs)
     out = {}
     for i, f in fresh.items():
         new = reading.fresh[i]
