@@ -221,6 +221,22 @@ def merge_evicted(
     return over_layers(one, numbers, view, kept, leaving, fresh.observed, carried)
 
 
+def reused(
+    keeps: dict[int, Keep | None], scores: dict[int, Float[Array, "_ B K S"]]
+) -> dict[int, Float[Array, "_ B K S"]]:
+    """The scores by which every layer chooses: where a keep says so, those of the first of several layers."""
+    out = dict(scores)
+    alike = {i: (keep, scores[i].shape[1:]) for i, keep in keeps.items() if keep and keep.reuse > 1}
+    for kind in dict.fromkeys(alike.values()):
+        keep = kind[0]
+        where = [(i, at) for i, other in alike.items() if other == kind for at in range(scores[i].shape[0])]
+        source = {here: where[n // keep.reuse * keep.reuse] for n, here in enumerate(where)}
+        for i in dict.fromkeys(i for i, _ in where):
+            sources = [source[i, at] for at in range(scores[i].shape[0])]
+            out[i] = jnp.stack([scores[j][at] for j, at in sources])
+    return out
+
+
 def choose(
     keeps: dict[int, Keep | None],
     scores: dict[int, Float[Array, "_ B K S"]],

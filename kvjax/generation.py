@@ -30,7 +30,7 @@ from kvjax.prefilling import ROOM, bare_cache, labelled, method_of, padded, pref
 from kvjax.processors import Processor, history
 from kvjax.samples import advancing, write
 from kvjax.sampling import Sampler
-from kvjax.stepping import stepping
+from kvjax.stepping import positions_left, stepping
 from kvjax.stopping import StopStrings
 from kvjax.suits import last_position
 from kvjax.verbs import Lengths, TokenIds, has_verbs
@@ -111,7 +111,10 @@ def generate(
         model, tokens, method=method, cache=cache, lengths=lengths, room=max_new_tokens, chunk=chunk,
         implementation=implementation,
     )  # fmt: skip
-    longest = int(np.asarray(cache.next).max()) + max_new_tokens
+    stands = int(np.asarray(cache.next).max())
+    longest = stands + max_new_tokens
+    if last > model.config.max_positions:
+        last = stands + positions_left(model, cache)
     if longest > last:
         raise InputError(
             f"{max_new_tokens} new tokens would reach position {longest}, this model's last is "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +163,7 @@ def prefill(
     check_reach(model, seen + longest, chosen)
     if seen + longest > model.config.max_positions:
         pieces = longest if chunk is None or not compress else min(chunk, longest)
-        _check_ranks(model, chosen, 0 if cache is None else live(cache), seen + longest, pieces)
+        _check_phases(model, chosen, 0 if cache is None else live(cache), seen + longest, pieces)
     width = batch.tokens.shape[1] if chunk is None else min(chunk, batch.tokens.shape[1])
     if compress:
         ends = range(width, width + longest, width)
@@ -182,9 +182,11 @@ def prefill(
     call = partial(steps.prefill, compress=compress, watched=True)
     call = steps.prefill_apart if compress and steps.chooses(run.method) else call
     logits, lost = None, []
-    for piece, size in zip(_chunks(batch, width), sizes, strict=True):
+    last = question_tokens(run.method) if compress else 0
+    for i, (piece, size) in enumerate(zip(_chunks(batch, width), sizes, strict=True)):
         new = jnp.asarray(piece.tokens), jnp.asarray(piece.lengths)
-        here, cache, unranked = call(run, params, *new, cache, **size._asdict())
+        ahead: dict[str, Any] = {"question": _question(batch, last, (i + 1) * width)} if last else {}
+        here, cache, unranked = call(run, params, *new, cache, **size._asdict(), **ahead)
         lost.append(unranked)
         # A row that ended in an earlier chunk keeps the logits of its own last token.
         logits = here if logits is None else jnp.where((piece.lengths > 0)[:, None], here, logits)
@@ -195,6 +197,22 @@ def prefill(
     cache = labelled(cache, chosen, model)
     note = noted(model, cache) if compress or note is None else note
     return logits, dataclasses.replace(cache, added=note if compress else more_added(note, batch.lengths))
+
+
+def question_tokens(method: Method) -> int:
+    """How many tokens of a prompt's end a method's probe asks behind every chunk; 0 where it has none."""
+    return 0 if method.keep is None else getattr(method.keep.probe, "last", 0)
+
+
+def _question(batch: Batch, last: int, read: int) -> tuple[Array, Array] | None:
+    """The last tokens of rows that are longer than `read` tokens, and their number; None where none is."""
+    ahead = batch.lengths > read
+    if not ahead.any():
+        return None
+    start = np.maximum(batch.lengths - last, 0)[:, None]
+    index = np.minimum(start + np.arange(last), batch.tokens.shape[1] - 1)
+    asked = np.take_along_axis(batch.tokens, index, axis=1)
+    return jnp.asarray(asked), jnp.asarray(np.where(ahead, np.minimum(batch.lengths, last), 0), jnp.int32)
 
 
 def check_room(model: Model, room: int, method: Method | None = None) -> int:
@@ -211,14 +229,16 @@ def check_reach(model: Model, last: int, method: Method | None = None) -> None:
         )
 
 
-def _check_ranks(model: Model, method: Method, held: int, last: int, new: int) -> None:
-    """InputError where tokens that turn by their ranks, `new` at a time, come to lie beyond the positions."""
+def _check_phases(model: Model, method: Method, held: int, last: int, new: int) -> None:
+    """InputError where phases of tokens that are read `new` at a time come to lie beyond the positions."""
     assert method.keep is not None
     most, windows = model.config.max_positions, [w for w in model.config.windows if w is not None]
-    held = max(held, method.keep.budget.capacity(last), *windows, 0)
+    phase = method.keep.phase
+    held = phase.most_behind(max(held, method.keep.budget.capacity(last), *windows, 0))
     if held + new > most:
         raise InputError(
-            f"{new} tokens at once behind up to {held} slots reach beyond the model's last position, {most}: "
+            f"{new} tokens at once behind up to {held} {phase.counts} reach beyond the model's last "
+            f"position, {most}: "
             + (f"read at most {most - held} at a time with chunk=" if held < most else "lower the budget")
         )
 

@@ -135,7 +135,8 @@ class Meeting(Observation, Protocol):
 class Trace(Protocol):
     """What a method remembers of every slot: one number, which moves with it wherever it is stored.
 
-    needs: the observed masses or `Meeting`s by which it grows.
+    needs: the observed masses or `Meeting`s by which it grows. `behind_layers`, where a word has it, says
+    that new tokens' numbers are their surprisals, which are known once all layers have run.
     """
 
     @property
@@ -298,8 +299,8 @@ class Read(Protocol):
     `newest`, where a word has it, is the number of tokens that always stay in the tail; else it holds those
     that fill no page. `looks_at`, where a word has it, says of how many channels of every key, of so many,
     `select` looks: those are bytes that a step reads. One that answers for what it does not visit is
-    `Resting`, one that weighs what it visits is `Sampling`, and one whose summaries depend on the prompt's
-    keys is `Learning`.
+    `Resting`, one that weighs what it visits is `Sampling`, one whose summaries depend on the prompt's keys
+    is `Learning`, and one that chooses in some layers for others is `Reusing`.
     """
 
     @property
@@ -328,6 +329,18 @@ class Read(Protocol):
 
         M = pages_visited of the body's slots.
         """
+        ...
+
+
+@runtime_checkable
+class Reusing(Read, Protocol):
+    """A read that chooses in some layers, which read all of their slots; the layers above take their picks.
+
+    All layers hold the same tokens in the same slots, because none leave.
+    """
+
+    def starts(self, layers: int) -> tuple[int, ...]:
+        """The layers from which on picks are made anew, in a model of so many: the next one that can does."""
         ...
 
 

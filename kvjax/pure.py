@@ -73,6 +73,10 @@ def bind(method: Method, model: Model) -> Method:
     if model.tokenizer is not None:
         text = model.special_tokens.get("repeat_prompt", keep.probe.text)
         ids = tuple(model.tokenizer.encode(text, add_special_tokens=False).ids)
+    if keep.probe.asks and not ids:
+        raise InputError(
+            f"{method.id} asks an instruction, and this model has no tokenizer: give its token ids as prefix="
+        )
     probe = dataclasses.replace(keep.probe, prefix=ids)
     return dataclasses.replace(method, keep=with_probe(keep, probe))
 

@@ -399,7 +399,7 @@ def unread_bytes(gm: GroupMethod, group: GroupState) -> int:
     What a choice looks at in every key is read, and read again in the slots that are chosen; of codes, all is
     decoded to look at any of it.
     """
-    if gm.read is None:
+    if gm.read is None or gm.picks:
         return 0
     (body,) = group.bodies
     assert isinstance(body, Slots)

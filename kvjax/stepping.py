@@ -73,10 +73,13 @@ def step(
 def positions_left(model: Model, cache: Cache) -> int:
     """How many more tokens the cache's longest row can take; InputError where there are none."""
     most, last = model.config.max_positions, last_position(cache.method, model.config)
-    if last > most and live(cache) >= most:
-        # More slots than the budget, which a prefill with compress=False leaves: their ranks end first.
-        last = most
     left = last - int(np.asarray(cache.next).max())
+    if last > most and cache.method is not None and (keep := cache.method.keep) is not None:
+        # Slots that do not leave at once turn behind each other; more than the budget are those that a
+        # prefill with compress=False leaves.
+        held, behind = live(cache), keep.phase.most_behind
+        if behind(held + (1 if keep.when.at_once else left)) > most:
+            last, left = most, most - behind(held)
     if left < 1:
         raise InputError(
             f"the cache stands at this model's last position, {last}: start again with "

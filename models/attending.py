@@ -72,6 +72,31 @@ def attend_new(
     which joins the output. Masses come as (one per past set ..., the new tokens), in the heads that the layer
     stores; logits only where the layer publishes them.
     """
+    out, lse, masses, scores = attend_sets(
+        layer, x, q, new, past, pos, mass=mass, implementation=implementation
+    )
+    if more:
+        out = merge([(out, lse), *more])[0]
+    return out, masses, scores
+
+
+def attend_sets(
+    layer: Layer,
+    x: Projected,
+    q: Float[Array, "B N T H"],
+    new: Keys,
+    past: Sequence[Keys],
+    pos: Int[Array, "B T"],
+    *,
+    mass: tuple[Reduction, ...] = (),
+    in_order: bool = True,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...], AttentionLogits | None]:
+    """`attend_new` as one part of a union: (out, lse, masses, logits).
+
+    in_order: whether every query stands at its own key's place or before it, so that later keys and those
+    outside of its window may be left out.
+    """
     sets, heads, rows = [*past, new], new.k.shape[1], q.shape[0]
     shares = "logits" in layer.publishes or "logits" in layer.taken
     if mass or shares or layer.mixer.clip is not None or (x.expand is not None and x.expand.rows is not None):
@@ -86,22 +111,21 @@ def attend_new(
         scale=layer.scale, window=layer.window, softcap=layer.config.attention_softcap,
         implementation=implementation,
     )  # fmt: skip
-    more = [*more, *(past_attention(q, keys, pos, **options) for keys in common)]
     extra = [] if x.extra is None else [x.extra]
     scores = None
     # A prefill that ends early has one query over keys that are not only its own.
-    if shares or q.shape[2] != sets[-1].k.shape[2]:
+    if shares or not in_order or q.shape[2] != sets[-1].k.shape[2]:
         out, lse, masses, scores = attend_at_once(layer, x, q, [*extra, *sets], pos, mass=mass)
     else:
         out, lse, masses = causal_attention(
             q, sets[-1], (*extra, *sets[:-1]), pos, mass=mass, clip=layer.mixer.clip, **options
         )
-    if more:
-        out = merge([(out, lse), *more])[0]
+    if common:
+        out, lse = merge([(out, lse), *(past_attention(q, keys, pos, **options) for keys in common)])
     masses = masses[len(extra) :]
     if x.expand is not None:
         masses = tuple(in_lists(mass, of_set, heads) for of_set in masses)
-    return out, masses, scores
+    return out, lse, masses, scores
 
 
 def in_lists(mass: tuple[Reduction, ...], masses: Masses, heads: int) -> Masses:

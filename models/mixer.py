@@ -12,6 +12,7 @@ publishes exactly what others take from it (`kvjax.models.exchange`), and finds 
 * "input": the hidden state that came into the layer;
 * "slots": the layer's past and its new keys and values, as `LayerSlots`;
 * "logits": its attention logits, as `AttentionLogits`;
+* "picks": the slots that its read picked, for layers above it in the same step;
 * "values": the values of its new tokens, in the shape that its mixer computes them in;
 * "tokens" and "embedding": what the decoder was given and its table of embeddings, from layer None.
 """
@@ -164,7 +165,8 @@ class Memory(NamedTuple):
     last new token, where only its logits are wanted and no layer is observed; layers that keep nothing of
     their inputs are then run for that token alone. implementation: of recurrences, as in
     `kvjax.ops.base.dispatch.form`. narrow: where upper layers run for fewer tokens. remat: for a gradient,
-    what lies inside a layer is computed anew instead of kept. look: what to collect of every layer.
+    what lies inside a layer is computed anew instead of kept. look: what to collect of every layer. takes:
+    what a memory has layers take from each other beside what their mixers do, by the first layer of a group.
     """
 
     pos: Int[Array, "B T"]
@@ -176,6 +178,7 @@ class Memory(NamedTuple):
     narrow: Narrowing | None = None
     remat: bool = False
     look: Callable[[Passed], Any] | None = None
+    takes: Mapping[int, Mapping[str, Take]] = MappingProxyType({})
 
 
 class Mixer:

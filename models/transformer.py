@@ -96,7 +96,7 @@ def stack(
         x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
     things: dict[Take, Any] = {Take("tokens", None): tokens, Take("embedding", None): params.get("embed")}
     things |= above or {}
-    publishes = published(config)
+    publishes = published(config, memory.takes)
     new_states, collected, first = [], [], 0
     for g, (p, state) in enumerate(zip(params["layers"], states, strict=True)):
         size = next(iter(p.values())).shape[0]
@@ -108,7 +108,7 @@ def stack(
         mixer, mlp = mixer_of(config, first), mlp_of(config, first)
         kind = Layer(
             g, 0, first, config.window(first), mixer.rope(config, first), mixer, config, memory.pos,
-            names, taken(takes_of(config, first), things),
+            names, taken(takes_of(config, first) | {**memory.takes.get(first, {})}, things),
         )  # fmt: skip
 
         def body(carry, inputs, kind=kind, mlp=mlp, memory=memory):

@@ -80,6 +80,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/words.py",
                 "kvjax/word_protocols.py",
                 "kvjax/when.py",
+                "kvjax/phase.py",
                 "kvjax/fitted.py",
             ),
             _room(

@@ -102,3 +102,27 @@ def magicpig(count, *, planes, tables, sinks, newest):
         return softmax(s) @ v
 
     return attends
+
+
+def tidal(count, *, picks, newest, skip=0, seen=None):
+    """TidalDecode (arXiv:2410.05076): layers in `picks` rank all tokens, the others read what was picked.
+
+    seen: a dict that is told which positions each list of each layer read.
+    """
+    held = {}
+
+    def attends(q, k, v, pos, at):
+        logits = k @ q.T / np.sqrt(k.shape[-1])
+        old = pos < at.stored - newest
+        if at.layer in picks and old.any():
+            ranked = np.where(old, logits.sum(1), -np.inf)
+            held[at.number] = set(pos[best(ranked, count(old.sum()))])
+        elif at.layer in picks:
+            held[at.number] = set()
+        whole = at.layer < skip or at.layer in picks
+        read = np.array([whole or not o or p in held[at.number] for o, p in zip(old, pos, strict=True)])
+        if seen is not None:
+            seen[at.layer, at.number] = set(pos[read])
+        return softmax(logits[read].T) @ v[read]
+
+    return attends

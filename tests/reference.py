@@ -68,9 +68,10 @@ class Prompt:
 
     hidden: per layer, its normalised input [T, D]. at: per layer, the positions of the tokens that it saw.
     narrow: (prompt, layer) -> indices of the tokens that go on from a layer, None where all of them do.
+    farthest: the distance that larger ones count as.
     """
 
-    def __init__(self, decoder, tokens, narrow=None):
+    def __init__(self, decoder, tokens, narrow=None, farthest=None):
         c, self.decoder, self.tokens, self.length = decoder.config, decoder, list(tokens), len(tokens)
         self.group, pos = c.heads // c.kv_heads, np.arange(len(tokens))
         self.q, self.raw_q, self.k, self.raw_k, self.v, self.p = [], [], [], [], [], []
@@ -82,6 +83,10 @@ class Prompt:
             raw_q, raw_k, v = decoder.project(layer, x)
             q, k = rope(raw_q, pos, c.rope.theta), rope(raw_k, pos, c.rope.theta)
             s = q @ np.repeat(k, self.group, 0).swapaxes(1, 2) / np.sqrt(c.head_dim)
+            if farthest is not None:
+                at_most = rope(raw_q, np.full(len(pos), farthest), c.rope.theta)
+                far = at_most @ np.repeat(raw_k, self.group, 0).swapaxes(1, 2) / np.sqrt(c.head_dim)
+                s = np.where(pos[:, None] - pos[None] > farthest, far, s)
             window = c.windows[i] if c.windows else None
             hidden = pos[None] > pos[:, None]
             if window is not None:
@@ -98,19 +103,24 @@ class Prompt:
 
 
 class At(NamedTuple):
-    """Of a query's list: tokens that were stored before it, tokens of the prompt, its number of so many."""
+    """Of a query's list: tokens that were stored before it, tokens of the prompt, its number of so many.
+
+    layer: that of the list.
+    """
 
     stored: int
     prompt: int
     number: int
     lists: int
+    layer: int
 
 
 class Row:
     """A row that decodes over explicit slots.
 
     kept: per layer, a boolean [lists, T] of the prompt's tokens that stay; lists are the KV heads, or the
-    query heads where every one of them selects alone. phase: "position" or "rank" of a slot in its list.
+    query heads where every one of them selects alone. phase: "position" or "rank" of a slot in its list, or
+    the distance that larger ones count as.
     leave(memory, lists, gone): what a layer's slots become when those numbered in `gone`, per list, leave;
     memory is a dict that the layer keeps. leave.answer(memory, layer, list, q), where it has one: sums and
     weights that the queries get beside those of the slots. attends(q, k, v, pos, at): what a group's queries
@@ -181,12 +191,15 @@ class Row:
                         )
                     )
                 pos = np.array([s["pos"] for s in slots])
-                ranked = self.phase == "rank"
-                phases, mine = (pos.argsort().argsort(), len(pos) - 1) if ranked else (pos, at)
+                phases, mine = pos, at
+                if self.phase == "rank":
+                    phases, mine = pos.argsort().argsort(), (pos < at).sum()
+                elif self.phase != "position":
+                    phases = np.maximum(pos, at - self.phase)
                 k = rope(np.stack([s["k"] for s in slots]), phases, c.rope.theta)
                 q = rope(raw_q[i * group : (i + 1) * group], [mine], c.rope.theta)[:, 0]
                 if self.attends is not None:
-                    where = At(self.next, self.prompt_tokens, i, len(lists))
+                    where = At(self.next, self.prompt_tokens, i, len(lists), number)
                     outs.append(self.attends(q, k, np.stack([s["v"] for s in slots]), pos, where))
                     continue
                 s = q @ k.T / np.sqrt(c.head_dim)

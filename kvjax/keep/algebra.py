@@ -208,6 +208,31 @@ class Pool:
 
 
 @dataclasses.dataclass(frozen=True)
+class InChunks(Made):
+    """The sum of a score over all slots of a head whose tokens stand in the same `tokens` of the text."""
+
+    score: Score
+    tokens: int
+
+    def __post_init__(self):
+        if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
+            raise ValueError(f"chunks need a whole number of tokens >= 1, got {self.tokens!r}")
+
+    @property
+    def ordered(self) -> bool:  # type: ignore[override]
+        return True
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        live, chunk = view.pos >= 0, view.pos // self.tokens
+        score = jnp.where(live, scored(self.score, view, seen), 0.0)
+        # Slots are in position order, so those of a chunk lie side by side.
+        starts = jnp.diff(chunk, axis=-1, prepend=-1) != 0
+        which = jnp.cumsum(starts, axis=-1) - 1
+        add = jax.vmap(jax.vmap(lambda x, at: jnp.zeros_like(x).at[at].add(x)))
+        return jnp.take_along_axis(add(score, which), which, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Pooled(Made):
     """A score smoothed along the slots, as `score >> pool` makes it."""
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.keep.algebra import Word
 from kvjax.keep.observe import Mass, Queries
-from kvjax.keep.trace import Received
+from kvjax.keep.trace import Received, Surprise
 from kvjax.ops.attention.union import Keys, logits
 from kvjax.protocols import Observation, Seen, Trace, View
 
@@ -151,6 +151,20 @@ class AccumulatedAttention(Word):
             return mass
         viewers = seen.length[:, None, None] - view.pos
         return mass / jnp.maximum(viewers, 1).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Novelty(Word):
+    """score[j] = -log p(x_j | x_<j): what the model did not expect when it read it (arXiv:2410.01518)."""
+
+    looks = False
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        return frozenset({Surprise()})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        return view.of(Surprise())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,28 @@ class Received:
 
 
 @dataclasses.dataclass(frozen=True)
+class Surprise:
+    """-log p(x_j | x_<j), the surprisal of a slot's token in nats, as it was when a prompt was read.
+
+    It is 0 of the first token of a prompt, a turn or a chunk, and of tokens that steps have written: what the
+    model expected there has been forgotten. It is known behind all layers, so `start` leaves it open.
+    """
+
+    behind_layers = True
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset()
+
+    def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
+        b, t = inputs.pos.shape
+        return jnp.zeros((b, heads, t), jnp.float32)
+
+    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+        return old
+
+
+@dataclasses.dataclass(frozen=True)
 class AtArrival:
     """What an observation said of a token when it was read: one number per head [B, K, T], never changed."""
 

@@ -15,6 +15,7 @@ from kvjax.keep.score import NormRatio, Position
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Page, Planes, Seed, Tokens, Window
+from kvjax.phase import ByRank, Clamped
 from kvjax.when import STEP, Every
 
 
@@ -37,7 +38,7 @@ def streamingllm(budget: Amount, *, sinks: Tokens = 4) -> Method:
     that fit there together with the budget. Deviation: a prompt is read in one pass with ordinary attention
     before it is cut; the paper streams it token by token.
     """
-    keep = Keep(Position(), Budget(budget), Uniform(), (Sink(sinks),), when=STEP, rank_phase=True)
+    keep = Keep(Position(), Budget(budget), Uniform(), (Sink(sinks),), when=STEP, phase=ByRank())
     return Method(keep)
 
 
@@ -109,6 +110,26 @@ def lacache(
         raise InputError(f"lacache: kept must be less than step, which is {step}, got {kept}")
     keep = Keep(
         Ladder(step, kept, sinks, newest), Budget(budget), Uniform(), (Sink(sinks), Recent(newest)),
-        when=Every(2), rank_phase=True,
+        when=Every(2), phase=ByRank(),
     )  # fmt: skip
     return Method(keep)
+
+
+@paper(
+    "LM-Infinite: Zero-Shot Extreme Length Generalization for Large Language Models",
+    arxiv="2308.16137",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def lm_infinite(budget: Amount, *, sinks: Tokens = 10, distance: Window = 4096) -> Method:
+    """LM-Infinite (Han et al., 2023, arXiv:2308.16137), section 4: first and newest tokens, never too far.
+
+    The logit of query i and key j is q_i R(d) k_j / sqrt(H) with d = min(i - j, `distance`), so the first
+    tokens are met at `distance` however long the text is, which may grow beyond the model's last position,
+    read in pieces (`chunk=`) that fit there behind `distance`. distance: the length that the model was
+    trained on. Deviation: a prompt is read in one pass over all of its tokens, at such distances, before it
+    is cut, where the paper hides the middle from its later tokens, too; and its optional few middle tokens,
+    chosen by attention, are left out.
+    """
+    phase = Clamped(distance)
+    return Method(Keep(Position(), Budget(budget), Uniform(), (Sink(sinks),), when=STEP, phase=phase))

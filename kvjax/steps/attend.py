@@ -13,19 +13,21 @@ from kvjax.cache import Codes, GroupState, Paged, Pages, Segment, Slots, gather_
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass
 from kvjax.models.attending import attend_at_once, in_lists
-from kvjax.models.mixer import AttentionLogits, Layer, Projected
+from kvjax.models.mixer import AttentionLogits, Layer, Left, Projected
 from kvjax.ops.attention.in_common import for_rows, row_by_row, side_by_side
 from kvjax.ops.attention.union import Keys, merge
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
 from kvjax.ops.decode.stacked_decode import Coded, refusals, rows_of, stacked_decode
+from kvjax.phase import Turn
 from kvjax.place.common import copies_of, lists_of
 from kvjax.place.host import fetched
 from kvjax.place.paged import attend_pages
 from kvjax.protocols import AttentionSpec, Read, Resting, Sampling
 from kvjax.read.pages import positions, visited
-from kvjax.steps.run import Run, turn_keys
+from kvjax.steps.run import Run
+from kvjax.steps.turning import turned_keys
 from kvjax.stored import Form, Met, factors_of, groups_of, is_rows, meet
 from kvjax.words import shaped
 
@@ -46,7 +48,8 @@ class Picks(NamedTuple):
 class Past(NamedTuple):
     """The slots a layer attends to, its own or those of the layer it reads, and what its method does there.
 
-    values: segments whose values replace those of `parts`. above: as in `LayerSlots`.
+    values: segments whose values replace those of `parts`. above: as in `LayerSlots`. turn: what the keys of
+    the parts turn by when they are read.
     """
 
     gm: GroupMethod
@@ -54,6 +57,7 @@ class Past(NamedTuple):
     parts: tuple[Segment, ...]
     values: tuple[Slots, ...] | None = None
     above: bool = False
+    turn: Turn | None = None
 
     @property
     def tail(self) -> Slots:
@@ -110,10 +114,10 @@ def attend_past(
                 *part, mass = _attend_slots(run, past, layer, mine, segment, when, chosen)
                 received = () if mass is None else ({repr(Mass("sum")): mass},)
         elif _together(run, past, layer, x, i) or (copies == 1 and not met.turned and not sized):
-            sets.append(_read(run, past, layer, i, found, pools, at, at.shape[0]))
+            sets.append(_read(past, layer, i, found, pools, at, at.shape[0]))
             continue
         else:
-            keys = _read(run, past, layer, i, found, pools, at, lists_of(segment))._replace(sizes=sizes)
+            keys = _read(past, layer, i, found, pools, at, lists_of(segment))._replace(sizes=sizes)
             part = attend_at_once(layer, x, mine, [keys], when)[:2]
         out, lse = (row_by_row(one, at.shape[0]) for one in part)
         parts.append((met.back(out), lse))
@@ -171,7 +175,7 @@ def _of_layer(x: Float[Array, "Lg B K S"] | None, index: int | Array) -> Float[A
 
 
 def _read(
-    run: Run, past: Past, layer: Layer, i: int, found: Picks | None, pools: tuple[Pages, ...],
+    past: Past, layer: Layer, i: int, found: Picks | None, pools: tuple[Pages, ...],
     at: Int[Array, "B"], rows: int,
 ) -> Keys:  # fmt: skip
     """One layer of segment `i` as plain keys and values, or the pages of it that a method visits.
@@ -181,13 +185,14 @@ def _read(
     segment = past.parts[i]
     if isinstance(segment, Paged):
         keys = for_rows(gather_pages(segment.layer(past.index), pools[segment.pool]), rows)
-        keys = turn_keys(run, layer.rope, keys, at + 1)
     elif (read := _picking(past, i)) is not None:
         assert found is not None
         keys = visited(segment, past.index, read.granule, found.pages, found.counts).keys()
         keys = keys._replace(bias=_biases(keys.bias, found.bias))
     else:
-        keys = turn_keys(run, layer.rope, for_rows(segment.layer(past.index).keys(), rows), at + 1)
+        keys = for_rows(segment.layer(past.index).keys(), rows)
+    if past.turn is not None:
+        keys = turned_keys(layer.rope, keys, past.turn, i, at + 1)
     if past.values is not None:
         keys = keys._replace(v=for_rows(past.values[i].keys(), rows).v)
     if past.above and keys.pos is not None:
@@ -197,9 +202,26 @@ def _read(
 
 def selected(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks | None:
     """The pages that a method picks of a layer's body, and how many of them count; None: all are read."""
-    read, body = past.gm.read, past.parts[0]
-    if read is None:
+    if past.gm.read is None or past.gm.picker is not None:
         return None
+    return _chosen(run, past, q, length)
+
+
+def persistent(
+    run: Run, past: Past, layer: Layer, q: Array, length: Int[Array, "B"]
+) -> tuple[Past, Picks | None, Left]:
+    """Where some layers choose for others: the past as this one reads it, its picks, and what it publishes.
+
+    A layer that chooses reads all of its own slots.
+    """
+    if past.gm.picks:
+        found = _chosen(run, past, q, length) if "picks" in layer.publishes else None
+        return past._replace(gm=past.gm._replace(read=None)), None, {} if found is None else {"picks": found}
+    return past, layer.taken.get("picks"), {}
+
+
+def _chosen(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks:
+    read, body = past.gm.read, past.parts[0]
     assert isinstance(body, Slots)
     if isinstance(read, Sampling):
         found = Picks(*read.sample(q, body, past.index, length))

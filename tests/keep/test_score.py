@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.keep.algebra import Pool
+from kvjax.keep.algebra import InChunks, Pool
 from kvjax.keep.geometry import KeyDistinctness
 from kvjax.keep.observe import Mass, Queries
 from kvjax.keep.score import AccumulatedAttention, KeyNorm, Position, Uniformly, WindowAttention
@@ -177,3 +177,15 @@ def test_a_pooled_score_needs_and_remembers_what_its_score_does():
     word = AccumulatedAttention() >> Pool(3)
     assert word.traces == {Received(Mass("sum"))} and word.ordered and not word.score.ordered
     assert (WindowAttention(4) >> Pool(3)).needs == {Queries(4)}
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 50])
+def test_chunks_of_a_text_share_the_sum_of_the_slots_that_are_left_of_them(rng, view, tokens):
+    kept = np.sort(np.stack([rng.permutation(60)[:S] for _ in range(B * K)])).reshape(B, K, S)
+    pos = np.where(np.asarray(view.pos) >= 0, kept, -1)
+    view = view._replace(pos=jnp.asarray(pos, jnp.int32))
+    score, want = np.asarray(KeyNorm()(view, seen_by()), np.float64), np.zeros(pos.shape)
+    for b, k, s in zip(*np.nonzero(pos >= 0), strict=True):
+        same = (pos[b, k] >= 0) & (pos[b, k] // tokens == pos[b, k, s] // tokens)
+        want[b, k, s] = score[b, k][same].sum()
+    check(InChunks(KeyNorm(), tokens)(view, seen_by()), want, view)

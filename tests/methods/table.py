@@ -84,7 +84,7 @@ class Row:
     error: float | None = 3e-5
     victim: Callable | None = None
     leave: Callable | None = None
-    phase: str = "position"
+    phase: str | int = "position"
     model: str = "4/2"
     moves: bool = True
     counted: bool = False
@@ -109,7 +109,10 @@ class Row:
             return Prompt(prompt.decoder, self.reread(prompt))
         if self.stored is not None:
             return self.stored(prompt)
-        return prompt if self.narrow is None else Prompt(prompt.decoder, prompt.tokens, self.narrow)
+        farthest = self.phase if isinstance(self.phase, int) else None
+        if self.narrow is None and farthest is None:
+            return prompt
+        return Prompt(prompt.decoder, prompt.tokens, self.narrow, farthest)
 
     @property
     def reads_all(self) -> bool:
@@ -583,6 +586,14 @@ def snap(per_query_head=False, **kind):
     return lambda p, i: window_score(p, i, WINDOW, KERNEL, per_query_head=per_query_head, **kind)
 
 
+def finch_score(prompt, layer):
+    """What the last queries give, times how many positions stand before each; they themselves stay."""
+    given = prompt.p[layer][:, -WINDOW:] * np.arange(prompt.length - WINDOW, prompt.length)[:, None]
+    score = given.mean(1).reshape(-1, prompt.group, prompt.length).mean(1)
+    score[:, -WINDOW:] = np.inf
+    return score
+
+
 def grouped_score(prompt, layer):
     """SnapKV for a group of query heads: what the window gives a token in all of them, then the maximum."""
     given = prompt.p[layer][:, -WINDOW:].sum(1)
@@ -726,6 +737,27 @@ def kvcompose_kept(prompt):
     return [best(s, np.full(len(s), c)) for s, c in zip(scores, counts, strict=True)]
 
 
+def infinipot_score(prompt, layer):
+    """Half of the budget by surprisal, the rest by the attention of an instruction behind the prompt."""
+    before, seen = prompt.all_logits[:-1], np.asarray(prompt.tokens[1:])
+    surprise = np.append(0, -np.log(softmax(before)[np.arange(len(seen)), seen]))
+    p = Prompt(prompt.decoder, [*prompt.tokens, *PREFIX]).p[layer][:, prompt.length :, : prompt.length]
+    asked = p.sum(1).reshape(-1, prompt.group, prompt.length).sum(1)
+    return np.where(best(surprise, count(prompt.length) // 2), np.inf, asked)
+
+
+def chunk_score(prompt, layer, chunk=3, reuse=2):
+    """What the window gives a whole chunk, in the first of two layers."""
+    given = (
+        prompt.p[layer // reuse * reuse][:, -WINDOW:].sum(1).reshape(-1, prompt.group, prompt.length).mean(1)
+    )
+    given[:, -WINDOW:] = 0
+    for start in range(0, prompt.length, chunk):
+        given[:, start : start + chunk] = given[:, start : start + chunk].sum(1, keepdims=True)
+    given[:, -WINDOW:] = np.inf
+    return given
+
+
 def gems(prompt):
     """The tokens of the largest logits of the last query at layer 0, over all heads, in their order."""
     keys = np.repeat(prompt.k[0], prompt.group, 0)
@@ -774,10 +806,17 @@ WINDOWS = (6, None, 6)
 BUZZ = dynamic.Buzz(count, stride=3, sinks=2, recent=0.25)
 LADDER = dynamic.LaCache(count, step=3, kept=1, sinks=2, newest=2)
 WIDE = dynamic.LaCache(count, step=3, kept=2, sinks=2, newest=2)
+# Shorter than a prompt and than what is kept of it.
+DISTANCE = 7
 LAG = Lag(count, THETA, lag=2, sinks=2)
 
 ROWS = [
     row("full", dense(everything), whole=(("full", {}),)),
+    row("renumbered", dense(everything), phase="rank"),
+    chained(
+        "adakv + renumbered", paged(lambda s, i: s.k * count(s.tokens)),
+        ("adakv", SNAP | dict(budget=0.5, page=PAGE)), ("renumbered", {}), kept=adakv_kept, phase="rank",
+    ),
     row("random", dense(half), kept=each_layer(random_score)),
     row(
         "sink-recent", dense(half_and_one), kept=each_layer(position_score, sinks), victim=sink_victim(count)
@@ -801,6 +840,11 @@ ROWS = [
     row(
         "lacache wide", dense(due_by_2, extra=4), "lacache", hyper=WIDE.hyper, model="deep", phase="rank",
         kept=WIDE.kept, victim=WIDE.victims, leave=WIDE.leave, counted=True,
+    ),
+    row(
+        "lm-infinite", dense(half_and_one), hyper=dict(sinks=4, distance=DISTANCE),
+        kept=each_layer(position_score, sinks), victim=sink_victim(count), phase=DISTANCE,
+        whole=dict(distance=64),
     ),
     row(
         "l2compress", lambda s: dense(half)(s) + 2 * s.b * s.k * (everything(s) - half(s)) * plain(s),
@@ -912,6 +956,9 @@ ROWS = [
         "gemfilter", dense(half), hyper=dict(filter_layer=0, kernel=KERNEL), reread=gems, stacks=False,
     ),
     row("adakv", paged(lambda s, i: s.k * count(s.tokens)), hyper=SNAP | dict(page=PAGE), kept=adakv_kept),
+    row(
+        "finch", dense(half), hyper=dict(question=WINDOW), kept=each_layer(finch_score), phase="rank",
+    ),
     row("snapkv grouped", dense(half), "snapkv", hyper=SNAP, model="6/3", kept=each_layer(grouped_score)),
     row(
         "pyramidkv grouped", paged(lambda s, i: s.k * int(pyramid_counts(s.tokens, s.layers)[i])),
@@ -961,6 +1008,14 @@ ROWS = [
         "kvcompose", paged(lambda s, i: s.k * count(s.tokens), one_pool=True), hyper=dict(page=PAGE),
         kept=kvcompose_kept, model="deep",
     ),
+    row(
+        "infinipot", dense(half, extra=4), hyper=dict(share=0.5, prefix=PREFIX),
+        kept=each_layer(infinipot_score), phase="rank",
+    ),
+    row(
+        "chunkkv", dense(half), hyper=dict(chunk=3, window=WINDOW, reuse=2), kept=each_layer(chunk_score),
+        model="deep",
+    ),
     row("keepkv", dense(half_and_one, extra=8), kept=each_layer(received, recent_half), error=None),
     row(
         "d2o", lambda s: dense(half_and_one, extra=4)(s) + 4 * s.layers * s.b, hyper=dict(sinks=2),
@@ -1007,6 +1062,11 @@ ROWS = [
     row(
         "sparq", sparq_bytes, hyper=dict(channels=5, newest=4), moves=False,
         attends=reads.sparq(count, channels=5, newest=4),
+    ),
+    row(
+        "tidaldecode", split(everything, 1, 4, lambda s: 0, plain),
+        hyper=dict(skip_layers=0, reselect=1, newest=4), model="deep", moves=False, stacks=False,
+        attends=reads.tidal(count, picks=(0, 1), newest=4),
     ),
     row(
         "magicpig", magicpig_bytes, hyper=HASH | dict(skip_layers=0), whole=dict(planes=1, tables=256),

@@ -108,9 +108,10 @@ def bare_method(method: Method) -> Method:
 
 
 def reads_apart(method: Method) -> bool:
-    """Whether a method reads a prompt in its own way: by other weights, or with some of its tokens alone."""
-    narrow = method.keep is not None and method.keep.narrow is not None
-    return narrow or method.reread is not None or method.make is not None
+    """Whether a method reads a prompt in its own way: by other weights or phases, or some tokens alone."""
+    keep = method.keep
+    own = keep is not None and (keep.narrow is not None or not keep.phase.first_alike)
+    return own or method.reread is not None or method.make is not None
 
 
 def bare_run(model: Model, method: Method) -> Run:
