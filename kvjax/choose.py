@@ -85,12 +85,13 @@ def union(
 def grown(traces: tuple[Trace, ...], old: dict[str, Array], received: dict[str, Array]) -> dict[str, Array]:
     """What is remembered of slots after new queries, from what they received of them [..., S].
 
-    Slots of which something is not remembered stay so.
+    Slots of which something is not remembered stay so. Others' traces, of a prompt that several methods share,
+    are left out.
     """
     length = jnp.zeros(0, jnp.int32)  # no trace asks for more than masses
     seen = Seen(received, None, length, length, 0, AttentionSpec(1.0, None, Rope()))
     both = [t for t in traces if repr(t) in old]
-    return {repr(t): t.grow(old[repr(t)], seen) for t in both} if received else old
+    return {repr(t): t.grow(old[repr(t)], seen) if received else old[repr(t)] for t in both}
 
 
 def judged(traces: tuple[Trace, ...], view: View, seen: Seen) -> View:

@@ -37,7 +37,7 @@ WRONG = {
     "floor": (2, -0.5),
     "blend": (-1, 101.0, math.nan, "x"),
     "tau": (-0.5, 101.0, math.nan),
-    "chunk": (0, 1, 2.5, True),
+    "chunk": (0, 2.5, True),
     "heads": (0, -1, 2.5),
     "keys": (0, -0.5, 1.5, math.nan),
     "tau1": (0, -1.0, 101, math.nan),
