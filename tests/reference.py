@@ -112,7 +112,8 @@ class Row:
     kept: per layer, a boolean [lists, T] of the prompt's tokens that stay; lists are the KV heads, or the
     query heads where every one of them selects alone. phase: "position" or "rank" of a slot in its list.
     leave(memory, lists, gone): what a layer's slots become when those numbered in `gone`, per list, leave;
-    memory is a dict that the layer keeps. leave.answer(memory, layer, list, q), where it has one: sums and
+    memory is a dict that the layer keeps. A slot notes what every query has given it, in `given`, and in all
+    (`mass`). leave.answer(memory, layer, list, q), where it has one: sums and
     weights that the queries get beside those of the slots. attends(q, k, v, pos, at): what a group's queries
     get instead of their attention over a list; `at` says where (`At`).
     """
@@ -127,12 +128,13 @@ class Row:
         for layer, keep in enumerate(kept):
             share = len(keep) // prompt.decoder.config.kv_heads
             at = prompt.at[layer]
-            mass = prompt.p[layer].sum(1).reshape(len(keep), -1, len(at)).sum(1)
+            given = prompt.p[layer].reshape(len(keep), -1, len(at), len(at)).sum(1)
             raw, v = prompt.raw_k[layer], prompt.v[layer]
             self.slots.append([
                 [
                     dict(
-                        pos=at[j], k=raw[i // share][j], v=v[i // share][j], mass=mass[i][j],
+                        pos=at[j], k=raw[i // share][j], v=v[i // share][j], mass=given[i][:, j].sum(),
+                        given=list(given[i][:, j]),
                         layer=layer, hidden=prompt.hidden[layer][j],
                     )
                     for j in range(len(at))
@@ -173,6 +175,7 @@ class Row:
                             k=raw_k[i // share][0],
                             v=v[i // share][0],
                             mass=0.0,
+                            given=[],
                             layer=number,
                             hidden=rms_norm(x, layer["attn_norm"], c.norm_eps)[0],
                         )
@@ -199,6 +202,7 @@ class Row:
                 for slot, now in zip(slots, p.sum(0), strict=True):
                     slot["now"] = now
                     slot["mass"] += now if append else 0.0
+                    slot["given"] += [now] * append
             if append and victim is not None:
                 found = victim(lists, at + 1, self.queries[number])
                 self.remove(number, [np.atleast_1d([] if x is None else x).astype(int) for x in found])
