@@ -102,8 +102,9 @@ def _masses(
     # One pass over the keys counts what is above one threshold, or fades at one rate, beside everything else.
     for threshold, fade in dict.fromkeys(map(_numbers, mass)):
         mine = {r: "weighted" if fade else r.kind for r in mass if _numbers(r) == (threshold, fade)}
-        faded = fade is not None and newer is not None
-        weights = jnp.power(jnp.float32(fade), newer.astype(jnp.float32)) if faded else None
+        weights = None
+        if fade is not None and newer is not None:
+            weights = jnp.power(jnp.float32(fade), newer.astype(jnp.float32))
         seen = stats.attention_stats(
             q, keys.k, lse, q_pos, k_pos, keys.bias, want=tuple(mine.values()), window=window,
             threshold=threshold, weights=weights, **options,
