@@ -28,6 +28,7 @@ _HOMES = {
     "chain": "kvjax.grammar",
     "per_layer": "kvjax.methods.per_layer",
     "by_layer": "kvjax.methods.per_layer",
+    "tiered": "kvjax.methods.tiers",
     "prepare": "kvjax.making",
     "prefill": "kvjax.prefilling",
     "step": "kvjax.stepping",

@@ -82,11 +82,24 @@ def union(
     )
 
 
+def in_first_tier(
+    gm: GroupMethod, past: GroupState, pools: tuple[Pages, ...], view: View, tokens: int
+) -> Bool[Array, "Lg B K S"]:
+    """The live slots of a view that do not lie in the past's second tier; positions are below `tokens`."""
+    live = view.pos >= 0
+    if gm.keep is None or gm.keep.lower is None:
+        return live
+    below = _decoded(past.bodies[-1], pools).pos
+    held = jnp.zeros((*below.shape[:3], tokens + 1), bool)
+    held = jnp.put_along_axis(held, jnp.where(below < 0, tokens, below), True, axis=3, inplace=False)
+    return live & ~jnp.take_along_axis(held, jnp.maximum(view.pos, 0), axis=3)
+
+
 def grown(traces: tuple[Trace, ...], old: dict[str, Array], received: dict[str, Array]) -> dict[str, Array]:
     """What is remembered of slots after new queries, from what they received of them [..., S].
 
-    Slots of which something is not remembered stay so. Others' traces, of a prompt that several methods share,
-    are left out.
+    Slots of which something is not remembered stay so. What other methods remember, of a prompt that several
+    of them share, is left out.
     """
     length = jnp.zeros(0, jnp.int32)  # no trace asks for more than masses
     seen = Seen(received, None, length, length, 0, AttentionSpec(1.0, None, Rope()))

@@ -19,8 +19,9 @@ from kvjax.cache import Cache, Paged, Segment, Slots
 from kvjax.group import GroupMethod
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
+from kvjax.paging import list_slots, recent_tokens, tail_slots
 from kvjax.room import PLENTY, free_by_group, more_slots, reserve, tokens_in, widened
-from kvjax.segments import AT_ONCE, Ahead, capacity_of, recent_tokens, slots_needed, tail_slots
+from kvjax.segments import AT_ONCE, Ahead, capacity_of, slots_needed
 from kvjax.steps import Run
 
 tokens_that_fit = jax.jit(free_by_group, static_argnums=0)
@@ -128,6 +129,9 @@ class _Turns:
         self.bound = bound(self.seen, width)
         self.seen += width
         self.listed = self.held + width
+        for keep in {self.gms[i].keep for i in self.paged}:
+            assert keep is not None
+            self.listed = list_slots(keep, self.listed, self.bound)
         before = np.full((len(self.gms), len(taken)), PLENTY) if self.free is None else self.free
         self.free = np.stack(
             [
@@ -138,7 +142,7 @@ class _Turns:
         for i in self.paged[:1]:
             gm = self.gms[i]
             assert gm.keep is not None
-            pages = -(-self.listed // gm.keep.page)
+            pages = -(-self.listed // gm.keep.page) * (1 if gm.keep.lower is None else 2)
             self.held = pages * gm.keep.page + tail_slots(gm, self.listed, room, self.widths[i])
         return added
 

@@ -237,8 +237,9 @@ class Allocation(Protocol):
 
     uniform ones keep dense storage, the others pages; across_layers: slots move between layers, so all
     layers share one pool. A word may also have `threshold`: then slots stay or leave by their own score, in
-    steps as at the end of a prefill, and how many stay follows from the data. One that looks at more than
-    scores is `Preferring`.
+    steps as at the end of a prefill, and how many stay follows from the data. `layer_rest(budget, tokens,
+    layers, heads)`, where a word has it, says what `layer_slots` says of the slots that do not stay; else a
+    second tier has places for all tokens. One that looks at more than scores is `Preferring`.
     """
 
     @property

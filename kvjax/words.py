@@ -119,10 +119,20 @@ def refused(keep: Keep) -> list[tuple[bool, str]]:
             "what leaves for a second tier is encoded token by token: use int8, int4 or turboquant's codecs",
         ),
         (
+            keep.lower is not None and (keep.merge is not None or keep.rank_phase),
+            "a second tier works without merging, and with keys at their own positions (rank_phase=False)",
+        ),
+        (
+            keep.lower is not None and in_steps and not (keep.when.at_once and keep.allocate.uniform),
+            "a second tier takes what leaves at the end of prompts or, with the uniform allocation, after "
+            "every token",
+        ),
+        (
             keep.lower is not None
-            and (not keep.allocate.uniform or keep.merge is not None or (in_steps and not keep.when.at_once)),
-            "a second tier works with the uniform allocation, without merging, at the end of prompts or "
-            "after every token",
+            and not keep.allocate.uniform
+            and any(True for _ in fitted_words(keep.lower)),
+            "codes of a second tier are read by what was fitted to each layer, which pages do not know: use "
+            "a keep of equal heads",
         ),
         (
             in_steps and bool(absent),

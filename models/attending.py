@@ -11,7 +11,16 @@ from jaxtyping import Array, Float, Int
 from kvjax.models.mixer import AttentionLogits, GroupState, Layer, LayerSlots, Left, Projected
 from kvjax.ops.attention.in_common import for_rows
 from kvjax.ops.attention.prompt_attention import causal_attention, past_attention
-from kvjax.ops.attention.union import NEG_INF, Keys, Masses, Reduction, logits, merge, weigh
+from kvjax.ops.attention.union import (
+    NEG_INF,
+    Keys,
+    Masses,
+    Reduction,
+    logits,
+    merge,
+    newer_queries,
+    weigh,
+)
 from kvjax.ops.base.rope import Rope, angles, rotate
 
 
@@ -152,7 +161,8 @@ def attend_at_once(
         scores = [logits(q, s, pos, scale=layer.scale, window=layer.window, softcap=softcap) for s in sets]
     else:
         scores = [_rescored(x, z, q, s) for z, s in zip(taken, sets, strict=True)]
-    out, lse, masses = weigh(scores, sets, mass=mass, clip=layer.mixer.clip)
+    newer = newer_queries(pos, mass)
+    out, lse, masses = weigh(scores, sets, mass=mass, clip=layer.mixer.clip, newer=newer)
     return out.astype(q.dtype), lse, masses, tuple(z.reshape(*q.shape[:3], -1) for z in scores)
 
 

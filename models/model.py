@@ -18,6 +18,7 @@ from kvjax.inputs import whole_text
 from kvjax.models.config import Config
 from kvjax.models.fingerprint import fingerprint
 from kvjax.models.layers import Params
+from kvjax.models.params import Group, check_groups, regroup
 from kvjax.models.transformer import forward
 
 _forward = jax.jit(forward, static_argnames="config")
@@ -56,7 +57,10 @@ class Model:
 
     @functools.cached_property
     def models_made(self) -> dict[Any, Model]:
-        """The models that methods made of this one, by their `make`; they live as long as this one."""
+        """The models that methods made of this one, by their `make` or by the groups of their layers.
+
+        They live as long as this one.
+        """
         return {}
 
     def remade(self, make: Any, config: Config, params: Params) -> Model:
@@ -64,6 +68,13 @@ class Model:
         new = dataclasses.replace(self, config=config, params=params)
         object.__setattr__(new, "made_by", make)
         object.__setattr__(new, "made_of", self.fingerprint)
+        return new
+
+    def regrouped(self, groups: tuple[Group, ...]) -> Model:
+        """The same model with its layers stacked otherwise."""
+        new = dataclasses.replace(self, params=regroup(self.params, check_groups(self.config, groups)))
+        object.__setattr__(new, "made_by", self.made_by)
+        object.__setattr__(new, "made_of", self.made_of)
         return new
 
     def __call__(

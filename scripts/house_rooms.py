@@ -113,6 +113,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/group.py",
                 "kvjax/choose.py",
                 "kvjax/segments.py",
+                "kvjax/paging.py",
                 "kvjax/summaries.py",
                 "kvjax/pairs.py",
                 "kvjax/room.py",

@@ -122,7 +122,8 @@ class Row:
     query heads where every one of them selects alone. phase: "position" or "rank" of a slot in its list, or
     the distance that larger ones count as.
     leave(memory, lists, gone): what a layer's slots become when those numbered in `gone`, per list, leave;
-    memory is a dict that the layer keeps. leave.answer(memory, layer, list, q), where it has one: sums and
+    memory is a dict that the layer keeps. A slot notes what every query has given it, in `given`, and in all
+    (`mass`). leave.answer(memory, layer, list, q), where it has one: sums and
     weights that the queries get beside those of the slots. attends(q, k, v, pos, at): what a group's queries
     get instead of their attention over a list; `at` says where (`At`).
     """
@@ -137,14 +138,15 @@ class Row:
         for layer, keep in enumerate(kept):
             share = len(keep) // prompt.decoder.config.kv_heads
             at = prompt.at[layer]
-            each = prompt.p[layer].reshape(len(keep), -1, len(at))
-            mass, squares = each.sum(1), (each**2).sum(1)
+            each = prompt.p[layer].reshape(len(keep), -1, len(at), len(at))
+            given, squares = each.sum(1), (each**2).sum((1, 2))
             raw, v = prompt.raw_k[layer], prompt.v[layer]
             self.slots.append([
                 [
                     dict(
-                        pos=at[j], k=raw[i // share][j], v=v[i // share][j], mass=mass[i][j],
-                        squares=squares[i][j], read=True, layer=layer, hidden=prompt.hidden[layer][j],
+                        pos=at[j], k=raw[i // share][j], v=v[i // share][j], mass=given[i][:, j].sum(),
+                        squares=squares[i][j], read=True, given=list(given[i][:, j]),
+                        layer=layer, hidden=prompt.hidden[layer][j],
                     )
                     for j in range(len(at))
                 ]
@@ -186,6 +188,7 @@ class Row:
                             mass=0.0,
                             squares=0.0,
                             read=False,
+                            given=[],
                             layer=number,
                             hidden=rms_norm(x, layer["attn_norm"], c.norm_eps)[0],
                         )
@@ -216,6 +219,7 @@ class Row:
                     slot["now"] = each.sum()
                     slot["mass"] += slot["now"] if append else 0.0
                     slot["squares"] += (each**2).sum() if append else 0.0
+                    slot["given"] += [slot["now"]] * append
             if append and victim is not None:
                 found = victim(lists, at + 1, self.queries[number])
                 self.remove(number, [np.atleast_1d([] if x is None else x).astype(int) for x in found])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.keep.budget import rest_of_mean
 from kvjax.keep.observe import Queries
 from kvjax.keep.score import attention_to_older, over_queries
 from kvjax.protocols import Observation, Seen, View
@@ -43,6 +44,8 @@ class ByAttention:
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         return [heads * n] * layers
+
+    layer_rest = staticmethod(rest_of_mean)
 
     def fewest(self, n: int) -> int:
         """Slots that a layer keeps in every head, whatever it prefers."""

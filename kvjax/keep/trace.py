@@ -8,7 +8,7 @@ from typing import Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.keep.observe import Mass
+from kvjax.keep.observe import FadingMass, Mass, Viewers
 from kvjax.protocols import Inputs, Observation, Seen
 
 
@@ -58,6 +58,28 @@ class Surprise:
 
     def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
         return old
+
+
+@dataclasses.dataclass(frozen=True)
+class Decayed:
+    """The attention that a slot has received, in which a query counts rate^(how many tokens are newer)."""
+
+    rate: float
+
+    def __post_init__(self):
+        FadingMass(rate=self.rate)
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({FadingMass(rate=self.rate), Viewers()})
+
+    def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
+        b, t = inputs.pos.shape
+        return jnp.zeros((b, heads, t), jnp.float32)
+
+    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+        faded = jnp.power(jnp.float32(self.rate), seen.of(Viewers()))
+        return old * faded + seen.of(FadingMass(rate=self.rate))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from kvjax.keep.deviation import AttentionDeviation
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.phases import InPhases
 from kvjax.keep.recent_queries import FusedAttention, Votes
-from kvjax.keep.score import AccumulatedAttention, KeyRedundancy, ValueNorm, WindowAttention
+from kvjax.keep.score import AccumulatedAttention, DecayedAttention, KeyRedundancy, ValueNorm, WindowAttention
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Kernel, Share, Tokens, Window, window_score
@@ -76,6 +76,23 @@ def vatp(budget: Amount, *, recent: Share = 0.5, sinks: Tokens = 20) -> Method:
     """
     score = AccumulatedAttention() * ValueNorm(1)
     return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks), Recent(recent)), when=STEP))
+
+
+@paper(
+    "A2SF: Accumulative Attention Scoring with Forgetting Factor for Token Pruning in Transformer Decoder",
+    arxiv="2407.20485",
+    family="selection-dynamic",
+    exact="equal",
+)
+def a2sf(budget: Amount, *, forgetting: Annotated[float, Range(0.001, 0.999)] = 0.2) -> Method:
+    """A2SF (Jo and Shin, 2024, arXiv:2407.20485), section 3: H2O's sums, in which older queries count less.
+
+    F[j] = sum_i forgetting^(t - i) p_ij over the prompt and every decoded token. No newest tokens are set
+    apart: what a sum over all queries owes to a token's age is forgotten. Each step attends first, then drops
+    the lowest. With grouped queries, F sums over the heads of a group. The default is the factor of the
+    authors' scripts.
+    """
+    return Method(Keep(DecayedAttention(forgetting), Budget(budget), Uniform(), when=STEP))
 
 
 @paper(

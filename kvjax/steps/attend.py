@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Codes, GroupState, Paged, Pages, Segment, Slots, gather_pages
 from kvjax.group import GroupMethod
-from kvjax.keep.observe import Mass
 from kvjax.models.attending import attend_at_once, in_lists
 from kvjax.models.mixer import AttentionLogits, Layer, Left, Projected
 from kvjax.ops.attention.in_common import for_rows, row_by_row, side_by_side
@@ -112,7 +111,8 @@ def attend_past(
                 part = _attend_picked(run, past, layer, q, segment, read, found, pos, chosen)
             else:
                 *part, mass = _attend_slots(run, past, layer, mine, segment, when, chosen)
-                received = () if mass is None else ({repr(Mass("sum")): mass},)
+                # Of one query, a sum that fades is the sum.
+                received = () if mass is None else ({repr(o): mass for o in past.gm.masses},)
         elif _together(run, past, layer, x, i) or (copies == 1 and not met.turned and not sized):
             sets.append(_read(past, layer, i, found, pools, at, at.shape[0]))
             continue
@@ -268,6 +268,24 @@ def _rest_of(
     return out, left
 
 
+def met_by(
+    gm: GroupMethod, past: Past, q: Float[Array, "B N 1 H"], at: Int[Array, "B"], pools: tuple[Pages, ...],
+    received: tuple[Received, ...],
+) -> tuple[Received, ...]:  # fmt: skip
+    """What slots received, and what is computed of the query and slots of which something is remembered."""
+    if not gm.meetings:
+        return received
+    out = []
+    for segment, own in zip(past.parts, received or ({},) * len(past.parts), strict=True):
+        if (pools[segment.pool] if isinstance(segment, Paged) else segment).traces:
+            one = segment.layer(past.index)
+            keys = gather_pages(one, pools[one.pool]) if isinstance(one, Paged) else one.keys()
+            assert keys.pos is not None
+            own = own | {repr(o): o.of(q, at[:, None], keys.k, keys.pos) for o in gm.meetings}
+        out.append(own)
+    return tuple(out)
+
+
 def _picking(past: Past, i: int) -> Read | None:
     """What picks the pages that are read of segment `i`; None where all are."""
     return past.gm.read if i == 0 else None
@@ -335,8 +353,9 @@ def _together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
         "keys are turned when they are read": run.unrotated,
         "what slots receive is recorded among several parts": bool(past.gm.masses)
         and (len(past.parts) > 1 or x.extra is not None),
-        "kernels record no more than the sum of what slots receive": past.gm.masses
-        not in ((), (Mass("sum"),)),
+        "kernels record no more than the sum of what slots receive": any(
+            o.reduce != "sum" for o in past.gm.masses
+        ),
     }
     return next((why for why, holds in reasons.items() if holds), "")
 

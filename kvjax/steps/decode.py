@@ -22,7 +22,7 @@ from kvjax.ops.decode.stacked_decode import LANES, on_lanes, stacked_append
 from kvjax.protocols import Inputs
 from kvjax.segments import flush_in_place, is_full
 from kvjax.sinks import behind_sinks, write_sinks
-from kvjax.steps.attend import attend_past, brought, past_of, persistent, selected
+from kvjax.steps.attend import attend_past, brought, met_by, past_of, persistent, selected
 from kvjax.steps.evict import Now, evict_one, evict_shared, tail_of
 from kvjax.steps.evict_due import evict_due
 from kvjax.steps.lending import lend, taught_groups
@@ -69,11 +69,7 @@ def step_fn(
         past, taken, picked = persistent(run, past, layer, x.q, length)
         past, state, found = brought(past, state, taken or selected(run, past, x.q, length))
         out, received, scores = attend_past(run, past, layer, x, cache.pools, at, found, gone)
-        if gm.meetings:
-            received = received or ({},) * len(past.parts)
-            tail = past.tail.layer(past.index)
-            met = {repr(o): o.of(x.q, at[:, None], tail.keys().k, tail.pos) for o in gm.meetings}
-            received = (*received[:-1], received[-1] | met)
+        received = met_by(gm, past, x.q, at, cache.pools, received)
         received = jax.tree.map(lambda m: jnp.where(append[:, None, None], m, 0.0), received)
         left = published_by(layer, state, None, None, scores) | picked
         if "slots" in layer.publishes or x.k is None:

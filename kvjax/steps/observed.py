@@ -108,7 +108,7 @@ def by_owner(
             seen = jax.tree.map(lambda x, at=layer: x[at : at + 1], out[i])
             own = out[source]
             joined = tuple(
-                {repr(o): o.join(a[repr(o)], b[repr(o)]) for o in masses}
+                a | {repr(o): o.join(a[repr(o)], b[repr(o)]) for o in masses}
                 for a, b in zip(own.masses, seen.masses, strict=True)
             )
             out[source] = own._replace(masses=joined, readers=(*own.readers, seen.observed))

@@ -11,7 +11,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import NOTHING, Cache, GroupState, Pages, Slots, State, encode
-from kvjax.choose import Fresh, choose, judged_layers, merge_evicted, preferences, reused, score_slots, union
+from kvjax.choose import (
+    Fresh,
+    choose,
+    in_first_tier,
+    judged_layers,
+    merge_evicted,
+    preferences,
+    reused,
+    score_slots,
+    union,
+)
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.group import GroupMethod
 from kvjax.keep.budget import Uniform
@@ -19,11 +29,12 @@ from kvjax.keep.observe import RawKeys
 from kvjax.models.layers import Params
 from kvjax.models.transformer import IdsOrVectors, Positions
 from kvjax.ops.attention.union import Keys
+from kvjax.paging import build_group_pages
 from kvjax.pairs import Half, merge_pair
 from kvjax.phase import BY_POSITION
 from kvjax.protocols import View, over_layers
 from kvjax.room import widened
-from kvjax.segments import AT_ONCE, Ahead, build, build_group_pages, extend, remember_in_pages, whole_slots
+from kvjax.segments import AT_ONCE, Ahead, build, extend, remember_in_pages, whole_slots
 from kvjax.steps.forward import Prompt, needs_of, observe
 from kvjax.steps.lending import lend, returned, taught_groups
 from kvjax.steps.narrowing import by_token, new_positions, unnarrowed
@@ -110,7 +121,8 @@ def settled(
     if cache is not None:
         # A row without new tokens, such as one that ended in an earlier chunk, stays as it is.
         idle = (pos < 0).all(-1)[None, :, None, None]
-        kept = {i: stay | (idle & (views[i].pos >= 0)) for i, stay in kept.items()}
+        before = {i: in_first_tier(gms[i], pasts[i], old_pools, views[i], tokens) for i in kept}
+        kept = {i: jnp.where(idle, before[i], stay) for i, stay in kept.items()}
     carried = {i: _carried_by_merge(gms[i], pasts[i], view) for i, view in views.items()}
     for i, stay in kept.items():
         if gms[i].keep.merge is not None:  # type: ignore[union-attr]

@@ -50,7 +50,7 @@ class Run(NamedTuple):
                 if size > 1:
                     raise ValueError(
                         f"{self.method.id} merges pairs of single layers, and layers {first} to "
-                        f"{first + size - 1} are stacked: give layers that are not stacked"
+                        f"{first + size - 1} are stacked: give the params of kvjax.prepare(model, method)"
                     )
                 gm = gm._replace(stack=stack, upper=first - 1 in lower)
             ids = slots is not None and slots.ids

@@ -334,6 +334,19 @@ def norm_score(prompt, layer):
     return -np.sqrt((prompt.k[layer] ** 2).sum(-1))
 
 
+FORGETTING = 0.7
+
+
+def faded(prompt, layer):
+    """A2SF: what every query gives a token, times 0.7 for every query behind it."""
+    weight = FORGETTING ** np.arange(prompt.length)[::-1]
+    return np.einsum("nts,t->ns", prompt.p[layer], weight).reshape(kv_lists(prompt), -1, prompt.length).sum(1)
+
+
+def faded_slot(slot):
+    return sum(p * FORGETTING**age for age, p in enumerate(reversed(slot["given"])))
+
+
 def received(prompt, layer):
     """All the attention a token has received from the prompt, summed over a group."""
     return prompt.p[layer].sum(1).reshape(-1, prompt.group, prompt.length).sum(1)
@@ -853,6 +866,10 @@ ROWS = [
     row(
         "h2o", dense(half_and_one, extra=4), kept=each_layer(received, recent_half),
         victim=h2o_victim(count),
+    ),
+    row(
+        "a2sf", dense(half_and_one, extra=4), hyper=dict(forgetting=FORGETTING), kept=each_layer(faded),
+        victim=h2o_victim(count, recent=0, key=faded_slot),
     ),
     row("tova", dense(half_and_one), kept=each_layer(tova_score), victim=tova_victim(count)),
     row(

@@ -134,7 +134,7 @@ class Runner:
         self.tokens, self.room = tokens, room
         self.plain = Run(model.config, Method())
         self.params = with_fitted(model.params, *(entry.method for entry in entries))
-        shared = [e for e in entries if not reads_apart(e.method)]
+        shared = [e for e in entries if not self.apart(e)]
         needs = (steps.needs_of(bare_run(model, e.method), model.params) for e in shared)
         self.needs = frozenset().union(*needs)
         keeps = (e.method.keep for e in shared)
@@ -142,11 +142,15 @@ class Runner:
         self.runs: Counter[tuple[Entry, int]] = Counter()
         self.bytes: dict[Entry, Bytes] = {}
 
+    def apart(self, entry: Entry) -> bool:
+        """Whether a cell reads prompts for itself, in its own way or on a model of its own."""
+        return reads_apart(entry.method) or made(self.model, entry.method) is not self.model
+
     def given(self, entry: Entry) -> Given:
         """The model that a cell runs on, with its parameters."""
-        if entry.method.make is None:
-            return Given(self.model, self.params)
         model = made(self.model, entry.method)
+        if model is self.model:
+            return Given(model, self.params)
         return Given(model, with_fitted(model.params, entry.method))
 
     def decoding(self, entry: Entry) -> Run:
@@ -172,7 +176,7 @@ class Runner:
 
     def own(self, entry: Entry, prompt: Prompt, rows: Rows) -> tuple[Prompt, float | None]:
         """The prompt that a cell compresses, and the seconds of reading it (None: it is the shared one)."""
-        if not reads_apart(entry.method):
+        if not self.apart(entry):
             return prompt, None
         run, (model, params) = bare_run(self.model, entry.method), self.given(entry)
         start = time.perf_counter()
