@@ -90,7 +90,7 @@ def context_cache(model: Model, held: Keys, *, method: Method | str | None = Non
     room = check_room(model, room)
     chosen = method_of(model, method, None)
     model = made(model, chosen)
-    run = Run(model.config, bind(chosen, model))
+    run = Run(model.config, bind(chosen, model), on_mesh=model.on_mesh)
     return labelled(hold(run, model.params, held, room), chosen, model)
 
 

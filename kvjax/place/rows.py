@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
+from kvjax.axes import placed
 from kvjax.cache import Cache, GroupState, Paged, Pages, Segment, check_alive
 from kvjax.errors import InputError
 from kvjax.inputs import whole_number
@@ -44,7 +45,7 @@ def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
         )
     if not isinstance(at, Tracer) and ((outside := np.asarray(at))[(outside < 0) | (outside >= rows)]).size:
         raise InputError(f"index is {outside.tolist()}, expected row numbers in [0, {rows})")
-    taken = gather_rows(cache, jnp.asarray(at, jnp.int32))
+    taken = placed(gather_rows(cache, jnp.asarray(at, jnp.int32)), cache.on_mesh)
     return dataclasses.replace(taken, added=of_rows(cache.added, at))
 
 
@@ -108,7 +109,7 @@ def reset_rows(cache: Cache, rows: Array | np.ndarray | Sequence[bool]) -> Cache
             f"rows is {which.dtype}{list(which.shape)}, expected one boolean per row, "
             f"bool[{cache.next.shape[0]}]: true where a row is to be emptied"
         )
-    return _reset(cache, which)
+    return placed(_reset(cache, which), cache.on_mesh)
 
 
 @jax.jit

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.axes import pinned, pinned_to
 from kvjax.cache import Cache, Codes, GroupState, Slots, lent
 from kvjax.fitted import of_layer
 from kvjax.group import GroupMethod
@@ -99,7 +100,8 @@ def step_fn(
     groups, late = evict_due(run, gms, groups, params, length, append)
     groups = _flushed(gms, lent(groups, ()))
     new = dataclasses.replace(cache, groups=groups, next=jnp.where(append, length, cache.next), pools=pools)
-    return unembed(params, _broken(x[:, 0], lost | late), config), new
+    logits = unembed(params, _broken(x[:, 0], lost | late), config)
+    return pinned_to(logits, run.on_mesh, "batch", "vocab"), pinned(new, run.on_mesh)
 
 
 def _broken(x: Float[Array, "B *_"], lost: Bool[Array, "B"]) -> Float[Array, "B *_"]:

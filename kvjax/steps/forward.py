@@ -10,10 +10,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.axes import pinned_to
 from kvjax.cache import NOTHING, Cache, GroupState, Pages
 from kvjax.choose import Fresh
 from kvjax.fitted import of_layer
 from kvjax.group import GroupMethod
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.keep.observe import Mass, RawKeys
 from kvjax.models.attending import attend_new, new_keys, published_by, rotary
 from kvjax.models.layers import Params
@@ -155,6 +157,8 @@ def observe(
     config, source = run.config, None
     if run.method.reread is not None:
         tokens, lengths, source = _reread(run, params, tokens, lengths, cache)
+    tokens = pinned_to(tokens, run.on_mesh, "batch", *(None,) * (tokens.ndim - 1))
+    lengths = pinned_to(lengths, run.on_mesh, "batch")
     at = positions(tokens, lengths, jnp.zeros_like(lengths) if cache is None else cache.next)
     gms, narrow, asked = taught_groups(run.groups(params), params), narrowing(run, at), _asked(needs)
     states = lend((NOTHING,) * len(gms) if cache is None else cache.groups, gms)
@@ -171,8 +175,18 @@ def observe(
     if not as_steps:
         x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     logits = unembed(params, x, config)
-    fresh = by_owner(gms, config, ran.collected, asked.masses)
+    logits = pinned_to(logits, run.on_mesh, "batch", *(None,) * (logits.ndim - 2), "vocab")
+    fresh = _pinned(by_owner(gms, config, ran.collected, asked.masses), run.on_mesh)
     return Prompt(fresh, at, tokens, logits, narrowed, source)
+
+
+def _pinned(fresh: tuple, on: OnMesh | None) -> tuple:
+    """Keys and values of a prompt, of which the compiler is told how they lie: they are as large as a cache."""
+
+    def pin(x: Array | None) -> Array | None:
+        return None if x is None else pinned_to(x, on, "layers", "batch", "kv_heads", None, None)
+
+    return tuple(f._replace(k=pin(f.k), v=pin(f.v)) if isinstance(f, Fresh) else f for f in fresh)
 
 
 def _reread(

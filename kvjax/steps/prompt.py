@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.axes import pinned
 from kvjax.cache import NOTHING, Cache, GroupState, Pages, Slots, State, encode
 from kvjax.choose import Fresh, choose, judged_layers, merge_evicted, preferences, score_slots, union
 from kvjax.grammar import Method
@@ -126,7 +127,7 @@ def settled(
         groups[i] = dataclasses.replace(groups[i], rows=rows | carried[i])
     groups |= {i: learnt(gms[i], groups[i], pasts[i], (pos < 0).all(-1)) for i in fresh}
     new = Cache(tuple(groups[i] for i in range(len(gms))), length, pools)
-    return returned(new), _lost(params, scores, length)
+    return pinned(returned(new), run.on_mesh), _lost(params, scores, length)
 
 
 class _Sizes(NamedTuple):
@@ -281,7 +282,8 @@ def _with_probe(
     fixed = {i: pasts[i] for i, new in enumerate(prompt.fresh) if new is None}
     groups = tuple((whole | states | fixed).get(i, NOTHING) for i in range(len(gms)))
     reading = observe(
-        Run(run.config, Method()), params, tokens, lengths, Cache(groups, length), frozenset({Mass("max")})
+        run._replace(method=Method(), implementation=None), params, tokens, lengths, Cache(groups, length),
+        frozenset({Mass("max")}),
     )
     out = {}
     for i, f in fresh.items():

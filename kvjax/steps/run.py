@@ -13,6 +13,7 @@ from kvjax.choose import AsMet
 from kvjax.fitted import of_layer
 from kvjax.grammar import Method
 from kvjax.group import GroupMethod, group_method
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import turned
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -28,12 +29,13 @@ class Run(NamedTuple):
     """What is static in a run: equal values share compiled programs.
 
     implementation: of attention and recurrences, as in `kvjax.ops.base.dispatch.form`. A GPU's are those of
-    attention in steps alone.
+    attention in steps alone. on_mesh: how arrays are split over devices, where they are.
     """
 
     config: Config
     method: Method
     implementation: str | None = None
+    on_mesh: OnMesh | None = None
 
     def groups(self, params: Params) -> tuple[GroupMethod, ...]:
         stack = self.method.stack
