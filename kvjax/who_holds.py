@@ -211,11 +211,16 @@ def _why(leaf: _Lies, spec: Names, on: OnMesh | None) -> str:
     if leaf.axes[0] == "pages" and not spec[0]:
         split = {"batch", "kv_heads"} & {axis for axis, _ in on.rules.used() if on.devices(axis) > 1}
         return "one pool for lists of unequal lengths: every device holds it" if split else ""
-    reasons = []
+    taken = {name for names in spec for name in names}
     for axis, size, names in zip(leaf.axes, leaf.x.shape, spec, strict=True):
-        if axis is not None and on.devices(axis) > 1 and not names and size:
-            reasons.append(f"{size} {_WORDS.get(axis, axis)} over {on.over(axis)}")
-    return ", ".join(reasons) + (": every device holds all" if reasons else "")
+        if axis is None or names or not size or on.devices(axis) == 1:
+            continue
+        if axis == "slots" and on.slots_instead:
+            continue
+        instead = taken >= {*on.rules.mesh_axes(axis)}
+        does = "their slots are split instead" if instead else "every device holds all"
+        return f"{size} {_WORDS.get(axis, axis)} over {on.over(axis)}: {does}"
+    return ""
 
 
 # --- text ----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -89,7 +90,7 @@ class OnMesh:
             )
 
 
-def on_mesh(mesh: Mesh | str | None, rules: Rules | str | None) -> OnMesh | None:
+def on_mesh(mesh: Any, rules: Any) -> OnMesh | None:
     """What a user gives as `mesh=` and `rules=`; None where neither is given, and then nothing is split.
 
     Raises InputError for a mesh or rules that are none, rules without a mesh, and a mesh without rules.
@@ -104,7 +105,7 @@ def on_mesh(mesh: Mesh | str | None, rules: Rules | str | None) -> OnMesh | None
     return OnMesh(real, as_rules(rules, real.axis_names))
 
 
-def as_mesh(mesh: Mesh | str) -> Mesh:
+def as_mesh(mesh: Any) -> Mesh:
     """A mesh, or words such as "data=2,model=4", as a mesh with automatic axes, of the first devices.
 
     Raises InputError where it is neither, or has more devices than there are.
