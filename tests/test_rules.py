@@ -71,9 +71,9 @@ def test_rules_split_an_axis_where_it_divides_and_a_mesh_axis_splits_an_array_on
     there = on(rules, a=2, b=3, c=4)
     axes = ("layers", "batch", "kv_heads", "slots", None)
     assert there.devices("batch") == 6 and there.devices("embed") == 1
-    assert there.spec(axes, (1, 6, 4, 8, 5)) == jax.P(None, ("a", "b"), "c", None, None)
-    assert there.spec(axes, (1, 6, 2, 8, 5)) == jax.P(None, ("a", "b"), None, "c", None)
-    assert there.spec(axes, (1, 5, 2, 7, 5)) == jax.P(None, None, None, None, None)
+    assert there.spec(axes, (1, 6, 4, 8, 5)) == jax.P(None, ("a", "b"), "c")
+    assert there.spec(axes, (1, 6, 2, 8, 5)) == jax.P(None, ("a", "b"), None, "c")
+    assert there.spec(axes, (1, 5, 2, 7, 5)) == jax.P()
 
 
 def test_presets_split_rows_where_the_mesh_has_an_axis_for_them():

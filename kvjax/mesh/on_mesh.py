@@ -64,13 +64,15 @@ class OnMesh:
     def spec(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
         """How an array of that shape is split; an axis that does not divide stays whole."""
         taken: set[str] = set()
-        parts: list[tuple[str, ...] | None] = []
+        parts: list[str | tuple[str, ...] | None] = []
         for axis, size in zip(axes, shape, strict=True):
             names = () if axis is None or not self.splits(axis, size) else self.rules.mesh_axes(axis)
             # Lists whose heads are split already keep their slots together.
             names = () if taken & {*names} else names
             taken |= {*names}
-            parts.append(names or None)
+            parts.append(names if len(names) > 1 else names[0] if names else None)
+        while parts and parts[-1] is None:
+            parts.pop()
         return PartitionSpec(*parts)
 
     def sharding(self, axes: Axes, shape: Sequence[int]) -> NamedSharding:
