@@ -46,7 +46,7 @@ class OnMesh:
     def splits(self, axis: str | None, size: int) -> bool:
         """Whether an axis of that size is split."""
         n = 1 if axis is None else self.devices(axis)
-        return n > 1 and size > 0 and size % n == 0
+        return n > 1 and size % n == 0
 
     @property
     def slots_instead(self) -> bool:
@@ -62,7 +62,9 @@ class OnMesh:
         return dataclasses.replace(self, rules=self.rules.but(slots=None))
 
     def spec(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
-        """How an array of that shape is split; an axis that does not divide stays whole."""
+        """How an array of that shape is split; axes that do not divide and empty arrays stay whole."""
+        if not math.prod(shape):
+            return PartitionSpec()
         taken: set[str] = set()
         parts: list[str | tuple[str, ...] | None] = []
         for axis, size in zip(axes, shape, strict=True):
