@@ -22,6 +22,9 @@ if not (Path(__file__).parent / "models").is_dir() and (_CHECKOUT / "models" / "
 
 _HOMES = {
     "load": "kvjax.loading",
+    "Rules": "kvjax.mesh.rules",
+    "spread": "kvjax.loading",
+    "shardings": "kvjax.who_holds",
     "Model": "kvjax.models.model",
     "methods": "kvjax.methods",
     "method": "kvjax.methods",

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.errors import InputError
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.memory import offers_host, to_device
 from kvjax.ops.recurrent.recurrence import StackedState
@@ -293,7 +294,7 @@ NOTHING = GroupState()
     jax.tree_util.register_dataclass,
     data_fields=["groups", "next", "pools"],
     meta_fields=["method", "model"],
-    drop_fields=["spare", "added"],
+    drop_fields=["spare", "added", "on_mesh"],
 )
 @dataclasses.dataclass(frozen=True)
 class Cache:
@@ -302,7 +303,7 @@ class Cache:
     method (a `kvjax.grammar.Method`, which this floor cannot name) and model are static and say what filled
     it: equal methods give equal tree structures. spare is the host's own note of how many more tokens surely
     fit, so that a step need not ask the device; added is its note of the newest tokens, for `rollback`
-    (`kvjax.place.rollback.Added`). Both are no part of the tree.
+    (`kvjax.place.rollback.Added`); on_mesh says how arrays are to be split. They are no part of the tree.
     """
 
     groups: tuple[GroupState, ...]
@@ -312,6 +313,7 @@ class Cache:
     model: str = ""
     spare: int = 0
     added: Any = None
+    on_mesh: OnMesh | None = None
 
 
 def nbytes(tree: PyTree) -> int:

@@ -30,6 +30,7 @@ class GroupMethod(NamedTuple):
     the codecs' words were fitted to, of the group's layers (`kvjax.steps.lending`). stack: how a prefill
     merges the layer with its neighbour, below it where `upper`. host: what the device holds of a body in host
     memory. picker: the layer whose picks a read visits, the group's own where it chooses for those above.
+    multiple: a list has as many slots on each of so many devices.
     """
 
     keep: Keep | None
@@ -46,6 +47,7 @@ class GroupMethod(NamedTuple):
     upper: bool = False
     host: Any = None
     picker: int | None = None
+    multiple: int = 1
 
     @property
     def picks(self) -> bool:

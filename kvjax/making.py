@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvjax.errors import InputError
 from kvjax.grammar import Method
 from kvjax.methods import as_method
+from kvjax.models.axes import spread_params
 from kvjax.models.model import Model, check_single
 from kvjax.place.pairs import groups_apart
 from kvjax.suits import check_fit
@@ -63,6 +64,8 @@ def _remade(model: Model, method: Method) -> Model:
         )
     check_fit(method, model.config)
     if method.make not in model.models_made:
-        params = method.make.params(model.params, model.config)
-        model.models_made[method.make] = model.remade(method.make, method.make.config(model.config), params)
+        params, config = method.make.params(model.params, model.config), method.make.config(model.config)
+        if model.on_mesh is not None:
+            params = spread_params(params, config, model.on_mesh)
+        model.models_made[method.make] = model.remade(method.make, config, params)
     return model.models_made[method.make]

@@ -119,7 +119,7 @@ def recent_tokens(gm: GroupMethod) -> int:
 
 def tail_slots(gm: GroupMethod, slots: int, room: int, width: int) -> int:
     """Slots of the tail behind pages that were chosen of `slots`: the newest tokens, and room for more."""
-    return whole_tiles(max(min(recent_tokens(gm), slots) + room, 1), width)
+    return whole_tiles(max(min(recent_tokens(gm), slots) + room, 1), width, gm.multiple)
 
 
 def _tail_of(gm: GroupMethod, view: View, newest: Bool[Array, "Lg B K S"], most: int, room: int) -> Slots:

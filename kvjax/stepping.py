@@ -21,7 +21,7 @@ from kvjax.making import made
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.place.rollback import more_added
-from kvjax.prefilling import bare_cache, check_cache, live, noted
+from kvjax.prefilling import bare_cache, check_cache, live, noted, there
 from kvjax.pure import decoding
 from kvjax.steps import Run
 from kvjax.suits import last_position
@@ -50,7 +50,8 @@ def step(
         return model.step(cache, token)
     check_cache(model, cache)
     model = made(model, cache.method)
-    run = decoding(model.config, cache.method, implementation)
+    cache = there(model, cache)
+    run = decoding(model, cache.method, implementation)
     ids = one_token(token, cache.next.shape[0], model.config.vocab)
     spare = cache.spare
     if append and spare < 1:
@@ -66,8 +67,9 @@ def step(
     params = with_fitted(model.params, cache.method)
     logits, new = call(run, params, bare_cache(cache), ids, np.full(ids.shape, append))
     return logits, dataclasses.replace(
-        new, method=cache.method, model=model.fingerprint, spare=spare - append, added=note
-    )
+        new, method=cache.method, model=model.fingerprint, spare=spare - append, added=note,
+        on_mesh=run.on_mesh,
+    )  # fmt: skip
 
 
 def positions_left(model: Model, cache: Cache) -> int:
@@ -104,4 +106,4 @@ def stepping(model: Model, method: Method | None, implementation: str | None) ->
     if has_verbs(model):
         return model.stepping(method), model.params
     model = made(model, method)
-    return OneStep(decoding(model.config, method, implementation)), with_fitted(model.params, method)
+    return OneStep(decoding(model, method, implementation)), with_fitted(model.params, method)

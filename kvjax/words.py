@@ -119,8 +119,8 @@ def refused(keep: Keep) -> list[tuple[bool, str]]:
             "what leaves for a second tier is encoded token by token: use int8, int4 or turboquant's codecs",
         ),
         (
-            keep.lower is not None and (keep.merge is not None or keep.rank_phase),
-            "a second tier works without merging, and with keys at their own positions (rank_phase=False)",
+            keep.lower is not None and (keep.merge is not None or not keep.phase.steady),
+            "a second tier works without merging, and with keys that turn by their own positions",
         ),
         (
             keep.lower is not None and in_steps and not (keep.when.at_once and keep.allocate.uniform),

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.errors import InputError
 from kvjax.inputs import whole_text
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
 from kvjax.models.fingerprint import fingerprint
 from kvjax.models.layers import Params
@@ -29,7 +30,8 @@ class Model:
     """A decoder with its weights. Calling it gives the logits [B, T, V] of every token, without a cache.
 
     chat_template, stop_ids and special_tokens ("bos_token" -> its text ...) come from the checkpoint's files;
-    tokenizer is a `tokenizers.Tokenizer` or None.
+    tokenizer is a `tokenizers.Tokenizer` or None. on_mesh: the mesh that the weights lie on, and the rules by
+    which they and all caches are split; None where nothing is.
     """
 
     config: Config
@@ -39,6 +41,7 @@ class Model:
     stop_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
     name: str = "model"
+    on_mesh: OnMesh | None = None
     # What made it of another model, and that one's fingerprint; a changed copy was made by nothing.
     made_by: Any = dataclasses.field(init=False, default=None, repr=False)
     made_of: str = dataclasses.field(init=False, default="", repr=False)

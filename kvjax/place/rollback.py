@@ -96,6 +96,7 @@ def rollback(cache: Cache, n: int | Array | np.ndarray | list[int]) -> Cache:
         model=cache.model,
         spare=cache.spare + int(count.min()),
         added=Added(note.groups, np.maximum(note.tokens - count, 0)),
+        on_mesh=cache.on_mesh,
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
+from kvjax.axes import placed
 from kvjax.cache import Cache, GroupState, Paged, Pages, Segment, check_alive
 from kvjax.errors import InputError
 from kvjax.ops.base.memory import there
@@ -53,7 +54,7 @@ def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
             "data, so take them outside of jit"
         )
     pages = _pages_of_rows(cache, np.asarray(at)) if _cut(cache) else None
-    taken = gather_rows(cache, jnp.asarray(at, jnp.int32), pages)
+    taken = placed(gather_rows(cache, jnp.asarray(at, jnp.int32), pages), cache.on_mesh)
     return dataclasses.replace(taken, added=of_rows(cache.added, at))
 
 
@@ -125,7 +126,7 @@ def reset_rows(cache: Cache, rows: Array | np.ndarray | Sequence[bool]) -> Cache
             f"rows is {which.dtype}{list(which.shape)}, expected one boolean per row, "
             f"bool[{cache.next.shape[0]}]: true where a row is to be emptied"
         )
-    return _reset(apart(cache), which)
+    return placed(_reset(apart(cache), which), cache.on_mesh)
 
 
 @jax.jit

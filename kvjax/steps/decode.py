@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Cache, Codes, GroupState, Slots, lent
+from kvjax.axes import lie_apart, pinned, pinned_to
+from kvjax.cache import Cache, Codes, GroupState, Segment, Slots, lent
 from kvjax.fitted import of_layer
 from kvjax.group import GroupMethod
 from kvjax.models.attending import published_by, rotary
@@ -64,7 +65,8 @@ def step_fn(
             state = _append(run, gm, layer, state, k, v, where, traces)
         past = past_of(owner, gm, layer, completed(cache.groups, layer.group, state))
         turn = turn_over(run, at, past.parts, past.index, cache.pools)
-        past, x = past._replace(turn=turn), x._replace(q=turned_queries(layer, q, turn, length))
+        asking = _for_all_slots(run, past.parts, turned_queries(layer, q, turn, length))
+        past, x = past._replace(turn=turn), x._replace(q=asking)
         gone = answered(gm, layer, state, x.q, params)
         past, taken, picked = persistent(run, past, layer, x.q, length)
         past, state, found = brought(past, state, taken or selected(run, past, x.q, length))
@@ -97,7 +99,8 @@ def step_fn(
     groups, late = evict_due(run, gms, groups, params, length, append)
     groups = _flushed(gms, lent(groups, ()))
     new = dataclasses.replace(cache, groups=groups, next=jnp.where(append, length, cache.next), pools=pools)
-    return unembed(params, _broken(x[:, 0], lost | late), config), new
+    logits = unembed(params, _broken(x[:, 0], lost | late), config)
+    return pinned_to(logits, run.on_mesh, "batch", "vocab"), pinned(new, run.on_mesh)
 
 
 def _picks_taken(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
@@ -109,6 +112,18 @@ def _picks_taken(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
 def _broken(x: Float[Array, "B *_"], lost: Bool[Array, "B"]) -> Float[Array, "B *_"]:
     """x, but NaN in rows whose slots could not be ranked: a step cannot raise, and must not hide it."""
     return jnp.where(lost.reshape(-1, *(1,) * (x.ndim - 1)), jnp.asarray(jnp.nan, x.dtype), x)
+
+
+def _for_all_slots(run: Run, parts: tuple[Segment, ...], q: Float[Array, "B N 1 H"]) -> Array:
+    """Queries where slots can meet them: of all heads, where slots are split in place of heads.
+
+    Left to itself the compiler might send slots to where the queries of their heads are.
+    """
+    on = run.on_mesh
+    if on is None or not any(lie_apart(part, on) for part in parts):
+        return q
+    heads = {*on.rules.mesh_axes("heads")} & {*on.rules.mesh_axes("slots")}
+    return pinned_to(q, on, "batch", None if heads else "heads", None, None)
 
 
 def _inputs(

@@ -8,11 +8,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.axes import pinned_to
 from kvjax.cache import NOTHING, Cache, GroupState, Pages
 from kvjax.choose import Fresh
 from kvjax.fitted import of_layer
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass, RawKeys
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import new_keys, published_by, rotary
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step
@@ -147,6 +149,8 @@ def observe(
     config, source = run.config, None
     if run.method.reread is not None:
         tokens, lengths, source = _reread(run, params, tokens, lengths, cache)
+    tokens = pinned_to(tokens, run.on_mesh, "batch", *(None,) * (tokens.ndim - 1))
+    lengths = pinned_to(lengths, run.on_mesh, "batch")
     at = positions(tokens, lengths, jnp.zeros_like(lengths) if cache is None else cache.next)
     gms, narrow, asked = taught_groups(run.groups(params), params), narrowing(run, at), _asked(needs)
     states = lend((NOTHING,) * len(gms) if cache is None else cache.groups, gms)
@@ -165,7 +169,8 @@ def observe(
     if not as_steps:
         x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     logits = unembed(params, x, config)
-    fresh = by_owner(gms, config, ran.collected, asked.masses)
+    logits = pinned_to(logits, run.on_mesh, "batch", *(None,) * (logits.ndim - 2), "vocab")
+    fresh = _pinned(by_owner(gms, config, ran.collected, asked.masses), run.on_mesh)
     if surprise is not None:
         fresh = tuple(_told(f, late, surprise) if isinstance(f, Fresh) else f for f in fresh)
     return Prompt(fresh, at, tokens, logits, narrowed, source)
@@ -179,6 +184,15 @@ def _told(fresh: Fresh, late: list[Trace], surprise: Float[Array, "B T"]) -> Fre
         if repr(t) in fresh.traces
     }
     return fresh._replace(traces=fresh.traces | told)
+
+
+def _pinned(fresh: tuple, on: OnMesh | None) -> tuple:
+    """What a prompt computed, with keys and values, which are as large as a cache, where that will lie."""
+
+    def pin(x: Array | None) -> Array | None:
+        return None if x is None else pinned_to(x, on, "layers", "batch", "kv_heads", None, None)
+
+    return tuple(f._replace(k=pin(f.k), v=pin(f.v)) if isinstance(f, Fresh) else f for f in fresh)
 
 
 def _reread(

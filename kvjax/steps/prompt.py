@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.axes import pinned
 from kvjax.cache import NOTHING, Cache, GroupState, Pages, Slots, State, encode
 from kvjax.choose import (
     Fresh,
@@ -142,7 +143,7 @@ def settled(
         groups[i] = dataclasses.replace(groups[i], rows=rows | carried[i])
     groups |= {i: learnt(gms[i], groups[i], pasts[i], (pos < 0).all(-1)) for i in fresh}
     new = Cache(tuple(groups[i] for i in range(len(gms))), length, pools)
-    return returned(new), _lost(params, scores, length)
+    return pinned(returned(new), run.on_mesh), _lost(params, scores, length)
 
 
 class _Sizes(NamedTuple):
@@ -315,7 +316,7 @@ def _as_it_turns(run: Run) -> Run:
     """A run that keeps everything, over keys that lie as they do in this one."""
     keep = None if run.phase == BY_POSITION else Keep(None, Budget(1.0), Uniform(), phase=run.phase)
     bare = Store(unrotated=True) if run.unrotated and keep is None else None
-    return Run(run.config, Method(keep, bare))
+    return run._replace(method=Method(keep, bare), implementation=None)
 
 
 def _keys_of_probe(

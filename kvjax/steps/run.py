@@ -13,6 +13,7 @@ from kvjax.choose import AsMet
 from kvjax.fitted import of_layer
 from kvjax.grammar import Method
 from kvjax.group import GroupMethod, group_method
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer
@@ -27,12 +28,13 @@ class Run(NamedTuple):
     """What is static in a run: equal values share compiled programs.
 
     implementation: of attention and recurrences, as in `kvjax.ops.base.dispatch.form`. A GPU's are those of
-    attention in steps alone.
+    attention in steps alone. on_mesh: how arrays are split over devices, where they are.
     """
 
     config: Config
     method: Method
     implementation: str | None = None
+    on_mesh: OnMesh | None = None
 
     def groups(self, params: Params) -> tuple[GroupMethod, ...]:
         stack = self.method.stack
@@ -46,6 +48,8 @@ class Run(NamedTuple):
             kind = "state" if slots is None else "fixed" if slots.fixed else "slots"
             kind = kind if mixer.source_of("slots") is None else "reads"
             gm = group_method(self.method, first, size, self.config.window(first), shared, kind)
+            if self.on_mesh is not None and slots is not None:
+                gm = gm._replace(multiple=self.on_mesh.parts_of_a_list(slots.heads))
             if any(first <= i + 1 and i < first + size for i in lower):
                 if size > 1:
                     raise ValueError(

@@ -28,6 +28,7 @@ from kvjax.eval.tasks.sample import Sample, Suite
 from kvjax.fitted import with_fitted
 from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
+from kvjax.layout import mesh_for
 from kvjax.making import made
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
@@ -116,7 +117,8 @@ def reads_apart(method: Method) -> bool:
 
 def bare_run(model: Model, method: Method) -> Run:
     """What is static in compressing with a method, on the model that it runs on."""
-    return Run(made(model, method).config, bare_method(method))
+    on = mesh_for(method, model.on_mesh)
+    return Run(made(model, method).config, bare_method(method), on_mesh=on)
 
 
 class Given(NamedTuple):
@@ -132,7 +134,7 @@ class Runner:
     def __init__(self, model: Model, suite: Suite, entries: list[Entry], tokens: int, room: int):
         self.model, self.suite, self.entries = model, suite, entries
         self.tokens, self.room = tokens, room
-        self.plain = Run(model.config, Method())
+        self.plain = Run(model.config, Method(), on_mesh=model.on_mesh)
         self.params = with_fitted(model.params, *(entry.method for entry in entries))
         shared = [e for e in entries if not self.apart(e)]
         needs = (steps.needs_of(bare_run(model, e.method), model.params) for e in shared)
@@ -155,7 +157,8 @@ class Runner:
 
     def decoding(self, entry: Entry) -> Run:
         """What is static in a cell's steps."""
-        return Run(self.given(entry).model.config, entry.method.decode_part())
+        on = mesh_for(entry.method, self.model.on_mesh)
+        return Run(self.given(entry).model.config, entry.method.decode_part(), on_mesh=on)
 
     def prompt(self, rows: Rows) -> tuple[Prompt, dict[str, float] | None]:
         """The shared prefill of a batch, probes included, and the seconds of each (None: it compiled)."""
@@ -183,7 +186,7 @@ class Runner:
         tokens, length = jnp.asarray(rows.prompt), jnp.asarray(rows.length)
         out = observe(run, params, tokens, length, None, steps.needs_of(run, model.params))
         if run.method.keep is not None and run.method.keep.probe is not None:
-            out = probed(Run(run.config, Method()), params, out, run.method.keep.probe)
+            out = probed(run._replace(method=Method()), params, out, run.method.keep.probe)
         jax.block_until_ready(out)
         if np.isnan(np.asarray(out.logits))[rows.length > 0].any():
             refuse_prompt(model, rows.prompt, rows.length)
