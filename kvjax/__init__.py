@@ -24,7 +24,7 @@ _HOMES = {
     "load": "kvjax.loading",
     "Rules": "kvjax.mesh.rules",
     "spread": "kvjax.loading",
-    "shardings": "kvjax.shardings",
+    "shardings": "kvjax.who_holds",
     "Model": "kvjax.models.model",
     "methods": "kvjax.methods",
     "method": "kvjax.methods",

@@ -29,7 +29,7 @@ class GroupMethod(NamedTuple):
     have none). sinks: how many first tokens are held as computed beside codes. taught: inside a program, what
     the codecs' words were fitted to, of the group's layers (`kvjax.steps.lending`). stack: how a prefill
     merges the layer with its neighbour, below it where `upper`. host: what the device holds of a body in host
-    memory.
+    memory. multiple: a list has as many slots on each of so many devices.
     """
 
     keep: Keep | None
@@ -45,6 +45,7 @@ class GroupMethod(NamedTuple):
     stack: Stacking | None = None
     upper: bool = False
     host: Any = None
+    multiple: int = 1
 
     @property
     def budget(self) -> Budget | None:

@@ -62,20 +62,21 @@ AT_ONCE = Ahead()
 def slots_needed(gm: GroupMethod, tokens: int, room: int, width: int) -> int:
     """Static capacity of one head's list: a function of method, bucket, room and platform only."""
     if gm.budget is None:
-        return whole_tiles(tokens + room, width)
+        return whole_tiles(tokens + room, width, gm.multiple)
     if gm.keep is not None and gm.evicting:
         # More than the budget: a token is attended before others leave.
-        return whole_tiles(gm.keep.when.due_at(gm.keep.budget.capacity(tokens + room)), width)
-    return whole_tiles(gm.budget.capacity(tokens) + room, width)
+        return whole_tiles(gm.keep.when.due_at(gm.keep.budget.capacity(tokens + room)), width, gm.multiple)
+    return whole_tiles(gm.budget.capacity(tokens) + room, width, gm.multiple)
 
 
-def whole_tiles(slots: int, width: int) -> int:
+def whole_tiles(slots: int, width: int, devices: int = 1) -> int:
     """A TPU's memory holds slots in whole tiles, used or not: all of them can hold tokens.
 
-    A tile has up to 32 slots, or 128 of rows so wide that they would not fill its lanes.
+    A tile has up to 32 slots, or 128 of rows so wide that they would not fill its lanes. Devices that share a
+    list hold as many slots each.
     """
-    tile = LANES if width % LANES else TILE
-    return -(-slots // tile) * tile if platform() == "tpu" else slots
+    tile = (LANES if width % LANES else TILE) if platform() == "tpu" else 1
+    return -(-slots // (tile * devices)) * tile * devices
 
 
 def whole_granules(granules: int) -> int:
@@ -118,7 +119,7 @@ def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens
     assert gm.keep is not None and gm.keep.lower is not None
     most = tokens + room if gm.evicting else tokens
     size = max(most - gm.keep.budget.capacity(most), 1)
-    slots = _take(gm, view, leaving, whole_tiles(size, view.k.shape[-1]))
+    slots = _take(gm, view, leaving, whole_tiles(size, view.k.shape[-1], gm.multiple))
     return _encoded(slots, gm._replace(codecs=(gm.keep.lower.keys, gm.keep.lower.values)))
 
 
@@ -330,7 +331,7 @@ def recent_tokens(gm: GroupMethod) -> int:
 
 def tail_slots(gm: GroupMethod, slots: int, room: int, width: int) -> int:
     """Slots of the tail behind pages that were chosen of `slots`: the newest tokens, and room for more."""
-    return whole_tiles(max(min(recent_tokens(gm), slots) + room, 1), width)
+    return whole_tiles(max(min(recent_tokens(gm), slots) + room, 1), width, gm.multiple)
 
 
 def _tail_of(gm: GroupMethod, view: View, newest: Bool[Array, "Lg B K S"], most: int, room: int) -> Slots:

@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.axes import map_axes
-from kvjax.cache import Pages
+from kvjax.fitted import fitted_words
 from kvjax.mesh.on_mesh import as_mesh
 from kvjax.mesh.rules import as_rules
 from tests.methods.battery import MAIN, ROOM, T, first_of_each_class, model, off, positions, talk
@@ -84,7 +84,9 @@ def test_a_conversation_on_a_mesh_is_that_on_one_device(name, label, tmp_path):
     assert [layer[::2] for layer in positions(after)] == positions(done.second[1])
     check_places(after, there.on_mesh)
 
-    # What a mesh saves, one device reads, and the other way round.
+    # What a mesh saves, one device reads, and the other way round. Arrays that lie in no file are not saved.
+    if any(word.fitted is not None for word in fitted_words(method)):
+        return
     kvjax.save_cache(tmp_path / "spread.cache", held)
     kvjax.save_cache(tmp_path / "one.cache", done.steps[-1][1])
     want, _ = kvjax.step(here, kvjax.load_cache(tmp_path / "spread.cache"), MAIN.steps[0])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from kvjax.errors import InputError
@@ -23,10 +23,10 @@ Axes = tuple[str | None, ...]
 class OnMesh:
     """A mesh and the rules by which arrays are split over it; static and hashable.
 
-    mesh: its axes are automatic: XLA's partitioner, GSPMD, computes what the arrays' places ask for.
+    mesh: its axes are automatic: XLA's partitioner, GSPMD, computes what the arrays' places ask for. An abstract one has no devices and serves to see who would hold what.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     rules: Rules
 
     def devices(self, axis: str) -> int:
@@ -45,6 +45,11 @@ class OnMesh:
         """Whether an axis of that size is split."""
         n = 1 if axis is None else self.devices(axis)
         return n > 1 and size > 0 and size % n == 0
+
+    def parts_of_a_list(self, lists: int) -> int:
+        """Over how many devices the slots of a list may be split, where a layer has so many of them."""
+        both = {*self.rules.mesh_axes("slots")} & {*self.rules.mesh_axes("kv_heads")}
+        return 1 if both and self.splits("kv_heads", lists) else self.devices("slots")
 
     def spec(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
         """How an array of that shape is split; an axis that does not divide stays whole."""
@@ -71,7 +76,7 @@ class OnMesh:
         if size % self.devices(axis):
             raise InputError(
                 f"{size} {what} do not divide over mesh axis {self.over(axis)}: {instead}, or leave them whole "
-                f"with rules.but({axis}=None)"
+                f"with rules such as kvjax.Rules.named('tensor').but({axis}=None)"
             )
 
 

@@ -70,13 +70,22 @@ class Rules:
                 f"array, expected one of them there: give {b} another mesh axis, or None"
             )
 
+    @staticmethod
+    def named(name: str) -> Rules:
+        """The rules of that name, to change: Rules.named("tensor").but(vocab=None)."""
+        if name not in PRESETS:
+            near = difflib.get_close_matches(name, PRESETS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"expected {', '.join(PRESETS)}, or a kvjax.Rules"
+            raise InputError(f"there are no rules named {name!r}: {hint}")
+        return PRESETS[name]
+
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
         """The mesh axes that split a logical axis; none where it is whole."""
         given = getattr(self, axis)
         return () if given is None else given if isinstance(given, tuple) else (given,)
 
     def but(self, **changed: MeshAxes) -> Rules:
-        """The same rules with other mesh axes for some logical axes: rules.but(vocab=None)."""
+        """The same rules with other mesh axes for some logical axes."""
         strange = sorted(changed.keys() - {*AXES})
         if strange:
             near = difflib.get_close_matches(strange[0], AXES, 1)
@@ -91,17 +100,18 @@ class Rules:
 
 AXES = tuple(field.name for field in dataclasses.fields(Rules))
 
-_TENSOR = Rules(heads=MODEL, kv_heads=MODEL, mlp=MODEL, vocab=MODEL)
+_BATCH = Rules(batch=DATA)
+_TENSOR = _BATCH.but(heads=MODEL, kv_heads=MODEL, mlp=MODEL, vocab=MODEL)
 PRESETS = {
     "single": Rules(),
-    "batch": Rules(batch=DATA),
+    "batch": _BATCH,
     "tensor": _TENSOR,
-    "sequence": Rules(slots=SEQUENCE),
+    "sequence": _BATCH.but(slots=SEQUENCE),
     "tensor+sequence": _TENSOR.but(slots=SEQUENCE),
-    "expert": Rules(experts=EXPERT),
-    "fsdp": Rules(batch=DATA, embed=DATA),
+    "expert": _BATCH.but(experts=EXPERT),
+    "fsdp": _BATCH.but(embed=DATA),
 }
-"""Rules by name. All but "single" also split rows over an axis "data" where the mesh has one."""
+"""Rules by name. By its name, one that does more than split rows serves meshes without an axis for rows."""
 
 
 def as_rules(rules: Rules | str, names: Sequence[str]) -> Rules:
@@ -113,13 +123,9 @@ def as_rules(rules: Rules | str, names: Sequence[str]) -> Rules:
     ('data', None)
     """
     if isinstance(rules, str):
-        if rules not in PRESETS:
-            near = difflib.get_close_matches(rules, PRESETS, 1)
-            hint = f"did you mean {near[0]}?" if near else f"expected {', '.join(PRESETS)}, or a kvjax.Rules"
-            raise InputError(f"there are no rules named {rules!r}: {hint}")
-        chosen, called = PRESETS[rules], f"rules {rules!r}"
-        if DATA in names and chosen != Rules():
-            chosen = chosen.but(batch=DATA)
+        chosen, called = Rules.named(rules), f"rules {rules!r}"
+        if DATA not in names and chosen not in (_BATCH, PRESETS["fsdp"]):
+            chosen = chosen.but(batch=None)
     elif isinstance(rules, Rules):
         chosen, called = rules, "rules"
     else:
