@@ -5,15 +5,15 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType
 
 from kvjax.axes import check_rows
 from kvjax.errors import InputError
 from kvjax.mesh.on_mesh import OnMesh, parse_mesh
-from kvjax.mesh.rules import AXES, DATA, PRESETS, MeshAxes, Rules, as_rules
+from kvjax.mesh.rules import AXES, DATA, MODEL, PRESETS, MeshAxes, Rules, as_rules
 from kvjax.models.axes import check_rules
 from kvjax.models.config import Config
 from kvjax.plan.topologies import Topology
@@ -47,7 +47,7 @@ def abstract(topology: Topology, mesh: Mapping[str, int], rules: Rules) -> OnMes
     kinds = (AxisType.Auto,) * len(mesh)
     one = jax.sharding.AbstractDevice(device_kind=topology.kind, num_cores=1, platform=topology.platform)
     shape = AbstractMesh(tuple(mesh.values()), tuple(mesh), kinds, abstract_device=one)
-    return OnMesh(cast(Mesh, shape), rules)
+    return OnMesh(shape, rules)
 
 
 def check_preset(preset: str) -> None:
@@ -105,8 +105,8 @@ def _trials(
         return
     yield from ((name, changed) for name in _TRIED)
     # Where lists cannot be split by their heads, their slots can be split over the same devices.
-    if "slots" not in changed:
-        yield "tensor", {**changed, "slots": "model"}
+    if PRESETS["tensor"].slots is None and "slots" not in changed:
+        yield "tensor", {**changed, "slots": MODEL}
 
 
 def _meshes(

@@ -114,7 +114,8 @@ def cache_shapes(
 class Sizes:
     """Bytes on a device of a model's weights, and of a method's caches at any batch and context.
 
-    A cache is traced once per context, for one row: all that has rows, or pages of rows, grows with them.
+    A cache is traced once per context and number of devices that share a list, for one row: all that has rows, or
+    pages of rows, grows with them.
     """
 
     def __init__(self, config: Config, method: Method, topology: Topology, dtype: Any):
@@ -126,24 +127,27 @@ class Sizes:
         """Of all weights. InputError where the model does not divide so."""
         return tree_bytes(placed_weights(self.config, self.params, self.topology, on))
 
-    def cache(self, on: OnMesh, batch: int, context: int) -> int:
-        """Of a cache with slots for `context` tokens in each of `batch` rows."""
+    def cache(self, on: OnMesh, batch: int, context: int, roughly: bool = False) -> int:
+        """Of a cache with slots for `context` tokens in each of `batch` rows.
+
+        roughly: lists are not rounded up to as many slots on each of the devices that share one, which saves
+        traces.
+        """
         return sum(
             on_device(one.shape, one.dtype, on.spec(one.axes, one.shape), on.mesh)
-            for one in self.spread(batch, context)
+            for one in self.spread(on, batch, context, roughly)
         )
 
-    def total(self, on: OnMesh, batch: int, context: int) -> int:
-        return self.weights(on) + self.cache(on, batch, context)
-
-    def spread(self, batch: int, context: int) -> list[Spread]:
+    def spread(self, on: OnMesh, batch: int, context: int, roughly: bool = False) -> list[Spread]:
         """Every array of a cache, whole, with its logical axes."""
-        return [one.of_rows(batch) for one in self._row(context)]
-
-    def _trace(self, context: int) -> tuple[Spread, ...]:
-        # Capacities depend on the kind of device, and on whether there are several.
-        mesh = abstract(self.topology, {"x": min(self.topology.count, 2)}, Rules()).mesh
-        cache = cache_shapes(Run(self.config, self.method), self.params, 1, context, mesh)
+        row = self._row(context, 1 if roughly else on.devices("slots"), min(on.mesh.size, 2))
         found: list[Spread] = []
-        map_axes(lambda axes, x: found.append(Spread(x.shape, x.dtype, axes)), cache)
-        return tuple(found)
+        map_axes(lambda axes, x: found.append(Spread(x.shape, x.dtype, axes).of_rows(batch)), row)
+        return found
+
+    def _trace(self, context: int, parts: int, devices: int) -> Cache:
+        # Capacities depend on the kind of device, whether there are several, and how many share a list.
+        mesh = {"x": max(parts, devices)}
+        on = abstract(self.topology, mesh, Rules(slots="x") if parts > 1 else Rules())
+        run = Run(self.config, self.method, None, on if parts > 1 else None)
+        return cache_shapes(run, self.params, 1, context, on.mesh)
