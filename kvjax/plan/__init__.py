@@ -1,4 +1,4 @@
-"""Whether a model and its caches fit many devices, and what a step costs there: sizes, compilers, a model of time.
+"""Whether a model and its caches fit many devices, and what a step costs there.
 
 Nothing is downloaded and nothing allocated: arrays are shapes, and compilers need no device.
 """

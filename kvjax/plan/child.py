@@ -1,4 +1,4 @@
-"""One program of a plan compiled for devices that are not there, in a process of its own: compilers may abort.
+"""One program compiled for devices that are not there, in a process of its own: compilers may abort.
 
     python -m kvjax.plan.child JOB
 

@@ -24,7 +24,7 @@ def missing(topology: Topology) -> str:
 
 
 def in_child(job: Job) -> dict[str, Any]:
-    """What `kvjax.plan.compiling.compiled` finds; "error" alone where the compiler aborts or takes too long."""
+    """What `kvjax.plan.compiling.compiled` finds; "error" alone where that aborts or takes too long."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job"
         file.write_bytes(pickle.dumps(job))

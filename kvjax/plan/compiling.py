@@ -30,14 +30,15 @@ from kvjax.steps.decode import step_fn
 # As the compilers say that a program does not fit.
 _OUT = re.compile(r"Ran out of memory|RESOURCE_EXHAUSTED|Out of memory", re.I)
 _USED = re.compile(r"Used (?:at least )?([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", re.I)
+_TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds", re.I)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def compiled(job: Job) -> dict[str, Any]:
     """Bytes on one device, collectives, seconds and, of a decode step, its roofline; "error" where it fails.
 
-    weights, cache: of the operands. arguments, temporaries, outputs, aliases: as the compiler counts them, with
-    the padding of tiles. needs: all that is in memory at once. collectives: [kind, count, bytes].
+    weights, cache: of the operands. arguments, temporaries, outputs, aliases: as the compiler counts them,
+    with the padding of tiles. needs: all that is in memory at once. collectives: [kind, count, bytes].
     """
     mesh = mesh_of(job)
     on = OnMesh(mesh, job.rules)
@@ -54,7 +55,8 @@ def compiled(job: Job) -> dict[str, Any]:
         try:
             program = lowered.compile()
         except Exception as error:
-            return found | _refused(error) | {"seconds": round(time.perf_counter() - start, 1)}
+            seconds = round(time.perf_counter() - middle, 1)
+            return found | refused(str(error)) | {"compile_seconds": seconds}
         found["trace_seconds"] = round(middle - start, 1)
         found["compile_seconds"] = round(time.perf_counter() - middle, 1)
     sent = collectives(program.as_text() or "")
@@ -90,13 +92,17 @@ def _laid_out(params: Params, topology: Topology) -> Params:
 
     def one(x: Any) -> Any:
         layout = weight_layout(generation, x)
-        return x if layout is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=Format(layout, x.sharding))
+        return (
+            x
+            if layout is None
+            else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=Format(layout, x.sharding))
+        )
 
     return jax.tree.map(one, params)
 
 
 def _rows(job: Job, on: OnMesh) -> tuple[Any, Any]:
-    """What comes beside weights and cache: of a step tokens and which are stored, of a chunk tokens and lengths."""
+    """What comes beside weights and cache: a step's tokens and which to store, a chunk's and its lengths."""
     b = job.batch
     shapes = ((b, job.chunk), jnp.int32), ((b,), jnp.int32)
     if not job.chunk:
@@ -130,12 +136,15 @@ def _memory(program: Any) -> dict[str, int]:
     }
 
 
-def _refused(error: Exception) -> dict[str, Any]:
-    """Why a program was not compiled: needs, where it is too large and the compiler says by how much."""
-    text = str(error)
-    line = " ".join(text.split())[:300]
+def refused(text: str) -> dict[str, Any]:
+    """Why a program was not compiled. needs: where it is too large, and the compiler says by how much.
+
+    >>> refused("RESOURCE_EXHAUSTED: Ran out of memory on HBM. Used 18.0G of 15.75G hbm.")["needs"] / 2**30
+    18.0
+    """
+    found: dict[str, Any] = {"error": " ".join(text.split())[:300]}
     if not _OUT.search(text):
-        return {"error": line}
-    used = _USED.search(text)
-    needs = None if used is None else round(float(used[1]) * _UNITS[used[2].upper()])
-    return {"error": line, "too_large": True, "needs": needs}
+        return found
+    needs = _USED.search(text)
+    count = None if needs is None else round(float(needs[1]) * _UNITS[needs[2].upper()])
+    return found | {"too_large": True, "needs": count}

@@ -12,10 +12,7 @@ from kvjax.plan.topologies import Topology
 
 
 class Job(NamedTuple):
-    """mesh: the sizes of its axes. method: None for the model without a cache's method, which keeps everything.
-
-    chunk: tokens of a prefill's chunk that is compiled; 0 compiles the decode step.
-    """
+    """mesh: the sizes of its axes. chunk: tokens of the prefill's chunk to compile, 0 for a decode step."""
 
     config: Config
     method: Method

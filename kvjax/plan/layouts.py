@@ -1,4 +1,4 @@
-"""Which mesh a preset of `kvjax.mesh.rules` makes of a topology: the one that leaves least on a device."""
+"""Which mesh a preset of `kvjax.mesh.rules` makes of a topology, where none is given."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ from kvjax.mesh.on_mesh import OnMesh, parse_mesh
 from kvjax.mesh.rules import AXES, DATA, MODEL, PRESETS, MeshAxes, Rules, as_rules
 from kvjax.models.axes import check_rules
 from kvjax.models.config import Config
+from kvjax.models.mixer import Mixer
+from kvjax.models.mixers.attention import mixer_of
 from kvjax.plan.topologies import Topology
 
 AUTO = "auto"
-# What is tried where nothing is asked for: weights split by heads and channels, rows and slots by what is left.
+# What is tried where nothing is asked for: heads and channels split weights, rows and slots what is left.
 _TRIED = ("tensor", "tensor+sequence")
+# The share of a device's memory that weights and caches may take before slots are split, too.
+SPARE = 0.75
 
 
 class Layout(NamedTuple):
-    """preset: its name. changed: what differs from it, as it was asked for. on: the mesh's shape, and the rules."""
+    """preset: its name. changed: what differs from it, as it was asked for. on: the mesh, and the rules."""
 
     preset: str
     changed: Mapping[str, MeshAxes]
@@ -93,8 +97,30 @@ def layout(
     if not found:
         assert refused is not None
         raise refused
-    # Of equals the first: fewer rows apart, and the preset as it is.
-    return min(found, key=lambda one: one[0])[1]
+    return min(found, key=lambda one: _cost(config, topology, *one))[1]
+
+
+def _cost(config: Config, topology: Topology, size: int, one: Layout) -> tuple[bool, bool, int]:
+    """What the best has least of; of equals, the first tried is taken.
+
+    Lists whose slots lie on several devices are merged at every step, and codes and prompts over them take
+    many temporaries, so they are split only where a device would hardly hold them otherwise.
+    """
+    crowded = topology.memory is not None and size > SPARE * topology.memory
+    return crowded, not crowded and _splits_slots(config, one.on), size
+
+
+def _splits_slots(config: Config, on: OnMesh) -> bool:
+    """Whether any layer has lists of which several devices have slots."""
+    if on.devices("slots") == 1:
+        return False
+    lists = {mixer.slots_of(config).heads for mixer in _mixers(config) if mixer.slots(config) is not None}
+    over_heads = {*on.rules.mesh_axes("slots")} & {*on.rules.mesh_axes("kv_heads")}
+    return not over_heads or not all(on.splits("kv_heads", n) for n in lists)
+
+
+def _mixers(config: Config) -> list[Mixer]:
+    return list(dict.fromkeys(mixer_of(config, i) for i in range(config.layers)))
 
 
 def _trials(
@@ -118,8 +144,8 @@ def _meshes(
         count = math.prod(sizes.values())
         if count > topology.count:
             raise InputError(
-                f"mesh {given!r} has {count} devices, and {topology.name} has {topology.count}: lower its sizes, "
-                "or give a larger topology"
+                f"mesh {given!r} has {count} devices, and {topology.name} has {topology.count}: lower its "
+                "sizes, or give a larger topology"
             )
         yield sizes
         return
@@ -154,7 +180,9 @@ def read_rules(words: list[str]) -> dict[str, MeshAxes]:
         if axis not in AXES or not (equals and name):
             near = difflib.get_close_matches(axis, AXES, 1)
             hint = f"did you mean {near[0]}={name or 'model'}?" if near else f"axes are {', '.join(AXES)}"
-            raise InputError(f"rule {word!r} is not understood, expected AXIS=MESH_AXIS such as slots=model: {hint}")
+            raise InputError(
+                f"rule {word!r} is not understood, expected AXIS=MESH_AXIS such as slots=model: {hint}"
+            )
         parts = tuple(name.split("+"))
         found[axis] = None if name == "none" else parts[0] if len(parts) == 1 else parts
     return found

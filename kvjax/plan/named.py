@@ -1,4 +1,4 @@
-"""Shapes of well-known models by name, from their public config.json: `shapes.json` says where each is from."""
+"""Shapes of well-known models by name, from their public config.json: `shapes.json` says where it lies."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _gpt_oss(data: Mapping[str, Any]) -> Config:
 
 
 def _yoco(data: Mapping[str, Any]) -> Config:
-    """Windows in the lower half; the first layer above stores all tokens, and those above it read its slots."""
+    """Windows in the lower half; the first layer above stores all tokens, which all above it read."""
     layers, heads = data["num_hidden_layers"], data["num_attention_heads"]
     half = layers // 2
     mixers = (Attention(kv_heads=heads),) * half + (Attention(),) + (Attention(source=half),) * (half - 1)

@@ -1,4 +1,4 @@
-"""How long a decode step takes at least: bytes and operations at a device's published rates. No measurement."""
+"""How long a decode step takes at least: bytes and operations at published rates, no measurement."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvjax.plan.sizes import bits, on_device
 from kvjax.plan.topologies import Topology
 
 NOTE = (
-    "Roofline: a model, not measured. hbm: weights that a step needs and all of the cache, read once; mxu: products; "
-    "links: collectives at what a device sends to all its neighbours, without latency. A step takes at least the "
-    "larger of the first two, and the third."
+    "Roofline: a model, not measured. hbm: weights that a step needs and all of the cache, read once; mxu: "
+    "products; links: collectives at what a device sends to all its neighbours, without latency. A step takes "
+    "at least the larger of the first two, and the third."
 )
 
 
@@ -119,9 +119,7 @@ def _slots_over_heads(on: OnMesh, slots: int) -> bool:
     return on.splits("slots", slots) and bool({*on.rules.mesh_axes("slots")} & {*on.rules.mesh_axes("heads")})
 
 
-def _attending(
-    config: Config, params: Params, cache: Cache
-) -> Iterator[tuple[int, int, GroupState]]:
+def _attending(config: Config, params: Params, cache: Cache) -> Iterator[tuple[int, int, GroupState]]:
     """(first layer, layers, the group whose slots they read) of all groups that read slots."""
     firsts = _firsts(params)
     for first, group, weights in zip(firsts, cache.groups, params["layers"], strict=True):

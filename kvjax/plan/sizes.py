@@ -114,8 +114,8 @@ def cache_shapes(
 class Sizes:
     """Bytes on a device of a model's weights, and of a method's caches at any batch and context.
 
-    A cache is traced once per context and number of devices that share a list, for one row: all that has rows, or
-    pages of rows, grows with them.
+    A cache is traced once per context and number of devices that share a list, for one row: all that has rows,
+    or pages of rows, grows with them.
     """
 
     def __init__(self, config: Config, method: Method, topology: Topology, dtype: Any):

@@ -13,14 +13,14 @@ from kvjax.pallas_kernels.block_sizes import GENERATIONS
 
 KNOWN = ("v5e:4x4", "v5e:16x16", "v5p:4x4x4", "v6e:4x4", "tpu7x:2x2x1", "h100:8")
 GIB = 2**30
-# What programs may use of a device's memory: of a TPU as its compiler says where one does not fit, of a GPU as its
-# driver reports it, all of which jax takes only with XLA_PYTHON_CLIENT_MEM_FRACTION=1.
+# GiB that programs may use of a device's memory: of a TPU as its compiler says where one does not fit, of a GPU
+# as its driver reports it, of which jax takes all only with XLA_PYTHON_CLIENT_MEM_FRACTION=1.
 MEMORY = {
     "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75,
     "a100": 79.25, "l4": 22.49, "h100": 79.64, "b200": 178.35,
 }  # fmt: skip
-# Bytes per second that a device sends to all its neighbours together, in one direction: Google Cloud's TPU pages,
-# of a tpu7x half a chip's, and NVIDIA's data sheets. An L4 has PCIe alone.
+# Bytes per second that a device sends to all its neighbours together, in one direction: Google Cloud's TPU
+# pages, of a tpu7x half a chip's, and NVIDIA's data sheets. An L4 has PCIe alone.
 LINKS = {
     "v5e": 200e9, "v5p": 600e9, "v6e": 448e9, "tpu7x": 600e9,
     "a100": 300e9, "l4": 32e9, "h100": 450e9, "b200": 900e9,
@@ -32,8 +32,8 @@ _PER_CHIP = {"tpu7x": 2}
 
 
 class Topology(NamedTuple):
-    """count: devices. memory: bytes of one that programs may use, None where that is not known. device: what it
-    can do at most, None for the CPU that this runs on. links: bytes per second that one sends, 0 for a CPU.
+    """count: devices. memory: bytes of one that programs may use, None where that is not known. device: what
+    it can do at most, None for the CPU that this runs on. links: bytes per second that one sends, 0 for a CPU.
     """
 
     name: str
@@ -73,12 +73,15 @@ def topology_of(name: str) -> Topology:
     if family in DEVICES:
         return _of_tpus(name, family, shape)
     if family not in (*GPUS, "cpu"):
-        near = difflib.get_close_matches(name, KNOWN, 1, 0.5) or difflib.get_close_matches(family, KNOWN, 1, 0.3)
+        near = difflib.get_close_matches(name, KNOWN, 1, 0.5) or difflib.get_close_matches(
+            family, KNOWN, 1, 0.3
+        )
         hint = f"did you mean {near[0]}?" if near else f"expected one such as {', '.join(KNOWN)}"
         raise InputError(f"unknown topology {name!r}: {hint}")
     if not re.fullmatch(r"[1-9]\d*", shape):
         raise InputError(
-            f"topology {name!r} has no number of devices, expected one behind the colon: did you mean {family}:8?"
+            f"topology {name!r} has no number of devices, expected one behind the colon: did you mean "
+            f"{family}:8?"
         )
     if family == "cpu":
         return Topology(name, int(shape), None, None, 0.0)
