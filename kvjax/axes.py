@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from kvjax.cache import Cache, GroupState, Near, Paged, Pages, Segment, Slots, State
+from kvjax.cache import Cache, GroupState, Near, Paged, Pages, Segment, Slots, State, nbytes
 from kvjax.mesh.on_mesh import Axes, OnMesh
 
 # (axes, array) -> what becomes of the array.
@@ -28,9 +28,12 @@ _STATES: dict[str, Axes] = {
 }
 
 
-def map_axes(f: OfArray, cache: Cache) -> Cache:
-    """The cache with f(axes, array) in place of every array."""
-    groups = tuple(_group(f, group) for group in cache.groups)
+def map_axes(f: OfArray, cache: Cache, on: OnMesh | None = None) -> Cache:
+    """The cache with f(axes, array) in place of every array.
+
+    on: slots that its rules hold for too few to split are no axis of their arrays.
+    """
+    groups = tuple(_group(f, group, on) for group in cache.groups)
     pools = tuple(_pool(f, pool) for pool in cache.pools)
     return dataclasses.replace(cache, groups=groups, next=f(("batch",), cache.next), pools=pools)
 
@@ -40,12 +43,12 @@ def _padded(f: OfArray, axes: Axes) -> Callable[[Array], Any]:
     return lambda x: f((*axes, *(None,) * (x.ndim - len(axes)))[: x.ndim], x)
 
 
-def _group(f: OfArray, group: GroupState) -> GroupState:
+def _group(f: OfArray, group: GroupState, on: OnMesh | None) -> GroupState:
     if group.state is not None:
         group = dataclasses.replace(group, state=_state(f, group.state))
     heads = {part.shape[2] for s in group.parts for part in (s.table if isinstance(s, Paged) else s.pos,)}
     rows = jax.tree.map(lambda x: _row(f, x, heads), group.rows)
-    return dataclasses.replace(group.with_parts([_segment(f, s) for s in group.parts]), rows=rows)
+    return dataclasses.replace(group.with_parts([_segment(f, s, on) for s in group.parts]), rows=rows)
 
 
 def _state(f: OfArray, state: State) -> State:
@@ -62,14 +65,27 @@ def _row(f: OfArray, x: Array, heads: set[int]) -> Any:
     return _padded(f, _LISTS if many else ("layers", "batch"))(x)
 
 
-def _segment(f: OfArray, segment: Segment) -> Segment:
+def _segment(f: OfArray, segment: Segment, on: OnMesh | None) -> Segment:
     if isinstance(segment, Paged):
         table, lengths = (_padded(f, _LISTS)(x) for x in (segment.table, segment.lengths))
         return dataclasses.replace(segment, table=table, lengths=lengths)
-    return _slots(f, segment)
+    return _slots(f, segment, (*_LISTS, "slots" if on is None or are_many(segment, on) else None))
 
 
-def _slots(f: OfArray, slots: Slots, axes: Axes = (*_LISTS, "slots")) -> Slots:
+def are_many(slots: Slots, on: OnMesh) -> bool:
+    """Whether a row's slots of one layer take as many bytes as the rules ask for."""
+    layers, rows = slots.pos.shape[:2]
+    return nbytes((slots.k, slots.v)) >= on.rules.slots_from * layers * rows
+
+
+def lie_apart(segment: Segment, on: OnMesh) -> bool:
+    """Whether the slots of a list lie on several devices."""
+    if not isinstance(segment, Slots) or not are_many(segment, on):
+        return False
+    return on.spec((*_LISTS, "slots"), segment.pos.shape)[3] is not None
+
+
+def _slots(f: OfArray, slots: Slots, axes: Axes) -> Slots:
     put = _padded(f, axes)
     near = slots.near
     if near is not None:
@@ -94,7 +110,7 @@ def _pool(f: OfArray, pool: Pages) -> Pages:
 
 def pinned(cache: Cache, on: OnMesh | None) -> Cache:
     """Inside a program: the cache, of which the compiler is told how it lies."""
-    return cache if on is None else map_axes(lambda axes, x: on.pin(x, axes), cache)
+    return cache if on is None else map_axes(lambda axes, x: on.pin(x, axes), cache, on)
 
 
 def pinned_to(x: Array, on: OnMesh | None, *axes: str | None) -> Array:
@@ -106,7 +122,7 @@ def placed(cache: Cache, on: OnMesh | None) -> Cache:
     """Outside of programs: the cache where the rules put it; what lies there already is not copied."""
     if on is None:
         return cache
-    where = map_axes(lambda axes, x: on.sharding(axes, x.shape), cache)
+    where = map_axes(lambda axes, x: on.sharding(axes, x.shape), cache, on)
     moved = jax.device_put(dataclasses.replace(cache, added=None), dataclasses.replace(where, added=None))
     return dataclasses.replace(moved, spare=cache.spare, added=cache.added, on_mesh=on)
 

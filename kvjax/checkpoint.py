@@ -70,9 +70,9 @@ def load_checkpoint(
 ) -> Model:
     """Reads a directory that `save_checkpoint` wrote, in the dtype it was saved in unless another is given.
 
-    sharding, groups and on_mesh are those of `kvjax.models.hf.load_hf`; the stacking may differ from the saved one.
-    A Block Transformer's groups are `Groups` of both its decoders, its paths read "blocks.layers.0.q".
-    Raises InputError where the directory is no checkpoint, or a broken or newer one.
+    sharding, groups and on_mesh are those of `kvjax.models.hf.load_hf`; the stacking may differ from the
+    saved one. A Block Transformer's groups are `Groups` of both its decoders, its paths read
+    "blocks.layers.0.q". Raises InputError where the directory is no checkpoint, or a broken or newer one.
     """
     folder = check_folder(path)
     if not (folder / MARKER).is_file():

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvjax.errors import InputError
 from kvjax.fitted import fitted_words
 from kvjax.grammar import Keep, Method, Store
 from kvjax.keep.observe import Mass, Queries
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.protocols import Read, Remembering, Resting, Sampling
 from kvjax.words import observations, written
 
@@ -94,6 +96,44 @@ def layout_class(method: Method) -> LayoutClass:
         pairs=method.stack is not None,
         remembers=isinstance(read, Remembering),
         memory="device" if method.host is None else "host",
+    )
+
+
+def mesh_for(method: Method, on: OnMesh | None) -> OnMesh | None:
+    """The mesh and rules by which a method's caches are split.
+
+    Where rules split slots only of lists that heads cannot split, and this method's slots cannot be split
+    either, these stay whole. Raises InputError where rules split slots in any case, naming the class.
+    """
+    if on is None or on.devices("slots") == 1:
+        return on
+    classes = {layout_class(one) for one in method.sentences}
+    whole = next((kind for kind in classes if not _lie_apart(kind)), None)
+    if whole is None:
+        return on
+    if on.slots_instead:
+        return on.with_whole_slots()
+    raise InputError(
+        f"{method.id} cannot have the slots of a list on several devices, here {on.over('slots')}: its "
+        f"caches are of the class '{whole}', expected dense lists, read whole, in codes of single tokens or "
+        "none, that turn by position: give rules that leave slots whole, such as 'tensor' or 'batch'"
+    )
+
+
+def _lie_apart(kind: LayoutClass) -> bool:
+    """Whether a step of caches of this class sends nothing as large as a list where slots lie apart.
+
+    Ranks, granules, picked pages and evictions that compare keys with each other would gather lists; pools
+    are of all heads.
+    """
+    return (
+        kind.storage == "dense"
+        and kind.phase == "position"
+        and kind.codec in ("plain", "token")
+        and kind.reads == "all"
+        and kind.evicts != "every few steps"
+        and not kind.sinks
+        and kind.memory == "device"
     )
 
 

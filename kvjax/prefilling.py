@@ -26,6 +26,7 @@ from kvjax.inputs import (
     ragged_rows,
     whole_number,
 )
+from kvjax.layout import mesh_for
 from kvjax.making import made
 from kvjax.methods import as_method
 from kvjax.models.model import Model
@@ -102,20 +103,21 @@ def bare_cache(cache: Cache) -> Cache:
 
 
 def labelled(cache: Cache, method: Method, model: Model) -> Cache:
-    labels = dict(method=method, model=model.fingerprint, on_mesh=model.on_mesh)
+    labels = dict(method=method, model=model.fingerprint, on_mesh=mesh_for(method, model.on_mesh))
     return dataclasses.replace(cache, **labels)  # type: ignore[arg-type]
 
 
 def there(model: Model, cache: Cache) -> Cache:
     """The cache on the model's mesh: one from a file, or of the same model elsewhere, is moved there."""
-    return cache if cache.on_mesh == model.on_mesh else placed(cache, model.on_mesh)
+    on = mesh_for(cache.method or Method(), model.on_mesh)
+    return cache if cache.on_mesh == on else placed(cache, on)
 
 
 def noted(model: Model, cache: Cache) -> Added:
     """What the host knows of a cache's newest tokens; that none were added, where it knows nothing."""
     if cache.added is not None:
         return cache.added
-    run = Run(model.config, bind(cache.method or Method(), model), on_mesh=model.on_mesh)
+    run = Run(model.config, bind(cache.method or Method(), model), on_mesh=cache.on_mesh)
     return Added(run.groups(model.params), np.zeros(cache.next.shape[0], np.int32))
 
 
@@ -174,9 +176,10 @@ def prefill(
     if compress:
         ends = range(width, width + longest, width)
         check_budget(chosen, {int(n) for at in ends for n in before + np.minimum(batch.lengths, at)})
-    check_rows(len(batch.lengths), model.on_mesh)
+    on = mesh_for(chosen, model.on_mesh)
+    check_rows(len(batch.lengths), on)
     cache = None if cache is None else there(model, cache)
-    run = Run(model.config, bind(chosen, model), implementation, model.on_mesh)
+    run = Run(model.config, bind(chosen, model), implementation, on)
     params = with_fitted(model.params, chosen)
     cache, sizes = plan(
         run, params, None if cache is None else bare_cache(cache), batch.lengths,
@@ -194,7 +197,7 @@ def prefill(
     assert logits is not None and cache is not None
     check_scores(chosen.id, np.any(jax.device_get(lost), 0))
     if counted(chosen) and compress:
-        cache = placed(trimmed(cache, bucket), model.on_mesh)
+        cache = placed(trimmed(cache, bucket), on)
     cache = labelled(cache, chosen, model)
     note = noted(model, cache) if compress or note is None else note
     return logits, dataclasses.replace(cache, added=note if compress else more_added(note, batch.lengths))

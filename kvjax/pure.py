@@ -17,6 +17,7 @@ from kvjax.cache import Cache
 from kvjax.errors import InputError
 from kvjax.fitted import with_fitted
 from kvjax.grammar import Method
+from kvjax.layout import mesh_for
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.methods import as_method
 from kvjax.models.config import Config
@@ -43,7 +44,7 @@ def static(model: Model, method: Method | str | None = None, *, implementation: 
     """
     check_single(model, "call its verbs, which kvjax.prefill and kvjax.step call, outside jit")
     chosen = as_method(method)
-    reading = Run(model.config, bind(chosen, model), implementation, model.on_mesh)
+    reading = Run(model.config, bind(chosen, model), implementation, mesh_for(chosen, model.on_mesh))
     return Static(chosen, reading, decoding(model, chosen, implementation))
 
 
@@ -87,7 +88,8 @@ def decoding(model: Model, method: Method | None, implementation: str | None) ->
 def _decoding(
     config: Config, method: Method | None, implementation: str | None, on_mesh: OnMesh | None
 ) -> Run:
-    return Run(config, (method or Method()).decode_part(), implementation, on_mesh)
+    whole = method or Method()
+    return Run(config, whole.decode_part(), implementation, mesh_for(whole, on_mesh))
 
 
 def prefill(

@@ -68,7 +68,7 @@ def step(
     logits, new = call(run, params, bare_cache(cache), ids, np.full(ids.shape, append))
     return logits, dataclasses.replace(
         new, method=cache.method, model=model.fingerprint, spare=spare - append, added=note,
-        on_mesh=model.on_mesh,
+        on_mesh=run.on_mesh,
     )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def verify(
     note = more_added(noted(model, cache), batch.lengths)
     width = int(batch.lengths.max())
     params, size = with_fitted(model.params, cache.method), _width(width)
-    labels = dict(method=cache.method, model=model.fingerprint, spare=spare, added=note, on_mesh=model.on_mesh)
+    labels = dict(method=cache.method, model=model.fingerprint, spare=spare, added=note, on_mesh=run.on_mesh)
     logits, new = _passes(run, params, bare_cache(cache), batch, size)
     return logits[:, :width], dataclasses.replace(new, **labels)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from kvjax.axes import map_axes
-from kvjax.cache import Cache, Paged, Slots, check_alive
+from kvjax.cache import Cache, check_alive
 from kvjax.mesh.on_mesh import Axes, OnMesh
 
 # What people call the axes.
@@ -62,7 +62,9 @@ class Shardings(NamedTuple):
         total = sum(part.nbytes for part in self.parts)
         rows.append(("all", "", "", _size(total), _size(self.per_device), ""))
         head = devices if self.mesh else "one device"
-        return "\n".join([head, "", *_aligned(rows, right=(3, 4)), *(["", self.picture] if self.picture else [])])
+        return "\n".join(
+            [head, "", *_aligned(rows, right=(3, 4)), *(["", self.picture] if self.picture else [])]
+        )
 
 
 class _Lies:
@@ -112,7 +114,15 @@ def described(cache: Cache, on: OnMesh | None) -> Shardings:
     for (segment, split, why), rows in found.items():
         names = ", ".join(dict.fromkeys(row[1] for row in rows))
         bytes_of = (sum(row[2] for row in rows), sum(row[3] for row in rows))
-        parts.append(Held(_runs(row[0] for row in rows), f"{segment}: {names}" if segment else names, split, *bytes_of, why))
+        parts.append(
+            Held(
+                _runs(row[0] for row in rows),
+                f"{segment}: {names}" if segment else names,
+                split,
+                *bytes_of,
+                why,
+            )
+        )
     return Shardings(mesh, tuple(parts), "" if largest is None or not mesh else _picture(*largest[1:]))
 
 
@@ -138,7 +148,9 @@ def _mesh_of(leaf: _Lies, on: OnMesh | None) -> dict[str, int]:
 
 
 def _of(what: str, where: str) -> str:
-    return what if not where else f"{what} of {where if 'pool' in where else f'layers {where}' if '-' in where else f'layer {where}'}"
+    if not where or "pool" in where:
+        return f"{what} of {where}" if where else what
+    return f"{what} of {'layers' if '-' in where else 'layer'} {where}"
 
 
 def _layers(cache: Cache) -> list[tuple[int, int]]:
@@ -221,7 +233,9 @@ def _aligned(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[s
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [x.rjust(w) if i in right else x.ljust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            x.rjust(w) if i in right else x.ljust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     return lines
 

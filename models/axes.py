@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 
 import jax
@@ -27,7 +26,9 @@ _TOP: dict[str, Axes] = {"embed": (_V, _E), "unembed": (_E, _V), "norm": (None,)
 # Of layers, by name; heads lie side by side in an axis of queries, keys or values. What lies here in another
 # order, such as the channels that a short convolution takes together, stays whole.
 _LAYER: dict[str, Axes] = {
-    **dict.fromkeys(("q", "attn_gate", "q_low", "r", "z", "dt", "decay", "beta", "level", "out_gate"), (_E, _H)),
+    **dict.fromkeys(
+        ("q", "attn_gate", "q_low", "r", "z", "dt", "decay", "beta", "level", "out_gate"), (_E, _H)
+    ),
     **dict.fromkeys(("k", "v", "k_low", "k_down", "v_down"), (_E, _K)),
     "forget": (_E, _K),
     "o": (_H, _E),
@@ -38,8 +39,12 @@ _LAYER: dict[str, Axes] = {
     "k_up": (_K, None, None),
     **dict.fromkeys(("q_up", "decay_up", "out_gate_up", "rate_up", "first_up", "second_up"), (None, _H)),
     **dict.fromkeys(("kv_down", "q_down", "decay_down", "out_gate_down", "rate_down"), (_E, None)),
-    **dict.fromkeys(("first_down", "second_down", "mix_down", "compress", "router", "shared_switch"), (_E, None)),
-    **dict.fromkeys(("q_factors", "k_factors", "v_factors", "xbc", "adapt_k_down", "adapt_v_down"), (_E, None)),
+    **dict.fromkeys(
+        ("first_down", "second_down", "mix_down", "compress", "router", "shared_switch"), (_E, None)
+    ),
+    **dict.fromkeys(
+        ("q_factors", "k_factors", "v_factors", "xbc", "adapt_k_down", "adapt_v_down"), (_E, None)
+    ),
     **dict.fromkeys(("adapt_k_up", "adapt_v_up", "restore", "align_up", "align_down", "conv"), (None, None)),
     "conv_bias": (None,),
     "key_rate": (None,),

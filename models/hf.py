@@ -55,8 +55,8 @@ def load_hf(
 
     sharding: where the parameters go: one `jax.sharding.Sharding` for all, a function (path, shape) ->
     Sharding with paths such as "embed" or "layers.0.q", or a tree of Shardings like the parameters. groups:
-    how layers are stacked, `plan(config)` unless given. progress: a bar for models beyond 1 GB. on_mesh: places
-    the parameters, and all caches, by rules in place of sharding.
+    how layers are stacked, `plan(config)` unless given. progress: a bar for models beyond 1 GB. on_mesh: by
+    rules places the parameters, and all caches of the model, in place of sharding.
 
     Raises InputError that says what is wrong with the directory, naming tensors that are missing, extra or
     wrongly shaped, before any weight is read.

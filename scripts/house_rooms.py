@@ -44,6 +44,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/ops/base",
                 "kvjax/ops/__init__.py",
             ),
+            _room("mesh", "rules: which axes of arrays are split over which axes of a mesh", "kvjax/mesh"),
         ),
     ),
     (
@@ -61,9 +62,11 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
         (
             _room(
                 "cache",
-                "`Slots`, `Pages`, `Paged`, `Codes`, `State`, `Cache`, how rows are written, and what "
-                "attention asks of codes",
+                "`Slots`, `Pages`, `Paged`, `Codes`, `State`, `Cache`, how rows are written, what "
+                "attention asks of codes, and which device holds what",
                 "kvjax/cache.py",
+                "kvjax/axes.py",
+                "kvjax/who_holds.py",
                 "kvjax/stored.py",
                 "kvjax/writing.py",
             ),

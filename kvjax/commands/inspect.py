@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvjax.commands.options import PRESETS_OF_RULES as PRESETS
 from kvjax.commands.options import LONGEST_DEFAULT, add_dtype, whole
+from kvjax.commands.options import PRESETS_OF_RULES as PRESETS
 
 HELP = "show a model's shapes and the bytes of its caches under every method, or what a saved cache holds"
 EXAMPLE = """examples:
@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="AXIS=N,...",
         help="show which device holds what of weights and cache, as in data=2,model=4; none need be there",
     )
-    parser.add_argument("--rules", default="tensor", choices=PRESETS, help="how they are split (default: tensor)")
+    parser.add_argument(
+        "--rules", default="tensor", choices=PRESETS, help="how to split them (default: tensor)"
+    )
     parser.add_argument(
         "--method", default="full", metavar="SPEC", help="whose cache --mesh shows (default: full)"
     )

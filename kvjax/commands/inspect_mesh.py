@@ -1,4 +1,4 @@
-"""Which device of a mesh would hold what of a model and its cache, from the config: no device need be there."""
+"""Which device of a mesh would hold what of a model and its cache, from the config: none need be there."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ Axes = tuple[str | None, ...]
 class OnMesh:
     """A mesh and the rules by which arrays are split over it; static and hashable.
 
-    mesh: its axes are automatic: XLA's partitioner, GSPMD, computes what the arrays' places ask for. An abstract one has no devices and serves to see who would hold what.
+    mesh: its axes are automatic: XLA's partitioner (GSPMD) finds out what follows from where arrays are to
+    lie. An abstract mesh has no devices and serves to see who would hold what.
     """
 
     mesh: Mesh | AbstractMesh
@@ -46,10 +47,18 @@ class OnMesh:
         n = 1 if axis is None else self.devices(axis)
         return n > 1 and size > 0 and size % n == 0
 
+    @property
+    def slots_instead(self) -> bool:
+        """Whether slots are split where heads cannot be, over the same devices."""
+        return bool({*self.rules.mesh_axes("slots")} & {*self.rules.mesh_axes("kv_heads")})
+
     def parts_of_a_list(self, lists: int) -> int:
         """Over how many devices the slots of a list may be split, where a layer has so many of them."""
-        both = {*self.rules.mesh_axes("slots")} & {*self.rules.mesh_axes("kv_heads")}
-        return 1 if both and self.splits("kv_heads", lists) else self.devices("slots")
+        return 1 if self.slots_instead and self.splits("kv_heads", lists) else self.devices("slots")
+
+    def with_whole_slots(self) -> OnMesh:
+        """The same with lists that keep their slots together."""
+        return dataclasses.replace(self, rules=self.rules.but(slots=None))
 
     def spec(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
         """How an array of that shape is split; an axis that does not divide stays whole."""
@@ -75,8 +84,8 @@ class OnMesh:
         """InputError where `size` of `what` cannot be split as the rules say. instead: what would do."""
         if size % self.devices(axis):
             raise InputError(
-                f"{size} {what} do not divide over mesh axis {self.over(axis)}: {instead}, or leave them whole "
-                f"with rules such as kvjax.Rules.named('tensor').but({axis}=None)"
+                f"{size} {what} do not divide over mesh axis {self.over(axis)}: {instead}, or leave them "
+                f"whole with rules such as kvjax.Rules.named('tensor').but({axis}=None)"
             )
 
 
@@ -108,8 +117,8 @@ def as_mesh(mesh: Mesh | str) -> Mesh:
         count = math.prod(sizes.values())
         if count > jax.device_count():
             raise InputError(
-                f"mesh {mesh!r} has {count} devices, and there are {jax.device_count()}: lower its sizes; on a "
-                f"CPU, XLA_FLAGS=--xla_force_host_platform_device_count={count} makes as many"
+                f"mesh {mesh!r} has {count} devices, and there are {jax.device_count()}: lower its sizes; on "
+                f"a CPU, XLA_FLAGS=--xla_force_host_platform_device_count={count} makes as many"
             )
         devices = np.array(jax.devices()[:count]).reshape(*sizes.values())
         return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

@@ -31,6 +31,11 @@ class Rules:
     are stacked. embed: the model's channels, in weights alone. mlp: channels inside feed-forwards. vocab:
     rows of the embeddings, logits. experts: of mixtures.
 
+    Where slots name a mesh axis that kv_heads name too, lists are split by their heads, and by their slots
+    where they have too few of them, as latents do; methods that cannot have slots split leave such lists
+    whole. slots_from: a row's slots of a layer are split where they take at least so many bytes; merging
+    parts of fewer costs more than it saves.
+
     Raises InputError where one mesh axis would split two axes of the same array.
 
     >>> Rules(batch="data", heads="model", kv_heads="model").kv_heads
@@ -47,6 +52,7 @@ class Rules:
     mlp: MeshAxes = None
     vocab: MeshAxes = None
     experts: MeshAxes = None
+    slots_from: int = 0
 
     def __post_init__(self):
         for axis in AXES:
@@ -66,8 +72,8 @@ class Rules:
         # Where lists cannot be split by their heads, their slots are split over the same devices.
         if both and (a, b) not in (("kv_heads", "slots"), ("heads", "slots")):
             raise InputError(
-                f"rules: {a} and {b} are both split over mesh axis {both[0]!r}, and they are axes of the same "
-                f"array, expected one of them there: give {b} another mesh axis, or None"
+                f"rules: {a} and {b} are both split over mesh axis {both[0]!r}, and they are axes of the "
+                f"same array, expected one of them there: give {b} another mesh axis, or None"
             )
 
     @staticmethod
@@ -98,16 +104,17 @@ class Rules:
         return ((axis, name) for axis in AXES for name in self.mesh_axes(axis))
 
 
-AXES = tuple(field.name for field in dataclasses.fields(Rules))
+AXES = tuple(field.name for field in dataclasses.fields(Rules) if field.name != "slots_from")
 
 _BATCH = Rules(batch=DATA)
-_TENSOR = _BATCH.but(heads=MODEL, kv_heads=MODEL, mlp=MODEL, vocab=MODEL)
+_HEADS = _BATCH.but(heads=MODEL, kv_heads=MODEL, mlp=MODEL, vocab=MODEL)
+_TENSOR = dataclasses.replace(_HEADS, slots=MODEL, slots_from=2**20)
 PRESETS = {
     "single": Rules(),
     "batch": _BATCH,
     "tensor": _TENSOR,
     "sequence": _BATCH.but(slots=SEQUENCE),
-    "tensor+sequence": _TENSOR.but(slots=SEQUENCE),
+    "tensor+sequence": _HEADS.but(slots=SEQUENCE),
     "expert": _BATCH.but(experts=EXPERT),
     "fsdp": _BATCH.but(embed=DATA),
 }

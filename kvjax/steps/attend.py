@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.axes import pinned_to
 from kvjax.cache import Codes, GroupState, Paged, Pages, Segment, Slots, gather_pages
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass
@@ -92,8 +93,10 @@ def attend_past(
         sized = any(s is not None for s in sizes)
         if isinstance(segment, Paged) and unreadable is None and not (past.gm.masses or run.unrotated):
             one, pool = segment.layer(past.index), pools[segment.pool]
+            # A pool is on every device, and whose a page is, is data: so are the queries that meet it.
+            everywhere = pinned_to(q, run.on_mesh, *(None,) * 4)
             part = attend_pages(
-                q, one, past.index, pool, pos, scale=layer.scale, softcap=softcap,
+                everywhere, one, past.index, pool, pos, scale=layer.scale, softcap=softcap,
                 implementation=run.implementation,
             )  # fmt: skip
             parts.append(part)

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.axes import pinned, pinned_to
-from kvjax.cache import Cache, Codes, GroupState, Slots, lent
+from kvjax.axes import lie_apart, pinned, pinned_to
+from kvjax.cache import Cache, Codes, GroupState, Segment, Slots, lent
 from kvjax.fitted import of_layer
 from kvjax.group import GroupMethod
 from kvjax.models.attending import published_by, rotary
@@ -64,7 +64,7 @@ def step_fn(
             state = _append(run, gm, layer, state, k, v, where, traces)
         past = past_of(owner, gm, layer, completed(cache.groups, layer.group, state))
         phase = _query_phase(run, past.tail.pos[past.index], at, x.q.shape[1])
-        x = x._replace(q=rotary(layer, q, phase, length))
+        x = x._replace(q=_for_all_slots(run, past.parts, rotary(layer, q, phase, length)))
         gone = answered(gm, layer, state, x.q, params)
         past, state, found = brought(past, state, selected(run, past, x.q, length))
         out, received, scores = attend_past(run, past, layer, x, cache.pools, at, found, gone)
@@ -115,6 +115,18 @@ def _query_phase(run: Run, pos: Int[Array, "B K S"], at: Int[Array, "B"], heads:
         return at[:, None]
     older = ((pos >= 0) & (pos < at[:, None, None])).sum(-1, dtype=jnp.int32)
     return jnp.repeat(older, heads // older.shape[1], axis=1)[..., None]
+
+
+def _for_all_slots(run: Run, parts: tuple[Segment, ...], q: Float[Array, "B N 1 H"]) -> Array:
+    """Queries where slots can meet them: of all heads, where slots are split in place of heads.
+
+    Left to itself the compiler might send slots to where the queries of their heads are.
+    """
+    on = run.on_mesh
+    if on is None or not any(lie_apart(part, on) for part in parts):
+        return q
+    heads = {*on.rules.mesh_axes("heads")} & {*on.rules.mesh_axes("slots")}
+    return pinned_to(q, on, "batch", None if heads else "heads", None, None)
 
 
 def _inputs(

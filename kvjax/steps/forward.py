@@ -15,8 +15,8 @@ from kvjax.cache import NOTHING, Cache, GroupState, Pages
 from kvjax.choose import Fresh
 from kvjax.fitted import of_layer
 from kvjax.group import GroupMethod
-from kvjax.mesh.on_mesh import OnMesh
 from kvjax.keep.observe import Mass, RawKeys
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import attend_new, new_keys, published_by, rotary
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step
@@ -181,7 +181,7 @@ def observe(
 
 
 def _pinned(fresh: tuple, on: OnMesh | None) -> tuple:
-    """Keys and values of a prompt, of which the compiler is told how they lie: they are as large as a cache."""
+    """What a prompt computed, with keys and values, which are as large as a cache, where that will lie."""
 
     def pin(x: Array | None) -> Array | None:
         return None if x is None else pinned_to(x, on, "layers", "batch", "kv_heads", None, None)

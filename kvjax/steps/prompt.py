@@ -282,7 +282,11 @@ def _with_probe(
     fixed = {i: pasts[i] for i, new in enumerate(prompt.fresh) if new is None}
     groups = tuple((whole | states | fixed).get(i, NOTHING) for i in range(len(gms)))
     reading = observe(
-        run._replace(method=Method(), implementation=None), params, tokens, lengths, Cache(groups, length),
+        run._replace(method=Method(), implementation=None),
+        params,
+        tokens,
+        lengths,
+        Cache(groups, length),
         frozenset({Mass("max")}),
     )
     out = {}

@@ -29,7 +29,9 @@ def spread(rules, name):
     """A model on a mesh; what its layers do not divide stays whole, and the error says what that is."""
     m, chosen = model(name), Rules.named(rules)
     chosen = chosen if rules == "batch" else chosen.but(batch=None)
-    if rules == "tensor" and any(mixer_of(m.config, i).query_heads(m.config) % 2 for i in range(m.config.layers)):
+    if rules == "tensor" and any(
+        mixer_of(m.config, i).query_heads(m.config) % 2 for i in range(m.config.layers)
+    ):
         chosen = chosen.but(heads=None, kv_heads=None)
     return kvjax.spread(m, as_mesh(MESHES[rules]), chosen)
 
@@ -48,7 +50,7 @@ def test_a_conversation_on_a_mesh_is_that_on_one_device(rules, name):
         close(logits, want.logits)
     on = m.on_mesh
     for held in (cache, state):
-        map_axes(lambda axes, x: _check(x, on.sharding(axes, x.shape)), held)
+        map_axes(lambda axes, x: _check(x, on.sharding(axes, x.shape)), held, on)
 
 
 def _check(x, sharding):

@@ -28,6 +28,7 @@ from kvjax.eval.tasks.sample import Sample, Suite
 from kvjax.fitted import with_fitted
 from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
+from kvjax.layout import mesh_for
 from kvjax.making import made
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
@@ -115,7 +116,8 @@ def reads_apart(method: Method) -> bool:
 
 def bare_run(model: Model, method: Method) -> Run:
     """What is static in compressing with a method, on the model that it runs on."""
-    return Run(made(model, method).config, bare_method(method), on_mesh=model.on_mesh)
+    on = mesh_for(method, model.on_mesh)
+    return Run(made(model, method).config, bare_method(method), on_mesh=on)
 
 
 class Given(NamedTuple):
@@ -150,7 +152,8 @@ class Runner:
 
     def decoding(self, entry: Entry) -> Run:
         """What is static in a cell's steps."""
-        return Run(self.given(entry).model.config, entry.method.decode_part(), on_mesh=self.model.on_mesh)
+        on = mesh_for(entry.method, self.model.on_mesh)
+        return Run(self.given(entry).model.config, entry.method.decode_part(), on_mesh=on)
 
     def prompt(self, rows: Rows) -> tuple[Prompt, dict[str, float] | None]:
         """The shared prefill of a batch, probes included, and the seconds of each (None: it compiled)."""
