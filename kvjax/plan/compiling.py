@@ -29,8 +29,8 @@ from kvjax.steps.decode import step_fn
 
 # As the compilers say that a program does not fit.
 _OUT = re.compile(r"Ran out of memory|RESOURCE_EXHAUSTED|Out of memory", re.I)
-_USED = re.compile(r"Used (?:at least )?([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", re.I)
-_TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds", re.I)
+# "HLO temporaries" are everything that the program has there, its operands too.
+_USED = re.compile(r"(?:Used (?:at least )?|HLO temporaries \()([\d.]+)([KMGT]?)\)? (?:of|exceeds)", re.I)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -113,7 +113,8 @@ def _rows(job: Job, on: OnMesh) -> tuple[Any, Any]:
 
 def _program(job: Job, run: Run) -> Any:
     if not job.chunk:
-        return jax.jit(partial(step_fn, run), donate_argnums=(1,))
+        step = run._replace(method=run.method.decode_part())
+        return jax.jit(partial(step_fn, step), donate_argnums=(1,))
     room = min(128, job.context // 2)
 
     def chunk(params: Params, cache: Any, tokens: Any, lengths: Any) -> Any:

@@ -12,11 +12,12 @@ from jax.sharding import AbstractMesh, AxisType
 
 from kvjax.axes import check_rows
 from kvjax.errors import InputError
+from kvjax.grammar import Method
+from kvjax.layout import mesh_for
 from kvjax.mesh.on_mesh import OnMesh, parse_mesh
-from kvjax.mesh.rules import AXES, DATA, MODEL, PRESETS, MeshAxes, Rules, as_rules
+from kvjax.mesh.rules import AXES, DATA, PRESETS, MeshAxes, Rules, as_rules
 from kvjax.models.axes import check_rules
 from kvjax.models.config import Config
-from kvjax.models.mixer import Mixer
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.plan.topologies import Topology
 
@@ -28,7 +29,8 @@ SPARE = 0.75
 
 
 class Layout(NamedTuple):
-    """preset: its name. changed: what differs from it, as it was asked for. on: the mesh, and the rules."""
+    """preset: its name. changed: what differs from it, as it was asked for. on: the mesh, and the rules
+    as a method's caches follow them."""
 
     preset: str
     changed: Mapping[str, MeshAxes]
@@ -64,6 +66,7 @@ def check_preset(preset: str) -> None:
 
 def layout(
     config: Config,
+    method: Method,
     topology: Topology,
     batch: int,
     preset: str,
@@ -90,6 +93,7 @@ def layout(
                 on = abstract(topology, sizes, as_rules(rules.but(**but) if but else rules, tuple(sizes)))
                 check_rules(config, on)
                 check_rows(batch, on)
+                on = mesh_for(method, on) or on
             except InputError as error:
                 refused = refused or error
                 continue
@@ -107,20 +111,14 @@ def _cost(config: Config, topology: Topology, size: int, one: Layout) -> tuple[b
     many temporaries, so they are split only where a device would hardly hold them otherwise.
     """
     crowded = topology.memory is not None and size > SPARE * topology.memory
-    return crowded, not crowded and _splits_slots(config, one.on), size
+    return crowded, not crowded and parts_of_lists(config, one.on) > 1, size
 
 
-def _splits_slots(config: Config, on: OnMesh) -> bool:
-    """Whether any layer has lists of which several devices have slots."""
-    if on.devices("slots") == 1:
-        return False
-    lists = {mixer.slots_of(config).heads for mixer in _mixers(config) if mixer.slots(config) is not None}
-    over_heads = {*on.rules.mesh_axes("slots")} & {*on.rules.mesh_axes("kv_heads")}
-    return not over_heads or not all(on.splits("kv_heads", n) for n in lists)
-
-
-def _mixers(config: Config) -> list[Mixer]:
-    return list(dict.fromkeys(mixer_of(config, i) for i in range(config.layers)))
+def parts_of_lists(config: Config, on: OnMesh) -> int:
+    """Over how many devices the slots of any list are split at most."""
+    mixers = dict.fromkeys(mixer_of(config, i) for i in range(config.layers))
+    slots = [mixer.slots(config) for mixer in mixers]
+    return max((on.parts_of_a_list(one.heads) for one in slots if one is not None), default=1)
 
 
 def _trials(
@@ -130,9 +128,6 @@ def _trials(
         yield "single", changed
         return
     yield from ((name, changed) for name in _TRIED)
-    # Where lists cannot be split by their heads, their slots can be split over the same devices.
-    if PRESETS["tensor"].slots is None and "slots" not in changed:
-        yield "tensor", {**changed, "slots": MODEL}
 
 
 def _meshes(

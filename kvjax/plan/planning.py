@@ -95,7 +95,7 @@ class Planner:
 
         try:
             self.layout: Layout = layout(
-                config, asked.topology, asked.batch, asked.preset, here, asked.mesh, asked.changed
+                config, method, asked.topology, asked.batch, asked.preset, here, asked.mesh, asked.changed
             )
         except NotImplementedError as error:
             raise InputError(
@@ -140,8 +140,8 @@ class Planner:
             "model": asked.model, "parameters": self.parameters, "method": asked.label, "dtype": asked.dtype,
             "context": asked.context, "batch": asked.batch, "topology": topology.name,
             "devices": topology.count, "mesh": self.layout.mesh, "preset": self.layout.preset,
-            "changed": dict(self.layout.changed), "memory": topology.memory, "weights": weights, "cache": cache,
-            "decode": None, "prefill": None, "roofline_note": NOTE,
+            "changed": dict(self.layout.changed), "memory": topology.memory, "weights": weights,
+            "cache": cache, "decode": None, "prefill": None, "roofline_note": NOTE,
         }  # fmt: skip
         notes = asked.notes()
         if compile and why:

@@ -19,8 +19,8 @@ from kvjax.plan.topologies import Topology
 
 NOTE = (
     "Roofline: a model, not measured. hbm: weights that a step needs and all of the cache, read once; mxu: "
-    "products; links: collectives at what a device sends to all its neighbours, without latency. A step takes "
-    "at least the larger of the first two, and the third."
+    "products; links: collectives at what a device sends to all its neighbours, without latency. A step "
+    "takes at least the larger of the first two, and the third."
 )
 
 

@@ -20,7 +20,7 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.params import plan, shapes
 from kvjax.models.placement import map_leaves
-from kvjax.plan.layouts import abstract
+from kvjax.plan.layouts import abstract, parts_of_lists
 from kvjax.plan.topologies import Topology
 from kvjax.steps import Run, prefill
 
@@ -88,7 +88,7 @@ def placed_cache(cache: Cache, on: OnMesh) -> Cache:
     def put(axes: Axes, x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on.sharding(axes, x.shape))
 
-    return map_axes(put, cache)
+    return map_axes(put, cache, on)
 
 
 def tree_bytes(tree: Any) -> int:
@@ -114,8 +114,8 @@ def cache_shapes(
 class Sizes:
     """Bytes on a device of a model's weights, and of a method's caches at any batch and context.
 
-    A cache is traced once per context and number of devices that share a list, for one row: all that has rows,
-    or pages of rows, grows with them.
+    A cache is traced once per context and number of devices that share a list, for one row: all that has
+    rows, or pages of rows, grows with them.
     """
 
     def __init__(self, config: Config, method: Method, topology: Topology, dtype: Any):
@@ -140,9 +140,9 @@ class Sizes:
 
     def spread(self, on: OnMesh, batch: int, context: int, roughly: bool = False) -> list[Spread]:
         """Every array of a cache, whole, with its logical axes."""
-        row = self._row(context, 1 if roughly else on.devices("slots"), min(on.mesh.size, 2))
+        row = self._row(context, 1 if roughly else parts_of_lists(self.config, on), min(on.mesh.size, 2))
         found: list[Spread] = []
-        map_axes(lambda axes, x: found.append(Spread(x.shape, x.dtype, axes).of_rows(batch)), row)
+        map_axes(lambda axes, x: found.append(Spread(x.shape, x.dtype, axes).of_rows(batch)), row, on)
         return found
 
     def _trace(self, context: int, parts: int, devices: int) -> Cache:

@@ -13,8 +13,8 @@ from kvjax.pallas_kernels.block_sizes import GENERATIONS
 
 KNOWN = ("v5e:4x4", "v5e:16x16", "v5p:4x4x4", "v6e:4x4", "tpu7x:2x2x1", "h100:8")
 GIB = 2**30
-# GiB that programs may use of a device's memory: of a TPU as its compiler says where one does not fit, of a GPU
-# as its driver reports it, of which jax takes all only with XLA_PYTHON_CLIENT_MEM_FRACTION=1.
+# GiB that programs may use of a device's memory: of a TPU as its compiler says where one does not fit, of a
+# GPU as its driver reports it, of which jax takes all only with XLA_PYTHON_CLIENT_MEM_FRACTION=1.
 MEMORY = {
     "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75,
     "a100": 79.25, "l4": 22.49, "h100": 79.64, "b200": 178.35,
@@ -33,7 +33,7 @@ _PER_CHIP = {"tpu7x": 2}
 
 class Topology(NamedTuple):
     """count: devices. memory: bytes of one that programs may use, None where that is not known. device: what
-    it can do at most, None for the CPU that this runs on. links: bytes per second that one sends, 0 for a CPU.
+    it can do at most, None for the CPU that this runs on. links: bytes per second that one sends, 0 for CPUs.
     """
 
     name: str
