@@ -1,8 +1,8 @@
-"""What fits which devices, by `kvjax plan`: the tables of docs/scaling-table.md, from docs/scaling-table.json.
+"""What fits which devices, by `kvjax plan`: the tables of docs/scaling-table.md, from its .json.
 
     python scripts/plan_table.py            prints the tables
     python scripts/plan_table.py --write    puts them into the page
-    python scripts/plan_table.py --compile  compiles what the data does not have yet, cell by cell (minutes each)
+    python scripts/plan_table.py --compile  compiles what the data does not have, cell by cell (minutes each)
 
 The data is written after every cell, so that --compile goes on where it was stopped. Delete a cell to have it
 compiled again.
@@ -71,14 +71,16 @@ def _plan(topology: str, context: str, model: str, method: str) -> dict[str, Any
     search = planner.search()
     assert search is not None
     kept = ("topology", "model", "mesh", "preset", "weights", "cache", "memory", "fits", "decode")
-    return {"asked": context, "method": method, "rows": search.rows(CONTEXTS[context])} | {n: plan[n] for n in kept}
+    return {"asked": context, "method": method, "rows": search.rows(CONTEXTS[context])} | {
+        n: plan[n] for n in kept
+    }
 
 
 def table(context: str) -> str:
     """The table of one context, in Markdown."""
     lines = [
-        "| devices | model | cache | mesh | weights | cache | temporaries | fits | sent | roofline ms | rows |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| devices | model | method | mesh | weights | cache | temporaries | fits | sent | ms | rows |",
+        f"|{'---|' * 11}",
     ]
     for one in load()["cells"]:
         if one["asked"] == context:
@@ -93,7 +95,8 @@ def _row(one: dict[str, Any]) -> list[str]:
     least = step.get("roofline")
     beside = step["needs"] - one["weights"] - one["cache"] if step.get("needs") else None
     return [
-        one["topology"], one["model"], one["method"], mesh, *(f"{one[n] / GIB:.1f}" for n in ("weights", "cache")),
+        one["topology"], one["model"], one["method"], mesh,
+        *(f"{one[n] / GIB:.1f}" for n in ("weights", "cache")),
         "-" if beside is None else f"{max(beside, 0) / GIB:.2f}",
         {True: "yes", False: "no", None: "?"}[one["fits"]],
         f"{sent / 2**20:.1f}" if step.get("collectives") is not None else "-",

@@ -61,21 +61,38 @@ class Search:
 
     def tokens(self, batch: int) -> int:
         """The longest context of so many rows that fits, in steps of 1024 tokens and to one percent."""
-        return TOKENS * last(
-            lambda n: self.needs(batch, TOKENS * n) <= self.memory, MOST_TOKENS // TOKENS, near=NEAR
-        )
+
+        def free(n: int) -> int:
+            return self.memory - self.needs(batch, TOKENS * n)
+
+        # Nearly all caches grow by the same bytes with every token, which spares most of the traces.
+        few, many = 16, 64
+        each = (free(few) - free(many)) / (many - few)
+        guess = int(few + free(few) / each) if each > 0 else 1
+        return TOKENS * last(lambda n: free(n) >= 0, MOST_TOKENS // TOKENS, NEAR, max(guess, 1))
 
 
-def last(fits: Callable[[int], bool], most: int, near: float = 0.0) -> int:
-    """The last of 1 .. most that fits, where all below it do; 0 where none does. near: relative, how nearly.
+def last(fits: Callable[[int], bool], most: int, near: float = 0.0, guess: int = 1) -> int:
+    """The last of 1 .. most that fits, where all below it do; 0 where none does.
+
+    near: relative, how nearly it is found. guess: where it is looked for first.
 
     >>> last(lambda n: n * n <= 50, 100)
     7
     """
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
+    step = max(round(near * guess), 1)
+    low = high = min(guess, most)
+    if fits(low):
+        high = low + step
+        while high <= most and fits(high):
+            low, step = high, 2 * step
+            high = low + step
+        high = min(high, most + 1)
+    else:
+        low = max(high - step, 0)
+        while low and not fits(low):
+            high, step = low, 2 * step
+            low = max(high - step, 0)
     while high - low > max(1, near * low):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

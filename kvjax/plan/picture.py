@@ -21,12 +21,15 @@ _MARKERS = "osD^vPX"
 Curve = Sequence[tuple[int, int]]
 
 
-def curve(planner: Planner, contexts: Sequence[int] = CONTEXTS) -> list[tuple[int, int]]:
-    """The most rows that fit at every context, on the planner's mesh; none where memory is not known."""
+def curve(planner: Planner, contexts: Sequence[int] | None = None) -> list[tuple[int, int]]:
+    """The most rows that fit at every context, on the planner's mesh; none where memory is not known.
+
+    contexts: 8k to 4M unless given.
+    """
     search = planner.search()
     if search is None:
         return []
-    found = [(context, search.rows(context)) for context in contexts]
+    found = [(context, search.rows(context)) for context in contexts or CONTEXTS]
     return [(context, rows) for context, rows in found if rows]
 
 

@@ -11,7 +11,7 @@ from kvjax.models.params import plan, shapes
 from kvjax.plan.named import ALIASES, named, names
 
 # Billions, from the models' cards and papers: of Gemma 3 1.416 of embeddings and 25.6 others
-# (arXiv:2503.19786, table 1), of gpt-oss arXiv:2508.10925, table 1; of the others what the hub counts in their files.
+# (arXiv:2503.19786, table 1), of gpt-oss arXiv:2508.10925, table 1; of the others what the hub counts.
 PUBLISHED = {
     "llama-3-8b": 8.03,
     "llama-3-70b": 70.6,
