@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
@@ -55,7 +56,7 @@ def write_picture(
     axes.set_yscale("log", base=2)
     for i, (name, points) in enumerate(curves.items()):
         contexts, rows = zip(*points, strict=True) if points else ((), ())
-        style = dict(color=_COLOURS[i % len(_COLOURS)], marker=_MARKERS[i % len(_MARKERS)], markersize=5.5)
+        style: dict[str, Any] = dict(color=_COLOURS[i % len(_COLOURS)], marker=_MARKERS[i % len(_MARKERS)], markersize=5.5)
         axes.plot(contexts, rows, label=name if points else f"{name}: not one row fits", **style)
     axes.plot(*asked, linestyle="", marker="*", markersize=14, color="#1b1f24", label="asked", zorder=5)
     shown = [n for points in curves.values() for point in points for n in point[:1]] + [asked[0]]

@@ -104,19 +104,15 @@ def _of_attention(config: Config, params: Params, cache: Cache, on: OnMesh) -> f
         mixer = mixer_of(config, first)
         shape = mixer.slots_of(config)
         for part in holder.parts:
-            table = part.table if isinstance(part, Paged) else part.pos
+            table: Any = part.table if isinstance(part, Paged) else part.pos
             slots = _numbers(table) * (cache.pools[part.pool].page_tokens if isinstance(part, Paged) else 1)
             queries = mixer.query_heads(config) / table.shape[2]
-            if not on.splits("kv_heads", table.shape[2]) and not _slots_over_heads(on, table.shape[3]):
-                # Every device has all lists, and its own queries.
+            _, _, lists, over = table.sharding.spec
+            if lists is None and not {*(over or ())} & {*on.rules.mesh_axes("heads")}:
+                # Every device has all lists, and its own queries; all queries, where it has its own slots.
                 queries /= on.devices("heads")
             flops += 2 * slots * layers / table.shape[0] * queries * (shape.key + shape.value)
     return flops
-
-
-def _slots_over_heads(on: OnMesh, slots: int) -> bool:
-    """Whether devices that have different queries have different slots, and so need all queries."""
-    return on.splits("slots", slots) and bool({*on.rules.mesh_axes("slots")} & {*on.rules.mesh_axes("heads")})
 
 
 def _attending(config: Config, params: Params, cache: Cache) -> Iterator[tuple[int, int, GroupState]]:

@@ -155,8 +155,8 @@ def test_a_method_that_does_not_suit_the_model_is_refused_before_anything_runs()
 def test_the_command_prints_every_part_and_writes_json_and_picture(monkeypatch, tmp_path, capsys):
     step = {
         "weights": 10 * MIB, "cache": 20 * MIB, "arguments": 31 * MIB, "temporaries": MIB,
-        "outputs": 20 * MIB, "aliases": 20 * MIB, "needs": 32 * MIB, "trace_seconds": 1.0, "compile_seconds": 9.0,
-        "collectives": [["all-reduce", 7, 3 * MIB]],
+        "outputs": 20 * MIB, "aliases": 20 * MIB, "needs": 32 * MIB, "trace_seconds": 1.0,
+        "compile_seconds": 9.0, "collectives": [["all-reduce", 7, 3 * MIB]],
         "roofline": {"hbm": 4.0, "mxu": 1.0, "links": 0.5, "ms": 4.5},
     }  # fmt: skip
 
