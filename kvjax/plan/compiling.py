@@ -85,8 +85,12 @@ def _devices(topology: Topology) -> Any:
 
 
 def _laid_out(params: Params, topology: Topology) -> Params:
-    """Weights in the tiles that `kvjax.load` puts them in."""
-    if topology.platform != "tpu" or topology.device is None:
+    """Weights in the tiles that `kvjax.load` puts them in.
+
+    Of arrays that are split the compiler takes the default tiles alone, "Unexpected XLA layout override".
+    """
+    split = any(x.sharding.mesh.size > 1 for x in jax.tree.leaves(params))
+    if topology.platform != "tpu" or topology.device is None or split:
         return params
     generation = topology.device.generation
 

@@ -56,8 +56,10 @@ def write_picture(
     axes.set_yscale("log", base=2)
     for i, (name, points) in enumerate(curves.items()):
         contexts, rows = zip(*points, strict=True) if points else ((), ())
-        style: dict[str, Any] = dict(color=_COLOURS[i % len(_COLOURS)], marker=_MARKERS[i % len(_MARKERS)], markersize=5.5)
-        axes.plot(contexts, rows, label=name if points else f"{name}: not one row fits", **style)
+        style: dict[str, Any] = {"color": _COLOURS[i % len(_COLOURS)], "marker": _MARKERS[i % len(_MARKERS)]}
+        axes.plot(
+            contexts, rows, markersize=5.5, label=name if points else f"{name}: not one row fits", **style
+        )
     axes.plot(*asked, linestyle="", marker="*", markersize=14, color="#1b1f24", label="asked", zorder=5)
     shown = [n for points in curves.values() for point in points for n in point[:1]] + [asked[0]]
     counts = [n for points in curves.values() for point in points for n in point[1:]] + [asked[1]]
