@@ -82,7 +82,7 @@ def lie_apart(segment: Segment, on: OnMesh) -> bool:
     """Whether the slots of a list lie on several devices."""
     if not isinstance(segment, Slots) or not are_many(segment, on):
         return False
-    return on.spec((*_LISTS, "slots"), segment.pos.shape)[3] is not None
+    return len(on.spec((*_LISTS, "slots"), segment.pos.shape)) == 4
 
 
 def _slots(f: OfArray, slots: Slots, axes: Axes) -> Slots:

@@ -302,8 +302,7 @@ class Cache:
     method (a `kvjax.grammar.Method`, which this floor cannot name) and model are static and say what filled
     it: equal methods give equal tree structures. spare is the host's own note of how many more tokens surely
     fit, so that a step need not ask the device; added is its note of the newest tokens, for `rollback`
-    (`kvjax.place.rollback.Added`); on_mesh says how its arrays are to be split
-    (`kvjax.mesh.on_mesh.OnMesh`). These three are no part of the tree.
+    (`kvjax.place.rollback.Added`); on_mesh says how arrays are to be split. They are no part of the tree.
     """
 
     groups: tuple[GroupState, ...]

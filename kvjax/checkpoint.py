@@ -84,7 +84,7 @@ def load_checkpoint(
     tree = layout.shapes(config, groups)
     if on_mesh is not None:
         check_rules(config, on_mesh)
-        sharding = weight_shardings(config, groups, on_mesh)
+        sharding = weight_shardings(config, groups, on_mesh)  # type: ignore[arg-type]
     place = placement(tree, sharding)
     if groups == saved:
         params = _restore(folder, tree, dtype, place)

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from kvjax import models
 from kvjax.errors import InputError
 from kvjax.mesh.on_mesh import on_mesh
-from kvjax.mesh.rules import Rules
 from kvjax.models.axes import spread_params
 from kvjax.models.files import check_folder
 from kvjax.models.hf import load_hf
@@ -33,8 +31,8 @@ def load(
     sharding: Any = None,
     groups: tuple[Group, ...] | None = None,
     progress: bool = True,
-    mesh: Mesh | str | None = None,
-    rules: Rules | str | None = None,
+    mesh: Any = None,
+    rules: Any = None,
 ) -> Model:
     """Loads a Hugging Face directory, a kvjax checkpoint, a shipped model ("recall-tiny") or "org/name".
 
@@ -75,7 +73,7 @@ def load(
     raise InputError(f"{name} does not exist, expected a model directory, org/name, or a shipped name{hint}")
 
 
-def spread(model: Model, mesh: Mesh | str, rules: Rules | str) -> Model:
+def spread(model: Model, mesh: Any, rules: Any) -> Model:
     """A model that is in memory, split over the devices of a mesh, as `load(..., mesh=, rules=)` splits one.
 
     Raises InputError for a mesh or rules that are none, and for sizes that do not divide.

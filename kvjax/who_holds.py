@@ -72,6 +72,7 @@ class _Lies:
 
     def __init__(self, axes: Axes, x: Any):
         self.axes, self.x = axes, x
+        self.words = tuple("" if axis is None else _WORDS.get(axis, axis) for axis in axes)
 
 
 def shardings(cache: Cache) -> Shardings:
@@ -98,9 +99,9 @@ def described(cache: Cache, on: OnMesh | None) -> Shardings:
         x, spec, here = leaf.x, _spec(leaf, on), _mesh_of(leaf, on)
         mesh = mesh or here
         split = tuple(
-            (_WORDS.get(axis, axis), " x ".join(f"{n}={here[n]}" for n in names))
-            for axis, names in zip(leaf.axes, spec, strict=True)
-            if axis is not None and math.prod(here[n] for n in names) > 1
+            (words, " x ".join(f"{n}={here[n]}" for n in names))
+            for words, names in zip(leaf.words, spec, strict=True)
+            if words and math.prod(here[n] for n in names) > 1
         )
         parts = math.prod(here[n] for names in spec for n in names)
         count = math.prod(x.shape) * x.dtype.itemsize
@@ -211,11 +212,16 @@ def _why(leaf: _Lies, spec: Names, on: OnMesh | None) -> str:
     if leaf.axes[0] == "pages" and not spec[0]:
         split = {"batch", "kv_heads"} & {axis for axis, _ in on.rules.used() if on.devices(axis) > 1}
         return "one pool for lists of unequal lengths: every device holds it" if split else ""
-    reasons = []
-    for axis, size, names in zip(leaf.axes, leaf.x.shape, spec, strict=True):
-        if axis is not None and on.devices(axis) > 1 and not names and size:
-            reasons.append(f"{size} {_WORDS.get(axis, axis)} over {on.over(axis)}")
-    return ", ".join(reasons) + (": every device holds all" if reasons else "")
+    taken = {name for names in spec for name in names}
+    for axis, words, size, names in zip(leaf.axes, leaf.words, leaf.x.shape, spec, strict=True):
+        if axis is None or names or not size or on.devices(axis) == 1:
+            continue
+        if axis == "slots" and on.slots_instead:
+            continue
+        instead = taken >= {*on.rules.mesh_axes(axis)}
+        does = "their slots are split instead" if instead else "every device holds all"
+        return f"{size} {words} over {on.over(axis)}: {does}"
+    return ""
 
 
 # --- text ----------------------------------------------------------------------------------------------
@@ -246,15 +252,15 @@ def _picture(leaf: _Lies, spec: Names, mesh: Mapping[str, int], name: str) -> st
     for number, place in enumerate(np.ndindex(*mesh.values())):
         at = dict(zip(mesh, place, strict=True))
         down, right = "all rows", []
-        for axis, size, names in zip(leaf.axes, leaf.x.shape, spec, strict=True):
+        for words, size, names in zip(leaf.words, leaf.x.shape, spec, strict=True):
             if not names:
                 continue
             part, count = 0, 1
             for n in names:
                 part, count = part * mesh[n] + at[n], count * mesh[n]
             first, last = part * size // count, (part + 1) * size // count - 1
-            piece = f"{_WORDS.get(axis, axis)} {first}" + ("" if first == last else f"-{last}")
-            if axis == "batch":
+            piece = f"{words} {first}" + ("" if first == last else f"-{last}")
+            if words == "rows":
                 down = piece
             else:
                 right.append(piece)

@@ -77,10 +77,10 @@ def load_hf(
     config = _untie(config, found)
     stored = match(config, found)
     text = read_text(folder)
-    groups = check_groups(config, groups or plan(config))
+    layers = check_groups(config, groups or plan(config))
     if on_mesh is not None:
-        sharding = weight_shardings(config, groups, on_mesh)
-    params = _read_params(config, stored, dtype, sharding, groups, progress)
+        sharding = weight_shardings(config, layers, on_mesh)
+    params = _read_params(config, stored, dtype, sharding, layers, progress)
     return Model(config, params, **text._asdict(), name=folder.resolve().name, on_mesh=on_mesh)
 
 

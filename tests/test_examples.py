@@ -1,6 +1,7 @@
 """The examples of docs/examples run, and compute what they say."""
 
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
@@ -90,6 +91,15 @@ def test_the_architecture_of_contributing_decodes_what_it_computes(rng):
     np.testing.assert_allclose(logits, whole[:, 7], atol=1e-5)
     np.testing.assert_allclose(kvjax.step(layered, cache, tokens[:, 8])[0], whole[:, 8], atol=1e-5)
     assert kvjax.nbytes(cache.groups) == 2 * 2 * (2 * 6 * 5) * 4
+
+
+@pytest.mark.rotating
+def test_the_page_of_many_devices_runs_and_draws_who_holds_what(capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "scaling.md").read_text(), re.DOTALL)
+    exec(compile(block, "scaling.md", "exec"), {})
+    drawn = capsys.readouterr().out
+    assert "rows over data=4, lists over model=2" in drawn and "rows 3  device 6  device 7" in drawn
 
 
 DECODING = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "decoding.md").read_text(), re.DOTALL)

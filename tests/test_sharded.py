@@ -65,8 +65,11 @@ def compiled_step(m, held):
     run = decoding(m, held.method, None)
     given = with_fitted(m.params, held.method), bare_cache(held), np.zeros(EVERY.shape, np.int32), EVERY
     program = steps.step.lower(run, *given).compile()
-    config = m.config
-    assert max(collectives(program.as_text()), default=0) <= len(EVERY) * config.heads * config.head_dim
+    most = len(EVERY) * m.config.heads * m.config.head_dim
+    if held.method.read is not None:
+        # Slots are ranked by one score each, and XLA ranks those of all rows together.
+        most = max(most, *(part.pos.size for group in held.groups for part in group.bodies))
+    assert max(collectives(program.as_text()), default=0) <= most
     mine = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(held))
     assert program.memory_analysis().alias_size_in_bytes == mine
     return program, bare_cache(held)

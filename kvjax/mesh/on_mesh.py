@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -45,7 +46,7 @@ class OnMesh:
     def splits(self, axis: str | None, size: int) -> bool:
         """Whether an axis of that size is split."""
         n = 1 if axis is None else self.devices(axis)
-        return n > 1 and size > 0 and size % n == 0
+        return n > 1 and size % n == 0
 
     @property
     def slots_instead(self) -> bool:
@@ -61,15 +62,19 @@ class OnMesh:
         return dataclasses.replace(self, rules=self.rules.but(slots=None))
 
     def spec(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
-        """How an array of that shape is split; an axis that does not divide stays whole."""
+        """How an array of that shape is split; axes that do not divide and empty arrays stay whole."""
+        if not math.prod(shape):
+            return PartitionSpec()
         taken: set[str] = set()
-        parts: list[tuple[str, ...] | None] = []
+        parts: list[str | tuple[str, ...] | None] = []
         for axis, size in zip(axes, shape, strict=True):
             names = () if axis is None or not self.splits(axis, size) else self.rules.mesh_axes(axis)
             # Lists whose heads are split already keep their slots together.
             names = () if taken & {*names} else names
             taken |= {*names}
-            parts.append(names or None)
+            parts.append(names if len(names) > 1 else names[0] if names else None)
+        while parts and parts[-1] is None:
+            parts.pop()
         return PartitionSpec(*parts)
 
     def sharding(self, axes: Axes, shape: Sequence[int]) -> NamedSharding:
@@ -89,7 +94,7 @@ class OnMesh:
             )
 
 
-def on_mesh(mesh: Mesh | str | None, rules: Rules | str | None) -> OnMesh | None:
+def on_mesh(mesh: Any, rules: Any) -> OnMesh | None:
     """What a user gives as `mesh=` and `rules=`; None where neither is given, and then nothing is split.
 
     Raises InputError for a mesh or rules that are none, rules without a mesh, and a mesh without rules.
@@ -104,7 +109,7 @@ def on_mesh(mesh: Mesh | str | None, rules: Rules | str | None) -> OnMesh | None
     return OnMesh(real, as_rules(rules, real.axis_names))
 
 
-def as_mesh(mesh: Mesh | str) -> Mesh:
+def as_mesh(mesh: Any) -> Mesh:
     """A mesh, or words such as "data=2,model=4", as a mesh with automatic axes, of the first devices.
 
     Raises InputError where it is neither, or has more devices than there are.

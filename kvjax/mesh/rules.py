@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from kvjax.errors import InputError
 
@@ -56,7 +57,8 @@ class Rules:
 
     def __post_init__(self):
         for axis in AXES:
-            given = self.mesh_axes(axis)
+            given = getattr(self, axis)
+            given = () if given is None else given if isinstance(given, tuple) else (given,)
             if not all(isinstance(name, str) and name for name in given) or len(set(given)) < len(given):
                 raise InputError(
                     f"rules: {axis} is {getattr(self, axis)!r}, expected the name of a mesh axis, a tuple of "
@@ -121,7 +123,7 @@ PRESETS = {
 """Rules by name. By its name, one that does more than split rows serves meshes without an axis for rows."""
 
 
-def as_rules(rules: Rules | str, names: Sequence[str]) -> Rules:
+def as_rules(rules: Any, names: Sequence[str]) -> Rules:
     """Rules or a preset's name as rules for a mesh with axes `names`.
 
     Raises InputError for another name, and for mesh axes that are not there.

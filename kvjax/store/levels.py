@@ -7,6 +7,7 @@ were fitted to; in a program, `kvjax.cache.taught` makes codecs of them that hav
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal, NoReturn
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from kvjax.cache import Codec, Taught, taught
 from kvjax.errors import InputError
 from kvjax.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import halves, pack, pair, unpack
+from kvjax.ops.base.dispatch import alone
 from kvjax.store.wrap import Around, Wrapper, joined, part_of
 
 
@@ -95,7 +97,13 @@ class Nearest:
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
         codes = unpack(data["words"], self.bits, width).astype(jnp.int32)
-        flat = codes.reshape(*self.levels.shape[:-1], -1)
+        *layers, count = self.levels.shape
+        if not alone(codes):
+            # Rows of several devices stay apart.
+            first = count * jnp.arange(math.prod(layers), dtype=jnp.int32)
+            first = first.reshape(*layers, *(1,) * (codes.ndim - len(layers)))
+            return jnp.take(self.levels.reshape(-1), codes + first).astype(dtype)
+        flat = codes.reshape(*layers, -1)
         return jnp.take_along_axis(self.levels, flat, axis=-1).reshape(codes.shape).astype(dtype)
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Codec
 from kvjax.store.wrap import Around, Wrapper, joined, part_of
+from kvjax.writing import put_in_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +53,11 @@ class Beneath(Around):
         width = x.shape[-1]
         _, channels = jax.lax.top_k(jnp.abs(x), self.outliers.count(width))
         values = jnp.take_along_axis(x, channels, -1)
-        rest = jnp.put_along_axis(x, channels, jnp.zeros((), x.dtype), -1, inplace=False)
+        rest = put_in_rows(x, channels, jnp.zeros((), x.dtype))
         small = channels.astype(jnp.uint8 if width <= 256 else jnp.uint16)
         return joined(outlier={"values": values, "channels": small}, other=self.codec.encode(rest))
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
         rows, kept = self.codec.decode(part_of(data, "other"), width, dtype), part_of(data, "outlier")
         channels = kept["channels"].astype(jnp.int32)
-        return jnp.put_along_axis(rows, channels, kept["values"].astype(dtype), -1, inplace=False)
+        return put_in_rows(rows, channels, kept["values"].astype(dtype))
