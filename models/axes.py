@@ -118,7 +118,7 @@ def check_rules(config: Config | BlockConfig, on: OnMesh) -> None:
             if axis == _K and count < on.devices(_K):
                 continue
             words = {_H: "heads", _K: "KV heads", _X: "experts", _V: "tokens of the vocabulary"}
-            fit = [n for n in range(1, count + 1) if count % n == 0 and n <= on.devices(axis)]
+            fit = [n for n in range(1, min(count, on.devices(axis)) + 1) if count % n == 0]
             what = f"{words.get(axis, 'channels')} of {path}"
             on.check(axis, count, what, f"give it {' or '.join(map(str, fit))} devices")
 

@@ -206,6 +206,16 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
         ),
     ),
     (
+        "",
+        (
+            _room(
+                "plan",
+                "whether models and caches fit many devices, and what a step costs there",
+                "kvjax/plan",
+            ),
+        ),
+    ),
+    (
         "commands",
         (_room("commands", "the command line, thin", "kvjax/commands", "kvjax/cli.py", "kvjax/__main__.py"),),
     ),
