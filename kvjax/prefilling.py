@@ -204,7 +204,7 @@ def _question_tokens(method: Method, lengths: Int[np.ndarray, "B"]) -> int:
         if (n := keep.budget.capacity(length)) < min(last, length):
             raise InputError(
                 f"{method.id}: the last {last} of {length} tokens are the question and must stay, more than "
-                f"the budget of {n} slots (budget={keep.budget.amount!r}): raise the budget or lower question="
+                f"the budget of {n} slots (budget={keep.budget.amount!r}): raise it, or lower question="
             )
     return last
 
