@@ -200,7 +200,9 @@ def _question_tokens(method: Method, lengths: Int[np.ndarray, "B"]) -> int:
     """
     keep = method.keep
     last = 0 if keep is None else getattr(keep.probe, "last", 0)
-    for length in lengths.tolist() if last and keep is not None else ():
+    if keep is None or not last:
+        return 0
+    for length in lengths.tolist():
         if (n := keep.budget.capacity(length)) < min(last, length):
             raise InputError(
                 f"{method.id}: the last {last} of {length} tokens are the question and must stay, more than "
