@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax import steps
 from kvjax.axes import check_rows, placed
@@ -194,7 +194,7 @@ def prefill(
     call = partial(steps.prefill, compress=compress, watched=True)
     call = steps.prefill_apart if compress and steps.chooses(run.method) else call
     logits, lost = None, []
-    last = question_tokens(run.method) if compress else 0
+    last = _question_tokens(run.method, before + batch.lengths) if compress else 0
     for i, (piece, size) in enumerate(zip(_chunks(batch, width), sizes, strict=True)):
         new = jnp.asarray(piece.tokens), jnp.asarray(piece.lengths)
         ahead: dict[str, Any] = {"question": _question(batch, last, (i + 1) * width)} if last else {}
@@ -211,9 +211,22 @@ def prefill(
     return logits, dataclasses.replace(cache, added=note if compress else more_added(note, batch.lengths))
 
 
-def question_tokens(method: Method) -> int:
-    """How many tokens of a prompt's end a method's probe asks behind every chunk; 0 where it has none."""
-    return 0 if method.keep is None else getattr(method.keep.probe, "last", 0)
+def _question_tokens(method: Method, lengths: Int[np.ndarray, "B"]) -> int:
+    """How many tokens of a prompt's end a method's probe asks behind every chunk; 0 where it has none.
+
+    InputError where they do not fit the budget of rows that are so long in the end.
+    """
+    keep = method.keep
+    last = 0 if keep is None else getattr(keep.probe, "last", 0)
+    if keep is None or not last:
+        return 0
+    for length in lengths.tolist():
+        if (n := keep.budget.capacity(length)) < min(last, length):
+            raise InputError(
+                f"{method.id}: the last {last} of {length} tokens are the question and must stay, more than "
+                f"the budget of {n} slots (budget={keep.budget.amount!r}): raise it, or lower question="
+            )
+    return last
 
 
 def _question(batch: Batch, last: int, read: int) -> tuple[Array, Array] | None:

@@ -27,7 +27,7 @@ from kvjax.place.paged import attend_pages
 from kvjax.protocols import AttentionSpec, Read, Resting, Sampling
 from kvjax.read.pages import positions, visited
 from kvjax.steps.run import Run
-from kvjax.steps.turning import turned_keys
+from kvjax.steps.turning import rope_of_keys, turned_keys
 from kvjax.stored import Form, Met, factors_of, groups_of, is_rows, meet
 from kvjax.words import shaped
 
@@ -195,7 +195,7 @@ def _read(
     else:
         keys = for_rows(segment.layer(past.index).keys(), rows)
     if past.turn is not None:
-        keys = turned_keys(layer.rope, keys, past.turn, i, at + 1)
+        keys = turned_keys(rope_of_keys(layer), keys, past.turn, i, at + 1)
     if past.values is not None:
         keys = keys._replace(v=for_rows(past.values[i].keys(), rows).v)
     if past.above and keys.pos is not None:

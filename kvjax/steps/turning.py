@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import Paged, Pages, Segment, gather_pages
 from kvjax.models.attending import attend_new, attend_sets, rotary, turned
 from kvjax.models.mixer import AttentionLogits, Layer, Projected
+from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys, Masses, Reduction
 from kvjax.ops.base.rope import Rope
 from kvjax.phase import Turn
@@ -47,6 +48,12 @@ def turned_queries(layer: Layer, q: Float[Array, "B N T H"], turn: Turn, length:
     if phase.shape[1] > 1:
         phase = jnp.repeat(phase, q.shape[1] // phase.shape[1], axis=1)
     return rotary(layer, q, phase, length)
+
+
+def rope_of_keys(layer: Layer) -> Rope:
+    """The rotation of the keys that a layer meets: its own, or that of the layer whose slots it reads."""
+    source = layer.mixer.source_of("slots")
+    return layer.rope if source is None else mixer_of(layer.config, source).rope(layer.config, source)
 
 
 def turned_keys(rope: Rope, keys: Keys, turn: Turn, i: int, length: Int[Array, "B"]) -> Keys:
@@ -93,7 +100,7 @@ def attend_turned(
 def _met(
     layer: Layer, x: Projected, sets: Sequence[Keys], turn: Turn, length: Int[Array, "B"]
 ) -> tuple[Float[Array, "B N T H"], list[Keys]]:
-    keys = [turned_keys(layer.rope, s, turn, i, length) for i, s in enumerate(sets)]
+    keys = [turned_keys(rope_of_keys(layer), s, turn, i, length) for i, s in enumerate(sets)]
     return turned_queries(layer, x.q, turn, length), keys
 
 

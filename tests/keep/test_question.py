@@ -112,3 +112,8 @@ def test_a_catalyst_is_an_instruction():
         kvjax.prefill(model("4/2"), [[1, 2, 3]], method=kvjax.method("infinipot", budget=0.5))
     with pytest.raises(ValueError, match="a catalyst is an instruction, got no tokens"):
         kvjax.method("infinipot", budget=0.5, prefix=())
+
+
+def test_a_question_that_does_not_fit_the_budget_is_refused():
+    with pytest.raises(InputError, match="the last 4 of 6 tokens are the question .* budget of 3 slots"):
+        kvjax.prefill(model("4/2"), [[1] * 6, [2] * 9], method=FINCH)

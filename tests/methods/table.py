@@ -73,7 +73,7 @@ class Row:
     upper layers see fewer (as `Prompt` takes it). reread: prompt -> the tokens that are read of it. attends:
     what a step gives the queries, where it does not attend to all slots (as `tests.reference.Row` takes it).
     stored: prompt -> the same with the keys and values that its cache holds in place of its own. stacks:
-    whether layers may be stacked.
+    whether layers may be stacked. looks_ahead: whether chunks of a prompt are told what comes behind them.
     """
 
     label: str
@@ -93,6 +93,7 @@ class Row:
     attends: Callable | None = None
     stored: Callable | None = None
     stacks: bool = True
+    looks_ahead: bool = False
 
     def method(self, parts: tuple[tuple[str, dict[str, Any]], ...] | None = None) -> Method:
         made = [kvjax.method(id, **hyper) for id, hyper in parts or self.build]
@@ -975,6 +976,7 @@ ROWS = [
     row("adakv", paged(lambda s, i: s.k * count(s.tokens)), hyper=SNAP | dict(page=PAGE), kept=adakv_kept),
     row(
         "finch", dense(half), hyper=dict(question=WINDOW), kept=each_layer(finch_score), phase="rank",
+        looks_ahead=True,
     ),
     row("snapkv grouped", dense(half), "snapkv", hyper=SNAP, model="6/3", kept=each_layer(grouped_score)),
     row(
