@@ -23,6 +23,7 @@ from kvjax.errors import InputError
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.memory import offers_host, to_device
+from kvjax.ops.decode.stacked_decode import layer_of
 from kvjax.ops.recurrent.recurrence import StackedState
 
 
@@ -141,7 +142,7 @@ class Slots:
 
     def layer(self, index: int | Array) -> Slots:
         """The same slots of one layer, without the Lg axis."""
-        return jax.tree.map(lambda x: x[index], self)
+        return jax.tree.map(lambda x: layer_of(x, index), self)
 
     def keys(self) -> Keys:
         """What attention reads; leading axes as they are."""

@@ -190,18 +190,23 @@ def flush_in_place(gm: GroupMethod, group: GroupState) -> GroupState:
     """`flush` of a tail at its resting capacity, row by row of a layer: no layer is held twice."""
     (body,), tail = group.bodies, group.tail
     assert isinstance(body, Slots) and tail is not None
+    layers, rows = tail.pos.shape[:2]
     # A row of a layer looks like a layer of one row. Rows of several devices stay together.
-    layers, rows = tail.pos.shape[:2] if alone(body, tail) else (tail.pos.shape[0], 1)
+    apart = alone(body, tail)
+    steps = layers * rows if apart else layers
 
     def one(at: Array, state: tuple[Slots, Slots]) -> tuple[Slots, Slots]:
-        body, tail = state
+        body, tail = jax.tree.map(lambda x: x.reshape(steps, 1, -1, *x.shape[2:]), state) if apart else state
         own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at, 1), tail)
-        body, own = flush(gm.of_layer(at // rows), body, own, at)
-        put = jax.lax.dynamic_update_slice_in_dim
-        return body, jax.tree.map(lambda x, new: put(x, new, at, 0), tail, own)
+        body, own = flush(gm.of_layer(at // rows if apart else at), body, own, at)
+        tail = jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, at, 0), tail, own)
+        return flat((body, tail))
 
-    apart = jax.tree.map(lambda x: x.reshape(layers * rows, x.shape[1] // rows, *x.shape[2:]), (body, tail))
-    done = jax.lax.fori_loop(0, layers * rows, one, apart)
+    def flat(tree: tuple[Slots, Slots]) -> tuple[Slots, Slots]:
+        """Layers and rows as one axis: XLA for CPUs would copy a body to move an axis of one row."""
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree) if apart else tree
+
+    done = jax.lax.fori_loop(0, steps, one, flat((body, tail)))
     body, tail = jax.tree.map(lambda new, x: new.reshape(x.shape), done, (body, tail))
     return dataclasses.replace(group, bodies=(body,), tail=tail)
 

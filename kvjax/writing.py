@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.cache import Codes, Slots
-from kvjax.ops.base.dispatch import alone
+from kvjax.ops.base.dispatch import alone, platform
 from kvjax.ops.base.memory import copy_blocks, in_host, listed
+from kvjax.ops.decode.stacked_decode import on_lanes
 
 
 def write_rows(
@@ -20,14 +21,15 @@ def write_rows(
     """x with x[layer + i, b, k, slot[i, b, k, c]] = new[i, b, k, c]; slots outside [0, S) write nothing.
 
     One flat row scatter: it stays in place inside a scan that carries x, where a multi-dimensional index
-    would copy the cache. One number per slot (x of 4 axes) is written by a `where` over the written layers
-    instead: accelerators tile the last two axes, and for a flat index XLA would copy x into another layout.
+    would copy the cache. Where slots lie on the lanes (`_by_lanes`), one slot per list is written by a
+    `where` over the written layers instead: for a flat index XLA would copy x into another layout.
     """
     layers, b, k, c = slot.shape
     s = x.shape[3]
-    if x.ndim == 4 and c == 1:
+    if c == 1 and _by_lanes(x):
         part = jax.lax.dynamic_slice_in_dim(x, layer, layers)
-        here = jax.lax.broadcasted_iota(jnp.int32, part.shape, 3) == slot
+        slots = slot.reshape(*slot.shape, *(1,) * (x.ndim - 4))
+        here = jax.lax.broadcasted_iota(jnp.int32, part.shape, 3) == slots
         part = jnp.where(here, new.astype(x.dtype), part)
         return jax.lax.dynamic_update_slice_in_dim(x, part, layer, 0)
     if not alone(x, slot, new):
@@ -40,6 +42,11 @@ def write_rows(
     flat = x.reshape(-1, *x.shape[4:])
     rows = new.reshape(layers * b * k * c, *x.shape[4:]).astype(x.dtype)
     return flat.at[row.reshape(-1)].set(rows, mode="drop").reshape(x.shape)
+
+
+def _by_lanes(x: Array) -> bool:
+    """Whether slots lie on the lanes of an accelerator: one number per slot, and on a TPU all narrow rows."""
+    return x.ndim == 4 or (x.ndim == 5 and platform() == "tpu" and on_lanes(x))
 
 
 def _write_apart(
@@ -75,8 +82,8 @@ def write_blocks(
 ) -> Shaped[Array, "Lg B K S *r"]:
     """x with blocks of n = D / C slots: x[layer + i, .., block[i, .., c] * n + j] = new[i, .., c * n + j].
 
-    Blocks below 0 or behind the end write nothing. As in `write_rows` the index is flat, and one number per
-    slot is written by a `where`. The slots keep their axis: an accelerator would copy x to split it in two.
+    Blocks below 0 or behind the end write nothing. As in `write_rows` the index is flat, but where slots lie
+    on the lanes. The slots keep their axis: an accelerator would copy x to split it in two.
     """
     s, rest = x.shape[3], x.shape[4:]
     size = new.shape[3] // block.shape[3]
@@ -86,10 +93,12 @@ def write_blocks(
         # Blocks are numbered through all lists of all layers.
         place = (layer * b * k + source // c) * (s // size) + block.reshape(-1)[source]
         return copy_blocks(x, new.astype(x.dtype), (source, place), count, size)
-    if x.ndim == 4 and block.shape[3] == 1:
+    if block.shape[3] == 1 and _by_lanes(x):
         part = jax.lax.dynamic_slice_in_dim(x, layer, block.shape[0])
-        place = jax.lax.broadcasted_iota(jnp.int32, part.shape, 3) - block * size
-        mine = jnp.take_along_axis(new.astype(x.dtype), jnp.clip(place, 0, size - 1), axis=3)
+        first = (block * size).reshape(*block.shape, *(1,) * (x.ndim - 4))
+        place = jax.lax.broadcasted_iota(jnp.int32, part.shape, 3) - first
+        mine = new.astype(x.dtype)
+        mine = mine if size == 1 else jnp.take_along_axis(mine, jnp.clip(place, 0, size - 1), axis=3)
         part = jnp.where((place >= 0) & (place < size), mine, part)
         return jax.lax.dynamic_update_slice_in_dim(x, part, layer, 0)
     if not alone(x, block, new):
@@ -124,6 +133,16 @@ def put_in_rows(
     here = at[..., None] == place
     put = jnp.where(here, jnp.broadcast_to(values, at.shape)[..., None], jnp.zeros((), x.dtype))
     return jnp.where(here.any(-2), put.sum(-2, dtype=x.dtype), x)
+
+
+def after(count: Int[Array, "*b"], x: Float[Array, "*_"]) -> Int[Array, "*b"]:
+    """`count`, below 2^31 - 1; on CPUs, what is written by it is written when all that x came from was read.
+
+    XLA for CPUs orders by data alone. A cache that could be written before it is read would be copied first.
+    """
+    if platform() != "cpu":
+        return count
+    return jnp.minimum(count, np.iinfo(np.int32).max - jnp.isnan(x).any().astype(jnp.int32))
 
 
 def first_empty(pos: Int[Array, "*b S"]) -> Int[Array, "*b"]:

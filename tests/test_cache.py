@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import steps
-from kvjax.aot.reading import large_copies
+from kvjax import steps, writing
 from kvjax.cache import Pages, Slots, encode, kept_positions, nbytes
 from kvjax.errors import InputError
 from kvjax.models.config import Config
@@ -17,9 +16,6 @@ from kvjax.models.model import Model
 from kvjax.models.params import init, plan
 from kvjax.ops.base.bit_packing import pair
 from kvjax.place.rows import reset_rows
-from kvjax.samples import Draws, write_slice
-from kvjax.sampling import Sampler
-from kvjax.stepping import OneStep
 from kvjax.steps import Run
 from kvjax.store.affine import Affine
 from kvjax.writing import first_empty, pad_slots, write_rows, write_slots
@@ -50,9 +46,13 @@ TARGETS = np.random.default_rng(5).permuted(np.tile(np.arange(S), (1, B, K, 1)),
 TARGETS[0, 0, 0], TARGETS[0, 1, 1], TARGETS[0, 2, 0] = (-1, 3), (S, 0), (2**31 - 1, -5)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("tail", [(), (H,), (2, 3)])
-def test_rows_are_written_in_place_and_out_of_range_slots_write_nothing(rng, tail, count):
+def test_rows_are_written_in_place_and_out_of_range_slots_write_nothing(
+    rng, monkeypatch, tail, count, platform
+):
+    monkeypatch.setattr(writing, "platform", lambda: platform)
     x, new = rng.normal(size=(L, B, K, S, *tail)), rng.normal(size=(1, B, K, count, *tail))
     got = jax.jit(write_rows)(
         jnp.asarray(x, jnp.float32), jnp.asarray(TARGETS[..., :count]), jnp.asarray(new, jnp.float32), 1
@@ -64,6 +64,22 @@ def test_rows_are_written_in_place_and_out_of_range_slots_write_nothing(rng, tai
             want[1, b, h, slot] = new[0, b, h, c]
     np.testing.assert_array_equal(got, want)
     assert (want[1] != x[1].astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("tail", [(), (H,)])
+def test_a_tpu_writes_blocks_of_narrow_rows_as_others_do(rng, monkeypatch, tail, size):
+    x, new = (rng.normal(size=(L, B, K, n, *tail)).astype(np.float32) for n in (6, size))
+    block = rng.integers(-1, 6 // size + 1, (1, B, K, 1)).astype(np.int32)
+    want = x.copy()
+    for b, h in np.ndindex(B, K):
+        at = block[0, b, h, 0]
+        if 0 <= at < 6 // size:
+            want[1, b, h, at * size : (at + 1) * size] = new[0, b, h]
+    for platform in ("cpu", "tpu"):
+        monkeypatch.setattr(writing, "platform", lambda platform=platform: platform)
+        got = writing.write_blocks(jnp.asarray(x), jnp.asarray(block), jnp.asarray(new[:1]), 1)
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("codec", sweep([None, Affine(8)], Affine(8)), ids=str)
@@ -148,79 +164,23 @@ def test_a_consumed_cache_is_refused_by_everything_that_would_read_it(model, met
             use()
 
 
-LARGE = Config(vocab=32, d_model=16, layers=2, heads=2, kv_heads=2, head_dim=16, d_ff=16)
-DEEP = dataclasses.replace(LARGE, layers=16)
-# One for every other way in which a step may change a cache.
-OTHERS = [
-    ("tova", dict(budget=4096)),
-    ("r-kv", dict(budget=4096, buffer=64)),
-    ("mikv", dict(budget=4096, group=16)),
-    ("keepkv", dict(budget=4096)),
-    ("kivi", dict(group=16)),
-    ("quest", dict(budget=0.25)),
-    ("turboquant", {}),
-    ("streamingllm", dict(budget=4096)),
-]
-
-
-@pytest.mark.parametrize(
-    "hyper, config, stacked",
-    [
-        pytest.param(("full", {}), LARGE, False, id="full", marks=pytest.mark.rotating),
-        pytest.param(("full", {}), DEEP, True, id="stacked"),
-        pytest.param(("h2o", dict(budget=4096)), LARGE, False, id="h2o", marks=pytest.mark.rotating),
-        pytest.param(("adakv", dict(budget=4096, window=8, page=64)), LARGE, False, id="adakv"),
-    ],
-)
-def test_a_decode_step_makes_no_second_cache(hyper, config, stacked):
-    params, cache, compiled = compiled_step(kvjax.method(hyper[0], **hyper[1]), config, stacked)
-    memory, size = compiled.memory_analysis(), nbytes(cache)
-    assert size > 40 * nbytes(params)
-    # What a step does not write, such as pages, is read where it lies.
-    assert memory.alias_size_in_bytes >= nbytes([group.tail for group in cache.groups])
-    assert memory.alias_size_in_bytes + nbytes(cache.pools) >= 0.99 * size
-    assert memory.temp_size_in_bytes < 0.2 * size
-
-
-CHANGES = [(*one, slices) for slices in (False, True) for one in OTHERS]
-
-
-@pytest.mark.parametrize(
-    ("id", "hyper", "slices"),
-    sweep(CHANGES, (*OTHERS[1], False), ("quest", OTHERS[5][1], True)),
-    ids=lambda x: x if isinstance(x, str) else "slices" if x is True else "",
-)
-def test_what_a_step_changes_is_changed_where_it_lies(id, hyper, slices):
-    """Slots that leave at once or by the dozen, merge, change their tier, or are encoded; in a loop, too."""
-    method = kvjax.method(id, **hyper)
-    _, cache, compiled = compiled_step(method, LARGE, False, slices)
-    assert compiled.memory_analysis().alias_size_in_bytes >= 0.99 * nbytes(cache)
-    if method.store is None and (method.keep is None or method.keep.merge is None):
-        # Plain code decodes a layer of codes to attend to it, and a merge writes a layer.
-        assert large_copies(compiled.as_text(), nbytes(cache.groups[-1].parts[0].k)) == 0
-
-
-def compiled_step(method, config, stacked, slices=False):
-    """Shapes of parameters and of a cache of 8192 tokens, and the step over it, or a loop of it, compiled."""
-    tokens = 8192
-    params = jax.eval_shape(lambda: init(config, jax.random.key(0), groups=plan(config, stacked=stacked)))
-    shape = jax.ShapeDtypeStruct
-    logits, cache = jax.eval_shape(
-        lambda p, t, n: steps.prefill(
-            Run(config, method), p, t, n, None, tokens_bound=tokens, room=8, compress=True
-        ),
+def test_a_step_that_scans_its_layers_makes_no_second_cache():
+    """What one of every class of layout makes of two layers is in `test_in_place.py`."""
+    config = Config(vocab=32, d_model=16, layers=16, heads=2, kv_heads=2, head_dim=16, d_ff=16)
+    tokens, shape = 8192, jax.ShapeDtypeStruct
+    params = jax.eval_shape(lambda: init(config, jax.random.key(0), groups=plan(config, stacked=True)))
+    run = Run(config, kvjax.method("full"))
+    _, cache = jax.eval_shape(
+        lambda p, t, n: steps.prefill(run, p, t, n, None, tokens_bound=tokens, room=8, compress=True),
         params, shape((1, tokens), jnp.int32), shape((1,), jnp.int32),
     )  # fmt: skip
-    run = Run(config, method.decode_part())
-    token, row, one = shape((1,), jnp.int32), shape((1,), jnp.bool_), shape((), jnp.int32)
-    if slices:
-        keys = jax.eval_shape(lambda: jax.random.key(0)[None])
-        draws = Draws(Sampler().settings, keys, shape((8,), jnp.int32), token)
-        lowered = write_slice.lower(OneStep(run), params, cache, logits, row, draws, one, one)
-    else:
-        lowered = steps.step.lower(run, params, cache, token, row)
+    live = Run(config, run.method.decode_part())
     with optimised(True):
-        return params, cache, lowered.compile()
+        lowered = steps.step.lower(live, params, cache, shape((1,), jnp.int32), shape((1,), jnp.bool_))
+        memory = lowered.compile().memory_analysis()
+    assert nbytes(cache) > 40 * nbytes(params)
+    assert memory.alias_size_in_bytes == nbytes(cache)
+    assert memory.temp_size_in_bytes < 0.2 * nbytes(cache)
 
 
 # --- nothing is lost ----------------------------------------------------------------------------------
@@ -371,7 +331,7 @@ def test_one_kv_head_of_unequal_layers_goes_on_after_a_second_turn():
 
 
 def test_layers_that_are_skipped_must_not_end_inside_a_stack():
-    config = dataclasses.replace(LARGE, layers=4)
+    config = Config(vocab=32, d_model=16, layers=4, heads=2, kv_heads=2, head_dim=16, d_ff=16)
     params = init(config, jax.random.key(0), groups=plan(config, stacked=True))
     model = Model(config, params)
     kvjax.prefill(model, [[1, 2, 3, 4]], method=kvjax.method("l2compress", budget=2, skip_layers=2), room=2)

@@ -61,7 +61,10 @@ def groups(q, body, tail, layer):
         yield b, i, q[b, i], k[live].astype(float), v[live].astype(float), pos[live]
 
 
-def test_a_query_guesses_by_its_largest_channels_in_sum_over_the_group(drawn):
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_a_query_guesses_by_its_largest_channels_in_sum_over_the_group(drawn, monkeypatch, platform):
+    """A TPU multiplies the other channels by zero."""
+    monkeypatch.setattr("kvjax.read.channels.platform", lambda: platform)
     q, body, _ = drawn
     got = WORD.guess(q, body.k[1]) * H**-0.5
     for b, i in np.ndindex(ROWS, HEADS):

@@ -20,6 +20,7 @@ class Case(NamedTuple):
     simulate it; it aborts on copies by hand whose sources it cannot tell. donated: places of the operands
     that the program may reuse. branches: how often the largest conditional parts of the outermost loop run,
     in their order; other code counts as if it always ran.
+    leaf: bytes of the keys of one layer, where their copies are asked for; 0 where those of `cache` are.
     layouts: of operands, by place, that do not come in the compiler's default, or such a function of a leaf.
     """
 
@@ -34,4 +35,5 @@ class Case(NamedTuple):
     donated: tuple[int, ...] = ()
     branches: tuple[int, ...] = ()
     relaid: int = 0
+    leaf: int = 0
     layouts: Mapping[int, Layout | Callable[[Any], Layout | None]] = MappingProxyType({})

@@ -40,12 +40,12 @@ def main() -> None:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from kvjax.aot import reading
-    from kvjax.aot.cases import CASES
     from kvjax.aot.hardware import device_of
+    from kvjax.aot.probe import cases_of
     from kvjax.pallas_kernels.block_sizes import here
 
     device = device_of(topology)
-    case = partial(CASES[name], **json.loads(options))(device)
+    case = partial(cases_of(device)[name], **json.loads(options))(device)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices[:1]), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -67,8 +67,8 @@ def main() -> None:
                 f"{topology} is a {devices[0].device_kind}: add that to pallas_kernels/block_sizes.py"
             )
         compiled = jax.jit(case.run, donate_argnums=case.donated).lower(*placed).compile()
-    # Only copies of at least a quarter of the cache count; without a cache, none do.
-    least = case.cache // 4 or sys.maxsize
+    # Only copies of at least a quarter of the cache count, or of a leaf; without a cache, none do.
+    least = case.leaf or case.cache // 4 or sys.maxsize
     found = reading.memory(compiled, least)
     found["staged"] = reading.staged(compiled.as_text() or "", least)
     print("AOT " + json.dumps(found | reading.schedule(folder, case.kernel)))

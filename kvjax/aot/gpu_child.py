@@ -32,12 +32,12 @@ def main() -> None:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from kvjax.aot import gpu_reading, reading
-    from kvjax.aot.cases.gpu import CASES
     from kvjax.aot.hardware import GPUS
+    from kvjax.aot.probe import cases_of
 
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     gpu = GPUS[name]
-    case = partial(CASES[case_name], **json.loads(options))(gpu)
+    case = partial(cases_of(gpu)[case_name], **json.loads(options))(gpu)
     target = gpu_reading.target(gpu)
     devices = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1").devices
     mesh = Mesh(np.array(devices[:1]), ("x",))
@@ -49,7 +49,7 @@ def main() -> None:
     with jax.set_mesh(mesh):
         operands = jax.tree.map(place, case.operands)
         compiled = jax.jit(case.run, donate_argnums=case.donated).lower(*operands).compile()
-    found = reading.memory(compiled, case.cache // 4 or sys.maxsize)
+    found = reading.memory(compiled, case.leaf or case.cache // 4 or sys.maxsize)
     found["kernels"] = gpu_reading.kernels(compiled.as_text() or "")
     print("AOT " + json.dumps(found | gpu_reading.programs(folder, case.kernel, gpu)))
 

@@ -13,14 +13,15 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from kvjax.aot import cases
+from kvjax.aot import cases, reading
 from kvjax.aot.case import Case
 from kvjax.aot.cases import gpu as gpu_cases
+from kvjax.aot.cases import layouts
 from kvjax.aot.hardware import Device, Gpu, device_of
 from kvjax.aot.reading import largest
 from kvjax.errors import InputError
 
-SECONDS = 300
+SECONDS = 900
 # No device is needed. The other two keep a caller's settings from changing what is compiled.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -65,12 +66,25 @@ def probe(topology: str, name: str, **options: Any) -> dict[str, Any]:
         found = _on_gpu(device, case, topology, name, **options)
     else:
         found = _on_tpu(device, case, topology, name, **options)
-    return found if "error" in found else found | {"cache": case.cache, "relaid": case.relaid}
+    sizes = {"cache": case.cache, "relaid": case.relaid} | ({"leaf": case.leaf} if case.leaf else {})
+    return found if "error" in found else found | sizes
+
+
+def on_cpu(name: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What XLA for CPUs says of a class of layout, `layout-...`, in this process and with its settings.
+
+    options: of the compiler, instead of those.
+    """
+    import jax
+
+    case = layouts.CASES[name](None)
+    compiled = jax.jit(case.run, donate_argnums=case.donated).lower(*case.operands).compile(options)
+    return reading.memory(compiled, case.leaf) | {"cache": case.cache, "leaf": case.leaf}
 
 
 def cases_of(device: Device | Gpu) -> dict[str, Callable[..., Case]]:
     """What can be compiled for a device, by name."""
-    return gpu_cases.CASES if isinstance(device, Gpu) else cases.CASES
+    return (gpu_cases.CASES if isinstance(device, Gpu) else cases.CASES) | layouts.CASES
 
 
 def _on_gpu(gpu: Gpu, case: Case, topology: str, name: str, **options: Any) -> dict[str, Any]:

@@ -12,6 +12,15 @@ from typing import Any
 # A bundle of instructions: its address, perhaps a loop's mark, and one ">" for every loop around it.
 BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*((?:>\s*)*)\{", re.M)
 COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* copy\(")
+# What an instruction makes, and its name; of an asynchronous one, the first of what it makes.
+INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = \(?(\w+)\[([\d,]*)\].*? ([\w\-]+)\(", re.M)
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}", re.M | re.S)
+FUSED = re.compile(r"fusion\(.*calls=%([\w.\-]+)")
+# What moves numbers and computes none, and what moves none.
+MOVING = frozenset(
+    ("copy", "copy-start", "transpose", "reverse", "concatenate", "pad", "slice", "dynamic-slice", "gather")
+) | {f"{name}{how}" for name in ("all-gather", "all-to-all", "collective-permute") for how in ("", "-start")}
+STILL = frozenset(("parameter", "constant", "bitcast", "reshape", "tuple", "get-tuple-element"))
 ADDRESS = re.compile(r"^\s*(0x[0-9a-f]+|0)\s")
 REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 # A jump over a conditional part; the mark is that of code within a loop.
@@ -31,18 +40,19 @@ def array_bytes(dtype: str, shape: str) -> int:
 
 
 def memory(compiled: Any, least: int) -> dict[str, Any]:
-    """Bytes that a compiled program takes, and its copies of at least `least` bytes.
+    """Bytes that a compiled program takes, its copies of at least `least` bytes, and its `largest_move`.
 
     >>> import jax
     >>> memory(jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((256,), "float32")).compile(), 1024)
-    {'arguments': 1024, 'temporaries': 0, 'aliases': 0, 'copies': 0}
+    {'arguments': 1024, 'temporaries': 0, 'aliases': 0, 'copies': 0, 'moved': 0}
     """
-    taken = compiled.memory_analysis()
+    taken, module = compiled.memory_analysis(), compiled.as_text() or ""
     return {
         "arguments": taken.argument_size_in_bytes,
         "temporaries": taken.temp_size_in_bytes,
         "aliases": taken.alias_size_in_bytes,
-        "copies": large_copies(compiled.as_text() or "", least),
+        "copies": large_copies(module, least),
+        "moved": largest_move(module),
     }
 
 
@@ -57,6 +67,31 @@ def large_copies(module: str, least: int) -> int:
     for name in re.findall(r"output_to_operand_aliasing=.*calls=%([\w.\-]+)", module):
         module = re.sub(rf"^%{re.escape(name)} \(.*?^}}", "", module, flags=re.MULTILINE | re.DOTALL)
     return sum(array_bytes(*m.groups()) >= least for m in COPY.finditer(module))
+
+
+def largest_move(module: str) -> int:
+    """Bytes of the largest array that a module makes only to have numbers elsewhere, or in another order.
+
+    A fusion does where all of its instructions do; one that aliases its operand writes into it.
+
+    >>> largest_move("%f (p: f32[8]) -> f32[8] {\\n  %p = f32[8]{0} parameter(0)\\n"
+    ...     "  ROOT %c = f32[8]{0} copy(%p)\\n}\\n\\nENTRY %m (a: f32[8]) -> f32[8] {\\n"
+    ...     "  ROOT %x = f32[8]{0} fusion(%a), kind=kLoop, calls=%f\\n}\\n")
+    32
+    """
+    bodies = dict(COMPUTATION.findall(module))
+    fused = set(FUSED.findall(module))
+    made = {name: {one[3] for one in INSTRUCTION.finditer(bodies.get(name, ""))} for name in fused}
+    only = {name for name, each in made.items() if each <= MOVING | STILL and each & MOVING}
+    found = [0]
+    for name, body in bodies.items():
+        for line in () if name in fused else body.splitlines():
+            if (made := INSTRUCTION.match(line)) is None:
+                continue
+            call = FUSED.search(line)
+            moves = made[3] in MOVING if call is None else call[1] in only and "output_to_operand" not in line
+            found += [array_bytes(made[1], made[2])] if moves else []
+    return max(found)
 
 
 def staged(module: str, least: int) -> list[str]:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots, dense
 from kvjax.grammar import Budget
+from kvjax.ops.base.dispatch import platform
 from kvjax.ops.base.dtypes import wide
 from kvjax.protocols import AttentionSpec
 
@@ -72,7 +73,12 @@ class LargestChannels:
         few = jnp.take_along_axis(q, index[:, :, None], axis=-1)
         all_of_it = size.sum(-1, keepdims=True)
         share = jnp.abs(few).sum(-1, keepdims=True) / jnp.where(all_of_it == 0, 1, all_of_it)
-        few = few / jnp.sqrt(jnp.where(share == 0, 1, share))
+        scale = jnp.sqrt(jnp.where(share == 0, 1, share))
+        if platform() == "tpu":
+            # Its tiles hold all channels of a key. To gather some, XLA would lay all keys out anew.
+            chosen = jax.nn.one_hot(index, h, dtype=bool).any(-2)[:, :, None]
+            return jnp.einsum("bkgth,bksh->bkgts", jnp.where(chosen, q, 0) / scale, k.astype(q.dtype))
+        few = few / scale
         of_keys = jnp.take_along_axis(k[:, :, None], index[..., None, :], axis=-1)
         return jnp.einsum("bkgtr,bktsr->bkgts", few, of_keys.astype(few.dtype))
 

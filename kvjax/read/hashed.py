@@ -12,6 +12,7 @@ from kvjax.cache import Slots
 from kvjax.grammar import Budget
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.lsh import collisions, hash_codes, hyperplanes, log_chance_of_two
+from kvjax.ops.decode.stacked_decode import layer_of
 from kvjax.read.pages import visited
 
 
@@ -88,7 +89,7 @@ class HashSampling:
         pos = body.pos[layer]
         b, heads, _ = pos.shape
         rows = q.reshape(b, heads, -1, q.shape[-1]).astype(wide(q))
-        met = collisions(self._codes(rows), body.summary["codes"][layer], self.planes, self.tables)
+        met = collisions(self._codes(rows), layer_of(body.summary["codes"], layer), self.planes, self.tables)
         drawn = (met >= 2) & (pos >= self.sinks)[:, :, None]
         by_any, sinks = drawn.any(2), (pos >= 0) & (pos < self.sinks)
         turn = (

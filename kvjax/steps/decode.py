@@ -31,7 +31,7 @@ from kvjax.steps.remember import Asked, carried, remember, weights_of
 from kvjax.steps.run import Run, answered, held, repeated
 from kvjax.steps.turning import turn_over, turned_queries
 from kvjax.stored import completed
-from kvjax.writing import first_empty, write_slots
+from kvjax.writing import after, first_empty, write_slots
 
 
 def step_fn(
@@ -80,7 +80,9 @@ def step_fn(
         asked = Asked(() if gm.at_once else received, None, carried(gm, layer, state, inputs))
         if gm.at_once:
             weights = jax.tree.map(lambda w: w[layer.index], weights_of(gm, params["layers"][layer.group]))
-            now = Now(received, x.q, asked.rows, length, append, weights, inputs.fitted)
+            # What moves into a second tier is written where this layer's attention has read.
+            at_last = length if gm.keep is None or gm.keep.lower is None else after(length, out)
+            now = Now(received, x.q, asked.rows, at_last, append, weights, inputs.fitted)
             state, rows, lost = evict_one(run, gm, layer, state, now)
             out, asked = _broken(out, lost), asked._replace(rows=asked.rows | rows)
         return out, state, left | ({"collected": asked} if any(asked) else {})
@@ -97,7 +99,7 @@ def step_fn(
     groups, pools = remember(run, gms, groups, cache.pools, seen)
     groups, lost = evict_shared(run, gms, groups, seen, length, append)
     groups, late = evict_due(run, gms, groups, params, length, append)
-    groups = _flushed(gms, lent(groups, ()))
+    groups = _flushed(gms, lent(groups, ()), x)
     new = dataclasses.replace(cache, groups=groups, next=jnp.where(append, length, cache.next), pools=pools)
     logits = unembed(params, _broken(x[:, 0], lost | late), config)
     return pinned_to(logits, run.on_mesh, "batch", "vocab"), pinned(new, run.on_mesh)
@@ -169,8 +171,10 @@ def _form_of_append(run: Run, tail: Slots, new: Array) -> str:
     return form("append", run.without_gpu, tail, new, tpu=why)
 
 
-def _flushed(gms: tuple[GroupMethod, ...], groups: tuple[GroupState, ...]) -> tuple[GroupState, ...]:
-    """Where any tail is full, all give what they can to the bodies before them.
+def _flushed(
+    gms: tuple[GroupMethod, ...], groups: tuple[GroupState, ...], x: Float[Array, "B T D"]
+) -> tuple[GroupState, ...]:
+    """Where any tail is full, all give what they can to the bodies before them. x: what the layers made.
 
     One loop of one turn or none for all groups: XLA for GPUs copies all that a conditional passes through,
     and waits for the host at every loop whose turns are data.
@@ -183,7 +187,7 @@ def _flushed(gms: tuple[GroupMethod, ...], groups: tuple[GroupState, ...]) -> tu
     def flush(_: Any, split: dict[int, Any]) -> dict[int, Any]:
         return {i: flush_in_place(gms[i], group) for i, group in split.items()}
 
-    turns = jnp.stack(full).any().astype(jnp.int32)
+    turns = after(jnp.stack(full).any().astype(jnp.int32), x)
     split = jax.lax.fori_loop(0, turns, flush, split)
     return tuple(split.get(i, group) for i, group in enumerate(groups))
 

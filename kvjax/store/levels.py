@@ -7,7 +7,7 @@ were fitted to; in a program, `kvjax.cache.taught` makes codecs of them that hav
 from __future__ import annotations
 
 import dataclasses
-import math
+from functools import reduce
 from typing import Literal, NoReturn
 
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from kvjax.cache import Codec, Taught, taught
 from kvjax.errors import InputError
 from kvjax.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import halves, pack, pair, unpack
-from kvjax.ops.base.dispatch import alone
 from kvjax.store.wrap import Around, Wrapper, joined, part_of
 
 
@@ -96,15 +95,12 @@ class Nearest:
         return {"words": pack(codes, self.bits)}
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
-        codes = unpack(data["words"], self.bits, width).astype(jnp.int32)
-        *layers, count = self.levels.shape
-        if not alone(codes):
-            # Rows of several devices stay apart.
-            first = count * jnp.arange(math.prod(layers), dtype=jnp.int32)
-            first = first.reshape(*layers, *(1,) * (codes.ndim - len(layers)))
-            return jnp.take(self.levels.reshape(-1), codes + first).astype(dtype)
-        flat = codes.reshape(*layers, -1)
-        return jnp.take_along_axis(self.levels, flat, axis=-1).reshape(codes.shape).astype(dtype)
+        codes = unpack(data["words"], self.bits, width)
+        # Looked up by comparing: of a gather, a TPU would make one padded row of indices for every code.
+        each = jnp.moveaxis(self.levels, -1, 0)
+        each = each.reshape(*each.shape, *(1,) * (codes.ndim - each.ndim + 1))
+        found = reduce(lambda x, i: jnp.where(codes == i, each[i], x), range(1, len(each)), each[0])
+        return found.astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,10 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Codec
 from kvjax.store.wrap import Around, Wrapper, joined, part_of
-from kvjax.writing import put_in_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +52,21 @@ class Beneath(Around):
         width = x.shape[-1]
         _, channels = jax.lax.top_k(jnp.abs(x), self.outliers.count(width))
         values = jnp.take_along_axis(x, channels, -1)
-        rest = put_in_rows(x, channels, jnp.zeros((), x.dtype))
+        rest = _put(x, channels, jnp.zeros_like(values))
         small = channels.astype(jnp.uint8 if width <= 256 else jnp.uint16)
         return joined(outlier={"values": values, "channels": small}, other=self.codec.encode(rest))
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
         rows, kept = self.codec.decode(part_of(data, "other"), width, dtype), part_of(data, "outlier")
         channels = kept["channels"].astype(jnp.int32)
-        return put_in_rows(rows, channels, kept["values"].astype(dtype))
+        return _put(rows, channels, kept["values"].astype(dtype))
+
+
+def _put(
+    rows: Float[Array, "*b H"], channels: Int[Array, "*b k"], values: Float[Array, "*b k"]
+) -> Float[Array, "*b H"]:
+    """The rows with a few channels of each replaced, one by one. A TPU would scatter through gigabytes."""
+    at = jax.lax.broadcasted_iota(jnp.int32, rows.shape, rows.ndim - 1)
+    for i in range(channels.shape[-1]):
+        rows = jnp.where(at == channels[..., i : i + 1], values[..., i : i + 1], rows)
+    return rows

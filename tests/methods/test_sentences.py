@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import steps
 from kvjax.cache import nbytes
 from kvjax.methods import METHODS
 from tests.methods.battery import (
@@ -75,6 +76,18 @@ def test_a_prompt_leaves_the_tokens_that_the_method_says(label):
         want = kept_of(label, row.read(prompt_of(row.model, b)))
         for layer, keep in enumerate(want):
             assert found[layer][b] == [set(np.flatnonzero(k).tolist()) for k in keep], (layer, b)
+
+
+@pytest.mark.xdist_group("sentences 4/2")
+def test_methods_that_leave_caches_of_one_shape_share_one_decoder():
+    """What they do with a prompt differs, and their steps do not."""
+    caches = [packed(label).cache for label in ("random", "criticalkv", "expected-attention")]
+    assert len({cache.method for cache in caches}) == 3
+    programs = set()
+    for cache in caches:
+        step(model("4/2"), cache, [r[-1] for r in PACKED], append=False)
+        programs.add(steps.step_keeping._cache_size())
+    assert len(programs) == 1
 
 
 @rows([r for r in ROWS if r.error is not None], SECOND)

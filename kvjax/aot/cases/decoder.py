@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -63,7 +64,7 @@ def decoder(device: Device | Gpu, method: Method, config: Config = CONFIG, batch
     tokens = jax.ShapeDtypeStruct((batch, SLOTS - 128), jnp.int32)
     lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
     fill = partial(prefill, run, tokens_bound=SLOTS - 128, room=128, compress=True)
-    with _as_on(device):
+    with traced_on(device):
         _, cache = jax.eval_shape(lambda p, t, n: fill(p, t, n, None), params, tokens, lengths)
     operands = (params, cache, lengths, jax.ShapeDtypeStruct((batch,), jnp.bool_))
     weights = sum(int(np.prod(x.shape)) * 2 for x in jax.tree.leaves(params))
@@ -128,8 +129,10 @@ def _trips(device: Device, cache: Cache) -> dict[str, int]:
     return {"1": lists // len(segments), "2": steps // len(segments)}
 
 
-def _as_on(device: Device | Gpu) -> Any:
-    """Traces as on a device of that generation, because the capacity of caches depends on it."""
+def traced_on(device: Device | Gpu | None) -> Any:
+    """Traces as on a device of that generation, on which the capacity of caches depends; None: as here."""
+    if device is None:
+        return contextlib.nullcontext()
     kind = device.generation
     if device.platform == "tpu":
         kind = next(kind for kind, name in GENERATIONS.items() if name == device.generation)

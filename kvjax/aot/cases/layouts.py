@@ -1,0 +1,169 @@
+"""One decode step of every class of layout, over caches that are large beside all else: none may be copied.
+
+A class is what `kvjax.layout` says of a sentence, and one sentence stands for each. The model's layers are
+narrow, so that whatever is as large as the keys of a layer is a copy of some cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.aot.case import Case
+from kvjax.aot.cases.decoder import traced_on
+from kvjax.aot.hardware import Device, Gpu
+from kvjax.cache import Cache, Slots, nbytes
+from kvjax.fitted import Fitted, with_fitted
+from kvjax.grammar import Method, chain
+from kvjax.methods import method
+from kvjax.models.config import Config
+from kvjax.models.params import init, plan
+from kvjax.models.placement import weight_layout
+from kvjax.ops.base.rope import Rope
+from kvjax.steps import Run, prefill
+from kvjax.steps.decode import step_fn
+
+LAYERS, HEADS, LISTS, WIDTH = 2, 16, 8, 128
+# The keys of one layer are half a gigabyte in bfloat16, and no TPU moves half of them into VMEM.
+BATCH, TOKENS, ROOM = 8, 32768 - 128, 128
+WINDOW = 1024
+
+
+class Sentence(NamedTuple):
+    """What stands for a class: its parts, each an id and hyper-parameters.
+
+    skips: whether it leaves the first layers alone. windowed: the first layer has a window.
+    """
+
+    parts: tuple[tuple[str, dict[str, Any]], ...]
+    skips: bool = False
+    windowed: bool = False
+
+    def method(self, skipped: int = 1) -> Method:
+        """The sentence; one that skips layers leaves the first `skipped` alone."""
+        more = {"skip_layers": skipped} if self.skips else {}
+        made = [method(id, **hyper, **more) for id, hyper in self.parts]
+        return made[0] if len(made) == 1 else chain(*made)
+
+
+def _one(id: str, skips: bool = False, windowed: bool = False, **hyper: Any) -> Sentence:
+    return Sentence(((id, hyper),), skips, windowed)
+
+
+def _fitted(word: str, shapes: dict[str, tuple[int, ...]]) -> Fitted:
+    """Arrays of nobody, because a step asks for their shapes alone."""
+    return Fitted({n: np.zeros((LAYERS, *shape), np.float32) for n, shape in shapes.items()}, word, "")
+
+
+GATES = _fitted("HeadGates", {"gates": (LISTS,)})
+KERNELS = _fitted(
+    "Residue",
+    {
+        "q1": (HEADS, WIDTH, 8), "q2": (HEADS, 8, 8), "k1": (LISTS, WIDTH, 8), "k2": (LISTS, 8, 8),
+        "mix": (LISTS, 8, 8), "scale": (LISTS, 8), "scale_mix": (LISTS, 8),
+    },
+)  # fmt: skip
+LEVELS = _fitted(
+    "Levels",
+    {
+        "key centre": (LISTS, WIDTH), "key range": (LISTS, WIDTH), "key levels": (16,), "value levels": (16,),
+    },
+)  # fmt: skip
+HALF: dict[str, Any] = dict(budget=0.5)
+SENTENCES = {
+    "full": _one("full"),
+    "snapkv": _one("snapkv", **HALF),
+    "snapkv-heads": _one("snapkv", **HALF, variant="paper"),
+    "snapkv-windowed": _one("snapkv", windowed=True, **HALF),
+    "l2compress": _one("l2compress", skips=True, **HALF),
+    "sink-recent": _one("sink-recent", **HALF),
+    "streamingllm": _one("streamingllm", **HALF),
+    "h2o": _one("h2o", **HALF),
+    "tova": _one("tova", **HALF),
+    "r-kv": _one("r-kv", **HALF),
+    "keepkv": _one("keepkv", **HALF),
+    "less": _one("less", **HALF, fitted=KERNELS),
+    "adakv": _one("adakv", **HALF),
+    "pyramidkv-heads": _one("pyramidkv", **HALF, variant="paper"),
+    "duoattention": _one("duoattention", fitted=GATES),
+    "cake": _one("cake", **HALF),
+    "kvzip": _one("kvzip", **HALF, prefix=(1, 2)),
+    "minicache": _one("minicache", start=0),
+    "int8": _one("int8"),
+    "int4": _one("int4"),
+    "kivi": _one("kivi"),
+    "kvquant": _one("kvquant", bits=4, fitted=LEVELS),
+    "mikv": _one("mikv", **HALF),
+    "snapkv-kivi": Sentence((("snapkv", HALF), ("kivi", {}))),
+    "adakv-int4": Sentence((("adakv", HALF), ("int4", {}))),
+    "h2o-int8": Sentence((("h2o", HALF), ("int8", {}))),
+    "quest": _one("quest", skips=True, budget=1024),
+    "infllm": _one("infllm", budget=1024, newest=1024),
+    "sparq": _one("sparq", budget=1024),
+    "magicpig": _one("magicpig", budget=1024, skip_layers=0),
+}
+
+
+def config_of(sentence: Sentence, layers: int) -> Config:
+    return Config(
+        vocab=256, d_model=256, layers=layers, heads=HEADS, kv_heads=LISTS, head_dim=WIDTH, d_ff=256,
+        rope=Rope(theta=1e4), windows=(WINDOW, *(None,) * (layers - 1)) if sentence.windowed else (),
+    )  # fmt: skip
+
+
+def leaf_bytes(cache: Cache) -> int:
+    """Bytes of the keys of one layer, or of their largest array of codes, where they are fewest.
+
+    Tails behind bodies, and layers with a window, hold next to nothing here.
+    """
+    slots = [part for group in cache.groups for part in group.bodies or (group.tail,)]
+    found = [(x.k, x.pos.shape[0]) for x in slots if isinstance(x, Slots)]
+    found += [(pool.k, pool.layers) for pool in cache.pools]
+    each = [max(nbytes(leaf) for leaf in jax.tree.leaves(k)) // layers for k, layers in found]
+    return min(size for size in each if 8 * size >= max(each))
+
+
+def step_of(device: Device | Gpu | None, name: str) -> tuple[Run, Any, Cache]:
+    """What a step of a class runs, and the shapes of parameters and of a cache of 32640 tokens.
+
+    In bfloat16; device: None for a CPU, in float32. A TPU scans layers, and those that are left alone apart.
+    """
+    sentence, dtype = SENTENCES[name], jnp.float32 if device is None else jnp.bfloat16
+    stacked = device is not None and device.platform == "tpu"
+    layers = 2 * LAYERS if stacked and sentence.skips else LAYERS
+    config, method = config_of(sentence, layers), sentence.method(layers // 2)
+    groups = plan(config, stacked=stacked and method.stack is None)
+
+    def make(key: Any) -> Any:
+        return with_fitted(init(config, key, dtype, groups=groups), method)
+
+    def fill(params: Any, tokens: Any, lengths: Any) -> Cache:
+        run, bounds = Run(config, method), dict(tokens_bound=TOKENS, room=ROOM, compress=True)
+        return prefill(run, params, tokens, lengths, None, **bounds)[1]
+
+    params = jax.eval_shape(make, jax.random.key(0))
+    shape = jax.ShapeDtypeStruct
+    with traced_on(device):
+        cache = jax.eval_shape(fill, params, shape((BATCH, TOKENS), jnp.int32), shape((BATCH,), jnp.int32))
+    return Run(config, method.decode_part()), params, cache
+
+
+def layout(device: Device | Gpu | None, name: str) -> Case:
+    """One token per row, over a cache that the step may reuse."""
+    run, params, cache = step_of(device, name)
+    operands = params, cache, *(jax.ShapeDtypeStruct((BATCH,), dtype) for dtype in (jnp.int32, jnp.bool_))
+    case = Case(
+        partial(step_fn, run), operands, nbytes(cache), 0, nbytes(cache), "_decode", {}, profiles=False,
+        donated=(1,), leaf=leaf_bytes(cache),
+    )  # fmt: skip
+    if device is None or isinstance(device, Gpu):
+        return case
+    return case._replace(layouts={0: partial(weight_layout, device.generation)})
+
+
+CASES: dict[str, Callable[..., Case]] = {f"layout-{name}": partial(layout, name=name) for name in SENTENCES}

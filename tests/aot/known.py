@@ -1,0 +1,42 @@
+"""What compilers say of a step of every class of layout, and where they move as much as a layer's keys."""
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+RECORD = json.loads((Path(__file__).parent / "layouts.json").read_text())
+ROWS = {(row["case"].removeprefix("layout-"), row["target"]): row for row in RECORD["rows"]}
+COMPILERS = {"cpu": "jaxlib", "v5e:2x2": "libtpu", "h100": "jax-cuda13-plugin"}
+TURNED = "keys that lie unrotated are turned whenever they are read, which makes a layer of them"
+MERGED = "a merge makes all slots of a layer anew, to be written behind what the merge still reads"
+ORDERED = "where rows are due, a layer's slots are put into the order of their tokens to be judged"
+KNOWN = {
+    "cpu": {"streamingllm": TURNED, "kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED},
+    "v5e:2x2": {},
+    "h100": {},
+}
+
+
+def assert_in_place(target, name, found):
+    """A step aliases its whole cache, and only a known one moves as much as the keys of a layer."""
+    # A TPU's memory holds small arrays in whole tiles.
+    most = 1.01 * found["cache"] if target.startswith("v") else found["cache"]
+    assert found["cache"] <= found["aliases"] <= most
+    assert (found["moved"] >= found["leaf"]) == (name in KNOWN[target]), found
+
+
+def assert_as_recorded(target, name, found):
+    """By the compiler of the record: no more memory, and where something is moved, as much as ever."""
+    row = ROWS[name, target]
+    if compiler(target) != RECORD[COMPILERS[target]]:
+        return
+    assert found["temporaries"] <= 1.05 * row["temporaries"] + 2**20
+    if name in KNOWN[target]:
+        assert abs(found["moved"] - row["moved"]) <= 0.01 * row["moved"]
+
+
+def compiler(target):
+    try:
+        return version(COMPILERS[target])
+    except PackageNotFoundError:
+        return ""

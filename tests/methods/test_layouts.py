@@ -1,0 +1,47 @@
+"""Classes of layout: which sentence stands for each, and how many decoders the methods of one make."""
+
+import collections
+
+import kvjax
+from kvjax.aot.cases.layouts import SENTENCES
+from kvjax.grammar import Method
+from kvjax.layout import layout_class
+from kvjax.methods import METHODS, takes_budget
+from tests.methods.battery import class_of
+from tests.methods.table import ROWS
+
+# Classes whose methods do different things in a step: so many programs over caches of one layout.
+SEVERAL = {
+    "dense, kv heads, evicts every few steps": 2,
+    "dense, kv heads, evicts every step by mass": 2,
+    "dense, kv heads, evicts every step by mass, merges into slots": 3,
+    "dense, kv heads, evicts never, granule codes": 2,
+    "dense, kv heads, evicts never, token codes": 5,
+    "pages, kv heads, evicts every step": 2,
+}
+
+
+def test_a_sentence_that_is_compiled_ahead_of_time_stands_for_every_class():
+    stand = {(layout_class(one.method()), one.windowed) for one in SENTENCES.values()}
+    assert stand == {class_of(row) for row in ROWS}
+
+
+def decoders():
+    """By class, what the steps of its methods depend on, and whose steps these are."""
+    found = collections.defaultdict(lambda: collections.defaultdict(list))
+    for id in METHODS:
+        method = kvjax.method(id, **({"budget": 0.5} if takes_budget(id) else {}))
+        found[str(layout_class(method))][method.decode_part()].append(id)
+    return found
+
+
+def test_methods_of_one_class_share_a_decoder_but_where_their_steps_differ():
+    found = {kind: [*keys.values()] for kind, keys in decoders().items()}
+    assert {kind: ids for kind, ids in found.items() if len(ids) != SEVERAL.get(kind, 1)} == {}
+    assert set(SEVERAL) <= set(found)
+
+
+def test_whatever_acts_on_prompts_alone_decodes_like_no_method_at_all():
+    plain = Method().decode_part()
+    share = {id for keys in decoders().values() for id in keys.get(plain, ())}
+    assert {row.id for row in kvjax.methods() if row.phase == "prefill"} <= share
