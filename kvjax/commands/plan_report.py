@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from kvjax.commands.inspect_model import find_config
@@ -104,9 +105,9 @@ def _print(model: Named, planners: list[Planner], plans: list[dict[str, Any]]) -
     out.print()
     for plan in plans:
         for line in _lines(plan):
-            print_text(out, f"{plan['method']}: {line}")
+            print_text(out, escape(f"{plan['method']}: {line}"))
     for note in dict.fromkeys(note for plan in plans for note in plan["notes"]):
-        print_text(out, f"Note: {note}.")
+        print_text(out, escape(f"Note: {note}."))
     if any(_step(plan).get("roofline") for plan in plans):
         print_text(out, first["roofline_note"], style="dim")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvjax.errors import InputError
-from kvjax.models.model import Model
+
+if TYPE_CHECKING:
+    from kvjax.models.model import Model
 
 
 def read_texts(
