@@ -107,7 +107,7 @@ def _of_attention(config: Config, params: Params, cache: Cache, on: OnMesh) -> f
             table: Any = part.table if isinstance(part, Paged) else part.pos
             slots = _numbers(table) * (cache.pools[part.pool].page_tokens if isinstance(part, Paged) else 1)
             queries = mixer.query_heads(config) / table.shape[2]
-            _, _, lists, over = table.sharding.spec
+            _, _, lists, over, *_ = (*table.sharding.spec, None, None, None, None)
             if lists is None and not {*(over or ())} & {*on.rules.mesh_axes("heads")}:
                 # Every device has all lists, and its own queries; all queries, where it has its own slots.
                 queries /= on.devices("heads")

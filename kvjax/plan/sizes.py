@@ -38,7 +38,7 @@ class Spread(NamedTuple):
     def of_rows(self, batch: int) -> Spread:
         """The same array of a cache with so many rows, where this is of one."""
         sizes = zip(self.axes, self.shape, strict=True)
-        return self._replace(shape=tuple(batch * n if a in ("batch", "pages") else n for a, n in sizes))
+        return self._replace(shape=tuple(batch * n if a == "batch" else n for a, n in sizes))
 
     @property
     def nbytes(self) -> int:
@@ -114,14 +114,14 @@ def cache_shapes(
 class Sizes:
     """Bytes on a device of a model's weights, and of a method's caches at any batch and context.
 
-    A cache is traced once per context and number of devices that share a list, for one row: all that has
-    rows, or pages of rows, grows with them.
+    A cache is traced once per context and number of devices that share a list, for one row: all that has rows
+    grows with them. Pools are rounded to whole pages, and traced for all rows.
     """
 
     def __init__(self, config: Config, method: Method, topology: Topology, dtype: Any):
         self.config, self.method, self.topology, self.dtype = config, method, topology, dtype
         self.params = weights(config, topology, dtype)
-        self._row = lru_cache(maxsize=None)(self._trace)
+        self._cache = lru_cache(maxsize=None)(self._trace)
 
     def weights(self, on: OnMesh) -> int:
         """Of all weights. InputError where the model does not divide so."""
@@ -140,14 +140,17 @@ class Sizes:
 
     def spread(self, on: OnMesh, batch: int, context: int, roughly: bool = False) -> list[Spread]:
         """Every array of a cache, whole, with its logical axes."""
-        row = self._row(context, 1 if roughly else parts_of_lists(self.config, on), min(on.mesh.size, 2))
+        key = context, 1 if roughly else parts_of_lists(self.config, on), min(on.mesh.size, 2)
+        cache, times = self._cache(*key, 1), batch
+        if cache.pools:
+            cache, times = self._cache(*key, batch), 1
         found: list[Spread] = []
-        map_axes(lambda axes, x: found.append(Spread(x.shape, x.dtype, axes).of_rows(batch)), row, on)
+        map_axes(lambda axes, x: found.append(Spread(x.shape, x.dtype, axes).of_rows(times)), cache, on)
         return found
 
-    def _trace(self, context: int, parts: int, devices: int) -> Cache:
+    def _trace(self, context: int, parts: int, devices: int, rows: int) -> Cache:
         # Capacities depend on the kind of device, whether there are several, and how many share a list.
         mesh = {"x": max(parts, devices)}
         on = abstract(self.topology, mesh, Rules(slots="x") if parts > 1 else Rules())
         run = Run(self.config, self.method, None, on if parts > 1 else None)
-        return cache_shapes(run, self.params, 1, context, on.mesh)
+        return cache_shapes(run, self.params, rows, context, on.mesh)

@@ -60,7 +60,7 @@ def test_a_plan_holds_what_the_compiler_says_of_a_step_and_a_chunk(here):
 
 @pytest.mark.rotating
 def test_a_job_runs_in_a_process_of_its_own_as_it_does_here():
-    planner = Planner(asked(method="kivi:bits=4"))
+    planner = Planner(asked(method="kivi:bits=4,group=16,residual=32"))
     there = planner.compiled(8, 512, 0)
     assert "error" not in there
     assert there["cache"] == planner.sizes.cache(planner.layout.on, 8, 512)

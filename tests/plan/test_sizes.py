@@ -25,7 +25,7 @@ EIGHT, SIXTEEN = topology_of("cpu:8"), topology_of("v5e:4x4")
 SENTENCES = (
     "full",
     "snapkv:window=8,budget=0.5",
-    "kivi:bits=4,residual=32",
+    "kivi:bits=4,group=16,residual=32",
     "adakv:window=8,budget=0.5",
     "quest:budget=64",
 )
