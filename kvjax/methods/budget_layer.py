@@ -174,6 +174,11 @@ def prefixkv(budget: Amount, *, sinks: Tokens = 4, newest: Window = 1, page: Pag
     arxiv="2410.13846",
     family="budget-layer",
     exact="deviates",
+    kvpress=Press(
+        "SimLayerKVPress",
+        "last=1",
+        same="no: kvpress does not count what the newest token gives itself, and keeps a recent token less",
+    ),
 )
 def simlayerkv(
     *,
