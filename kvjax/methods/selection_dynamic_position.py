@@ -53,7 +53,7 @@ def streamingllm(budget: Amount, *, sinks: Tokens = 4) -> Method:
 def hashevict(
     budget: Amount, *, planes: Planes = 16, sinks: Tokens = 4, newest: Tokens = 10, seed: Seed = 0
 ) -> Method:
-    """HashEvict (Liu et al., 2024, arXiv:2412.16187), section 3: the key least like the query.
+    """HashEvict (Liu et al., 2024, arXiv:2412.16187): the key whose code is least like the query's leaves.
 
     score[j] = -hamming(sign(R k_j), sign(R q)) of the newest query and `planes` random hyperplanes R, a guess
     of their cosine. The first `sinks` and the `newest` tokens stay. A prompt keeps its keys of small norm, as
@@ -98,7 +98,7 @@ def lacache(
     sinks: Tokens = 4,
     newest: Window = 32,
 ) -> Method:
-    """LaCache (Shi et al., 2025, arXiv:2507.14204), section 3: together, layers keep more.
+    """LaCache (Shi et al., 2025, arXiv:2507.14204): layers keep other tokens, so together more.
 
     Of `step` tokens in a row every layer keeps `kept` ones, the next layer's one token later, the oldest
     tokens first; what is left is thinned out again when there is nothing else to thin out (see `Rungs`). In a
