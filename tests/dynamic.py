@@ -124,6 +124,16 @@ def corm(window, recent, threshold=1.0):
     return rule
 
 
+def small_keys(sinks, newest):
+    """Minus the norm of a key; equal tokens have equal norms, whatever their rotation."""
+
+    def rule(held):
+        stays = (held.pos < sinks) | (held.pos >= held.length - newest)
+        return np.where(stays, np.inf, -np.linalg.norm(held.k, axis=-1).round(9))
+
+    return rule
+
+
 def hashevict(bits, sinks, recent, seed=0):
     """Minus the number of bits in which a key's code differs from those of a group's newest queries."""
 

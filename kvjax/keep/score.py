@@ -215,18 +215,6 @@ class ValueNorm(Word):
 
 
 @dataclasses.dataclass(frozen=True)
-class NormRatio(Word):
-    """score[j] = ||v_j||_2 / ||k_j||_2 (arXiv:2509.04377), in 17 bits.
-
-    Of equal tokens, which the first layer has many of, rotations would tell the norms apart by rounding.
-    """
-
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        k, v = (jnp.linalg.norm(x.astype(jnp.float32), axis=-1) for x in (view.k, view.v))
-        return jax.lax.reduce_precision(v / jnp.maximum(k, 1e-8), exponent_bits=8, mantissa_bits=16)
-
-
-@dataclasses.dataclass(frozen=True)
 class OutputNorm(Word):
     """score[j] = mean over a group's heads n of ||W_O[n]' v_j||_1 (arXiv:2502.03805): what it can write."""
 

@@ -134,7 +134,7 @@ def zigzagkv(
     least: Share = 0.5,
     page: Page = 128,
 ) -> Method:
-    """ZigZagKV (Zhong et al., 2024, arXiv:2412.09036), section 4: layers get what their attention needs.
+    """ZigZagKV (Zhong et al., 2024, arXiv:2412.09036): layers get what their attention needs.
 
     B_l = B_min + (B - B_min) L u_l / sum u, where u_l is the fewest tokens that hold the share `mass` of the
     last window's attention, in the mean over heads (see `ByUncertainty`), B the budget and B_min its share
@@ -160,7 +160,7 @@ def dynamickv(
     most: Annotated[float, Range(1, 1000)] = 10.0,
     page: Page = 128,
 ) -> Method:
-    """DynamicKV (Zhou et al., 2024, arXiv:2412.14838), section 4: layers get by the stack's best.
+    """DynamicKV (Zhou et al., 2024, arXiv:2412.14838): layers get what the stack's best tokens say.
 
     The best of all layers' SnapKV scores, smoothed by the mean, are counted by layer, and the layers share
     the stack's slots beside the window in proportion to the counts, none more than `most` times the mean (see
@@ -180,14 +180,14 @@ def dynamickv(
     exact="deviates",
 )
 def prefixkv(budget: Amount, *, sinks: Tokens = 4, newest: Window = 1, page: Page = 128) -> Method:
-    """PrefixKV (Wang et al., 2024, arXiv:2412.03409), section 3: equal shares of importance.
+    """PrefixKV (Wang et al., 2024, arXiv:2412.03409): every layer keeps the same share of importance.
 
     A token's importance is the attention it receives of the whole prompt, in the mean over a layer's heads,
     which keep the same tokens. Of a layer's tokens in the order of their importance, the shortest prefix
     stays that has the share p of all of it; p follows from the budget of the stack by bisection (see
     `ByPrefix`). The first `sinks` and the `newest` tokens stay, too. Deviations: p is found for every prompt,
-    where the paper finds the layers' shares offline, on ten samples; importance of sinks and newest tokens is
-    not counted in p; decode steps evict nothing.
+    where the paper can find the layers' shares offline, from a few samples; importance of sinks and newest
+    tokens is not counted in p; decode steps evict nothing.
     """
     protect = (Sink(sinks), Recent(newest))
     score = Together(AccumulatedAttention())

@@ -129,7 +129,7 @@ def r_kv(
     exact="equal",
 )
 def morphkv(budget: Amount, *, window: Window = 32, fusion: Literal["sum", "max"] = "sum") -> Method:
-    """MorphKV (Ghadia et al., 2025, arXiv:2503.00979), section 3: what the newest tokens attend to, now.
+    """MorphKV (Ghadia et al., 2025, arXiv:2503.00979): what the newest tokens attend to, now.
 
     score[j] = fuse_i p_ij, fused over the last `window` queries i by their sum or maximum; the window itself
     stays. Older queries have no say, so nothing favours early tokens. As in the authors' code, p is a softmax
@@ -148,7 +148,7 @@ def morphkv(budget: Amount, *, window: Window = 32, fusion: Literal["sum", "max"
     aliases=("easykv",),
 )
 def roco(budget: Amount, *, newest: Tokens = 10, steady: Share = 0.3) -> Method:
-    """RoCo (Ren and Zhu, 2024, arXiv:2402.06262), section 4: the mean attention since a token came.
+    """RoCo (Ren and Zhu, 2024, arXiv:2402.06262): the mean attention since a token came.
 
     The lowest mean leaves, but not among the slots whose attention deviates most, which are a share `steady`
     of the budget. To these count the newest tokens, whose means are of few queries: `newest` of them, as in
@@ -196,7 +196,7 @@ def buzz(
     sinks: Tokens = 4,
     recent: Share = 0.3,
 ) -> Method:
-    """BUZZ (Zhao et al., 2024, arXiv:2410.23079), section 3: samples of the past at nearly equal distances.
+    """BUZZ (Zhao et al., 2024, arXiv:2410.23079): samples of the past at nearly equal distances.
 
     The first `sinks` tokens and a share `recent` of the budget, the newest tokens, stay. When those between
     them no longer fit, one of every `stride` that the window has left since stays, the one of the most
@@ -216,7 +216,7 @@ def buzz(
     exact="deviates",
 )
 def scope(budget: Amount, *, written: Share = 0.5, window: Window = 32, kernel: Kernel = 5) -> Method:
-    """SCOPE (Wu et al., 2024, arXiv:2412.13649), section 4 ("slide"): a budget for what is written.
+    """SCOPE (Wu et al., 2024, arXiv:2412.13649), "slide": what is written has a budget of its own.
 
     A prompt keeps its window and the best of its tokens by SnapKV's score, in the share 1 - `written` of the
     budget, and these stay. What is written has the rest: the `window` newest tokens, and of the others those

@@ -9,9 +9,11 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import Uniform
 from kvjax.keep.hashed import HashLikeness
 from kvjax.keep.ladder import Ladder
+from kvjax.keep.norms import NormRatio, Rounded
 from kvjax.keep.pages import WholePages
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.score import NormRatio, Position
+from kvjax.keep.phases import Phased
+from kvjax.keep.score import KeyNorm, Position
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Page, Planes, Seed, Tokens, Window
@@ -52,14 +54,15 @@ def streamingllm(budget: Amount, *, sinks: Tokens = 4) -> Method:
 def hashevict(
     budget: Amount, *, planes: Planes = 16, sinks: Tokens = 4, newest: Tokens = 10, seed: Seed = 0
 ) -> Method:
-    """HashEvict (Liu et al., 2024, arXiv:2412.16187), section 3: the key least like the query.
+    """HashEvict (Liu et al., 2024, arXiv:2412.16187): the key whose code is least like the query's leaves.
 
     score[j] = -hamming(sign(R k_j), sign(R q)) of the newest query and `planes` random hyperplanes R, a guess
-    of their cosine. The first `sinks` and the `newest` tokens stay. Deviations: a token is attended to
-    before one leaves, where the paper lets it take the other's place first; a prompt is cut at its end, by
-    its last query; the codes of keys are made anew from the keys instead of being stored.
+    of their cosine. The first `sinks` and the `newest` tokens stay. A prompt keeps its keys of small norm, as
+    in a configuration of the authors'. Deviations: as in the paper, the query is hashed, where the code of
+    the authors hashes the newest key; a token is attended to before one leaves, where theirs takes the
+    other's place first; the codes of keys are made anew from the keys instead of being stored.
     """
-    score = HashLikeness(planes, seed)
+    score = Phased(Rounded(KeyNorm()), HashLikeness(planes, seed))
     return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks), Recent(newest)), when=STEP))
 
 
@@ -78,7 +81,7 @@ def pagedeviction(budget: Amount, *, page: Page = 16) -> Method:
     whose pages have their places in common. The newest `page` tokens stay. Deviations: layers choose for
     themselves; a prompt that is just one page too long gives up a page.
     """
-    score = WholePages(NormRatio(), page)
+    score = WholePages(Rounded(NormRatio()), page)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(page),), when=Every(page)))
 
 
@@ -96,7 +99,7 @@ def lacache(
     sinks: Tokens = 4,
     newest: Window = 32,
 ) -> Method:
-    """LaCache (Shi et al., 2025, arXiv:2507.14204), section 3: together, layers keep more.
+    """LaCache (Shi et al., 2025, arXiv:2507.14204): layers keep other tokens, so together more.
 
     Of `step` tokens in a row every layer keeps `kept` ones, the next layer's one token later, the oldest
     tokens first; what is left is thinned out again when there is nothing else to thin out (see `Rungs`). In a

@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.keep.hashed import HashLikeness
+from kvjax.keep.norms import NormRatio, Rounded
 from kvjax.keep.observe import Queries
 from kvjax.keep.pages import WholePages
-from kvjax.keep.score import KeyNorm, NormRatio
+from kvjax.keep.score import KeyNorm
 from tests.keep.test_score import LENGTH, B, G, H, K, check, seen_by, window_of
 from tests.keep.test_score import view as view  # a fixture
 
@@ -50,3 +51,11 @@ def test_a_key_in_the_direction_of_the_query_differs_in_no_bit(rng, view):
     same = view._replace(k=view.k.at[:, :, 0].set(3.0 * one[:, :, 0, 0]).at[:, :, 1].set(-one[:, :, 0, 0]))
     got = HashLikeness(9)(same, seen_by({repr(Queries(1)): (alike, q_pos)}))
     assert (got[:, :, 0] == 0).all() and (got[:, :, 1] == -9 * G).all()
+
+
+def test_norms_that_only_rounding_tells_apart_are_equal(view):
+    k = np.asarray(view.k).copy()
+    k[:, :, 1] = k[:, :, 0] * np.float32(1 + 3e-7)
+    got = np.asarray(Rounded(KeyNorm())(view._replace(k=jnp.asarray(k)), seen_by()))
+    assert (got[:, :, 0] == got[:, :, 1]).all() and len(np.unique(got)) > got.size / 2
+    np.testing.assert_allclose(got, -np.linalg.norm(k, axis=-1), rtol=1e-5)

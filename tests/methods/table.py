@@ -841,7 +841,8 @@ ROWS = [
     ),
     row(
         "hashevict", dense(half_and_one), hyper=dict(planes=12, sinks=2, newest=2),
-        **chooses(dynamic.hashevict(12, 2, 2)),
+        kept=dynamic.kept(count, dynamic.small_keys(2, 2)),
+        victim=dynamic.victims(count, dynamic.hashevict(12, 2, 2), THETA),
     ),
     row(
         "pagedeviction", dense(due_by_2), hyper=dict(page=2),
