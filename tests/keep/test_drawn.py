@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,10 +30,10 @@ def test_a_drawn_score_is_the_score_with_gumbel_noise(rng):
 
 
 def test_slots_are_drawn_in_proportion_to_the_exponential_of_their_scores(rng):
-    """Over many seeds, the first of 20 tokens drawn is j with chance (1 + j) / 210."""
+    """Over many layers, the first of 20 tokens drawn is j with chance (1 + j) / 210."""
     view = slots(rng)
-    first = [np.asarray(Drawn(Growing(), seed)(view, seen_by())).argmax(-1)[0] for seed in range(400)]
-    found = np.bincount(np.concatenate(first), minlength=20) / (400 * 3)
+    drawn = jax.vmap(lambda layer: Drawn(Growing(), 3)(view, seen_by(layer=layer)))(jnp.arange(400))
+    found = np.bincount(np.asarray(drawn)[:, 0].argmax(-1).ravel(), minlength=20) / (400 * 3)
     want = (1 + np.arange(20)) / 210
     assert np.abs(found - want).max() < 4 * np.sqrt(want.max() / 1200)
     assert found[10:].sum() > 0.65
