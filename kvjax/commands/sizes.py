@@ -18,6 +18,7 @@ from kvjax.grammar import Method
 from kvjax.models.block_transformer import BlockConfig, layout_of
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
+from kvjax.protocols import Reusing
 from kvjax.steps import Run
 from kvjax.suits import check_block_transformer, check_fit, config_of
 
@@ -82,7 +83,8 @@ class Sizes:
 def _by_itself(method: Method) -> bool:
     """Whether a method cannot share a trace over stacked layers."""
     narrows = method.reread is not None or (method.keep is not None and method.keep.narrow is not None)
-    return narrows or method.stack is not None
+    picks = any(isinstance(one.read, Reusing) for one in method.sentences)
+    return narrows or picks or method.stack is not None
 
 
 def _fits(method: Method, config: Config) -> bool:
