@@ -120,7 +120,7 @@ def refused(keep: Keep) -> list[tuple[bool, str]]:
         ),
         (
             keep.lower is not None and (keep.merge is not None or not keep.phase.steady),
-            "a second tier works without merging, and with keys that turn by their own positions",
+            "a second tier works without merging, and with keys at their own positions",
         ),
         (
             keep.lower is not None and in_steps and not (keep.when.at_once and keep.allocate.uniform),

@@ -71,7 +71,8 @@ MUTANTS = [
     ),
     Mutant(
         "a rotation one position late", "kvjax/phase.py",
-        "queries, *keys = older(held, asked, *each)", "queries, *keys = older(held, asked + 1, *each)", METHODS,
+        "queries, *keys = older(held, asked, *each)",
+        "queries, *keys = older(held, asked + 1, *each)", METHODS,
     ),
     Mutant(
         "a byte count without scales", "kvjax/cache.py",
