@@ -47,13 +47,14 @@ def compile_all() -> None:
     done = {(one["topology"], one["asked"], one["model"], one["method"]) for one in data["cells"]}
     for cell in cells():
         if cell not in done:
-            data["cells"].append(_plan(*cell))
+            found = _plan(*cell)
+            data["cells"].append(found)
             # In one order, whatever was compiled when.
             order = {one: i for i, one in enumerate(cells())}
             data["cells"].sort(key=lambda x: order[x["topology"], x["asked"], x["model"], x["method"]])
             data["versions"] = {name: version(name) for name in ("jax", "libtpu", "jax-cuda13-plugin")}
             DATA.write_text(json.dumps(data, indent=1) + "\n")
-            print(*cell, data["cells"][-1]["fits"], flush=True)
+            print(*cell, found["fits"], flush=True)
 
 
 def _plan(topology: str, context: str, model: str, method: str) -> dict[str, Any]:

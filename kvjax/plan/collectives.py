@@ -38,7 +38,8 @@ def collectives(module: str) -> list[Collective]:
     [Collective(kind='all-reduce', count=1, bytes=32)]
     """
     parts, entry = _computations(module)
-    counts, sizes = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
+    counts: dict[str, int] = dict.fromkeys(KINDS, 0)
+    sizes: dict[str, int] = dict.fromkeys(KINDS, 0)
     for name, runs in _runs(parts, entry).items():
         for line in parts[name]:
             call = _CALL.search(line)
