@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.errors import InputError
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.memory import offers_host, to_device
 from kvjax.ops.decode.stacked_decode import layer_of
@@ -254,10 +255,11 @@ Segment = Slots | Paged
 class GroupState:
     """What a group of Lg equal layers holds of its past; nothing of it without a cache.
 
-    bodies: slots that new tokens do not enter, oldest first (pages, encoded granules). tail: the slots that
-    they enter. state: what layers without slots carry instead. rows: what a method remembers of every row,
-    arrays [Lg, B, ...] by name. sinks: the first tokens of every row, as computed, where a store keeps some
-    of them so; no other token enters these slots.
+    bodies: slots that new tokens do not enter, oldest first: pages, encoded granules, what copies of a row
+    have in common, of fewer rows (`kvjax.place.common`). tail: the slots that they enter. state: what layers
+    without slots carry instead. rows: what a method remembers of every row, arrays [Lg, B, ...] by name.
+    sinks: the first tokens of every row, as computed, where a store keeps some of them so; no other token
+    enters these slots.
     """
 
     bodies: tuple[Segment, ...] = ()
@@ -293,7 +295,7 @@ NOTHING = GroupState()
     jax.tree_util.register_dataclass,
     data_fields=["groups", "next", "pools"],
     meta_fields=["method", "model"],
-    drop_fields=["spare", "added"],
+    drop_fields=["spare", "added", "on_mesh"],
 )
 @dataclasses.dataclass(frozen=True)
 class Cache:
@@ -302,7 +304,7 @@ class Cache:
     method (a `kvjax.grammar.Method`, which this floor cannot name) and model are static and say what filled
     it: equal methods give equal tree structures. spare is the host's own note of how many more tokens surely
     fit, so that a step need not ask the device; added is its note of the newest tokens, for `rollback`
-    (`kvjax.place.rollback.Added`). Both are no part of the tree.
+    (`kvjax.place.rollback.Added`); on_mesh says how arrays are to be split. They are no part of the tree.
     """
 
     groups: tuple[GroupState, ...]
@@ -312,6 +314,7 @@ class Cache:
     model: str = ""
     spare: int = 0
     added: Any = None
+    on_mesh: OnMesh | None = None
 
 
 def nbytes(tree: PyTree) -> int:
@@ -363,9 +366,14 @@ def kept_positions(cache: Cache) -> list[Int[np.ndarray, "B K S"]]:
             layers, rows = jax.tree.leaves(group.state)[0].shape[:2]
             out += [np.full((rows, 0, 0), -1, np.int32)] * layers
             continue
-        parts = [_positions(s, cache.pools) for s in group.parts]
+        parts = [_for_rows(_positions(s, cache.pools), cache.next.shape[0]) for s in group.parts]
         out += [np.concatenate(layer, -1) for layer in zip(*parts, strict=True)]
     return out
+
+
+def _for_rows(pos: Int[np.ndarray, "Lg _ K S"], rows: int) -> Int[np.ndarray, "Lg B K S"]:
+    """The positions of every row, where copies of one have slots in common."""
+    return np.repeat(pos, rows // pos.shape[1], axis=1)
 
 
 def _positions(segment: Segment, pools: tuple[Pages, ...]) -> Int[np.ndarray, "Lg B K S"]:

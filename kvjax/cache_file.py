@@ -27,6 +27,7 @@ from kvjax.fitted import fitted_words
 from kvjax.methods.parse import from_spec
 from kvjax.models.files import open_safetensors
 from kvjax.ops.base.memory import in_host, to_host
+from kvjax.place.common import apart
 
 KIND = "kvjax cache"
 # 2: codes of 8 bits are bytes, and words of fewer bits lie next to each other (`kvjax.store.affine`).
@@ -66,6 +67,7 @@ def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
     'int8'
     """
     check_alive(cache)
+    cache = apart(cache)
     tensors: dict[str, np.ndarray] = {}
     tree = {name: _describe(getattr(cache, name), name, tensors) for name in ("groups", "next", "pools")}
     metadata = {

@@ -16,6 +16,8 @@ import orbax.checkpoint as ocp
 
 from kvjax.block_transformer import BlockTransformer
 from kvjax.errors import InputError
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.models.axes import check_rules, weight_shardings
 from kvjax.models.block_transformer import BlockConfig, Groups, layout_of
 from kvjax.models.config import Config
 from kvjax.models.config_json import config_from_json, config_to_json
@@ -64,12 +66,13 @@ def load_checkpoint(
     dtype: Any = None,
     sharding: Any = None,
     groups: tuple[Group, ...] | Groups | None = None,
+    on_mesh: OnMesh | None = None,
 ) -> Model:
     """Reads a directory that `save_checkpoint` wrote, in the dtype it was saved in unless another is given.
 
-    sharding and groups are those of `kvjax.models.hf.load_hf`; the stacking may differ from the saved one.
-    A Block Transformer's groups are `Groups` of both its decoders, its paths read "blocks.layers.0.q".
-    Raises InputError where the directory is no checkpoint, or a broken or newer one.
+    sharding, groups and on_mesh are those of `kvjax.models.hf.load_hf`; the stacking may differ from the
+    saved one. A Block Transformer's groups are `Groups` of both its decoders, its paths read
+    "blocks.layers.0.q". Raises InputError where the directory is no checkpoint, or a broken or newer one.
     """
     folder = check_folder(path)
     if not (folder / MARKER).is_file():
@@ -79,6 +82,9 @@ def load_checkpoint(
     dtype = check_dtype(stored if dtype is None else dtype)
     groups = layout.check_groups(config, groups or layout.plan(config))
     tree = layout.shapes(config, groups)
+    if on_mesh is not None:
+        check_rules(config, on_mesh)
+        sharding = weight_shardings(config, groups, on_mesh)  # type: ignore[arg-type]
     place = placement(tree, sharding)
     if groups == saved:
         params = _restore(folder, tree, dtype, place)
@@ -88,7 +94,8 @@ def load_checkpoint(
         params = map_leaves(lambda path, x: jax.device_put(x, place(path, x.shape)), params)
     params = map_leaves(lambda _, x: laid_out(x), params)
     kind: Any = BlockTransformer if isinstance(config, BlockConfig) else Model
-    return kind(config, params, **read_text(folder)._asdict(), name=folder.resolve().name)
+    more = {} if on_mesh is None else {"on_mesh": on_mesh}
+    return kind(config, params, **read_text(folder)._asdict(), name=folder.resolve().name, **more)
 
 
 def read_head(folder: Path) -> tuple[Config | BlockConfig, tuple[Group, ...] | Groups, str]:

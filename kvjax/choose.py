@@ -82,15 +82,29 @@ def union(
     )
 
 
+def in_first_tier(
+    gm: GroupMethod, past: GroupState, pools: tuple[Pages, ...], view: View, tokens: int
+) -> Bool[Array, "Lg B K S"]:
+    """The live slots of a view that do not lie in the past's second tier; positions are below `tokens`."""
+    live = view.pos >= 0
+    if gm.keep is None or gm.keep.lower is None:
+        return live
+    below = _decoded(past.bodies[-1], pools).pos
+    held = jnp.zeros((*below.shape[:3], tokens + 1), bool)
+    held = jnp.put_along_axis(held, jnp.where(below < 0, tokens, below), True, axis=3, inplace=False)
+    return live & ~jnp.take_along_axis(held, jnp.maximum(view.pos, 0), axis=3)
+
+
 def grown(traces: tuple[Trace, ...], old: dict[str, Array], received: dict[str, Array]) -> dict[str, Array]:
     """What is remembered of slots after new queries, from what they received of them [..., S].
 
-    Slots of which something is not remembered stay so.
+    Slots of which something is not remembered stay so. What other methods remember, of a prompt that several
+    of them share, is left out.
     """
     length = jnp.zeros(0, jnp.int32)  # no trace asks for more than masses
     seen = Seen(received, None, length, length, 0, AttentionSpec(1.0, None, Rope()))
     both = [t for t in traces if repr(t) in old]
-    return {repr(t): t.grow(old[repr(t)], seen) for t in both} if received else old
+    return {repr(t): t.grow(old[repr(t)], seen) if received else old[repr(t)] for t in both}
 
 
 def judged(traces: tuple[Trace, ...], view: View, seen: Seen) -> View:
@@ -219,6 +233,22 @@ def merge_evicted(
         return merged(merge, view, kept, leaving, seen, carried)
 
     return over_layers(one, numbers, view, kept, leaving, fresh.observed, carried)
+
+
+def reused(
+    keeps: dict[int, Keep | None], scores: dict[int, Float[Array, "_ B K S"]]
+) -> dict[int, Float[Array, "_ B K S"]]:
+    """The scores by which every layer chooses: where a keep says so, those of the first of several layers."""
+    out = dict(scores)
+    alike = {i: (keep, scores[i].shape[1:]) for i, keep in keeps.items() if keep and keep.reuse > 1}
+    for kind in dict.fromkeys(alike.values()):
+        keep = kind[0]
+        where = [(i, at) for i, other in alike.items() if other == kind for at in range(scores[i].shape[0])]
+        source = {here: where[n // keep.reuse * keep.reuse] for n, here in enumerate(where)}
+        for i in dict.fromkeys(i for i, _ in where):
+            sources = [source[i, at] for at in range(scores[i].shape[0])]
+            out[i] = jnp.stack([scores[j][at] for j, at in sources])
+    return out
 
 
 def choose(

@@ -19,8 +19,9 @@ from kvjax.cache import Cache, Paged, Segment, Slots
 from kvjax.group import GroupMethod
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
+from kvjax.paging import list_slots, recent_tokens, tail_slots
 from kvjax.room import PLENTY, free_by_group, more_slots, reserve, tokens_in, widened
-from kvjax.segments import AT_ONCE, Ahead, capacity_of, recent_tokens, slots_needed, tail_slots
+from kvjax.segments import AT_ONCE, Ahead, capacity_of, slots_needed
 from kvjax.steps import Run
 
 tokens_that_fit = jax.jit(free_by_group, static_argnums=0)
@@ -65,7 +66,7 @@ def plan(
     seen = 0 if cache is None else int(np.asarray(cache.next).max())
     chunks = -(-int(lengths.max()) // width)
     if chunks == 1:
-        cache = None if cache is None else _with_room(run.groups(params), cache, width + room)
+        cache = None if cache is None else with_room(run.groups(params), cache, width + room)
         return cache, [Size(bound(seen, width), room)]
     turns = _Turns(run, params, cache, lengths.shape[0], compress)
     slots = np.zeros(len(turns.gms), int)
@@ -84,7 +85,7 @@ def plan(
     return cache, [first, *[middle] * (chunks - 2), last]
 
 
-def _with_room(gms: tuple[GroupMethod, ...], cache: Cache, tokens: int) -> Cache:
+def with_room(gms: tuple[GroupMethod, ...], cache: Cache, tokens: int) -> Cache:
     """The cache with free slots for `tokens` more tokens in every row; grows by whole buckets."""
     short = tokens - int(np.asarray(tokens_that_fit(gms, cache)).min())
     return cache if short <= 0 else reserve(gms, cache, bucket(short))
@@ -128,6 +129,9 @@ class _Turns:
         self.bound = bound(self.seen, width)
         self.seen += width
         self.listed = self.held + width
+        for keep in {self.gms[i].keep for i in self.paged}:
+            assert keep is not None
+            self.listed = list_slots(keep, self.listed, self.bound)
         before = np.full((len(self.gms), len(taken)), PLENTY) if self.free is None else self.free
         self.free = np.stack(
             [
@@ -138,7 +142,7 @@ class _Turns:
         for i in self.paged[:1]:
             gm = self.gms[i]
             assert gm.keep is not None
-            pages = -(-self.listed // gm.keep.page)
+            pages = -(-self.listed // gm.keep.page) * (1 if gm.keep.lower is None else 2)
             self.held = pages * gm.keep.page + tail_slots(gm, self.listed, room, self.widths[i])
         return added
 

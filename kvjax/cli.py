@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 
 from kvjax.errors import InputError
 
-COMMANDS = ("compare", "report", "methods", "generate", "fit", "inspect", "info", "aot")
+COMMANDS = (
+    "compare", "report", "methods", "generate", "fit", "train", "convert", "inspect", "info", "aot", "plan",
+)  # fmt: skip
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 

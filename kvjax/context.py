@@ -14,6 +14,7 @@ from kvjax.cache import Cache
 from kvjax.errors import InputError
 from kvjax.grammar import Method
 from kvjax.inputs import whole_number
+from kvjax.layout import mesh_for
 from kvjax.making import made
 from kvjax.models import encoder as encoders
 from kvjax.models.config import Config
@@ -90,7 +91,7 @@ def context_cache(model: Model, held: Keys, *, method: Method | str | None = Non
     room = check_room(model, room)
     chosen = method_of(model, method, None)
     model = made(model, chosen)
-    run = Run(model.config, bind(chosen, model))
+    run = Run(model.config, bind(chosen, model), on_mesh=mesh_for(chosen, model.on_mesh))
     return labelled(hold(run, model.params, held, room), chosen, model)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.beams import search
 from kvjax.cache import Cache
 from kvjax.errors import InputError
+from kvjax.forking import fork
 from kvjax.grammar import Method
 from kvjax.inputs import (
     callables,
@@ -23,12 +25,12 @@ from kvjax.inputs import (
 from kvjax.making import made
 from kvjax.models.model import Model
 from kvjax.not_numbers import refuse_prompt, refuse_step
-from kvjax.place.rows import fork
+from kvjax.place.rollback import of_rows
 from kvjax.prefilling import ROOM, bare_cache, labelled, method_of, padded, prefill
 from kvjax.processors import Processor, history
 from kvjax.samples import advancing, write
 from kvjax.sampling import Sampler
-from kvjax.stepping import stepping
+from kvjax.stepping import positions_left, stepping
 from kvjax.stopping import StopStrings
 from kvjax.suits import last_position
 from kvjax.verbs import Lengths, TokenIds, has_verbs
@@ -109,7 +111,10 @@ def generate(
         model, tokens, method=method, cache=cache, lengths=lengths, room=max_new_tokens, chunk=chunk,
         implementation=implementation,
     )  # fmt: skip
-    longest = int(np.asarray(cache.next).max()) + max_new_tokens
+    stands = int(np.asarray(cache.next).max())
+    longest = stands + max_new_tokens
+    if last > model.config.max_positions:
+        last = stands + positions_left(model, cache)
     if longest > last:
         raise InputError(
             f"{max_new_tokens} new tokens would reach position {longest}, this model's last is "
@@ -118,7 +123,7 @@ def generate(
     chosen, state, copies = cache.method, bare_cache(cache), max(samples, beams)
     rows = np.repeat(np.arange(logits.shape[0]), copies)
     if copies > 1:
-        logits, state = logits[rows], fork(state, copies)
+        logits, state = logits[rows], fork(state, copies, room=max_new_tokens)
 
     def refuse_nan(at: int) -> None:
         if at == 0:
@@ -143,7 +148,8 @@ def generate(
             one, params, logits, state, sampler=sampler, key=root, ends=ends, on_token=on_token, **loop
         )
         scores = logprobs.sum(-1)
-    return Generated(written, logprobs, labelled(state, chosen, model), scores, rows)
+    behind = dataclasses.replace(labelled(state, chosen, model), added=of_rows(cache.added, rows))
+    return Generated(written, logprobs, behind, scores, rows)
 
 
 def _past(model: Model, tokens: TokenIds, lengths: Lengths | None, new: int) -> Int[Array, "B S"]:

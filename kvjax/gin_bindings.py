@@ -5,8 +5,11 @@ Values are read before anything is traced; nothing called under jit is gin-confi
 
 from __future__ import annotations
 
+import ast
+import difflib
 import logging
 import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -23,12 +26,27 @@ def hyper(**methods: Any) -> dict[str, Any]:
     return methods
 
 
+def _section(**bound: Any) -> dict[str, Any]:
+    """What a file of `kvjax train` binds in one section."""
+    return bound
+
+
+_SECTIONS = {
+    name: gin.external_configurable(_section, name=name, module="kvjax")
+    for name in ("model", "data", "optimiser", "train")
+}
+
+
 def presets() -> dict[str, Path]:
     """The shipped presets of `compare`, by name."""
+    return _shipped("compare")
+
+
+def _shipped(folder: str) -> dict[str, Path]:
     import kvjax.configs
 
-    folder = Path(next(iter(kvjax.configs.__path__))) / "compare"
-    return {p.stem: p for p in sorted(folder.glob("*.gin"))}
+    where = Path(next(iter(kvjax.configs.__path__))) / folder
+    return {p.stem: p for p in sorted(where.glob("*.gin"))}
 
 
 def load_preset(name: str) -> dict[str, dict[str, Any]]:
@@ -46,7 +64,7 @@ def load_preset(name: str) -> dict[str, dict[str, Any]]:
         raise InputError(f"no preset {name!r}: give one of {', '.join(known)}, or the path of a .gin file")
     found: dict[str, dict[str, Any]] = {}
     names: dict[str, str] = {}
-    for key, given in _bound(path).items():
+    for key, given in _bound(path, {"hyper": hyper}, _FORM)["hyper"].items():
         id, values = _checked(path, key, given)
         if id in names:
             raise InputError(
@@ -57,25 +75,74 @@ def load_preset(name: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _bound(path: Path) -> dict[str, Any]:
-    """What the file and those that it includes bind; InputError where gin cannot read it."""
+def load_training(path: str | Path, changes: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """What a file of `kvjax train` binds, by section, and what `changes` ("train.steps=10") bind instead.
+
+    A shipped file (`configs/train`) may be given by its name. Raises InputError as `load_preset` does.
+
+    >>> load_training("bytes", ["train.steps=10"])["train"]["steps"]
+    10
+    """
+    known = training_files()
+    file = known.get(str(path), Path(path))
+    if not file.is_file():
+        raise InputError(f"no training file {str(path)!r}: give one of {', '.join(known)}, or a file's path")
+    form = "write SECTION.NAME = VALUE, with plain values"
+    return _bound(file, _SECTIONS, form, [_binding(x) for x in changes])
+
+
+def training_files() -> dict[str, Path]:
+    """The shipped files of `kvjax train`, by name."""
+    return _shipped("train")
+
+
+def _binding(change: str) -> str:
+    """ "a.b=c" as gin reads it; what is no Python value is a string."""
+    name, equals, value = change.partition("=")
+    if not equals or "." not in name:
+        raise InputError(f"{change!r} binds nothing: write SECTION.NAME=VALUE, such as train.steps=100")
+    if (section := name.partition(".")[0].strip()) not in _SECTIONS:
+        raise InputError(_unknown(section, _SECTIONS))
+    try:
+        ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        value = repr(value)
+    return f"{name.strip()} = {value}"
+
+
+def _unknown(section: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(section, known, 1)
+    return f"unknown section {section!r}: " + (
+        f"did you mean {near[0]}?" if near else f"expected {', '.join(known)}"
+    )
+
+
+def _bound(
+    path: Path, sections: Mapping[str, Callable[[], Any]], form: str, changes: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What the file and those that it includes bind, by section; InputError where gin cannot read it."""
     gin.clear_config()
     # gin logs what it also raises.
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
+        # What a file includes stands beside it, or where its path says from the current folder.
+        gin.add_config_file_search_path(str(path.parent))
         gin.parse_config_file(str(path))
-        return hyper()
+        gin.parse_config(list(changes))
+        return {name: section() for name, section in sections.items()}
     except TokenError as error:
         message, (line, _) = error.args
         raise InputError(f"{path}, line {line}: {message}: is a bracket or a quote left open?") from error
     except SyntaxError as error:
         line = f", line {error.lineno}" if error.lineno else ""
-        raise InputError(f"{error.filename or path}{line}: {_plainly(error.msg)}: {_FORM}") from error
+        raise InputError(f"{error.filename or path}{line}: {_plainly(error.msg)}: {form}") from error
     except (ValueError, OSError, ImportError, UnicodeDecodeError) as error:
         where = re.search(r'In file "(.*?)", line (\d+)', str(error))
         place = f"{where[1]}, line {where[2]}" if where else str(path)
-        raise InputError(f"{place}: {_plainly(str(error))}: {_FORM}") from error
+        foreign = re.match(r"No configurable matching '(.*?)'", str(error))
+        what = _unknown(foreign[1], sections) if foreign else f"{_plainly(str(error))}: {form}"
+        raise InputError(f"{place}: {what}") from error
     finally:
         logging.disable(before)
         gin.clear_config()

@@ -18,9 +18,10 @@ from jaxtyping import Array, Int
 
 from kvjax import words
 from kvjax.cache import Codec
+from kvjax.phase import BY_POSITION, Phase
 from kvjax.protocols import Allocation, Answering, Pattern, Read, Residence, Score, Stacking
 from kvjax.when import PREFILL_END, When
-from kvjax.word_protocols import check_codecs, check_make, check_narrow, check_stack, check_words
+from kvjax.word_protocols import check_codecs, check_make, check_narrow, check_phase, check_stack, check_words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +78,10 @@ class Keep:
 
     when: at the end of a prefill, or also while decoding (`kvjax.when`; then the cache never grows beyond the
     budget by more than that word says). per_query_head: select for every query head alone, so the cache holds
-    K = N heads. skip_layers: the first layers keep everything. rank_phase: rotate by rank among the live
-    slots instead of by position (keys are then stored unrotated). probe: extra tokens whose queries feed the
-    scores. lower: slots that leave are not dropped but stored so, in a second tier. narrow: which tokens of a
-    prompt the upper layers see (`kvjax.keep.narrow`).
+    K = N heads. skip_layers: the first layers keep everything. phase: what keys and queries turn by
+    (`kvjax.phase`). probe: extra tokens whose queries feed the scores. lower: slots that leave are not
+    dropped but stored so, in a second tier. narrow: which tokens of a prompt the upper layers see
+    (`kvjax.keep.narrow`). reuse: so many layers in a row keep what the first of them chooses.
     """
 
     score: Score | None
@@ -90,16 +91,20 @@ class Keep:
     when: When = PREFILL_END
     per_query_head: bool = False
     skip_layers: int = 0
-    rank_phase: bool = False
+    phase: Phase = BY_POSITION
     probe: Any = None
     merge: Any = None
     lower: Store | None = None
     page: int = 128
     narrow: Any = None
+    reuse: int = 1
 
     def __post_init__(self):
         check_words(self.score, self.allocate, self.protect, self.merge)
+        check_phase(self.phase)
         check_narrow(self.narrow)
+        if isinstance(self.reuse, bool) or not isinstance(self.reuse, int) or self.reuse < 1:
+            raise ValueError(f"reuse is a number of layers that keep alike, at least 1, got {self.reuse!r}")
         if not isinstance(self.budget, Budget):
             raise ValueError(f"a keep's budget must be a Budget, got {self.budget!r}: write Budget(0.25)")
 
@@ -189,11 +194,10 @@ class Method:
                 keep = dataclasses.replace(k, probe=None, narrow=None)
             elif k.score is not None and (k.score.traces or answering is not None):
                 bare: dict[str, Any] = dict(protect=(), probe=None, merge=answering, lower=None, narrow=None)
+                bare["reuse"] = 1
                 keep = dataclasses.replace(k, budget=Budget(1.0), **bare)
-            elif k.rank_phase or k.per_query_head:
-                keep = Keep(
-                    None, Budget(1.0), k.allocate, rank_phase=k.rank_phase, per_query_head=k.per_query_head
-                )
+            elif k.phase != BY_POSITION or k.per_query_head:
+                keep = Keep(None, Budget(1.0), k.allocate, per_query_head=k.per_query_head, phase=k.phase)
         return Method(keep, self.store, self.read, ("decode", ()), host=self.host)
 
     def protecting(self, *patterns: Pattern) -> Method:
@@ -209,6 +213,8 @@ class Method:
 
 def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...] | None = None) -> Method:
     """One method from its parts: at most one make, keep, store, read and place.
+
+    A keep that keeps everything and says a phase gives that to the other keep.
 
     >>> from kvjax.methods import method
     >>> chain(method("snapkv", budget=0.25), method("kivi", bits=2)).id
@@ -237,7 +243,12 @@ def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...
                 )
             pieces = {"read": part} if isinstance(part, Read) else {"host": part}
         for name, piece in pieces.items():
-            if name in found:
+            turned = None
+            if name in found and isinstance(piece, Keep):
+                turned = _turned(found[name], piece)
+            if turned is not None:
+                piece = turned
+            elif name in found:
                 raise ValueError(
                     f"a method has at most one {name}; this chain has two, of {owner[name]} and "
                     f"{_called(part)}: leave one out"
@@ -246,6 +257,16 @@ def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...
     method = Method(**found, spec=spec or _joined(specs) or ())
     check(method)
     return method
+
+
+def _turned(a: Keep, b: Keep) -> Keep | None:
+    """One of two keeps with the phase of the other, which says nothing else; None where both say more."""
+    for phase, keep in ((a.phase, b), (b.phase, a)):
+        bare = Keep(None, Budget(1.0), keep.allocate, phase=phase)
+        other = a if keep is b else b
+        if keep.phase == BY_POSITION and dataclasses.replace(other, allocate=keep.allocate) == bare:
+            return dataclasses.replace(keep, phase=phase)
+    return None
 
 
 def _called(part: Any) -> str:
@@ -304,8 +325,9 @@ def check(method: Method) -> None:
             "a read method needs the same number of slots in every head, and this keep gives unequal numbers",
         ),
         (
-            keep is not None and keep.rank_phase and read is not None,
-            "a read method ranks keys as they are stored, and this keep turns them by their ranks",
+            keep is not None and not keep.phase.steady and read is not None,
+            f"a read method ranks keys as they are stored, and {keep and keep.phase!r} turns them anew "
+            "whenever they are read",
         ),
         (
             keep is not None and method.reread is not None,

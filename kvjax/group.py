@@ -29,7 +29,8 @@ class GroupMethod(NamedTuple):
     have none). sinks: how many first tokens are held as computed beside codes. taught: inside a program, what
     the codecs' words were fitted to, of the group's layers (`kvjax.steps.lending`). stack: how a prefill
     merges the layer with its neighbour, below it where `upper`. host: what the device holds of a body in host
-    memory.
+    memory. picker: the layer whose picks a read visits, the group's own where it chooses for those above.
+    multiple: a list has as many slots on each of so many devices.
     """
 
     keep: Keep | None
@@ -45,6 +46,13 @@ class GroupMethod(NamedTuple):
     stack: Stacking | None = None
     upper: bool = False
     host: Any = None
+    picker: int | None = None
+    multiple: int = 1
+
+    @property
+    def picks(self) -> bool:
+        """Whether the layer chooses for those above it, and reads all of its own slots."""
+        return self.picker == self.first
 
     @property
     def budget(self) -> Budget | None:
@@ -71,6 +79,13 @@ class GroupMethod(NamedTuple):
     def at_once(self) -> bool:
         """Whether a slot may leave after every token, inside the layer."""
         return self.keep is not None and self.keep.when.at_once
+
+    @property
+    def lasting(self) -> bool:
+        """Whether steps add slots and change none that is stored, so that copies can have these in common."""
+        apart = self.split or self.sinks or self.stack is not None
+        unsteady = self.keep is not None and not self.keep.phase.steady
+        return self.kind == "slots" and not (self.evicting or apart or unsteady or self.traces)
 
     @property
     def traces(self) -> tuple[Trace, ...]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvjax.errors import InputError
 from kvjax.fitted import fitted_words
 from kvjax.grammar import Keep, Method, Store
 from kvjax.keep.observe import Mass, Queries
-from kvjax.protocols import Read, Remembering, Resting, Sampling
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.protocols import Read, Remembering, Resting, Reusing, Sampling
 from kvjax.words import observations, written
 
 
@@ -24,14 +26,15 @@ class LayoutClass(NamedTuple):
     prefill", "every few steps", or at every step by what that step must know of each slot: "every step",
     "every step by mass", "every step by query". merges: what leaves goes "into slots" that stay or "into
     rows", which answer for it in sum; else empty. tiers: 2 where what leaves is stored with fewer bits.
-    phase: what keys are rotated by, "position", "position, when read" (they are stored unrotated) or "rank".
+    phase: what keys are rotated by, "position", "position, when read" (they are stored unrotated) or what
+    else a phase says, such as "rank".
     codec: "plain", "token" (tokens are encoded one by one) or "granule" (some tokens together, behind a plain
     tail). reads: "all" slots, "pages" of them, "pages and the rest", where what is left out is answered for
-    in sum, or "samples", which weigh by how likely they were. skips: the first layers are left alone.
-    reads_twice: the prompt is read again to be scored. sinks: the first tokens lie apart from the codes of
-    the others. fitted: codes are read by arrays that were fitted to each layer. pairs: two layers are stored
-    as one. remembers: a read's summaries look at what is remembered of slots. memory: "device", or "host"
-    where keys and values of a body lie there.
+    in sum, "picks of other layers", or "samples", which weigh by how likely they were. skips: the first
+    layers are left alone. reads_twice: the prompt is read again to be scored. sinks: the first tokens lie
+    apart from the codes of the others. fitted: codes are read by arrays that were fitted to each layer.
+    pairs: two layers are stored as one. remembers: a read's summaries look at what is remembered of slots.
+    memory: "device", or "host" where keys and values of a body lie there.
     """
 
     storage: str
@@ -97,9 +100,47 @@ def layout_class(method: Method) -> LayoutClass:
     )
 
 
+def mesh_for(method: Method, on: OnMesh | None) -> OnMesh | None:
+    """The mesh and rules by which a method's caches are split.
+
+    Where rules split slots only of lists that heads cannot split, and this method's slots cannot be split
+    either, these stay whole. Raises InputError where rules split slots in any case, naming the class.
+    """
+    if on is None or on.devices("slots") == 1:
+        return on
+    classes = {layout_class(one) for one in method.sentences}
+    whole = next((kind for kind in classes if not _lie_apart(kind)), None)
+    if whole is None:
+        return on
+    if on.slots_instead:
+        return on.with_whole_slots()
+    raise InputError(
+        f"{method.id} cannot have the slots of a list on several devices, here {on.over('slots')}: its "
+        f"caches are of the class '{whole}', expected dense lists, read whole, in codes of single tokens or "
+        "none, that turn by position: give rules that leave slots whole, such as 'tensor' or 'batch'"
+    )
+
+
+def _lie_apart(kind: LayoutClass) -> bool:
+    """Whether a step of caches of this class sends nothing as large as a list where slots lie apart.
+
+    Ranks, granules, picked pages and evictions that compare keys with each other would gather lists; pools
+    are of all heads.
+    """
+    return (
+        kind.storage == "dense"
+        and kind.phase == "position"
+        and kind.codec in ("plain", "token")
+        and kind.reads == "all"
+        and kind.evicts != "every few steps"
+        and not kind.sinks
+        and kind.memory == "device"
+    )
+
+
 def _phase(keep: Keep | None, store: Store | None) -> str:
-    if keep is not None and keep.rank_phase:
-        return "rank"
+    if keep is not None and not keep.phase.steady:
+        return keep.phase.name
     return "position, when read" if store is not None and store.unrotated else "position"
 
 
@@ -120,6 +161,8 @@ def _reads(read: Read | None) -> str:
         return "all"
     if isinstance(read, Sampling):
         return "samples"
+    if isinstance(read, Reusing):
+        return "picks of other layers"
     return "pages and the rest" if isinstance(read, Resting) else "pages"
 
 

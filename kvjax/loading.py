@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import re
@@ -12,9 +13,11 @@ import jax.numpy as jnp
 
 from kvjax import models
 from kvjax.errors import InputError
+from kvjax.mesh.on_mesh import on_mesh
+from kvjax.models.axes import spread_params
 from kvjax.models.files import check_folder
 from kvjax.models.hf import load_hf
-from kvjax.models.model import Model
+from kvjax.models.model import Model, check_single
 from kvjax.models.params import Group
 
 SHIPPED = Path(models.__file__).parent / "zoo"
@@ -28,18 +31,27 @@ def load(
     sharding: Any = None,
     groups: tuple[Group, ...] | None = None,
     progress: bool = True,
+    mesh: Any = None,
+    rules: Any = None,
 ) -> Model:
     """Loads a Hugging Face directory, a kvjax checkpoint, a shipped model ("recall-tiny") or "org/name".
 
     A name is looked up in this order: a path on disk, a shipped model, the Hugging Face hub. A checkpoint
-    may hold a `kvjax.block_transformer.BlockTransformer`. The other arguments are those of `load_hf`.
+    may hold a `kvjax.block_transformer.BlockTransformer`. dtype, sharding, groups, progress: as of `load_hf`.
 
-    Raises InputError for whatever cannot be loaded, with what to do about it.
+    mesh, rules: the devices that weights and all caches of the model are split over, a `jax.sharding.Mesh` or
+    words such as "data=2,model=4", and how: "tensor", another name of `kvjax.mesh.rules.PRESETS`, or a
+    `kvjax.Rules`. Whatever is given the model then runs there.
+
+    Raises InputError for whatever cannot be loaded or split so, with what to do about it.
 
     >>> load("recall-tiny").config.layers
     4
     """
     options: dict[str, Any] = dict(dtype=dtype, sharding=sharding, groups=groups, progress=progress)
+    options |= dict(on_mesh=on_mesh(mesh, rules))
+    if sharding is not None and mesh is not None:
+        raise InputError("sharding= and mesh= both say where the weights go: leave one of them out")
     if not isinstance(path_or_name, str | os.PathLike):
         raise InputError(
             f"the model is {path_or_name!r}, expected a path or a name, as in kvjax.load('recall-tiny')"
@@ -59,6 +71,20 @@ def load(
         else f"; shipped models: {', '.join(shipped())}"
     )
     raise InputError(f"{name} does not exist, expected a model directory, org/name, or a shipped name{hint}")
+
+
+def spread(model: Model, mesh: Any, rules: Any) -> Model:
+    """A model that is in memory, split over the devices of a mesh, as `load(..., mesh=, rules=)` splits one.
+
+    Raises InputError for a mesh or rules that are none, and for sizes that do not divide.
+
+    >>> spread(load("recall-tiny"), "model=1", "tensor").on_mesh.rules.heads
+    'model'
+    """
+    check_single(model, "place its weights with sharding= where it is loaded")
+    on = on_mesh(mesh, rules)
+    assert on is not None
+    return dataclasses.replace(model, params=spread_params(model.params, model.config, on), on_mesh=on)
 
 
 def shipped() -> list[str]:

@@ -67,7 +67,7 @@ def _source(model: Model, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarra
     """Where the NaN of a prompt comes from; empty where reading it again does not say."""
     if has_verbs(model):
         return ""
-    run, word = Run(model.config, Method()), _Broken()
+    run, word = Run(model.config, Method(), on_mesh=model.on_mesh), _Broken()
     found = _observe(run, model.params, jnp.asarray(tokens), jnp.asarray(lengths), None, frozenset({word}))
     if not np.isnan(np.asarray(found.logits)).any():
         return ", which they are without the cache"

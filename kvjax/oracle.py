@@ -19,6 +19,7 @@ from kvjax.generation import generate
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import Uniform
 from kvjax.keep.observe import Mass
+from kvjax.layout import mesh_for
 from kvjax.making import made
 from kvjax.methods import as_method
 from kvjax.models.layers import Params
@@ -85,7 +86,7 @@ def scores(
     batch = padded(model, tokens, lengths)
     size = int(batch.lengths.max())
     _, cache = prefill(model, batch.tokens, lengths=batch.lengths, method=chosen, room=1)
-    run = Run(model.config, bind(chosen, model))
+    run = Run(model.config, bind(chosen, model), on_mesh=mesh_for(chosen, model.on_mesh))
     params = with_fitted(model.params, chosen)
     by_group = _scored(run, params, jnp.asarray(batch.tokens), jnp.asarray(batch.lengths))
     kept = [_held(pos, size) if pos.shape[1] else None for pos in kept_positions(cache)]
@@ -147,7 +148,7 @@ def _oracle(
     per_query_head = method.keep is not None and method.keep.per_query_head
     whole = Method(Keep(None, Budget(1.0), Uniform(), per_query_head=per_query_head))
     _, cache = prefill(model, tokens, lengths=lengths, method=whole, room=1)
-    run = Run(model.config, whole)
+    run = Run(model.config, whole, on_mesh=mesh_for(whole, model.on_mesh))
     paid = _attended(
         run, model.params, jnp.asarray(after.tokens), jnp.asarray(after.lengths), bare_cache(cache)
     )

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax import steps
+from kvjax.axes import check_rows, placed
 from kvjax.cache import Cache, check_alive, kept_positions
 from kvjax.chunking import bucket, plan
 from kvjax.errors import InputError
@@ -25,10 +26,12 @@ from kvjax.inputs import (
     ragged_rows,
     whole_number,
 )
+from kvjax.layout import mesh_for
 from kvjax.making import made
 from kvjax.methods import as_method
 from kvjax.models.model import Model
 from kvjax.not_numbers import check_scores
+from kvjax.place.common import apart, has_common, is_shared
 from kvjax.place.rollback import Added, more_added
 from kvjax.place.trim import counted, trimmed
 from kvjax.pure import bind
@@ -101,14 +104,21 @@ def bare_cache(cache: Cache) -> Cache:
 
 
 def labelled(cache: Cache, method: Method, model: Model) -> Cache:
-    return dataclasses.replace(cache, method=method, model=model.fingerprint)
+    labels = dict(method=method, model=model.fingerprint, on_mesh=mesh_for(method, model.on_mesh))
+    return dataclasses.replace(cache, **labels)  # type: ignore[arg-type]
+
+
+def there(model: Model, cache: Cache) -> Cache:
+    """The cache on the model's mesh: one from a file, or of the same model elsewhere, is moved there."""
+    on = mesh_for(cache.method or Method(), model.on_mesh)
+    return cache if cache.on_mesh == on else placed(cache, on)
 
 
 def noted(model: Model, cache: Cache) -> Added:
     """What the host knows of a cache's newest tokens; that none were added, where it knows nothing."""
     if cache.added is not None:
         return cache.added
-    run = Run(model.config, bind(cache.method or Method(), model))
+    run = Run(model.config, bind(cache.method or Method(), model), on_mesh=cache.on_mesh)
     return Added(run.groups(model.params), np.zeros(cache.next.shape[0], np.int32))
 
 
@@ -162,13 +172,21 @@ def prefill(
     check_reach(model, seen + longest, chosen)
     if seen + longest > model.config.max_positions:
         pieces = longest if chunk is None or not compress else min(chunk, longest)
-        _check_ranks(model, chosen, 0 if cache is None else live(cache), seen + longest, pieces)
+        _check_phases(model, chosen, 0 if cache is None else live(cache), seen + longest, pieces)
     width = batch.tokens.shape[1] if chunk is None else min(chunk, batch.tokens.shape[1])
     if compress:
         ends = range(width, width + longest, width)
         check_budget(chosen, {int(n) for at in ends for n in before + np.minimum(batch.lengths, at)})
-    run = Run(model.config, bind(chosen, model), implementation)
+    on = mesh_for(chosen, model.on_mesh)
+    check_rows(len(batch.lengths), on)
+    cache = None if cache is None else there(model, cache)
+    run = Run(model.config, bind(chosen, model), implementation, on)
     params = with_fitted(model.params, chosen)
+    if cache is not None and is_shared(cache):
+        # What a method chooses, it chooses for every row.
+        pairs = zip(run.groups(params), cache.groups, strict=True)
+        chooses = any(run.acts(gm, compress) and has_common(group, len(before)) for gm, group in pairs)
+        cache = apart(cache) if chooses else cache
     cache, sizes = plan(
         run, params, None if cache is None else bare_cache(cache), batch.lengths,
         width=width, room=room, compress=compress,
@@ -176,19 +194,50 @@ def prefill(
     call = partial(steps.prefill, compress=compress, watched=True)
     call = steps.prefill_apart if compress and steps.chooses(run.method) else call
     logits, lost = None, []
-    for piece, size in zip(_chunks(batch, width), sizes, strict=True):
+    last = _question_tokens(run.method, before + batch.lengths) if compress else 0
+    for i, (piece, size) in enumerate(zip(_chunks(batch, width), sizes, strict=True)):
         new = jnp.asarray(piece.tokens), jnp.asarray(piece.lengths)
-        here, cache, unranked = call(run, params, *new, cache, **size._asdict())
+        ahead: dict[str, Any] = {"question": _question(batch, last, (i + 1) * width)} if last else {}
+        here, cache, unranked = call(run, params, *new, cache, **size._asdict(), **ahead)
         lost.append(unranked)
         # A row that ended in an earlier chunk keeps the logits of its own last token.
         logits = here if logits is None else jnp.where((piece.lengths > 0)[:, None], here, logits)
     assert logits is not None and cache is not None
     check_scores(chosen.id, np.any(jax.device_get(lost), 0))
     if counted(chosen) and compress:
-        cache = trimmed(cache, bucket)
+        cache = placed(trimmed(cache, bucket), on)
     cache = labelled(cache, chosen, model)
     note = noted(model, cache) if compress or note is None else note
     return logits, dataclasses.replace(cache, added=note if compress else more_added(note, batch.lengths))
+
+
+def _question_tokens(method: Method, lengths: Int[np.ndarray, "B"]) -> int:
+    """How many tokens of a prompt's end a method's probe asks behind every chunk; 0 where it has none.
+
+    InputError where they do not fit the budget of rows that are so long in the end.
+    """
+    keep = method.keep
+    last = 0 if keep is None else getattr(keep.probe, "last", 0)
+    if keep is None or not last:
+        return 0
+    for length in lengths.tolist():
+        if (n := keep.budget.capacity(length)) < min(last, length):
+            raise InputError(
+                f"{method.id}: the last {last} of {length} tokens are the question and must stay, more than "
+                f"the budget of {n} slots (budget={keep.budget.amount!r}): raise it, or lower question="
+            )
+    return last
+
+
+def _question(batch: Batch, last: int, read: int) -> tuple[Array, Array] | None:
+    """The last tokens of rows that are longer than `read` tokens, and their number; None where none is."""
+    ahead = batch.lengths > read
+    if not ahead.any():
+        return None
+    start = np.maximum(batch.lengths - last, 0)[:, None]
+    index = np.minimum(start + np.arange(last), batch.tokens.shape[1] - 1)
+    asked = np.take_along_axis(batch.tokens, index, axis=1)
+    return jnp.asarray(asked), jnp.asarray(np.where(ahead, np.minimum(batch.lengths, last), 0), jnp.int32)
 
 
 def check_room(model: Model, room: int, method: Method | None = None) -> int:
@@ -205,14 +254,16 @@ def check_reach(model: Model, last: int, method: Method | None = None) -> None:
         )
 
 
-def _check_ranks(model: Model, method: Method, held: int, last: int, new: int) -> None:
-    """InputError where tokens that turn by their ranks, `new` at a time, come to lie beyond the positions."""
+def _check_phases(model: Model, method: Method, held: int, last: int, new: int) -> None:
+    """InputError where phases of tokens that are read `new` at a time come to lie beyond the positions."""
     assert method.keep is not None
     most, windows = model.config.max_positions, [w for w in model.config.windows if w is not None]
-    held = max(held, method.keep.budget.capacity(last), *windows, 0)
+    phase = method.keep.phase
+    held = phase.most_behind(max(held, method.keep.budget.capacity(last), *windows, 0))
     if held + new > most:
         raise InputError(
-            f"{new} tokens at once behind up to {held} slots reach beyond the model's last position, {most}: "
+            f"{new} tokens at once behind up to {held} {phase.counts} reach beyond the model's last "
+            f"position, {most}: "
             + (f"read at most {most - held} at a time with chunk=" if held < most else "lower the budget")
         )
 

@@ -135,7 +135,8 @@ class Meeting(Observation, Protocol):
 class Trace(Protocol):
     """What a method remembers of every slot: one number, which moves with it wherever it is stored.
 
-    needs: the observed masses or `Meeting`s by which it grows.
+    needs: the observed masses or `Meeting`s by which it grows. `behind_layers`, where a word has it, says
+    that new tokens' numbers are their surprisals, which are known once all layers have run.
     """
 
     @property
@@ -236,8 +237,9 @@ class Allocation(Protocol):
 
     uniform ones keep dense storage, the others pages; across_layers: slots move between layers, so all
     layers share one pool. A word may also have `threshold`: then slots stay or leave by their own score, in
-    steps as at the end of a prefill, and how many stay follows from the data. One that looks at more than
-    scores is `Preferring`.
+    steps as at the end of a prefill, and how many stay follows from the data. `layer_rest(budget, tokens,
+    layers, heads)`, where a word has it, says what `layer_slots` says of the slots that do not stay; else a
+    second tier has places for all tokens. One that looks at more than scores is `Preferring`.
     """
 
     @property
@@ -298,8 +300,8 @@ class Read(Protocol):
     `newest`, where a word has it, is the number of tokens that always stay in the tail; else it holds those
     that fill no page. `looks_at`, where a word has it, says of how many channels of every key, of so many,
     `select` looks: those are bytes that a step reads. One that answers for what it does not visit is
-    `Resting`, one that weighs what it visits is `Sampling`, and one whose summaries depend on the prompt's
-    keys is `Learning`.
+    `Resting`, one that weighs what it visits is `Sampling`, one whose summaries depend on the prompt's keys
+    is `Learning`, and one that chooses in some layers for others is `Reusing`.
     """
 
     @property
@@ -328,6 +330,18 @@ class Read(Protocol):
 
         M = pages_visited of the body's slots.
         """
+        ...
+
+
+@runtime_checkable
+class Reusing(Read, Protocol):
+    """A read that chooses in some layers, which read all of their slots; the layers above take their picks.
+
+    All layers hold the same tokens in the same slots, because none leave.
+    """
+
+    def starts(self, layers: int) -> tuple[int, ...]:
+        """The layers from which on picks are made anew, in a model of so many: the next one that can does."""
         ...
 
 

@@ -17,6 +17,8 @@ from kvjax.cache import Cache
 from kvjax.errors import InputError
 from kvjax.fitted import with_fitted
 from kvjax.grammar import Method
+from kvjax.layout import mesh_for
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.methods import as_method
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -42,8 +44,8 @@ def static(model: Model, method: Method | str | None = None, *, implementation: 
     """
     check_single(model, "call its verbs, which kvjax.prefill and kvjax.step call, outside jit")
     chosen = as_method(method)
-    reading = Run(model.config, bind(chosen, model), implementation)
-    return Static(chosen, reading, decoding(model.config, chosen, implementation))
+    reading = Run(model.config, bind(chosen, model), implementation, mesh_for(chosen, model.on_mesh))
+    return Static(chosen, reading, decoding(model, chosen, implementation))
 
 
 def bind(method: Method, model: Model) -> Method:
@@ -73,14 +75,25 @@ def bind(method: Method, model: Model) -> Method:
     if model.tokenizer is not None:
         text = model.special_tokens.get("repeat_prompt", keep.probe.text)
         ids = tuple(model.tokenizer.encode(text, add_special_tokens=False).ids)
+    if keep.probe.asks and not ids:
+        raise InputError(
+            f"{method.id} asks an instruction, and this model has no tokenizer: give its token ids as prefix="
+        )
     probe = dataclasses.replace(keep.probe, prefix=ids)
     return dataclasses.replace(method, keep=with_probe(keep, probe))
 
 
-@lru_cache(maxsize=1024)
-def decoding(config: Config, method: Method | None, implementation: str | None) -> Run:
+def decoding(model: Model, method: Method | None, implementation: str | None) -> Run:
     """What the steps of a method share; remembered, because building it costs as much as calling them."""
-    return Run(config, (method or Method()).decode_part(), implementation)
+    return _decoding(model.config, method, implementation, model.on_mesh)
+
+
+@lru_cache(maxsize=1024)
+def _decoding(
+    config: Config, method: Method | None, implementation: str | None, on_mesh: OnMesh | None
+) -> Run:
+    whole = method or Method()
+    return Run(config, whole.decode_part(), implementation, mesh_for(whole, on_mesh))
 
 
 def prefill(

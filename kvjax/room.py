@@ -71,7 +71,7 @@ def reserve(gms: tuple[GroupMethod, ...], cache: Cache, room: int) -> Cache:
 
 def more_slots(gm: GroupMethod, room: int, width: int) -> int:
     """How many empty slots a group of rows of that width gets for `room` more tokens."""
-    return -(-room // gm.granule) * gm.granule if gm.split else whole_tiles(room, width)
+    return -(-room // gm.granule) * gm.granule if gm.split else whole_tiles(room, width, gm.multiple)
 
 
 def widened(gm: GroupMethod, group: GroupState, slots: int) -> GroupState:

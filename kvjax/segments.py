@@ -1,7 +1,8 @@
 """Storage acts: from the slots a method keeps to the segments of a cache.
 
-`build` makes a group's segments from chosen slots, `extend` adds new tokens where nothing is evicted, `flush`
-moves full granules of the newest tokens into an encoded body, `reserve` makes room. No method by name.
+`build` makes a group's dense segments from chosen slots (`kvjax.paging` those in pages), `extend` adds new
+tokens where nothing is evicted, `flush` moves full granules of the newest tokens into an encoded body. No
+method by name.
 """
 
 from __future__ import annotations
@@ -29,11 +30,10 @@ from kvjax.cache import (
 )
 from kvjax.choose import Fresh, grown
 from kvjax.group import GroupMethod
-from kvjax.keep.patterns import Recent
 from kvjax.keep.select import slot_lists
 from kvjax.ops.base.dispatch import alone, platform
 from kvjax.place.host import in_host_memory
-from kvjax.place.paged import build_pages, pool_pages, put_traces
+from kvjax.place.paged import put_traces
 from kvjax.protocols import Remembering, View, over_layers
 from kvjax.sinks import behind_sinks, empty_slots, write_sinks
 from kvjax.summaries import summary_of_new, sums_with_new, with_summary
@@ -62,20 +62,21 @@ AT_ONCE = Ahead()
 def slots_needed(gm: GroupMethod, tokens: int, room: int, width: int) -> int:
     """Static capacity of one head's list: a function of method, bucket, room and platform only."""
     if gm.budget is None:
-        return whole_tiles(tokens + room, width)
+        return whole_tiles(tokens + room, width, gm.multiple)
     if gm.keep is not None and gm.evicting:
         # More than the budget: a token is attended before others leave.
-        return whole_tiles(gm.keep.when.due_at(gm.keep.budget.capacity(tokens + room)), width)
-    return whole_tiles(gm.budget.capacity(tokens) + room, width)
+        return whole_tiles(gm.keep.when.due_at(gm.keep.budget.capacity(tokens + room)), width, gm.multiple)
+    return whole_tiles(gm.budget.capacity(tokens) + room, width, gm.multiple)
 
 
-def whole_tiles(slots: int, width: int) -> int:
+def whole_tiles(slots: int, width: int, devices: int = 1) -> int:
     """A TPU's memory holds slots in whole tiles, used or not: all of them can hold tokens.
 
-    A tile has up to 32 slots, or 128 of rows so wide that they would not fill its lanes.
+    A tile has up to 32 slots, or 128 of rows so wide that they would not fill its lanes. Devices that share a
+    list hold as many slots each.
     """
-    tile = LANES if width % LANES else TILE
-    return -(-slots // tile) * tile if platform() == "tpu" else slots
+    tile = (LANES if width % LANES else TILE) if platform() == "tpu" else 1
+    return -(-slots // (tile * devices)) * tile * devices
 
 
 def whole_granules(granules: int) -> int:
@@ -91,17 +92,17 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
     whole = kept.shape[-1] <= capacity and gm.keep is None and not gm.sinks
     if whole and not gm.split:
         plain = whole_slots(gm, view)
-        return GroupState(tail=_encoded(pad_slots(plain, capacity - plain.capacity), gm))
+        return GroupState(tail=encoded(pad_slots(plain, capacity - plain.capacity), gm))
     sinks = _sinks(gm, view, kept)
     if sinks is not None:
         kept &= view.pos >= gm.sinks
         if gm.keep is None and not gm.split:
-            capacity = whole_tiles(max(capacity - gm.sinks, 1), view.k.shape[-1])
-    slots = _take(gm, view, kept, capacity)
+            capacity = whole_tiles(max(capacity - gm.sinks, 1), view.k.shape[-1], gm.multiple)
+    slots = take(gm, view, kept, capacity)
     if gm.keep is not None and gm.keep.lower is not None:
-        return GroupState((_lower(gm, view, live & ~kept, tokens, room),), _encoded(slots, gm))
+        return GroupState((_lower(gm, view, live & ~kept, tokens, room),), encoded(slots, gm))
     if not gm.split:
-        return GroupState(tail=_encoded(slots, gm), sinks=sinks)
+        return GroupState(tail=encoded(slots, gm), sinks=sinks)
     # The tail is filled as if everything were new, then flushed into an empty body.
     tail = _sized(slots, capacity)
     body, tail = flush(gm, _empty_body(gm, tail, body_slots(gm, capacity)), tail)
@@ -111,7 +112,7 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
 
 def _sinks(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"]) -> Slots | None:
     """The kept ones of every row's first tokens, as computed; None where the group holds none so."""
-    return _take(gm, view, kept & (view.pos < gm.sinks), gm.sinks) if gm.sinks else None
+    return take(gm, view, kept & (view.pos < gm.sinks), gm.sinks) if gm.sinks else None
 
 
 def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens: int, room: int) -> Slots:
@@ -119,8 +120,8 @@ def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens
     assert gm.keep is not None and gm.keep.lower is not None
     most = tokens + room if gm.evicting else tokens
     size = max(most - gm.keep.budget.capacity(most), 1)
-    slots = _take(gm, view, leaving, whole_tiles(size, view.k.shape[-1]))
-    return _encoded(slots, gm._replace(codecs=(gm.keep.lower.keys, gm.keep.lower.values)))
+    slots = take(gm, view, leaving, whole_tiles(size, view.k.shape[-1], gm.multiple))
+    return encoded(slots, gm._replace(codecs=(gm.keep.lower.keys, gm.keep.lower.values)))
 
 
 def body_slots(gm: GroupMethod, capacity: int) -> int:
@@ -137,7 +138,7 @@ def _empty_body(gm: GroupMethod, like: Slots, capacity: int) -> Slots:
     """An encoded body of empty slots; made from shapes, since encoding constants stalls the compiler."""
 
     def make(slots: Slots) -> Slots:
-        body = with_summary(gm, _encoded(_sized(slots, capacity), gm))
+        body = with_summary(gm, encoded(_sized(slots, capacity), gm))
         # What a read remembers of slots goes into its summaries.
         traces = {} if isinstance(gm.read, Remembering) else body.traces
         return dataclasses.replace(body, traces=traces)
@@ -152,7 +153,7 @@ def whole_slots(gm: GroupMethod, view: View) -> Slots:
     return Slots(view.k, v, view.pos, view.bias, view.traces, shared=gm.shared or 0)
 
 
-def _take(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], capacity: int) -> Slots:
+def take(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], capacity: int) -> Slots:
     """The kept slots in slot order, `capacity` of them, empty ones behind."""
     index, used = slot_lists(kept, capacity)
 
@@ -167,10 +168,10 @@ def _take(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], capacity: 
 
 def taken_slots(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], tokens: int, room: int) -> Slots:
     """The kept slots of a group as it stores them, with room for `room` more tokens."""
-    return _encoded(_take(gm, view, kept, slots_needed(gm, tokens, room, view.k.shape[-1])), gm)
+    return encoded(take(gm, view, kept, slots_needed(gm, tokens, room, view.k.shape[-1])), gm)
 
 
-def _encoded(slots: Slots, gm: GroupMethod) -> Slots:
+def encoded(slots: Slots, gm: GroupMethod) -> Slots:
     v = None if slots.v is None else encode(dense(slots.v), gm.codecs[1], gm.taught)
     return dataclasses.replace(slots, k=encode(dense(slots.k), gm.codecs[0], gm.taught), v=v)
 
@@ -271,80 +272,6 @@ def _write_granules(
     )
 
 
-def build_group_pages(
-    chosen: list[tuple[GroupMethod, View, Bool[Array, "_ B K S"]]],
-    length: Int[Array, "B"],
-    tokens: int,
-    room: int,
-    lists: int = 0,
-) -> tuple[list[GroupState], tuple[Pages, ...]]:
-    """Paged bodies of groups, each with a dense tail of `room` slots for new tokens.
-
-    Where slots leave in steps, the tail also holds the newest tokens, which may leave when they are older.
-    One pool for all of them where the allocation moves slots between layers, else one per group. lists: as in
-    `Ahead`.
-    """
-    keep = chosen[0][0].keep
-    assert keep is not None
-    layers = sum(v.pos.shape[0] for _, v, _ in chosen)
-    _, b, heads, slots = chosen[0][1].pos.shape
-    slots = lists or slots
-    n = min(keep.budget.capacity(tokens), slots)
-    most = keep.allocate.layer_slots(n, slots, layers, heads)
-    shares, at = [], 0
-    for _, view, _ in chosen:
-        shares.append(sum(most[at : at + view.pos.shape[0]]))
-        at += view.pos.shape[0]
-    batches = [chosen] if keep.allocate.across_layers else [[c] for c in chosen]
-    sizes = [sum(shares)] if keep.allocate.across_layers else shares
-    groups: list[GroupState] = []
-    pools = []
-    for number, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
-        gms, views, kept = zip(*batch, strict=True)
-        newest = [_newest(gm, view, length) & stays for gm, view, stays in zip(gms, views, kept, strict=True)]
-        kept = [stays & ~new for stays, new in zip(kept, newest, strict=True)]
-        count = sum(v.pos.shape[0] for v in views) * b * heads
-        pages = pool_pages(b * size, count, keep.page)
-        indices, pool = build_pages(
-            tuple(kept),
-            views,
-            page=keep.page,
-            pages=pages,
-            slots=slots,
-            codecs=gms[0].codecs,
-            number=number,
-            shared=gms[0].shared,
-        )
-        pools.append(pool)
-        groups += [
-            GroupState((index,), _tail_of(gm, v, new, slots, room))
-            for gm, v, index, new in zip(gms, views, indices, newest, strict=True)
-        ]
-    return groups, tuple(pools)
-
-
-def _newest(gm: GroupMethod, view: View, length: Int[Array, "B"]) -> Bool[Array, "Lg B K S"]:
-    """The slots of a view that a step may empty later: those that `Recent` protects now."""
-    return (view.pos >= (length - recent_tokens(gm))[None, :, None, None]) & (view.pos >= 0)
-
-
-def recent_tokens(gm: GroupMethod) -> int:
-    assert gm.keep is not None
-    recent = [p.tokens for p in gm.keep.protect if isinstance(p, Recent)] if gm.evicting else []
-    return int(max(recent, default=0))
-
-
-def tail_slots(gm: GroupMethod, slots: int, room: int, width: int) -> int:
-    """Slots of the tail behind pages that were chosen of `slots`: the newest tokens, and room for more."""
-    return whole_tiles(max(min(recent_tokens(gm), slots) + room, 1), width)
-
-
-def _tail_of(gm: GroupMethod, view: View, newest: Bool[Array, "Lg B K S"], most: int, room: int) -> Slots:
-    """The newest slots behind pages, and empty ones for `room` more tokens."""
-    slots = _take(gm, view, newest, min(recent_tokens(gm), most))
-    return _encoded(pad_slots(slots, tail_slots(gm, most, room, view.k.shape[-1]) - slots.capacity), gm)
-
-
 # --- extending -----------------------------------------------------------------------------------------
 
 
@@ -405,7 +332,7 @@ def unread_bytes(gm: GroupMethod, group: GroupState) -> int:
     What a choice looks at in every key is read, and read again in the slots that are chosen; of codes, all is
     decoded to look at any of it.
     """
-    if gm.read is None:
+    if gm.read is None or gm.picks:
         return 0
     (body,) = group.bodies
     assert isinstance(body, Slots)

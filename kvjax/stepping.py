@@ -21,7 +21,7 @@ from kvjax.making import made
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.place.rollback import more_added
-from kvjax.prefilling import bare_cache, check_cache, live, noted
+from kvjax.prefilling import bare_cache, check_cache, live, noted, there
 from kvjax.pure import decoding
 from kvjax.steps import Run
 from kvjax.suits import last_position
@@ -50,7 +50,8 @@ def step(
         return model.step(cache, token)
     check_cache(model, cache)
     model = made(model, cache.method)
-    run = decoding(model.config, cache.method, implementation)
+    cache = there(model, cache)
+    run = decoding(model, cache.method, implementation)
     ids = one_token(token, cache.next.shape[0], model.config.vocab)
     spare = cache.spare
     if append and spare < 1:
@@ -66,17 +67,21 @@ def step(
     params = with_fitted(model.params, cache.method)
     logits, new = call(run, params, bare_cache(cache), ids, np.full(ids.shape, append))
     return logits, dataclasses.replace(
-        new, method=cache.method, model=model.fingerprint, spare=spare - append, added=note
-    )
+        new, method=cache.method, model=model.fingerprint, spare=spare - append, added=note,
+        on_mesh=run.on_mesh,
+    )  # fmt: skip
 
 
 def positions_left(model: Model, cache: Cache) -> int:
     """How many more tokens the cache's longest row can take; InputError where there are none."""
     most, last = model.config.max_positions, last_position(cache.method, model.config)
-    if last > most and live(cache) >= most:
-        # More slots than the budget, which a prefill with compress=False leaves: their ranks end first.
-        last = most
     left = last - int(np.asarray(cache.next).max())
+    if last > most and cache.method is not None and (keep := cache.method.keep) is not None:
+        # Slots that do not leave at once turn behind each other; more than the budget are those that a
+        # prefill with compress=False leaves.
+        held, behind = live(cache), keep.phase.most_behind
+        if behind(held + (1 if keep.when.at_once else left)) > most:
+            last, left = most, most - behind(held)
     if left < 1:
         raise InputError(
             f"the cache stands at this model's last position, {last}: start again with "
@@ -101,4 +106,4 @@ def stepping(model: Model, method: Method | None, implementation: str | None) ->
     if has_verbs(model):
         return model.stepping(method), model.params
     model = made(model, method)
-    return OneStep(decoding(model.config, method, implementation)), with_fitted(model.params, method)
+    return OneStep(decoding(model, method, implementation)), with_fitted(model.params, method)

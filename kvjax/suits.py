@@ -23,7 +23,7 @@ from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
 from kvjax.models.mixers.latent import Latent
 from kvjax.place.pairs import pairs_of
-from kvjax.protocols import Answering, Preferring, Remembering, Resting, Sampling
+from kvjax.protocols import Answering, Preferring, Remembering, Resting, Reusing, Sampling
 from kvjax.words import crowded, observations, shaped
 
 
@@ -160,7 +160,7 @@ def _check_keep(method: Method, keep: Keep, config: Config, facts: _Facts) -> No
         _refuse(method, "parts of a clipped softmax do not merge, and its pages are attended apart", "snapkv")
     looks = keep.score is not None and getattr(keep.score, "looks", True)
     looks = looks and not (all(s.expands or not s.factors for s in facts.slots) and _scores_heads(keep))
-    if facts.factors and (looks or keep.rank_phase or keep.per_query_head):
+    if facts.factors and (looks or not keep.phase.steady or keep.per_query_head):
         _refuse(method, *_STORES_FACTORS)
     if any(s.heads != config.kv_heads for s in facts.slots) and any(True for _ in fitted_words(keep)):
         _refuse(method, "it was fitted to KV heads, and the model stores other lists of slots", "h2o")
@@ -172,6 +172,8 @@ def _check_keep(method: Method, keep: Keep, config: Config, facts: _Facts) -> No
     at_once = keep.when.at_once and not getattr(keep.score, "carried", False)
     if facts.lent and keep.when.in_steps and not at_once:
         _refuse(method, "it evicts after many tokens, and layers share their slots", "h2o")
+    if facts.clipped and not keep.phase.alike:
+        _refuse(method, "near and far tokens are attended apart, and layers clip the softmax", "sink-recent")
     if isinstance(keep.merge, Answering) and (facts.lent or facts.clipped):
         _refuse(method, "what leaves is asked apart, and layers share slots or clip the softmax", "h2o")
     if keep.merge is not None and (facts.latent or facts.factors):
@@ -198,6 +200,10 @@ def _check_read(method: Method, read: Any, config: Config, facts: _Facts) -> Non
         )
     if method.host is not None and facts.lent:
         _refuse(method, "several layers read the slots that it brings to the device for one", "quest")
+    if isinstance(read, Reusing) and (facts.lent or len({s.heads for s in facts.slots}) > 1):
+        _refuse(
+            method, "layers share slots or have unequal numbers of lists, and cannot share picks", "quest"
+        )
     if isinstance(read, Resting):
         taken = [(i, name, at) for i in range(config.layers) for name, at in takes_of(config, i).values()]
         others = [(i, at) for i, name, at in taken if name == "slots" and at is not None]
@@ -290,6 +296,9 @@ def check_block_transformer(method: Method, config: BlockConfig) -> None:
     check_fit(dataclasses.replace(method, keep=None, read=None, reread=None, host=None), config.tokens)
     if method.keep is not None and method.keep.probe is not None:
         _refuse(method, "it repeats the prompt's tokens, and blocks are none", "snapkv")
+    score = None if method.keep is None else method.keep.score
+    if score is not None and any(getattr(t, "behind_layers", False) for t in score.traces):
+        _refuse(method, "it asks how likely the prompt's tokens were, and blocks are none", "snapkv")
     if method.keep is not None and method.keep.narrow is not None:
         _refuse(method, "its upper layers leave tokens out, and every block is decoded", "snapkv")
     if method.reread is not None:
@@ -303,14 +312,15 @@ _EXACT = 2**24
 
 
 def last_position(method: Method | None, config: Config | BlockConfig) -> int:
-    """How many tokens a row may have: the model's positions, or more where slots turn by their ranks.
+    """How many tokens a row may have: the model's positions, or more where a phase stays within them.
 
     Ranks stay below the budget, so the text may grow until a budget in percent reaches the model's positions.
-    It may not where any layer turns by positions after all: one that keeps everything, or a mixer that is no
-    plain attention, or frequencies that depend on the length of the text ("dynamic").
+    (Where slots leave at the end of prompts alone, what is written comes on top: `positions_left`.) It may
+    not where any layer turns by positions after all: one that keeps everything, or a mixer that is no plain
+    attention, or frequencies that depend on the length of the text ("dynamic").
     """
     most, keep = config.max_positions, None if method is None else method.keep
-    if keep is None or not (keep.rank_phase and keep.when.at_once and keep.skip_layers == 0):
+    if keep is None or not (keep.phase.bounded(most) and _leaves(keep) and keep.skip_layers == 0):
         return most
     if not isinstance(config, Config):
         return most
@@ -320,6 +330,11 @@ def last_position(method: Method | None, config: Config | BlockConfig) -> int:
         if not turns_by_rank or (window is not None and window >= most):
             return most
     return max(most, min(keep.budget.reach(most - 1), _EXACT))
+
+
+def _leaves(keep: Keep) -> bool:
+    """Whether lists are back at their budgets behind every token or every prompt."""
+    return keep.score is not None and (keep.when.at_once or not keep.when.in_steps)
 
 
 def check_budget(method: Method, tokens: Iterable[int | np.integer], unit: str = "tokens") -> None:

@@ -17,7 +17,7 @@ from kvjax.making import made
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.model import Model, check_single
 from kvjax.place.rollback import more_added
-from kvjax.prefilling import Batch, bare_cache, check_cache, noted, padded
+from kvjax.prefilling import Batch, bare_cache, check_cache, noted, padded, there
 from kvjax.pure import decoding
 from kvjax.stepping import positions_left
 from kvjax.steps import Run
@@ -61,13 +61,14 @@ def verify(
             f"{cache.next.shape[0]} rows, expected the same number and at least one token: give one row of "
             "tokens for every row of the cache"
         )
-    run = decoding(model.config, cache.method, implementation)
+    cache = there(model, cache)
+    run = decoding(model, cache.method, implementation)
     _check_one_pass(model, run, cache, batch.lengths)
     spare = _room_for(model, run, cache, batch.lengths)
     note = more_added(noted(model, cache), batch.lengths)
     width = int(batch.lengths.max())
     params, size = with_fitted(model.params, cache.method), _width(width)
-    labels = dict(method=cache.method, model=model.fingerprint, spare=spare, added=note)
+    labels = dict(method=cache.method, model=model.fingerprint, spare=spare, added=note, on_mesh=run.on_mesh)
     logits, new = _passes(run, params, bare_cache(cache), batch, size)
     return logits[:, :width], dataclasses.replace(new, **labels)
 

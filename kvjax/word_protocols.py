@@ -13,6 +13,7 @@ PREFERRING = ("needs", "preference")
 CODEC = ("granule", "encode", "decode")
 MAKE = ("config", "params")
 NARROW = ("needs", "after", "most", "count", "choose")
+PHASE = ("steady", "alike", "first_alike", "name", "counts", "turns", "most_behind", "bounded")
 STACK = ("most", "first", "codecs", "apart", "merge")
 
 
@@ -50,6 +51,11 @@ def check_narrow(narrow: Any) -> None:
     """ValueError for what narrows no prompt or is no frozen dataclass; None is none."""
     if narrow is not None:
         _check(narrow, "narrowing", NARROW, "see kvjax.keep.narrow.Narrow")
+
+
+def check_phase(phase: Any) -> None:
+    """ValueError for what says not what keys turn by, or is no frozen dataclass."""
+    _check(phase, "phase", PHASE, "see kvjax.phase")
 
 
 def check_make(make: Any) -> None:

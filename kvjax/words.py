@@ -19,6 +19,7 @@ from kvjax.protocols import (
     Preferring,
     Remembering,
     Resting,
+    Reusing,
     Sampling,
     View,
 )
@@ -118,10 +119,20 @@ def refused(keep: Keep) -> list[tuple[bool, str]]:
             "what leaves for a second tier is encoded token by token: use int8, int4 or turboquant's codecs",
         ),
         (
+            keep.lower is not None and (keep.merge is not None or not keep.phase.steady),
+            "a second tier works without merging, and with keys at their own positions",
+        ),
+        (
+            keep.lower is not None and in_steps and not (keep.when.at_once and keep.allocate.uniform),
+            "a second tier takes what leaves at the end of prompts or, with the uniform allocation, after "
+            "every token",
+        ),
+        (
             keep.lower is not None
-            and (not keep.allocate.uniform or keep.merge is not None or (in_steps and not keep.when.at_once)),
-            "a second tier works with the uniform allocation, without merging, at the end of prompts or "
-            "after every token",
+            and not keep.allocate.uniform
+            and any(True for _ in fitted_words(keep.lower)),
+            "codes of a second tier are read by what was fitted to each layer, which pages do not know: use "
+            "a keep of equal heads",
         ),
         (
             in_steps and bool(absent),
@@ -143,9 +154,18 @@ def refused(keep: Keep) -> list[tuple[bool, str]]:
             "what slots receive is recorded per KV head, and this keep selects per query head",
         ),
         (
-            isinstance(keep.merge, Answering) and (keep.rank_phase or keep.per_query_head),
-            f"{keep.merge!r} answers for keys at their positions in the KV heads: leave out rank_phase and "
-            "per_query_head",
+            isinstance(keep.merge, Answering) and keep.per_query_head,
+            f"{keep.merge!r} answers for keys at their positions in the KV heads: leave out per_query_head",
+        ),
+        (
+            keep.merge is not None and not keep.phase.steady,
+            f"{keep.merge!r} merges keys that stand at their positions, and {keep.phase!r} turns them anew "
+            "whenever they are read: leave one of both out",
+        ),
+        (
+            not keep.phase.alike and bool(masses or keep.score.traces or getattr(keep.score, "looks", True)),
+            f"its score looks at keys or at what they receive, and under {keep.phase!r} a key meets every "
+            "query otherwise: use a score of positions",
         ),
         (
             in_steps and keep.probe is not None,
@@ -156,6 +176,15 @@ def refused(keep: Keep) -> list[tuple[bool, str]]:
             probes - {None} != {keep.probe} - {None},
             f"its score reads the probe {' and '.join(sorted(map(repr, probes))) or None} and the keep's is "
             f"{keep.probe!r}: give both the same",
+        ),
+        (
+            keep.narrow is not None and any(getattr(t, "behind_layers", False) for t in keep.score.traces),
+            f"{keep.narrow!r} leaves tokens out of the upper layers, and its score asks how likely they were",
+        ),
+        (
+            keep.reuse > 1 and (in_steps or not keep.allocate.uniform),
+            f"{keep.reuse} layers keep what one of them chooses, and while decoding, or by budgets of their "
+            "own, they would choose apart: use the uniform allocation at the end of prompts",
         ),
         *_narrowed(keep),
     ]
@@ -173,7 +202,7 @@ def refused_in_host(method: Method) -> list[tuple[bool, str]]:
             "all: chain it with one, such as quest",
         ),
         (
-            isinstance(read, Resting | Sampling) or hasattr(read, "looks_at"),
+            isinstance(read, Resting | Sampling | Reusing) or hasattr(read, "looks_at"),
             f"{host!r} brings what is read to the device, and {read!r} chooses by looking at all keys: use a "
             "read by summaries, such as quest",
         ),
@@ -181,13 +210,18 @@ def refused_in_host(method: Method) -> list[tuple[bool, str]]:
 
 
 def refused_in_read(method: Method) -> list[tuple[bool, str]]:
-    """(wrong, why) for what cannot be where a read remembers what slots are asked."""
+    """(wrong, why) for what cannot be where a read remembers what slots are asked, or layers share picks."""
     return [
+        (
+            isinstance(method.read, Reusing) and method.keep is not None,
+            f"{method.read!r} reads in one layer the slots that another one picked, and a keep would leave "
+            "them other tokens: leave one out",
+        ),
         (
             isinstance(method.read, Remembering) and method.keep is not None,
             f"{method.read!r} ranks blocks by what the tokens behind them asked for, which a keep would cut "
             "into: leave one out",
-        )
+        ),
     ]
 
 
@@ -202,12 +236,12 @@ def refused_in_layers(method: Method) -> list[tuple[bool, str]]:
     ]
     stores = [one.store for one in method.sentences if one.store is not None and one.store.unrotated]
     keeps = [one.keep for one in method.sentences if one.keep is not None]
-    whole = [k for k in keeps if k.rank_phase or k.per_query_head or k.probe or k.narrow]
+    whole = [k for k in keeps if not k.phase.steady or k.per_query_head or k.probe or k.narrow]
     return [
         (not alone or any(one.layers for one in method.sentences), "its layers say all that it does"),
         (
             bool(parts or whole or stores),
-            "rank_phase, per_query_head, unrotated keys, probes, rewritten weights, what leaves tokens of a "
+            "phases, per_query_head, unrotated keys, probes, rewritten weights, what leaves tokens of a "
             "prompt out, and what merges layers, "
             "concern all layers together: give layers sentences without them",
         ),
@@ -226,11 +260,11 @@ def refused_in_store(method: Method) -> list[tuple[bool, str]]:
         return []
     in_steps = keep is not None and keep.when.in_steps
     paged = keep is not None and not keep.allocate.uniform
-    tiers, ranks = keep is not None and keep.lower is not None, keep is not None and keep.rank_phase
+    tiers, turns = keep is not None and keep.lower is not None, keep is not None and not keep.phase.steady
     learned = any(True for _ in fitted_words(store))
     return [
         (
-            store.sinks > 0 and (in_steps or paged or tiers or ranks or read is not None),
+            store.sinks > 0 and (in_steps or paged or tiers or turns or read is not None),
             f"the first {store.sinks} tokens lie apart from the others, which works with keeps of equal "
             "heads that act at the end of prompts, and without a read method: give sinks=0",
         ),
@@ -266,8 +300,8 @@ def _narrowed(keep: Keep) -> list[tuple[bool, str]]:
             "share out a budget: use the uniform allocation",
         ),
         (
-            keep.rank_phase,
-            f"{keep.narrow!r} leaves tokens at their own positions, and this keep rotates by rank",
+            not keep.phase.steady,
+            f"{keep.narrow!r} leaves tokens at their own positions, and {keep.phase!r} turns them by others",
         ),
         (
             keep.probe is not None,
@@ -304,6 +338,11 @@ def crowded(keep: Keep, tokens: int, row: str = "") -> str:
         f"more than the budget of {n} slots (budget={keep.budget.amount!r}): raise the budget or lower "
         "what is protected (window=, sinks=)"
     )
+
+
+def number_of(layer: int | float, layers: int) -> int:
+    """The number of a layer that is given as one, or as the share of the layers that end with it."""
+    return layer if isinstance(layer, int) else max(int(layer * layers), 1) - 1
 
 
 def probes_of(word: Any) -> set[Any]:

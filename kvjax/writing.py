@@ -118,6 +118,21 @@ def write_blocks(
     return done.reshape(x.shape)
 
 
+def put_in_rows(
+    x: Shaped[Array, "*b W"], at: Int[Array, "*b k"], values: Shaped[Array, "*b k"] | Array
+) -> Shaped[Array, "*b W"]:
+    """x with x[..., at[..., i]] = values[..., i], at different places of a row; values may be one number.
+
+    Of arrays that are spread over devices every device has its own rows: a scatter would gather them.
+    """
+    if alone(x, at, values):
+        return jnp.put_along_axis(x, at, values, -1, inplace=False)
+    place = jax.lax.broadcasted_iota(jnp.int32, (*at.shape, x.shape[-1]), at.ndim)
+    here = at[..., None] == place
+    put = jnp.where(here, jnp.broadcast_to(values, at.shape)[..., None], jnp.zeros((), x.dtype))
+    return jnp.where(here.any(-2), put.sum(-2, dtype=x.dtype), x)
+
+
 def after(count: Int[Array, "*b"], x: Float[Array, "*_"]) -> Int[Array, "*b"]:
     """`count`, below 2^31 - 1; on CPUs, what is written by it is written when all that x came from was read.
 

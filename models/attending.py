@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.models.mixer import AttentionLogits, GroupState, Layer, LayerSlots, Left, Projected
-from kvjax.ops.attention.prompt_attention import causal_attention
-from kvjax.ops.attention.union import NEG_INF, Keys, Masses, Reduction, logits, merge, weigh
+from kvjax.ops.attention.in_common import for_rows
+from kvjax.ops.attention.prompt_attention import causal_attention, past_attention
+from kvjax.ops.attention.union import (
+    NEG_INF,
+    Keys,
+    Masses,
+    Reduction,
+    logits,
+    merge,
+    newer_queries,
+    weigh,
+)
 from kvjax.ops.base.rope import Rope, angles, rotate
 
 
@@ -66,31 +77,64 @@ def attend_new(
 ) -> tuple[Float[Array, "B N T V"], tuple[Masses, ...], AttentionLogits | None]:
     """Attention of a layer's rotated queries over `past` and the new tokens: (out, masses, logits).
 
-    more: (out, lse) of what was attended elsewhere, which joins the output. Masses come as (one per past set
-    ..., the new tokens), in the heads that the layer stores; logits only where the layer publishes them.
+    past sets of fewer rows are what rows have in common. more: (out, lse) of what was attended elsewhere,
+    which joins the output. Masses come as (one per past set ..., the new tokens), in the heads that the layer
+    stores; logits only where the layer publishes them.
     """
-    sets, heads = [*past, new], new.k.shape[1]
+    out, lse, masses, scores = attend_sets(
+        layer, x, q, new, past, pos, mass=mass, implementation=implementation
+    )
+    if more:
+        out = merge([(out, lse), *more])[0]
+    return out, masses, scores
+
+
+def attend_sets(
+    layer: Layer,
+    x: Projected,
+    q: Float[Array, "B N T H"],
+    new: Keys,
+    past: Sequence[Keys],
+    pos: Int[Array, "B T"],
+    *,
+    mass: tuple[Reduction, ...] = (),
+    in_order: bool = True,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...], AttentionLogits | None]:
+    """`attend_new` as one part of a union: (out, lse, masses, logits).
+
+    in_order: whether every query stands at its own key's place or before it, so that later keys and those
+    outside of its window may be left out.
+    """
+    sets, heads, rows = [*past, new], new.k.shape[1], q.shape[0]
+    shares = "logits" in layer.publishes or "logits" in layer.taken
+    if mass or shares or layer.mixer.clip is not None or (x.expand is not None and x.expand.rows is not None):
+        # Such sets are attended at once, or computed from each other.
+        sets = [for_rows(keys, rows) for keys in sets]
     if x.expand is not None:
         q = x.expand.queries(q)
         sets = x.expand.sets(sets)
+    common = [keys for keys in sets if keys.k.shape[0] != rows]
+    sets = [keys for keys in sets if keys.k.shape[0] == rows]
+    options: dict[str, Any] = dict(
+        scale=layer.scale, window=layer.window, softcap=layer.config.attention_softcap,
+        implementation=implementation,
+    )  # fmt: skip
     extra = [] if x.extra is None else [x.extra]
     scores = None
-    shares = "logits" in layer.publishes or "logits" in layer.taken
     # A prefill that ends early has one query over keys that are not only its own.
-    if shares or q.shape[2] != sets[-1].k.shape[2]:
+    if shares or not in_order or q.shape[2] != sets[-1].k.shape[2]:
         out, lse, masses, scores = attend_at_once(layer, x, q, [*extra, *sets], pos, mass=mass)
     else:
         out, lse, masses = causal_attention(
-            q, sets[-1], (*extra, *sets[:-1]), pos, scale=layer.scale, window=layer.window,
-            softcap=layer.config.attention_softcap, mass=mass, clip=layer.mixer.clip,
-            implementation=implementation,
-        )  # fmt: skip
-    if more:
-        out = merge([(out, lse), *more])[0]
+            q, sets[-1], (*extra, *sets[:-1]), pos, mass=mass, clip=layer.mixer.clip, **options
+        )
+    if common:
+        out, lse = merge([(out, lse), *(past_attention(q, keys, pos, **options) for keys in common)])
     masses = masses[len(extra) :]
     if x.expand is not None:
         masses = tuple(in_lists(mass, of_set, heads) for of_set in masses)
-    return out, masses, scores
+    return out, lse, masses, scores
 
 
 def in_lists(mass: tuple[Reduction, ...], masses: Masses, heads: int) -> Masses:
@@ -117,7 +161,8 @@ def attend_at_once(
         scores = [logits(q, s, pos, scale=layer.scale, window=layer.window, softcap=softcap) for s in sets]
     else:
         scores = [_rescored(x, z, q, s) for z, s in zip(taken, sets, strict=True)]
-    out, lse, masses = weigh(scores, sets, mass=mass, clip=layer.mixer.clip)
+    newer = newer_queries(pos, mass)
+    out, lse, masses = weigh(scores, sets, mass=mass, clip=layer.mixer.clip, newer=newer)
     return out.astype(q.dtype), lse, masses, tuple(z.reshape(*q.shape[:3], -1) for z in scores)
 
 

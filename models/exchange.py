@@ -6,6 +6,7 @@ Nothing else is handed from layer to layer, so nothing else is kept alive while 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from kvjax.models.config import Config
@@ -28,8 +29,12 @@ def takes_of(config: Config, layer: int) -> dict[str, Take]:
     return takes if below is None else takes | {"input": Take("input", below)}
 
 
-def published(config: Config) -> dict[int, frozenset[str]]:
+def published(
+    config: Config, more: Mapping[int, Mapping[str, Take]] = MappingProxyType({})
+) -> dict[int, frozenset[str]]:
     """The names that each layer publishes, for the layers from which others take something.
+
+    more: what layers take beside what their mixers do.
 
     >>> from kvjax.models.mixers.attention import Attention
     >>> sizes = dict(vocab=32, d_model=16, layers=3, heads=2, kv_heads=1, head_dim=8, d_ff=32)
@@ -38,7 +43,7 @@ def published(config: Config) -> dict[int, frozenset[str]]:
     """
     out: dict[int, frozenset[str]] = {}
     for layer in range(config.layers):
-        for name, at in takes_of(config, layer).values():
+        for name, at in (*takes_of(config, layer).values(), *more.get(layer, {}).values()):
             if at is not None:
                 out[at] = out.get(at, frozenset()) | {name}
     return out

@@ -17,10 +17,11 @@ class Expand(NamedTuple):
     """How a layer attends whose stored slots are not its keys and values.
 
     queries: from rotated queries to those that meet the computed keys. keys: from stored keys and values to
-    the computed ones. outputs: a single query may attend to the stored slots instead, and its output is then
-    outputs(what it got); None where stored slots cannot be attended to. rows: where given, `keys` takes
-    rows(stored keys, stored values) of every token beside those of the token before it. turn: where given,
-    computed keys turn by turn(keys, positions of their slots).
+    the computed ones; of fewer rows than there are queries, where copies have slots in common. outputs: a
+    single query may attend to the stored slots instead, and its output is then outputs(what it got); None
+    where stored slots cannot be attended to. rows: where given, `keys` takes rows(stored keys, stored values)
+    of every token beside those of the token before it. turn: where given, computed keys turn by turn(keys,
+    positions of their slots).
     """
 
     queries: Callable[[Array], Array]

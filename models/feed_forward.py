@@ -131,10 +131,7 @@ class MoE(FeedForward):
 
     def route(self, p: Params, x: Float[Array, "R D"]) -> tuple[Int[Array, "R top"], Float[Array, "R top"]]:
         """The chosen experts of every token and their weights, in float32."""
-        dtype = wide(x)
-        logits = x.astype(dtype) @ p["router"].astype(dtype)
-        soft = self.scores == "softmax"
-        score = jax.nn.softmax(logits) if soft else jax.nn.sigmoid(logits)
+        dtype, score, soft = wide(x), self.score(p, x), self.scores == "softmax"
         choice = score if soft else score + p["router_bias"].astype(dtype)[None]
         if self.groups > 1:
             per = choice.reshape(-1, self.groups, self.experts // self.groups)
@@ -150,6 +147,26 @@ class MoE(FeedForward):
         if self.normalise:
             weight = weight / (weight.sum(-1, keepdims=True) + (0.0 if soft else 1e-20))
         return chosen.astype(jnp.int32), weight * jnp.asarray(self.scale, dtype)
+
+    def score(self, p: Params, x: Float[Array, "R D"]) -> Float[Array, "R E"]:
+        """What the router gives every expert for every token, in promote(float32, x)."""
+        dtype = wide(x)
+        logits = x.astype(dtype) @ p["router"].astype(dtype)
+        return jax.nn.softmax(logits) if self.scores == "softmax" else jax.nn.sigmoid(logits)
+
+    def balance(self, p: Params, x: Float[Array, "B T D"]) -> Float[Array, ""]:
+        """How unequally experts are used: E / top * sum_e f_e P_e, 1 where all are used alike.
+
+        f_e is the share of tokens that choose expert e, P_e its mean share of the scores (Switch
+        Transformers, arXiv:2101.03961, eq. 4-6, over the top chosen as in DeepSeek-V2, arXiv:2405.04434,
+        eq. 23-25).
+        """
+        flat = x.reshape(-1, x.shape[-1])
+        score = self.score(p, flat)
+        share = (score / score.sum(-1, keepdims=True)).mean(0)
+        chosen = self.route(p, flat)[0].reshape(-1)
+        used = jnp.bincount(chosen, length=self.experts).astype(share.dtype) / flat.shape[0]
+        return self.experts / self.top * jnp.sum(used * share)
 
     def _experts(
         self, p: Params, x: Array, chosen: Array, weight: Array, act: Callable[[Array], Array]

@@ -23,6 +23,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from safetensors.numpy import save_file
 
 from kvjax.errors import InputError
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.models.axes import weight_shardings
 from kvjax.models.config import Config
 from kvjax.models.files import Stored, atomic_folder, check_folder, read_header, read_json
 from kvjax.models.hf_config import config_from_hf
@@ -47,12 +49,14 @@ def load_hf(
     sharding: Any = None,
     groups: tuple[Group, ...] | None = None,
     progress: bool = True,
+    on_mesh: OnMesh | None = None,
 ) -> Model:
     """Loads a Hugging Face directory (config.json, safetensors, tokenizer files) into `dtype`.
 
     sharding: where the parameters go: one `jax.sharding.Sharding` for all, a function (path, shape) ->
     Sharding with paths such as "embed" or "layers.0.q", or a tree of Shardings like the parameters. groups:
-    how layers are stacked, `plan(config)` unless given. progress: a bar for models beyond 1 GB.
+    how layers are stacked, `plan(config)` unless given. progress: a bar for models beyond 1 GB. on_mesh: by
+    rules places the parameters, and all caches of the model, in place of sharding.
 
     Raises InputError that says what is wrong with the directory, naming tensors that are missing, extra or
     wrongly shaped, before any weight is read.
@@ -73,8 +77,11 @@ def load_hf(
     config = _untie(config, found)
     stored = match(config, found)
     text = read_text(folder)
-    params = _read_params(config, stored, dtype, sharding, groups, progress)
-    return Model(config, params, **text._asdict(), name=folder.resolve().name)
+    layers = check_groups(config, groups or plan(config))
+    if on_mesh is not None:
+        sharding = weight_shardings(config, layers, on_mesh)
+    params = _read_params(config, stored, dtype, sharding, layers, progress)
+    return Model(config, params, **text._asdict(), name=folder.resolve().name, on_mesh=on_mesh)
 
 
 def check_dtype(dtype: Any) -> np.dtype:
@@ -151,10 +158,9 @@ def _read_params(
     stored: Mapping[str, Stored],
     dtype: np.dtype,
     sharding: Any,
-    groups: tuple[Group, ...] | None,
+    groups: tuple[Group, ...],
     progress: bool,
 ) -> Params:
-    groups = check_groups(config, groups or plan(config))
     places = _places(config, stored)
     tree = shapes(config, groups)
     total = sum(int(np.prod(s)) for _, s in leaves(tree)) * dtype.itemsize

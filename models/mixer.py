@@ -12,6 +12,7 @@ publishes exactly what others take from it (`kvjax.models.exchange`), and finds 
 * "input": the hidden state that came into the layer;
 * "slots": the layer's past and its new keys and values, as `LayerSlots`;
 * "logits": its attention logits, as `AttentionLogits`;
+* "picks": the slots that its read picked, for layers above it in the same step;
 * "values": the values of its new tokens, in the shape that its mixer computes them in;
 * "tokens" and "embedding": what the decoder was given and its table of embeddings, from layer None.
 """
@@ -27,6 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import GroupState
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
+from kvjax.models.feed_forward import FeedForward
 from kvjax.models.layers import Params, Shapes
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.rope import Rope
@@ -145,6 +147,15 @@ class Narrowing(NamedTuple):
     choose: Callable[[Any], tuple[Int[Array, "B M"], Bool[Array, "B M"]]]
 
 
+class Passed(NamedTuple):
+    """What passed through a layer; fed: what its feed-forward was given, None where it has none."""
+
+    mlp: FeedForward
+    p: Params
+    fed: Float[Array, "B T D"] | None
+    out: Float[Array, "B T D"]
+
+
 class Memory(NamedTuple):
     """How a layer meets its past. attend and recur return (output, the group's new state, what is left).
 
@@ -153,7 +164,9 @@ class Memory(NamedTuple):
     slots of the layer or of the one that it reads; empty where nothing filled them. last: index of each row's
     last new token, where only its logits are wanted and no layer is observed; layers that keep nothing of
     their inputs are then run for that token alone. implementation: of recurrences, as in
-    `kvjax.ops.base.dispatch.form`. narrow: where upper layers run for fewer tokens.
+    `kvjax.ops.base.dispatch.form`. narrow: where upper layers run for fewer tokens. remat: for a gradient,
+    what lies inside a layer is computed anew instead of kept. look: what to collect of every layer. takes:
+    what a memory has layers take from each other beside what their mixers do, by the first layer of a group.
     """
 
     pos: Int[Array, "B T"]
@@ -163,6 +176,9 @@ class Memory(NamedTuple):
     last: Int[Array, "B"] | None = None
     implementation: str | None = None
     narrow: Narrowing | None = None
+    remat: bool = False
+    look: Callable[[Passed], Any] | None = None
+    takes: Mapping[int, Mapping[str, Take]] = MappingProxyType({})
 
 
 class Mixer:

@@ -15,9 +15,11 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.errors import InputError
 from kvjax.inputs import whole_text
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
 from kvjax.models.fingerprint import fingerprint
 from kvjax.models.layers import Params
+from kvjax.models.params import Group, check_groups, regroup
 from kvjax.models.transformer import forward
 
 _forward = jax.jit(forward, static_argnames="config")
@@ -28,7 +30,8 @@ class Model:
     """A decoder with its weights. Calling it gives the logits [B, T, V] of every token, without a cache.
 
     chat_template, stop_ids and special_tokens ("bos_token" -> its text ...) come from the checkpoint's files;
-    tokenizer is a `tokenizers.Tokenizer` or None.
+    tokenizer is a `tokenizers.Tokenizer` or None. on_mesh: the mesh that the weights lie on, and the rules by
+    which they and all caches are split; None where nothing is.
     """
 
     config: Config
@@ -38,6 +41,7 @@ class Model:
     stop_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
     name: str = "model"
+    on_mesh: OnMesh | None = None
     # What made it of another model, and that one's fingerprint; a changed copy was made by nothing.
     made_by: Any = dataclasses.field(init=False, default=None, repr=False)
     made_of: str = dataclasses.field(init=False, default="", repr=False)
@@ -56,7 +60,10 @@ class Model:
 
     @functools.cached_property
     def models_made(self) -> dict[Any, Model]:
-        """The models that methods made of this one, by their `make`; they live as long as this one."""
+        """The models that methods made of this one, by their `make` or by the groups of their layers.
+
+        They live as long as this one.
+        """
         return {}
 
     def remade(self, make: Any, config: Config, params: Params) -> Model:
@@ -64,6 +71,13 @@ class Model:
         new = dataclasses.replace(self, config=config, params=params)
         object.__setattr__(new, "made_by", make)
         object.__setattr__(new, "made_of", self.fingerprint)
+        return new
+
+    def regrouped(self, groups: tuple[Group, ...]) -> Model:
+        """The same model with its layers stacked otherwise."""
+        new = dataclasses.replace(self, params=regroup(self.params, check_groups(self.config, groups)))
+        object.__setattr__(new, "made_by", self.made_by)
+        object.__setattr__(new, "made_of", self.made_of)
         return new
 
     def __call__(

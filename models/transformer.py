@@ -7,7 +7,7 @@ moved here, whatever it is; `kvjax.models.exchange` says who takes what.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from kvjax.models.config import Config
 from kvjax.models.exchange import published, taken, takes_of
 from kvjax.models.feed_forward import FeedForward, mlp_of
 from kvjax.models.layers import Params, rms_norm
-from kvjax.models.mixer import GroupState, Layer, LayerSlots, Left, Memory, Projected, Step, Take
+from kvjax.models.mixer import GroupState, Layer, LayerSlots, Left, Memory, Passed, Projected, Step, Take
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dtypes import wide
@@ -63,15 +63,18 @@ def block(
         return rms_norm(y, p[name], config.norm_eps, config.norm_offset) if name in p else y
 
     left: Left = {}
+    fed = None
     if layer.mixer.shapes(config):
         with jax.named_scope("attention"):
             mixed = layer.taken.get("input", x)
             out, state, left = layer.mixer(p, norm("attn_norm", mixed), layer, memory, state)
             x = x + norm("attn_post_norm", out)
-    if not mlp.shapes(config):
-        return x, state, left
-    with jax.named_scope("mlp"):
-        x = x + norm("mlp_post_norm", mlp(p, norm("mlp_norm", x), config))
+    if mlp.shapes(config):
+        with jax.named_scope("mlp"):
+            fed = norm("mlp_norm", x)
+            x = x + norm("mlp_post_norm", mlp(p, fed, config))
+    if memory.look is not None:
+        left = left | {"collected": memory.look(Passed(mlp, p, fed, x))}
     return x, state, left
 
 
@@ -93,7 +96,7 @@ def stack(
         x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
     things: dict[Take, Any] = {Take("tokens", None): tokens, Take("embedding", None): params.get("embed")}
     things |= above or {}
-    publishes = published(config)
+    publishes = published(config, memory.takes)
     new_states, collected, first = [], [], 0
     for g, (p, state) in enumerate(zip(params["layers"], states, strict=True)):
         size = next(iter(p.values())).shape[0]
@@ -105,7 +108,7 @@ def stack(
         mixer, mlp = mixer_of(config, first), mlp_of(config, first)
         kind = Layer(
             g, 0, first, config.window(first), mixer.rope(config, first), mixer, config, memory.pos,
-            names, taken(takes_of(config, first), things),
+            names, taken(takes_of(config, first) | {**memory.takes.get(first, {})}, things),
         )  # fmt: skip
 
         def body(carry, inputs, kind=kind, mlp=mlp, memory=memory):
@@ -115,13 +118,15 @@ def stack(
             x, state, left = block(p, x, layer, mlp, memory, state)
             return (x, state), left
 
+        run = jax.checkpoint(body) if memory.remat else body
+
         if size == 1:
-            (x, state), left = body((x, state), (jax.tree.map(lambda w: w[0], p), 0))
+            (x, state), left = run((x, state), (jax.tree.map(lambda w: w[0], p), 0))
             things |= {Take(name, first): left[name] for name in names - {"input"}}
             out = jax.tree.map(lambda y: y[None], left.get("collected"))
         else:
             # A layer that publishes stands alone, so these leave only what the memory collects.
-            (x, state), left = jax.lax.scan(body, (x, state), (p, jnp.arange(size, dtype=jnp.int32)))
+            (x, state), left = jax.lax.scan(run, (x, state), (p, jnp.arange(size, dtype=jnp.int32)))
             out = left.get("collected")
         new_states.append(state)
         collected.append(out)
@@ -224,8 +229,11 @@ def forward(
     config: Config,
     lengths: Int[Array, "B"] | None = None,
     context: Keys | None = None,
+    *,
+    segments: Int[Array, "B T"] | None = None,
+    remat: bool = False,
 ) -> Float[Array, "B T V"]:
-    """Logits of every token without a cache; context: what `kvjax.models.encoder.encode` made of one.
+    """Logits of every token without a cache; all arguments are those of `hidden`.
 
     >>> import jax
     >>> from kvjax.models.params import init
@@ -234,7 +242,8 @@ def forward(
     >>> forward(params, jax.numpy.zeros((1, 5), "int32"), config).shape
     (1, 5, 32)
     """
-    return unembed(params, hidden(params, tokens, config, lengths, context), config)
+    x = hidden(params, tokens, config, lengths, context, segments=segments, remat=remat)
+    return unembed(params, x, config)
 
 
 def hidden(
@@ -243,17 +252,42 @@ def hidden(
     config: Config,
     lengths: Int[Array, "B"] | None = None,
     context: Keys | None = None,
+    *,
+    segments: Int[Array, "B T"] | None = None,
+    remat: bool = False,
 ) -> Float[Array, "B T D"]:
-    """The last layer's output for every token, before the last norm, without a cache."""
+    """The last layer's output for every token, before the last norm, without a cache.
+
+    context: what `kvjax.models.encoder.encode` made of one. segments: a row holds several texts, numbered
+    from left to right; tokens see their own text alone, and its positions start at 0. remat: as in `Memory`.
+    Raises ValueError where layers carry a state, which would go on from one segment to the next.
+    """
+    return run_layers(params, tokens, config, lengths, context, segments=segments, remat=remat).x
+
+
+def run_layers(
+    params: Params,
+    tokens: IdsOrVectors,
+    config: Config,
+    lengths: Int[Array, "B"] | None = None,
+    context: Keys | None = None,
+    *,
+    segments: Int[Array, "B T"] | None = None,
+    remat: bool = False,
+    look: Callable[[Passed], Any] | None = None,
+) -> Ran:
+    """`hidden` with all that the layers left; look as in `Memory`."""
     b, t = tokens.shape[:2]
     lengths = jnp.full((b,), t, jnp.int32) if lengths is None else lengths
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
+    turn, seen = (at.pos, at.pos) if segments is None else _in_segments(config, segments, at.pos)
 
     def attend(layer: Layer, x: Projected, state: GroupState) -> tuple[Array, GroupState, Left]:
-        q = rotary(layer, x.q, layer.pos, at.length)
-        k = None if x.k is None else rotary(layer, x.k, at.pos, at.length)
-        new = new_keys(layer, k, x.v, at.pos)
-        out, _, scores = attend_new(layer, x, q, new, (), layer.pos)
+        if segments is not None:
+            layer = layer._replace(window=min(t, layer.window or t))
+        q = rotary(layer, x.q, turn, at.length)
+        k = None if x.k is None else rotary(layer, x.k, turn, at.length)
+        out, _, scores = attend_new(layer, x, q, new_keys(layer, k, x.v, seen), (), seen)
         return out, state, published_by(layer, state, k, x.v, scores)
 
     def recur(layer: Layer, step: Step, state: GroupState) -> tuple[Array, GroupState, Left]:
@@ -263,4 +297,26 @@ def hidden(
         return [] if context is None else [context]
 
     nothing = (NOTHING,) * len(params["layers"])
-    return decode_layers(params, tokens, config, Memory(at.pos, attend, recur, held), nothing).x
+    memory = Memory(at.pos, attend, recur, held, remat=remat, look=look)
+    return decode_layers(params, tokens, config, memory, nothing)
+
+
+def _in_segments(
+    config: Config, segments: Int[Array, "B T"], pos: Int[Array, "B T"]
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """What tokens turn by, from 0 in every segment, and positions by which segments see themselves alone.
+
+    Segments stand two rows' lengths apart, so a window of one row's length hides all others.
+    """
+    carrying = [i for i in range(config.layers) if mixer_of(config, i).state(config)]
+    if carrying:
+        raise ValueError(
+            f"layers {carrying} carry a state from token to token, which segments of a row would share: "
+            "give each text a row of its own, or join them as one text"
+        )
+    t = segments.shape[1]
+    index = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), segments.shape)
+    starts = (index == 0) | (segments != jnp.roll(segments, 1, axis=1))
+    offset = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+    number = jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
+    return offset, jnp.where(pos >= 0, 2 * t * number + offset, -1)

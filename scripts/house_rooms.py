@@ -44,6 +44,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/ops/base",
                 "kvjax/ops/__init__.py",
             ),
+            _room("mesh", "rules: which axes of arrays are split over which axes of a mesh", "kvjax/mesh"),
         ),
     ),
     (
@@ -61,9 +62,11 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
         (
             _room(
                 "cache",
-                "`Slots`, `Pages`, `Paged`, `Codes`, `State`, `Cache`, how rows are written, and what "
-                "attention asks of codes",
+                "`Slots`, `Pages`, `Paged`, `Codes`, `State`, `Cache`, how rows are written, what "
+                "attention asks of codes, and which device holds what",
                 "kvjax/cache.py",
+                "kvjax/axes.py",
+                "kvjax/who_holds.py",
                 "kvjax/stored.py",
                 "kvjax/writing.py",
             ),
@@ -80,6 +83,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/words.py",
                 "kvjax/word_protocols.py",
                 "kvjax/when.py",
+                "kvjax/phase.py",
                 "kvjax/fitted.py",
             ),
             _room(
@@ -112,6 +116,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/group.py",
                 "kvjax/choose.py",
                 "kvjax/segments.py",
+                "kvjax/paging.py",
                 "kvjax/summaries.py",
                 "kvjax/pairs.py",
                 "kvjax/room.py",
@@ -142,6 +147,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/prefilling.py",
                 "kvjax/stepping.py",
                 "kvjax/verifying.py",
+                "kvjax/forking.py",
                 "kvjax/generation.py",
                 "kvjax/not_numbers.py",
                 "kvjax/pure.py",
@@ -197,6 +203,16 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
             _room("fitting", "what words are taught about a model, from a few texts", "kvjax/fitting"),
             _room("train", "training loops, conversion of layers, grouping of heads", "kvjax/train"),
             _room("aot", "kernels and decoders through the compilers of TPUs and GPUs", "kvjax/aot"),
+        ),
+    ),
+    (
+        "",
+        (
+            _room(
+                "plan",
+                "whether models and caches fit many devices, and what a step costs there",
+                "kvjax/plan",
+            ),
         ),
     ),
     (

@@ -18,6 +18,12 @@ PREFILL = (
     "random",
     "knorm",
     "keydiff",
+    "cur",
+    "cap",
+    "leverage",
+    "non_causal",
+    "compactor",
+    "qfilter",
     "snapkv",
     "tova",
     "streaming_llm",
@@ -28,12 +34,13 @@ PREFILL = (
     "expected_attention",
     "expected_attention_eps",
     "expected_attention_nocov",
+    "expected_attention_stats",
     "kvzip",
 )
 DECODING = ("dec_knorm", "dec_tova", "prefill_dec_snapkv_knorm")
 # Per press; a press has those that apply to it.
 ARRAYS = (
-    "scores", "keep", "logits_next", "x/repeat_ids_0",
+    "scores", "keep", "logits_next", "x/repeat_ids_0", "x/randn", "x/q_filters", "x/mu", "x/cov",
     "cont_ids", "x/steps", "logits_steps", "cache_len_steps", "slot_positions",
 )  # fmt: skip
 

@@ -70,9 +70,9 @@ MUTANTS = [
         TALKS + "test_a_second_turn_keeps_what_both_turns_attended_to",
     ),
     Mutant(
-        "a rotation one position late", "kvjax/steps/run.py",
-        "    return jnp.argsort(order, axis=-1).astype(jnp.int32)",
-        "    return jnp.argsort(order, axis=-1).astype(jnp.int32) + 1", METHODS,
+        "a rotation one position late", "kvjax/phase.py",
+        "queries, *keys = older(held, asked, *each)",
+        "queries, *keys = older(held, asked + 1, *each)", METHODS,
     ),
     Mutant(
         "a byte count without scales", "kvjax/cache.py",
@@ -103,7 +103,7 @@ MUTANTS = [
     ),
     Mutant(
         "a row that ended in an earlier chunk is compressed again", "kvjax/steps/prompt.py",
-        "kept = {i: stay | (idle & (views[i].pos >= 0)) for i, stay in kept.items()}",
+        "kept = {i: jnp.where(idle, before[i], stay) for i, stay in kept.items()}",
         "kept = {i: stay for i, stay in kept.items()}",
         "tests/test_cache.py::test_a_row_without_new_tokens_stays_as_it_is_when_others_are_compressed",
         made=True,

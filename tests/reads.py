@@ -39,6 +39,20 @@ def sparq(count, *, channels, newest):
     return attends
 
 
+def mustafar(share, newest):
+    """Mustafar (arXiv:2505.22913): of keys and values behind the newest ones, the largest numbers alone."""
+
+    def pruned(x, old):
+        largest = best(np.abs(x), np.full(len(x), int(share * x.shape[-1])))
+        return np.where(largest | ~old[:, None], x, 0)
+
+    def attends(q, k, v, pos, at):
+        old = pos < at.stored - newest
+        return softmax(q @ pruned(k, old).T / np.sqrt(q.shape[-1])) @ pruned(v, old)
+
+    return attends
+
+
 def normals(width, *, planes, tables, seed=0):
     """The hyperplanes [H, L, K] that belong to a seed."""
     drawn = np.random.RandomState([seed, width]).standard_normal((width, tables * planes))
@@ -86,5 +100,29 @@ def magicpig(count, *, planes, tables, sinks, newest):
         s = q @ k.T / np.sqrt(k.shape[-1])
         s = np.where(hashed, np.where(drawn & seen, s - np.log(u), -np.inf), s)
         return softmax(s) @ v
+
+    return attends
+
+
+def tidal(count, *, picks, newest, skip=0, seen=None):
+    """TidalDecode (arXiv:2410.05076): layers in `picks` rank all tokens, the others read what was picked.
+
+    seen: a dict that is told which positions each list of each layer read.
+    """
+    held = {}
+
+    def attends(q, k, v, pos, at):
+        logits = k @ q.T / np.sqrt(k.shape[-1])
+        old = pos < at.stored - newest
+        if at.layer in picks and old.any():
+            ranked = np.where(old, logits.sum(1), -np.inf)
+            held[at.number] = set(pos[best(ranked, count(old.sum()))])
+        elif at.layer in picks:
+            held[at.number] = set()
+        whole = at.layer < skip or at.layer in picks
+        read = np.array([whole or not o or p in held[at.number] for o, p in zip(old, pos, strict=True)])
+        if seen is not None:
+            seen[at.layer, at.number] = set(pos[read])
+        return softmax(logits[read].T) @ v[read]
 
     return attends

@@ -68,9 +68,10 @@ class Prompt:
 
     hidden: per layer, its normalised input [T, D]. at: per layer, the positions of the tokens that it saw.
     narrow: (prompt, layer) -> indices of the tokens that go on from a layer, None where all of them do.
+    farthest: the distance that larger ones count as.
     """
 
-    def __init__(self, decoder, tokens, narrow=None):
+    def __init__(self, decoder, tokens, narrow=None, farthest=None):
         c, self.decoder, self.tokens, self.length = decoder.config, decoder, list(tokens), len(tokens)
         self.group, pos = c.heads // c.kv_heads, np.arange(len(tokens))
         self.q, self.raw_q, self.k, self.raw_k, self.v, self.p = [], [], [], [], [], []
@@ -82,6 +83,10 @@ class Prompt:
             raw_q, raw_k, v = decoder.project(layer, x)
             q, k = rope(raw_q, pos, c.rope.theta), rope(raw_k, pos, c.rope.theta)
             s = q @ np.repeat(k, self.group, 0).swapaxes(1, 2) / np.sqrt(c.head_dim)
+            if farthest is not None:
+                at_most = rope(raw_q, np.full(len(pos), farthest), c.rope.theta)
+                far = at_most @ np.repeat(raw_k, self.group, 0).swapaxes(1, 2) / np.sqrt(c.head_dim)
+                s = np.where(pos[:, None] - pos[None] > farthest, far, s)
             window = c.windows[i] if c.windows else None
             hidden = pos[None] > pos[:, None]
             if window is not None:
@@ -98,21 +103,27 @@ class Prompt:
 
 
 class At(NamedTuple):
-    """Of a query's list: tokens that were stored before it, tokens of the prompt, its number of so many."""
+    """Of a query's list: tokens that were stored before it, tokens of the prompt, its number of so many.
+
+    layer: that of the list.
+    """
 
     stored: int
     prompt: int
     number: int
     lists: int
+    layer: int
 
 
 class Row:
     """A row that decodes over explicit slots.
 
     kept: per layer, a boolean [lists, T] of the prompt's tokens that stay; lists are the KV heads, or the
-    query heads where every one of them selects alone. phase: "position" or "rank" of a slot in its list.
+    query heads where every one of them selects alone. phase: "position" or "rank" of a slot in its list, or
+    the distance that larger ones count as.
     leave(memory, lists, gone): what a layer's slots become when those numbered in `gone`, per list, leave;
-    memory is a dict that the layer keeps. leave.answer(memory, layer, list, q), where it has one: sums and
+    memory is a dict that the layer keeps. A slot notes what every query has given it, in `given`, and in all
+    (`mass`). leave.answer(memory, layer, list, q), where it has one: sums and
     weights that the queries get beside those of the slots. attends(q, k, v, pos, at): what a group's queries
     get instead of their attention over a list; `at` says where (`At`).
     """
@@ -127,12 +138,14 @@ class Row:
         for layer, keep in enumerate(kept):
             share = len(keep) // prompt.decoder.config.kv_heads
             at = prompt.at[layer]
-            mass = prompt.p[layer].sum(1).reshape(len(keep), -1, len(at)).sum(1)
+            each = prompt.p[layer].reshape(len(keep), -1, len(at), len(at))
+            given, squares = each.sum(1), (each**2).sum((1, 2))
             raw, v = prompt.raw_k[layer], prompt.v[layer]
             self.slots.append([
                 [
                     dict(
-                        pos=at[j], k=raw[i // share][j], v=v[i // share][j], mass=mass[i][j],
+                        pos=at[j], k=raw[i // share][j], v=v[i // share][j], mass=given[i][:, j].sum(),
+                        squares=squares[i][j], read=True, given=list(given[i][:, j]),
                         layer=layer, hidden=prompt.hidden[layer][j],
                     )
                     for j in range(len(at))
@@ -173,17 +186,23 @@ class Row:
                             k=raw_k[i // share][0],
                             v=v[i // share][0],
                             mass=0.0,
+                            squares=0.0,
+                            read=False,
+                            given=[],
                             layer=number,
                             hidden=rms_norm(x, layer["attn_norm"], c.norm_eps)[0],
                         )
                     )
                 pos = np.array([s["pos"] for s in slots])
-                ranked = self.phase == "rank"
-                phases, mine = (pos.argsort().argsort(), len(pos) - 1) if ranked else (pos, at)
+                phases, mine = pos, at
+                if self.phase == "rank":
+                    phases, mine = pos.argsort().argsort(), (pos < at).sum()
+                elif self.phase != "position":
+                    phases = np.maximum(pos, at - self.phase)
                 k = rope(np.stack([s["k"] for s in slots]), phases, c.rope.theta)
                 q = rope(raw_q[i * group : (i + 1) * group], [mine], c.rope.theta)[:, 0]
                 if self.attends is not None:
-                    where = At(self.next, self.prompt_tokens, i, len(lists))
+                    where = At(self.next, self.prompt_tokens, i, len(lists), number)
                     outs.append(self.attends(q, k, np.stack([s["v"] for s in slots]), pos, where))
                     continue
                 s = q @ k.T / np.sqrt(c.head_dim)
@@ -196,9 +215,11 @@ class Row:
                 total = np.exp(s).sum(-1, keepdims=True)
                 held = p @ np.stack([s["v"] for s in slots])
                 outs.append((held * total + more) / (total + beside))
-                for slot, now in zip(slots, p.sum(0), strict=True):
-                    slot["now"] = now
-                    slot["mass"] += now if append else 0.0
+                for slot, each in zip(slots, p.T, strict=True):
+                    slot["now"] = each.sum()
+                    slot["mass"] += slot["now"] if append else 0.0
+                    slot["squares"] += (each**2).sum() if append else 0.0
+                    slot["given"] += [slot["now"]] * append
             if append and victim is not None:
                 found = victim(lists, at + 1, self.queries[number])
                 self.remove(number, [np.atleast_1d([] if x is None else x).astype(int) for x in found])

@@ -41,6 +41,28 @@ def test_a_conversation_equals_that_of_a_model_of_more_positions():
     np.testing.assert_array_equal(conversation(model()), conversation(model(LONGER)))
 
 
+CLAMPED = kvjax.method("lm-infinite", budget=8, sinks=2, distance=16)
+FINCH = kvjax.method("finch", budget=8, question=4)
+
+
+@pytest.mark.parametrize("method", [CLAMPED, FINCH], ids=["distances", "ranks of a prompt"])
+def test_texts_beyond_the_positions_are_read_in_pieces_and_gone_on_with(method):
+    found = []
+    for m in (model(), model(LONGER)):
+        logits, cache = kvjax.prefill(m, [TEXT[:48]], method=method, chunk=8, room=8)
+        found.append([logits, kvjax.step(m, cache, [TEXT[48]])[0]])
+    np.testing.assert_array_equal(*np.array(found))
+
+
+def test_ranks_that_grow_with_what_is_written_end_at_the_last_position():
+    m = model()
+    with pytest.raises(InputError, match="17 new tokens would reach position 65, this model's last is 64"):
+        kvjax.generate(m, [TEXT[:48]], method=FINCH, chunk=8, max_new_tokens=17, stop=[])
+    out = kvjax.generate(m, [TEXT[:48]], method=FINCH, chunk=8, max_new_tokens=16, stop=[])
+    with pytest.raises(InputError, match="behind up to 24 slots reach beyond the model's last position, 24"):
+        kvjax.prefill(m, [[1]], cache=out.cache, compress=False)
+
+
 def prompt(method, *, config=CONFIG, tokens=40, **options):
     return kvjax.prefill(model(config), [TEXT[:tokens]], method=method, **options)
 

@@ -164,9 +164,8 @@ def test_a_cache_of_another_model_is_refused(model, tmp_path):
 def blank(method: Method | None = None) -> Cache:
     """The smallest cache there is."""
     zeros = jnp.zeros((1, 1, 1, 1, 2))
-    return Cache(
-        ((Slots(zeros, zeros, jnp.zeros((1, 1, 1, 1), jnp.int32)),),), jnp.zeros(1, jnp.int32), method=method
-    )
+    slots = Slots(zeros, zeros, jnp.zeros((1, 1, 1, 1), jnp.int32))
+    return Cache((GroupState(tail=slots),), jnp.zeros(1, jnp.int32), method=method)
 
 
 def test_an_older_file_stays_whole_until_the_new_one_is(tmp_path, monkeypatch):

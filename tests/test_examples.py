@@ -1,62 +1,34 @@
 """The examples of docs/examples run, and compute what they say."""
 
 import importlib.util
+import inspect
+import os
 import re
 import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax.keep.geometry import KeyDistinctness
+from kvjax.methods import keydiff
 from kvjax.methods.parse import parse_method
 from kvjax.methods.user import from_file
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
-from kvjax.ops.base.rope import Rope
-from kvjax.protocols import AttentionSpec, Seen, View
-from tests.methods import test_kvpress as kvpress
-from tests.methods.battery import MAIN, model, positions, prompt_of
-from tests.methods.table import count
-from tests.reference import best
+from tests.methods.battery import MAIN, model, positions
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs" / "examples" / "keydiff.py"
 KEYDIFF = f"{FILE}:keydiff"
 
 
-def distinctness(keys):
-    """KeyDiff's equation in float64, keys [..., T, H]."""
-    unit = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
-    mean = unit.mean(-2, keepdims=True)
-    return -(unit * mean).sum(-1) / np.linalg.norm(mean, axis=-1)
-
-
-def test_keydiff_keeps_the_most_distinct_keys_of_every_head():
-    _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=from_file(KEYDIFF, budget=0.5), room=8)
-    kept = positions(cache)
-    for row, tokens in enumerate(MAIN.first):
-        for layer, keys in enumerate(prompt_of("4/2", "main", row).k):
-            want = best(distinctness(keys), [count(len(tokens))] * len(keys))
-            assert kept[layer][row] == [set(np.flatnonzero(head).tolist()) for head in want]
-
-
-def test_keydiff_scores_and_keeps_what_kvpress_does():
-    recorded, llama = kvpress.recorded(), kvpress.model()
-    method = from_file(KEYDIFF, budget=0.5)
-    _, full = kvjax.prefill(llama, recorded["ids"], room=8)
-    for slots, want in zip((group.tail for group in full.groups), recorded["keydiff/scores"], strict=True):
-        length = jnp.asarray([kvpress.T], jnp.int32)
-        seen = Seen({}, None, length, length // 2, 0, AttentionSpec(1.0, None, Rope()))
-        score = method.keep.score(View(slots.k[0], slots.v[0], slots.pos[0], None, {}), seen)
-        np.testing.assert_allclose(score[..., : kvpress.T], want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
-    logits, cache = kvjax.prefill(llama, recorded["ids"], method=method, room=8)
-    kvpress.close(logits, recorded["ref/logits_last"])
-    np.testing.assert_array_equal(kvpress.kept(cache), recorded["keydiff/keep"][:, 0])
-    kvpress.close(kvjax.step(llama, cache, recorded["cont_id"][None])[0], recorded["keydiff/logits_next"])
+def test_the_example_of_a_method_is_what_the_library_has():
+    for piece in (KeyDistinctness, keydiff):
+        assert inspect.getsource(piece) in FILE.read_text()
 
 
 def test_keydiff_chains_with_a_store_from_one_text():
@@ -90,6 +62,15 @@ def test_the_architecture_of_contributing_decodes_what_it_computes(rng):
     np.testing.assert_allclose(logits, whole[:, 7], atol=1e-5)
     np.testing.assert_allclose(kvjax.step(layered, cache, tokens[:, 8])[0], whole[:, 8], atol=1e-5)
     assert kvjax.nbytes(cache.groups) == 2 * 2 * (2 * 6 * 5) * 4
+
+
+@pytest.mark.rotating
+def test_the_page_of_many_devices_runs_and_draws_who_holds_what(capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "scaling.md").read_text(), re.DOTALL)
+    exec(compile(block, "scaling.md", "exec"), {})
+    drawn = capsys.readouterr().out
+    assert "rows over data=4, lists over model=2" in drawn and "rows 3  device 6  device 7" in drawn
 
 
 DECODING = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "decoding.md").read_text(), re.DOTALL)

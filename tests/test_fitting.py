@@ -65,7 +65,7 @@ def questions():
 
 def test_a_profile_is_the_attention_that_answers_pay_to_what_they_need():
     found = kvjax.fit(model("4/2"), "headkv", questions(), batch=2)
-    want = np.zeros((2, 2))
+    want, all_of_it = np.zeros((2, 2)), np.zeros((2, 4))
     for one in questions():
         prompt = Prompt(decoder("4/2"), [*one.context, *one.question, *one.answer[:-1]])
         needed = [j for start, end in one.spans for j in range(start, end)]
@@ -74,9 +74,13 @@ def test_a_profile_is_the_attention_that_answers_pay_to_what_they_need():
             p = prompt.p[layer][head, first + query]
             most = np.argsort(-p)[: len(needed)]
             want[layer, head // 2] += p[np.intersect1d(most, needed)].sum() / len(needed) / 2
+            all_of_it[layer, head] += p[needed].mean()
     assert (want > 0).all()
     np.testing.assert_allclose(found.arrays["importance"], want / 3, rtol=1e-5)
     assert kvjax.method("headkv", budget=0.5, fitted=found).id == "headkv"
+    # CompressKV's heads: all attention to what is needed counts, for every query head.
+    found = kvjax.fit(model("4/2"), "compresskv", questions(), batch=2)
+    np.testing.assert_allclose(found.arrays["attention"], all_of_it / 3, rtol=1e-5)
 
 
 def gated_by_hand(tokens, gates, sinks, recent):

@@ -54,11 +54,12 @@ def spread(tree, spec_of):
 
 
 def collectives(hlo):
-    """How many numbers each collective of a program gives."""
-    found = re.findall(
-        r"= \(?\w+\[([\d,]*)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)", hlo
+    """How many numbers each result of the collectives of a program has."""
+    of = (
+        r"= (\(?\w+\[.*?) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
     )
-    return [int(np.prod([int(n) for n in shape.split(",") if n])) for shape in found]
+    shapes = [shape for found in re.findall(of, hlo) for shape in re.findall(r"\w+\[([\d,]*)\]", found)]
+    return [int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes]
 
 
 @methods

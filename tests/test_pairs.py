@@ -231,13 +231,45 @@ def test_what_cannot_be_merged_is_refused_with_the_reason():
         check_fit(METHOD, Config(layers=4, **(SIZES | dict(mixers=(latent,) * 4, kv_heads=4))))
 
 
-def test_stacked_layers_are_refused_when_a_prompt_is_read():
-    m, config = model(NAME), Config(layers=4, **SIZES)
-    params = regroup(init(config, jax.random.key(0)), plan(config, stacked=True))
-    with pytest.raises(ValueError, match="layers 2 to 3 are stacked: give layers that are not stacked"):
-        Run(config, METHOD).groups(params)
-    assert [gm.upper for gm in Run(m.config, METHOD).groups(m.params)] == [False, False, True]
+def test_only_programs_of_ones_own_are_refused_layers_that_are_stacked():
+    config = Config(layers=6, **SIZES)
+    params = init(config, jax.random.key(0), groups=plan(config, stacked=True))
+    whole, method = Model(config, params), kvjax.method("minicache", start=2, **MINI, most=MINI_MOST)
+    with pytest.raises(ValueError, match="layers 2 to 5 are stacked: give the params of kvjax.prepare"):
+        Run(config, method).groups(params)
+    made = kvjax.prepare(whole, method)
+    assert [len(g["q"]) for g in made.params["layers"]] == [2, 1, 1, 1, 1]
+    assert made is kvjax.prepare(whole, method) and kvjax.prepare(made, method) is made
+    assert kvjax.prepare(whole, "int8") is whole
+    # Only what is merged leaves its stack.
+    late = kvjax.method("minicache", start=4)
+    assert [len(g["q"]) for g in kvjax.prepare(whole, late).params["layers"]] == [2, 2, 1, 1]
+    gms = Run(config, late).groups(kvjax.prepare(whole, late).params)
+    assert [gm.upper for gm in gms] == [False, False, False, True]
     assert Method(stack=Merged(most=Budget(3))) != Method()
+
+
+@pytest.mark.rotating
+def test_stacked_layers_are_merged_as_those_that_are_not():
+    """Prompts, steps, a second turn and a saved cache, on the model as it was given."""
+    config, rng = Config(layers=6, **SIZES), np.random.default_rng(0)
+    params = init(config, jax.random.key(0), groups=plan(config, stacked=False))
+    whole = Model(config, regroup(params, plan(config, stacked=True)))
+    method = kvjax.method("minicache", start=3, **MINI, most=MINI_MOST)
+    first, second = (rng.integers(0, 32, (2, n)) for n in (20, 7))
+    found = []
+    for given in (Model(config, params), whole):
+        logits, cache = kvjax.prefill(given, first, method=method, room=8)
+        stepped, cache = kvjax.step(given, cache, [3, 5])
+        again, cache = kvjax.prefill(given, second, cache=cache, room=8)
+        out = kvjax.generate(given, first, method=method, max_new_tokens=3)
+        found.append(((logits, stepped, again), kept_positions(cache), nbytes(cache), out.tokens))
+    assert len(whole.params["layers"]) == 2 and [*whole.models_made]
+    (logits, kept, size, tokens), (mine, held, own, written) = found
+    assert max(off(a, b) for a, b in zip(mine, logits, strict=True)) < 1e-5
+    assert size == own and np.array_equal(tokens, written)
+    for a, b in zip(kept, held, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.rotating

@@ -59,7 +59,7 @@ BAD = {
     "include": ("\n\ninclude 'none.gin'", r"mine\.gin, line 3: Unable to open file: none\.gin.*: write"),
     "no dict": ("hyper.snapkv = 5", r"line 1: hyper\.snapkv is 5, expected a dict such as \{'window': 16\}"),
     "brace": ("hyper.snapkv = {'window': 16", r"mine\.gin, line \d: .*is a bracket or a quote left open\?"),
-    "name": ("hypr.snapkv = {'window': 1}", r"line 1: No configurable matching 'hypr': write"),
+    "name": ("hypr.snapkv = {'window': 1}", r"line 1: unknown section 'hypr': did you mean hyper"),
     "word": ("hyper.snapkv = {'window': x}", r"line 1: malformed node .* a name: write"),
     "reference": ("hyper.snapkv = @foo", r"line 1: No configurable matching reference '@foo': write"),
     "import": ("import nowhere_at_all", r"line 1: No module named 'nowhere_at_all': write"),

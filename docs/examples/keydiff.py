@@ -2,7 +2,7 @@
 
     kvjax compare --methods docs/examples/keydiff.py:keydiff snapkv --budgets 0.5 0.25
 
-CONTRIBUTING.md takes these two pieces into the library, step by step.
+CONTRIBUTING.md tells how these two pieces came into the library, step by step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Word
 from kvjax.keep.budget import Uniform
 from kvjax.methods import paper
+from kvjax.methods.shared import Amount
 from kvjax.protocols import Seen, View
 
 
@@ -40,7 +41,7 @@ class KeyDistinctness(Word):
     exact="equal",
     kvpress="KeyDiffPress",
 )
-def keydiff(budget: float | int) -> Method:
+def keydiff(budget: Amount) -> Method:
     """KeyDiff (Park et al., 2025, arXiv:2504.15364): keeps the keys that are least like the mean key.
 
     It never looks at attention. The paper compresses block by block, which is `prefill(..., chunk=block)`;

@@ -6,13 +6,14 @@ import argparse
 
 from kvjax.commands.options import add_dtype, add_model, whole
 from kvjax.commands.programs import keep_programs
-from kvjax.errors import InputError
+from kvjax.commands.texts import read_texts
 
 HELP = "fit what a method must learn of a model, such as KVzap's gate or HeadKV's profile"
 EXAMPLE = """examples:
   kvjax fit kvzap --out kvzap.safetensors
   kvjax fit kvzap --model path/to/model --text book.txt --rows 64 --hidden 512 --out kvzap.safetensors
   kvjax fit headkv --tasks get chase --out headkv.safetensors
+  kvjax fit q-filters --text book.txt --out q-filters.safetensors
   kvjax fit palu --text book.txt --out palu.safetensors
   kvjax fit less --budget 0.25 --hidden 64 --out less.safetensors
   kvjax fit kvquant --text book.txt --set bits=4 --out kvquant.safetensors
@@ -57,36 +58,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from functools import partial
-    from typing import Any
 
     from rich.progress import track
 
     from kvjax.commands.terminal import console
-    from kvjax.eval.streaming import read_windows
-    from kvjax.eval.tasks.suite import make_suite
     from kvjax.fitted import save_fitted
     from kvjax.fitting import fit, learns_from_questions, options_of
     from kvjax.loading import load
     from kvjax.methods import takes
     from kvjax.methods.parse import parse_budget, read_options
 
-    if args.text is not None and args.tasks is not None:
-        raise InputError("--text and --tasks were both given: fit on one of them")
     keep_programs()
     model = load(args.model, dtype=args.dtype)
-    texts: list[Any]
-    if args.text is not None:
-        windows = read_windows(
-            model, args.text, length=args.length, steps=0, windows=args.rows, seed=args.seed
-        )
-        texts = windows.tokens.tolist()
-    else:
-        suite, texts, index = make_suite(model, args.tasks, length=args.length, seed=args.seed), [], 0
-        asks = learns_from_questions(args.method)
-        while len(texts) < args.rows and (asked := [turns[0] for turns in suite.rows(index, "agnostic")]):
-            # Several questions are about one context, which is read once where they do not matter.
-            texts += asked if asks else dict.fromkeys(tuple(sample.context) for sample in asked)
-            index += 1
+    texts = read_texts(
+        model, text=args.text, tasks=args.tasks, rows=args.rows, length=args.length, seed=args.seed,
+        questions=learns_from_questions(args.method),
+    )  # fmt: skip
     out = console()
     shown = partial(track, description="reading", console=out, transient=True)
     given = {name: getattr(args, name) for name in ("hidden", "rank", "epochs")}
@@ -94,11 +81,9 @@ def run(args: argparse.Namespace) -> None:
     options |= read_options(args.set)
     options |= {"seed": args.seed} if "seed" in options_of(args.method) else {}
     budget = None if args.budget is None else parse_budget(args.budget)
-    found = fit(
-        model, args.method, texts[: args.rows], batch=args.batch, budget=budget, progress=shown, **options
-    )
+    found = fit(model, args.method, texts, batch=args.batch, budget=budget, progress=shown, **options)
     save_fitted(args.out, found)
-    out.print(f"{args.out}: {found.word}, fitted on {min(args.rows, len(texts))} texts")
+    out.print(f"{args.out}: {found.word}, fitted on {len(texts)} texts")
     # What the fit and the method must have in common, such as KVQuant's bits.
     also = "".join(f",{name}={value}" for name, value in options.items() if takes(args.method, name))
     out.print(f"use it as {args.method}:fitted={args.out}{also}", soft_wrap=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+# `kvjax.mesh.rules.PRESETS`, which `--help` should not wait for.
+PRESETS_OF_RULES = ("single", "batch", "tensor", "sequence", "tensor+sequence", "expert", "fsdp")
 DTYPES = ("float32", "bfloat16", "float16")
 # Tokens in the caches that `inspect` sizes, where the model could hold more and nothing was asked for.
 LONGEST_DEFAULT = 8192

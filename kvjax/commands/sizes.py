@@ -18,6 +18,7 @@ from kvjax.grammar import Method
 from kvjax.models.block_transformer import BlockConfig, layout_of
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
+from kvjax.protocols import Reusing
 from kvjax.steps import Run
 from kvjax.suits import check_block_transformer, check_fit, config_of
 
@@ -32,7 +33,7 @@ def sizes_of(
 
 
 class Sizes:
-    """Shapes of one row's caches after a prompt of `tokens` tokens, which is traced once for all `methods`.
+    """Shapes of the caches of `rows` rows after a prompt of `tokens` tokens, traced once for all `methods`.
 
     A method whose layers see some tokens of a prompt alone, or are merged, is traced by itself, over layers
     that are not stacked, and one that rewrites weights over those.
@@ -42,15 +43,19 @@ class Sizes:
     8708
     """
 
-    def __init__(self, config: Config, dtype: DTypeLike, tokens: int, methods: list[Method]):
-        self.config, self.tokens = config, bucket(tokens)
+    def __init__(self, config: Config, dtype: DTypeLike, tokens: int, methods: list[Method], rows: int = 1):
+        self.config, self.tokens, self.rows = config, bucket(tokens), rows
         # Stacked layers trace in the time of one; the bytes are the same.
         self.params = abstract_params(config, dtype)
         shared = [m for m in methods if not _by_itself(m) and m.make is None]
         needs = (steps.needs_of(Run(config, m), self.params) for m in shared if _fits(m, config))
         observe = partial(steps.observe, Run(config, Method()), cache=None, needs=frozenset().union(*needs))
-        ids = jax.ShapeDtypeStruct((1, self.tokens), jnp.int32)
-        self.prompt = jax.eval_shape(observe, self.params, ids, jax.ShapeDtypeStruct((1,), jnp.int32))
+        self.prompt = jax.eval_shape(observe, self.params, *self._given())
+
+    def _given(self) -> list[jax.ShapeDtypeStruct]:
+        """Tokens and their lengths."""
+        shapes = ((self.rows, self.tokens), (self.rows,))
+        return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 
     def cache(self, method: Method, room: int = 0) -> Cache:
         """The cache's shapes with room for `room` more tokens.
@@ -61,12 +66,12 @@ class Sizes:
         if method.make is not None:
             made, dtype = config_of(method, self.config), self.params["norm"].dtype
             plain = dataclasses.replace(method, make=None)
-            return Sizes(made, dtype, self.tokens, [plain]).cache(plain, room)
+            return Sizes(made, dtype, self.tokens, [plain], self.rows).cache(plain, room)
         run, sizes = Run(self.config, method), dict(tokens_bound=self.tokens, room=room, compress=True)
         if _by_itself(method):
             apart = abstract_params(self.config, self.params["norm"].dtype, stacked=False)
-            ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, self.tokens), (1,)))
-            return jax.eval_shape(partial(steps.prefill, run, cache=None, **sizes), apart, ids, length)[1]
+            call = partial(steps.prefill, run, cache=None, **sizes)
+            return jax.eval_shape(call, apart, *self._given())[1]
         settle = partial(steps.settle, run, cache=None, tokens=self.tokens, room=room, compress=True)
         return jax.eval_shape(settle, self.params, self.prompt)
 
@@ -78,7 +83,8 @@ class Sizes:
 def _by_itself(method: Method) -> bool:
     """Whether a method cannot share a trace over stacked layers."""
     narrows = method.reread is not None or (method.keep is not None and method.keep.narrow is not None)
-    return narrows or method.stack is not None
+    picks = any(isinstance(one.read, Reusing) for one in method.sentences)
+    return narrows or picks or method.stack is not None
 
 
 def _fits(method: Method, config: Config) -> bool:

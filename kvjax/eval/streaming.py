@@ -254,7 +254,7 @@ def _units(
     prompt, _ = runner.prompt(given)
     fed = jnp.asarray(batch.tokens[:, length:])
     whole = Entry("full", None, Method())
-    decode = Run(runner.model.config, whole.method.decode_part())
+    decode = Run(runner.model.config, whole.method.decode_part(), on_mesh=runner.model.on_mesh)
     full = expect(decode, runner.params, _compressed(runner, whole, prompt), fed[:, :-1])
     full_bytes = runner.bytes_of(whole, prompt).kept
 

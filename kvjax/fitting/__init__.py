@@ -17,15 +17,19 @@ from kvjax.fitted import Fitted, fitted_words
 from kvjax.fitting.gates import fit_gate
 from kvjax.fitting.head_gates import fit_head_gates
 from kvjax.fitting.levels import fit_levels
-from kvjax.fitting.profiles import fit_profile
+from kvjax.fitting.profiles import fit_profile, fit_semantic_heads
 from kvjax.fitting.projections import fit_projections
+from kvjax.fitting.queries import fit_filters, fit_statistics
 from kvjax.fitting.residues import fit_residue
 from kvjax.grammar import Method
 from kvjax.inputs import finite_number, whole_number
+from kvjax.keep.expected import QueryStatistics
+from kvjax.keep.filters import QueryFilters
 from kvjax.keep.gate import HiddenGate
 from kvjax.keep.profile import Profile
 from kvjax.keep.residue import Residue
 from kvjax.keep.retrieval import HeadGates
+from kvjax.keep.semantic import SemanticHeads
 from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.methods import method as build_method
 from kvjax.methods import takes_budget
@@ -47,7 +51,10 @@ class Fitter(NamedTuple):
 
 FITS: dict[type, Fitter] = {
     HiddenGate: Fitter(fit_gate),
+    QueryFilters: Fitter(fit_filters),
+    QueryStatistics: Fitter(fit_statistics),
     Profile: Fitter(fit_profile, asks=True),
+    SemanticHeads: Fitter(fit_semantic_heads, asks=True),
     HeadGates: Fitter(fit_head_gates, asks=True),
     Residue: Fitter(fit_residue, acts=True),
     ByChannel: Fitter(fit_levels, acts=True),
@@ -75,7 +82,7 @@ def fit(
     iterated over, as `rich.progress.track` does. options: of the word's own fit
     (`kvjax.fitting.gates.fit_gate`, `kvjax.fitting.profiles.fit_profile`,
     `kvjax.fitting.head_gates.fit_head_gates`, `kvjax.fitting.residues.fit_residue`,
-    `kvjax.fitting.levels.fit_levels`).
+    `kvjax.fitting.queries.fit_statistics`, `kvjax.fitting.levels.fit_levels`).
 
     Raises InputError where the method has no word that can be fitted, its fit has no such option, or nothing
     is given that it can learn from.

@@ -77,7 +77,7 @@ def _run(model: Model) -> Run:
 @partial(jax.jit, static_argnames="run")
 def _read(run: Run, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) -> Batch:
     needs = steps.needs_of(run, params) | {Hidden()}
-    prompt = steps.observe(Run(run.config, Method()), params, tokens, lengths, None, needs)
+    prompt = steps.observe(run._replace(method=Method()), params, tokens, lengths, None, needs)
     scores = steps.scored(run, params, prompt)
     hidden = jnp.concatenate([f.observed[repr(Hidden())] for f in prompt.fresh if isinstance(f, Fresh)])
     target = jnp.log(jnp.maximum(jnp.concatenate([scores[i] for i in sorted(scores)]), LEAST))

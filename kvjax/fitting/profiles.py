@@ -1,4 +1,4 @@
-"""Profiles of heads: how much of what an answer needs each head retrieves (HeadKV, arXiv:2410.19258)."""
+"""Profiles of heads: how much of what an answer needs each head retrieves (HeadKV, CompressKV)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,36 @@ def fit_profile(
     tokens, and the mean over samples and a group's heads. Raises InputError for a model whose layers are not
     all alike in what they keep.
     """
-    check_whole(model, "profiles")
+    each = _over_samples(model, batches, progress, "profiles", best=True)
+    grouped = each.reshape(len(each), model.config.kv_heads, -1).mean(2)
+    return Fitted({"importance": np.asarray(grouped, np.float32)}, "Profile", model.fingerprint)
+
+
+def fit_semantic_heads(
+    model: Model,
+    batches: list[list[Sample]],
+    *,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Fitted:
+    """How much every query head [L, N] attends to what answers need (CompressKV, arXiv:2508.02401, 3.1).
+
+    All the attention that the needed tokens get counts, summed over an answer's tokens and divided by the
+    number of the needed; the mean over samples. Raises InputError for a model whose layers are not all alike
+    in what they keep.
+    """
+    each = _over_samples(model, batches, progress, "heads", best=False)
+    return Fitted({"attention": np.asarray(each, np.float32)}, "SemanticHeads", model.fingerprint)
+
+
+def _over_samples(
+    model: Model,
+    batches: list[list[Sample]],
+    progress: Callable[[Iterable[Any]], Iterable[Any]],
+    what: str,
+    best: bool,
+) -> Float[np.ndarray, "L N"]:
+    """What every query head retrieves, the mean over samples."""
+    check_whole(model, what)
     run = Run(model.config, Method())
     last = max(len(sample.answer) for batch in batches for sample in batch)
     total, count = 0.0, 0
@@ -57,9 +86,10 @@ def fit_profile(
             jnp.asarray([len(s.answer) for s in samples], jnp.int32),
             jnp.asarray(_needed(samples, given.tokens.shape[1])),
             last=last,
+            best=best,
         )
         total, count = total + np.asarray(found, np.float64).sum(1), count + len(samples)
-    return Fitted({"importance": np.asarray(total / count, np.float32)}, "Profile", model.fingerprint)
+    return np.asarray(total / count)
 
 
 def _needed(samples: Sequence[Sample], tokens: int) -> Bool[np.ndarray, "B T"]:
@@ -70,7 +100,7 @@ def _needed(samples: Sequence[Sample], tokens: int) -> Bool[np.ndarray, "B T"]:
     return needed
 
 
-@partial(jax.jit, static_argnames=("run", "last"))
+@partial(jax.jit, static_argnames=("run", "last", "best"))
 def _retrieved(
     run: Run,
     params: Params,
@@ -80,18 +110,23 @@ def _retrieved(
     needed: Bool[Array, "B T"],
     *,
     last: int,
-) -> Float[Array, "L B K"]:
-    """What the heads retrieve at the last `answers` of every row's queries."""
+    best: bool,
+) -> Float[Array, "L B N"]:
+    """What the heads retrieve at the last `answers` of every row's queries.
+
+    best: only what is needed and among a head's best counts, as many as are needed.
+    """
     prompt = steps.observe(run, params, tokens, lengths, None, frozenset({Queries(last)}))
     pos, length = prompt.positions
     many = needed.sum(-1, dtype=jnp.int32)
     asking = jnp.arange(last, dtype=jnp.int32)[None] >= last - answers[:, None]
 
-    def one(first: int, view: View, observed: dict[str, Any]) -> Float[Array, "B K"]:
+    def one(first: int, view: View, observed: dict[str, Any]) -> Float[Array, "B N"]:
         seen = Seen(observed, None, length, length, first, run.attention_spec(first))
         p = probabilities(window_logits(view, seen, last))
-        right = (ranks(p) < many[:, None, None, None, None]) & needed[:, None, None, None]
-        each = jnp.where(right & asking[:, None, None, :, None], p, 0.0).sum((3, 4)).mean(2)
+        right = needed[:, None, None, None] & asking[:, None, None, :, None]
+        right = right & (ranks(p) < many[:, None, None, None, None]) if best else right
+        each = jnp.where(right, p, 0.0).sum((3, 4)).reshape(len(many), -1)
         return each / jnp.maximum(many, 1).astype(jnp.float32)[:, None]
 
     found = []

@@ -1,7 +1,7 @@
 """What scores are made of: their base, and scores made of scores.
 
-`a + b`, `a * b`, `0.1 * a`, `a >> Pool(7)`, `rank(a)` and `stage(a, share, b)` are scores again; they need,
-remember and look at what their parts do.
+`a + b`, `a * b`, `0.1 * a`, `a >> Pool(7)`, `rank(a)`, `standardised(a)` and `stage(a, share, b)` are scores
+again; they need, remember and look at what their parts do.
 """
 
 from __future__ import annotations
@@ -141,6 +141,21 @@ class Ranked(Made):
 
 
 @dataclasses.dataclass(frozen=True)
+class Standardised(Made):
+    """(a[j] - mean) / std over all live slots of a row's layer, as `standardised(a)` makes it."""
+
+    score: Score
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        live = view.pos >= 0
+        score = jnp.where(live, scored(self.score, view, seen), 0.0)
+        count = live.sum((1, 2), keepdims=True).astype(score.dtype)
+        apart = jnp.where(live, score - score.sum((1, 2), keepdims=True) / jnp.maximum(count, 1), 0.0)
+        variance = jnp.square(apart).sum((1, 2), keepdims=True) / jnp.maximum(count - 1, 1)
+        return apart / jnp.maximum(jnp.sqrt(variance), 1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
 class Staged(Made):
     """The best share of a head's budget by `first`, which stays, and `rest` for all others; see `stage`."""
 
@@ -157,6 +172,11 @@ class Staged(Made):
 def rank(score: Score) -> Ranked:
     """A score by place instead of by value, so that scores of different units can be added."""
     return Ranked(score)
+
+
+def standardised(score: Score) -> Standardised:
+    """A score with mean 0 and variance 1 in every layer, so that scores of different units can be added."""
+    return Standardised(score)
 
 
 def stage(first: Score, share: float, rest: Score) -> Staged:
@@ -185,6 +205,31 @@ class Pool:
         if self.kind == "max":
             return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, (1, 1, 1), pad)
         return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, (1, 1, 1), pad) / self.kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class InChunks(Made):
+    """The sum of a score over all slots of a head whose tokens stand in the same `tokens` of the text."""
+
+    score: Score
+    tokens: int
+
+    def __post_init__(self):
+        if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
+            raise ValueError(f"chunks need a whole number of tokens >= 1, got {self.tokens!r}")
+
+    @property
+    def ordered(self) -> bool:  # type: ignore[override]
+        return True
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        live, chunk = view.pos >= 0, view.pos // self.tokens
+        score = jnp.where(live, scored(self.score, view, seen), 0.0)
+        # Slots are in position order, so those of a chunk lie side by side.
+        starts = jnp.diff(chunk, axis=-1, prepend=-1) != 0
+        which = jnp.cumsum(starts, axis=-1) - 1
+        add = jax.vmap(jax.vmap(lambda x, at: jnp.zeros_like(x).at[at].add(x)))
+        return jnp.take_along_axis(add(score, which), which, axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,19 @@ from kvjax.keep.select import ranks
 Counts = Array | np.ndarray
 
 
+def rest_of_mean(budget: Budget, tokens: int, layers: int, heads: int) -> list[int]:
+    """Most slots per layer that do not stay, where heads, together or over all layers, keep the mean."""
+    return [heads * (tokens - budget.capacity(tokens))] * layers
+
+
+def _lengths(budget: Budget, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of 1 to `tokens` tokens, and the slots that their heads keep in the mean."""
+    length, ratio = np.arange(1, tokens + 1), budget.ratio
+    if ratio is None:
+        return length, np.minimum(length, int(budget.amount))
+    return length, np.maximum(length * ratio.numerator // ratio.denominator, 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Uniform:
     """Every head of every layer keeps n slots."""
@@ -48,6 +61,8 @@ class AcrossHeads:
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         return [heads * n] * layers
+
+    layer_rest = staticmethod(rest_of_mean)
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
         layers, b, k, s = scores.shape
@@ -83,6 +98,8 @@ class AcrossLayers:
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         return [heads * n] * layers
 
+    layer_rest = staticmethod(rest_of_mean)
+
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
         layers, b, k, s = scores.shape
         flat = jnp.moveaxis(scores, 1, 0).reshape(b, layers * k * s)
@@ -101,8 +118,29 @@ class Threshold:
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         return [heads * tokens] * layers
 
+    def layer_rest(self, budget: Budget, tokens: int, layers: int, heads: int) -> list[int]:
+        return [heads * (tokens - 1)] * layers
+
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
         return jnp.maximum((scores >= self.threshold).sum(-1, dtype=jnp.int32), 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class UpTo:
+    """Slots whose score is at least `threshold` stay, at most n in every head, for which there is room.
+
+    In steps, too, slots leave by their own score: let it give all but the n best a score below the threshold.
+    """
+
+    threshold: float
+    uniform = True
+    across_layers = False
+
+    def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
+        return [heads * n] * layers
+
+    def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
+        return jnp.minimum((scores >= self.threshold).sum(-1, dtype=jnp.int32), n[None, :, None])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +166,12 @@ class PerLayer:
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         self._check(layers)
         return [heads * (tokens if s is None else min(int(_part(s, n)), tokens)) for s in self.shares]
+
+    def layer_rest(self, budget: Budget, tokens: int, layers: int, heads: int) -> list[int]:
+        self._check(layers)
+        length, n = _lengths(budget, tokens)
+        kept = [length if s is None else np.maximum(_part(s, n), 1) for s in self.shares]
+        return [heads * max(int((length - k).max()), 0) for k in kept]
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
         self._check(scores.shape[0])
@@ -197,6 +241,13 @@ class Pyramid:
         else:
             rows = [self._kvpress_most(mean + part, mean, tokens, layers) for part in (0.0, 0.999)]
         return [heads * min(int(x), tokens) for x in np.concatenate(rows, 1).max(1)]
+
+    def layer_rest(self, budget: Budget, tokens: int, layers: int, heads: int) -> list[int]:
+        if self.variant != "paper":
+            return [heads * (tokens - 1)] * layers
+        length, n = _lengths(budget, tokens)
+        kept = self._paper(np, n[None], np.maximum(length, self._shortest(np, n))[None], layers)
+        return [heads * max(int(x), 0) for x in (length - kept).max(1)]
 
     def _kvpress_most(self, mean: np.ndarray, n: np.ndarray, tokens: int, layers: int) -> np.ndarray:
         """Most slots [L, n] that a layer keeps for each mean, over prompts of at most `tokens` tokens."""

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.keep.select import slot_lists, top
 from kvjax.protocols import Observation, Score, Seen, View
 from kvjax.word_protocols import check_words
-from kvjax.words import probes_of, scored
+from kvjax.words import number_of, probes_of, scored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +94,6 @@ def check_chooser(word: str, layer: int | float, score: Score) -> None:
             f"{word}'s score sees no matrices of its layer, and {score!r} asks for them: give "
             "one of queries, keys and values, such as WindowAttention(8)"
         )
-
-
-def number_of(layer: int | float, layers: int) -> int:
-    """The number of a layer that is given as one, or as the share of the layers that end with it."""
-    return layer if isinstance(layer, int) else max(int(layer * layers), 1) - 1
 
 
 def choose_tokens(

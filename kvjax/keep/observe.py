@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -74,6 +75,45 @@ class Mass:
 
     def __call__(self, inputs: Inputs) -> NoReturn:
         raise TypeError("mass is recorded inside attention")
+
+
+@dataclasses.dataclass(frozen=True)
+class FadingMass(Mass):
+    """The sum of the probabilities in which a query weighs rate^(how many new queries are newer)."""
+
+    rate: float = 0.5
+
+    def __post_init__(self):
+        if self.reduce != "sum" or not 0 < self.rate < 1:
+            raise ValueError(
+                f"a fading mass is a sum with a rate between 0 and 1, got {self.reduce!r} and {self.rate!r}"
+            )
+
+    @property
+    def reduction(self) -> Reduction:
+        return Reduction("sum", fade=self.rate)
+
+
+@dataclasses.dataclass(frozen=True)
+class Viewers:
+    """How many new queries see a slot, its own among them; a query is a token, whatever its heads."""
+
+    phases = BOTH
+
+    def of(
+        self, q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], k: Float[Array, "B K S H"],
+        pos: Int[Array, "B #K S"],
+    ) -> Float[Array, "B K S"]:  # fmt: skip
+        b, heads, slots, _ = k.shape
+        live = (q_pos >= 0).sum(1, dtype=jnp.int32)
+        # Queries lie in the order of their tokens; padding lies behind them.
+        order = jnp.where(q_pos < 0, jnp.iinfo(jnp.int32).max, q_pos)
+        older = jax.vmap(jnp.searchsorted)(order, pos.reshape(b, -1)).reshape(pos.shape).astype(jnp.int32)
+        count = jnp.where(pos < 0, 0, live[:, None, None] - older)
+        return jnp.broadcast_to(count.astype(jnp.float32), (b, heads, slots))
+
+    def __call__(self, inputs: Inputs) -> NoReturn:
+        raise TypeError("who sees a slot is known where queries and slots meet")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.keep.budget import rest_of_mean
 from kvjax.keep.observe import Queries
 from kvjax.keep.score import attention_to_older, over_queries
 from kvjax.protocols import Observation, Seen, View
@@ -44,6 +45,8 @@ class ByAttention:
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         return [heads * n] * layers
 
+    layer_rest = staticmethod(rest_of_mean)
+
     def fewest(self, n: int) -> int:
         """Slots that a layer keeps in every head, whatever it prefers."""
         return min(n, self.window)
@@ -77,7 +80,19 @@ def apportioned(
     """
     part = preferred / jnp.maximum(preferred.max(0, keepdims=True), 1e-30)
     part = part / jnp.maximum(part.sum(0, keepdims=True), 1e-30)
-    base = jnp.minimum(jnp.floor(part * total.astype(jnp.float32)[None]).astype(jnp.int32), most)
+    base = jnp.floor(part * total.astype(jnp.float32)[None]).astype(jnp.int32)
+    return given_away(base, total, most)
+
+
+def given_away(base: Int[Array, "M B"], total: Int[Array, "B"], most: Int[Array, "M B"]) -> Int[Array, "M B"]:
+    """Shares that M parties have of a total, none above its `most`, with what is left given away.
+
+    It goes to those who can hold more, to each as much, the first ones one more where it does not divide.
+
+    >>> given_away(jnp.array([[3], [1], [9]]), jnp.array([12]), jnp.array([[9], [9], [5]])).T.tolist()
+    [[5, 2, 5]]
+    """
+    base = jnp.minimum(base, most)
 
     def held(more: Int[Array, "B"]) -> Int[Array, "M B"]:
         return jnp.clip(base + more[None], 0, most)

@@ -3,16 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.keep.algebra import Word
+from kvjax.keep.observe import Mass
 from kvjax.protocols import Observation, Seen, View
 
 
+class Probe:
+    """The base of probes: what is read behind a prompt, and what is observed while it is.
+
+    prefix: token ids of an instruction; where a probe has None, the model's tokenizer encodes its `text`.
+    needs: what is observed of its queries; `seen` makes of that, for every layer, what scores find by the
+    probe's repr. keys: whether it asks for the keys of its own tokens, as queries meet them. asks: whether it
+    is nothing but its instruction, and so needs one.
+    """
+
+    prefix: tuple[int, ...] | None = ()
+    text: str = ""
+    keys: bool = False
+    asks: bool = False
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        raise NotImplementedError
+
+    def tokens(
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    ) -> tuple[Int[Array, "B P"], Int[Array, "B"]] | None:
+        """The probe of every row, right-padded, and its length; None where nothing needs to be read."""
+        raise NotImplementedError
+
+    def seen(
+        self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
+    ) -> Any:
+        """What scores find, [Lg, B, ...], of what slots received, what was observed and the probe's keys."""
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True)
-class RepeatContext:
+class RepeatContext(Probe):
     """KVzip's probe (arXiv:2505.23416, section 3.1): an instruction, then the prompt once more.
 
     prefix holds the token ids of the instruction; where it is None, the model's tokenizer encodes `text`.
@@ -20,6 +53,10 @@ class RepeatContext:
 
     prefix: tuple[int, ...] | None = None
     text: str = "\n\nRepeat the previous context exactly."
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({Mass("max")})
 
     def tokens(
         self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
@@ -29,17 +66,60 @@ class RepeatContext:
         head = jnp.broadcast_to(prefix[None], (tokens.shape[0], prefix.shape[0]))
         return jnp.concatenate([head, tokens], axis=1), lengths + prefix.shape[0]
 
+    def seen(
+        self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
+    ) -> Float[Array, "Lg B K S"]:
+        """The largest attention that slots receive."""
+        return received[repr(Mass("max"))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Catalyst(Probe):
+    """An instruction alone, read behind every prompt and chunk (InfiniPot, arXiv:2410.01518, section 3).
+
+    What it attends to is what tasks yet unknown may ask for. prefix and text: as in `RepeatContext`.
+    """
+
+    prefix: tuple[int, ...] | None = None
+    text: str = "\n\nSummarize the critical points of the context."
+    asks = True
+
+    def __post_init__(self):
+        if self.prefix == ():
+            raise ValueError(
+                "a catalyst is an instruction, got no tokens: give the token ids of one as prefix="
+            )
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({Mass("sum")})
+
+    def tokens(
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    ) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
+        """The same instruction for every row."""
+        prefix = jnp.asarray(self.prefix, jnp.int32)
+        asked = jnp.broadcast_to(prefix[None], (tokens.shape[0], prefix.shape[0]))
+        return asked, jnp.full_like(lengths, prefix.shape[0])
+
+    def seen(
+        self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
+    ) -> Float[Array, "Lg B K S"]:
+        """The attention that slots receive of all its queries."""
+        return received[repr(Mass("sum"))]
+
 
 @dataclasses.dataclass(frozen=True)
 class ProbeAttention(Word):
-    """score[j] = max_i p_ij over the probe's queries i and the heads of a group.
+    """What slots receive of a probe's queries i and the heads of a group, as the probe says.
 
-    The softmax behind p runs over the slots of the cache and the tokens of the probe.
+    score[j] = max_i p_ij for `RepeatContext`, sum_i p_ij for `Catalyst`. The softmax behind p runs over the
+    slots of the cache and the tokens of the probe.
     """
 
     looks = False
 
-    probe: RepeatContext
+    probe: Probe
 
     @property
     def needs(self) -> frozenset[Observation]:

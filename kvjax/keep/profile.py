@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.keep.budget import rest_of_mean
 from kvjax.keep.preference import apportioned
 from kvjax.protocols import Inputs, Observation, Seen, View
 from kvjax.when import Count
@@ -59,6 +60,8 @@ class ByProfile:
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         return [heads * n] * layers
+
+    layer_rest = staticmethod(rest_of_mean)
 
     def fewest(self, n: int) -> int:
         """Slots that a head of no importance keeps."""

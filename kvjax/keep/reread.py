@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvjax.keep.narrow import check_chooser, choose_tokens, number_of
+from kvjax.keep.narrow import check_chooser, choose_tokens
 from kvjax.protocols import Observation, Score, Seen, View
+from kvjax.words import number_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.keep.algebra import Word
 from kvjax.keep.observe import Mass, Queries
-from kvjax.keep.trace import Received
+from kvjax.keep.trace import Decayed, Received, Surprise
 from kvjax.ops.attention.union import Keys, logits
 from kvjax.protocols import Observation, Seen, Trace, View
 
@@ -151,6 +151,39 @@ class AccumulatedAttention(Word):
             return mass
         viewers = seen.length[:, None, None] - view.pos
         return mass / jnp.maximum(viewers, 1).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Novelty(Word):
+    """score[j] = -log p(x_j | x_<j): what the model did not expect when it read it (arXiv:2410.01518)."""
+
+    looks = False
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        return frozenset({Surprise()})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        return view.of(Surprise())
+
+
+@dataclasses.dataclass(frozen=True)
+class DecayedAttention(Word):
+    """All the attention a slot has received, older queries counting less: F[j] = sum_i rate^(t - i) p_ij."""
+
+    looks = False
+
+    rate: float
+
+    def __post_init__(self):
+        Decayed(self.rate)
+
+    @property
+    def traces(self) -> frozenset[Trace]:
+        return frozenset({Decayed(self.rate)})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        return view.of(Decayed(self.rate))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.keep.observe import Mass
+from kvjax.keep.observe import FadingMass, Mass, Viewers
 from kvjax.protocols import Inputs, Observation, Seen
+
+
+class Joining(Observation, Protocol):
+    """An observation of every slot, of which that of earlier and of new queries makes one number."""
+
+    def join(
+        self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]
+    ) -> Float[Array, "*lists S"]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """The attention that a slot has received since its token came: `mass`, over all queries since then."""
+    """What a slot has received since its token came: `mass`, over all queries since then."""
 
-    mass: Mass = Mass()
+    mass: Joining = Mass()
 
     @property
     def needs(self) -> frozenset[Observation]:
@@ -27,6 +36,50 @@ class Received:
 
     def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
         return self.mass.join(old, seen.of(self.mass))
+
+
+@dataclasses.dataclass(frozen=True)
+class Surprise:
+    """-log p(x_j | x_<j), the surprisal of a slot's token in nats, as it was when a prompt was read.
+
+    It is 0 of the first token of a prompt, a turn or a chunk, and of tokens that steps have written: what the
+    model expected there has been forgotten. It is known behind all layers, so `start` leaves it open.
+    """
+
+    behind_layers = True
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset()
+
+    def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
+        b, t = inputs.pos.shape
+        return jnp.zeros((b, heads, t), jnp.float32)
+
+    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+        return old
+
+
+@dataclasses.dataclass(frozen=True)
+class Decayed:
+    """The attention that a slot has received, in which a query counts rate^(how many tokens are newer)."""
+
+    rate: float
+
+    def __post_init__(self):
+        FadingMass(rate=self.rate)
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({FadingMass(rate=self.rate), Viewers()})
+
+    def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
+        b, t = inputs.pos.shape
+        return jnp.zeros((b, heads, t), jnp.float32)
+
+    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+        faded = jnp.power(jnp.float32(self.rate), seen.of(Viewers()))
+        return old * faded + seen.of(FadingMass(rate=self.rate))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from kvjax.keep.patterns import Sink
 from kvjax.keep.score import Position, Uniformly
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.shared import Amount, Group, Seed, Tokens
+from kvjax.phase import ByRank
 from kvjax.store.affine import Affine, Float8
 from kvjax.when import STEP
 
@@ -35,6 +36,21 @@ def random(budget: Amount, *, seed: Seed = 0) -> Method:
 def sink_recent(budget: Amount, *, sinks: Tokens = 4) -> Method:
     """Baseline: the first `sinks` and the newest tokens, at their own positions, also while decoding."""
     return Method(Keep(Position(), Budget(budget), Uniform(), (Sink(sinks),), when=STEP))
+
+
+@paper(
+    "Positions without gaps",
+    family="baseline",
+    kvpress=Press("KeyRerotationPress", same="yes, chained with the method of the press inside it"),
+    aliases=("rerotated",),
+)
+def renumbered() -> Method:
+    """Baseline: slots turn by their ranks in their list, as if no token had ever stood between them.
+
+    Chained with a method that drops tokens (`snapkv + renumbered`), it gives kept keys new positions without
+    gaps, and the next tokens those behind.
+    """
+    return Method(Keep(None, Budget(1.0), Uniform(), phase=ByRank()))
 
 
 @paper("Per-token int8", family="baseline")

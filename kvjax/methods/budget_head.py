@@ -119,6 +119,7 @@ def headkv(
     arxiv="2410.10819",
     family="budget-head",
     exact="deviates",
+    kvpress=Press("DuoAttentionPress", same="no: kvpress takes the authors' gates and acts once"),
     aliases=("duo-attention",),
 )
 def duoattention(

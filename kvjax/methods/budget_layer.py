@@ -6,13 +6,28 @@ from typing import Annotated
 
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Pool
-from kvjax.keep.budget import Pyramid
-from kvjax.keep.patterns import Recent
+from kvjax.keep.budget import Pyramid, Threshold
+from kvjax.keep.composite import Agreed, Composite
+from kvjax.keep.layer_budgets import ByHits, ByPrefix, ByUncertainty, Together
+from kvjax.keep.lazy import Lookback
+from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.preference import ByAttention
-from kvjax.keep.score import MeanAndVariance
+from kvjax.keep.probe import ProbeAttention, RepeatContext
+from kvjax.keep.score import AccumulatedAttention, MeanAndVariance
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Kernel, Page, Variant, Window, per_query_head, window_score
+from kvjax.methods.shared import (
+    Amount,
+    Kernel,
+    Page,
+    Ratio,
+    Share,
+    Tokens,
+    Variant,
+    Window,
+    per_query_head,
+    window_score,
+)
 
 
 @paper(
@@ -81,3 +96,127 @@ def cake(
         page=page,
     )
     return Method(keep)
+
+
+@paper(
+    "KVCompose: Efficient Structured KV Cache Compression with Composite Tokens",
+    arxiv="2509.05165",
+    family="budget-layer",
+    exact="deviates",
+    kvpress=Press("KVComposePress", same="no: there, a group's heads are averaged"),
+)
+def kvcompose(budget: Amount, *, page: Page = 128) -> Method:
+    """KVCompose (Akulov et al., 2025, arXiv:2509.05165): heads choose alone, and layers by what heads chose.
+
+    The prompt is read a second time over the full cache; a slot's score is the largest attention it receives,
+    plus the mean of that over the layer's heads (`Agreed`). Every head ranks its slots; the r-th ones of a
+    layer's heads make a composite token, and the best composite tokens of the stack stay (`Composite`), so
+    that the heads of a layer keep as many. Deviation: the largest attention is that over all query heads of a
+    group, of which the authors' code takes the mean.
+    """
+    probe = RepeatContext(())
+    score = Agreed(ProbeAttention(probe))
+    return Method(Keep(score, Budget(budget), Composite(), probe=probe, page=page))
+
+
+@paper(
+    "ZigZagKV: Dynamic KV Cache Compression for Long-context Modeling based on Layer Uncertainty",
+    arxiv="2412.09036",
+    family="budget-layer",
+    exact="deviates",
+)
+def zigzagkv(
+    budget: Amount,
+    *,
+    window: Window = 32,
+    kernel: Kernel = 5,
+    mass: Share = 0.9,
+    least: Share = 0.5,
+    page: Page = 128,
+) -> Method:
+    """ZigZagKV (Zhong et al., 2024, arXiv:2412.09036): layers get what their attention needs.
+
+    B_l = B_min + (B - B_min) L u_l / sum u, where u_l is the fewest tokens that hold the share `mass` of the
+    last window's attention, in the mean over heads (see `ByUncertainty`), B the budget and B_min its share
+    `least`. Within a layer, SnapKV's scores choose. Deviations: the window stays and counts in neither B;
+    decode steps evict nothing; the defaults of `mass` and `least` are ours.
+    """
+    score = window_score(window, kernel, "grouped")
+    allocate = ByUncertainty(window, mass, least)
+    return Method(Keep(score, Budget(budget), allocate, (Recent(window),), page=page))
+
+
+@paper(
+    "DynamicKV: Task-Aware Adaptive KV Cache Compression for Long Context LLMs",
+    arxiv="2412.14838",
+    family="budget-layer",
+    exact="deviates",
+)
+def dynamickv(
+    budget: Amount,
+    *,
+    window: Window = 8,
+    kernel: Kernel = 5,
+    most: Annotated[float, Range(1, 1000)] = 10.0,
+    page: Page = 128,
+) -> Method:
+    """DynamicKV (Zhou et al., 2024, arXiv:2412.14838): layers get what the stack's best tokens say.
+
+    The best of all layers' SnapKV scores, smoothed by the mean, are counted by layer, and the layers share
+    the stack's slots beside the window in proportion to the counts, none more than `most` times the mean (see
+    `ByHits`). Deviations: the paper updates these budgets every few layers while it reads a prompt, so that
+    less is held meanwhile, and this shares once, behind the last layer; one selection per KV head instead of
+    one per query head.
+    """
+    score = window_score(window, kernel, "kvpress")
+    return Method(Keep(score, Budget(budget), ByHits(most), (Recent(window),), page=page))
+
+
+@paper(
+    "PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need for Efficient "
+    "Generation",
+    arxiv="2412.03409",
+    family="budget-layer",
+    exact="deviates",
+)
+def prefixkv(budget: Amount, *, sinks: Tokens = 4, newest: Window = 1, page: Page = 128) -> Method:
+    """PrefixKV (Wang et al., 2024, arXiv:2412.03409): every layer keeps the same share of importance.
+
+    A token's importance is the attention it receives of the whole prompt, in the mean over a layer's heads,
+    which keep the same tokens. Of a layer's tokens in the order of their importance, the shortest prefix
+    stays that has the share p of all of it; p follows from the budget of the stack by bisection (see
+    `ByPrefix`). The first `sinks` and the `newest` tokens stay, too. Deviations: p is found for every prompt,
+    where the paper can find the layers' shares offline, from a few samples; importance of sinks and newest
+    tokens is not counted in p; decode steps evict nothing.
+    """
+    protect = (Sink(sinks), Recent(newest))
+    score = Together(AccumulatedAttention())
+    return Method(Keep(score, Budget(budget), ByPrefix(), protect, page=page))
+
+
+@paper(
+    "SimLayerKV: A Simple Framework for Layer-Level KV Cache Reduction",
+    arxiv="2410.13846",
+    family="budget-layer",
+    exact="deviates",
+    kvpress=Press("SimLayerKVPress", same="no: there, what the last token gives to itself is not counted"),
+)
+def simlayerkv(
+    *,
+    threshold: Ratio = 0.9,
+    last: Window = 1,
+    sinks: Tokens = 4,
+    window: Window = 1024,
+    page: Page = 128,
+) -> Method:
+    """SimLayerKV (Zhang et al., 2024, arXiv:2410.13846): lazy layers keep the ends of a prompt, others all.
+
+    A layer is lazy where the last `last` queries give more than `threshold` of their attention, on average
+    over heads, to the first `sinks` and the newest `window` tokens; then these stay alone. How many slots
+    that leaves follows from the text. Deviation: the paper also has a form that asks the first token that is
+    written; here the prompt's own last tokens are asked.
+    """
+    # What does not go to the ends goes to what lies between them.
+    score = Lookback(last, sinks, window)
+    protect = (Sink(sinks), Recent(window))
+    return Method(Keep(score, Budget(1.0), Threshold(1 - threshold), protect, page=page))

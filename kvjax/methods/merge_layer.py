@@ -21,8 +21,9 @@ def minicache(*, start: Depth = 0.5, t: Share = 0.6, gamma: Share = 0.05, most: 
     the lower layer's to the upper one's, and the length of each layer's vector. Tokens whose angle lies in
     the highest part `gamma` of the range of all angles stay as computed, at most the share `most` of them.
     `minicache + int4` encodes directions and other tokens with 4 bits, as the paper does. A layer without a
-    partner is left alone: the last of an odd number, and layers with a window. Deviations: tokens that are
-    decoded stay as computed until the next prompt ends, where the paper merges them step by step, and what
+    partner is left alone: the last of an odd number, and layers with a window. Where layers are stacked, as
+    on TPUs, those in pairs are taken out of their stacks, once per model (`kvjax.prepare`). Deviations: what
+    is decoded stays as computed until the next prompt ends, where the paper merges it step by step, and what
     was merged stays merged. The bound d_min + (d_max - d_min) gamma is measured from the other end of the
     range, d_max, where layers differ most; the range is that of one row and KV head; keys and values of a
     token stay together; and `most`, which the paper does not have, makes sizes known beforehand.

@@ -11,7 +11,7 @@ from kvjax.keep.merge_cam import ValueMerge
 from kvjax.keep.merge_d2o import SimilarMerge
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.score import AccumulatedAttention
-from kvjax.methods.papers import paper
+from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Seed, Share, Tokens, Window
 from kvjax.when import STEP
@@ -60,7 +60,11 @@ def d2o(budget: Amount, *, recent: Share = 0.5, sinks: Tokens = 4, smoothing: Sh
     return Method(keep)
 
 
-@paper("CaM: Cache Merging for Memory-efficient LLMs Inference", family="merge-token")
+@paper(
+    "CaM: Cache Merging for Memory-efficient LLMs Inference",
+    family="merge-token",
+    kvpress=Press("CAMPress", same="no: other random numbers, and there decoding alone evicts"),
+)
 def cam(budget: Amount, *, recent: Share = 0.5, following: Window = 32, seed: Seed = 0) -> Method:
     """CaM (Zhang et al., ICML 2024): the value of an evicted token is shared out among those that follow it.
 

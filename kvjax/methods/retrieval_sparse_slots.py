@@ -7,9 +7,10 @@ from typing import Annotated
 from kvjax.grammar import Budget, Method
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Layers, Seed, Tokens, Window
+from kvjax.methods.shared import Amount, Depth, Layers, Seed, Tokens, Window
 from kvjax.read.channels import LargestChannels
 from kvjax.read.hashed import HashSampling
+from kvjax.read.persistent import PersistentSlots
 
 # How many channels of every key are looked at.
 Channels = Annotated[int, Range(1)]
@@ -36,6 +37,28 @@ def sparq(budget: Amount, *, channels: Channels = 32, newest: Window = 32, skip_
     several tokens at once are read in full.
     """
     return Method(read=LargestChannels(Budget(budget), channels, newest, skip_layers))
+
+
+@paper(
+    "TidalDecode: Fast and Accurate LLM Decoding with Position Persistent Sparse Attention",
+    arxiv="2410.05076",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def tidaldecode(
+    budget: Amount, *, reselect: Depth = 0.44, newest: Window = 32, skip_layers: Layers = 2
+) -> Method:
+    """TidalDecode (Yang et al., 2024, arXiv:2410.05076), section 3: picks persist from layer to layer.
+
+    The first `skip_layers` layers attend to all tokens. So do the next one and layer `reselect` (its number,
+    or the share of the layers up to it), and each picks the tokens of the largest q k_j, which all layers
+    above read until picks are made anew. budget is the share (or number) of older tokens that those read.
+    Deviation: the `newest` tokens are read beside this budget, where the authors rank them, too; the query
+    heads of a group share picks, by the sum of their logits, where the authors' code picks for each head;
+    and the paper's correction of the cache, which computes some tokens anew, is left out. Prompts and several
+    tokens at once are read in full.
+    """
+    return Method(read=PersistentSlots(Budget(budget), reselect, newest, skip_layers))
 
 
 @paper(

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.algebra import Pool
-from kvjax.keep.budget import Uniform
+from kvjax.keep.algebra import Pool, stage
+from kvjax.keep.beehive import Samples
+from kvjax.keep.budget import Uniform, UpTo
+from kvjax.keep.deviation import AttentionDeviation
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.score import AccumulatedAttention, KeyRedundancy, ValueNorm, WindowAttention
+from kvjax.keep.phases import InPhases
+from kvjax.keep.recent_queries import FusedAttention, Votes
+from kvjax.keep.score import AccumulatedAttention, DecayedAttention, KeyRedundancy, ValueNorm, WindowAttention
 from kvjax.methods.papers import Press, paper
-from kvjax.methods.shared import Amount, Kernel, Share, Tokens, Window
+from kvjax.methods.parameters import Range
+from kvjax.methods.shared import Amount, Kernel, Share, Tokens, Window, window_score
 from kvjax.when import STEP, Every
 
 
@@ -72,6 +79,23 @@ def vatp(budget: Amount, *, recent: Share = 0.5, sinks: Tokens = 20) -> Method:
 
 
 @paper(
+    "A2SF: Accumulative Attention Scoring with Forgetting Factor for Token Pruning in Transformer Decoder",
+    arxiv="2407.20485",
+    family="selection-dynamic",
+    exact="equal",
+)
+def a2sf(budget: Amount, *, forgetting: Annotated[float, Range(0.001, 0.999)] = 0.2) -> Method:
+    """A2SF (Jo and Shin, 2024, arXiv:2407.20485), section 3: H2O's sums, in which older queries count less.
+
+    F[j] = sum_i forgetting^(t - i) p_ij over the prompt and every decoded token. No newest tokens are set
+    apart: what a sum over all queries owes to a token's age is forgotten. Each step attends first, then drops
+    the lowest. With grouped queries, F sums over the heads of a group. The default is the factor of the
+    authors' scripts.
+    """
+    return Method(Keep(DecayedAttention(forgetting), Budget(budget), Uniform(), when=STEP))
+
+
+@paper(
     "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
     arxiv="2505.24133",
     family="selection-dynamic",
@@ -96,3 +120,109 @@ def r_kv(
     attention = WindowAttention(window, reduce="mean", heads="logits", among_older=True) >> Pool(kernel)
     score = importance * attention + (importance - 1) * KeyRedundancy(threshold)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), when=Every(buffer)))
+
+
+@paper(
+    "Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs",
+    arxiv="2503.00979",
+    family="selection-dynamic",
+    exact="equal",
+)
+def morphkv(budget: Amount, *, window: Window = 32, fusion: Literal["sum", "max"] = "sum") -> Method:
+    """MorphKV (Ghadia et al., 2025, arXiv:2503.00979): what the newest tokens attend to, now.
+
+    score[j] = fuse_i p_ij, fused over the last `window` queries i by their sum or maximum; the window itself
+    stays. Older queries have no say, so nothing favours early tokens. As in the authors' code, p is a softmax
+    over the tokens before the window, of logits that are summed over the heads of a group. Evicting behind a
+    token's attention is what the code does in front of the next one's.
+    """
+    score = FusedAttention(window, fusion)
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), when=STEP))
+
+
+@paper(
+    "On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference",
+    arxiv="2402.06262",
+    family="selection-dynamic",
+    exact="deviates",
+    aliases=("easykv",),
+)
+def roco(budget: Amount, *, newest: Tokens = 10, steady: Share = 0.3) -> Method:
+    """RoCo (Ren and Zhu, 2024, arXiv:2402.06262): the mean attention since a token came.
+
+    The lowest mean leaves, but not among the slots whose attention deviates most, which are a share `steady`
+    of the budget. To these count the newest tokens, whose means are of few queries: `newest` of them, as in
+    the authors' code (EasyKV). Deviation: with grouped queries, the deviation is that of all heads of a
+    group, where the code averages the heads first.
+    """
+    score = stage(AttentionDeviation(newest), steady, AccumulatedAttention(per_query=True))
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(newest),), when=STEP))
+
+
+@paper(
+    "CORM: Cache Optimization with Recent Message for Large Language Model Inference",
+    arxiv="2404.15949",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def corm(
+    budget: Amount,
+    *,
+    window: Window = 256,
+    newest: Window = 256,
+    threshold: Annotated[float, Range(0, 100)] = 1.0,
+) -> Method:
+    """CORM (Dai et al., 2024, arXiv:2404.15949): what none of the newest queries finds important leaves.
+
+    A token is important to query t if p_tj >= threshold / t, an even share of all t tokens. It leaves when it
+    is so to none of the last `window` queries, in no head of a group, and is not among the `newest`
+    tokens. Deviations: the paper sets no limit; here a head holds at most the budget, the largest t p_tj, and
+    has room for as many. Attention of the window's earlier queries is that over the slots still held.
+    """
+    keep = Keep(Votes(window, newest), Budget(budget), UpTo(threshold), (Recent(newest),), when=STEP)
+    return Method(keep)
+
+
+@paper(
+    "BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters for Efficient LLM Inference",
+    arxiv="2410.23079",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def buzz(
+    budget: Amount,
+    *,
+    stride: Annotated[int, Range(2)] = 5,
+    sinks: Tokens = 4,
+    recent: Share = 0.3,
+) -> Method:
+    """BUZZ (Zhao et al., 2024, arXiv:2410.23079): samples of the past at nearly equal distances.
+
+    The first `sinks` tokens and a share `recent` of the budget, the newest tokens, stay. When those between
+    them no longer fit, one of every `stride` that the window has left since stays, the one of the most
+    accumulated attention, and every ceil(stride / 2)-th of the older samples (`Sampled`). So a list shrinks
+    below its budget and grows again. Deviations: where a long prompt's samples are more than fit, those of
+    the least attention leave, too; slots are sampled with two tokens too many instead of one; keys keep the
+    rotation of their positions, where the authors' code counts positions in the cache.
+    """
+    score = Samples(stride, sinks, recent)
+    return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks), Recent(recent)), when=Every(2)))
+
+
+@paper(
+    "SCOPE: Optimizing Key-Value Cache Compression in Long-context Generation",
+    arxiv="2412.13649",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def scope(budget: Amount, *, written: Share = 0.5, window: Window = 32, kernel: Kernel = 5) -> Method:
+    """SCOPE (Wu et al., 2024, arXiv:2412.13649), "slide": what is written has a budget of its own.
+
+    A prompt keeps its window and the best of its tokens by SnapKV's score, in the share 1 - `written` of the
+    budget, and these stay. What is written has the rest: the `window` newest tokens, and of the others those
+    to which the newest query attends most, as in the authors' code. Deviations: what a short prompt leaves of
+    its share goes to what is written; prompts of later turns share one budget with those before.
+    """
+    last = WindowAttention(1, hide_window=False)
+    score = InPhases(window_score(window, kernel, "grouped"), last, written, window)
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), when=STEP))

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from kvjax.errors import InputError
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import Uniform
-from kvjax.keep.patterns import Sink
-from kvjax.keep.score import Position
+from kvjax.keep.hashed import HashLikeness
+from kvjax.keep.ladder import Ladder
+from kvjax.keep.norms import NormRatio, Rounded
+from kvjax.keep.pages import WholePages
+from kvjax.keep.patterns import Recent, Sink
+from kvjax.keep.phases import Phased
+from kvjax.keep.score import KeyNorm, Position
 from kvjax.methods.papers import Press, paper
-from kvjax.methods.shared import Amount, Tokens
-from kvjax.when import STEP
+from kvjax.methods.parameters import Range
+from kvjax.methods.shared import Amount, Page, Planes, Seed, Tokens, Window
+from kvjax.phase import ByRank, Clamped
+from kvjax.when import STEP, Every
 
 
 @paper(
@@ -30,5 +40,99 @@ def streamingllm(budget: Amount, *, sinks: Tokens = 4) -> Method:
     that fit there together with the budget. Deviation: a prompt is read in one pass with ordinary attention
     before it is cut; the paper streams it token by token.
     """
-    keep = Keep(Position(), Budget(budget), Uniform(), (Sink(sinks),), when=STEP, rank_phase=True)
+    keep = Keep(Position(), Budget(budget), Uniform(), (Sink(sinks),), when=STEP, phase=ByRank())
     return Method(keep)
+
+
+@paper(
+    "HashEvict: A Pre-Attention KV Cache Eviction Strategy using Locality-Sensitive Hashing",
+    arxiv="2412.16187",
+    family="selection-dynamic",
+    exact="deviates",
+    aliases=("lsh-e",),
+)
+def hashevict(
+    budget: Amount, *, planes: Planes = 16, sinks: Tokens = 4, newest: Tokens = 10, seed: Seed = 0
+) -> Method:
+    """HashEvict (Liu et al., 2024, arXiv:2412.16187): the key whose code is least like the query's leaves.
+
+    score[j] = -hamming(sign(R k_j), sign(R q)) of the newest query and `planes` random hyperplanes R, a guess
+    of their cosine. The first `sinks` and the `newest` tokens stay. A prompt keeps its keys of small norm, as
+    in a configuration of the authors'. Deviations: as in the paper, the query is hashed, where the code of
+    the authors hashes the newest key; a token is attended to before one leaves, where theirs takes the
+    other's place first; the codes of keys are made anew from the keys instead of being stored.
+    """
+    score = Phased(Rounded(KeyNorm()), HashLikeness(planes, seed))
+    return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks), Recent(newest)), when=STEP))
+
+
+@paper(
+    "PagedEviction: Structured Block-wise KV Cache Pruning for Efficient Large Language Model Inference",
+    arxiv="2509.04377",
+    family="selection-dynamic",
+    exact="deviates",
+    aliases=("paged-eviction",),
+)
+def pagedeviction(budget: Amount, *, page: Page = 16) -> Method:
+    """PagedEviction (Chitty-Venkata et al., 2025, arXiv:2509.04377): tokens leave, later whole pages.
+
+    score[j] = ||v_j|| / ||k_j||. A prompt keeps the best tokens of every head. While decoding, a list that
+    holds a page more than its budget gives up the page of the lowest mean score, over all heads of a layer,
+    whose pages have their places in common. The newest `page` tokens stay. Deviations: layers choose for
+    themselves; a prompt that is just one page too long gives up a page.
+    """
+    score = WholePages(Rounded(NormRatio()), page)
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(page),), when=Every(page)))
+
+
+@paper(
+    "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of Large Language Models",
+    arxiv="2507.14204",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def lacache(
+    budget: Amount,
+    *,
+    step: Annotated[int, Range(2, 64)] = 2,
+    kept: Annotated[int, Range(1, 63)] = 1,
+    sinks: Tokens = 4,
+    newest: Window = 32,
+) -> Method:
+    """LaCache (Shi et al., 2025, arXiv:2507.14204): layers keep other tokens, so together more.
+
+    Of `step` tokens in a row every layer keeps `kept` ones, the next layer's one token later, the oldest
+    tokens first; what is left is thinned out again when there is nothing else to thin out (see `Rungs`). In a
+    model of L layers, the paper's span S and overlap O are step = 1 + (L - S) / (S - O) and kept =
+    S / (S - O), rounded up. Rotation is by rank in the cache, as with StreamingLLM. Deviations: a prompt is
+    read in one pass with whole attention before it is cut; lists are cut with two tokens too many instead of
+    one; the authors' code adds half of a step's slots to the budget; where it thins out t times at once and
+    keeps several of a step, steps overlap there and not here.
+    """
+    if kept >= step:
+        raise InputError(f"lacache: kept must be less than step, which is {step}, got {kept}")
+    keep = Keep(
+        Ladder(step, kept, sinks, newest), Budget(budget), Uniform(), (Sink(sinks), Recent(newest)),
+        when=Every(2), phase=ByRank(),
+    )  # fmt: skip
+    return Method(keep)
+
+
+@paper(
+    "LM-Infinite: Zero-Shot Extreme Length Generalization for Large Language Models",
+    arxiv="2308.16137",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def lm_infinite(budget: Amount, *, sinks: Tokens = 10, distance: Window = 4096) -> Method:
+    """LM-Infinite (Han et al., 2023, arXiv:2308.16137), section 4: first and newest tokens, never too far.
+
+    The logit of query i and key j is q_i R(d) k_j / sqrt(H) with d = min(i - j, `distance`), so the first
+    tokens are met at `distance` however long the text is, which may grow beyond the model's last position,
+    read in pieces (`chunk=`) that fit there behind `distance`. distance: the length that the model was
+    trained on. Deviation: a prompt is read in one pass over all of its tokens, at such distances, before it
+    is cut, where the paper hides the middle from its later tokens, too; and its optional few middle tokens,
+    chosen by attention, are left out.
+    """
+    phase = Clamped(distance)
+    return Method(Keep(Position(), Budget(budget), Uniform(), (Sink(sinks),), when=STEP, phase=phase))

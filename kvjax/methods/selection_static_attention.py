@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.algebra import Pool
+from kvjax.keep.algebra import InChunks, Pool, stage
 from kvjax.keep.budget import AcrossLayers, Uniform
+from kvjax.keep.crush import Representatives
+from kvjax.keep.drawn import Drawn
 from kvjax.keep.narrow import Narrow
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.probe import ProbeAttention, RepeatContext
+from kvjax.keep.probe import Catalyst, ProbeAttention, RepeatContext
+from kvjax.keep.question import Question, QuestionAttention
 from kvjax.keep.reread import Reread
-from kvjax.keep.score import LastLogits
+from kvjax.keep.score import LastLogits, Novelty, WindowAttention
+from kvjax.keep.semantic import SemanticAttention, SemanticHeads
 from kvjax.methods.papers import Press, paper
+from kvjax.methods.parameters import Range
 from kvjax.methods.shared import (
     Amount,
     Depth,
+    Fit,
     Kernel,
     Page,
+    Seed,
     Share,
     TokenIds,
     Tokens,
@@ -24,6 +34,10 @@ from kvjax.methods.shared import (
     per_query_head,
     window_score,
 )
+from kvjax.phase import ByRank
+
+# Tokens of a text, or layers of a model, that belong together.
+Together = Annotated[int, Range(1)]
 
 
 @paper(
@@ -46,6 +60,90 @@ def snapkv(
     score = window_score(window, kernel, variant)
     each = per_query_head(variant)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), per_query_head=each))
+
+
+@paper(
+    "LLMs Know What to Drop: Self-Attention Guided KV Cache Eviction for Efficient Long-Context Inference",
+    arxiv="2503.08879",
+    family="selection-static",
+    exact="deviates",
+)
+def sage_kv(budget: Amount, *, sinks: Tokens = 4, window: Window = 64) -> Method:
+    """SAGE-KV (Wang et al., 2025, arXiv:2503.08879): what the last token of a prompt attends to.
+
+    score[j] = softmax_j(q k_j / sqrt(H)) of the newest query, the mean over a group's heads; the first
+    `sinks` and the newest `window` tokens stay. Deviation: tokens that are written stay, where the paper's
+    window of newest ones moves on with them.
+    """
+    protect = (Sink(sinks), Recent(window))
+    return Method(Keep(WindowAttention(1), Budget(budget), Uniform(), protect))
+
+
+@paper(
+    "NACL: A General and Effective KV Cache Eviction Framework for LLMs at Inference Time",
+    arxiv="2408.03675",
+    family="selection-static",
+    exact="deviates",
+)
+def nacl(
+    budget: Amount, *, window: Window = 64, share: Share = 0.6, sinks: Tokens = 4, seed: Seed = 0
+) -> Method:
+    """NACL (Chen et al., 2024, arXiv:2408.03675): some tokens stay by attention, some by chance.
+
+    score[j] is the attention that proxies, the last `window` queries, give in sum. The best `share` of the
+    budget stays; the rest of it is drawn without replacement from all others, with chances softmax(score)
+    (`Drawn`). The first `sinks` and the window stay, as in the authors' code. Deviation: what stays anyway
+    counts among the best where its score says so; a group's heads have their mean; draws depend on `seed`,
+    layer, head and position alone.
+    """
+    score = WindowAttention(window)
+    protect = (Sink(sinks), Recent(window))
+    return Method(Keep(stage(score, share, Drawn(score, seed)), Budget(budget), Uniform(), protect))
+
+
+@paper(
+    "KVCrush: Key Value Cache Size-Reduction Using Similarity in Head-Behaviour",
+    arxiv="2503.00022",
+    family="selection-static",
+    exact="deviates",
+)
+def kvcrush(budget: Amount, *, share: Share = 0.25, window: Window = 64, kernel: Kernel = 5) -> Method:
+    """KVCrush (Jha et al., 2025, arXiv:2503.00022): some of what would leave stays, to stand for the rest.
+
+    By SnapKV's scores a head keeps all but `share` of its budget. A token is a row of bits, one for each head
+    that would keep it; the tokens that a head would lose are ordered by their Hamming distance to an anchor,
+    and evenly spaced ones fill the budget (`Representatives`). Deviation: the heads are KV heads, the anchor
+    alternates between 0 and 1, which is one of those that the authors' OpenVINO code offers, and tokens are
+    chosen one by one; that code chooses pages.
+    """
+    score = Representatives(window_score(window, kernel, "grouped"), share, window)
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),)))
+
+
+@paper(
+    "CompressKV: Semantic Retrieval Heads Know What Tokens are Not Important Before Generation",
+    arxiv="2508.02401",
+    family="selection-static",
+    exact="deviates",
+)
+def compresskv(
+    budget: Amount,
+    *,
+    fitted: Fit | None = None,
+    heads: Annotated[int, Range(1)] = 4,
+    window: Window = 32,
+    kernel: Kernel = 5,
+) -> Method:
+    """CompressKV (Lin et al., 2025, arXiv:2508.02401): what the heads that find answers attend to.
+
+    A token's score is the attention of the last `window` queries, in sum, smoothed by the mean, and averaged
+    over the `heads` query heads of its layer that attend most to what answers need (`SemanticAttention`); all
+    heads of a layer keep the same tokens, and the window. fitted: how much heads do, as `kvjax fit
+    compresskv` writes it. Deviation: layers have equal budgets; the paper also shares the budget by what
+    eviction changes in each layer's output, measured beforehand.
+    """
+    score = SemanticAttention(SemanticHeads(as_fitted(fitted)), heads, window) >> Pool(kernel, "mean")
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),)))
 
 
 @paper(
@@ -119,3 +217,71 @@ def kvzip(
     return Method(
         Keep(ProbeAttention(probe), Budget(budget), allocate, (Sink(sinks),), probe=probe, page=page)
     )
+
+
+@paper(
+    "FINCH: Prompt-guided Key-Value Cache Compression for Large Language Models",
+    arxiv="2408.00167",
+    family="selection-static",
+    exact="deviates",
+    kvpress=Press("FinchPress", same="yes, at the end of a prompt that is read at once"),
+)
+def finch(budget: Amount, *, question: Window = 32) -> Method:
+    """FINCH (Corallo and Papotti, 2024, arXiv:2408.00167): what a question at the end of a text attends to.
+
+    The last `question` tokens of a prompt are its question. Every chunk (`prefill(..., chunk=)`) is read
+    behind what is kept so far, then the question, and what stays is the budget of the tokens read so far, by
+
+        score[j] = mean_i n_i p_ij over the question's queries i, n_i the number of positions before query i,
+
+    the mean over a group. Kept keys turn by their ranks, which are the positions that the paper rotates them
+    to anew, so a chunk, the question and what is written follow right behind what is kept. Deviation: the
+    paper takes a question of any length that the caller names; a chunk's end may here cut the question, whose
+    first tokens then count as text until the chunk behind.
+    """
+    probe = Question(question)
+    return Method(Keep(QuestionAttention(probe), Budget(budget), Uniform(), phase=ByRank(), probe=probe))
+
+
+@paper(
+    "InfiniPot: Infinite Context Processing on Memory-Constrained LLMs",
+    arxiv="2410.01518",
+    family="selection-static",
+    exact="deviates",
+)
+def infinipot(budget: Amount, *, share: Share = 0.5, prefix: TokenIds | None = None) -> Method:
+    """InfiniPot (Kim et al., 2024, arXiv:2410.01518), section 3: what surprised, and what a summary asks for.
+
+    Behind every chunk (`prefill(..., chunk=)`) a catalyst prompt is read over the uncompressed cache, and
+    forgotten. A `share` of the budget goes to the tokens of the largest surprisal -log p(x_j | x_<j) (NuC),
+    which they keep from when they were read, the rest to those of the most attention from the catalyst's
+    queries (CaP), summed over these and a group. Kept keys turn by their ranks, which are the positions that
+    the paper resets them to. prefix: token ids of the catalyst, by default an instruction to summarise, or
+    what the model itself is asked to repeat a context by. Deviation: the surprisal of a chunk's first token
+    counts as 0; the cache is distilled behind every chunk, not when a pot of another size is full; and the
+    default share is ours.
+    """
+    probe = Catalyst(prefix)
+    score = stage(Novelty(), share, ProbeAttention(probe))
+    return Method(Keep(score, Budget(budget), Uniform(), phase=ByRank(), probe=probe))
+
+
+@paper(
+    "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference",
+    arxiv="2502.00299",
+    family="selection-static",
+    exact="deviates",
+    kvpress=Press(
+        "ChunkKVPress", same="no: kvpress chooses once for all heads of a layer, and reuses nothing"
+    ),
+)
+def chunkkv(budget: Amount, *, chunk: Together = 10, window: Window = 64, reuse: Together = 2) -> Method:
+    """ChunkKV (Liu et al., 2025, arXiv:2502.00299), algorithms 1 and 2: whole chunks stay, in layers alike.
+
+    score[j] = the attention that the tokens of j's chunk get of the last `window` queries, in sum, the mean
+    over a group; a chunk is `chunk` tokens of the text, and the window itself stays. Every `reuse` layers in
+    a row keep the tokens that the first of them chooses. Deviation: what the budget has left beside whole
+    chunks goes to the first tokens of the next best one, where the paper leaves it.
+    """
+    score = InChunks(WindowAttention(window), chunk)
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), reuse=reuse))

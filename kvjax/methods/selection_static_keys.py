@@ -6,15 +6,19 @@ from typing import Annotated
 
 from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
+from kvjax.keep.algebra import Pool, standardised
 from kvjax.keep.budget import Threshold, Uniform
-from kvjax.keep.expected import ExpectedAttention
+from kvjax.keep.expected import ExpectedAttention, QueryStatistics
+from kvjax.keep.filters import Filtered, QueryFilters
 from kvjax.keep.gate import Gated, HiddenGate
+from kvjax.keep.geometry import Capacity, KeyDistinctness, Leverage, LocalNorms
 from kvjax.keep.lag import LagRelative
+from kvjax.keep.non_causal import NonCausalAttention
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.score import KeyNorm
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Fit, Layers, Page, Tokens, Window
+from kvjax.methods.shared import Amount, Fit, Layers, Page, Rank, Seed, Tokens, Window
 from kvjax.when import STEP, Every
 
 
@@ -35,6 +39,77 @@ def l2compress(budget: Amount, *, skip_layers: Layers = 2) -> Method:
 
 
 @paper(
+    "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in "
+    "Resource-Constrained Environments",
+    arxiv="2504.15364",
+    family="selection-static",
+    exact="equal",
+    kvpress="KeyDiffPress",
+)
+def keydiff(budget: Amount) -> Method:
+    """KeyDiff (Park et al., 2025, arXiv:2504.15364): keeps the keys that are least like the mean key.
+
+    It never looks at attention. The paper compresses block by block, which is `prefill(..., chunk=block)`;
+    without `chunk` a prompt is compressed once, at its end.
+    """
+    return Method(Keep(KeyDistinctness(), Budget(budget), Uniform()))
+
+
+@paper(
+    "Value-Guided KV Compression for LLMs via Approximated CUR Decomposition",
+    arxiv="2509.15038",
+    family="selection-static",
+    exact="deviates",
+    kvpress="CURPress",
+    aliases=("cur",),
+)
+def curdkv(budget: Amount, *, sinks: Tokens = 4, window: Window = 16) -> Method:
+    """CurDKV (Sengupta et al., 2025, arXiv:2509.15038): rows of large norm stand for leverage scores.
+
+    score[j] = a_j b_j of the squared lengths of key and value, each divided by their sum over a window of
+    `window` slots (`LocalNorms`); the first `sinks` tokens stay. These are the defaults of the authors' code,
+    without its random projection. Deviation: windows begin at the first token, as in kvpress; the authors'
+    end at the last.
+    """
+    return Method(Keep(LocalNorms(window), Budget(budget), Uniform(), (Sink(sinks),)))
+
+
+@paper(
+    "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores",
+    arxiv="2507.08143",
+    family="selection-static",
+    exact="deviates",
+    kvpress=Press(
+        "CompactorPress",
+        "chunk=256",
+        "no: there, blend is 1 - budget, padding takes attention, and sketches have no seed",
+    ),
+)
+def compactor(
+    budget: Amount,
+    *,
+    blend: Annotated[float, Range(0, 100)] = 0.5,
+    chunk: Annotated[int, Range(2)] = 128,
+    rank: Rank = 48,
+    sinks: Tokens = 8,
+    newest: Tokens = 4,
+    seed: Seed = 0,
+) -> Method:
+    """Compactor (Chari and Van Durme, 2025, arXiv:2507.08143): outlying keys, and attention within chunks.
+
+    score = blend * z(leverage) + z(pool(non-causal attention * ||v||)): `Leverage` of keys in a sketch of
+    `rank` dimensions, and what the tokens of a chunk give each other (`NonCausalAttention`), smoothed over
+    three neighbours by the mean; z gives both mean 0 and variance 1 in every layer. The first `sinks` and the
+    `newest` last tokens stay. Deviation: leverage is that among all tokens, with a ridge of 0.01, as in
+    kvpress; the authors' code takes it among 512 at a time. The budget is given; the paper's second part,
+    which finds it by itself, is left out.
+    """
+    attention = NonCausalAttention(chunk) >> Pool(3, "mean")
+    score = blend * standardised(Leverage(rank, seed=seed)) + standardised(attention)
+    return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks), Recent(newest))))
+
+
+@paper(
     "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution",
     arxiv="2510.00636",
     family="selection-static",
@@ -49,14 +124,61 @@ def expected_attention(
     covariance: bool = True,
     value_norm: bool = True,
     epsilon: Annotated[float, Range(0)] = 0.0,
+    fitted: Fit | None = None,
 ) -> Method:
     """Expected Attention (Devoto et al., 2025, arXiv:2510.00636): the attention future queries will give.
 
     See `ExpectedAttention` for the closed form; the first `sinks` tokens stay. Acts at the end of a prefill,
-    as in kvpress.
+    as in kvpress. Queries are those of the prompt, or of texts: fitted, as `kvjax fit expected-attention`
+    writes it.
     """
-    score = ExpectedAttention(future, sinks, covariance, value_norm, epsilon)
+    statistics = QueryStatistics(as_fitted(fitted))
+    score = ExpectedAttention(future, sinks, covariance, value_norm, epsilon, statistics)
     return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks),)))
+
+
+@paper(
+    "Rethinking KV Cache Eviction via a Unified Information-Theoretic Objective",
+    arxiv="2604.25975",
+    family="selection-static",
+    exact="deviates",
+    kvpress="CapPress",
+    aliases=("cap",),
+)
+def capkv(
+    budget: Amount,
+    *,
+    tau: Annotated[float, Range(0, 100)] = 5.0,
+    future: Window = 512,
+    sinks: Tokens = 4,
+) -> Method:
+    """CapKV (Yang et al., 2026, arXiv:2604.25975): keeps the values that add most to what can be answered.
+
+    score[j] = w_j v_j' A^-1 v_j with A = I + sum_i w_i v_i v_i' and w_j = exp(tau <k_j, q>) for a mean query
+    q (`Capacity`); the first `sinks` tokens stay. Deviation: as in kvpress, k and q are of unit length, q is
+    turned by the average rotation of the next `future` positions, and v_j stands for what it writes.
+    """
+    score = Capacity(tau, future, sinks)
+    return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks),)))
+
+
+@paper(
+    "Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression",
+    arxiv="2503.02812",
+    family="selection-static",
+    exact="deviates",
+    kvpress=Press("QFilterPress", "newest=0", "yes, with the same filters: kvpress takes the authors' ones"),
+    aliases=("qfilter",),
+)
+def q_filters(budget: Amount, *, fitted: Fit | None = None, newest: Tokens = 64) -> Method:
+    """Q-Filters (Godey et al., 2025, arXiv:2503.02812): keys that lie where queries do.
+
+    score[j] = <k_j, f>, where a head's filter f is the main direction of its queries (`Filtered`); the
+    `newest` tokens stay, as in the authors' code. fitted: the filters, as `kvjax fit q-filters` writes them.
+    Deviation: decoding evicts nothing, as in kvpress; the authors' cache evicts whenever it is full.
+    """
+    score = Filtered(QueryFilters(as_fitted(fitted)))
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(newest),)))
 
 
 @paper(

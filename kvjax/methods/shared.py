@@ -36,6 +36,8 @@ Turns = Annotated[int, Range(1, 100)]
 # What `kvjax fit` wrote, or kvjax.fit returned.
 Fit = Annotated[str | Fitted, Fitted]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
+# Hyperplanes of a hash, whose code lies in a word of 32 bits.
+Planes = Annotated[int, Range(1, 32)]
 TokenIds = Annotated[tuple[int, ...], Range(0)]
 # Which published form of SnapKV's selection: see `window_score`.
 Variant = Literal["grouped", "paper", "kvpress"]

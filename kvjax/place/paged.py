@@ -263,14 +263,16 @@ def _visit_block(
 
 
 def take_pages(
-    tables: tuple[Paged, ...], pool: Pages, index: Int[Array, "R"]
+    tables: tuple[Paged, ...], pool: Pages, index: Int[Array, "R"], pages: int | None = None
 ) -> tuple[tuple[Paged, ...], Pages]:
     """The pages of rows `index` as rows 0 .. R - 1, still in owner order; tables are all of the pool's.
 
-    The new pool has R / B times as many pages: a pool has as many as its rows need at most, each of them.
+    pages: how many the new pool has (static), at least as many as these rows own; by default R / B times as
+    many as before: a pool has as many as its rows need at most, each of them, unless it was cut.
     """
     _, rows, heads, most = tables[0].table.shape
-    pages, lists = pool.owner.shape[0] * index.shape[0] // rows, pool.layers * rows * heads
+    pages = pool.owner.shape[0] * index.shape[0] // rows if pages is None else pages
+    lists = pool.layers * rows * heads
     owned = jnp.where(pool.owner < 0, lists, pool.owner)
     need = jnp.zeros(lists, jnp.int32).at[owned].add(1, mode="drop")
     first = _starts(need).reshape(pool.layers, rows, heads)[:, index]

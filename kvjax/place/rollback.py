@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 from kvjax.cache import Cache, GroupState, Paged, Slots, check_alive
 from kvjax.errors import InputError
 from kvjax.ops.base.memory import there
+from kvjax.place.common import apart, copies_of, is_shared, own_tokens
 from kvjax.place.host import forgotten
 from kvjax.protocols import Learning, Resting
 from kvjax.writing import write_rows
@@ -66,6 +67,7 @@ def rollback(cache: Cache, n: int | Array | np.ndarray | list[int]) -> Cache:
     count = _checked(cache, n)
     if not count.any():
         return cache
+    given, cache = cache, _apart_for(cache, count)
     note = cache.added
     if note is None:
         raise InputError(
@@ -87,13 +89,20 @@ def rollback(cache: Cache, n: int | Array | np.ndarray | list[int]) -> Cache:
     new = _forgotten(kinds, width, dataclasses.replace(cache, method=None, model=""), jnp.asarray(count))
     # A cache is known to be consumed by this array, which the host may have read where it lies.
     cache.next.delete()
+    given.next.delete()
     return dataclasses.replace(
         new,
         method=cache.method,
         model=cache.model,
         spare=cache.spare + int(count.min()),
         added=Added(note.groups, np.maximum(note.tokens - count, 0)),
+        on_mesh=cache.on_mesh,
     )
+
+
+def _apart_for(cache: Cache, count: Int[np.ndarray, "B"]) -> Cache:
+    """The cache as it is where every row has added `count` tokens since it was forked, otherwise `apart`."""
+    return apart(cache) if is_shared(cache) and (count > np.asarray(own_tokens(cache))).any() else cache
 
 
 def _checked(cache: Cache, n: Any) -> Int[np.ndarray, "B"]:
@@ -150,7 +159,8 @@ def _check_added(cache: Cache, note: Added, count: np.ndarray) -> None:
 @jax.jit
 def _held(cache: Cache) -> list[tuple[Array, ...]]:
     """Per group the fewest and the most live slots of a row's lists [2, B]: in bodies, tail and both."""
-    nothing = jnp.zeros((1, cache.next.shape[0], 1), jnp.int32)
+    rows = cache.next.shape[0]
+    nothing = jnp.zeros((1, rows, 1), jnp.int32)
 
     def ends(counts: list[Array]) -> Array:
         total = sum(counts, nothing) if all(x.size for x in counts) else nothing
@@ -158,7 +168,8 @@ def _held(cache: Cache) -> list[tuple[Array, ...]]:
 
     def live(segment: Slots | Paged) -> Array:
         paged = isinstance(segment, Paged)
-        return segment.lengths if paged else (segment.pos >= 0).sum(-1, dtype=jnp.int32)
+        counts = segment.lengths if paged else (segment.pos >= 0).sum(-1, dtype=jnp.int32)
+        return jnp.repeat(counts, copies_of(segment, rows), axis=1)
 
     found = []
     for group in cache.groups:
@@ -200,7 +211,11 @@ def _forgotten(slots: tuple[bool, ...], width: int, cache: Cache, count: Int[Arr
 
 
 def _without(group: GroupState, start: Int[Array, "B"], width: int) -> GroupState:
-    return group.with_parts([s if isinstance(s, Paged) else _emptied(s, start, width) for s in group.parts])
+    def left(s: Slots | Paged) -> Slots | Paged:
+        common = copies_of(s, start.shape[0]) > 1
+        return s if isinstance(s, Paged) or common else _emptied(s, start, width)
+
+    return group.with_parts([left(s) for s in group.parts])
 
 
 def _emptied(slots: Slots, start: Int[Array, "B"], width: int) -> Slots:

@@ -1,4 +1,4 @@
-"""Rows: a cache's rows taken, copied, and emptied for another sequence. No method, no model."""
+"""Rows: a cache's rows taken and emptied for another sequence. No method, no model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
+from kvjax.axes import placed
 from kvjax.cache import Cache, GroupState, Paged, Pages, Segment, check_alive
 from kvjax.errors import InputError
-from kvjax.inputs import whole_number
 from kvjax.ops.base.memory import there
+from kvjax.place.common import apart, with_common, without_common
 from kvjax.place.host import forgotten
 from kvjax.place.paged import take_pages
 from kvjax.place.rollback import of_rows
+from kvjax.place.trim import counted
 
 
 def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
@@ -28,7 +30,8 @@ def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
     goes its own way from here. Works inside `jit` too, where `index` is a traced array; one outside [0, B)
     cannot be refused there and means the nearest row.
 
-    Raises InputError where index is no list of row numbers in [0, B), or a step consumed the cache.
+    Raises InputError where index is no list of row numbers in [0, B), or a step consumed the cache, and for a
+    traced index where a text says how much of it stays (KVzap): the host counts the pages that rows need.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -44,36 +47,51 @@ def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
         )
     if not isinstance(at, Tracer) and ((outside := np.asarray(at))[(outside < 0) | (outside >= rows)]).size:
         raise InputError(f"index is {outside.tolist()}, expected row numbers in [0, {rows})")
-    taken = gather_rows(cache, jnp.asarray(at, jnp.int32))
+    cache = apart(cache)
+    if isinstance(at, Tracer) and _cut(cache):
+        raise InputError(
+            "index is traced, expected numbers: how many pages rows of this method need follows from the "
+            "data, so take them outside of jit"
+        )
+    pages = _pages_of_rows(cache, np.asarray(at)) if _cut(cache) else None
+    taken = placed(gather_rows(cache, jnp.asarray(at, jnp.int32), pages), cache.on_mesh)
     return dataclasses.replace(taken, added=of_rows(cache.added, at))
 
 
-def fork(cache: Cache, copies: int) -> Cache:
-    """Every row `copies` times, next to each other: row b becomes rows b * copies .. (b + 1) * copies - 1.
+def _cut(cache: Cache) -> bool:
+    """Whether pools have only the pages in use, which rows do not own in equal parts."""
+    return bool(cache.pools) and cache.method is not None and counted(cache.method)
 
-    Each copy holds the state of its own and goes its own way from here. The given cache stays usable.
 
-    Raises InputError where copies < 1, or a step consumed the cache.
+def _pages_of_rows(cache: Cache, index: np.ndarray) -> tuple[int, ...]:
+    """By pool, pages that hold those of rows `index`: to an eighth, so that similar caches share programs."""
+    found, rows = [], cache.next.shape[0]
+    for number, pool in enumerate(cache.pools):
+        heads = next(s for s in _paged(cache) if s.pool == number).table.shape[2]
+        owner = np.asarray(pool.owner)
+        row = owner[owner >= 0] // heads % rows
+        need = max(int(np.bincount(row, minlength=rows)[index].sum()), 1)
+        unit = max(2 ** (need.bit_length() - 4), 1)
+        found.append(-(-need // unit) * unit)
+    return tuple(found)
 
-    >>> import kvjax
-    >>> model = kvjax.load("recall-tiny")
-    >>> _, cache = kvjax.prefill(model, [[1, 2, 3], [4, 5]])
-    >>> fork(cache, 2).next.tolist()
-    [3, 3, 2, 2]
+
+def gather_rows(cache: Cache, index: Int[Array, "R"], pages: tuple[int, ...] | None = None) -> Cache:
+    """`take_rows` without checks. What copies have in common stays where it is: index must go among them.
+
+    pages: of every new pool (static), as `take_pages` takes them.
     """
-    copies = whole_number("copies", copies, 1, "rows that each row becomes")
-    check_alive(cache)
-    return take_rows(cache, np.repeat(np.arange(cache.next.shape[0]), copies))
+    return with_common(_gathered(without_common(cache), index, pages), cache)
 
 
-@jax.jit
-def gather_rows(cache: Cache, index: Int[Array, "R"]) -> Cache:
-    """`take_rows` without checks."""
+@partial(jax.jit, static_argnames="pages")
+def _gathered(cache: Cache, index: Int[Array, "R"], pages: tuple[int, ...] | None = None) -> Cache:
     index = jnp.clip(index, 0, cache.next.shape[0] - 1)
     tables, pools = {}, []
     for number, pool in enumerate(cache.pools):
         mine = tuple(s for s in _paged(cache) if s.pool == number)
-        taken, pool = take_pages(mine, pool, index)
+        most = None if pages is None else pages[number]
+        taken, pool = take_pages(mine, pool, index, most) if mine else (mine, pool)
         tables |= {(number, s.first_layer): s for s in taken}
         pools.append(pool)
 
@@ -108,7 +126,7 @@ def reset_rows(cache: Cache, rows: Array | np.ndarray | Sequence[bool]) -> Cache
             f"rows is {which.dtype}{list(which.shape)}, expected one boolean per row, "
             f"bool[{cache.next.shape[0]}]: true where a row is to be emptied"
         )
-    return _reset(cache, which)
+    return placed(_reset(apart(cache), which), cache.on_mesh)
 
 
 @jax.jit

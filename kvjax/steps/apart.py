@@ -87,12 +87,14 @@ def prefill_apart(
     tokens_bound: int,
     room: int,
     ahead: Ahead,
+    question: tuple[Int[Array, "B W"], Int[Array, "B"]] | None = None,
 ) -> tuple[Float[Array, "B V"], Cache, Bool[Array, "layers B"]]:
     """`kvjax.steps.prefill(..., compress=True, watched=True)` in two programs.
 
     The prompt leaves memory with the second. It is not donated, because no array of the cache is as large as
-    one of the prompt's and could lie in its place.
+    one of the prompt's and could lie in its place. question: as in `Prompt`.
     """
     sizes: dict[str, Any] = dict(tokens=tokens_bound, room=room, ahead=ahead)
     logits, prompt = read(reading(run), params, tokens, lengths, cache, needs_of(run, params))
+    prompt = prompt._replace(question=question)
     return logits, *compress(run, params, prompt, logits, cache, **sizes)

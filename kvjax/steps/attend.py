@@ -9,21 +9,25 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.axes import pinned_to
 from kvjax.cache import Codes, GroupState, Paged, Pages, Segment, Slots, gather_pages
 from kvjax.group import GroupMethod
-from kvjax.keep.observe import Mass
 from kvjax.models.attending import attend_at_once, in_lists
-from kvjax.models.mixer import AttentionLogits, Layer, Projected
+from kvjax.models.mixer import AttentionLogits, Layer, Left, Projected
+from kvjax.ops.attention.in_common import for_rows, row_by_row, side_by_side
 from kvjax.ops.attention.union import Keys, merge
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
 from kvjax.ops.decode.stacked_decode import Coded, refusals, rows_of, stacked_decode
+from kvjax.phase import Turn
+from kvjax.place.common import copies_of, lists_of
 from kvjax.place.host import fetched
 from kvjax.place.paged import attend_pages
 from kvjax.protocols import AttentionSpec, Read, Resting, Sampling
 from kvjax.read.pages import positions, visited
-from kvjax.steps.run import Run, turn_keys
+from kvjax.steps.run import Run
+from kvjax.steps.turning import rope_of_keys, turned_keys
 from kvjax.stored import Form, Met, factors_of, groups_of, is_rows, meet
 from kvjax.words import shaped
 
@@ -44,7 +48,8 @@ class Picks(NamedTuple):
 class Past(NamedTuple):
     """The slots a layer attends to, its own or those of the layer it reads, and what its method does there.
 
-    values: segments whose values replace those of `parts`. above: as in `LayerSlots`.
+    values: segments whose values replace those of `parts`. above: as in `LayerSlots`. turn: what the keys of
+    the parts turn by when they are read.
     """
 
     gm: GroupMethod
@@ -52,6 +57,7 @@ class Past(NamedTuple):
     parts: tuple[Segment, ...]
     values: tuple[Slots, ...] | None = None
     above: bool = False
+    turn: Turn | None = None
 
     @property
     def tail(self) -> Slots:
@@ -90,29 +96,34 @@ def attend_past(
     for i, segment in enumerate(past.parts):
         met, sizes = bases[i]
         sized = any(s is not None for s in sizes)
+        copies = copies_of(segment, at.shape[0])
+        mine, when = side_by_side(met.q, lists_of(segment)), pos.reshape(-1, copies)
         if isinstance(segment, Paged) and unreadable is None and not (past.gm.masses or run.unrotated):
             one, pool = segment.layer(past.index), pools[segment.pool]
+            # A pool is on every device, and whose a page is, is data: so are the queries that meet it.
+            everywhere = pinned_to(mine, run.on_mesh, *(None,) * 4)
             part = attend_pages(
-                q, one, past.index, pool, pos, scale=layer.scale, softcap=softcap,
+                everywhere, one, past.index, pool, when, scale=layer.scale, softcap=softcap,
                 implementation=run.implementation,
             )  # fmt: skip
-            parts.append(part)
         elif (
             isinstance(segment, Slots)
-            and (chosen := _form(run, past, layer, x, i, met.q, sized)) != "reference"
+            and (chosen := _form(run, past, layer, x, i, mine, sized)) != "reference"
         ):
             if (read := _picking(past, i)) is not None:
-                out, lse = _attend_picked(run, past, layer, q, segment, read, found, pos, chosen)
+                part = _attend_picked(run, past, layer, q, segment, read, found, pos, chosen)
             else:
-                out, lse, mass = _attend_slots(run, past, layer, met.q, segment, pos, chosen)
-                received = () if mass is None else ({repr(Mass("sum")): mass},)
-            parts.append((met.back(out), lse))
-        elif met.turned or sized:
-            mine = _read(run, past, layer, i, found, pools, at)._replace(sizes=sizes)
-            out, lse, *_ = attend_at_once(layer, x, met.q, [mine], pos)
-            parts.append((met.back(out), lse))
+                *part, mass = _attend_slots(run, past, layer, mine, segment, when, chosen)
+                # Of one query, a sum that fades is the sum.
+                received = () if mass is None else ({repr(o): mass for o in past.gm.masses},)
+        elif _together(run, past, layer, x, i) or (copies == 1 and not met.turned and not sized):
+            sets.append(_read(past, layer, i, found, pools, at, at.shape[0]))
+            continue
         else:
-            sets.append(_read(run, past, layer, i, found, pools, at))
+            keys = _read(past, layer, i, found, pools, at, lists_of(segment))._replace(sizes=sizes)
+            part = attend_at_once(layer, x, mine, [keys], when)[:2]
+        out, lse = (row_by_row(one, at.shape[0]) for one in part)
+        parts.append((met.back(out), lse))
     if unreadable is not None:
         q, sets = unreadable.queries(q), unreadable.sets(sets)
     if resting is not None and x.extra is not None:
@@ -167,22 +178,26 @@ def _of_layer(x: Float[Array, "Lg B K S"] | None, index: int | Array) -> Float[A
 
 
 def _read(
-    run: Run, past: Past, layer: Layer, i: int, found: Picks | None, pools: tuple[Pages, ...],
-    at: Int[Array, "B"],
+    past: Past, layer: Layer, i: int, found: Picks | None, pools: tuple[Pages, ...],
+    at: Int[Array, "B"], rows: int,
 ) -> Keys:  # fmt: skip
-    """One layer of segment `i` as plain keys and values, or the pages of it that a method visits."""
+    """One layer of segment `i` as plain keys and values, or the pages of it that a method visits.
+
+    rows: as many as the segment has, whose copies then read them side by side, or one for every copy.
+    """
     segment = past.parts[i]
     if isinstance(segment, Paged):
-        keys = gather_pages(segment.layer(past.index), pools[segment.pool])
-        keys = turn_keys(run, layer.rope, keys, at + 1)
+        keys = for_rows(gather_pages(segment.layer(past.index), pools[segment.pool]), rows)
     elif (read := _picking(past, i)) is not None:
         assert found is not None
         keys = visited(segment, past.index, read.granule, found.pages, found.counts).keys()
         keys = keys._replace(bias=_biases(keys.bias, found.bias))
     else:
-        keys = turn_keys(run, layer.rope, segment.layer(past.index).keys(), at + 1)
+        keys = for_rows(segment.layer(past.index).keys(), rows)
+    if past.turn is not None:
+        keys = turned_keys(rope_of_keys(layer), keys, past.turn, i, at + 1)
     if past.values is not None:
-        keys = keys._replace(v=past.values[i].keys().v)
+        keys = keys._replace(v=for_rows(past.values[i].keys(), rows).v)
     if past.above and keys.pos is not None:
         keys = keys._replace(pos=jnp.where(keys.pos >= 0, keys.pos + 1, -1))
     return keys
@@ -190,9 +205,26 @@ def _read(
 
 def selected(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks | None:
     """The pages that a method picks of a layer's body, and how many of them count; None: all are read."""
-    read, body = past.gm.read, past.parts[0]
-    if read is None:
+    if past.gm.read is None or past.gm.picker is not None:
         return None
+    return _chosen(run, past, q, length)
+
+
+def persistent(
+    run: Run, past: Past, layer: Layer, q: Array, length: Int[Array, "B"]
+) -> tuple[Past, Picks | None, Left]:
+    """Where some layers choose for others: the past as this one reads it, its picks, and what it publishes.
+
+    A layer that chooses reads all of its own slots.
+    """
+    if past.gm.picks:
+        found = _chosen(run, past, q, length) if "picks" in layer.publishes else None
+        return past._replace(gm=past.gm._replace(read=None)), None, {} if found is None else {"picks": found}
+    return past, layer.taken.get("picks"), {}
+
+
+def _chosen(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks:
+    read, body = past.gm.read, past.parts[0]
     assert isinstance(body, Slots)
     if isinstance(read, Sampling):
         found = Picks(*read.sample(q, body, past.index, length))
@@ -237,6 +269,24 @@ def _rest_of(
     shaped(read, "the rest", out, "[B, N, T, V]", parts[0][0].shape)
     shaped(read, "the log of its weight", left, "[B, N, T]", lse.shape)
     return out, left
+
+
+def met_by(
+    gm: GroupMethod, past: Past, q: Float[Array, "B N 1 H"], at: Int[Array, "B"], pools: tuple[Pages, ...],
+    received: tuple[Received, ...],
+) -> tuple[Received, ...]:  # fmt: skip
+    """What slots received, and what is computed of the query and slots of which something is remembered."""
+    if not gm.meetings:
+        return received
+    out = []
+    for segment, own in zip(past.parts, received or ({},) * len(past.parts), strict=True):
+        if (pools[segment.pool] if isinstance(segment, Paged) else segment).traces:
+            one = segment.layer(past.index)
+            keys = gather_pages(one, pools[one.pool]) if isinstance(one, Paged) else one.keys()
+            assert keys.pos is not None
+            own = own | {repr(o): o.of(q, at[:, None], keys.k, keys.pos) for o in gm.meetings}
+        out.append(own)
+    return tuple(out)
 
 
 def _picking(past: Past, i: int) -> Read | None:
@@ -306,8 +356,9 @@ def _together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
         "keys are turned when they are read": run.unrotated,
         "what slots receive is recorded among several parts": bool(past.gm.masses)
         and (len(past.parts) > 1 or x.extra is not None),
-        "kernels record no more than the sum of what slots receive": past.gm.masses
-        not in ((), (Mass("sum"),)),
+        "kernels record no more than the sum of what slots receive": any(
+            o.reduce != "sum" for o in past.gm.masses
+        ),
     }
     return next((why for why, holds in reasons.items() if holds), "")
 

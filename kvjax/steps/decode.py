@@ -10,24 +10,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Cache, Codes, GroupState, Slots, lent
+from kvjax.axes import lie_apart, pinned, pinned_to
+from kvjax.cache import Cache, Codes, GroupState, Segment, Slots, lent
 from kvjax.fitted import of_layer
 from kvjax.group import GroupMethod
 from kvjax.models.attending import published_by, rotary
 from kvjax.models.layers import Params
-from kvjax.models.mixer import Layer, Memory, Projected, Step
+from kvjax.models.mixer import Layer, Memory, Projected, Step, Take
 from kvjax.models.transformer import decode_layers, unembed
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode.stacked_decode import LANES, on_lanes, stacked_append
 from kvjax.protocols import Inputs
 from kvjax.segments import flush_in_place, is_full
 from kvjax.sinks import behind_sinks, write_sinks
-from kvjax.steps.attend import attend_past, brought, past_of, selected
+from kvjax.steps.attend import attend_past, brought, met_by, past_of, persistent, selected
 from kvjax.steps.evict import Now, evict_one, evict_shared, tail_of
 from kvjax.steps.evict_due import evict_due
 from kvjax.steps.lending import lend, taught_groups
 from kvjax.steps.remember import Asked, carried, remember, weights_of
 from kvjax.steps.run import Run, answered, held, repeated
+from kvjax.steps.turning import turn_over, turned_queries
 from kvjax.stored import completed
 from kvjax.writing import after, first_empty, write_slots
 
@@ -62,18 +64,16 @@ def step_fn(
             k = repeated(run, gm.first, k)
             state = _append(run, gm, layer, state, k, v, where, traces)
         past = past_of(owner, gm, layer, completed(cache.groups, layer.group, state))
-        phase = _query_phase(run, past.tail.pos[past.index], at, x.q.shape[1])
-        x = x._replace(q=rotary(layer, q, phase, length))
+        turn = turn_over(run, at, past.parts, past.index, cache.pools)
+        asking = _for_all_slots(run, past.parts, turned_queries(layer, q, turn, length))
+        past, x = past._replace(turn=turn), x._replace(q=asking)
         gone = answered(gm, layer, state, x.q, params)
-        past, state, found = brought(past, state, selected(run, past, x.q, length))
+        past, taken, picked = persistent(run, past, layer, x.q, length)
+        past, state, found = brought(past, state, taken or selected(run, past, x.q, length))
         out, received, scores = attend_past(run, past, layer, x, cache.pools, at, found, gone)
-        if gm.meetings:
-            received = received or ({},) * len(past.parts)
-            tail = past.tail.layer(past.index)
-            met = {repr(o): o.of(x.q, at[:, None], tail.keys().k, tail.pos) for o in gm.meetings}
-            received = (*received[:-1], received[-1] | met)
+        received = met_by(gm, past, x.q, at, cache.pools, received)
         received = jax.tree.map(lambda m: jnp.where(append[:, None, None], m, 0.0), received)
-        left = published_by(layer, state, None, None, scores)
+        left = published_by(layer, state, None, None, scores) | picked
         if "slots" in layer.publishes or x.k is None:
             return out, state, left | {"collected": Asked(received, x.q, {})}
         inputs = _inputs(params, layer, x, at, length, append)._replace(q_raw=q)
@@ -93,7 +93,7 @@ def step_fn(
         out, new = step(past.layer_in_place(layer.index, layer.mixer.in_place), append[:, None])
         return out, GroupState(state=past.replaced(layer.index, new)), {}
 
-    memory = Memory(at[:, None], attend, recur, held, implementation=run.without_gpu)
+    memory = Memory(at[:, None], attend, recur, held, implementation=run.without_gpu, takes=_picks_taken(gms))
     held_now = lend(cache.groups, gms)
     x, groups, seen, *_ = decode_layers(params, token[:, None], config, memory, held_now)
     groups, pools = remember(run, gms, groups, cache.pools, seen)
@@ -101,7 +101,14 @@ def step_fn(
     groups, late = evict_due(run, gms, groups, params, length, append)
     groups = _flushed(gms, lent(groups, ()), x)
     new = dataclasses.replace(cache, groups=groups, next=jnp.where(append, length, cache.next), pools=pools)
-    return unembed(params, _broken(x[:, 0], lost | late), config), new
+    logits = unembed(params, _broken(x[:, 0], lost | late), config)
+    return pinned_to(logits, run.on_mesh, "batch", "vocab"), pinned(new, run.on_mesh)
+
+
+def _picks_taken(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
+    """Which layers take up the picks of which, by the first layer of a group."""
+    found = {gm.first: gm.picker for gm in gms if gm.picker is not None and not gm.picks}
+    return {first: {"picks": Take("picks", picker)} for first, picker in found.items()}
 
 
 def _broken(x: Float[Array, "B *_"], lost: Bool[Array, "B"]) -> Float[Array, "B *_"]:
@@ -109,12 +116,16 @@ def _broken(x: Float[Array, "B *_"], lost: Bool[Array, "B"]) -> Float[Array, "B 
     return jnp.where(lost.reshape(-1, *(1,) * (x.ndim - 1)), jnp.asarray(jnp.nan, x.dtype), x)
 
 
-def _query_phase(run: Run, pos: Int[Array, "B K S"], at: Int[Array, "B"], heads: int) -> Array:
-    """What the query is rotated by: its position, or how many live slots are older, per query head."""
-    if not run.rank_phase:
-        return at[:, None]
-    older = ((pos >= 0) & (pos < at[:, None, None])).sum(-1, dtype=jnp.int32)
-    return jnp.repeat(older, heads // older.shape[1], axis=1)[..., None]
+def _for_all_slots(run: Run, parts: tuple[Segment, ...], q: Float[Array, "B N 1 H"]) -> Array:
+    """Queries where slots can meet them: of all heads, where slots are split in place of heads.
+
+    Left to itself the compiler might send slots to where the queries of their heads are.
+    """
+    on = run.on_mesh
+    if on is None or not any(lie_apart(part, on) for part in parts):
+        return q
+    heads = {*on.rules.mesh_axes("heads")} & {*on.rules.mesh_axes("slots")}
+    return pinned_to(q, on, "batch", None if heads else "heads", None, None)
 
 
 def _inputs(

@@ -20,7 +20,8 @@ from kvjax.models.mixers.attention import mixer_of
 from kvjax.protocols import Seen, View
 from kvjax.steps.attend import Received
 from kvjax.steps.remember import received_in_all
-from kvjax.steps.run import Run, turn_keys
+from kvjax.steps.run import Run
+from kvjax.steps.turning import turn_over, turned_keys
 from kvjax.words import merged, protected, scored, written
 from kvjax.writing import first_empty, write_slots
 
@@ -81,8 +82,8 @@ def evict_one(
     assert keep is not None and keep.score is not None
     slots, received = tail_of(group), now.received[-1] if now.received else {}
     one, n = slots.layer(layer.index), keep.budget.count(length)
-    stored = one.keys()
-    keys = stored if run.rank_phase else turn_keys(run, layer.rope, stored, length)
+    stored, turn = one.keys(), turn_over(run, length - 1, group.parts, layer.index)
+    keys = turned_keys(layer.rope, stored, turn, len(group.parts) - 1, length)
     traces = grown(gm.traces, one.traces, received)
     view = View(keys.k, keys.v, one.pos, one.bias, traces, received)
     observed = {repr(o): o.read(now.rows[repr(o)]) for o in gm.carried} | {NEWEST: (q, length[:, None] - 1)}

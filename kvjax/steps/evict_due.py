@@ -19,7 +19,8 @@ from kvjax.ops.attention.union import Keys
 from kvjax.protocols import Judging, Seen, View
 from kvjax.steps.evict import not_numbers, orders, replace_layer, tail_of, taken
 from kvjax.steps.remember import weights_of
-from kvjax.steps.run import Run, turn_keys
+from kvjax.steps.run import Run
+from kvjax.steps.turning import turn_of_one, turned_keys
 from kvjax.words import merged, protected, scored, written
 
 
@@ -105,7 +106,7 @@ def _evict_layer(
     one, n = slots.layer(index), keep.budget.count(length)
     order, back = orders(one.pos)
     keys, attention = one.keys(), run.attention_spec(gm.first)
-    keys = keys if run.rank_phase else turn_keys(run, attention.rope, keys, length)
+    keys = turned_keys(attention.rope, keys, turn_of_one(run, length - 1, [one.pos]), 0, length)
     view: View = jax.tree.map(lambda x: taken(x, order), View(keys.k, keys.v, one.pos, one.bias, one.traces))
     mine, weights = jax.tree.map(lambda x: x[index], held)
     observed = {repr(o): o.read(mine[repr(o)]) for o in gm.carried}

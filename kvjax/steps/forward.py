@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.axes import pinned_to
 from kvjax.cache import NOTHING, Cache, GroupState, Pages
 from kvjax.choose import Fresh
 from kvjax.fitted import of_layer
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass, RawKeys
-from kvjax.models.attending import attend_new, new_keys, published_by, rotary
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.models.attending import new_keys, published_by, rotary
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.transformer import IdsOrVectors, Positions, decode_layers, positions, unembed
+from kvjax.ops.attention.in_common import for_rows
 from kvjax.ops.attention.union import Keys
 from kvjax.protocols import Carried, Inputs, Meeting, Observation, Trace
 from kvjax.steps.lending import lend, taught_groups
 from kvjax.steps.narrowing import chosen, narrow_of, narrowing, unnarrowed
-from kvjax.steps.observed import by_owner, carried_behind, decoded, past_sets
-from kvjax.steps.run import Run, answered, held, turn_keys
+from kvjax.steps.observed import by_owner, carried_behind, decoded, past_sets, surprisals
+from kvjax.steps.run import Run, answered, held
+from kvjax.steps.turning import attend_turned, turned_queries, turns_of
 from kvjax.stored import completed
 from kvjax.words import observations
 
@@ -35,6 +37,7 @@ class Prompt(NamedTuple):
     fresh: per group a Fresh, the new states, or None where the layers add nothing. narrowed: the positions of
     the tokens that the upper layers saw, where the method has a `Narrow`. source: which of the given tokens
     these are (-1 on padding), where it has a `Reread`. logits: of each row's last token, or of every token.
+    question: tokens that stand at the end of the whole text, of rows that do not end here, and their number.
     """
 
     fresh: tuple[Fresh | dict[str, Array] | None, ...]
@@ -43,6 +46,7 @@ class Prompt(NamedTuple):
     logits: Float[Array, "B *_ V"]
     narrowed: Int[Array, "B M"] | None = None
     source: Int[Array, "B M"] | None = None
+    question: tuple[Int[Array, "B W"], Int[Array, "B"]] | None = None
 
 
 class _Asked(NamedTuple):
@@ -81,35 +85,25 @@ class _Reading(NamedTuple):
         past = past_sets(layer, completed(self.states, layer.group, state), self.pools)
         # A prefill that ends early has the queries of the last tokens alone, over the keys of all.
         pos = layer.pos if self.narrows else at.pos
-        q, turn = self._rotation(layer, x, past, pos)
-        mine = None if x.k is None else turn(x.k)
-        k, v = mine, x.v
-        if self.as_steps and x.k is not None and k is not None:
-            k, v = decoded(run, gm, layer, pos, turn, x.k, (k, v))
-        past = [turn_keys(run, layer.rope, keys, at.length) for keys in past]
+        k = mine = x.k if run.unrotated or x.k is None else rotary(layer, x.k, pos, at.length)
+        v = x.v
+        if self.as_steps and k is not None:
+            k, v = decoded(gm, layer, pos, (k, v))
+        if run.unrotated or self.asked.meetings:
+            past = [for_rows(keys, pos.shape[0]) for keys in past]
         new = new_keys(layer, k, v, pos)
+        stood = [*(s.pos for s in past if s.pos is not None), pos[:, None]] if run.unrotated else []
+        turns = turns_of(run, layer.pos, stood)
+        q = turned_queries(layer, x.q, turns[0], at.length)
         gone = answered(gm, layer, state, q, self.params)
-        out, found, scores = attend_new(
-            layer, x, q, new, past, layer.pos, gone, mass=tuple(o.reduction for o in self.asked.masses),
-            implementation=run.without_gpu,
+        out, found, scores = attend_turned(
+            run, layer, x, new, past, turns, at.length, gone,
+            mass=tuple(o.reduction for o in self.asked.masses),
         )  # fmt: skip
         taught = of_layer(self.params, layer.number)
         inputs = Inputs(q, x.q, new.k if x.k is None else x.k, x.hidden, pos, at.length, taught)
         fresh = self._observed(layer, state, inputs, found, [*past, new])._replace(k=mine, v=x.v)
         return out, state, published_by(layer, state, k, v, scores) | {"collected": fresh}
-
-    def _rotation(
-        self, layer: Layer, x: Projected, past: list[Keys], pos: Int[Array, "B T"]
-    ) -> tuple[Float[Array, "B N _ H"], Callable[[Array], Array]]:
-        """A layer's queries with their rotation, and what rotates its new keys, at `pos`."""
-        length, phase, of_queries = self.at.length, pos, layer.pos
-        if self.run.rank_phase and past:
-            held_pos = past[-1].pos
-            assert held_pos is not None
-            live = (held_pos >= 0).sum(-1, dtype=jnp.int32)
-            phase = live[..., None] + jnp.arange(self.at.pos.shape[1], dtype=jnp.int32)[None, None]
-            of_queries = jnp.repeat(phase, x.q.shape[1] // phase.shape[1], axis=1)
-        return rotary(layer, x.q, of_queries, length), partial(rotary, layer, pos=phase, length=length)
 
     def _observed(
         self, layer: Layer, state: GroupState, inputs: Inputs, found: tuple, sets: list[Keys]
@@ -155,6 +149,8 @@ def observe(
     config, source = run.config, None
     if run.method.reread is not None:
         tokens, lengths, source = _reread(run, params, tokens, lengths, cache)
+    tokens = pinned_to(tokens, run.on_mesh, "batch", *(None,) * (tokens.ndim - 1))
+    lengths = pinned_to(lengths, run.on_mesh, "batch")
     at = positions(tokens, lengths, jnp.zeros_like(lengths) if cache is None else cache.next)
     gms, narrow, asked = taught_groups(run.groups(params), params), narrowing(run, at), _asked(needs)
     states = lend((NOTHING,) * len(gms) if cache is None else cache.groups, gms)
@@ -166,13 +162,37 @@ def observe(
     memory = Memory(at.pos, reading.attend, reading.recur, held, early, run.without_gpu, narrow)
     ran = decode_layers(params, tokens, config, memory, states)
     x, narrowed = ran.x, None if narrow is None else ran.pos
+    late = [t for t in asked.traces if getattr(t, "behind_layers", False)]
+    surprise = surprisals(params, x, tokens, at.pos, config) if late and narrow is None else None
     if narrowed is not None:
         last = jnp.maximum((narrowed >= 0).sum(-1, dtype=jnp.int32) - 1, 0)
     if not as_steps:
         x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     logits = unembed(params, x, config)
-    fresh = by_owner(gms, config, ran.collected, asked.masses)
+    logits = pinned_to(logits, run.on_mesh, "batch", *(None,) * (logits.ndim - 2), "vocab")
+    fresh = _pinned(by_owner(gms, config, ran.collected, asked.masses), run.on_mesh)
+    if surprise is not None:
+        fresh = tuple(_told(f, late, surprise) if isinstance(f, Fresh) else f for f in fresh)
     return Prompt(fresh, at, tokens, logits, narrowed, source)
+
+
+def _told(fresh: Fresh, late: list[Trace], surprise: Float[Array, "B T"]) -> Fresh:
+    """What a group computed, with what is known of its new tokens once all layers have run."""
+    told = {
+        repr(t): jnp.broadcast_to(surprise[None, :, None], fresh.traces[repr(t)].shape)
+        for t in late
+        if repr(t) in fresh.traces
+    }
+    return fresh._replace(traces=fresh.traces | told)
+
+
+def _pinned(fresh: tuple, on: OnMesh | None) -> tuple:
+    """What a prompt computed, with keys and values, which are as large as a cache, where that will lie."""
+
+    def pin(x: Array | None) -> Array | None:
+        return None if x is None else pinned_to(x, on, "layers", "batch", "kv_heads", None, None)
+
+    return tuple(f._replace(k=pin(f.k), v=pin(f.v)) if isinstance(f, Fresh) else f for f in fresh)
 
 
 def _reread(

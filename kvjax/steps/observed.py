@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,11 +13,15 @@ from kvjax.choose import Fresh
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass
 from kvjax.models.config import Config
+from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer
 from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.transformer import unembed
 from kvjax.ops.attention.union import Keys
 from kvjax.protocols import Carried, Inputs
-from kvjax.steps.run import Run
+
+# Tokens whose logits are computed at a time, to know how likely the next ones were.
+_STRIP = 256
 
 
 def past_sets(layer: Layer, state: GroupState, pools: tuple[Pages, ...]) -> list[Keys]:
@@ -38,19 +41,13 @@ def _keys(segment: Segment, index: int | Array, pools: tuple[Pages, ...]) -> Key
 
 
 def decoded(
-    run: Run,
     gm: GroupMethod,
     layer: Layer,
     pos: Int[Array, "B T"],
-    turn: Callable[[Array], Array],
-    raw: Float[Array, "B K T H"],
     computed: tuple[Float[Array, "B K T H"], Float[Array, "B K T V"] | None],
 ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T V"] | None]:
-    """Rotated keys and values of new tokens as a step reads them from the slots that it has just written.
-
-    Where keys lie unrotated, it is the keys as they were before their rotation that are encoded.
-    """
-
+    """Keys, rotated or not as they are stored, and values of new tokens as a step reads them from the slots
+    that it has just written."""
     mine = jax.tree.map(lambda x: x[layer.index], gm.taught)
 
     def back(x: Array, codec: Codec | None) -> Array:
@@ -58,8 +55,7 @@ def decoded(
         return jnp.where((pos < gm.sinks)[:, None, :, None], x, coded) if gm.sinks else coded
 
     (key_codec, value_codec), (k, v) = gm.codecs_of_new, computed
-    k = turn(back(raw, key_codec)) if run.unrotated else back(k, key_codec)
-    return k, None if v is None else back(v, value_codec)
+    return back(k, key_codec), None if v is None else back(v, value_codec)
 
 
 def carried_behind(o: Carried, inputs: Inputs, layer: Layer, state: GroupState) -> Any:
@@ -68,6 +64,32 @@ def carried_behind(o: Carried, inputs: Inputs, layer: Layer, state: GroupState) 
     if before is None:
         return o.carry(o.start(inputs), inputs)
     return o.carry(jax.tree.map(lambda x: x[layer.index], before), inputs)
+
+
+def surprisals(
+    params: Params,
+    x: Float[Array, "B T D"],
+    tokens: Int[Array, "B T"],
+    pos: Int[Array, "B T"],
+    config: Config,
+) -> Float[Array, "B T"]:
+    """-log p of every new token by the logits before it; 0 of the first one and on padding.
+
+    Strip by strip: no array of all tokens' logits exists.
+    """
+    t = x.shape[1]
+    strip = min(_STRIP, t)
+    wide = jnp.pad(x, ((0, 0), (0, -t % strip), (0, 0)))
+    following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1 + -t % strip)))
+
+    def one(at: tuple[Float[Array, "B S D"], Int[Array, "B S"]]) -> Float[Array, "B S"]:
+        p = jax.nn.log_softmax(unembed(params, at[0], config).astype(jnp.float32))
+        return -jnp.take_along_axis(p, at[1][..., None], axis=-1)[..., 0]
+
+    split = lambda y: jnp.moveaxis(y.reshape(y.shape[0], -1, strip, *y.shape[2:]), 1, 0)  # noqa: E731
+    found = jax.lax.map(one, (split(wide), split(following)))
+    found = jnp.moveaxis(found, 0, 1).reshape(x.shape[0], -1)[:, : t - 1]
+    return jnp.where(pos >= 0, jnp.pad(found, ((0, 0), (1, 0))), 0.0)
 
 
 def by_owner(
@@ -86,7 +108,7 @@ def by_owner(
             seen = jax.tree.map(lambda x, at=layer: x[at : at + 1], out[i])
             own = out[source]
             joined = tuple(
-                {repr(o): o.join(a[repr(o)], b[repr(o)]) for o in masses}
+                a | {repr(o): o.join(a[repr(o)], b[repr(o)]) for o in masses}
                 for a, b in zip(own.masses, seen.masses, strict=True)
             )
             out[source] = own._replace(masses=joined, readers=(*own.readers, seen.observed))

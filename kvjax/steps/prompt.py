@@ -10,21 +10,37 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.axes import pinned
 from kvjax.cache import NOTHING, Cache, GroupState, Pages, Slots, State, encode
-from kvjax.choose import Fresh, choose, judged_layers, merge_evicted, preferences, score_slots, union
-from kvjax.grammar import Method
+from kvjax.choose import (
+    Fresh,
+    choose,
+    in_first_tier,
+    judged_layers,
+    merge_evicted,
+    preferences,
+    reused,
+    score_slots,
+    union,
+)
+from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.group import GroupMethod
-from kvjax.keep.observe import Mass, RawKeys
+from kvjax.keep.budget import Uniform
+from kvjax.keep.observe import RawKeys
 from kvjax.models.layers import Params
-from kvjax.models.transformer import IdsOrVectors
+from kvjax.models.transformer import IdsOrVectors, Positions
+from kvjax.ops.attention.union import Keys
+from kvjax.paging import build_group_pages
 from kvjax.pairs import Half, merge_pair
-from kvjax.protocols import View
+from kvjax.phase import BY_POSITION
+from kvjax.protocols import View, over_layers
 from kvjax.room import widened
-from kvjax.segments import AT_ONCE, Ahead, build, build_group_pages, extend, remember_in_pages, whole_slots
+from kvjax.segments import AT_ONCE, Ahead, build, extend, remember_in_pages, whole_slots
 from kvjax.steps.forward import Prompt, needs_of, observe
 from kvjax.steps.lending import lend, returned, taught_groups
 from kvjax.steps.narrowing import by_token, new_positions, unnarrowed
-from kvjax.steps.run import Run, repeated, seen_by_words
+from kvjax.steps.run import Run, repeated
+from kvjax.steps.turning import seen_by_words, turned_keys, turns_of
 from kvjax.summaries import learnt
 
 
@@ -96,7 +112,7 @@ def settled(
     groups, fresh, views, pools = at_work.groups, at_work.fresh, at_work.views, at_work.pools
     probe = None if run.method.keep is None or not compress else run.method.keep.probe
     if probe is not None and any(repr(probe) not in f.observed for f in fresh.values()):
-        fresh = _with_probe(run, params, prompt, fresh, at_work.shown, probe, pasts)
+        fresh = _with_probe(run, params, prompt, fresh, at_work.views, probe, pasts)
     shown = {i: view for i, view in at_work.shown.items() if acting[i]}
     scores = _scores(run, params, gms, shown, fresh, length)
     preferred = {
@@ -106,7 +122,8 @@ def settled(
     if cache is not None:
         # A row without new tokens, such as one that ended in an earlier chunk, stays as it is.
         idle = (pos < 0).all(-1)[None, :, None, None]
-        kept = {i: stay | (idle & (views[i].pos >= 0)) for i, stay in kept.items()}
+        before = {i: in_first_tier(gms[i], pasts[i], old_pools, views[i], tokens) for i in kept}
+        kept = {i: jnp.where(idle, before[i], stay) for i, stay in kept.items()}
     carried = {i: _carried_by_merge(gms[i], pasts[i], view) for i, view in views.items()}
     for i, stay in kept.items():
         if gms[i].keep.merge is not None:  # type: ignore[union-attr]
@@ -126,7 +143,7 @@ def settled(
         groups[i] = dataclasses.replace(groups[i], rows=rows | carried[i])
     groups |= {i: learnt(gms[i], groups[i], pasts[i], (pos < 0).all(-1)) for i in fresh}
     new = Cache(tuple(groups[i] for i in range(len(gms))), length, pools)
-    return returned(new), _lost(params, scores, length)
+    return pinned(returned(new), run.on_mesh), _lost(params, scores, length)
 
 
 class _Sizes(NamedTuple):
@@ -201,14 +218,15 @@ def _scores(
     fresh: dict[int, Fresh],
     length: Int[Array, "B"],
 ) -> dict[int, Float[Array, "Lg B K S"]]:
-    """By group, the scores of slots as its words look at them."""
-    return {
+    """By group, the scores by which slots are chosen, as its words look at them."""
+    found = {
         i: score_slots(
             gms[i], view, fresh[i], length, run.attention_spec(gms[i].first), params["layers"][i],
             run.met(gms[i].first),
         )
         for i, view in shown.items()
     }  # fmt: skip
+    return reused({i: gms[i].keep for i in found}, found)
 
 
 def _built(
@@ -248,13 +266,13 @@ def scored(run: Run, params: Params, prompt: Prompt) -> dict[int, Float[Array, "
     gms = run.groups(params)
     fresh = {i: _as_stored(run, gms[i], f) for i, f in enumerate(prompt.fresh) if isinstance(f, Fresh)}
     at = {i: new_positions(run, gms[i], prompt.positions, prompt.narrowed) for i in fresh}
-    views = {i: union(gms[i], NOTHING, (), f, at[i]) for i, f in fresh.items()}
+    stored = {i: union(gms[i], NOTHING, (), f, at[i]) for i, f in fresh.items()}
     length, specs = prompt.positions.length, {i: run.attention_spec(gms[i].first) for i in fresh}
-    views = {i: seen_by_words(run, specs[i].rope, view, length) for i, view in views.items()}
+    views = {i: seen_by_words(run, specs[i].rope, view, length) for i, view in stored.items()}
     views = {i: judged_layers(gms[i], view, length, specs[i]) for i, view in views.items()}
     probe = None if run.method.keep is None else run.method.keep.probe
     if probe is not None:
-        fresh = _with_probe(run, params, prompt, fresh, views, probe, (NOTHING,) * len(gms))
+        fresh = _with_probe(run, params, prompt, fresh, stored, probe, (NOTHING,) * len(gms))
     choosing = {i: view for i, view in views.items() if gms[i].keep is not None}
     found = _scores(run, params, gms, choosing, fresh, length)
     tokens = prompt.positions.pos.shape[1]
@@ -270,9 +288,11 @@ def _with_probe(
     probe: Any,
     pasts: tuple[GroupState, ...],
 ) -> dict[int, Fresh]:
-    """`fresh` with the largest attention that every uncompressed slot receives from a probe's queries."""
+    """`fresh` with what a probe's queries see of every uncompressed slot, which lie in `views` as stored."""
     pos, length = prompt.positions
-    tokens, lengths = probe.tokens(prompt.tokens, (pos >= 0).sum(-1, dtype=jnp.int32))
+    given = prompt.question or probe.tokens(prompt.tokens, (pos >= 0).sum(-1, dtype=jnp.int32))
+    if given is None:
+        return fresh
     gms = run.groups(params)
     whole = {i: GroupState(tail=whole_slots(gms[i], view)) for i, view in views.items()}
     states = {
@@ -280,14 +300,37 @@ def _with_probe(
     }
     fixed = {i: pasts[i] for i, new in enumerate(prompt.fresh) if new is None}
     groups = tuple((whole | states | fixed).get(i, NOTHING) for i in range(len(gms)))
-    reading = observe(
-        Run(run.config, Method()), params, tokens, lengths, Cache(groups, length), frozenset({Mass("max")})
-    )
+    (tokens, lengths), over = given, Cache(groups, length)
+    reading = observe(_as_it_turns(run), params, tokens, lengths, over, probe.needs)
     out = {}
     for i, f in fresh.items():
-        seen = {repr(probe): reading.fresh[i].masses[0][repr(Mass("max"))]}  # type: ignore[union-attr]
+        new = reading.fresh[i]
+        assert isinstance(new, Fresh)
+        keys = _keys_of_probe(run, gms[i], views[i], new, reading.positions) if probe.keys else None
+        seen = {repr(probe): probe.seen(new.masses[0] if new.masses else {}, new.observed, keys)}
         out[i] = f._replace(observed=f.observed | seen, readers=tuple(r | seen for r in f.readers))
     return out
+
+
+def _as_it_turns(run: Run) -> Run:
+    """A run that keeps everything, over keys that lie as they do in this one."""
+    keep = None if run.phase == BY_POSITION else Keep(None, Budget(1.0), Uniform(), phase=run.phase)
+    bare = Store(unrotated=True) if run.unrotated and keep is None else None
+    return run._replace(method=Method(keep, bare), implementation=None)
+
+
+def _keys_of_probe(
+    run: Run, gm: GroupMethod, view: View, new: Fresh, at: Positions
+) -> Float[Array, "Lg B K P H"]:
+    """A probe's own keys as its queries meet them, behind the slots of a view."""
+    rope, mine = run.attention_spec(gm.first).rope, at.pos[:, None]
+
+    def one(k: Float[Array, "B K P H"], pos: Int[Array, "B K S"]) -> Float[Array, "B K P H"]:
+        (turn,) = turns_of(run, at.pos, [pos, mine])
+        return turned_keys(rope, Keys(k, k, mine), turn, 1, at.length).k
+
+    assert new.k is not None
+    return over_layers(one, new.k, view.pos)
 
 
 def probed(run: Run, params: Params, prompt: Prompt, probe: Any) -> Prompt:

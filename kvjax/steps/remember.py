@@ -78,7 +78,8 @@ def received_in_all(
         if reader.kind == "reads" and mixer_of(run.config, reader.first).source_of("slots") == gm.first:
             pairs = zip(received, seen[j].received, strict=True)
             received = tuple(
-                {
+                mine
+                | {
                     repr(o): o.join(mine[repr(o)], o.reduction.over(theirs[repr(o)], 0)[None])
                     for o in gm.masses
                 }

@@ -6,34 +6,35 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax.cache import GroupState, Slots
 from kvjax.choose import AsMet
 from kvjax.fitted import of_layer
 from kvjax.grammar import Method
 from kvjax.group import GroupMethod, group_method
-from kvjax.models.attending import turned
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys
-from kvjax.ops.base.rope import Rope
+from kvjax.phase import BY_POSITION, Phase
 from kvjax.place.pairs import pairs_of
-from kvjax.protocols import AttentionSpec, View, over_layers
+from kvjax.protocols import AttentionSpec, Reusing
 
 
 class Run(NamedTuple):
     """What is static in a run: equal values share compiled programs.
 
     implementation: of attention and recurrences, as in `kvjax.ops.base.dispatch.form`. A GPU's are those of
-    attention in steps alone.
+    attention in steps alone. on_mesh: how arrays are split over devices, where they are.
     """
 
     config: Config
     method: Method
     implementation: str | None = None
+    on_mesh: OnMesh | None = None
 
     def groups(self, params: Params) -> tuple[GroupMethod, ...]:
         stack = self.method.stack
@@ -47,16 +48,37 @@ class Run(NamedTuple):
             kind = "state" if slots is None else "fixed" if slots.fixed else "slots"
             kind = kind if mixer.source_of("slots") is None else "reads"
             gm = group_method(self.method, first, size, self.config.window(first), shared, kind)
+            if self.on_mesh is not None and slots is not None:
+                gm = gm._replace(multiple=self.on_mesh.parts_of_a_list(slots.heads))
             if any(first <= i + 1 and i < first + size for i in lower):
                 if size > 1:
                     raise ValueError(
                         f"{self.method.id} merges pairs of single layers, and layers {first} to "
-                        f"{first + size - 1} are stacked: give layers that are not stacked"
+                        f"{first + size - 1} are stacked: give the params of kvjax.prepare(model, method)"
                     )
                 gm = gm._replace(stack=stack, upper=first - 1 in lower)
             ids = slots is not None and slots.ids
             out.append(gm._replace(codecs=(gm.codecs[0], None)) if ids else gm)
             first += size
+        return self._with_pickers(out, first)
+
+    def _with_pickers(self, gms: list[GroupMethod], layers: int) -> tuple[GroupMethod, ...]:
+        """Which layers' picks the groups read, where only some layers choose."""
+        out, picker = [], None
+        ends = [gm.first for gm in gms[1:]] + [layers]
+        for gm, end in zip(gms, ends, strict=True):
+            if isinstance(gm.read, Reusing):
+                due = max(at for at in gm.read.starts(layers) if at < end)
+                if picker is None or picker < due:
+                    picker = gm.first
+                    if end > gm.first + 1:
+                        raise ValueError(
+                            f"{self.method.id} picks slots in layer {max(due, gm.first)} for those above it, "
+                            f"and layers {gm.first} to {end - 1} are stacked: give layers that are "
+                            "not stacked"
+                        )
+                gm = gm._replace(picker=picker)
+            out.append(gm)
         return tuple(out)
 
     def acts(self, gm: GroupMethod, compress: bool) -> bool:
@@ -73,13 +95,14 @@ class Run(NamedTuple):
         return None if (self.implementation or "").startswith("gpu") else self.implementation
 
     @property
-    def rank_phase(self) -> bool:
-        return self.method.keep is not None and self.method.keep.rank_phase
+    def phase(self) -> Phase:
+        """What keys and queries turn by."""
+        return BY_POSITION if self.method.keep is None else self.method.keep.phase
 
     @property
     def unrotated(self) -> bool:
         """Whether keys lie in the cache as they were before their rotation."""
-        return self.rank_phase or (self.method.store is not None and self.method.store.unrotated)
+        return not self.phase.steady or (self.method.store is not None and self.method.store.unrotated)
 
     @property
     def per_query_head(self) -> bool:
@@ -116,30 +139,6 @@ def answered(
         return []
     mine = jax.tree.map(lambda x: x[layer.index], carried)
     return [gm.answering.answer(mine, q, of_layer(params, layer.number))]
-
-
-def ranks_by_position(pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
-    """How many live slots hold an older token: the phase of StreamingLLM's cache-relative rotation."""
-    order = jnp.argsort(jnp.where(pos < 0, jnp.iinfo(jnp.int32).max, pos), axis=-1)
-    return jnp.argsort(order, axis=-1).astype(jnp.int32)
-
-
-def turn_keys(run: Run, rope: Rope, keys: Keys, length: Int[Array, "B"]) -> Keys:
-    """One layer's keys as queries meet them: where they lie unrotated, turned by position or by rank."""
-    if not run.unrotated or keys.pos is None:
-        return keys
-    phase = ranks_by_position(keys.pos) if run.rank_phase else keys.pos
-    return keys._replace(k=turned(rope, keys.k, phase, length))
-
-
-def seen_by_words(run: Run, rope: Rope, view: View, length: Int[Array, "B"]) -> View:
-    """All layers of a view with the keys that scores look at: turned by position where they lie unrotated.
-
-    Where they turn by their ranks, which change with what is kept, scores see them unrotated.
-    """
-    if not run.unrotated or run.rank_phase:
-        return view
-    return view._replace(k=over_layers(lambda k, pos: turned(rope, k, pos, length), view.k, view.pos))
 
 
 def repeated(run: Run, layer: int, x: Array, axis: int = 1) -> Array:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Shaped
 
 from kvjax.cache import Codec
 from kvjax.store.wrap import Around, Wrapper, joined, part_of
+from kvjax.writing import put_in_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Between(Around):
         lines, kept = self._lines(rows), part_of(data, "extreme")
         at = self._found(kept["at"], lines).astype(jnp.int32)
         values = self._found(kept["values"], lines).astype(dtype)
-        return self._rows(jnp.put_along_axis(lines, at, values, -1, inplace=False), rows.shape)
+        return self._rows(put_in_rows(lines, at, values), rows.shape)
 
     def _lines(self, x: Array) -> Array:
         """The numbers among which extremes are found: [*b, S, H], or [*b, S / group, H, group]."""

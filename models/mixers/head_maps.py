@@ -79,7 +79,7 @@ class HeadMaps(Mixer):
         q, k = turned("q"), turned("k")
 
         def chosen(stored: Float[Array, "B 1 S F"], heads: tuple[int, ...]) -> Float[Array, "B N S H"]:
-            split = stored[:, 0].reshape(b, -1, stored.shape[-1] // config.head_dim, config.head_dim)
+            split = stored[:, 0].reshape(*stored.shape[:1], stored.shape[2], -1, config.head_dim)
             return jnp.swapaxes(split[:, :, np.array(heads)], 1, 2)
 
         def keys(k: Array, v: Array) -> tuple[Array, Array]:

@@ -104,7 +104,7 @@ class Latent(Mixer):
 
         def keys(k: Float[Array, "B 1 S H"], v: Array) -> tuple[Array, Array]:
             c = k[:, 0, :, : self.rank]
-            turned = jnp.broadcast_to(k[..., self.rank :], (b, n, k.shape[2], self.rope_dim))
+            turned = jnp.broadcast_to(k[..., self.rank :], (k.shape[0], n, k.shape[2], self.rope_dim))
             expanded = jnp.einsum("bsr,nrd->bnsd", c, to_key)
             return jnp.concatenate([expanded, turned], -1), jnp.einsum("bsr,nrd->bnsd", c, to_value)
 

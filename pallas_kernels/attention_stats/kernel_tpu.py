@@ -122,7 +122,7 @@ def _part(name: str, p: Any, r: Refs, at: slice, sizes: Sizes) -> Any:
         return p * p
     if name == "count":
         return jnp.where(p > sizes.threshold, 1.0, 0.0)
-    return p * r.weight[0, :, at] if name == "last_mean" else p
+    return p * r.weight[0, :, at] if name in ("last_mean", "weighted") else p
 
 
 def attention_stats(
@@ -143,9 +143,9 @@ def attention_stats(
 
     q [I, A, C, H]: A heads of C queries, in blocks of `sizes.rows` of each, a multiple of 128; k [I, S, H];
     lse [I, A, C]. q_pos (int32, -1 where there is no query), k_pos (int32, -1 where a slot is empty), weight
-    (of "last_mean") and bias are rows [I, 1, C or S], padded to whole blocks; those of fewer than I serve
-    neighbouring lists alike. first, final [I, key blocks]: between them lie the blocks of queries that may
-    see something of a block of keys.
+    (of "last_mean" or "weighted") and bias are rows [I, 1, C or S], padded to whole blocks; those of fewer
+    than I serve neighbouring lists alike. first, final [I, key blocks]: between them lie the blocks of
+    queries that may see something of a block of keys.
     """
     (lists, _, count, _), slots = q.shape, k.shape[1]
     inputs = _inputs(q, k, lse, q_pos, k_pos, weight, bias, sizes)

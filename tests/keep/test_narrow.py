@@ -23,6 +23,7 @@ from kvjax.keep.score import AccumulatedAttention, KeyNorm, OutputNorm, Position
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.recurrent import Retention
 from kvjax.models.params import init, plan
+from kvjax.phase import ByRank
 from kvjax.steps import Run
 from tests.keep.test_refused import OfNow
 from tests.methods.battery import MAIN, PACKED, ROOM, B, T, decoder, model, off, packed, positions, talk
@@ -76,7 +77,7 @@ NARROW = Narrow(0, KeyNorm(), 0.5)
     ("keep", "message"),
     [
         (Keep(KeyNorm(), HALF, AcrossHeads(), narrow=NARROW), r"among which AcrossHeads\(.*use the uniform"),
-        (Keep(Position(), HALF, Uniform(), rank_phase=True, narrow=NARROW), "this keep rotates by rank"),
+        (Keep(Position(), HALF, Uniform(), phase=ByRank(), narrow=NARROW), r"ByRank.* turns them by others"),
         (
             Keep(ProbeAttention(PROBE), HALF, Uniform(), probe=PROBE, narrow=NARROW),
             r"the probe RepeatContext\(.* would attend to all of them",

@@ -1,10 +1,15 @@
 """Observations: what a layer records for rows of unequal length."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kvjax.keep.observe import Queries, QueryMoments
+from kvjax.models.config import Config
+from kvjax.models.params import init
 from kvjax.protocols import Inputs
+from kvjax.steps import observed
 
 B, N, K, T, H = 3, 4, 2, 9, 6
 COUNT, START = np.array([9, 4, 1]), np.array([0, 5, 2])
@@ -39,3 +44,21 @@ def test_moments_are_those_of_the_unrotated_queries_behind_the_skipped_ones(rng)
         q = np.asarray(inputs.q_raw, np.float64)[row, head][use]
         np.testing.assert_allclose(mean[row, head], q.mean(0), rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(cov[row, head], np.cov(q.T, bias=True), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 21])
+def test_surprisals_are_those_of_the_next_tokens_strip_by_strip(rng, monkeypatch, tokens):
+    monkeypatch.setattr(observed, "_STRIP", 8)
+    config = Config(vocab=30, d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16)
+    params, ids = init(config, jax.random.key(0)), rng.integers(0, 30, (2, tokens))
+    x, pos = rng.normal(size=(2, tokens, 16)), np.broadcast_to(np.arange(tokens), (2, tokens)).copy()
+    pos[1, 5:] = -1
+    norm, out = (np.asarray(params[n], np.float64) for n in ("norm", "unembed"))
+    logits = x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * norm @ out
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    want = np.zeros((2, tokens))
+    for b, t in np.ndindex(2, tokens):
+        if t and pos[b, t] >= 0:
+            want[b, t] = -np.log(p[b, t - 1, ids[b, t]])
+    given = jnp.asarray(x, jnp.float32), jnp.asarray(ids, jnp.int32), jnp.asarray(pos, jnp.int32)
+    np.testing.assert_allclose(observed.surprisals(params, *given, config), want, rtol=1e-4, atol=1e-5)

@@ -11,10 +11,11 @@ from kvjax.grammar import Budget, Keep, Method, chain
 from kvjax.keep.algebra import Pool, Word
 from kvjax.keep.budget import AcrossHeads, Uniform
 from kvjax.keep.expected import ExpectedAttention
+from kvjax.keep.narrow import Narrow
 from kvjax.keep.observe import Mass, Queries
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.probe import ProbeAttention, RepeatContext
-from kvjax.keep.score import AccumulatedAttention, KeyNorm, Position, WindowAttention
+from kvjax.keep.score import AccumulatedAttention, KeyNorm, Novelty, Position, WindowAttention
 from kvjax.read.pages import PageBounds
 from kvjax.when import STEP, Every, Full
 from tests.methods.battery import MAIN, model, off, positions
@@ -86,6 +87,18 @@ REFUSED = {
     "a probe in a step": (
         step(ProbeAttention(MIDDLE), probe=MIDDLE),
         r"cannot score by a probe .* use when=PREFILL_END",
+    ),
+    "layers that keep alike and evict apart": (
+        step(KeyNorm(), reuse=2),
+        r"2 layers keep what one of them chooses, and while decoding, .* they would choose apart",
+    ),
+    "layers that keep alike by budgets of their own": (
+        Keep(KeyNorm(), HALF, AcrossHeads(), reuse=2),
+        r"or by budgets of their own, they would choose apart: use the uniform allocation",
+    ),
+    "surprise of tokens that upper layers do not see": (
+        Keep(Novelty(), HALF, Uniform(), narrow=Narrow(0, KeyNorm(), 0.5)),
+        r"leaves tokens out of the upper layers, and its score asks how likely they were",
     ),
     "a probe that is not read": (
         Keep(ProbeAttention(MIDDLE) >> Pool(3), HALF, Uniform()),

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.keep.algebra import Pool
+from kvjax.keep.algebra import InChunks, Pool
+from kvjax.keep.geometry import KeyDistinctness
 from kvjax.keep.observe import Mass, Queries
 from kvjax.keep.score import AccumulatedAttention, KeyNorm, Position, Uniformly, WindowAttention
 from kvjax.keep.trace import Received
@@ -22,13 +23,17 @@ def f32(x):
     return jnp.asarray(x, jnp.float32)
 
 
-@pytest.fixture
-def view(rng):
+def slots(rng):
     """Slots in position order, as after a prompt: the second row is shorter and ends in empty slots."""
     pos = np.where(np.arange(S) < LENGTH[:, None, None], np.arange(S), -1)
     pos = np.broadcast_to(pos, (B, K, S)).astype(np.int32)
     k, v = rng.normal(size=(2, B, K, S, H))
     return View(f32(k), f32(v), jnp.asarray(pos), f32(rng.normal(size=pos.shape)), {})
+
+
+@pytest.fixture
+def view(rng):
+    return slots(rng)
 
 
 def seen_by(observed=None, mass=None, layer=1, softcap=CAP, length=LENGTH):
@@ -109,6 +114,14 @@ def test_key_norm_prefers_small_keys_and_position_prefers_new_ones(view):
     check(Position()(view, seen_by()), np.asarray(view.pos, np.float64), view)
 
 
+def test_key_distinctness_is_minus_the_cosine_to_the_mean_unit_key(view):
+    k, live = np.asarray(view.k, np.float64), np.asarray(view.pos) >= 0
+    unit = k / np.linalg.norm(k, axis=-1, keepdims=True)
+    mean = np.mean(unit, 2, where=live[..., None], keepdims=True)
+    cosine = (unit * mean).sum(-1) / np.linalg.norm(mean, axis=-1)
+    check(KeyDistinctness()(view, seen_by()), -cosine, view)
+
+
 def test_random_scores_depend_on_seed_layer_head_and_position_alone(rng, view):
     draw = Uniformly(3)
     scores = np.asarray(draw(view, seen_by(layer=1)))
@@ -164,3 +177,15 @@ def test_a_pooled_score_needs_and_remembers_what_its_score_does():
     word = AccumulatedAttention() >> Pool(3)
     assert word.traces == {Received(Mass("sum"))} and word.ordered and not word.score.ordered
     assert (WindowAttention(4) >> Pool(3)).needs == {Queries(4)}
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 50])
+def test_chunks_of_a_text_share_the_sum_of_the_slots_that_are_left_of_them(rng, view, tokens):
+    kept = np.sort(np.stack([rng.permutation(60)[:S] for _ in range(B * K)])).reshape(B, K, S)
+    pos = np.where(np.asarray(view.pos) >= 0, kept, -1)
+    view = view._replace(pos=jnp.asarray(pos, jnp.int32))
+    score, want = np.asarray(KeyNorm()(view, seen_by()), np.float64), np.zeros(pos.shape)
+    for b, k, s in zip(*np.nonzero(pos >= 0), strict=True):
+        same = (pos[b, k] >= 0) & (pos[b, k] // tokens == pos[b, k, s] // tokens)
+        want[b, k, s] = score[b, k][same].sum()
+    check(InChunks(KeyNorm(), tokens)(view, seen_by()), want, view)

@@ -13,13 +13,15 @@ from kvjax.keep.algebra import Word
 from kvjax.keep.budget import AcrossHeads, Uniform
 from kvjax.keep.expected import ExpectedAttention
 from kvjax.keep.observe import Mass, Queries, QueryMoments
-from kvjax.keep.score import AccumulatedAttention
-from kvjax.keep.trace import AtArrival, Received
+from kvjax.keep.score import AccumulatedAttention, DecayedAttention
+from kvjax.keep.trace import AtArrival, Decayed, Received
 from kvjax.protocols import Inputs
 from kvjax.when import STEP
 from tests.methods.battery import MAIN, decoder, model, positions
 from tests.reference import Prompt
+from tests.sweep import sweep
 
+SUMS = [AccumulatedAttention(), DecayedAttention(0.9)]
 MASSES = (Mass("sum"), Mass("max"), Mass("squares"), Mass("count", 0.05))
 
 
@@ -31,7 +33,8 @@ class FirstChannel:
         return jnp.repeat(inputs.hidden[:, None, :, 0], 2, axis=1)
 
 
-ALL = (*map(Received, MASSES), AtArrival(FirstChannel()))
+RATES = (0.5, 0.97)
+ALL = (*map(Received, MASSES), *map(Decayed, RATES), AtArrival(FirstChannel()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +76,9 @@ def by_hand(tokens):
     for p in prompt.p:
         heads = p.reshape(2, -1, *p.shape[1:])
         found = {repr(Received(m)): over[m.reduce](heads) for m in MASSES[:3]}
-        out.append(found | {repr(Received(MASSES[3])): (heads > 0.05).sum((1, 2))})
+        found[repr(Received(MASSES[3]))] = (heads > 0.05).sum((1, 2))
+        newer = np.arange(len(tokens))[::-1, None]
+        out.append(found | {repr(Decayed(r)): (heads * r**newer).sum((1, 2)) for r in RATES})
     return out
 
 
@@ -128,11 +133,14 @@ def test_a_score_of_sum_and_largest_differs_from_both():
     assert both != summed and both != largest and summed != largest
 
 
-def test_equal_budgets_in_pages_keep_what_dense_storage_keeps_over_turns_and_steps():
+@pytest.mark.parametrize(
+    "score", sweep([AccumulatedAttention(), DecayedAttention(0.9)], AccumulatedAttention())
+)
+def test_equal_budgets_in_pages_keep_what_dense_storage_keeps_over_turns_and_steps(score):
     """A step between the turns, and a turn that evicts nothing: traces in pages grow in all of them."""
     found = []
     for allocate in (AcrossHeads(floor=1.0), Uniform()):
-        cache, _ = kept(Method(Keep(AccumulatedAttention(), Budget(0.5), allocate, page=8)))
+        cache, _ = kept(Method(Keep(score, Budget(0.5), allocate, page=8)))
         _, cache = kvjax.step(model("4/2"), cache, MAIN.steps[0])
         _, cache = kvjax.prefill(model("4/2"), MAIN.second, cache=cache, compress=False, room=16)
         found.append(kept(None, cache, MAIN.second)[1])

@@ -46,7 +46,7 @@ def draw(seed, *, t=40, s=150, group=2, width=16, dtype=np.float32, bias=False, 
     return q, k, rng.random((B, heads * group, t)), q_pos, k_pos, extra
 
 
-def by_hand(drawn, *, window=None, softcap=None, per_head=False):
+def by_hand(drawn, *, window=None, softcap=None, per_head=False, weights=None):
     """(lse, threshold, statistics), query by query: the softmax runs over what is seen and `elsewhere`.
 
     The threshold lies in the widest gap between probabilities, so that no rounding crosses it.
@@ -77,6 +77,8 @@ def by_hand(drawn, *, window=None, softcap=None, per_head=False):
         "count": (rows > threshold).sum(2).astype(float),
         "last_mean": final if per_head else final.reshape(b, heads, group, s).mean(2),
     }
+    if weights is not None:
+        found["weighted"] = (rows * np.tile(weights, rows.shape[2] // t)[:, None, :, None]).sum(2)
     return lse, threshold, found
 
 
@@ -127,7 +129,9 @@ def split(case):
 
 
 def asked(drawn, threshold, **options):
-    return dict(scale=drawn[0].shape[-1] ** -0.5, want=STATISTICS, last=LAST, threshold=threshold) | options
+    return (
+        dict(scale=drawn[0].shape[-1] ** -0.5, want=STATISTICS[:-1], last=LAST, threshold=threshold) | options
+    )
 
 
 @pytest.mark.parametrize("case", sweep(CASES, list(CASES)[0]))
@@ -162,13 +166,14 @@ def test_blocks_that_see_nothing_are_left_out_and_nothing_else(per_head, window)
 def test_groups_of_every_size_fill_their_blocks(group):
     """Blocks smaller than the queries of a group, the last of them not whole."""
     drawn = draw(2, t=40 if group > 3 else 140, s=20, group=group, heads=1, order="any")
-    lse, threshold, want = by_hand(drawn)
-    want = {"sum": want["sum"]}
+    weights = np.random.default_rng(5).random((B, drawn[0].shape[2]))
+    lse, threshold, want = by_hand(drawn, weights=weights)
+    want = {name: want[name] for name in ("sum", "weighted")}
     q, k, lse, q_pos, k_pos, _ = poisoned(drawn, lse)
     call = jax.jit(
         lambda *x: tpu_attention_stats(
-            *x, None, None, want=("sum",), scale=0.25, window=None, softcap=None, threshold=0.0,
-            per_head=False, block_rows=128, interpret=True,
+            *x, None, jnp.asarray(weights), want=("sum", "weighted"), scale=0.25, window=None, softcap=None,
+            threshold=0.0, per_head=False, block_rows=128, interpret=True,
         )
     )  # fmt: skip
     check(call(q, k, lse, q_pos, k_pos), want, 2e-6)

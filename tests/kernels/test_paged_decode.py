@@ -15,7 +15,7 @@ from kvjax.ops.base.rope import Rope
 from kvjax.ops.decode.page_pool import BITS, PER_CHANNEL, make_pool
 from kvjax.ops.decode.paged_decode import paged_decode, tpu_paged_decode
 from kvjax.pallas_kernels import streaming
-from kvjax.steps.run import ranks_by_position
+from kvjax.phase import older
 from tests.kernels.close import check, with_races
 from tests.sweep import sweep
 
@@ -239,7 +239,7 @@ def drawn(seed, case):
         held = np.asarray(pool.number("pos"))[1][np.minimum(table, pool.words.shape[1] - 1)].reshape(B, K, -1)
         there = np.arange(held.shape[2]) < np.asarray(lengths)[..., None]
         held = jnp.asarray(np.where(there, held, -1), jnp.int32)
-        options["phase"] = jnp.where(there, ranks_by_position(held), ABSURD)
+        options["phase"] = jnp.where(there, older(held, held)[0], ABSURD)
     return inputs, options
 
 

@@ -37,8 +37,9 @@ def draw(seed, *, bias=False, heads=K):
 )
 def test_sets_through_kernels_are_sets_in_strips(mass, window, heads):
     q, new, past, sink, pos = draw(0, heads=heads)
-    # What has a threshold takes another pass over the keys for each of them.
-    wanted = () if mass is None else (Reduction(mass), Reduction("count", 0.1), Reduction("count", 0.3))
+    # What has a threshold or fades takes another pass over the keys for each of them.
+    several = (Reduction("count", 0.1), Reduction("count", 0.3), Reduction("sum", fade=0.9))
+    wanted = () if mass is None else (Reduction(mass), *several)
     options = dict(mass=wanted, window=window, **HOW)
     call = partial(causal_attention, implementation="tpu interpret", **options)
     found = jax.jit(call)(q, new, (sink, past), pos)

@@ -108,8 +108,9 @@ def params(name: str) -> dict[str, Any]:
 
 
 def reads_apart(method: Method) -> bool:
-    narrow = method.keep is not None and method.keep.narrow is not None
-    return narrow or method.reread is not None or method.make is not None
+    keep = method.keep
+    own = keep is not None and (keep.narrow is not None or not keep.phase.first_alike)
+    return own or method.reread is not None or method.make is not None
 
 
 def _params(name: str, method: Method | None) -> dict[str, Any]:

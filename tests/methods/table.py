@@ -19,7 +19,8 @@ from kvjax.fitted import Fitted
 from kvjax.grammar import Method
 from kvjax.methods import takes_budget
 from kvjax.ops.base.rope import Rope
-from tests import merges, reads, stacks
+from tests import dynamic, layers, merges, reads, stacks
+from tests.layers import shared_out
 from tests.reference import (
     Lag,
     Prompt,
@@ -72,7 +73,7 @@ class Row:
     upper layers see fewer (as `Prompt` takes it). reread: prompt -> the tokens that are read of it. attends:
     what a step gives the queries, where it does not attend to all slots (as `tests.reference.Row` takes it).
     stored: prompt -> the same with the keys and values that its cache holds in place of its own. stacks:
-    whether layers may be stacked.
+    whether layers may be stacked. looks_ahead: whether chunks of a prompt are told what comes behind them.
     """
 
     label: str
@@ -83,7 +84,7 @@ class Row:
     error: float | None = 3e-5
     victim: Callable | None = None
     leave: Callable | None = None
-    phase: str = "position"
+    phase: str | int = "position"
     model: str = "4/2"
     moves: bool = True
     counted: bool = False
@@ -92,6 +93,7 @@ class Row:
     attends: Callable | None = None
     stored: Callable | None = None
     stacks: bool = True
+    looks_ahead: bool = False
 
     def method(self, parts: tuple[tuple[str, dict[str, Any]], ...] | None = None) -> Method:
         made = [kvjax.method(id, **hyper) for id, hyper in parts or self.build]
@@ -108,7 +110,10 @@ class Row:
             return Prompt(prompt.decoder, self.reread(prompt))
         if self.stored is not None:
             return self.stored(prompt)
-        return prompt if self.narrow is None else Prompt(prompt.decoder, prompt.tokens, self.narrow)
+        farthest = self.phase if isinstance(self.phase, int) else None
+        if self.narrow is None and farthest is None:
+            return prompt
+        return Prompt(prompt.decoder, prompt.tokens, self.narrow, farthest)
 
     @property
     def reads_all(self) -> bool:
@@ -169,6 +174,11 @@ def half(s: Sizes) -> int:
 def half_and_one(s: Sizes) -> int:
     """Evicting at every step: the budget of all that may come, and the token that is just attended."""
     return count(s.tokens + s.room) + 1
+
+
+def due_by_2(s: Sizes) -> int:
+    """The budget of all that may come, and two tokens more, which are then given up."""
+    return count(s.tokens + s.room) + 2
 
 
 def queries_of(window):
@@ -277,6 +287,12 @@ def magicpig_bytes(s: Sizes) -> int:
     return split(everything, 1, 4, lambda s: 4, plain)(s) + centres
 
 
+def mustafar_bytes(s: Sizes) -> int:
+    """Behind 4 whole tokens and one more, half of a slot's numbers, a bit for each, and its position."""
+    slot = lambda s: 2 * (s.h // 2 * 4 + -(-s.h // 32) * 4) + 4  # noqa: E731
+    return split(everything, 1, 4, lambda s: 0, slot)(s)
+
+
 # --- kept sets -----------------------------------------------------------------------------------------
 
 
@@ -293,6 +309,11 @@ def each_layer(score, protect=lambda prompt: np.zeros(prompt.length, bool), skip
         return found
 
     return kept
+
+
+def chooses(rule, due=1):
+    """What a prompt and steps leave where `rule` (`tests.dynamic`) scores the slots of a list."""
+    return dict(kept=dynamic.kept(count, rule), victim=dynamic.victims(count, rule, THETA, due))
 
 
 def kv_lists(prompt):
@@ -312,6 +333,19 @@ def position_score(prompt, layer):
 
 def norm_score(prompt, layer):
     return -np.sqrt((prompt.k[layer] ** 2).sum(-1))
+
+
+FORGETTING = 0.7
+
+
+def faded(prompt, layer):
+    """A2SF: what every query gives a token, times 0.7 for every query behind it."""
+    weight = FORGETTING ** np.arange(prompt.length)[::-1]
+    return np.einsum("nts,t->ns", prompt.p[layer], weight).reshape(kv_lists(prompt), -1, prompt.length).sum(1)
+
+
+def faded_slot(slot):
+    return sum(p * FORGETTING**age for age, p in enumerate(reversed(slot["given"])))
 
 
 def received(prompt, layer):
@@ -428,8 +462,150 @@ def expected_score(prompt, layer, sinks=4, future=64):
     return np.stack(found)
 
 
+def keydiff_score(prompt, layer):
+    unit = prompt.k[layer] / np.linalg.norm(prompt.k[layer], axis=-1, keepdims=True)
+    return -np.einsum("kth,kh->kt", unit, unit.mean(1))
+
+
+CUR_WINDOW = 5
+
+
+def curdkv_score(prompt, layer):
+    """The product of the shares that a key and a value have of the squared lengths in their window."""
+    score = np.ones((kv_lists(prompt), prompt.length))
+    for at in range(0, prompt.length, CUR_WINDOW):
+        here = slice(at, at + CUR_WINDOW)
+        for x in (prompt.k[layer], prompt.v[layer]):
+            squares = (x[:, here] ** 2).sum(-1)
+            score[:, here] *= squares / squares.sum(-1, keepdims=True)
+    return score
+
+
+COMPACT = dict(chunk=6, rank=5, sinks=2, newest=3)
+
+
+def leverage(x, ridge, weights=None):
+    """The diagonal of X (X' W X + ridge I)^-1 X' for rows x [T, R]."""
+    weighed = x if weights is None else x * weights[:, None]
+    return np.diag(x @ np.linalg.inv(weighed.T @ x + ridge * np.eye(x.shape[-1])) @ x.T)
+
+
+def non_causal(prompt, layer, chunk):
+    """What the tokens of each chunk give each other without 1 / sqrt(H), times the lengths of values."""
+    found = np.zeros((kv_lists(prompt), prompt.length))
+    for at in range(0, prompt.length, chunk):
+        here = slice(at, at + chunk)
+        for head, q in enumerate(prompt.q[layer]):
+            k = prompt.k[layer][head // prompt.group, here]
+            found[head // prompt.group, here] += softmax(q[here] @ k.T).sum(0) / prompt.group
+    return found * np.linalg.norm(prompt.v[layer], axis=-1)
+
+
+def compactor_score(prompt, layer):
+    h, z = prompt.k[layer].shape[-1], lambda x: (x - x.mean()) / x.std(ddof=1)
+    phi = np.asarray(jax.random.normal(jax.random.key(0), (h, COMPACT["rank"]))) / np.sqrt(COMPACT["rank"])
+    outlying = np.stack([leverage((k - k.mean(0)) @ phi, 1e-2) for k in prompt.raw_k[layer]])
+    return 0.5 * z(outlying) + z(pool(non_causal(prompt, layer, COMPACT["chunk"]), 3, "mean"))
+
+
+def compactor_protects(prompt):
+    at = np.arange(prompt.length)
+    return (at < COMPACT["sinks"]) | (at >= prompt.length - COMPACT["newest"])
+
+
+def capkv_score(prompt, layer, tau=5.0, sinks=4, future=64):
+    """w v' (I + sum w v v')^-1 v by the cosine of keys and a mean query in the average rotation to come."""
+    theta, h = prompt.decoder.config.rope.theta, prompt.k[layer].shape[-1]
+    turn = np.mean([rope(np.eye(h), np.full(h, prompt.length + i), theta) for i in range(future)], 0)
+    score = np.zeros((kv_lists(prompt), prompt.length))
+    for head, q in enumerate(prompt.raw_q[layer][:, sinks:]):
+        k, v = (x[layer][head // prompt.group, sinks:] for x in (prompt.k, prompt.v))
+        mean = q.mean(0) @ turn
+        cosine = k @ mean / np.linalg.norm(k, axis=-1) / np.linalg.norm(mean)
+        w = np.exp(tau * (cosine - cosine.max()))
+        score[head // prompt.group, sinks:] += w * leverage(v, 1.0, w + 1e-6) / prompt.group
+    return score
+
+
+FILTERS = Fitted(
+    {"filters": np.random.default_rng(5).normal(size=(2, 2, 16)).astype(np.float32)}, "QueryFilters", ""
+)
+
+
+def filtered_score(prompt, layer):
+    return np.einsum("kth,kh->kt", prompt.k[layer], FILTERS.arrays["filters"][layer].astype(float))
+
+
+def last_score(prompt, layer):
+    """What the newest query gives, the mean over a group; its own token stays anyway."""
+    return prompt.p[layer][:, -1].reshape(-1, prompt.group, prompt.length).mean(1)
+
+
+SEMANTIC = Fitted(
+    {"attention": np.array([[0.1, 0.7, 0.3, 0.2], [0.4, 0.0, 0.1, 0.9]], np.float32)}, "SemanticHeads", ""
+)
+
+
+def semantic_score(prompt, layer, heads=((1, 2), (0, 3))):
+    """The mean over two query heads, for all KV heads of the layer."""
+    given = prompt.p[layer][list(heads[layer]), -WINDOW:].sum(1).mean(0)
+    given[-WINDOW:] = 0
+    return np.broadcast_to(pool(given, KERNEL, "mean"), (kv_lists(prompt), prompt.length))
+
+
+def ends(first, newest):
+    return lambda p: (np.arange(p.length) < first) | (np.arange(p.length) >= p.length - newest)
+
+
+NACL_SHARE = 0.5
+
+
+def nacl_score(prompt, layer):
+    """The best by attention, then draws: a token is drawn where score + Gumbel noise is largest."""
+    proxies = prompt.p[layer][:, -WINDOW:].sum(1).reshape(-1, prompt.group, prompt.length).mean(1)
+    proxies[:, -WINDOW:] = 0
+    first = best(proxies, np.full(len(proxies), int(count(prompt.length) * NACL_SHARE)))
+    return np.where(first, np.inf, proxies - np.log(-np.log(random_score(prompt, layer).astype(float))))
+
+
+def kvcrush_kept(prompt, share=0.5):
+    """The best n - r of a head, and evenly spaced ones of its others by the bits of all heads."""
+    found, n = [], count(prompt.length)
+    r = min(int(share * n), n - WINDOW)
+    for i in range(len(prompt.p)):
+        score = snap()(prompt, i)
+        bits = best(score, np.full(len(score), n))
+        distance = (bits != (np.arange(len(score)) % 2)[:, None]).sum(0)
+        kept = best(score, np.full(len(score), n - r))
+        for head in kept:
+            others = np.flatnonzero(~head)
+            others = others[np.argsort(distance[others], kind="stable")]
+            head[others[:: len(others) // r][:r]] = True
+        found.append(kept)
+    return found
+
+
+LAZY = dict(threshold=0.19, last=3, sinks=2, window=WINDOW)
+
+
+def simlayer_kept(prompt):
+    """Layers whose last queries look at the ends keep these alone."""
+    near = ends(LAZY["sinks"], WINDOW)(prompt)
+    lazy = [p[:, -LAZY["last"] :, near].sum(-1).mean() > LAZY["threshold"] for p in prompt.p]
+    whole = np.ones_like(near)
+    return [np.tile(near if is_lazy else whole, (kv_lists(prompt), 1)) for is_lazy in lazy]
+
+
 def snap(per_query_head=False, **kind):
     return lambda p, i: window_score(p, i, WINDOW, KERNEL, per_query_head=per_query_head, **kind)
+
+
+def finch_score(prompt, layer):
+    """What the last queries give, times how many positions stand before each; they themselves stay."""
+    given = prompt.p[layer][:, -WINDOW:] * np.arange(prompt.length - WINDOW, prompt.length)[:, None]
+    score = given.mean(1).reshape(-1, prompt.group, prompt.length).mean(1)
+    score[:, -WINDOW:] = np.inf
+    return score
 
 
 def grouped_score(prompt, layer):
@@ -489,15 +665,6 @@ def cake_counts(prompt, tau1, tau2):
     return shared_out(prefer, total, most) + WINDOW
 
 
-def shared_out(prefer, total, most):
-    """Proportional shares, rounded down; then one slot more for each in turn, as long as any are left."""
-    counts = np.minimum(np.floor(prefer / prefer.sum() * total), most).astype(int)
-    while counts.sum() < total and (counts < most).any():
-        for i in np.flatnonzero(counts < most)[: total - counts.sum()]:
-            counts[i] += 1
-    return counts
-
-
 def cake_kept(prompt):
     counts = cake_counts(prompt, **CAKE)
     scores = [cake_score(prompt, i) for i in range(len(counts))]
@@ -505,6 +672,8 @@ def cake_kept(prompt):
 
 
 CAKE = dict(tau1=1.6, tau2=0.6)
+ZIGZAG = dict(mass=0.7, least=0.4)
+PREFIXES = dict(sinks=2, newest=2)
 
 
 PROFILE = Fitted({"importance": np.array([[0.1, 0.7], [0.0, 0.4]], np.float32)}, "Profile", "")
@@ -570,6 +739,39 @@ def kvzip_kept(prompt):
     return list(best(flat.reshape(1, -1), [len(flat) * count(t)]).reshape(scores.shape))
 
 
+def kvcompose_kept(prompt):
+    """Heads rank what the prompt, read once more, attends to; composite tokens say how many of them stay."""
+    again, t = Prompt(prompt.decoder, [*prompt.tokens] * 2), prompt.length
+    scores = np.stack([p[:, t:, :t].reshape(-1, prompt.group, t, t).max((1, 2)) for p in again.p])
+    scores += scores.mean(1, keepdims=True)
+    composite = -np.sort(-scores, -1).mean(1)
+    composite[0] = composite.max(0)
+    composite[:, 0] = np.inf
+    counts = flat_counts(composite, len(composite) * count(t))
+    return [best(s, np.full(len(s), c)) for s, c in zip(scores, counts, strict=True)]
+
+
+def infinipot_score(prompt, layer):
+    """Half of the budget by surprisal, the rest by the attention of an instruction behind the prompt."""
+    before, seen = prompt.all_logits[:-1], np.asarray(prompt.tokens[1:])
+    surprise = np.append(0, -np.log(softmax(before)[np.arange(len(seen)), seen]))
+    p = Prompt(prompt.decoder, [*prompt.tokens, *PREFIX]).p[layer][:, prompt.length :, : prompt.length]
+    asked = p.sum(1).reshape(-1, prompt.group, prompt.length).sum(1)
+    return np.where(best(surprise, count(prompt.length) // 2), np.inf, asked)
+
+
+def chunk_score(prompt, layer, chunk=3, reuse=2):
+    """What the window gives a whole chunk, in the first of two layers."""
+    given = (
+        prompt.p[layer // reuse * reuse][:, -WINDOW:].sum(1).reshape(-1, prompt.group, prompt.length).mean(1)
+    )
+    given[:, -WINDOW:] = 0
+    for start in range(0, prompt.length, chunk):
+        given[:, start : start + chunk] = given[:, start : start + chunk].sum(1, keepdims=True)
+    given[:, -WINDOW:] = np.inf
+    return given
+
+
 def gems(prompt):
     """The tokens of the largest logits of the last query at layer 0, over all heads, in their order."""
     keys = np.repeat(prompt.k[0], prompt.group, 0)
@@ -615,10 +817,20 @@ def windowed(kept, windows):
 
 
 WINDOWS = (6, None, 6)
+BUZZ = dynamic.Buzz(count, stride=3, sinks=2, recent=0.25)
+LADDER = dynamic.LaCache(count, step=3, kept=1, sinks=2, newest=2)
+WIDE = dynamic.LaCache(count, step=3, kept=2, sinks=2, newest=2)
+# Shorter than a prompt and than what is kept of it.
+DISTANCE = 7
 LAG = Lag(count, THETA, lag=2, sinks=2)
 
 ROWS = [
     row("full", dense(everything), whole=(("full", {}),)),
+    row("renumbered", dense(everything), phase="rank"),
+    chained(
+        "adakv + renumbered", paged(lambda s, i: s.k * count(s.tokens)),
+        ("adakv", SNAP | dict(budget=0.5, page=PAGE)), ("renumbered", {}), kept=adakv_kept, phase="rank",
+    ),
     row("random", dense(half), kept=each_layer(random_score)),
     row(
         "sink-recent", dense(half_and_one), kept=each_layer(position_score, sinks), victim=sink_victim(count)
@@ -628,12 +840,38 @@ ROWS = [
         victim=sink_victim(count), phase="rank",
     ),
     row(
+        "hashevict", dense(half_and_one), hyper=dict(planes=12, sinks=2, newest=2),
+        kept=dynamic.kept(count, dynamic.small_keys(2, 2)),
+        victim=dynamic.victims(count, dynamic.hashevict(12, 2, 2), THETA),
+    ),
+    row(
+        "pagedeviction", dense(due_by_2), hyper=dict(page=2),
+        kept=dynamic.pagedeviction_kept(count, 2), victim=dynamic.pagedeviction_victims(count, 2),
+    ),
+    row(
+        "lacache", dense(due_by_2, extra=4), hyper=LADDER.hyper, model="deep", phase="rank",
+        kept=LADDER.kept, victim=LADDER.victims, leave=LADDER.leave, counted=True,
+    ),
+    row(
+        "lacache wide", dense(due_by_2, extra=4), "lacache", hyper=WIDE.hyper, model="deep", phase="rank",
+        kept=WIDE.kept, victim=WIDE.victims, leave=WIDE.leave, counted=True,
+    ),
+    row(
+        "lm-infinite", dense(half_and_one), hyper=dict(sinks=4, distance=DISTANCE),
+        kept=each_layer(position_score, sinks), victim=sink_victim(count), phase=DISTANCE,
+        whole=dict(distance=64),
+    ),
+    row(
         "l2compress", lambda s: dense(half)(s) + 2 * s.b * s.k * (everything(s) - half(s)) * plain(s),
         hyper=dict(skip_layers=2), kept=each_layer(norm_score, skip=2), model="deep",
     ),
     row(
         "h2o", dense(half_and_one, extra=4), kept=each_layer(received, recent_half),
         victim=h2o_victim(count),
+    ),
+    row(
+        "a2sf", dense(half_and_one, extra=4), hyper=dict(forgetting=FORGETTING), kept=each_layer(faded),
+        victim=h2o_victim(count, recent=0, key=faded_slot),
     ),
     row("tova", dense(half_and_one), kept=each_layer(tova_score), victim=tova_victim(count)),
     row(
@@ -643,6 +881,29 @@ ROWS = [
             lambda p: (np.arange(p.length) < 2) | recent_half(p),
         ),
         victim=h2o_victim(count, key=valued_mass, sinks=2),
+    ),
+    row(
+        "morphkv", lambda s: dense(half_and_one)(s) + queries_of(WINDOW)(s), hyper=dict(window=WINDOW),
+        **chooses(dynamic.morphkv(WINDOW, "sum")),
+    ),
+    row(
+        "roco", dense(half_and_one, extra=8), hyper=dict(newest=2, steady=0.4),
+        **chooses(dynamic.roco(2, 0.4)),
+    ),
+    row(
+        "corm", lambda s: dense(half_and_one)(s) + queries_of(WINDOW)(s),
+        hyper=dict(window=WINDOW, newest=3, threshold=2.5), whole=dict(threshold=0), counted=True,
+        **chooses(dynamic.corm(WINDOW, 3, 2.5)),
+    ),
+    row(
+        "buzz", dense(due_by_2, extra=8), hyper=BUZZ.hyper,
+        kept=BUZZ.kept, victim=BUZZ.victims, leave=BUZZ.leave, counted=True,
+    ),
+    row(
+        "scope", lambda s: dense(half_and_one, extra=4)(s) + queries_of(2)(s),
+        hyper=dict(written=0.05, window=2, kernel=KERNEL), whole=dict(written=0.0),
+        kept=dynamic.scope_kept(count, lambda p, i: window_score(p, i, 2, KERNEL), 0.05),
+        victim=dynamic.scope_victims(count, 2),
     ),
     row("criticalkv", dense(half), hyper=SNAP, kept=each_layer(critical_score)),
     chained(
@@ -658,7 +919,7 @@ ROWS = [
         victim=kvzap_leaves, counted=True,
     ),
     row(
-        "r-kv", lambda s: dense(lambda s: half_and_one(s) - 1 + 2)(s) + queries_of(WINDOW)(s),
+        "r-kv", lambda s: dense(due_by_2)(s) + queries_of(WINDOW)(s),
         hyper=SNAP | dict(buffer=2), kept=rkv_kept(count, **SNAP),
         victim=rkv_victims(count, 2, THETA, **SNAP),
     ),
@@ -688,6 +949,19 @@ ROWS = [
         hyper=SNAP | CAKE | dict(page=PAGE), kept=cake_kept, model="deep",
     ),
     row(
+        "zigzagkv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True), model="deep",
+        hyper=SNAP | ZIGZAG | dict(page=PAGE), kept=layers.zigzagkv(count, **SNAP, **ZIGZAG),
+    ),
+    row(
+        "dynamickv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True), model="deep",
+        hyper=SNAP | dict(most=1.2, page=PAGE), kept=layers.dynamickv(count, **SNAP, most=1.2),
+    ),
+    row(
+        "prefixkv",
+        paged(lambda s, i: s.k * count(s.tokens), slot=lambda s: plain(s) + 4, one_pool=True), model="deep",
+        hyper=PREFIXES | dict(page=PAGE), kept=layers.prefixkv(count, **PREFIXES),
+    ),
+    row(
         "headkv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
         hyper=SNAP | dict(page=PAGE, fitted=PROFILE), kept=headkv_kept,
     ),
@@ -701,6 +975,10 @@ ROWS = [
         "gemfilter", dense(half), hyper=dict(filter_layer=0, kernel=KERNEL), reread=gems, stacks=False,
     ),
     row("adakv", paged(lambda s, i: s.k * count(s.tokens)), hyper=SNAP | dict(page=PAGE), kept=adakv_kept),
+    row(
+        "finch", dense(half), hyper=dict(question=WINDOW), kept=each_layer(finch_score), phase="rank",
+        looks_ahead=True,
+    ),
     row("snapkv grouped", dense(half), "snapkv", hyper=SNAP, model="6/3", kept=each_layer(grouped_score)),
     row(
         "pyramidkv grouped", paged(lambda s, i: s.k * int(pyramid_counts(s.tokens, s.layers)[i])),
@@ -710,6 +988,34 @@ ROWS = [
         "expected-attention", dense(half), hyper=dict(future=64),
         kept=each_layer(expected_score, sinks),
     ),
+    row("keydiff", dense(half), kept=each_layer(keydiff_score)),
+    row("curdkv", dense(half), hyper=dict(window=CUR_WINDOW), kept=each_layer(curdkv_score, sinks)),
+    row(
+        "compactor", dense(half, extra=4), hyper=COMPACT,
+        kept=each_layer(compactor_score, compactor_protects),
+    ),
+    row("capkv", dense(half), hyper=dict(future=64), kept=each_layer(capkv_score, sinks)),
+    row(
+        "q-filters", dense(half), hyper=dict(fitted=FILTERS, newest=3),
+        kept=each_layer(filtered_score, ends(0, 3)),
+    ),
+    row(
+        "sage-kv", dense(half), hyper=dict(sinks=1, window=WINDOW),
+        kept=each_layer(last_score, ends(1, WINDOW)),
+    ),
+    row(
+        "nacl", dense(half), hyper=dict(window=WINDOW, share=NACL_SHARE, sinks=1),
+        kept=each_layer(nacl_score, ends(1, WINDOW)),
+    ),
+    row(
+        "compresskv", dense(half), hyper=SNAP | dict(heads=2, fitted=SEMANTIC),
+        kept=each_layer(semantic_score, ends(0, WINDOW)),
+    ),
+    row("kvcrush", dense(half), hyper=SNAP | dict(share=0.5), kept=kvcrush_kept, model="6/3"),
+    row(
+        "simlayerkv", paged(lambda s, i: s.k * s.tokens), hyper=LAZY | dict(page=PAGE), kept=simlayer_kept,
+        model="deep", counted=True,
+    ),
     row(
         "lagkv", dense(lambda s: half_and_one(s) - 1 + LAG.lag, extra=4),
         hyper=dict(lag=LAG.lag, sinks=LAG.sinks), kept=LAG.kept, victim=LAG.victims, leave=LAG.leave,
@@ -717,6 +1023,18 @@ ROWS = [
     row(
         "kvzip", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
         hyper=dict(page=PAGE, prefix=PREFIX), kept=kvzip_kept,
+    ),
+    row(
+        "kvcompose", paged(lambda s, i: s.k * count(s.tokens), one_pool=True), hyper=dict(page=PAGE),
+        kept=kvcompose_kept, model="deep",
+    ),
+    row(
+        "infinipot", dense(half, extra=4), hyper=dict(share=0.5, prefix=PREFIX),
+        kept=each_layer(infinipot_score), phase="rank",
+    ),
+    row(
+        "chunkkv", dense(half), hyper=dict(chunk=3, window=WINDOW, reuse=2), kept=each_layer(chunk_score),
+        model="deep",
     ),
     row("keepkv", dense(half_and_one, extra=8), kept=each_layer(received, recent_half), error=None),
     row(
@@ -740,6 +1058,10 @@ ROWS = [
         moves=False, stacks=False,
         stored=stacks.minicache(1, **MINI, most=lambda length: max(1, int(MINI_MOST * length))),
     ),
+    row(
+        "mustafar", mustafar_bytes, hyper=dict(residual=4), moves=False,
+        whole=(("mustafar", dict(keys=1.0, values=1.0)),), attends=reads.mustafar(0.5, 4),
+    ),
     row("int8", dense(everything, slot=coded(8)), error=0.02),
     row("int4", dense(everything, slot=coded(4, 2)), hyper=dict(group=8), error=0.3),
     row("fp8", dense(everything, slot=lambda s: 2 * (s.h + 2) + 4), error=0.2),
@@ -760,6 +1082,11 @@ ROWS = [
     row(
         "sparq", sparq_bytes, hyper=dict(channels=5, newest=4), moves=False,
         attends=reads.sparq(count, channels=5, newest=4),
+    ),
+    row(
+        "tidaldecode", split(everything, 1, 4, lambda s: 0, plain),
+        hyper=dict(skip_layers=0, reselect=1, newest=4), model="deep", moves=False, stacks=False,
+        attends=reads.tidal(count, picks=(0, 1), newest=4),
     ),
     row(
         "magicpig", magicpig_bytes, hyper=HASH | dict(skip_layers=0), whole=dict(planes=1, tables=256),

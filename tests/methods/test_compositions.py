@@ -28,6 +28,13 @@ CASES = {
         None,
         0.02,
     ),
+    # MiKV keeps everything, and here layers differ in how many tokens have all their bits.
+    "mikv over cake": (
+        "mikv",
+        lambda: kvjax.tiered(kvjax.chain(BY_LABEL["cake"].method(), kvjax.method("int8")), bits=4, group=8),
+        None,
+        0.3,
+    ),
 }
 
 
@@ -53,10 +60,3 @@ def test_a_conversation_is_that_of_its_words(name):
     if leave is not None:
         # Some that left were merged, and some dropped.
         assert all(sum(memory.get(kind, 0) for s in slots for memory in s.memory) for kind in (True, False))
-
-
-def test_a_second_tier_does_not_go_with_unequal_budgets():
-    lower, made = kvjax.method("mikv", budget=0.5), BY_LABEL["cake"].method()
-    keep = dataclasses.replace(made.keep, lower=lower.keep.lower)
-    with pytest.raises(ValueError, match="a second tier works with the uniform allocation"):
-        kvjax.chain(keep, lower.store)

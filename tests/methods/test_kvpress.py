@@ -21,9 +21,11 @@ import kvjax
 from kvjax import steps
 from kvjax.cache import NOTHING
 from kvjax.choose import score_slots, union
+from kvjax.fitted import Fitted, with_fitted
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.algebra import Word
+from kvjax.keep.algebra import Word, standardised
 from kvjax.keep.budget import AcrossHeads, Uniform
+from kvjax.keep.geometry import Leverage
 from kvjax.keep.observe import Mass
 from kvjax.keep.patterns import Recent
 from kvjax.keep.score import AccumulatedAttention, KeyNorm, WindowAttention
@@ -80,6 +82,14 @@ class Recorded(Word):
         return jnp.take_along_axis(draws, jnp.maximum(view.pos, 0), axis=-1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Sketched(Leverage):
+    """Leverage with the draws of kvpress, which has others for every layer and head."""
+
+    def sketch(self, seen, width):
+        return jnp.asarray(recorded()["leverage/x/randn"])[seen.layer, 0] / self.rank**0.5
+
+
 def half(score, allocate=None, *protect) -> Method:
     return Method(Keep(score, Budget(0.5), allocate or Uniform(), protect))
 
@@ -103,6 +113,13 @@ PRESSES = {
     "expected_attention": ea,
     "expected_attention_eps": lambda: ea(epsilon=1e-2),
     "expected_attention_nocov": lambda: ea(covariance=False, value_norm=False),
+    "expected_attention_stats": lambda: ea(fitted=statistics()),
+    "keydiff": lambda: kvjax.method("keydiff", budget=0.5),
+    "cur": lambda: kvjax.method("curdkv", budget=0.5),
+    "cap": lambda: kvjax.method("capkv", budget=0.5),
+    "leverage": lambda: half(standardised(Sketched())),
+    "non_causal": lambda: kvjax.method("compactor", budget=0.5, blend=0.0, chunk=64, sinks=0, newest=0),
+    "qfilter": lambda: kvjax.method("q-filters", budget=0.5, newest=0, fitted=filters()),
     "kvzip": lambda: kvjax.method("kvzip", budget=0.5, sinks=4, page=16, prefix=repeat_prefix()),
 }
 # kvpress averages over a group where we sum, or over what we leave as 0 and 1.
@@ -117,6 +134,16 @@ def repeat_prefix() -> tuple[int, ...]:
     ids = recorded()["kvzip/x/repeat_ids_0"][0].astype(int)
     assert (ids[-T:] == recorded()["ids"][0]).all()
     return tuple(ids[:-T].tolist())
+
+
+def statistics() -> Fitted:
+    mean, covariance = (recorded()[f"expected_attention_stats/x/{name}"] for name in ("mu", "cov"))
+    return Fitted({"mean": mean, "covariance": covariance}, "QueryStatistics", "")
+
+
+def filters() -> Fitted:
+    """The filters that kvpress was given; it keeps the smallest products with them."""
+    return Fitted({"filters": -recorded()["qfilter/x/q_filters"]}, "QueryFilters", "")
 
 
 @cache
@@ -136,7 +163,8 @@ def scores(press: str) -> np.ndarray:
         ]
 
     tokens = jnp.asarray(recorded()["ids"], jnp.int32)
-    return np.concatenate(go(m.params, tokens, jnp.asarray([T], jnp.int32)))[:, 0]
+    params = with_fitted(m.params, run.method)
+    return np.concatenate(go(params, tokens, jnp.asarray([T], jnp.int32)))[:, 0]
 
 
 def probe_scores(run: Run) -> np.ndarray:

@@ -52,6 +52,21 @@ def test_the_page_has_the_table_of_kvpress_names(monkeypatch):
     assert shown == methods_page.table(), COMMAND
 
 
+# All classes of kvpress 0.5.5 that are no base of others.
+PRESSES = """
+    AdaKV Block CAM Cap Chunk ChunkKV Compactor Composed CompressionRatioDecoding CriticalAdaKV CriticalKV
+    CUR DMS Decoding DuoAttention EntropyGatedChunkKV ExpectedAttention ExpectedAttentionStats FastKVzip
+    Finch KVCompose KVgrad KVzap KVzip KeyDiff KeyRerotation Knorm LUKV LagKV LeverageScore Merging
+    NonCausalAttn ObservedAttention PerLayerCompression PrefillDecoding PyramidKV QFilter Random RestoreKV
+    SimLayerKV SnapKV StreamingLLM TOVA ThinK
+""".split()
+
+
+def test_the_page_says_of_every_press_where_it_is_or_why_not():
+    page = (ROOT / "docs" / "methods.md").read_text()
+    assert [name for name in PRESSES if not re.search(rf"`{name}Press\b", page)] == []
+
+
 def test_the_listing_has_what_the_decorator_was_given():
     by_id = {info.id: info for info in methods()}
     assert (by_id["kivi"].exact, by_id["kivi"].kvpress) == ("deviates", "")

@@ -51,7 +51,14 @@ def rows(rows, turn=()):
 
 
 # Every method has a row in the plain suite; these are second rows of one.
-SECOND = ("snapkv kvpress", "snapkv grouped", "pyramidkv grouped", "h2o + int8", "adakv + int4")
+SECOND = (
+    "lacache wide",
+    "snapkv kvpress",
+    "snapkv grouped",
+    "pyramidkv grouped",
+    "h2o + int8",
+    "adakv + int4",
+)
 every = rows(ROWS, SECOND)
 # Whoever keeps everything: one of every way to evict and to store, the others in turn.
 WHOLE = ("full", "h2o", "tova", "streamingllm", "adakv", "kvzip", "quest")

@@ -16,6 +16,7 @@ import kvjax
 from kvjax.cache import Codes
 from kvjax.context import context_cache
 from kvjax.errors import InputError
+from kvjax.forking import fork
 from kvjax.models.config import Config
 from kvjax.models.config_json import config_from_json, config_to_json
 from kvjax.models.encoder import encode
@@ -25,7 +26,7 @@ from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.model import Model
 from kvjax.models.params import Group, regroup
 from kvjax.models.transformer import forward
-from kvjax.place.rows import fork, reset_rows
+from kvjax.place.rows import reset_rows
 from kvjax.steps import apart, prompt
 from tests.models.architectures import CEPE, SMALL, TABLE, with_layers
 from tests.models.conversation import parameters

@@ -238,12 +238,17 @@ def test_causal_attention_in_strips_equals_attention_to_past_and_new(
     def run(q, new, past, pos):
         return causal_in_strips(q, new, past, pos, scale=SCALE, window=window, softcap=2.0, mass=wanted)
 
-    # Four ways in one pass over the same map.
+    # Five ways in one pass over the same map.
     wanted = (Reduction(mass), Reduction("squares"), Reduction("count", 0.1), Reduction("count", 0.3))
+    wanted = (*wanted, Reduction("sum", fade=0.9))
+    newer = np.maximum(np.array([tokens, 6])[:, None] - 1 - steps, 0)[:, None, :, None]
     out, lse, masses = run(q, new, past, jnp.asarray(pos))
     want, want_lse, p = by_hand(q, [*past, new], pos, window=window, softcap=2.0)
     by_set = [
-        (grouped(x, K, getattr(np, mass)), *(grouped(y, K, np.sum) for y in (x**2, x > 0.1, x > 0.3)))
+        (
+            grouped(x, K, getattr(np, mass)),
+            *(grouped(y, K, np.sum) for y in (x**2, x > 0.1, x > 0.3, x * 0.9**newer)),
+        )
         for x in p
     ]
     close((out, lse, masses), (want, want_lse, tuple(by_set)))

@@ -98,7 +98,7 @@ def equations(jaxpr, name):
 @needs_host
 def test_a_step_moves_pages_alone_between_the_memories_and_keeps_those_of_the_cache(both):
     _, (_, cache) = both
-    bare, run = bare_cache(cache), decoding(small().config, FAR, None)
+    bare, run = bare_cache(cache), decoding(small(), FAR, None)
     args = (run, small().params, bare, jnp.zeros(B, jnp.int32), jnp.ones(B, bool))
     traced = steps.step.trace(*args)
     moved = list(equations(traced.jaxpr.jaxpr, "device_put"))

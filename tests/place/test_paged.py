@@ -187,6 +187,17 @@ def test_forked_rows_attend_as_the_row_they_come_from(rng, q):
         np.testing.assert_array_equal(mine, np.repeat(original, copies, axis=0))
 
 
+def test_a_row_with_more_than_its_share_is_taken_whole_where_the_data_sized_the_pool(rng):
+    kept = tuple(jnp.zeros((n, B, K, S), bool).at[:, 0].set(True) for n in GROUPS)
+    tables, pool = build(kept, make_views(rng), 3)
+    groups, method = tuple(GroupState((t,)) for t in tables), kvjax.method("simlayerkv")
+    cache = Cache(groups, jnp.full(B, 30, jnp.int32), (pool,), method=method)
+    for index in ([0], [1, 0], [2]):
+        taken = kvjax.take_rows(cache, index)
+        for mine, all_of_them in zip(kept_positions(taken), kept_positions(cache), strict=True):
+            np.testing.assert_array_equal(mine, all_of_them[index])
+
+
 def test_a_lists_own_pages_are_neighbours_after_a_fork_too(rng):
     tables, pool = build(make_kept(rng), make_views(rng), 3, spare=5)
     forked, many = jax.jit(take_pages)(tables, pool, jnp.repeat(jnp.arange(B), 3))

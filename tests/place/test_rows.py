@@ -8,11 +8,12 @@ import pytest
 import kvjax
 from kvjax.cache import Cache
 from kvjax.errors import InputError
+from kvjax.forking import fork
 from kvjax.grammar import Method
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
-from kvjax.place.rows import fork, reset_rows, take_rows
+from kvjax.place.rows import reset_rows, take_rows
 
 CONFIG = Config(vocab=32, d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=32)
 PROMPT = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1, 8, 2]]
@@ -138,3 +139,18 @@ def test_wrong_arguments_say_what_is_expected(model):
         reset_rows(cache, [True, False, True])
     with pytest.raises(InputError, match=r"rows is int32\[2\], expected one boolean per row"):
         reset_rows(cache, np.array([0, 1], np.int32))
+
+
+def test_a_row_that_needs_more_pages_than_others_is_taken_whole(model):
+    """Where how many slots stay follows from the data, pools are cut to what all rows need together."""
+    rng = np.random.default_rng(5)
+    rows = [rng.integers(0, 32, n).tolist() for n in (32, 6, 5)]
+    method = kvjax.method("simlayerkv", threshold=1.0, sinks=1, window=2, page=4)
+    cache = kvjax.prefill(model, rows, method=method, room=4)[1]
+    for index in ([0], [0, 0, 1], [2, 1]):
+        taken = kvjax.take_rows(cache, index)
+        for layer in kvjax.kept_positions(taken):
+            for held, row in zip(layer, index, strict=True):
+                assert all(sorted(p[p >= 0].tolist()) == list(range(len(rows[row]))) for p in held)
+    with pytest.raises(InputError, match="index is traced, expected numbers"):
+        jax.jit(lambda i: kvjax.take_rows(cache, i))(jnp.asarray([0]))

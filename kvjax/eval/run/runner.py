@@ -28,6 +28,7 @@ from kvjax.eval.tasks.sample import Sample, Suite
 from kvjax.fitted import with_fitted
 from kvjax.grammar import Method
 from kvjax.keep.patterns import Recent
+from kvjax.layout import mesh_for
 from kvjax.making import made
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
@@ -108,14 +109,16 @@ def bare_method(method: Method) -> Method:
 
 
 def reads_apart(method: Method) -> bool:
-    """Whether a method reads a prompt in its own way: by other weights, or with some of its tokens alone."""
-    narrow = method.keep is not None and method.keep.narrow is not None
-    return narrow or method.reread is not None or method.make is not None
+    """Whether a method reads a prompt in its own way: by other weights or phases, or some tokens alone."""
+    keep = method.keep
+    own = keep is not None and (keep.narrow is not None or not keep.phase.first_alike)
+    return own or method.reread is not None or method.make is not None
 
 
 def bare_run(model: Model, method: Method) -> Run:
     """What is static in compressing with a method, on the model that it runs on."""
-    return Run(made(model, method).config, bare_method(method))
+    on = mesh_for(method, model.on_mesh)
+    return Run(made(model, method).config, bare_method(method), on_mesh=on)
 
 
 class Given(NamedTuple):
@@ -131,9 +134,9 @@ class Runner:
     def __init__(self, model: Model, suite: Suite, entries: list[Entry], tokens: int, room: int):
         self.model, self.suite, self.entries = model, suite, entries
         self.tokens, self.room = tokens, room
-        self.plain = Run(model.config, Method())
+        self.plain = Run(model.config, Method(), on_mesh=model.on_mesh)
         self.params = with_fitted(model.params, *(entry.method for entry in entries))
-        shared = [e for e in entries if not reads_apart(e.method)]
+        shared = [e for e in entries if not self.apart(e)]
         needs = (steps.needs_of(bare_run(model, e.method), model.params) for e in shared)
         self.needs = frozenset().union(*needs)
         keeps = (e.method.keep for e in shared)
@@ -141,16 +144,21 @@ class Runner:
         self.runs: Counter[tuple[Entry, int]] = Counter()
         self.bytes: dict[Entry, Bytes] = {}
 
+    def apart(self, entry: Entry) -> bool:
+        """Whether a cell reads prompts for itself, in its own way or on a model of its own."""
+        return reads_apart(entry.method) or made(self.model, entry.method) is not self.model
+
     def given(self, entry: Entry) -> Given:
         """The model that a cell runs on, with its parameters."""
-        if entry.method.make is None:
-            return Given(self.model, self.params)
         model = made(self.model, entry.method)
+        if model is self.model:
+            return Given(model, self.params)
         return Given(model, with_fitted(model.params, entry.method))
 
     def decoding(self, entry: Entry) -> Run:
         """What is static in a cell's steps."""
-        return Run(self.given(entry).model.config, entry.method.decode_part())
+        on = mesh_for(entry.method, self.model.on_mesh)
+        return Run(self.given(entry).model.config, entry.method.decode_part(), on_mesh=on)
 
     def prompt(self, rows: Rows) -> tuple[Prompt, dict[str, float] | None]:
         """The shared prefill of a batch, probes included, and the seconds of each (None: it compiled)."""
@@ -171,14 +179,14 @@ class Runner:
 
     def own(self, entry: Entry, prompt: Prompt, rows: Rows) -> tuple[Prompt, float | None]:
         """The prompt that a cell compresses, and the seconds of reading it (None: it is the shared one)."""
-        if not reads_apart(entry.method):
+        if not self.apart(entry):
             return prompt, None
         run, (model, params) = bare_run(self.model, entry.method), self.given(entry)
         start = time.perf_counter()
         tokens, length = jnp.asarray(rows.prompt), jnp.asarray(rows.length)
         out = observe(run, params, tokens, length, None, steps.needs_of(run, model.params))
         if run.method.keep is not None and run.method.keep.probe is not None:
-            out = probed(Run(run.config, Method()), params, out, run.method.keep.probe)
+            out = probed(run._replace(method=Method()), params, out, run.method.keep.probe)
         jax.block_until_ready(out)
         if np.isnan(np.asarray(out.logits))[rows.length > 0].any():
             refuse_prompt(model, rows.prompt, rows.length)

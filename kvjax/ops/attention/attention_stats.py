@@ -20,7 +20,8 @@ from kvjax.ops.base.dispatch import form
 from kvjax.ops.base.dtypes import wide
 from kvjax.pallas_kernels.attention_stats import kernel_tpu as tpu
 
-STATISTICS = ("sum", "max", "squares", "count", "last_mean")
+STATISTICS = ("sum", "max", "squares", "count", "last_mean", "weighted")
+WEIGHTED = ("last_mean", "weighted")
 LANES = tpu.LANES
 # Two numbers per block of keys lie in the scalar memory, which holds 1 MiB.
 MOST_BLOCKS = 2**16
@@ -41,17 +42,18 @@ def attention_stats(
     softcap: float | None = None,
     last: int | None = None,
     threshold: float | None = None,
+    weights: Float[Array, "B T"] | None = None,
     per_head: bool = False,
     implementation: str | None = None,
 ) -> dict[str, Float[Array, "B X S"]]:
     """Statistics of p_ij = exp(s_ij - lse_i) for every key j, over the queries i that see it; else 0.
 
-    want: any of "sum", "max", "squares" (sum of p^2), "count" (how often p > threshold) and "last_mean" (the
-    mean over the last `last` queries of every row, or over fewer where it has fewer). X is K, and the query
-    heads of a group count as more queries; with per_head, X is N. lse runs over whatever was attended, so
-    keys in several sets take one call each; where it is -inf, p is 0. Logits and visibility (-1: an empty
-    slot, or no query) are those of `kvjax.ops.attention.union.logits`. Sums in promote(float32, q, k);
-    gradients are zero.
+    want: any of "sum", "max", "squares" (sum of p^2), "count" (how often p > threshold), and one of
+    "last_mean" (the mean over the last `last` queries of every row, or over fewer where it has fewer) and
+    "weighted" (the sum in which queries weigh as `weights` say). X is K, and the query heads of a group count
+    as more queries; with per_head, X is N. lse runs over whatever was attended, so keys in several sets take
+    one call each; where it is -inf, p is 0. Logits and visibility (-1: an empty slot, or no query) are those
+    of `kvjax.ops.attention.union.logits`. Sums in promote(float32, q, k); gradients are zero.
 
     implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
     NotImplementedError where a forced one cannot, ValueError for what does not fit.
@@ -63,6 +65,11 @@ def attention_stats(
     ([[[3.0, 1.0]]], [[[1.0, 0.5]]])
     """
     _check(q, k, lse, want, last, threshold)
+    if ("weighted" in want) != (weights is not None) or (weights is not None and last is not None):
+        given = None if weights is None else list(weights.shape)
+        raise ValueError(
+            f"'weighted' goes with weights [B, T], and without 'last_mean', got want={want}, weights={given}"
+        )
     why = refusal(q, k, len(want) * (q.shape[1] // k.shape[1] if per_head else 1))
     chosen = form("attention_stats", implementation, q, k, lse, tpu=why)
     options: dict[str, Any] = dict(
@@ -74,8 +81,8 @@ def attention_stats(
         per_head=per_head,
     )
     # Statistics only rank slots. The kernel has no gradient, so the reference has none either.
-    q, k, lse, bias = jax.lax.stop_gradient((q, k, lse, bias))
-    weight = None if last is None else _is_last(q_pos, last)
+    q, k, lse, bias, weights = jax.lax.stop_gradient((q, k, lse, bias, weights))
+    weight = weights if last is None else _is_last(q_pos, last)
     if weight is not None and want == ("last_mean",):
         # Blocks of older queries are skipped.
         q_pos = jnp.where(weight, q_pos, -1)
@@ -85,7 +92,7 @@ def attention_stats(
         found = tpu_attention_stats(
             q, k, lse, q_pos, k_pos, bias, weight, interpret=chosen != "tpu", **options
         )
-    if weight is not None and "last_mean" in want:
+    if weight is not None and last is not None:
         queries = jnp.maximum(weight.sum(-1), 1) * (1 if per_head else q.shape[1] // k.shape[1])
         found["last_mean"] = found["last_mean"] / queries[:, None, None].astype(found["last_mean"].dtype)
     return found
@@ -151,7 +158,7 @@ def _reference(
             "max": lambda: p.max(over),
             "squares": lambda: (p * p).sum(over),
             "count": lambda: (p > threshold).sum(over).astype(dtype),
-            "last_mean": lambda: (p * weight[:, None, None, :, None]).sum(over),
+            **dict.fromkeys(WEIGHTED, lambda: (p * weight[:, None, None, :, None]).sum(over)),
         }
         new = {name: seen[name]().reshape(b, -1, k.shape[2]) for name in want}
         return {s: (jnp.maximum if s == "max" else jnp.add)(found[s], x) for s, x in new.items()}, None
@@ -193,7 +200,7 @@ def tpu_attention_stats(
     found = tpu.attention_stats(
         q.reshape(lists, *shape, h), k.reshape(lists, slots, h),
         lse.astype(jnp.float32).reshape(lists, *shape), asked, held,
-        row(weight.astype(jnp.float32), 0.0) if "last_mean" in want and weight is not None else None,
+        row(weight.astype(jnp.float32), 0.0) if weight is not None else None,
         None if bias is None else padded(bias.astype(jnp.float32), keys, 0.0),
         first, final, sizes=sizes, interpret=interpret,
     )  # fmt: skip

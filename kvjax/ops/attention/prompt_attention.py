@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.ops.attention import attention_stats as stats
 from kvjax.ops.attention import flash_prefill as flash
-from kvjax.ops.attention.strips import causal_in_strips
-from kvjax.ops.attention.union import Keys, Masses, Reduction, attend, merge
+from kvjax.ops.attention.in_common import row_by_row, side_by_side
+from kvjax.ops.attention.strips import attend_in_strips, causal_in_strips
+from kvjax.ops.attention.union import Keys, Masses, Reduction, attend, merge, newer_queries
 from kvjax.ops.base.dispatch import form
 
 
@@ -53,6 +54,37 @@ def causal_attention(
     if not mass:
         return out, lse, ()
     return out, lse, tuple(_masses(q, s, lse, q_pos, mass, implementation=chosen, **options) for s in sets)
+
+
+def past_attention(
+    q: Float[Array, "R N T H"],
+    keys: Keys,
+    q_pos: Int[Array, "R T"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "R N T V"], Float[Array, "R N T"]]:
+    """(out, lse) of new tokens over keys [B, ...] that each R / B rows have in common, read once for these.
+
+    implementation: as of `causal_attention`.
+
+    >>> x, pos = jnp.ones((1, 1, 3, 8)), jnp.arange(3)[None]
+    >>> q = jnp.ones((4, 1, 2, 8))
+    >>> out, lse = past_attention(q, Keys(x, x, pos[:, None]), jnp.full((4, 2), 3), scale=0.0)
+    >>> out.shape, jnp.exp(lse).round().tolist()[3]
+    ((4, 1, 2, 8), [[3.0, 3.0]])
+    """
+    rows, lists = q.shape[0], keys.k.shape[0]
+    q, q_pos = side_by_side(q, lists), q_pos.reshape(lists, -1)
+    options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap)
+    chosen = form("prompt attention", implementation, q, keys, tpu=refusal(q, (keys,)))
+    if chosen == "reference":
+        part = attend_in_strips(q, (keys,), q_pos, **options)
+    else:
+        part = _part(q, keys, q_pos, implementation=chosen, **options)
+    return row_by_row(part[0], rows), row_by_row(part[1], rows)
 
 
 def refusal(
@@ -97,14 +129,22 @@ def _masses(
     k_pos = keys.pos
     if k_pos is None:
         k_pos, window = jnp.zeros((q.shape[0], 1, keys.k.shape[2]), jnp.int32), None
-    counted = dict.fromkeys(r.threshold if r.kind == "count" else None for r in mass)
+    newer = newer_queries(q_pos, mass)
     found: dict[Reduction, Array] = {}
-    for threshold in counted:
-        # One pass over the keys counts what is above one threshold, beside everything that has none.
-        mine = [r for r in mass if (r.threshold if r.kind == "count" else None) == threshold]
+    # One pass over the keys counts what is above one threshold, or fades at one rate, beside everything else.
+    for threshold, fade in dict.fromkeys(map(_numbers, mass)):
+        mine = {r: "weighted" if fade else r.kind for r in mass if _numbers(r) == (threshold, fade)}
+        weights = None
+        if fade is not None and newer is not None:
+            weights = jnp.power(jnp.float32(fade), newer.astype(jnp.float32))
         seen = stats.attention_stats(
-            q, keys.k, lse, q_pos, k_pos, keys.bias, want=tuple(r.kind for r in mine), window=window,
-            threshold=threshold, **options,
+            q, keys.k, lse, q_pos, k_pos, keys.bias, want=tuple(mine.values()), window=window,
+            threshold=threshold, weights=weights, **options,
         )  # fmt: skip
-        found |= {r: seen[r.kind] for r in mine}
+        found |= {r: seen[name] for r, name in mine.items()}
     return tuple(found[r] for r in mass)
+
+
+def _numbers(r: Reduction) -> tuple[float | None, float | None]:
+    """The threshold and the rate for which a reduction needs a pass of its own; None where it has none."""
+    return r.threshold if r.kind == "count" else None, r.fade if r.fade != 1.0 else None

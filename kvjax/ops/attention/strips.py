@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.ops.attention.union import Keys, Masses, Reduction, attend
+from kvjax.ops.attention.union import Keys, Masses, Reduction, attend, newer_queries
 from kvjax.ops.base.dispatch import platform
 
 # Queries per strip, and how many different key prefixes a long prompt is cut into: each prefix is compiled
@@ -21,6 +21,8 @@ REMAT_FROM = 1024
 # Beyond so many bytes of scores, a CPU works one KV head at a time: what stays in its cache is faster. Other
 # devices take all heads at once, which may lie on several of them.
 CACHED_BYTES = 2**24
+# Queries, their positions, and how many of their row are newer, where that is asked.
+Strip = tuple[Array, Array, Array | None]
 
 
 def causal_in_strips(
@@ -75,6 +77,7 @@ def _in_strips(
     t = q.shape[2]
     part = -(-t // (PREFIXES * STRIP)) * STRIP
     outs, lses, total = [], [], None
+    newer = newer_queries(q_pos, mass)
     for start in range(0, t, part):
         stop = min(start + part, t)
         # Right padding keeps positions increasing along a row, so older strips hide nothing newer.
@@ -83,10 +86,11 @@ def _in_strips(
 
         # A gradient recomputes the probabilities, or a long prompt would keep its whole [T, T] map.
         @(jax.checkpoint if t >= REMAT_FROM else lambda f: f)
-        def strip(at: tuple[Array, Array], seen: Keys = seen) -> tuple[Array, Array, tuple[Masses, ...]]:
-            return attend(at[0], (*past, seen), at[1], window=window, mass=mass, **options)
+        def strip(at: Strip, seen: Keys = seen) -> tuple[Array, Array, tuple[Masses, ...]]:
+            return attend(at[0], (*past, seen), at[1], window=window, mass=mass, newer=at[2], **options)
 
-        out, lse, masses = _by_strips(strip, q[:, :, start:stop], q_pos[:, start:stop], mass)
+        behind = None if newer is None else newer[:, start:stop]
+        out, lse, masses = _by_strips(strip, q[:, :, start:stop], q_pos[:, start:stop], mass, behind)
         outs.append(out)
         lses.append(lse)
         if mass:
@@ -105,27 +109,48 @@ def _joined(mass: tuple[Reduction, ...], a: tuple[Masses, ...], b: tuple[Masses,
 
 
 def _by_strips(
-    strip: Callable[[tuple[Array, Array]], tuple[Array, Array, tuple[Masses, ...]]],
+    strip: Callable[[Strip], tuple[Array, Array, tuple[Masses, ...]]],
     q: Float[Array, "B N T H"],
     q_pos: Int[Array, "B T"],
     mass: tuple[Reduction, ...] = (),
+    newer: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
     """strip over every STRIP queries, masses joined; a remainder that is not a whole strip goes at once."""
     b, n, t, h = q.shape
     if t <= STRIP or t % STRIP:
-        return strip((q, q_pos))
+        return strip((q, q_pos, newer))
     rows = jnp.moveaxis(q.reshape(b, n, t // STRIP, STRIP, h), 2, 0)
-    pos = jnp.moveaxis(q_pos.reshape(b, t // STRIP, STRIP), 1, 0)
-    shapes = jax.eval_shape(strip, (rows[0], pos[0]))[2]
+    cut = lambda x: jnp.moveaxis(x.reshape(b, t // STRIP, STRIP), 1, 0)  # noqa: E731
+    strips = (rows, cut(q_pos), None if newer is None else cut(newer))
+    shapes = jax.eval_shape(strip, jax.tree.map(lambda x: x[0], strips))[2]
 
-    def body(masses: tuple[Masses, ...], at: tuple[Array, Array]) -> tuple[tuple[Masses, ...], Any]:
+    def body(masses: tuple[Masses, ...], at: Strip) -> tuple[tuple[Masses, ...], Any]:
         out, lse, new = strip(at)
         return _joined(mass, masses, new), (out, lse)
 
     # Masses are never negative, so zero starts a sum and a maximum alike.
     zero = jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), shapes)
-    masses, (outs, lses) = jax.lax.scan(body, zero, (rows, pos))
+    masses, (outs, lses) = jax.lax.scan(body, zero, strips)
     return jnp.moveaxis(outs, 0, 2).reshape(b, n, t, -1), jnp.moveaxis(lses, 0, 2).reshape(b, n, t), masses
+
+
+def attend_in_strips(
+    q: Float[Array, "B N T H"],
+    sets: Sequence[Keys],
+    q_pos: Int[Array, "B T"],
+    **options: Any,
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
+    """(out, lse) of T queries in any order over `sets`, a strip of them at a time; options: of `attend`."""
+    t = q.shape[2]
+
+    @(jax.checkpoint if t >= REMAT_FROM else lambda f: f)
+    def strip(at: Strip) -> tuple[Array, Array, tuple[Masses, ...]]:
+        return attend(at[0], sets, at[1], **options)
+
+    whole = t - t % STRIP
+    cuts = [(a, z) for a, z in ((0, whole), (whole, t)) if a < z]
+    parts = [_by_strips(strip, q[:, :, a:z], q_pos[:, a:z])[:2] for a, z in cuts]
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *parts)
 
 
 def attend_to_all(
@@ -140,14 +165,6 @@ def attend_to_all(
 
     Works in strips of queries, so no [T, S] map exists. Queries with position -1 see nothing.
     """
-    t = q.shape[2]
     # A key at position 0 is in no query's future.
     sets = [s if s.pos is None else s._replace(pos=jnp.minimum(s.pos, 0)) for s in sets]
-
-    @(jax.checkpoint if t >= REMAT_FROM else lambda f: f)
-    def strip(at: tuple[Array, Array]) -> tuple[Array, Array, tuple[Masses, ...]]:
-        return attend(at[0], sets, at[1], scale=scale, softcap=softcap)
-
-    whole = t - t % STRIP
-    cuts = [(a, z) for a, z in ((0, whole), (whole, t)) if a < z]
-    return jnp.concatenate([_by_strips(strip, q[:, :, a:z], q_pos[:, a:z])[0] for a, z in cuts], axis=2)
+    return attend_in_strips(q, sets, q_pos, scale=scale, softcap=softcap)[0]

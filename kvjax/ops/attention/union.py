@@ -39,16 +39,26 @@ class Keys(NamedTuple):
 class Reduction(NamedTuple):
     """How the probabilities that a slot receives become one number, over queries and the heads of a group.
 
-    kind: "sum", "max", "squares" (the sum of p^2) or "count" (how often p > threshold).
+    kind: "sum", "max", "squares" (the sum of p^2) or "count" (how often p > threshold). fade: in a sum, every
+    query weighs fade^(how many queries of its row are newer).
     """
 
     kind: str = "sum"
     threshold: float = 0.0
+    fade: float = 1.0
 
-    def of(self, p: Float[Array, "B K G T S"]) -> Float[Array, "B K S"]:
-        """The number of every slot, from the probabilities of some queries."""
+    def of(
+        self, p: Float[Array, "B K G T S"], newer: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B K S"]:
+        """The number of every slot, from the probabilities of some queries.
+
+        newer: how many queries of a row are newer than each; None stands for one query per row.
+        """
         if self.kind == "max":
             return p.max((2, 3))
+        if self.fade != 1.0 and newer is not None:
+            weight = jnp.power(jnp.asarray(self.fade, p.dtype), newer.astype(p.dtype))
+            return (p * weight[:, None, None, :, None]).sum((2, 3))
         each = {
             "sum": lambda: p,
             "squares": lambda: p * p,
@@ -63,6 +73,17 @@ class Reduction(NamedTuple):
     def over(self, x: Array, axis: int) -> Array:
         """The number over an axis of sets of queries."""
         return x.max(axis) if self.kind == "max" else x.sum(axis)
+
+
+def newer_queries(q_pos: Int[Array, "B T"], mass: tuple[Reduction, ...]) -> Int[Array, "B T"] | None:
+    """How many queries of a row are newer than each; None where nothing that is recorded fades.
+
+    Queries lie in the order of their tokens, and those with position -1 are none.
+    """
+    if all(one.fade == 1.0 for one in mass):
+        return None
+    live = (q_pos >= 0).astype(jnp.int32)
+    return jnp.cumsum(live[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1] - live
 
 
 # What slots received, one [B, K, S] for each reduction that was asked for.
@@ -123,15 +144,16 @@ def attend(
     softcap: float | None = None,
     mass: tuple[Reduction, ...] = (),
     clip: tuple[float, float] | None = None,
+    newer: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
     """Exact attention over the union of `keys`; returns (out, lse, masses).
 
     out = sum_j p_j v_j with p = softmax over every visible key of every set; lse = log sum_j exp(s_j),
-    -inf (and out 0) where a query sees nothing. `mass` and `clip` are those of `weigh`.
+    -inf (and out 0) where a query sees nothing. `mass`, `clip` and `newer` are those of `weigh`.
     """
     sets = (keys,) if isinstance(keys, Keys) else tuple(keys)
     scores = [logits(q, s, q_pos, scale=scale, window=window, softcap=softcap) for s in sets]
-    out, lse, masses = weigh(scores, sets, mass=mass, clip=clip)
+    out, lse, masses = weigh(scores, sets, mass=mass, clip=clip, newer=newer)
     return out.astype(q.dtype), lse, masses
 
 
@@ -141,12 +163,14 @@ def weigh(
     *,
     mass: tuple[Reduction, ...] = (),
     clip: tuple[float, float] | None = None,
+    newer: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
     """Values of several sets weighted by the softmax over all their scores: (out, lse, masses).
 
     scores: logits [B, K, G, T, S] of each set, -inf where a key is not visible. `mass` asks for `Masses` of
     every set: the probability that each slot received, reduced over the queries and the heads of its group in
-    each of these ways; it costs no second pass over the keys. clip = (gamma, zeta) makes probabilities
+    each of these ways; it costs no second pass over the keys. newer: `newer_queries`, by which reductions
+    that fade weigh the queries. clip = (gamma, zeta) makes probabilities
     clip((zeta - gamma) p + gamma, 0, 1), the clipped softmax of arXiv:2306.12929; such parts do not merge.
     """
     b, k, g, t, _ = scores[0].shape
@@ -167,7 +191,7 @@ def weigh(
     masses: tuple[Masses, ...] = ()
     if mass:
         shares = [w / _grouped(norm, w) for w in weights]
-        masses = tuple(tuple(reduction.of(p) for reduction in mass) for p in shares)
+        masses = tuple(tuple(reduction.of(p, newer) for reduction in mass) for p in shares)
     return out / norm[..., None], _log_total(top, total, safe), masses
 
 

@@ -1,0 +1,65 @@
+"""`kvjax convert`: another architecture from a trained model, with what that costs before any training."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvjax.commands.options import add_dtype, whole
+from kvjax.commands.programs import keep_programs
+from kvjax.commands.texts import read_texts
+
+HELP = "convert a trained model into another architecture, as the start of uptraining"
+EXAMPLE = """conversions:
+  gqa:kv_heads=2           fewer KV heads, each the mean of neighbours
+  mqa                      one KV head
+  cla:every=2              runs of layers read their first one's slots
+  mlkv:layers=2            so many layers keep slots for all
+  drop:layers=[2,3]        layers without attention
+  low-rank:rank=0.5        latents of grouped heads (Palu)
+
+examples:
+  kvjax convert --to gqa:kv_heads=1 recall-tiny runs/mqa
+  kvjax train --gin bytes --set model.start=runs/mqa --out runs/uptrained"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a shipped model or a model directory")
+    parser.add_argument("out", metavar="OUT", help="the directory of the converted model")
+    parser.add_argument("--to", required=True, metavar="SPEC", help="the conversion, such as gqa:kv_heads=2")
+    add_dtype(parser)
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="measure on these tasks (default: all)")
+    parser.add_argument("--text", metavar="FILE", help="measure on pieces of a text file instead")
+    parser.add_argument("--rows", type=whole(1), default=8, metavar="N", help="texts to read (default: 8)")
+    parser.add_argument(
+        "--length", type=whole(16), default=512, metavar="T", help="their tokens (default: 512)"
+    )
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of the texts (default: 0)")
+
+
+def run(args: argparse.Namespace) -> None:
+    from kvjax.checkpoint import save_checkpoint
+    from kvjax.commands.sizes import Sizes
+    from kvjax.commands.terminal import console, size
+    from kvjax.grammar import Method
+    from kvjax.loading import load
+    from kvjax.train.conversions import convert, difference
+
+    keep_programs()
+    model = load(args.model, dtype=args.dtype)
+    new, out = convert(model, args.to), console()
+    texts = read_texts(
+        model, text=args.text, tasks=args.tasks, rows=args.rows, length=args.length, seed=args.seed,
+        questions=False,
+    )  # fmt: skip
+    found = difference(model, new, texts)
+    before, after = (
+        Sizes(m.config, args.dtype, args.length, [Method()]).nbytes(Method()) for m in (model, new)
+    )
+    save_checkpoint(new, args.out)
+    out.print(
+        f"{args.out}: {size(after)} of state at {args.length} tokens, before {size(before)}; before any "
+        f"training its predictions are {found.divergence:.4f} nats from the original's, and its best token "
+        f"is the original's {found.agreement:.1%} of the time",
+        soft_wrap=True,
+    )
+    out.print(f"uptrain it with kvjax train --set model.start={args.out}", soft_wrap=True)

@@ -1,0 +1,190 @@
+"""What `kvjax plan` prints and writes: tables of bytes per device, a model of time, what would fit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from kvjax.commands.inspect_model import find_config
+from kvjax.commands.terminal import BOX, console, pairs, print_text, size
+from kvjax.files import write_atomic
+from kvjax.plan.layouts import read_rules
+from kvjax.plan.named import Named, named, names
+from kvjax.plan.picture import curve, tokens_in_words, write_picture
+from kvjax.plan.planning import Asked, Planner
+from kvjax.plan.topologies import topology_of
+
+
+def list_models() -> int:
+    """Prints the models that are known by name, and where their shapes are from."""
+    out = console()
+    table = Table(box=BOX, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("model", "layers", "heads", "KV heads", "positions", "from"):
+        table.add_column(name, no_wrap=name == "model", overflow="fold")
+    for name in names():
+        one = named(name)
+        c = one.config
+        about = f" ({one.about})" if one.about else ""
+        figures = (str(n) for n in (c.layers, c.heads, c.kv_heads, c.max_positions))
+        table.add_row(name, *figures, f"{one.source}{about}")
+    out.print(table)
+    return 0
+
+
+def plan_all(args: argparse.Namespace) -> int:
+    """Plans what is asked, for each of the methods; the exit code."""
+    topology, changed = topology_of(args.topology), read_rules(args.rule)
+    model = find_model(args.model)
+    asked = [
+        Asked(
+            model.name, model.config, topology, args.context, args.batch, method, args.preset, args.mesh,
+            changed, args.dtype, args.chunk,
+        )
+        for method in args.method or ["full"]
+    ]  # fmt: skip
+    out = console()
+    planners, plans = [], []
+    with out.status("sizing") as status:
+        # All of them first, so that a mistake in the last is told before the first is compiled.
+        planners = [Planner(one) for one in asked]
+        for planner in planners:
+            label = planner.asked.label
+            plans.append(
+                planner.plan(
+                    not args.no_compile,
+                    not args.no_largest,
+                    lambda text, label=label: status.update(f"{label}: {text}"),
+                )
+            )
+        curves = {p.asked.label: curve(p) for p in planners} if args.picture else {}
+    if args.json:
+        report = {"plans": plans, "versions": _versions()}
+        write_atomic(Path(args.json), (json.dumps(report, indent=1) + "\n").encode())
+    _print(model, planners, plans)
+    if args.picture:
+        write_picture(args.picture, curves, *_titles(plans[0]))
+    return int(any(plan["fits"] is False or _failed(plan) for plan in plans))
+
+
+def find_model(name: str) -> Named:
+    """A model by its name here, or else as `kvjax inspect` finds it. InputError where there is none."""
+    if not os.path.lexists(name) and "/" not in name:
+        from kvjax.loading import shipped
+
+        if name not in shipped():
+            return named(name)
+    config, folder = find_config(name)
+    return Named(name, config, "" if folder is None else str(folder))  # type: ignore[arg-type]
+
+
+def _print(model: Named, planners: list[Planner], plans: list[dict[str, Any]]) -> None:
+    out, first = console(), plans[0]
+    memory = "memory is not known" if first["memory"] is None else f"{size(first['memory'])} each"
+    rows = [
+        ("model", f"{model.name}, {first['parameters'] / 1e9:.2f} B parameters in {first['dtype']}"),
+        ("", f"{model.source}{f': {model.about}' if model.about else ''}"),
+        ("devices", f"{first['devices']} devices of {first['topology']}, {memory}"),
+        ("asked", f"{first['batch']} rows of {tokens_in_words(first['context'])} tokens"),
+    ]
+    labels = [plan["method"] for plan in plans]
+    rows += [
+        (f"split {label}" if len(plans) > 1 else "split", p.layout.words)
+        for label, p in zip(labels, planners, strict=True)
+    ]
+    out.print(pairs([row for row in rows if row[1]]))
+    out.print()
+    out.print("[bold]On every device[/]")
+    out.print(_table(plans))
+    out.print()
+    for plan in plans:
+        for line in _lines(plan):
+            print_text(out, escape(f"{plan['method']}: {line}"))
+    for note in dict.fromkeys(note for plan in plans for note in plan["notes"]):
+        print_text(out, escape(f"Note: {note}."))
+    if any(_step(plan).get("roofline") for plan in plans):
+        print_text(out, first["roofline_note"], style="dim")
+
+
+def _table(plans: list[dict[str, Any]]) -> Table:
+    table = Table(box=BOX, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("", no_wrap=True)
+    for name in ("weights", "cache", "temporaries", "needs", "fits", "collectives", "seconds"):
+        table.add_column(name, justify="right")
+    for plan in plans:
+        held = (size(plan["weights"]), size(plan["cache"]))
+        if plan["decode"] is None:
+            fits = {True: "yes, but for temporaries", False: "no", None: "-"}[plan["fits"]]
+            table.add_row(plan["method"], *held, "-", size(plan["weights"] + plan["cache"]), fits, "-", "-")
+        for name, words in (("decode", "step"), ("prefill", "chunk")):
+            if plan[name] is not None:
+                table.add_row(f"{plan['method']}, {words}", *held, *_figures(plan[name]))
+    return table
+
+
+def _figures(found: dict[str, Any]) -> tuple[str, ...]:
+    """temporaries, needs, fits, collectives, seconds."""
+    fits = {True: "yes", False: "no", None: "-"}[found["fits"]]
+    needs = "-" if found.get("needs") is None else size(found["needs"])
+    seconds = f"{found['compile_seconds']:.0f}" if "compile_seconds" in found else "-"
+    if "error" in found:
+        return "-", needs, fits if found.get("too_large") else "see below", "-", seconds
+    sent = "; ".join(f"{n} {kind} {size(count)}" for kind, n, count in found["collectives"])
+    return size(found["temporaries"]), needs, fits, sent or "none", seconds
+
+
+def _lines(plan: dict[str, Any]) -> list[str]:
+    """What the table has no column for."""
+    out = []
+    for name, words in (("decode", "the step"), ("prefill", "the chunk")):
+        found = plan[name]
+        if found is not None and "error" in found:
+            out.append(f"{words} was not compiled: {found['error']}")
+    least = _step(plan).get("roofline")
+    if least:
+        rate = 1e3 * plan["batch"] / least["ms"]
+        out.append(
+            f"roofline {least['ms']:.1f} ms a step, {rate:.0f} tokens a second (hbm {least['hbm']:.1f}, mxu "
+            f"{least['mxu']:.1f}, links {least['links']:.1f})"
+        )
+    most = plan["largest"]
+    if most is not None:
+        how = {True: "compiled", False: "by sizes"}
+        rows, tokens = (how[most[f"{name}_confirmed"]] for name in ("rows", "tokens"))
+        out.append(
+            f"at most {most['rows']} rows of {tokens_in_words(plan['context'])} tokens ({rows}), or "
+            f"{plan['batch']} rows of {tokens_in_words(most['tokens'])} tokens ({tokens})"
+        )
+    return out
+
+
+def _titles(plan: dict[str, Any]) -> tuple[str, tuple[int, int], str]:
+    """Title, what was asked, and caption of the picture."""
+    how = "temporaries as compiled" if plan["decode"] is not None else "weights and caches alone"
+    title = f"{plan['model']} in {plan['dtype']} on {plan['topology']}: what fits"
+    return title, (plan["context"], plan["batch"]), f"By sizes, {how}; meshes as for what was asked."
+
+
+def _step(plan: dict[str, Any]) -> dict[str, Any]:
+    return plan["decode"] or {}
+
+
+def _failed(plan: dict[str, Any]) -> bool:
+    return any("error" in (plan[name] or {}) for name in ("decode", "prefill"))
+
+
+def _versions() -> dict[str, str]:
+    """By which releases it was made."""
+    found = {}
+    for name in ("jax", "libtpu", "jax-cuda13-plugin"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

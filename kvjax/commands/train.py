@@ -1,0 +1,44 @@
+"""`kvjax train`: trains a decoder as a gin file says."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvjax.commands.programs import keep_programs
+
+HELP = "train a decoder as a gin file says, and go on with a run that was cut"
+EXAMPLE = """examples:
+  kvjax train --gin bytes --out runs/bytes
+  kvjax train --gin bytes --set train.steps=200 model.kv_heads=1 --out runs/mqa
+  kvjax train --gin mine.gin --out runs/mine --resume
+  kvjax train --gin more.gin --set model.start=runs/bytes/model --out runs/more
+  kvjax compare --model runs/bytes/model --text book.txt"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gin",
+        required=True,
+        metavar="FILE",
+        help="a .gin file, or a name in configs/train",
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="SECTION.NAME=VALUE", help="settings in place of the file's"
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder of the run")
+    parser.add_argument("--resume", action="store_true", help="go on with the run that the folder holds")
+
+
+def run(args: argparse.Namespace) -> None:
+    from kvjax.commands.terminal import console
+    from kvjax.gin_bindings import load_training
+    from kvjax.train.loop import train
+    from kvjax.train.settings import SECTIONS, training
+    from kvjax.train.sources import words_of
+
+    bound = load_training(args.gin, args.set)
+    vocab = words_of(training({"model": {"start": "-"}, **{n: bound[n] for n in SECTIONS}}).data).vocab
+    keep_programs()
+    out = console()
+    model = train(training(bound, vocab), args.out, resume=args.resume, console=out)
+    out.print(f"{model}: use it as kvjax compare --model {model}", soft_wrap=True)

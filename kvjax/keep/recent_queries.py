@@ -1,0 +1,62 @@
+"""Scores by what the newest queries look at, decided anew after every token: nothing is accumulated."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.keep.algebra import Word
+from kvjax.keep.observe import Queries
+from kvjax.keep.score import probabilities, window_logits
+from kvjax.keep.select import ranks
+from kvjax.protocols import Observation, Seen, View
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedAttention(Word):
+    """score[j] = fuse_i softmax_j(sum_g q_gi k_j / sqrt(H)) over the last queries i (arXiv:2503.00979).
+
+    The softmax runs over the tokens before the window, whose own slots score 0 (protect them). The logits of
+    a group's query heads g are summed before it. fusion: "sum" or "max" over the
+    last `last` queries.
+    """
+
+    last: int
+    fusion: str = "sum"
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({Queries(self.last)})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        older = view.pos < (seen.length - self.last)[:, None, None]
+        s = window_logits(view, seen, self.last).sum(2)
+        p = probabilities(jnp.where(older[:, :, None], s, -jnp.inf))
+        return p.sum(2) if self.fusion == "sum" else p.max(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Votes(Word):
+    """score[j] = max_i t_i p_ij over the last `last` queries i and the heads of a group (arXiv:2404.15949).
+
+    t_i is the number of tokens up to query i, so a score of at least 1 says that one of these queries gave
+    slot j no less than an even share. The `newest` tokens score infinity. All but the n best slots
+    of a head score -1.
+    """
+
+    last: int
+    newest: int
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({Queries(self.last)})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        _, q_pos = seen.of(Queries(self.last))
+        t = (q_pos + 1).astype(jnp.float32)[:, None, None, :, None]
+        share = (probabilities(window_logits(view, seen, self.last)) * t).max((2, 3))
+        share = jnp.where(view.pos >= (seen.length - self.newest)[:, None, None], jnp.inf, share)
+        share = jnp.where(view.pos < 0, -jnp.inf, share)
+        return jnp.where(ranks(share) < seen.n[:, None, None], share, -1.0)

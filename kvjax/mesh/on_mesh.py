@@ -1,0 +1,148 @@
+"""A mesh with its rules: what says for any array how it lies on the devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from kvjax.errors import InputError
+from kvjax.mesh.rules import Rules, as_rules
+
+# One logical axis per axis of an array; None: never split.
+Axes = tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+    """A mesh and the rules by which arrays are split over it; static and hashable.
+
+    mesh: its axes are automatic: XLA's partitioner (GSPMD) finds out what follows from where arrays are to
+    lie. An abstract mesh has no devices and serves to see who would hold what.
+    """
+
+    mesh: Mesh | AbstractMesh
+    rules: Rules
+
+    def devices(self, axis: str) -> int:
+        """Into how many parts a logical axis is split.
+
+        >>> OnMesh(as_mesh("data=1"), Rules(batch="data")).devices("batch")
+        1
+        """
+        return math.prod(self.mesh.shape[name] for name in self.rules.mesh_axes(axis))
+
+    def over(self, axis: str) -> str:
+        """The mesh axes of a logical axis with their sizes, in words: "model=4"."""
+        return " x ".join(f"{name}={self.mesh.shape[name]}" for name in self.rules.mesh_axes(axis))
+
+    def splits(self, axis: str | None, size: int) -> bool:
+        """Whether an axis of that size is split."""
+        n = 1 if axis is None else self.devices(axis)
+        return n > 1 and size % n == 0
+
+    @property
+    def slots_instead(self) -> bool:
+        """Whether slots are split where heads cannot be, over the same devices."""
+        return bool({*self.rules.mesh_axes("slots")} & {*self.rules.mesh_axes("kv_heads")})
+
+    def parts_of_a_list(self, lists: int) -> int:
+        """Over how many devices the slots of a list may be split, where a layer has so many of them."""
+        return 1 if self.slots_instead and self.splits("kv_heads", lists) else self.devices("slots")
+
+    def with_whole_slots(self) -> OnMesh:
+        """The same with lists that keep their slots together."""
+        return dataclasses.replace(self, rules=self.rules.but(slots=None))
+
+    def spec(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
+        """How an array of that shape is split; axes that do not divide and empty arrays stay whole."""
+        if not math.prod(shape):
+            return PartitionSpec()
+        taken: set[str] = set()
+        parts: list[str | tuple[str, ...] | None] = []
+        for axis, size in zip(axes, shape, strict=True):
+            names = () if axis is None or not self.splits(axis, size) else self.rules.mesh_axes(axis)
+            # Lists whose heads are split already keep their slots together.
+            names = () if taken & {*names} else names
+            taken |= {*names}
+            parts.append(names if len(names) > 1 else names[0] if names else None)
+        while parts and parts[-1] is None:
+            parts.pop()
+        return PartitionSpec(*parts)
+
+    def sharding(self, axes: Axes, shape: Sequence[int]) -> NamedSharding:
+        """`spec` on this mesh."""
+        return NamedSharding(self.mesh, self.spec(axes, shape))
+
+    def pin(self, x: Array, axes: Axes) -> Array:
+        """x, of which a program is told how it lies."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+
+    def check(self, axis: str, size: int, what: str, instead: str) -> None:
+        """InputError where `size` of `what` cannot be split as the rules say. instead: what would do."""
+        if size % self.devices(axis):
+            raise InputError(
+                f"{size} {what} do not divide over mesh axis {self.over(axis)}: {instead}, or leave them "
+                f"whole with rules such as kvjax.Rules.named('tensor').but({axis}=None)"
+            )
+
+
+def on_mesh(mesh: Any, rules: Any) -> OnMesh | None:
+    """What a user gives as `mesh=` and `rules=`; None where neither is given, and then nothing is split.
+
+    Raises InputError for a mesh or rules that are none, rules without a mesh, and a mesh without rules.
+    """
+    if mesh is None and rules is None:
+        return None
+    if mesh is None:
+        raise InputError(f"rules={rules!r} was given without a mesh: add mesh='data=2,model=4' or a Mesh")
+    if rules is None:
+        raise InputError("mesh= was given without rules: add rules='tensor', or a kvjax.Rules")
+    real = as_mesh(mesh)
+    return OnMesh(real, as_rules(rules, real.axis_names))
+
+
+def as_mesh(mesh: Any) -> Mesh:
+    """A mesh, or words such as "data=2,model=4", as a mesh with automatic axes, of the first devices.
+
+    Raises InputError where it is neither, or has more devices than there are.
+
+    >>> as_mesh("model=1").axis_names
+    ('model',)
+    """
+    if isinstance(mesh, str):
+        sizes = parse_mesh(mesh)
+        count = math.prod(sizes.values())
+        if count > jax.device_count():
+            raise InputError(
+                f"mesh {mesh!r} has {count} devices, and there are {jax.device_count()}: lower its sizes; on "
+                f"a CPU, XLA_FLAGS=--xla_force_host_platform_device_count={count} makes as many"
+            )
+        devices = np.array(jax.devices()[:count]).reshape(*sizes.values())
+        return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    if not isinstance(mesh, Mesh):
+        raise InputError(f"mesh is {mesh!r}, expected a jax.sharding.Mesh, or words as in 'data=2,model=4'")
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def parse_mesh(words: str) -> dict[str, int]:
+    """The sizes of a mesh's axes by their names. InputError where the words are not of the form a=2,b=4.
+
+    >>> parse_mesh("data=2,model=4")
+    {'data': 2, 'model': 4}
+    """
+    parts = words.split(",")
+    found = [re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*([1-9]\d*)\s*", part) for part in parts]
+    sizes = {match[1]: int(match[2]) for match in found if match is not None}
+    if len(sizes) < len(parts):
+        raise InputError(
+            f"mesh {words!r} is not understood, expected names and sizes as in data=2,model=4, each name once"
+        )
+    return sizes

@@ -1,0 +1,40 @@
+"""A second tier around any method that drops slots: what it would drop is stored with fewer bits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvjax.errors import InputError
+from kvjax.grammar import Method, Store, check
+from kvjax.store.affine import Affine
+
+
+def tiered(method: Method, *, bits: int = 2, group: int | None = 32) -> Method:
+    """The method with a second tier: slots that it would drop are stored with `bits` bits instead.
+
+    This is MiKV's idea (Yang et al., 2024, arXiv:2402.18096, section 4) for any choice of slots: with
+    CAKE's, layers differ in how many tokens they hold with all their bits. group: channels that share a scale
+    and a zero; None takes all of a head. A later prompt chooses among all tokens again, as they are stored.
+    The sentence has no name of its own: write it in a function of a file (`kvjax.methods.user`) where its
+    caches are to be saved.
+
+    Raises InputError for a method that drops nothing or has a second tier already, that merges what leaves,
+    rotates by rank, or drops slots in steps otherwise than one after every token from heads of equal budgets.
+
+    >>> import kvjax
+    >>> kvjax.tiered(kvjax.method("cake", budget=0.25), bits=4).keep.lower.keys
+    Affine(bits=4, axis='token', group=32, together=1, clip=1.0)
+    """
+    if not isinstance(method, Method):
+        raise InputError(f"method is {method!r:.80}, expected a Method: build it with kvjax.method first")
+    keep = method.keep
+    if keep is None or keep.lower is not None:
+        what = "drops no slots" if keep is None else "has a second tier already"
+        raise InputError(f"{method.id} {what}: give a method that drops some, such as cake")
+    lower = Store(Affine(bits, group=group), Affine(bits, group=group))
+    made = dataclasses.replace(method, keep=dataclasses.replace(keep, lower=lower), spec=())
+    try:
+        check(made)
+    except ValueError as error:
+        raise InputError(f"{method.id} in tiers: {error}") from error
+    return made

@@ -1,0 +1,25 @@
+"""What a child process is asked to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvjax.grammar import Method
+from kvjax.mesh.rules import Rules
+from kvjax.models.config import Config
+from kvjax.plan.topologies import Topology
+
+
+class Job(NamedTuple):
+    """mesh: the sizes of its axes. chunk: tokens of the prefill's chunk to compile, 0 for a decode step."""
+
+    config: Config
+    method: Method
+    topology: Topology
+    mesh: Mapping[str, int]
+    rules: Rules
+    batch: int
+    context: int
+    dtype: str
+    chunk: int = 0

@@ -1,0 +1,126 @@
+"""The largest batch and context that fit: bisection over sizes, with temporaries as they were compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.plan.sizes import Sizes
+
+MOST_ROWS, MOST_TOKENS, TOKENS = 2**20, 2**27, 1024
+# How often an answer that the compiler does not confirm is looked for again, and how nearly a context is.
+TRIALS, NEAR = 3, 0.01
+# (batch, context) -> what the compiler found, as `kvjax.plan.compiling.compiled` says it.
+Compile = Callable[[int, int], dict[str, Any]]
+
+
+class Beside(NamedTuple):
+    """Bytes beside weights and cache on one device, in a program of so many rows and tokens."""
+
+    batch: int
+    context: int
+    bytes: int
+
+
+class Largest(NamedTuple):
+    """rows, tokens: how many fit; 0 where none do. confirmed: whether the compiler says so."""
+
+    rows: int
+    tokens: int
+    confirmed: bool
+
+
+def beside(batch: int, context: int, found: dict[str, Any]) -> Beside | None:
+    """What a compiled program takes beside its weights and cache; None where that is not known."""
+    needs = found.get("needs")
+    return (
+        None if needs is None else Beside(batch, context, max(needs - found["weights"] - found["cache"], 0))
+    )
+
+
+class Search:
+    """Fits by sizes: what lies beside weights and cache is taken to grow as the cache does."""
+
+    def __init__(self, sizes: Sizes, on: OnMesh, memory: int, measured: Beside | None):
+        self.sizes, self.on, self.memory, self.measured = sizes, on, memory, measured
+        self.weights = sizes.weights(on)
+
+    def needs(self, batch: int, context: int) -> int:
+        """Bytes of one device that a step of so many rows and tokens is thought to need."""
+        cache = self.sizes.cache(self.on, batch, context)
+        if self.measured is None:
+            return self.weights + cache
+        then = self.sizes.cache(self.on, self.measured.batch, self.measured.context)
+        return self.weights + cache + round(self.measured.bytes * cache / max(then, 1))
+
+    def rows(self, context: int) -> int:
+        """The most rows of that context that fit, as many on every device."""
+        each = self.on.devices("batch")
+        return each * last(lambda n: self.needs(each * n, context) <= self.memory, MOST_ROWS // each)
+
+    def tokens(self, batch: int) -> int:
+        """The longest context of so many rows that fits, in steps of 1024 tokens and to one percent."""
+
+        def free(n: int) -> int:
+            return self.memory - self.needs(batch, TOKENS * n)
+
+        # Nearly all caches grow by the same bytes with every token, which spares most of the traces.
+        few, many = 16, 64
+        each = (free(few) - free(many)) / (many - few)
+        guess = int(few + free(few) / each) if each > 0 else 1
+        return TOKENS * last(lambda n: free(n) >= 0, MOST_TOKENS // TOKENS, NEAR, max(guess, 1))
+
+
+def last(fits: Callable[[int], bool], most: int, near: float = 0.0, guess: int = 1) -> int:
+    """The last of 1 .. most that fits, where all below it do; 0 where none does.
+
+    near: relative, how nearly it is found. guess: where it is looked for first.
+
+    >>> last(lambda n: n * n <= 50, 100)
+    7
+    """
+    step = max(round(near * guess), 1)
+    low = high = min(guess, most)
+    if fits(low):
+        high = low + step
+        while high <= most and fits(high):
+            low, step = high, 2 * step
+            high = low + step
+        high = min(high, most + 1)
+    else:
+        low = max(high - step, 0)
+        while low and not fits(low):
+            high, step = low, 2 * step
+            low = max(high - step, 0)
+    while high - low > max(1, near * low):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def largest_rows(search: Search, context: int, compile: Compile | None) -> Largest:
+    """The most rows of that context; compile: what says whether they do fit."""
+    return _confirmed(search, lambda s: (s.rows(context), context), compile)
+
+
+def largest_tokens(search: Search, batch: int, compile: Compile | None) -> Largest:
+    """The longest context of so many rows, likewise."""
+    return _confirmed(search, lambda s: (batch, s.tokens(batch)), compile)
+
+
+def _confirmed(search: Search, find: Callable[[Search], tuple[int, int]], compile: Compile | None) -> Largest:
+    rows, tokens = find(search)
+    for _ in range(TRIALS if compile is not None else 0):
+        if not (rows and tokens):
+            break
+        assert compile is not None
+        found = compile(rows, tokens)
+        if "error" not in found and found["needs"] <= search.memory:
+            return Largest(rows, tokens, True)
+        more = beside(rows, tokens, found)
+        if more is None or not more.bytes:
+            break
+        search = Search(search.sizes, search.on, search.memory, more)
+        rows, tokens = find(search)
+    return Largest(rows, tokens, False) if rows and tokens else Largest(0, 0, False)

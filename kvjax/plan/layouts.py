@@ -1,0 +1,187 @@
+"""Which mesh a preset of `kvjax.mesh.rules` makes of a topology, where none is given."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from kvjax.axes import check_rows
+from kvjax.errors import InputError
+from kvjax.grammar import Method
+from kvjax.layout import mesh_for
+from kvjax.mesh.on_mesh import OnMesh, parse_mesh
+from kvjax.mesh.rules import AXES, DATA, PRESETS, MeshAxes, Rules, as_rules
+from kvjax.models.axes import check_rules
+from kvjax.models.config import Config
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.plan.topologies import Topology
+
+AUTO = "auto"
+# What is tried where nothing is asked for: heads and channels split weights, rows and slots what is left.
+_TRIED = ("tensor", "tensor+sequence")
+# The share of a device's memory that weights and caches may take before slots are split, too.
+SPARE = 0.75
+
+
+class Layout(NamedTuple):
+    """preset: its name. changed: what differs from it, as it was asked for. on: the mesh, and the rules
+    as a method's caches follow them."""
+
+    preset: str
+    changed: Mapping[str, MeshAxes]
+    on: OnMesh
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of the mesh's axes by their names."""
+        return dict(self.on.mesh.shape)
+
+    @property
+    def words(self) -> str:
+        """As the command line takes it."""
+        changed = "".join(f" --rule {axis}={_words(name)}" for axis, name in self.changed.items())
+        return f"--preset {self.preset} --mesh {','.join(f'{k}={n}' for k, n in self.mesh.items())}{changed}"
+
+
+def abstract(topology: Topology, mesh: Mapping[str, int], rules: Rules) -> OnMesh:
+    """A mesh of devices that are not there: for shapes and sizes, not to compile for."""
+    kinds = (AxisType.Auto,) * len(mesh)
+    one = jax.sharding.AbstractDevice(device_kind=topology.kind, num_cores=1, platform=topology.platform)
+    shape = AbstractMesh(tuple(mesh.values()), tuple(mesh), kinds, abstract_device=one)
+    return OnMesh(shape, rules)
+
+
+def check_preset(preset: str) -> None:
+    """InputError, with the nearest name, unless it is a preset or "auto"."""
+    if preset not in (*PRESETS, AUTO):
+        near = difflib.get_close_matches(preset, [*PRESETS, AUTO], 1)
+        hint = f"did you mean {near[0]}?" if near else f"expected {', '.join(PRESETS)}, or {AUTO}"
+        raise InputError(f"unknown preset {preset!r}: {hint}")
+
+
+def layout(
+    config: Config,
+    method: Method,
+    topology: Topology,
+    batch: int,
+    preset: str,
+    size: Callable[[OnMesh], int],
+    mesh: str | None = None,
+    changed: Mapping[str, MeshAxes] | None = None,
+) -> Layout:
+    """How a model with `batch` rows is split over a topology. size: bytes on a device.
+
+    preset: of the rules, or "auto", which tries some. mesh: its axes in words, instead of the best ones.
+    changed: logical axes that other mesh axes split than the preset says.
+
+    Raises InputError for unknown presets, and where nothing divides as it should.
+    """
+    check_preset(preset)
+    changed = changed or {}
+    trials = list(_trials(topology, preset, changed)) if preset == AUTO else [(preset, changed)]
+    found: list[tuple[int, Layout]] = []
+    refused: InputError | None = None
+    for name, but in trials:
+        for sizes in _meshes(topology, name, but, mesh):
+            try:
+                rules = as_rules(name, tuple(sizes))
+                on = abstract(topology, sizes, as_rules(rules.but(**but) if but else rules, tuple(sizes)))
+                check_rules(config, on)
+                check_rows(batch, on)
+                on = mesh_for(method, on) or on
+            except InputError as error:
+                refused = refused or error
+                continue
+            found.append((size(on), Layout(name, but, on)))
+    if not found:
+        assert refused is not None
+        raise refused
+    return min(found, key=lambda one: _cost(config, topology, *one))[1]
+
+
+def _cost(config: Config, topology: Topology, size: int, one: Layout) -> tuple[bool, bool, int]:
+    """What the best has least of; of equals, the first tried is taken.
+
+    Lists whose slots lie on several devices are merged at every step, and codes and prompts over them take
+    many temporaries, so they are split only where a device would hardly hold them otherwise.
+    """
+    crowded = topology.memory is not None and size > SPARE * topology.memory
+    return crowded, not crowded and parts_of_lists(config, one.on) > 1, size
+
+
+def parts_of_lists(config: Config, on: OnMesh) -> int:
+    """Over how many devices the slots of any list are split at most."""
+    mixers = dict.fromkeys(mixer_of(config, i) for i in range(config.layers))
+    slots = [mixer.slots(config) for mixer in mixers]
+    return max((on.parts_of_a_list(one.heads) for one in slots if one is not None), default=1)
+
+
+def _trials(
+    topology: Topology, preset: str, changed: Mapping[str, MeshAxes]
+) -> Iterator[tuple[str, Mapping[str, MeshAxes]]]:
+    if topology.count == 1:
+        yield "single", changed
+        return
+    yield from ((name, changed) for name in _TRIED)
+
+
+def _meshes(
+    topology: Topology, preset: str, changed: Mapping[str, MeshAxes], given: str | None
+) -> Iterator[dict[str, int]]:
+    """The meshes of all devices that a preset's axes can have; one device, for "single"."""
+    if given is not None:
+        sizes = parse_mesh(given)
+        count = math.prod(sizes.values())
+        if count > topology.count:
+            raise InputError(
+                f"mesh {given!r} has {count} devices, and {topology.name} has {topology.count}: lower its "
+                "sizes, or give a larger topology"
+            )
+        yield sizes
+        return
+    rules = PRESETS[preset].but(**changed) if changed else PRESETS[preset]
+    names = list(dict.fromkeys(name for _, name in rules.used() if name != DATA))
+    if not names and rules == Rules():
+        yield {DATA: 1}
+        return
+    for sizes in _factors(topology.count, len(names) + 1):
+        yield dict(zip([DATA, *names], sizes, strict=True))
+
+
+def _factors(count: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a product of so many, the first ones small."""
+    if parts == 1:
+        yield (count,)
+        return
+    for first in (n for n in range(1, count + 1) if count % n == 0):
+        for rest in _factors(count // first, parts - 1):
+            yield first, *rest
+
+
+def read_rules(words: list[str]) -> dict[str, MeshAxes]:
+    """Rules as the command line writes them, AXIS=MESH_AXIS, several joined by +, or AXIS=none.
+
+    >>> read_rules(["slots=model+seq", "vocab=none"])
+    {'slots': ('model', 'seq'), 'vocab': None}
+    """
+    found: dict[str, MeshAxes] = {}
+    for word in words:
+        axis, equals, name = (part.strip() for part in word.partition("="))
+        if axis not in AXES or not (equals and name):
+            near = difflib.get_close_matches(axis, AXES, 1)
+            hint = f"did you mean {near[0]}={name or 'model'}?" if near else f"axes are {', '.join(AXES)}"
+            raise InputError(
+                f"rule {word!r} is not understood, expected AXIS=MESH_AXIS such as slots=model: {hint}"
+            )
+        parts = tuple(name.split("+"))
+        found[axis] = None if name == "none" else parts[0] if len(parts) == 1 else parts
+    return found
+
+
+def _words(name: MeshAxes) -> str:
+    return "none" if name is None else name if isinstance(name, str) else "+".join(name)

@@ -1,0 +1,147 @@
+"""How long a decode step takes at least: bytes and operations at published rates, no measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from kvjax.cache import Cache, GroupState, Paged
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.models.config import Config
+from kvjax.models.feed_forward import MoE, mlp_of
+from kvjax.models.layers import Params
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.plan.collectives import Collective
+from kvjax.plan.sizes import bits, on_device
+from kvjax.plan.topologies import Topology
+
+NOTE = (
+    "Roofline: a model, not measured. hbm: weights that a step needs and all of the cache, read once; mxu: "
+    "products; links: collectives at what a device sends to all its neighbours, without latency. A step "
+    "takes at least the larger of the first two, and the third."
+)
+
+
+class Roofline(NamedTuple):
+    """Milliseconds of one step of all rows, on one device: of memory, products and links."""
+
+    hbm: float
+    mxu: float
+    links: float
+
+    @property
+    def ms(self) -> float:
+        return max(self.hbm, self.mxu) + self.links
+
+    def tokens_per_second(self, batch: int) -> float:
+        return 1e3 * batch / self.ms
+
+
+def roofline(
+    config: Config, params: Params, cache: Cache, topology: Topology, on: OnMesh, sent: Iterable[Collective]
+) -> Roofline | None:
+    """Of a decode step over placed weights and a placed cache; None for devices whose rates are not known.
+
+    sent: the step's collectives.
+    """
+    device = topology.device
+    if device is None:
+        return None
+    batch = cache.next.shape[0]
+    rows = batch // on.devices("batch") if on.splits("batch", batch) else batch
+    moved, flops = _of_weights(config, params, rows, batch)
+    moved += _of_cache(config, params, cache)
+    flops += _of_attention(config, params, cache, on)
+    # An all-reduce sends what it reduces, and then the results.
+    wire = sum(one.bytes * (2 if one.kind == "all-reduce" else 1) for one in sent)
+    links = wire / topology.links if topology.links else 0.0
+    return Roofline(1e3 * moved / device.hbm, 1e3 * flops / device.bf16, 1e3 * links)
+
+
+def _of_weights(config: Config, params: Params, rows: int, batch: int) -> tuple[float, float]:
+    """Bytes and operations of the weights on one device, which sees `rows` of `batch` rows.
+
+    Of experts, those count that so many rows are expected to choose, if all are chosen alike.
+    """
+    moved = flops = 0.0
+    for group, first in zip(params["layers"], _firsts(params), strict=True):
+        mlp = mlp_of(config, first)
+        for name, x in group.items():
+            here = _here(x)
+            count = here * 8 / bits(x.dtype)
+            if isinstance(mlp, MoE) and name.startswith("experts_"):
+                share = mlp.top / mlp.experts
+                moved += here * (1 - (1 - share) ** batch)
+                flops += 2 * rows * count * share
+            else:
+                moved += here
+                flops += 2 * rows * count if x.ndim > 2 else 0
+    for name in ("norm", "embed" if config.tied else "unembed"):
+        here = _here(params[name])
+        moved += here
+        flops += 2 * rows * here * 8 / bits(params[name].dtype)
+    return moved, flops
+
+
+def _of_cache(config: Config, params: Params, cache: Cache) -> int:
+    """Bytes of a cache on one device that a step moves: slots are read, states read and written.
+
+    Slots that other layers read are read once for each of them.
+    """
+    total = sum(_here(x) for x in jax.tree.leaves((cache.pools, cache.next)))
+    for _, layers, holder in _attending(config, params, cache):
+        held = sum(_here(x) for x in jax.tree.leaves(holder.parts))
+        total += held * layers // _layers(holder)
+    return total + sum(2 * _here(x) for group in cache.groups for x in jax.tree.leaves(group.state))
+
+
+def _of_attention(config: Config, params: Params, cache: Cache, on: OnMesh) -> float:
+    """Operations of a device's queries with the slots of its part of the cache."""
+    flops = 0.0
+    for first, layers, holder in _attending(config, params, cache):
+        mixer = mixer_of(config, first)
+        shape = mixer.slots_of(config)
+        for part in holder.parts:
+            table: Any = part.table if isinstance(part, Paged) else part.pos
+            slots = _numbers(table) * (cache.pools[part.pool].page_tokens if isinstance(part, Paged) else 1)
+            queries = mixer.query_heads(config) / table.shape[2]
+            _, _, lists, over, *_ = (*table.sharding.spec, None, None, None, None)
+            if lists is None and not {*(over or ())} & {*on.rules.mesh_axes("heads")}:
+                # Every device has all lists, and its own queries; all queries, where it has its own slots.
+                queries /= on.devices("heads")
+            flops += 2 * slots * layers / table.shape[0] * queries * (shape.key + shape.value)
+    return flops
+
+
+def _attending(config: Config, params: Params, cache: Cache) -> Iterator[tuple[int, int, GroupState]]:
+    """(first layer, layers, the group whose slots they read) of all groups that read slots."""
+    firsts = _firsts(params)
+    for first, group, weights in zip(firsts, cache.groups, params["layers"], strict=True):
+        source = mixer_of(config, first).source_of("slots")
+        holder = group if source is None else cache.groups[firsts.index(source)]
+        if mixer_of(config, first).slots(config) is not None and _layers(holder):
+            yield first, next(iter(weights.values())).shape[0], holder
+
+
+def _layers(group: GroupState) -> int:
+    """Layers of a group that hold slots; 0 where none do."""
+    tables = [part.table if isinstance(part, Paged) else part.pos for part in group.parts]
+    return tables[0].shape[0] if tables and tables[0].shape[-1] else 0
+
+
+def _numbers(x: Any) -> int:
+    """How many numbers of an array lie on one device."""
+    return on_device(x.shape, "int8", x.sharding.spec, x.sharding.mesh)
+
+
+def _here(x: Any) -> int:
+    """Bytes of an array on one device."""
+    return on_device(x.shape, x.dtype, x.sharding.spec, x.sharding.mesh)
+
+
+def _firsts(params: Params) -> list[int]:
+    """The first layer of every group."""
+    sizes = [next(iter(group.values())).shape[0] for group in params["layers"]]
+    return [sum(sizes[:i]) for i in range(len(sizes))]

@@ -1,0 +1,53 @@
+"""Rows of which only the largest numbers are stored, and a bit per channel that says which these are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from kvjax.ops.base.bit_packing import pack, unpack
+
+
+@dataclasses.dataclass(frozen=True)
+class Pruned:
+    """The floor(share * H) largest of a token's H numbers as they are, at least one, and 0 for the others.
+
+    Unstructured pruning by magnitude, token by token (Mustafar, arXiv:2505.22913). Stored are "values"
+    [*b, S, m] in the order of their channels, in the dtype of the rows, and "words" [*b, S, w] of one bit per
+    channel. Of equal numbers the first stays. Raises ValueError for a share outside (0, 1].
+
+    >>> import jax.numpy as jnp
+    >>> codec = Pruned(0.5)
+    >>> codec.decode(codec.encode(jnp.array([[1.0, -4.0, 3.0, 2.0]])), 4, jnp.float32).tolist()
+    [[0.0, -4.0, 3.0, 0.0]]
+    """
+
+    share: float
+
+    granule = 1
+
+    def __post_init__(self):
+        if not 0 < self.share <= 1:
+            raise ValueError(f"what stays is a share of the channels in (0, 1], got {self.share!r}")
+
+    def count(self, width: int) -> int:
+        """How many of `width` numbers stay."""
+        # A product such as 0.29 * 100 lies below 29.
+        return max(1, int(round(self.share * width, 9)))
+
+    def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
+        channels = jnp.sort(jax.lax.top_k(jnp.abs(x), self.count(x.shape[-1]))[1], -1)
+        bits = jnp.zeros(x.shape, jnp.uint32)
+        bits = jnp.put_along_axis(bits, channels, jnp.ones((), jnp.uint32), -1, inplace=False)
+        return {"values": jnp.take_along_axis(x, channels, -1), "words": pack(bits, 1)}
+
+    def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
+        bits = unpack(data["words"], 1, width).astype(jnp.int32)
+        # Slots that hold nothing have no bits at all.
+        place = jnp.maximum(jnp.cumsum(bits, -1) - 1, 0)
+        rows = jnp.take_along_axis(data["values"], place, -1)
+        return jnp.where(bits == 1, rows, 0).astype(dtype)

@@ -1,0 +1,30 @@
+"""A tokenizer whose ids are bytes: 256 of them, and one more that ends a text."""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+END = "<|end|>"
+VOCAB = 257
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Text to the bytes of its UTF-8 form and back, as the tokenizers library writes them.
+
+    >>> tokenizer = byte_tokenizer()
+    >>> tokenizer.encode("né").ids, tokenizer.decode([110, 195, 169])
+    ([110, 195, 169], 'né')
+    """
+    vocab = {_letter(byte): byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
+    tokenizer.add_special_tokens([AddedToken(END, special=True)])
+    return tokenizer
+
+
+def _letter(byte: int) -> str:
+    """The letter that byte-level tokenizers write for a byte: itself where it is printable."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return chr(byte if byte in printable else 256 + others.index(byte))

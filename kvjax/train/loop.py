@@ -1,0 +1,232 @@
+"""The training loop: batches in, steps, a log, held-out losses, checkpoints, and a model at the end.
+
+A run's folder holds run.json (settings), log.jsonl, loss.png, checkpoints/ and, at its end, model/.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvjax.checkpoint import save_checkpoint
+from kvjax.errors import InputError
+from kvjax.files import write_atomic
+from kvjax.loading import load
+from kvjax.models.config import Config
+from kvjax.models.config_json import config_to_json
+from kvjax.models.layers import Params
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.model import Model
+from kvjax.models.params import init
+from kvjax.train.curve import draw_losses
+from kvjax.train.optimiser import learning_rate, optimiser
+from kvjax.train.rows import HeldOut, Place, Rows
+from kvjax.train.run_folder import LOG, SETTINGS, clock, open_run, trim_log
+from kvjax.train.saving import Saver
+from kvjax.train.settings import Training
+from kvjax.train.sources import Words, source_of, words_of
+from kvjax.train.step import Found, Parts, TrainState, fault, make_step, total_loss
+
+
+def train(
+    run: Training, out: str | os.PathLike[str], *, resume: bool = False, console: Console | None = None
+) -> Path:
+    """Trains as `run` says, in the folder `out`, and returns the directory of the model, `out/model`.
+
+    With `resume`, a run that was cut goes on from its last checkpoint to the same losses and weights as one
+    that was not; without it, a folder that holds a run is refused. Raises InputError for settings that do not
+    fit the texts or the model, before anything is computed, and where loss or gradient are no numbers, with
+    the step and the layer; what was saved before stays.
+
+    >>> from kvjax.train.settings import training
+    >>> train(training({"data": {"kind": "python"}}), "runs/bytes")  # doctest: +SKIP
+    PosixPath('runs/bytes/model')
+    """
+    folder, words, console = Path(out), words_of(run.data), console or Console(quiet=True)
+    config, start = _model(run, words)
+    teacher = None if run.teacher is None else _teacher(run.teacher, config)
+    segments = run.data.segments and not any(mixer_of(config, i).state(config) for i in range(config.layers))
+    source, held = source_of(run.data, words, run.loop, segments=segments)
+    _open(folder, run, config, resume)
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), start())
+    steps = optimiser(run.optimiser, run.loop.steps)
+    state = TrainState(params, steps.init(params), jnp.zeros((), jnp.int32))
+    saver, before = Saver(folder), {}
+    if resume and saver.latest is not None:
+        state, rest = saver.load(state)
+        source.place, before = Place(**rest["place"]), rest["seconds"]
+    trim_log(folder, int(state.step))
+    session = _Session(run, config, folder, saver, held, clock(before), console)
+    step = make_step(config, run.loop, steps, None if teacher is None else teacher.config)
+    learn = partial(step, theirs=None if teacher is None else teacher.params)
+    state = session.go(state, source.next, lambda: source.place.as_json(), learn)
+    model = Model(
+        config, state.params, tokenizer=words.tokenizer, special_tokens=words.special, stop_ids=(words.end,),
+        name=folder.name,
+    )  # fmt: skip
+    save_checkpoint(model, folder / "model")
+    return folder / "model"
+
+
+def _model(run: Training, words: Words) -> tuple[Config, Callable[[], Params]]:
+    """The config, and how its first weights are made."""
+    if run.start is not None:
+        model = load(run.start, dtype="float32")
+        if not isinstance(model.config, Config):
+            raise InputError(f"{run.start} is a model of two decoders, and one is trained here")
+        config, start = model.config, lambda: model.params
+    else:
+        assert run.config is not None
+        config = run.config
+        start = partial(init, config, jax.random.key(run.loop.seed))
+    if config.vocab < words.vocab:
+        raise InputError(
+            f"the tokenizer has {words.vocab} ids and the model {config.vocab}: leave model.vocab out, or "
+            "give the tokenizer of the model"
+        )
+    if run.loop.length > config.max_positions:
+        raise InputError(
+            f"train.length is {run.loop.length}, and the model has {config.max_positions} positions: shorten "
+            "the rows, or raise model.max_positions"
+        )
+    return config, start
+
+
+def _teacher(path: str, config: Config) -> Model:
+    model = load(path)
+    if not isinstance(model.config, Config) or model.config.vocab != config.vocab:
+        raise InputError(
+            f"the teacher {path} is no decoder of {config.vocab} ids, as the model is: teach with one "
+            "that has the same tokenizer"
+        )
+    return model
+
+
+def _open(folder: Path, run: Training, config: Config, resume: bool) -> None:
+    if not resume and (folder / SETTINGS).exists():
+        raise InputError(f"{folder} holds a run: go on with it by --resume, or choose another folder")
+    parts = {name: dataclasses.asdict(getattr(run, name)) for name in ("data", "optimiser", "loop")}
+    open_run(
+        folder, {"model": config_to_json(config), "start": run.start, "teacher": run.teacher, **parts}, resume
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Session:
+    """The running of a run between two starts."""
+
+    run: Training
+    config: Config
+    folder: Path
+    saver: Saver
+    held: HeldOut | None
+    now: Callable[[], dict[str, float]]
+    console: Console
+
+    def go(
+        self,
+        state: TrainState,
+        next_rows: Callable[[int], Rows],
+        place: Callable[[], dict[str, Any]],
+        step: Callable[[TrainState, Parts], tuple[TrainState, Found]],
+    ) -> TrainState:
+        loop, done = self.run.loop, int(state.step)
+        saved, began, asked = time.monotonic(), time.monotonic(), done
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"))
+        with (
+            Progress(
+                *columns, TimeRemainingColumn(), TextColumn("{task.fields[news]}"), console=self.console
+            ) as progress,
+            open(self.folder / LOG, "a") as log,
+        ):
+            bar = progress.add_task(self.folder.name, total=loop.steps, completed=done, news="")
+            try:
+                for i in range(done, loop.steps):
+                    parts = in_parts(next_rows(loop.batch), loop.accumulate)
+                    state, found = step(state, parts)
+                    if not bool(found.finite):
+                        raise InputError(self._broken(i, state, parts))
+                    last = i + 1 == loop.steps
+                    if (i + 1) % loop.log_every == 0 or last:
+                        speed = (i + 1 - asked) * loop.batch * loop.length / (time.monotonic() - began)
+                        record = self._record(i, found, speed)
+                        if self.held is not None and ((i + 1) % loop.evaluate_every == 0 or last):
+                            record |= self.evaluate(state.params)
+                        log.write(json.dumps(record) + "\n")
+                        log.flush()
+                        progress.update(bar, news=_news(record))
+                        began, asked = time.monotonic(), i + 1
+                    progress.advance(bar)
+                    if last or time.monotonic() - saved >= loop.save_seconds:
+                        self.saver.save(i + 1, state, {"place": place(), "seconds": self.now()})
+                        saved = time.monotonic()
+            finally:
+                self.saver.close()
+                write_atomic(self.folder / "loss.png", draw_losses(self.folder / LOG))
+        return state
+
+    def evaluate(self, params: Params) -> dict[str, float]:
+        """The mean loss of the held-out rows, in nats per token and in bits per byte of text."""
+        assert self.held is not None
+        rows, size = self.held.rows, self.run.loop.batch
+        loss = weight = 0.0
+        for at in range(0, len(rows.tokens), size):
+            some = Rows(*(None if x is None else x[at : at + size] for x in rows))  # pyright: ignore
+            part = jax.tree.map(lambda x: x[0], in_parts(some, 1))
+            loss += float(_held_out_loss(params, part, self.config, self.run.loop))
+            weight += float(part.weights[:, 1:].sum())
+        mean = loss / weight
+        bits = mean / math.log(2) / self.held.bytes_per_token
+        return {"held_out_loss": round(mean, 5), "bits_per_byte": round(bits, 5)}
+
+    def _record(self, i: int, found: Found, speed: float) -> dict[str, Any]:
+        loop, rate = self.run.loop, learning_rate(self.run.optimiser, self.run.loop.steps)
+        return {
+            "step": i + 1,
+            "tokens": (i + 1) * loop.batch * loop.length,
+            "loss": round(float(found.loss), 5),
+            "norm": round(float(found.norm), 4),
+            "rate": float(np.asarray(rate(i))),
+            "tokens_per_second": round(speed),
+            **{name: round(x, 1) for name, x in self.now().items()},
+        }
+
+    def _broken(self, i: int, state: TrainState, parts: Parts) -> str:
+        what = fault(state.params, parts, self.config, self.run.loop)
+        kept = "no checkpoint was written yet" if self.saver.latest is None else "the last checkpoint stays"
+        return (
+            f"step {i + 1}: {what} is not a number, so training stopped and {kept}: lower optimiser.peak, "
+            "raise optimiser.warmup, or compute in float32"
+        )
+
+
+_held_out_loss = jax.jit(total_loss, static_argnames=("config", "loop"))
+
+
+def in_parts(rows: Rows, parts: int) -> Parts:
+    """Rows [B, ...] as [A, B / A, ...]."""
+
+    def split(x: np.ndarray) -> Array:
+        return jnp.asarray(np.reshape(x, (parts, len(x) // parts, *x.shape[1:])))
+
+    segments = None if rows.segments is None else split(rows.segments)
+    return Parts(split(rows.tokens), split(rows.weights), segments)
+
+
+def _news(record: dict[str, Any]) -> str:
+    bits = f"  held out {record['bits_per_byte']:.3f} bits/byte" if "bits_per_byte" in record else ""
+    return f"loss {record['loss']:.3f}  {record['tokens_per_second']:,} tokens/s{bits}"

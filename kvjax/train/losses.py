@@ -1,0 +1,29 @@
+"""Losses of training: small pure functions of logits and targets."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+
+def next_token(
+    logits: Float[Array, "B T V"], tokens: Int[Array, "B T+1"], weights: Float[Array, "B T+1"]
+) -> Float[Array, ""]:
+    """The sum of -log p of every next token times its weight, in nats."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:])
+    return jnp.sum(losses * weights[:, 1:])
+
+
+def distilled(
+    logits: Float[Array, "B T V"],
+    teacher: Float[Array, "B T V"],
+    weights: Float[Array, "B T+1"],
+    temperature: float = 1.0,
+) -> Float[Array, ""]:
+    """The sum of weight * t^2 * KL(teacher || student) at temperature t, in nats (arXiv:1503.02531)."""
+    of_student = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
+    of_teacher = jax.nn.log_softmax(teacher.astype(jnp.float32) / temperature)
+    each = jnp.sum(jnp.exp(of_teacher) * (of_teacher - of_student), -1)
+    return temperature**2 * jnp.sum(each * weights[:, 1:])

@@ -1,0 +1,70 @@
+"""Gradients to steps: optax, put together as a run's settings say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+from kvjax.train.settings import Optimiser
+
+
+def learning_rate(settings: Optimiser, steps: int) -> optax.Schedule:
+    """The learning rate of every step, warm-up included.
+
+    >>> rate = learning_rate(Optimiser(peak=1.0, warmup=10, schedule="wsd", decay=0.5, floor=0.0), 100)
+    >>> [round(float(rate(step)), 2) for step in (0, 5, 10, 49, 75, 100)]
+    [0.0, 0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    peak, low, warmup = settings.peak, settings.peak * settings.floor, min(settings.warmup, steps)
+    if settings.schedule == "cosine":
+        behind = optax.cosine_decay_schedule(peak, max(1, steps - warmup), settings.floor)
+    elif settings.schedule == "wsd":
+        falling = max(1, round(settings.decay * steps))
+        start = max(0, steps - warmup - falling)
+        behind = optax.linear_schedule(peak, low, falling, transition_begin=start)
+    else:
+        behind = optax.constant_schedule(peak)
+    if not warmup:
+        return behind
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), behind], [warmup])
+
+
+def optimiser(settings: Optimiser, steps: int) -> optax.GradientTransformation:
+    """AdamW (arXiv:1711.05101), or Muon (Jordan et al., 2024) for the matrices of layers, behind a clip."""
+    rate = learning_rate(settings, steps)
+    if settings.name == "muon":
+        # Embeddings and the last matrix are tables of vectors, which AdamW serves better.
+        steps_of = optax.contrib.muon(
+            rate, weight_decay=settings.weight_decay, adam_weight_decay=0.0, adam_b1=settings.b1,
+            adam_b2=settings.b2, muon_weight_dimension_numbers=_matrices, consistent_rms=0.2,
+        )  # fmt: skip
+    else:
+        steps_of = optax.adamw(
+            rate, settings.b1, settings.b2, settings.eps, weight_decay=settings.weight_decay, mask=_decayed
+        )
+    return optax.chain(optax.clip_by_global_norm(settings.clip), steps_of)
+
+
+def _decayed(params: Any) -> Any:
+    """Matrices: layers are stacked, so a vector of theirs has two axes."""
+
+    def kind(path: Any, x: Any) -> bool:
+        return x.ndim > (2 if _in_layers(path) else 1)
+
+    return jax.tree.map_with_path(kind, params)
+
+
+def _matrices(params: Any) -> Any:
+    """Which axes of a layer's matrices Muon makes orthogonal: the last two; None for all other parameters."""
+
+    def axes(path: Any, x: Any) -> Any:
+        stacked = _in_layers(path) and x.ndim >= 3
+        return optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1) if stacked else None
+
+    return jax.tree.map_with_path(axes, params)
+
+
+def _in_layers(path: Any) -> bool:
+    return getattr(path[0], "key", None) == "layers"

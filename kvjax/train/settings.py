@@ -1,0 +1,213 @@
+"""What a training run is told: model, data, optimiser and loop, as values that are checked at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from kvjax.errors import InputError
+from kvjax.models.config import Config
+from kvjax.models.config_json import config_from_json
+from kvjax.ops.base.rope import Rope
+
+S = TypeVar("S")
+
+
+FROM_FILES = ("text", "json", "parquet")
+KINDS = (*FROM_FILES, "python", "recall")
+
+
+def _known(what: str, given: Any, known: Any) -> None:
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
+            raise InputError(f"unknown {what} {name!r}: {hint}")
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        near = difflib.get_close_matches(str(value), known, 1)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"{name} is {value!r}, expected one of {', '.join(known)}{hint}")
+
+
+def _between(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise InputError(f"{name} is {value!r}, expected a number from {low} to {high}")
+
+
+def _count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name} is {value!r}, expected a whole number of at least {least}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Which texts are read. kind: "text" (files), "json" (a field of every line), "parquet" (a column),
+    "python" (the standard library's source of the running interpreter) or "recall" (the language of
+    `recall-tiny`).
+
+    field: the field or column that holds a text. tokenizer: "bytes", or the directory of a tokenizer.
+    held_out: the share of texts, chosen by a hash of them, that is never trained on. segments: texts that lie
+    in one row do not see each other. seed: of the order of texts.
+    """
+
+    kind: str = "python"
+    files: tuple[str, ...] = ()
+    field: str = "text"
+    tokenizer: str = "bytes"
+    held_out: float = 0.05
+    segments: bool = True
+    seed: int = 0
+
+    def __post_init__(self):
+        files = (self.files,) if isinstance(self.files, str) else tuple(self.files)
+        object.__setattr__(self, "files", files)
+        _one_of("data.kind", self.kind, KINDS)
+        _between("data.held_out", self.held_out, 0.0, 0.5)
+        needs = self.kind in FROM_FILES
+        if needs and not files:
+            raise InputError(f"data.kind is {self.kind!r} and data.files names no file: give a list of paths")
+        if files and not needs:
+            raise InputError(f"data.kind is {self.kind!r}, which reads no files, but data.files is {files}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimiser:
+    """How gradients become steps. name: "adamw" or "muon" (matrices of layers by Muon,
+    all else by Adam with Nesterov's momentum).
+
+    peak: the largest learning rate. schedule: "cosine" down to floor * peak, "wsd" (constant, then linear
+    down to floor * peak over the last `decay` of all steps) or "constant"; each behind `warmup` steps. clip:
+    the largest norm of a gradient. weight_decay acts on matrices alone.
+    """
+
+    name: str = "adamw"
+    peak: float = 3e-3
+    schedule: str = "cosine"
+    warmup: int = 100
+    decay: float = 0.2
+    floor: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+    def __post_init__(self):
+        _one_of("optimiser.name", self.name, ("adamw", "muon"))
+        _one_of("optimiser.schedule", self.schedule, ("cosine", "wsd", "constant"))
+        _between("optimiser.peak", self.peak, 0.0, math.inf)
+        for name in ("decay", "floor", "b1", "b2"):
+            _between(f"optimiser.{name}", getattr(self, name), 0.0, 1.0)
+        _count("optimiser.warmup", self.warmup, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """How long and how often. batch: rows of `length` tokens per step, read in `accumulate` parts.
+
+    compute: the dtype of layers; weights are kept in float32. remat: compute layers anew for the gradient
+    instead of keeping what lies inside them. balance: what unequal use of experts costs, times the loss of
+    Switch Transformers (arXiv:2101.03961). distil: with a teacher, the share of the loss that is its
+    divergence. log_every, evaluate_every: in steps. evaluate_rows: of held-out texts.
+    """
+
+    steps: int = 1000
+    batch: int = 16
+    length: int = 256
+    accumulate: int = 1
+    compute: str = "bfloat16"
+    remat: bool = False
+    balance: float = 0.01
+    distil: float = 0.5
+    seed: int = 0
+    log_every: int = 10
+    evaluate_every: int = 200
+    evaluate_rows: int = 64
+    save_seconds: float = 60.0
+
+    def __post_init__(self):
+        for name in ("steps", "batch", "length", "accumulate", "log_every", "evaluate_every"):
+            _count(f"train.{name}", getattr(self, name), 1)
+        _count("train.evaluate_rows", self.evaluate_rows, 1)
+        _between("train.distil", self.distil, 0.0, 1.0)
+        _between("train.balance", self.balance, 0.0, math.inf)
+        _one_of("train.compute", self.compute, ("bfloat16", "float32"))
+        if self.batch % self.accumulate:
+            raise InputError(
+                f"train.batch is {self.batch} rows and train.accumulate {self.accumulate} parts: the first "
+                "must be a multiple of the second"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A whole run. start: a model's directory to go on from; else `config` is started at random.
+
+    teacher: a model's directory, from whose predictions the run learns, too.
+    """
+
+    config: Config | None = None
+    start: str | None = None
+    teacher: str | None = None
+    data: Data = Data()
+    optimiser: Optimiser = Optimiser()
+    loop: Loop = Loop()
+
+    def __post_init__(self):
+        if (self.config is None) == (self.start is None):
+            raise InputError(
+                "a run starts from a config or from a model: bind model.d_model and the other sizes, or "
+                "model.start, and not both"
+            )
+
+
+SIZES = dict(layers=4, d_model=128, heads=4, kv_heads=4, head_dim=32, d_ff=352, max_positions=8192)
+SECTIONS = {"data": Data, "optimiser": Optimiser, "train": Loop}
+
+
+def training(bound: Mapping[str, Mapping[str, Any]], vocab: int | None = None) -> Training:
+    """A run from what a file binds: the sections "model", "data", "optimiser" and "train".
+
+    The model's fields are those of a `Config` as JSON, with `mixer` and `mlp` for all layers at once; vocab
+    fills in what the tokenizer knows. Raises InputError for unknown names, with the nearest, and for values
+    that do not fit.
+
+    >>> run = training({"model": {"layers": 2, "mixer": {"word": "Attention"}}, "train": {"steps": 3}}, 257)
+    >>> run.config.vocab, run.loop.steps
+    (257, 3)
+    """
+    _known("section", bound, ("model", *SECTIONS))
+    parts = {name: _built(name, kind, bound.get(name, {})) for name, kind in SECTIONS.items()}
+    model = dict(bound.get("model", {}))
+    start, teacher = model.pop("start", None), model.pop("teacher", None)
+    config = None if start is not None and not model else _config(model, vocab)
+    return Training(config, start, teacher, parts["data"], parts["optimiser"], parts["train"])
+
+
+def _built(section: str, kind: type[S], given: Mapping[str, Any]) -> S:
+    _known(f"setting of {section}", given, [f.name for f in dataclasses.fields(kind)])  # pyright: ignore
+    return kind(**given)
+
+
+def _config(model: dict[str, Any], vocab: int | None) -> Config:
+    known = [f.name for f in dataclasses.fields(Config)]
+    _known("setting of model", model, (*known, "mixer", "mlp", "start", "teacher"))
+    rope = dataclasses.asdict(Rope()) | model.get("rope", {})
+    fields = {"vocab": vocab or 256} | SIZES | model | {"rope": rope}
+    for one, many in (("mixer", "mixers"), ("mlp", "mlps")):
+        if one in fields:
+            if many in model:
+                raise InputError(f"model.{one} and model.{many} were both given: give one of them")
+            fields[many] = [fields.pop(one)] * fields["layers"]
+    try:
+        config = config_from_json(fields)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"the settings of model are those of no model: {error}") from error
+    assert isinstance(config, Config)
+    return config

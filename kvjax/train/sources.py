@@ -1,0 +1,88 @@
+"""Where batches come from: a run's settings as a source of rows, with its tokenizer and what is held out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from kvjax.errors import InputError
+from kvjax.eval.tasks import recall
+from kvjax.eval.tasks.recall_tasks import training_batch
+from kvjax.models.files import check_folder
+from kvjax.models.tokenizer import read_text
+from kvjax.train.byte_tokenizer import END, byte_tokenizer
+from kvjax.train.rows import HeldOut, Place, Rows, Stream, held_out_rows
+from kvjax.train.settings import Data, Loop
+from kvjax.train.texts import read_texts
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Rows without end; `place` says how far it has read."""
+
+    place: Place
+
+    def next(self, rows: int) -> Rows: ...
+
+
+class Words(NamedTuple):
+    """A tokenizer, how many ids it has, the id that ends a text, and the special tokens of its models."""
+
+    tokenizer: Any
+    vocab: int
+    end: int
+    special: dict[str, str]
+
+
+class Recall:
+    """The language of `recall-tiny`; the batch of a step is a function of (seed, step)."""
+
+    def __init__(self, length: int, seed: int, place: Place | None = None):
+        self.length, self.seed, self.place = length, seed, place or Place()
+
+    def next(self, rows: int) -> Rows:
+        rng = np.random.default_rng([self.seed, self.place.reading])
+        tokens, weights, _ = training_batch(rng, rows, self.length + 1)
+        self.place.reading += 1
+        return Rows(np.asarray(tokens), np.asarray(weights, np.float32), None)
+
+
+def words_of(data: Data) -> Words:
+    """The tokenizer of a run. Raises InputError where its directory has none, or none that ends a text."""
+    if data.kind == "recall":
+        special = {"bos_token": recall.WORDS[recall.BOS], "pad_token": recall.WORDS[recall.PAD]}
+        special["repeat_prompt"] = recall.WORDS[recall.COPY]
+        return Words(recall.tokenizer(), len(recall.WORDS), recall.PAD, special)
+    if data.tokenizer == "bytes":
+        tokenizer = byte_tokenizer()
+        return Words(tokenizer, tokenizer.get_vocab_size(), 256, {"eos_token": END})
+    text = read_text(check_folder(data.tokenizer))
+    ends = [text.special_tokens.get(name) for name in ("eos_token", "bos_token")]
+    end = next((text.tokenizer.token_to_id(e) for e in ends if e), None) if text.tokenizer else None
+    if text.tokenizer is None or end is None:
+        raise InputError(
+            f"{data.tokenizer} has no tokenizer with an eos_token: set data.tokenizer to 'bytes' or another"
+        )
+    return Words(text.tokenizer, text.tokenizer.get_vocab_size(), end, dict(text.special_tokens))
+
+
+def source_of(
+    data: Data, words: Words, loop: Loop, *, segments: bool, place: Place | None = None
+) -> tuple[Source, HeldOut | None]:
+    """The source of a run and its held-out rows; place: where to go on."""
+    if data.kind == "recall":
+        return Recall(loop.length, data.seed, place), None
+    texts = read_texts(data)
+
+    def encode(text: str) -> list[int]:
+        return words.tokenizer.encode(text, add_special_tokens=False).ids
+
+    held = held_out_rows(
+        texts, encode, words.end, loop.length, loop.evaluate_rows, share=data.held_out, segments=segments
+    )
+    stream = Stream(
+        texts, encode, words.end, loop.length, held_out=data.held_out, segments=segments, seed=data.seed,
+        place=place,
+    )  # fmt: skip
+    return stream, held

@@ -1,0 +1,167 @@
+"""The logical axes of every parameter, and where a mesh's rules put them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import jax
+
+from kvjax.errors import InputError
+from kvjax.mesh.on_mesh import Axes, OnMesh
+from kvjax.models.block_transformer import BlockConfig
+from kvjax.models.config import Config
+from kvjax.models.feed_forward import FeedForward, mlp_of
+from kvjax.models.layers import Params
+from kvjax.models.mixer import Mixer
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.mixers.head_maps import HeadMaps
+from kvjax.models.mixers.recurrent import Recurrent
+from kvjax.models.mixers.rwkv import ChannelMix
+from kvjax.models.params import Group, layer_shapes
+from kvjax.models.placement import map_leaves
+
+_E, _H, _K, _M, _V, _X = "embed", "heads", "kv_heads", "mlp", "vocab", "experts"
+
+_TOP: dict[str, Axes] = {"embed": (_V, _E), "unembed": (_E, _V), "norm": (None,)}
+# Of layers, by name; heads lie side by side in an axis of queries, keys or values. What lies here in another
+# order, such as the channels that a short convolution takes together, stays whole.
+_LAYER: dict[str, Axes] = {
+    **dict.fromkeys(
+        ("q", "attn_gate", "q_low", "r", "z", "dt", "decay", "beta", "level", "out_gate"), (_E, _H)
+    ),
+    **dict.fromkeys(("k", "v", "k_low", "k_down", "v_down"), (_E, _K)),
+    "forget": (_E, _K),
+    "o": (_H, _E),
+    **dict.fromkeys(("sink_bias", "memory_share", "a_log", "dt_bias", "skip"), (_H,)),
+    **dict.fromkeys(("bonus", "level_scale"), (_H, None)),
+    **dict.fromkeys(("extra_k", "extra_v"), (_K, None)),
+    "kv_up": (_H, None, None),
+    "k_up": (_K, None, None),
+    **dict.fromkeys(("q_up", "decay_up", "out_gate_up", "rate_up", "first_up", "second_up"), (None, _H)),
+    **dict.fromkeys(("kv_down", "q_down", "decay_down", "out_gate_down", "rate_down"), (_E, None)),
+    **dict.fromkeys(
+        ("first_down", "second_down", "mix_down", "compress", "router", "shared_switch"), (_E, None)
+    ),
+    **dict.fromkeys(
+        ("q_factors", "k_factors", "v_factors", "xbc", "adapt_k_down", "adapt_v_down"), (_E, None)
+    ),
+    **dict.fromkeys(("adapt_k_up", "adapt_v_up", "restore", "align_up", "align_down", "conv"), (None, None)),
+    "conv_bias": (None,),
+    "key_rate": (None,),
+    "mix_up": (None, None, None),
+    **dict.fromkeys(("gate", "up", "shared_gate", "shared_up"), (_E, _M)),
+    **dict.fromkeys(("down", "shared_down"), (_M, _E)),
+    **dict.fromkeys(("experts_gate", "experts_up"), (_X, _E, _M)),
+    "experts_down": (_X, _M, _E),
+    "router_bias": (None,),
+}
+# What words call so and mean otherwise.
+_OWN: tuple[tuple[type, dict[str, Axes]], ...] = (
+    (ChannelMix, {"k": (_E, _M), "v": (_M, _E), "r": (_E, None)}),
+    (HeadMaps, {"q": (_E, None), "k": (_E, None), "v": (_E, None), "o": (None, _E)}),
+    (Recurrent, {"q": (_E, _K), "v": (_E, _H)}),
+)
+
+
+def axes_of(word: Mixer | FeedForward, name: str, rank: int) -> Axes:
+    """The logical axes of a parameter of a layer, of `rank` axes; all None for one that nobody named.
+
+    >>> from kvjax.models.mixers.attention import ATTENTION
+    >>> axes_of(ATTENTION, "o", 2), axes_of(ATTENTION, "k_bias", 1)
+    (('heads', 'embed'), ('kv_heads',))
+    """
+    found = known_axes(word, name)
+    return found if found is not None and len(found) == rank else (None,) * rank
+
+
+def known_axes(word: Mixer | FeedForward, name: str) -> Axes | None:
+    """`axes_of` where the name is one that this file knows."""
+    own = next((names for kind, names in _OWN if isinstance(word, kind)), {})
+    table = _LAYER | own
+    if name in table:
+        return table[name]
+    if name.endswith(("_norm", "_norm_bias")) or name.startswith("mix_"):
+        return (None,)
+    base = table.get(name.removesuffix("_bias"))
+    if base is None or not name.endswith("_bias"):
+        return None
+    # Where a product's rows are split, every device would add the bias once.
+    return (None if base[-1] == _E else base[-1],)
+
+
+def heads_of(config: Config, layer: int) -> dict[str, int]:
+    """How many heads a layer has for each of the axes that hold some; 0 where it has none."""
+    mixer = mixer_of(config, layer)
+    slots = mixer.slots(config)
+    if slots is not None:
+        return {_H: mixer.query_heads(config), _K: slots.heads}
+    heads = getattr(mixer, "heads", 0)
+    return {_H: heads, _K: getattr(mixer, "key_heads", heads)}
+
+
+def whole_heads(config: Config, layer: int, on: OnMesh) -> bool:
+    """Whether a layer has fewer lists of slots than devices over which heads are split: all have all."""
+    return heads_of(config, layer)[_K] < on.devices(_K)
+
+
+def check_rules(config: Config | BlockConfig, on: OnMesh) -> None:
+    """InputError where a model's heads, channels, experts or vocabulary do not divide as the rules say."""
+    if not isinstance(config, Config):
+        raise InputError(
+            "mesh= was given for a Block Transformer, which has no rules: place its weights with sharding="
+        )
+    for path, axes, shape, heads in _weights(config):
+        for axis, size in zip(axes, shape, strict=True):
+            if axis is None:
+                continue
+            count = heads.get(axis, size)
+            if axis == _K and count < on.devices(_K):
+                continue
+            words = {_H: "heads", _K: "KV heads", _X: "experts", _V: "tokens of the vocabulary"}
+            fit = [n for n in range(1, min(count, on.devices(axis)) + 1) if count % n == 0]
+            what = f"{words.get(axis, 'channels')} of {path}"
+            on.check(axis, count, what, f"give it {' or '.join(map(str, fit))} devices")
+
+
+def _weights(config: Config) -> Iterator[tuple[str, Axes, tuple[int, ...], dict[str, int]]]:
+    """(path, axes, shape, heads) of every parameter, layers one by one."""
+    yield "embed", _TOP["embed"], (config.vocab, config.d_model), {}
+    if not config.tied:
+        yield "unembed", _TOP["unembed"], (config.d_model, config.vocab), {}
+    for i in range(config.layers):
+        heads = heads_of(config, i)
+        for name, shape in layer_shapes(config, i).items():
+            yield f"layers.{i}.{name}", axes_of(_word(config, i, name), name, len(shape)), shape, heads
+
+
+def _word(config: Config, layer: int, name: str) -> Mixer | FeedForward:
+    """The mixer or the feed-forward that a parameter belongs to."""
+    mlp = mlp_of(config, layer)
+    return mlp if name in mlp.shapes(config) else mixer_of(config, layer)
+
+
+def weight_shardings(
+    config: Config, groups: tuple[Group, ...], on: OnMesh
+) -> Callable[[str, tuple[int, ...]], jax.sharding.NamedSharding]:
+    """Where every parameter goes, by path and shape; InputError as of `check_rules`."""
+    check_rules(config, on)
+
+    def place(path: str, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
+        if not path.startswith("layers."):
+            return on.sharding(_TOP[path], shape)
+        _, group, name = path.split(".")
+        first = groups[int(group)].first
+        axes = axes_of(_word(config, first, name), name, len(shape) - 1)
+        if whole_heads(config, first, on):
+            axes = tuple(None if axis == _K else axis for axis in axes)
+        return on.sharding(("layers", *axes), shape)
+
+    return place
+
+
+def spread_params(params: Params, config: Config, on: OnMesh) -> Params:
+    """Parameters as the rules place them. InputError as of `check_rules`."""
+    sizes = [next(iter(group.values())).shape[0] for group in params["layers"]]
+    groups = tuple(Group(sum(sizes[:i]), size) for i, size in enumerate(sizes))
+    place = weight_shardings(config, groups, on)
+    return map_leaves(lambda path, x: jax.device_put(x, place(path, x.shape)), params)

@@ -1,0 +1,11 @@
+"""Trains a decoder as a gin file says; the same as `kvjax train`.
+
+python scripts/train.py --gin bytes --out runs/bytes
+"""
+
+import sys
+
+from kvjax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -1,0 +1,68 @@
+"""Budgets of layers, where these differ more than in small models."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.keep.layer_budgets import ByHits, ByPrefix, ByUncertainty, Together
+from kvjax.keep.observe import Queries
+from kvjax.keep.score import KeyNorm
+from tests.keep.test_score import LENGTH, B, G, K, S, check, f32, probabilities, seen_by, window_of
+from tests.keep.test_score import view as view  # a fixture
+
+LAYERS, LAST = 3, 4
+
+
+def scores_of(rng, sharp, protected=2):
+    """Scores [L, B, K, S] of unequal sharpness, infinite for the first slots and -inf for empty ones."""
+    s = rng.random((LAYERS, B, 1, S)) ** np.array(sharp)[:, None, None, None]
+    s = np.broadcast_to(s, (LAYERS, B, K, S)).copy()
+    s[..., :protected] = np.inf
+    for b in range(B):
+        s[:, b, :, LENGTH[b] :] = -np.inf
+    return s
+
+
+def test_layers_keep_prefixes_of_equal_shares_that_fill_the_stack(rng):
+    s, n = scores_of(rng, [0.1, 2, 12]), LENGTH // 2
+    got = np.asarray(ByPrefix().counts(f32(s), jnp.asarray(n)))
+    for b in range(B):
+        free = s[:, b, 0, 2 : LENGTH[b]]
+        ranked = np.sort(free, -1)[:, ::-1]
+        before = (ranked.cumsum(-1) - ranked) / ranked.sum(-1, keepdims=True)
+        order = np.argsort(before, axis=None)[: LAYERS * (n[b] - 2)]
+        want = 2 + np.bincount(order // free.shape[1], minlength=LAYERS)
+        assert got[:, b].tolist() == [[c] * K for c in want] and want[0] > want[1] > want[2]
+
+
+def test_hits_share_the_stack_up_to_a_limit(rng):
+    s = scores_of(rng, [0.1, 1, 1])
+    s += np.arange(S * K).reshape(K, S) * 1e-4
+    n = LENGTH // 2
+    for most in (10.0, 1.5):
+        got = np.asarray(ByHits(most).counts(f32(s), jnp.asarray(n)))
+        for b in range(B):
+            spare, free = n[b] - 2, s[:, b, :, 2 : LENGTH[b]]
+            order = np.argsort(-free, axis=None, kind="stable")[: LAYERS * K * spare]
+            hits = np.bincount(order // free[0].size, minlength=LAYERS) // K
+            assert got[:, b, 0].sum() == LAYERS * n[b] and got[:, b].std(1).max() == 0
+            if most == 10.0:
+                assert (abs(got[:, b, 0] - 2 - hits) <= LAYERS).all() and got[0, b, 0] > n[b]
+            else:
+                assert got[0, b, 0] == 2 + min(int(1.5 * spare), LENGTH[b] - 2)
+
+
+def test_a_layer_needs_the_fewest_tokens_that_hold_a_share_of_the_windows_attention(rng, view):
+    q, q_pos = window_of(rng, LAST)
+    got = ByUncertainty(LAST, 0.8).preference(view, seen_by({repr(Queries(LAST)): (q, q_pos)}))
+    p, pos = probabilities(view, q, q_pos), np.asarray(view.pos)
+    for b in range(B):
+        given = p[b].sum(2)[..., : LENGTH[b] - LAST]
+        held = np.cumsum(np.sort(given, -1)[..., ::-1], -1) / given.sum(-1, keepdims=True)
+        np.testing.assert_allclose(got[b], (np.argmax(held >= 0.8, -1) + 1).mean(), rtol=1e-6)
+    assert pos.shape[2] == S
+
+
+def test_heads_that_keep_together_share_the_mean_of_their_scores(view):
+    norms = -np.linalg.norm(np.asarray(view.k, np.float64), axis=-1)
+    check(Together(KeyNorm())(view, seen_by()), norms.mean(1, keepdims=True), view)
+    assert G > 1 and Together(KeyNorm()).looks

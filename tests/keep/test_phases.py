@@ -1,0 +1,66 @@
+"""Scores that remember how a slot came to be held: read or written, asked before or not."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.keep.beehive import Sampled, Samples
+from kvjax.keep.observe import Mass
+from kvjax.keep.phases import InPhases, Written
+from kvjax.keep.score import KeyNorm, Position
+from kvjax.keep.trace import Received
+from kvjax.protocols import Inputs
+from tests.keep.test_score import LENGTH, B, H, K, N, S, f32, seen_by
+from tests.keep.test_score import view as view  # a fixture
+
+RECEIVED = repr(Received(Mass("sum")))
+
+
+def inputs_of(tokens):
+    x = jnp.zeros((B, K, tokens, H))
+    return Inputs(x, x, x, x[:, 0], jnp.zeros((B, tokens), jnp.int32), jnp.ones(B, jnp.int32))
+
+
+def test_what_comes_in_a_step_of_its_own_is_written():
+    assert (Written().start(inputs_of(1), K) == 1).all()
+    assert (Written().start(inputs_of(5), K) == 0).all() and Written().start(inputs_of(5), K).shape[-1] == 5
+
+
+def test_a_prompt_keeps_its_share_and_written_tokens_leave_among_themselves(rng, view):
+    written = np.zeros((B, K, S))
+    written[:, :, 6:9] = 1
+    view = view._replace(traces={repr(Written()): f32(written)})
+    word, seen = InPhases(KeyNorm(), Position(), written=0.4, newest=2), seen_by()
+    norm, pos = -np.linalg.norm(np.asarray(view.k, np.float64), axis=-1), np.asarray(view.pos)
+    read = (pos >= 0) & (written == 0)
+    first = np.where(pos >= (LENGTH - 2)[:, None, None], np.inf, np.where(read, norm, -np.inf))
+    got = np.asarray(word(view, seen))
+    for b, n in enumerate(LENGTH // 2):
+        for head in range(K):
+            best = set(np.argsort(-first[b, head], kind="stable")[: int(n * 0.6)].tolist())
+            live = range(LENGTH[b])
+            want = [pos[b, head, j] if written[b, head, j] else 1e6 if j in best else -np.inf for j in live]
+            assert got[b, head, : LENGTH[b]].tolist() == want
+    in_step = np.asarray(word(view, seen._replace(query=jnp.zeros((B, N, 1, H)))))
+    np.testing.assert_array_equal(in_step[pos >= 0], np.where(written > 0, pos, 1e6)[pos >= 0])
+
+
+def test_old_samples_thin_out_and_the_peaks_of_others_become_samples(view):
+    word, mark = Sampled(stride=3, sinks=2, recent=0.2), np.zeros((B, K, S))
+    mark[:, :, 2:7] = 1
+    received = np.random.default_rng(3).random((B, K, S))
+    received[:, 0, 8:10] = 2.0  # equal ones: the older becomes a sample
+    view = view._replace(traces={repr(word): f32(mark), RECEIVED: f32(received)})
+    got = np.asarray(word.judge(view, seen_by()))
+    for b, n in enumerate(LENGTH // 2):
+        end = LENGTH[b] - int(n * 0.2)
+        want = np.where(np.arange(S) < end, -1.0, 0.0)
+        want[:2], want[2:7:2], want[LENGTH[b] :] = 0, 1, 0
+        for head in range(K):
+            mine = want.copy()
+            for at in range(7, end, 3):
+                mine[at + np.argmax(received[b, head, at : min(at + 3, end)])] = 1
+            assert got[b, head].tolist() == mine.tolist()
+    few = seen_by()._replace(n=jnp.asarray(LENGTH, jnp.int32))
+    np.testing.assert_array_equal(word.judge(view, few), mark)
+    score = Samples(3, 2, 0.2)(view._replace(traces=view.traces | {repr(word): f32(got)}), seen_by())
+    np.testing.assert_array_equal(score, np.where(got == -1, -np.inf, np.asarray(f32(received))))

@@ -1,0 +1,119 @@
+"""Questions and instructions that judge chunks: kept tokens and answers against explicit slots."""
+
+import copy
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache import Cache
+from kvjax.errors import InputError
+from tests.methods.battery import decoder, model, off, positions, step
+from tests.methods.table import PREFIX
+from tests.reference import Prompt, Row, best, softmax
+
+ASKED, CHUNK = 4, 16
+FINCH = kvjax.method("finch", budget=0.5, question=ASKED)
+
+
+def asked(row, tokens, weight=lambda before: before):
+    """What slots get of some tokens that are written behind them, by the positions before each query."""
+    held = [[[s["pos"] for s in slots] for slots in lists] for lists in row.slots]
+    total = [[dict.fromkeys(pos, 0.0) for pos in lists] for lists in held]
+    for token in tokens:
+        row.step(token)
+        for layer, lists in enumerate(row.slots):
+            for i, slots in enumerate(lists):
+                for slot in slots:
+                    total[layer][i].setdefault(slot["pos"], 0.0)
+                    total[layer][i][slot["pos"]] += slot["now"] * weight(len(slots) - 1)
+    return total
+
+
+def finch(tokens):
+    """A row behind a text in chunks, as the paper reads it: each with the question behind it."""
+    question, row = tokens[-ASKED:], None
+    for start in range(0, len(tokens), CHUNK):
+        new, end = tokens[start : start + CHUNK], min(start + CHUNK, len(tokens))
+        ends = end == len(tokens)
+        before = new[: len(new) - ASKED] if ends else new
+        if row is None:
+            prompt = Prompt(decoder("4/2"), before)
+            row = Row(prompt, [np.ones((len(k), len(before)), bool) for k in prompt.k], "rank")
+        else:
+            for token in before:
+                row.step(token)
+        total = asked(row if ends else copy.deepcopy(row), question)
+        for layer, lists in enumerate(row.slots):
+            gone = []
+            for slots, found in zip(lists, total[layer], strict=True):
+                own = [ends and s["pos"] >= end - ASKED for s in slots]
+                score = np.where(own, np.inf, [found[s["pos"]] for s in slots])
+                gone.append(np.flatnonzero(~best(score, end // 2)))
+            row.remove(layer, gone)
+    return row
+
+
+def infinipot(tokens):
+    """A row behind a text in chunks, distilled behind each by surprisal and by what an instruction asks."""
+    row, surprise = None, {}
+    for start in range(0, len(tokens), CHUNK):
+        new, end = tokens[start : start + CHUNK], min(start + CHUNK, len(tokens))
+        if row is None:
+            prompt = Prompt(decoder("4/2"), new)
+            row, found = (
+                Row(prompt, [np.ones((len(k), end), bool) for k in prompt.k], "rank"),
+                prompt.all_logits,
+            )
+        else:
+            found = [row.step(token) for token in new]
+        told = [-np.log(softmax(x)[token]) for x, token in zip(found, new[1:], strict=False)]
+        surprise |= dict(zip(range(start, end), [0.0, *told], strict=True))
+        total = asked(copy.deepcopy(row), PREFIX, lambda before: 1.0)
+        for layer, lists in enumerate(row.slots):
+            gone = []
+            for slots, given in zip(lists, total[layer], strict=True):
+                news = best(np.array([surprise[s["pos"]] for s in slots]), end // 4)
+                gone.append(
+                    np.flatnonzero(~best(np.where(news, np.inf, [given[s["pos"]] for s in slots]), end // 2))
+                )
+            row.remove(layer, gone)
+    return row
+
+
+INFINIPOT = kvjax.method("infinipot", budget=0.5, share=0.5, prefix=PREFIX)
+
+
+@pytest.mark.parametrize(
+    ("method", "by_hand", "lengths"),
+    [
+        pytest.param(FINCH, finch, (44, 27), id="finch"),
+        pytest.param(INFINIPOT, infinipot, (44, 27), id="infinipot", marks=pytest.mark.rotating),
+    ],
+)
+def test_chunks_are_judged_by_what_is_asked_behind_them(method, by_hand, lengths):
+    rng = np.random.default_rng(3)
+    rows = [rng.integers(0, 64, n).tolist() for n in lengths]
+    _, cache = kvjax.prefill(model("4/2"), rows, method=method, chunk=CHUNK, room=8)
+    more = rng.integers(0, 64, (2, len(rows)))
+    want, got = [by_hand(tokens) for tokens in rows], []
+    assert isinstance(cache, Cache)
+    for b, row in enumerate(want):
+        assert [lists[b] for lists in positions(cache)] == row.positions()
+    for tokens in more:
+        logits, cache = step(model("4/2"), cache, tokens, append=True)
+        got.append(logits)
+    for tokens, logits in zip(more, got, strict=True):
+        assert off(logits, np.stack([row.step(t) for row, t in zip(want, tokens, strict=True)])) < 3e-5
+
+
+def test_a_catalyst_is_an_instruction():
+    with pytest.raises(InputError, match="infinipot asks an instruction, and this model has no tokenizer"):
+        kvjax.prefill(model("4/2"), [[1, 2, 3]], method=kvjax.method("infinipot", budget=0.5))
+    with pytest.raises(ValueError, match="a catalyst is an instruction, got no tokens"):
+        kvjax.method("infinipot", budget=0.5, prefix=())
+
+
+def test_a_question_that_does_not_fit_the_budget_is_refused():
+    with pytest.raises(InputError, match="the last 4 of 6 tokens are the question .* budget of 3 slots"):
+        kvjax.prefill(model("4/2"), [[1] * 6, [2] * 9], method=FINCH)

@@ -1,0 +1,68 @@
+"""Several texts in one row: each sees itself alone, from position 0 on. And gradients that keep less."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.params import init
+from kvjax.models.transformer import forward
+from tests.models.architectures import TABLE
+from tests.sweep import sweep
+
+CUTS = (0, 7, 8, 20)
+STATELESS = [
+    name
+    for name, row in TABLE.items()
+    if not any(mixer_of(row.config, i).state(row.config) for i in range(row.config.layers))
+    and name not in ("xc-cache", "cepe")
+]
+
+
+_logits = jax.jit(forward, static_argnames="config")
+
+
+def _square(tokens, config, remat, params):
+    return jnp.square(forward(params, tokens, config, remat=remat)).mean()
+
+
+def model(name):
+    config = TABLE[name].config
+    tokens = np.random.default_rng(0).integers(0, config.vocab, (2, CUTS[-1])).astype(np.int32)
+    return config, init(config, jax.random.key(0)), jnp.asarray(tokens)
+
+
+@pytest.mark.parametrize("name", sweep(STATELESS, "sinks", "mla"))
+def test_texts_in_one_row_give_what_each_gives_alone(name):
+    config, params, tokens = model(name)
+    segments = jnp.asarray(np.repeat([3, 4, 5], np.diff(CUTS))[None].repeat(2, 0), jnp.int32)
+    together = _logits(params, tokens, config, segments=segments)
+    lengths = np.diff(CUTS)
+    alone = np.zeros((3, max(lengths)), np.int32)
+    for i, (start, stop) in enumerate(zip(CUTS, CUTS[1:], strict=False)):
+        alone[i, : stop - start] = tokens[0, start:stop]
+    apart = _logits(params, alone, config, lengths=jnp.asarray(lengths, jnp.int32))
+    for i, (start, stop) in enumerate(zip(CUTS, CUTS[1:], strict=False)):
+        np.testing.assert_allclose(together[0, start:stop], apart[i, : stop - start], atol=2e-5)
+
+
+def test_layers_that_carry_a_state_refuse_texts_that_share_a_row():
+    config, params, tokens = model("kda")
+    with pytest.raises(ValueError, match=r"layers \[0\] carry a state.*give each text a row of its own"):
+        forward(params, tokens, config, segments=jnp.zeros_like(tokens))
+
+
+@pytest.mark.parametrize("name", sweep(["gqa", "kda", "moe"], "gqa"))
+def test_what_is_computed_anew_for_a_gradient_is_the_same_gradient(name):
+    config, params, tokens = model(name)
+
+    def gradient(remat):
+        return jax.jit(jax.grad(partial(_square, tokens, config, remat)))(params)
+
+    for a, b in zip(jax.tree.leaves(gradient(False)), jax.tree.leaves(gradient(True)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    traced = jax.make_jaxpr(partial(_square, tokens, config, True))(params)
+    assert sum(e.primitive.name.startswith(("remat", "checkpoint")) for e in traced.eqns) == config.layers

@@ -1,0 +1,70 @@
+"""`kvjax convert`: conversions by name, what they cost, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cli import main
+from kvjax.errors import InputError
+from kvjax.models.config import Config
+from kvjax.models.model import Model
+from kvjax.models.params import init
+from kvjax.train.conversions import convert, difference
+
+CONFIG = Config(vocab=32, d_model=16, layers=4, heads=4, kv_heads=4, head_dim=4, d_ff=24)
+MODEL = Model(CONFIG, init(CONFIG, jax.random.key(0)))
+TEXTS = np.random.default_rng(0).integers(0, 32, (2, 12)).tolist()
+
+
+def test_difference_is_the_divergence_of_the_predictions_and_how_often_they_agree():
+    other = convert(MODEL, "gqa:kv_heads=2")
+    a, b = (np.asarray(m(jnp.asarray(TEXTS)), np.float64) for m in (MODEL, other))
+    p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (a, b))
+    found = difference(MODEL, other, TEXTS)
+    assert found.divergence == pytest.approx((p * np.log(p / q)).sum(-1).mean(), rel=1e-4)
+    assert found.agreement == pytest.approx((a.argmax(-1) == b.argmax(-1)).mean())
+
+
+@pytest.mark.parametrize(
+    ("spec", "sources"), [("cla:every=2", [None, 0, None, 2]), ("mlkv:layers=1", [None, 0, 0, 0])]
+)
+def test_layers_read_those_that_the_conversion_says(spec, sources):
+    assert [m.source for m in convert(MODEL, spec).config.mixers] == sources
+
+
+def test_what_loses_nothing_is_exact():
+    """Heads that are equal, layers whose attention gives nothing, and latents of full rank."""
+    params = init(CONFIG, jax.random.key(1))
+    for layer in params["layers"]:
+        for name in ("k", "v"):
+            layer[name] = jnp.tile(layer[name][..., :4], (1, 1, 4))
+    params["layers"][3]["o"] = jnp.zeros_like(params["layers"][3]["o"])
+    model = Model(CONFIG, params)
+    for spec in ("mqa", "gqa:kv_heads=2", "drop:layers=[3]", "low-rank:rank=1.0,heads=2"):
+        assert difference(model, convert(model, spec), TEXTS).divergence == pytest.approx(0, abs=1e-6)
+
+
+def test_the_command_writes_a_model_and_says_what_it_costs(tmp_path, capsys):
+    out = tmp_path / "mqa"
+    assert main(["convert", "--to", "mqa", "recall-tiny", str(out), "--rows", "2", "--length", "64"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "nats from the original's" in said and f"model.start={out}" in said
+    assert kvjax.load(str(out)).config.kv_heads == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("gqq:kv_heads=2", "unknown conversion 'gqq': did you mean gqa"),
+        ("gqa", "gqa needs kv_heads: write gqa:kv_heads="),
+        ("gqa:heads=2", "gqa has no option 'heads', it takes kv_heads"),
+        ("gqa:kv_heads=3", "cannot be converted to gqa:kv_heads=3: .*3"),
+        ("mlkv:layers=9", "layers is 9, expected 1 to 4"),
+        ("gqa:kv_heads", "cannot be read: write it like gqa:kv_heads=2"),
+    ],
+)
+def test_what_cannot_be_converted_is_said_in_one_sentence(spec, message):
+    with pytest.raises(InputError, match=message):
+        convert(MODEL, spec)

@@ -1,0 +1,68 @@
+"""The shipped files of `kvjax train`, what a file may bind, and the command."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kvjax.cli import main
+from kvjax.errors import InputError
+from kvjax.gin_bindings import load_training, training_files
+from kvjax.models.params import init
+from kvjax.train.optimiser import optimiser
+from kvjax.train.settings import training
+from kvjax.train.step import Parts, TrainState, make_step
+from tests.sweep import sweep
+
+SMALL = ("train.steps=2", "train.batch=2", "train.length=16", "train.evaluate_rows=2", "train.log_every=1")
+TINY = ("model.layers=1", "model.d_model=16", "model.heads=2", "model.kv_heads=1", "model.head_dim=8")
+
+
+@pytest.mark.parametrize("name", sweep(training_files(), "bytes", "bytes-kimi-linear"))
+def test_every_shipped_file_is_a_run_of_about_a_million_parameters(name):
+    run = training(load_training(name), vocab=257)
+    params = jax.eval_shape(lambda: init(run.config, jax.random.key(0)))
+    assert 0.5e6 < sum(x.size for x in jax.tree.leaves(params)) < 1.5e6
+    steps = optimiser(run.optimiser, 3)
+    state = jax.eval_shape(lambda p: TrainState(p, steps.init(p), jnp.zeros((), jnp.int32)), params)
+    parts = Parts(*(jax.ShapeDtypeStruct((1, 2, 33), dtype) for dtype in ("int32", "float32")), None)
+    new, found = jax.eval_shape(make_step(run.config, run.loop, steps), state, parts)
+    assert jax.tree.map(lambda x: x.shape, new) == jax.tree.map(lambda x: x.shape, state)
+    assert found.loss.shape == ()
+
+
+def test_the_command_trains_and_goes_on_and_says_what_to_do_next(tmp_path, capsys):
+    text, out = tmp_path / "a.txt", tmp_path / "run"
+    text.write_text("a text about nothing at all. " * 40)
+    words = ["train", "--gin", "bytes", "--out", str(out), "--set", *SMALL, *TINY]
+    words += ["data.kind=text", f"data.files=['{text}']", "data.held_out=0.0"]
+    assert main(words) == 0
+    assert f"kvjax compare --model {out}/model" in capsys.readouterr().out.replace("\n", "")
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in log] == [1, 2] and log[-1]["tokens"] == 2 * 2 * 16
+    assert main(words) == 2 and "--resume" in capsys.readouterr().err
+    assert main([*words, "--resume"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("bites", [], "no training file 'bites': give one of bytes"),
+        ("bytes", ["train.steps"], "'train.steps' binds nothing: write SECTION.NAME=VALUE"),
+        ("bytes", ["trian.steps=3"], "unknown section 'trian': did you mean train"),
+    ],
+)
+def test_what_binds_nothing_is_refused(name, changes, message):
+    with pytest.raises(InputError, match=message):
+        load_training(name, changes)
+
+
+def test_a_file_that_gin_cannot_read_is_named_with_its_line(tmp_path):
+    file = tmp_path / "mine.gin"
+    file.write_text("train.steps = 3\ntrian.batch = 4\n")
+    with pytest.raises(InputError, match=r"mine.gin.*trian.*did you mean train"):
+        load_training(file)
+    file.write_text("train.steps = 3\ntrain.batch = = 4\n")
+    with pytest.raises(InputError, match=r"mine.gin, line 2"):
+        load_training(file)

@@ -1,0 +1,199 @@
+"""The training loop: what a step computes, what a restart goes on from, and what is refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.models.params import init
+from kvjax.models.transformer import forward
+from kvjax.train import loop as loops
+from kvjax.train.loop import in_parts, train
+from kvjax.train.optimiser import optimiser
+from kvjax.train.rows import Rows
+from kvjax.train.settings import training
+from kvjax.train.step import Parts, Teacher, TrainState, fault, learned_loss, make_step
+
+MODEL = dict(layers=2, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=24)
+LOOP = dict(steps=5, batch=4, length=24, compute="float32", log_every=1, evaluate_every=5, evaluate_rows=4)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    rng = np.random.default_rng(0)
+    paths = []
+    for i in range(12):
+        paths.append(tmp_path / f"{i}.txt")
+        words = rng.choice(["the cat ", "sat on ", "a mat, ", "é ", "and ran.\n"], 40)
+        paths[-1].write_text("".join(words), encoding="utf-8")
+    return [str(p) for p in paths]
+
+
+def settings(texts, data=None, model=None, **loop):
+    data = dict(kind="text", files=texts, held_out=0.3) | (data or {})
+    bound = {"model": MODEL | (model or {}), "data": data, "train": LOOP | loop}
+    return training(bound | {"optimiser": {"warmup": 2}}, vocab=257)
+
+
+def log_of(folder):
+    return [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
+
+
+def losses(folder):
+    return [record["loss"] for record in log_of(folder)]
+
+
+def test_a_run_that_was_cut_goes_on_to_the_same_losses_and_weights(texts, tmp_path, monkeypatch):
+    run = settings(texts, save_seconds=0.0)
+    whole = train(run, tmp_path / "whole")
+    made, steps = loops.make_step, []
+
+    def breaking(*args):
+        step = made(*args)
+
+        def cut(state, parts, theirs):
+            steps.append(1)
+            if len(steps) == 4:
+                raise KeyboardInterrupt
+            return step(state, parts, theirs)
+
+        return cut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loops, "make_step", breaking)
+        with pytest.raises(KeyboardInterrupt):
+            train(run, tmp_path / "cut")
+    assert not (tmp_path / "cut" / "model").exists() and len(losses(tmp_path / "cut")) == 3
+    resumed = train(run, tmp_path / "cut", resume=True)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    a, b = (kvjax.load(str(path)).params for path in (whole, resumed))
+    assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    last = log_of(tmp_path / "whole")[-1]
+    assert last["bits_per_byte"] == pytest.approx(last["held_out_loss"] / np.log(2), rel=1e-4)
+    assert (tmp_path / "whole" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_in_parts_is_the_step_of_all_rows_by_their_weighted_mean(texts):
+    run = settings(texts)
+    config, rng = run.config, np.random.default_rng(0)
+    tokens = rng.integers(0, 256, (4, 25)).astype(np.int32)
+    # Parts of unequal weight: a mean of means would differ.
+    weights = (rng.random((4, 25)) < np.asarray([[0.9], [0.9], [0.1], [0.1]])).astype(np.float32)
+    params, steps = init(config, jax.random.key(0)), optimiser(run.optimiser, 5)
+    found = []
+    for parts in (1, 2):
+        state = TrainState(jax.tree.map(jnp.copy, params), steps.init(params), jnp.zeros((), jnp.int32))
+        step = make_step(config, run.loop, steps)
+        found.append(step(state, in_parts(Rows(tokens, weights, None), parts)))
+    (one, of_one), (two, of_two) = found
+    logits = np.asarray(forward(params, jnp.asarray(tokens[:, :-1]), config), np.float64)
+    picked = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+    each = np.log(np.exp(logits).sum(-1)) - picked
+    assert float(of_one.loss) == pytest.approx((each * weights[:, 1:]).sum() / weights[:, 1:].sum(), rel=1e-5)
+    assert float(of_two.loss) == pytest.approx(float(of_one.loss), rel=1e-6)
+    for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(two.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_a_loss_that_is_no_number_changes_no_weight_and_the_layer_is_named(texts, tmp_path, monkeypatch):
+    run = settings(texts, save_seconds=0.0)
+    params = init(run.config, jax.random.key(0))
+    params["layers"][1]["v"] = params["layers"][1]["v"].at[0, 0, 0].set(jnp.inf)
+    rows = Rows(np.zeros((4, 25), np.int32), np.ones((4, 25), np.float32), None)
+    steps = optimiser(run.optimiser, 5)
+    state = TrainState(jax.tree.map(jnp.copy, params), steps.init(params), jnp.zeros((), jnp.int32))
+    new, found = make_step(run.config, run.loop, steps)(state, in_parts(rows, 1))
+    assert not bool(found.finite) and int(new.step) == 0
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(new.params), jax.tree.leaves(params), strict=True)
+    )
+    assert fault(new.params, in_parts(rows, 1), run.config, run.loop) == "the output of layer 1"
+    monkeypatch.setattr(loops, "init", lambda *_: params)
+    with pytest.raises(InputError, match="step 1: the output of layer 1 is not a number"):
+        train(run, tmp_path / "run")
+
+
+def test_a_run_starts_from_a_model_and_ends_as_one_that_answers(texts, tmp_path):
+    first = train(settings(texts, steps=1), tmp_path / "first")
+    bound = {
+        "model": {"start": str(first)},
+        "data": {"kind": "text", "files": texts},
+        "train": LOOP | {"steps": 1},
+    }
+    second = train(training(bound), tmp_path / "second")
+    model = kvjax.load(str(second))
+    ids = model.tokenizer.encode("the é").ids
+    assert ids == list("the é".encode())
+    out = kvjax.generate(model, [ids], max_new_tokens=2)
+    assert out.tokens.shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(model={"laeyrs": 2}), "unknown setting of model 'laeyrs': did you mean layers"),
+        (dict(stesp=3), "unknown setting of train 'stesp': did you mean steps"),
+        (dict(batch=3, accumulate=2), "train.batch is 3 rows and train.accumulate 2 parts"),
+        (dict(compute="float16"), "train.compute is 'float16', expected one of bfloat16, float32"),
+        (dict(data={"kind": "jsno"}), "data.kind is 'jsno'.*did you mean 'json'"),
+        (dict(data={"files": []}), "data.files names no file"),
+        (dict(model={"mixer": {"word": "Atention"}}), "'Atention' is no mixer.*nearest is Attention"),
+        (dict(steps=0), "train.steps is 0, expected a whole number of at least 1"),
+    ],
+)  # fmt: skip
+def test_settings_that_mean_nothing_are_refused_by_name(texts, change, message):
+    with pytest.raises(InputError, match=message):
+        settings(texts, **change)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written(texts, tmp_path):
+    out = tmp_path / "run"
+    missing, empty, broken = (tmp_path / name for name in ("missing.txt", "empty.txt", "broken.txt"))
+    empty.write_bytes(b"")
+    broken.write_bytes(b"good\n" + "caf\xe9".encode("latin-1") + b"\n")
+    cases = [
+        (settings([str(missing)]), "there is no file"),
+        (settings([str(empty)]), "is empty"),
+        (settings([str(broken)]), "broken.txt, line 2 is not UTF-8"),
+        (settings(texts, length=9000), "train.length is 9000, and the model has 8192 positions"),
+        (settings(texts, model={"vocab": 100}), "the tokenizer has 257 ids and the model 100"),
+        (settings(texts, data={"held_out": 0.3}, length=5000), "fewer than one row of 5000"),
+    ]
+    for run, message in cases:
+        with pytest.raises(InputError, match=message):
+            train(run, out)
+        assert not out.exists()
+    train(settings(texts, steps=1), out)
+    with pytest.raises(InputError, match="holds a run: go on with it by --resume"):
+        train(settings(texts, steps=1), out)
+    with pytest.raises(InputError, match="other settings"):
+        train(settings(texts, steps=2), out, resume=True)
+
+
+def test_a_run_learns_from_a_teacher_as_much_as_it_is_told(texts, tmp_path):
+    run = settings(texts)
+    teacher, student = (init(run.config, jax.random.key(i)) for i in (1, 2))
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 25)).astype(np.int32)
+    part = Parts(jnp.asarray(tokens), jnp.ones((2, 25), jnp.float32), None)
+    a, b = (np.asarray(forward(p, part.tokens[:, :-1], run.config), np.float64) for p in (teacher, student))
+    p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (a, b))
+    divergence = (p * np.log(p / q)).sum()
+    of_text = -np.log(np.take_along_axis(q, tokens[:, 1:, None], -1)).sum()
+    for share in (0.0, 0.3, 1.0):
+        loop = dataclasses.replace(run.loop, distil=share)
+        found = learned_loss(student, part, run.config, loop, Teacher(teacher, run.config))
+        assert float(found) == pytest.approx((1 - share) * of_text + share * divergence, rel=1e-5)
+    other = settings(texts, model={"vocab": 300}, steps=1)
+    first = train(settings(texts, steps=1), tmp_path / "first")
+    with pytest.raises(InputError, match="is no decoder of 300 ids"):
+        train(dataclasses.replace(other, teacher=str(first)), tmp_path / "other")
+    taught = dataclasses.replace(settings(texts, steps=1), teacher=str(first))
+    train(taught, tmp_path / "taught")
+    assert losses(tmp_path / "taught") != losses(tmp_path / "first")

@@ -1,0 +1,95 @@
+"""Rows cut from texts: their order, their segments, what is held out, and where a restart goes on."""
+
+import numpy as np
+import pytest
+
+from kvjax.errors import InputError
+from kvjax.train.byte_tokenizer import byte_tokenizer
+from kvjax.train.rows import Place, Stream, cut, held_out_rows
+from kvjax.train.settings import Data
+from kvjax.train.texts import is_held_out, read_texts
+
+TEXTS = ["one two", "drei vier fünf", "six", "sept huit neuf dix", "onze", "dodici tredici"]
+END, LENGTH = 256, 8
+
+
+def encode(text):
+    return list(text.encode())
+
+
+def stream(place=None, held_out=0.0, segments=True, seed=3):
+    return Stream(TEXTS, encode, END, LENGTH, held_out=held_out, segments=segments, seed=seed, place=place)
+
+
+def test_rows_are_the_shuffled_texts_one_after_the_other_and_meet_in_one_token():
+    order = [*np.random.default_rng([3, 0]).permutation(6), *np.random.default_rng([3, 1]).permutation(6)]
+    ids = [x for i in order for x in [*encode(TEXTS[i]), END]]
+    rows = stream().next(11)
+    for i, row in enumerate(rows.tokens):
+        assert row.tolist() == ids[i * LENGTH : (i + 1) * LENGTH + 1]
+    # A token behind an end begins a segment, and is no target.
+    begins = np.zeros(rows.tokens.shape, bool)
+    begins[:, 1:] = rows.tokens[:, :-1] == END
+    assert np.array_equal(rows.weights, 1.0 - begins)
+    assert np.array_equal(np.diff(rows.segments, axis=1), begins[:, 1:])
+    assert stream(segments=False).next(1).segments is None
+
+
+def test_a_stream_goes_on_from_its_place_as_if_it_had_not_stopped():
+    whole = stream().next(9).tokens
+    first = stream()
+    first.next(4)
+    second = stream(Place(**first.place.as_json()))
+    assert np.array_equal(second.next(5).tokens, whole[4:])
+
+
+def test_held_out_texts_are_chosen_by_what_they_say_and_never_read():
+    held = [text for text in TEXTS if is_held_out(text, 0.5)]
+    assert 0 < len(held) < len(TEXTS)
+    ids = [x for text in held for x in [*encode(text), END]]
+    found = held_out_rows(TEXTS, encode, END, 4, 100, share=0.5, segments=True)
+    rows = [row.tolist() for row in found.rows.tokens]
+    assert rows == [ids[i : i + 5] for i in range(0, len(ids) - 1, 4)][: len(rows)] and rows
+    assert found.bytes_per_token == 1.0
+    read = stream(held_out=0.5).next(20).tokens
+    text = bytes(x for row in read for x in row[:-1] if x != END).decode()
+    assert not any(each in text for each in held)
+    assert held_out_rows(TEXTS, encode, END, 4, 100, share=0.0, segments=True) is None
+
+
+def test_texts_that_are_all_held_out_are_refused():
+    only = Stream(
+        [t for t in TEXTS if is_held_out(t, 0.5)], encode, END, LENGTH, held_out=0.5, segments=True, seed=0
+    )
+    with pytest.raises(InputError, match="all texts are held out"):
+        only.next(1)
+
+
+def test_bytes_are_ids_and_come_back():
+    tokenizer = byte_tokenizer()
+    text = "naïve \x00 текст\n\t😀"
+    assert tokenizer.encode(text).ids == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.get_vocab_size() == 257 and tokenizer.token_to_id("<|end|>") == 256
+
+
+def test_json_lines_and_parquet_give_their_field(tmp_path):
+    import datasets
+
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(f'{{"body": "{text}", "n": {i}}}\n' for i, text in enumerate(TEXTS)))
+    table = tmp_path / "a.parquet"
+    datasets.Dataset.from_dict({"body": TEXTS}).to_parquet(str(table))
+    for kind, path in (("json", lines), ("parquet", table)):
+        texts = read_texts(Data(kind=kind, files=(str(path),), field="body"))
+        assert [texts[i] for i in range(len(texts))] == TEXTS
+    with pytest.raises(InputError, match="has no field 'text', only body, n"):
+        read_texts(Data(kind="json", files=(str(lines),)))
+    lines.write_text('{"body": "x"\n')
+    with pytest.raises(InputError, match="cannot be read as json"):
+        read_texts(Data(kind="json", files=(str(lines),)))
+
+
+def test_rows_of_a_batch_are_cut_behind_every_end():
+    rows = cut(np.asarray([[5, END, END, 6, 7]], np.int32), END, True)
+    assert rows.segments.tolist() == [[0, 0, 1, 2, 2]] and rows.weights.tolist() == [[1, 1, 0, 0, 1]]
