@@ -13,13 +13,16 @@ ORDERED = "where rows are due, a layer's slots are put into the order of their t
 DECODED = "codes without a kernel are taken out of their stack to be decoded, a layer at a time"
 TAKEN = "a layer is taken out of its stack for the slot of each list that leaves it"
 RELAID = "hash codes are read with their slots on the lanes, and laid out anew where new ones are flushed"
+BY_RANK = dict.fromkeys(
+    ("snapkv-renumbered", "finch", "streamingllm", "lm-infinite", "lacache", "adakv-renumbered"), TURNED
+)
 KNOWN = {
-    "cpu": {"streamingllm": TURNED, "kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED},
-    "v5e:2x2": {
-        "streamingllm": TURNED, "kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED, "less": TAKEN,
+    "cpu": BY_RANK | {"kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED},
+    "v5e:2x2": BY_RANK | {
+        "kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED, "less": TAKEN,
         "int4": DECODED, "mikv": DECODED, "adakv-int4": DECODED, "magicpig": RELAID,
     },
-    "h100": {"streamingllm": TURNED, "kvquant": TURNED, "r-kv": ORDERED},
+    "h100": BY_RANK | {"kvquant": TURNED, "r-kv": ORDERED},
 }  # fmt: skip
 
 
