@@ -37,12 +37,14 @@ WINDOW = 1024
 class Sentence(NamedTuple):
     """What stands for a class: its parts, each an id and hyper-parameters.
 
-    skips: whether it leaves the first layers alone. windowed: the first layer has a window.
+    skips: whether it leaves the first layers alone. windowed: the first layer has a window. apart: its layers
+    act on each other's slots, and cannot be scanned.
     """
 
     parts: tuple[tuple[str, dict[str, Any]], ...]
     skips: bool = False
     windowed: bool = False
+    apart: bool = False
 
     def method(self, skipped: int = 1) -> Method:
         """The sentence; one that skips layers leaves the first `skipped` alone."""
@@ -51,8 +53,8 @@ class Sentence(NamedTuple):
         return made[0] if len(made) == 1 else chain(*made)
 
 
-def _one(id: str, skips: bool = False, windowed: bool = False, **hyper: Any) -> Sentence:
-    return Sentence(((id, hyper),), skips, windowed)
+def _one(id: str, skips: bool = False, windowed: bool = False, apart: bool = False, **hyper: Any) -> Sentence:
+    return Sentence(((id, hyper),), skips, windowed, apart)
 
 
 def _fitted(word: str, shapes: dict[str, tuple[int, ...]]) -> Fitted:
@@ -98,7 +100,7 @@ SENTENCES = {
     "duoattention": _one("duoattention", fitted=GATES),
     "cake": _one("cake", **HALF),
     "kvzip": _one("kvzip", **HALF, prefix=(1, 2)),
-    "minicache": _one("minicache", start=0),
+    "minicache": _one("minicache", apart=True, start=0),
     "int8": _one("int8"),
     "int4": _one("int4"),
     "kivi": _one("kivi"),
@@ -108,7 +110,7 @@ SENTENCES = {
     "adakv-int4": Sentence((("adakv", HALF), ("int4", {}))),
     "h2o-int8": Sentence((("h2o", HALF), ("int8", {}))),
     "quest": _one("quest", skips=True, budget=1024),
-    "tidaldecode": _one("tidaldecode", budget=1024, skip_layers=0, reselect=1),
+    "tidaldecode": _one("tidaldecode", apart=True, budget=1024, skip_layers=0, reselect=1),
     "infllm": _one("infllm", budget=1024, newest=1024),
     "sparq": _one("sparq", budget=1024),
     "magicpig": _one("magicpig", budget=1024, skip_layers=0),
@@ -143,7 +145,7 @@ def step_of(device: Device | Gpu | None, name: str) -> tuple[Run, Any, Cache]:
     stacked = device is not None and device.platform == "tpu"
     layers = 2 * LAYERS if stacked and sentence.skips else LAYERS
     config, method = config_of(sentence, layers), sentence.method(layers // 2)
-    groups = plan(config, stacked=stacked and method.stack is None)
+    groups = plan(config, stacked=stacked and not sentence.apart)
 
     def make(key: Any) -> Any:
         return with_fitted(init(config, key, dtype, groups=groups), method)
