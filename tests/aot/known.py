@@ -13,16 +13,15 @@ ORDERED = "where rows are due, a layer's slots are put into the order of their t
 DECODED = "codes without a kernel are taken out of their stack to be decoded, a layer at a time"
 TAKEN = "a layer is taken out of its stack for the slot of each list that leaves it"
 RELAID = "hash codes are read with their slots on the lanes, and laid out anew where new ones are flushed"
-BY_RANK = dict.fromkeys(
-    ("snapkv-renumbered", "finch", "streamingllm", "lm-infinite", "lacache", "adakv-renumbered"), TURNED
-)
+IN_STEPS = dict.fromkeys(("streamingllm", "lm-infinite", "lacache"), TURNED)
+AT_PREFILL = dict.fromkeys(("snapkv-renumbered", "finch", "adakv-renumbered"), TURNED)
 KNOWN = {
-    "cpu": BY_RANK | {"kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED},
-    "v5e:2x2": BY_RANK | {
+    "cpu": IN_STEPS | AT_PREFILL | {"kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED},
+    "v5e:2x2": IN_STEPS | AT_PREFILL | {
         "kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED, "less": TAKEN,
         "int4": DECODED, "mikv": DECODED, "adakv-int4": DECODED, "magicpig": RELAID,
     },
-    "h100": BY_RANK | {"kvquant": TURNED, "r-kv": ORDERED},
+    "h100": IN_STEPS | {"kvquant": TURNED, "r-kv": ORDERED},
 }  # fmt: skip
 
 
