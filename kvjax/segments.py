@@ -96,7 +96,8 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
     sinks = _sinks(gm, view, kept)
     if sinks is not None:
         kept &= view.pos >= gm.sinks
-        capacity = max(capacity - gm.sinks, 1) if gm.keep is None and not gm.split else capacity
+        if gm.keep is None and not gm.split:
+            capacity = whole_tiles(max(capacity - gm.sinks, 1), view.k.shape[-1], gm.multiple)
     slots = take(gm, view, kept, capacity)
     if gm.keep is not None and gm.keep.lower is not None:
         return GroupState((_lower(gm, view, live & ~kept, tokens, room),), encoded(slots, gm))

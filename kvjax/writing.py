@@ -82,8 +82,8 @@ def write_blocks(
 ) -> Shaped[Array, "Lg B K S *r"]:
     """x with blocks of n = D / C slots: x[layer + i, .., block[i, .., c] * n + j] = new[i, .., c * n + j].
 
-    Blocks below 0 or behind the end write nothing. As in `write_rows` the index is flat, but where slots lie
-    on the lanes. The slots keep their axis: an accelerator would copy x to split it in two.
+    Blocks below 0 or behind the end write nothing. As in `write_rows` the index is flat, and one number per
+    slot is written by a `where`. The slots keep their axis: an accelerator would copy x to split it in two.
     """
     s, rest = x.shape[3], x.shape[4:]
     size = new.shape[3] // block.shape[3]
@@ -93,12 +93,10 @@ def write_blocks(
         # Blocks are numbered through all lists of all layers.
         place = (layer * b * k + source // c) * (s // size) + block.reshape(-1)[source]
         return copy_blocks(x, new.astype(x.dtype), (source, place), count, size)
-    if block.shape[3] == 1 and _by_lanes(x):
+    if x.ndim == 4 and block.shape[3] == 1:
         part = jax.lax.dynamic_slice_in_dim(x, layer, block.shape[0])
-        first = (block * size).reshape(*block.shape, *(1,) * (x.ndim - 4))
-        place = jax.lax.broadcasted_iota(jnp.int32, part.shape, 3) - first
-        mine = new.astype(x.dtype)
-        mine = mine if size == 1 else jnp.take_along_axis(mine, jnp.clip(place, 0, size - 1), axis=3)
+        place = jax.lax.broadcasted_iota(jnp.int32, part.shape, 3) - block * size
+        mine = jnp.take_along_axis(new.astype(x.dtype), jnp.clip(place, 0, size - 1), axis=3)
         part = jnp.where((place >= 0) & (place < size), mine, part)
         return jax.lax.dynamic_update_slice_in_dim(x, part, layer, 0)
     if not alone(x, block, new):

@@ -66,22 +66,6 @@ def test_rows_are_written_in_place_and_out_of_range_slots_write_nothing(
     assert (want[1] != x[1].astype(np.float32)).any()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("tail", [(), (H,)])
-def test_a_tpu_writes_blocks_of_narrow_rows_as_others_do(rng, monkeypatch, tail, size):
-    x, new = (rng.normal(size=(L, B, K, n, *tail)).astype(np.float32) for n in (6, size))
-    block = rng.integers(-1, 6 // size + 1, (1, B, K, 1)).astype(np.int32)
-    want = x.copy()
-    for b, h in np.ndindex(B, K):
-        at = block[0, b, h, 0]
-        if 0 <= at < 6 // size:
-            want[1, b, h, at * size : (at + 1) * size] = new[0, b, h]
-    for platform in ("cpu", "tpu"):
-        monkeypatch.setattr(writing, "platform", lambda platform=platform: platform)
-        got = writing.write_blocks(jnp.asarray(x), jnp.asarray(block), jnp.asarray(new[:1]), 1)
-        np.testing.assert_array_equal(got, want)
-
-
 @pytest.mark.parametrize("codec", sweep([None, Affine(8)], Affine(8)), ids=str)
 def test_tokens_are_written_with_position_bias_and_statistics(rng, codec):
     slots = make_slots(rng, bias=True, stats=True)

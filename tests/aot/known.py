@@ -10,11 +10,17 @@ COMPILERS = {"cpu": "jaxlib", "v5e:2x2": "libtpu", "h100": "jax-cuda13-plugin"}
 TURNED = "keys that lie unrotated are turned whenever they are read, which makes a layer of them"
 MERGED = "a merge makes all slots of a layer anew, to be written behind what the merge still reads"
 ORDERED = "where rows are due, a layer's slots are put into the order of their tokens to be judged"
+DECODED = "codes without a kernel are taken out of their stack to be decoded, a layer at a time"
+TAKEN = "a layer is taken out of its stack for the slot of each list that leaves it"
+RELAID = "hash codes are read with their slots on the lanes, and laid out anew where new ones are flushed"
 KNOWN = {
     "cpu": {"streamingllm": TURNED, "kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED},
-    "v5e:2x2": {},
-    "h100": {},
-}
+    "v5e:2x2": {
+        "streamingllm": TURNED, "kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED, "less": TAKEN,
+        "int4": DECODED, "mikv": DECODED, "adakv-int4": DECODED, "magicpig": RELAID,
+    },
+    "h100": {"streamingllm": TURNED, "kvquant": TURNED, "r-kv": ORDERED},
+}  # fmt: skip
 
 
 def assert_in_place(target, name, found):
