@@ -62,4 +62,6 @@ def run(args: argparse.Namespace) -> None:
         f"is the original's {found.agreement:.1%} of the time",
         soft_wrap=True,
     )
-    out.print(f"uptrain it with kvjax train --set model.start={args.out}", soft_wrap=True)
+    out.print(
+        f"uptrain it with kvjax train --gin FILE --set model.start={args.out} --out DIR", soft_wrap=True
+    )

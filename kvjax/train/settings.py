@@ -175,8 +175,8 @@ def training(bound: Mapping[str, Mapping[str, Any]], vocab: int | None = None) -
     """A run from what a file binds: the sections "model", "data", "optimiser" and "train".
 
     The model's fields are those of a `Config` as JSON, with `mixer` and `mlp` for all layers at once; vocab
-    fills in what the tokenizer knows. Raises InputError for unknown names, with the nearest, and for values
-    that do not fit.
+    fills in what the tokenizer knows. A model to start from takes the place of all of them. Raises InputError
+    for unknown names, with the nearest, and for values that do not fit.
 
     >>> run = training({"model": {"layers": 2, "mixer": {"word": "Attention"}}, "train": {"steps": 3}}, 257)
     >>> run.config.vocab, run.loop.steps
@@ -186,7 +186,8 @@ def training(bound: Mapping[str, Mapping[str, Any]], vocab: int | None = None) -
     parts = {name: _built(name, kind, bound.get(name, {})) for name, kind in SECTIONS.items()}
     model = dict(bound.get("model", {}))
     start, teacher = model.pop("start", None), model.pop("teacher", None)
-    config = None if start is not None and not model else _config(model, vocab)
+    config = _config(model, vocab)
+    config = config if start is None else None
     return Training(config, start, teacher, parts["data"], parts["optimiser"], parts["train"])
 
 

@@ -45,6 +45,14 @@ def test_the_command_trains_and_goes_on_and_says_what_to_do_next(tmp_path, capsy
     assert main([*words, "--resume"]) == 0
 
 
+def test_a_model_to_start_from_takes_the_place_of_the_sizes_that_a_file_binds():
+    run = training(load_training("bytes-mla", ["model.start=runs/mine"]), vocab=257)
+    assert run.start == "runs/mine" and run.config is None
+    # A wrong name is refused all the same.
+    with pytest.raises(InputError, match="unknown setting of model 'laeyrs'"):
+        training(load_training("bytes", ["model.start=runs/mine", "model.laeyrs=2"]), vocab=257)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
