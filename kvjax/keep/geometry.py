@@ -119,12 +119,25 @@ class Capacity(Word):
 def leverage(
     x: Float[Array, "B K S R"], weights: Float[Array, "B K S"], ridge: float
 ) -> Float[Array, "B K S"]:
-    """x_j' (ridge I + sum_i weights_i x_i x_i')^-1 x_j; rows that do not count are zeros."""
+    """x_j' (ridge I + sum_i weights_i x_i x_i')^-1 x_j; rows that do not count are zeros.
+
+    With A = L L', x' A^-1 x is the squared length of L^-1 x. L is found column by column, in plain operations,
+    because on CPUs the library's Cholesky can wait forever for threads that another program has.
+    """
+    rank, at = x.shape[-1], jnp.arange(x.shape[-1])
     gram = jnp.einsum("bksr,bks,bksq->bkrq", x, weights, x, precision="highest")
-    factor = jnp.linalg.cholesky(gram + ridge * jnp.broadcast_to(jnp.eye(x.shape[-1]), gram.shape))
-    # With A = L L', x' A^-1 x is the squared length of L^-1 x.
-    solved = jax.scipy.linalg.solve_triangular(factor, jnp.swapaxes(x, -1, -2), lower=True)
-    return jnp.square(solved).sum(2)
+    gram = gram + ridge * jnp.broadcast_to(jnp.eye(rank), gram.shape)
+
+    def eliminate(r: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        left, rest, found = state
+        root = jnp.sqrt(left[..., r, r])[..., None]
+        column = jnp.where((at >= r)[None, None], left[..., r] / root, 0.0)
+        solved = rest[..., r] / root
+        left = left - column[..., :, None] * column[..., None, :]
+        rest = rest - solved[..., None] * column[..., None, :]
+        return left, rest, found + jnp.square(solved)
+
+    return jax.lax.fori_loop(0, rank, eliminate, (gram, x, jnp.zeros(x.shape[:3], x.dtype)))[2]
 
 
 def unrotated(view: View, seen: Seen) -> Float[Array, "B K S H"]:
