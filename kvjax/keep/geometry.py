@@ -121,8 +121,8 @@ def leverage(
 ) -> Float[Array, "B K S"]:
     """x_j' (ridge I + sum_i weights_i x_i x_i')^-1 x_j; rows that do not count are zeros.
 
-    With A = L L', x' A^-1 x is the squared length of L^-1 x. L is found column by column, in plain operations,
-    because on CPUs the library's Cholesky can wait forever for threads that another program has.
+    With A = L L', x' A^-1 x is the squared length of L^-1 x. L is found column by column, in plain
+    operations: on CPUs the library's Cholesky can wait forever for threads that another program has.
     """
     rank, at = x.shape[-1], jnp.arange(x.shape[-1])
     gram = jnp.einsum("bksr,bks,bksq->bkrq", x, weights, x, precision="highest")
