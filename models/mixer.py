@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import GroupState
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.feed_forward import FeedForward
@@ -148,10 +149,15 @@ class Narrowing(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """What passed through a layer; fed: what its feed-forward was given, None where it has none."""
+    """What passed through a layer.
+
+    mixed: what its mixer added to the hidden state, fed: what its feed-forward was given; None where it has
+    none. out: what left the layer.
+    """
 
     mlp: FeedForward
     p: Params
+    mixed: Float[Array, "B T D"] | None
     fed: Float[Array, "B T D"] | None
     out: Float[Array, "B T D"]
 
@@ -165,8 +171,9 @@ class Memory(NamedTuple):
     last new token, where only its logits are wanted and no layer is observed; layers that keep nothing of
     their inputs are then run for that token alone. implementation: of recurrences, as in
     `kvjax.ops.base.dispatch.form`. narrow: where upper layers run for fewer tokens. remat: for a gradient,
-    what lies inside a layer is computed anew instead of kept. look: what to collect of every layer. takes:
-    what a memory has layers take from each other beside what their mixers do, by the first layer of a group.
+    what lies inside a layer is computed anew instead of kept. on_mesh: by whose rules rows of hidden states
+    are split between layers, where nothing else says it. look: what to collect of every layer. takes: what a
+    memory has layers take from each other beside what their mixers do, by the first layer of a group.
     """
 
     pos: Int[Array, "B T"]
@@ -177,6 +184,7 @@ class Memory(NamedTuple):
     implementation: str | None = None
     narrow: Narrowing | None = None
     remat: bool = False
+    on_mesh: OnMesh | None = None
     look: Callable[[Passed], Any] | None = None
     takes: Mapping[int, Mapping[str, Take]] = MappingProxyType({})
 

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.axes import pinned_to
 from kvjax.cache import NOTHING
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import attend_new, new_keys, published_by, rotary
 from kvjax.models.config import Config
 from kvjax.models.exchange import published, taken, takes_of
@@ -63,18 +65,19 @@ def block(
         return rms_norm(y, p[name], config.norm_eps, config.norm_offset) if name in p else y
 
     left: Left = {}
-    fed = None
+    added = fed = None
     if layer.mixer.shapes(config):
         with jax.named_scope("attention"):
             mixed = layer.taken.get("input", x)
             out, state, left = layer.mixer(p, norm("attn_norm", mixed), layer, memory, state)
-            x = x + norm("attn_post_norm", out)
+            added = norm("attn_post_norm", out)
+            x = x + added
     if mlp.shapes(config):
         with jax.named_scope("mlp"):
             fed = norm("mlp_norm", x)
             x = x + norm("mlp_post_norm", mlp(p, fed, config))
     if memory.look is not None:
-        left = left | {"collected": memory.look(Passed(mlp, p, fed, x))}
+        left = left | {"collected": memory.look(Passed(mlp, p, added, fed, x))}
     return x, state, left
 
 
@@ -114,6 +117,7 @@ def stack(
         def body(carry, inputs, kind=kind, mlp=mlp, memory=memory):
             x, state = carry
             p, index = inputs
+            x = pinned_to(x, memory.on_mesh, "batch", None, None)
             layer = kind._replace(index=index, number=kind.number + index)
             x, state, left = block(p, x, layer, mlp, memory, state)
             return (x, state), left
@@ -274,9 +278,10 @@ def run_layers(
     *,
     segments: Int[Array, "B T"] | None = None,
     remat: bool = False,
+    on_mesh: OnMesh | None = None,
     look: Callable[[Passed], Any] | None = None,
 ) -> Ran:
-    """`hidden` with all that the layers left; look as in `Memory`."""
+    """`hidden` with all that the layers left; on_mesh and look as in `Memory`."""
     b, t = tokens.shape[:2]
     lengths = jnp.full((b,), t, jnp.int32) if lengths is None else lengths
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
@@ -297,7 +302,7 @@ def run_layers(
         return [] if context is None else [context]
 
     nothing = (NOTHING,) * len(params["layers"])
-    memory = Memory(at.pos, attend, recur, held, remat=remat, look=look)
+    memory = Memory(at.pos, attend, recur, held, remat=remat, on_mesh=on_mesh, look=look)
     return decode_layers(params, tokens, config, memory, nothing)
 
 

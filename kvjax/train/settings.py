@@ -113,8 +113,10 @@ class Loop:
 
     compute: the dtype of layers; weights are kept in float32. remat: compute layers anew for the gradient
     instead of keeping what lies inside them. balance: what unequal use of experts costs, times the loss of
-    Switch Transformers (arXiv:2101.03961). distil: with a teacher, the share of the loss that is its
-    divergence. log_every, evaluate_every: in steps. evaluate_rows: of held-out texts.
+    Switch Transformers (arXiv:2101.03961). distil: with a teacher, the share of the loss that is the
+    divergence from its predictions; distil_hidden, distil_attention: what the squared distance from its
+    hidden states and from the outputs of its mixers is multiplied by, the mean over channels and layers.
+    log_every, evaluate_every: in steps. evaluate_rows: of held-out texts.
     """
 
     steps: int = 1000
@@ -125,6 +127,8 @@ class Loop:
     remat: bool = False
     balance: float = 0.01
     distil: float = 0.5
+    distil_hidden: float = 0.0
+    distil_attention: float = 0.0
     seed: int = 0
     log_every: int = 10
     evaluate_every: int = 200
@@ -136,13 +140,56 @@ class Loop:
             _count(f"train.{name}", getattr(self, name), 1)
         _count("train.evaluate_rows", self.evaluate_rows, 1)
         _between("train.distil", self.distil, 0.0, 1.0)
-        _between("train.balance", self.balance, 0.0, math.inf)
+        for name in ("balance", "distil_hidden", "distil_attention"):
+            _between(f"train.{name}", getattr(self, name), 0.0, math.inf)
         _one_of("train.compute", self.compute, ("bfloat16", "float32"))
         if self.batch % self.accumulate:
             raise InputError(
                 f"train.batch is {self.batch} rows and train.accumulate {self.accumulate} parts: the first "
                 "must be a multiple of the second"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tune:
+    """Which weights learn, by patterns of names such as "layers.*.q".
+
+    trained: those that do; all unless they or `lora` are given. frozen: those that do not, whatever else
+    names them. lora: matrices that learn by a change of low rank (arXiv:2106.09685),
+    down @ up * alpha / rank.
+    """
+
+    trained: tuple[str, ...] | None = None
+    frozen: tuple[str, ...] = ()
+    lora: tuple[str, ...] = ()
+    rank: int = 8
+    alpha: float = 16.0
+
+    def __post_init__(self):
+        for name in ("trained", "frozen", "lora"):
+            given = getattr(self, name)
+            given = (given,) if isinstance(given, str) else given if given is None else tuple(given)
+            object.__setattr__(self, name, given)
+        _count("tune.rank", self.rank, 1)
+        _between("tune.alpha", self.alpha, 0.0, math.inf)
+
+    @property
+    def all(self) -> bool:
+        """Whether every weight learns, as itself."""
+        return self == Tune(rank=self.rank, alpha=self.alpha)
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """On which devices a run computes, as in `kvjax.load`. mesh: axes in words, such as "data=8"; rules: by
+    which of them weights and rows are split. A run may go on by another mesh and other rules."""
+
+    mesh: str | None = None
+    rules: str | None = None
+
+    def __post_init__(self):
+        if self.mesh is not None and self.rules is None:
+            object.__setattr__(self, "rules", "batch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +205,8 @@ class Training:
     data: Data = Data()
     optimiser: Optimiser = Optimiser()
     loop: Loop = Loop()
+    tune: Tune = Tune()
+    devices: Devices = Devices()
 
     def __post_init__(self):
         if (self.config is None) == (self.start is None):
@@ -168,11 +217,11 @@ class Training:
 
 
 SIZES = dict(layers=4, d_model=128, heads=4, kv_heads=4, head_dim=32, d_ff=352, max_positions=8192)
-SECTIONS = {"data": Data, "optimiser": Optimiser, "train": Loop}
+SECTIONS = {"data": Data, "optimiser": Optimiser, "train": Loop, "tune": Tune, "devices": Devices}
 
 
 def training(bound: Mapping[str, Mapping[str, Any]], vocab: int | None = None) -> Training:
-    """A run from what a file binds: the sections "model", "data", "optimiser" and "train".
+    """A run from what a file binds: the section "model" and those of `SECTIONS`.
 
     The model's fields are those of a `Config` as JSON, with `mixer` and `mlp` for all layers at once; vocab
     fills in what the tokenizer knows. A model to start from takes the place of all of them. Raises InputError
@@ -188,7 +237,8 @@ def training(bound: Mapping[str, Mapping[str, Any]], vocab: int | None = None) -
     start, teacher = model.pop("start", None), model.pop("teacher", None)
     config = _config(model, vocab)
     config = config if start is None else None
-    return Training(config, start, teacher, parts["data"], parts["optimiser"], parts["train"])
+    parts["loop"] = parts.pop("train")
+    return Training(config, start, teacher, **parts)
 
 
 def _built(section: str, kind: type[S], given: Mapping[str, Any]) -> S:

@@ -57,11 +57,11 @@ def test_a_run_that_was_cut_goes_on_to_the_same_losses_and_weights(texts, tmp_pa
     def breaking(*args):
         step = made(*args)
 
-        def cut(state, parts, theirs):
+        def cut(state, parts, **given):
             steps.append(1)
             if len(steps) == 4:
                 raise KeyboardInterrupt
-            return step(state, parts, theirs)
+            return step(state, parts, **given)
 
         return cut
 
