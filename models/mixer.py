@@ -172,7 +172,8 @@ class Memory(NamedTuple):
     their inputs are then run for that token alone. implementation: of recurrences, as in
     `kvjax.ops.base.dispatch.form`. narrow: where upper layers run for fewer tokens. remat: for a gradient,
     what lies inside a layer is computed anew instead of kept. on_mesh: by whose rules rows of hidden states
-    are split between layers, where nothing else says it. look: what to collect of every layer. takes: what a
+    are split between layers, where nothing else says it. segments: which of its row's texts a token is of,
+    where no layer's state goes on from one to the next. look: what to collect of every layer. takes: what a
     memory has layers take from each other beside what their mixers do, by the first layer of a group.
     """
 
@@ -185,6 +186,7 @@ class Memory(NamedTuple):
     narrow: Narrowing | None = None
     remat: bool = False
     on_mesh: OnMesh | None = None
+    segments: Int[Array, "B T"] | None = None
     look: Callable[[Passed], Any] | None = None
     takes: Mapping[int, Mapping[str, Take]] = MappingProxyType({})
 
@@ -193,11 +195,14 @@ class Mixer:
     """What every mixer offers; one is a frozen dataclass of this that overrides what it needs.
 
     clip: (gamma, zeta) of a clipped softmax. in_place: the parts of its state that a step of one token takes
-    and gives as `StackedState`, which a kernel writes where they lie.
+    and gives as `StackedState`, which a kernel writes where they lie. in_segments: whether texts of one
+    row are kept apart, so that a state starts anew where `Memory.segments` change; unless it is said, a layer
+    without a state does so, because attention hides other texts by their positions.
     """
 
     clip: tuple[float, float] | None = None
     in_place: frozenset[str] = frozenset()
+    in_segments: bool | None = None
 
     @property
     def takes(self) -> dict[str, Take]:

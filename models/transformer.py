@@ -22,7 +22,18 @@ from kvjax.models.config import Config
 from kvjax.models.exchange import published, taken, takes_of
 from kvjax.models.feed_forward import FeedForward, mlp_of
 from kvjax.models.layers import Params, rms_norm
-from kvjax.models.mixer import GroupState, Layer, LayerSlots, Left, Memory, Passed, Projected, Step, Take
+from kvjax.models.mixer import (
+    GroupState,
+    Layer,
+    LayerSlots,
+    Left,
+    Memory,
+    Mixer,
+    Passed,
+    Projected,
+    Step,
+    Take,
+)
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dtypes import wide
@@ -264,7 +275,7 @@ def hidden(
 
     context: what `kvjax.models.encoder.encode` made of one. segments: a row holds several texts, numbered
     from left to right; tokens see their own text alone, and its positions start at 0. remat: as in `Memory`.
-    Raises ValueError where layers carry a state, which would go on from one segment to the next.
+    Raises ValueError where a layer would carry something from one segment to the next (`carrying`).
     """
     return run_layers(params, tokens, config, lengths, context, segments=segments, remat=remat).x
 
@@ -302,8 +313,17 @@ def run_layers(
         return [] if context is None else [context]
 
     nothing = (NOTHING,) * len(params["layers"])
-    memory = Memory(at.pos, attend, recur, held, remat=remat, on_mesh=on_mesh, look=look)
+    memory = Memory(seen, attend, recur, held, remat=remat, on_mesh=on_mesh, segments=segments, look=look)
     return decode_layers(params, tokens, config, memory, nothing)
+
+
+def carrying(config: Config) -> list[int]:
+    """The layers through which one text of a row would tell the next something."""
+
+    def apart(mixer: Mixer) -> bool:
+        return not mixer.state(config) if mixer.in_segments is None else mixer.in_segments
+
+    return [i for i in range(config.layers) if not apart(mixer_of(config, i))]
 
 
 def _in_segments(
@@ -313,11 +333,10 @@ def _in_segments(
 
     Segments stand two rows' lengths apart, so a window of one row's length hides all others.
     """
-    carrying = [i for i in range(config.layers) if mixer_of(config, i).state(config)]
-    if carrying:
+    if layers := carrying(config):
         raise ValueError(
-            f"layers {carrying} carry a state from token to token, which segments of a row would share: "
-            "give each text a row of its own, or join them as one text"
+            f"layers {layers} carry something from token to token, which texts of one row would share: give "
+            "each text a row of its own, or join them as one text"
         )
     t = segments.shape[1]
     index = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), segments.shape)

@@ -32,9 +32,9 @@ from kvjax.models.axes import check_rules
 from kvjax.models.config import Config
 from kvjax.models.config_json import config_to_json
 from kvjax.models.layers import Params
-from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.model import Model
 from kvjax.models.params import init, regroup
+from kvjax.models.transformer import carrying
 from kvjax.train.curve import draw_losses
 from kvjax.train.devices import places, rows_placed
 from kvjax.train.optimiser import learning_rate, optimiser
@@ -67,7 +67,7 @@ def train(
     _check_devices(run, config, on)
     kinds(config, run.tune)
     teacher = None if run.teacher is None else _teacher(run, run.teacher, config)
-    segments = run.data.segments and not any(mixer_of(config, i).state(config) for i in range(config.layers))
+    segments = run.data.segments and not carrying(config)
     source, held = source_of(run.data, words, run.loop, segments=segments)
     _open(folder, run, config, resume)
     steps = optimiser(run.optimiser, run.loop.steps)
