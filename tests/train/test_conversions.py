@@ -28,10 +28,27 @@ def test_difference_is_the_divergence_of_the_predictions_and_how_often_they_agre
 
 
 @pytest.mark.parametrize(
-    ("spec", "sources"), [("cla:every=2", [None, 0, None, 2]), ("mlkv:layers=1", [None, 0, 0, 0])]
+    ("spec", "sources"),
+    [
+        ("cla:every=2", [None, 0, None, 2]),
+        ("mlkv:layers=1", [None, 0, 0, 0]),
+        ("lckv", [None, 2, None, None]),
+        ("lckv:own=0", [3, 3, 3, None]),
+        ("yoco:window=3", [None, None, 1, 1]),
+    ],
 )
 def test_layers_read_those_that_the_conversion_says(spec, sources):
     assert [m.source for m in convert(MODEL, spec).config.mixers] == sources
+
+
+def test_a_decoder_that_ends_early_has_windows_below_and_reads_one_layer_above():
+    config = convert(MODEL, "yoco:window=3").config
+    assert [config.window(i) for i in range(4)] == [3, None, None, None]
+    wide = convert(MODEL, "yoco:window=99")
+    assert difference(wide, convert(MODEL, "mlkv:layers=2"), TEXTS).divergence > 0
+    swift = convert(MODEL, "swiftkv:layer=2")
+    assert [m.kv_input for m in swift.config.mixers] == [None, None, 2, 2]
+    assert swift.params["layers"][3]["k"] is MODEL.params["layers"][3]["k"]
 
 
 def test_what_loses_nothing_is_exact():
@@ -42,7 +59,16 @@ def test_what_loses_nothing_is_exact():
             layer[name] = jnp.tile(layer[name][..., :4], (1, 1, 4))
     params["layers"][3]["o"] = jnp.zeros_like(params["layers"][3]["o"])
     model = Model(CONFIG, params)
-    for spec in ("mqa", "gqa:kv_heads=2", "drop:layers=[3]", "low-rank:rank=1.0,heads=2"):
+    for spec in (
+        "mqa",
+        "gqa:kv_heads=2",
+        "drop:layers=[3]",
+        "low-rank:rank=1.0,heads=2",
+        "swiftkv:layer=3",
+        "eckvh:kv_heads=1",
+        "mla:rank=4",
+        "mla:rank=16,rotary=4",
+    ):
         assert difference(model, convert(model, spec), TEXTS).divergence == pytest.approx(0, abs=1e-6)
 
 
@@ -63,6 +89,13 @@ def test_the_command_writes_a_model_and_says_what_it_costs(tmp_path, capsys):
         ("gqa:kv_heads=3", "cannot be converted to gqa:kv_heads=3: .*3"),
         ("mlkv:layers=9", "layers is 9, expected 1 to 4"),
         ("gqa:kv_heads", "cannot be read: write it like gqa:kv_heads=2"),
+        ("lckv:own=3", "own is 3, expected 0 to 2"),
+        ("yoco:window=0", "window is 0, expected"),
+        ("swiftkv:layer=4", "layer is 4, expected 0 to 3"),
+        ("mla:rank=99", "expected 1 to 4 and 1 to 16"),
+        ("eckvh:kv_heads=3", "cannot become 3 equal groups"),
+        ("eckvh:moments=3,kv_heads=1", "eckvh has no option 'moments', it takes kv_heads"),
+        ("linear:layers=[0]", "its layers learn from texts"),
     ],
 )
 def test_what_cannot_be_converted_is_said_in_one_sentence(spec, message):
