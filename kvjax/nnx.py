@@ -109,7 +109,7 @@ class Attention(nnx.Module):
         params = init(self.config, rngs.params(), dtype)
         self.static = _static(Model(self.config, params), method)
         self.layer = _held(params["layers"][0])
-        self.cache = nnx.Cache(None)
+        self.cache: nnx.Cache[Any] = nnx.Cache(None)
 
     def __call__(
         self,

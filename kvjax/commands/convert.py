@@ -16,7 +16,8 @@ EXAMPLE = """conversions:
   mqa                      one KV head
   cla:every=2              runs of layers read their first one's slots
   mlkv:layers=2            so many layers keep slots for all
-  drop:layers=[2,3]        layers without attention
+  asymgqa:kv_heads=2       groups of like heads; kdgqa:kv_heads=2, dha:heads=12 are others
+  drop:layers=[2,3]        layers without attention; drop:count=2 chooses them
   low-rank:rank=0.5        latents of grouped heads (Palu)
   eckvh:kv_heads=2         fewer KV heads by singular values
   mla:rank=64,rotary=1     latents of all heads, and so many heads of turning keys

@@ -22,9 +22,13 @@ from kvjax.models.mixers.attention import ATTENTION, Attention, mixer_of
 from kvjax.models.model import Model, check_single
 from kvjax.models.params import plan, regroup
 from kvjax.models.transformer import forward
-from kvjax.train.convert import drop_attention, pool_heads, share_layers
+from kvjax.train.convert import Grouping, drop_attention, group_heads, pool_heads, share_layers
+from kvjax.train.grouping.asymgqa import asymgqa
+from kvjax.train.grouping.dha import dha
+from kvjax.train.grouping.key_driven import kdgqa
+from kvjax.train.grouping.products import activation_products, key_norms, weight_products
 from kvjax.train.latents import Moments, input_moments, pool_by_values, to_latents
-from kvjax.train.linear import to_linear
+from kvjax.train.linear import attention_changes, to_linear
 
 Made = tuple[Params, Config]
 Texts = Sequence[Sequence[int]]
@@ -119,8 +123,49 @@ def _linear(
     return to_linear(params, config, texts or (), layers=layers, keep=keep, mixer=mixer, steps=steps)
 
 
-def _drop(params: Params, config: Config, *, layers: Sequence[int]) -> Made:
-    """Attention dropped from some layers (arXiv:2406.15786)."""
+def _asymgqa(params: Params, config: Config, *, kv_heads: int, texts: Texts | None = None) -> Made:
+    """Groups of like heads, of any size, found by a search (AsymGQA, arXiv:2406.14963)."""
+    found = activation_products(params, config, _rows(texts)) if texts else weight_products(params, config)
+    groups = [asymgqa(layer.k + layer.v, kv_heads) for layer in found]
+    return group_heads(params, config, [Grouping(k=group, v=group) for group in groups])
+
+
+def _dha(params: Params, config: Config, *, heads: int) -> Made:
+    """Like key heads and like value heads share, `heads` of both in all layers (DHA, arXiv:2406.06567)."""
+    return group_heads(params, config, dha(weight_products(params, config), heads))
+
+
+def _kdgqa(params: Params, config: Config, *, kv_heads: int, texts: Texts | None = None) -> Made:
+    """Fewer KV heads, read by query heads in proportion to their keys' norms (KDGQA, arXiv:2408.08454)."""
+    if not texts:
+        raise ValueError("norms of keys are those of texts: give some")
+    pooled, smaller = pool_heads(params, config, kv_heads)
+    norms = key_norms(pooled, smaller, _rows(texts))
+    return group_heads(pooled, smaller, [kdgqa(layer, config.heads, least=1) for layer in norms])
+
+
+def _rows(texts: Texts) -> np.ndarray:
+    """Texts as one array, cut to the shortest of them."""
+    length = min(map(len, texts))
+    return np.asarray([list(text[:length]) for text in texts], np.int32)
+
+
+def _drop(
+    params: Params,
+    config: Config,
+    *,
+    layers: Sequence[int] | None = None,
+    count: int | None = None,
+    texts: Texts | None = None,
+) -> Made:
+    """Attention dropped from some layers, or from the `count` that change their input least (AttnDrop)."""
+    if (layers is None) == (count is None):
+        raise ValueError("give either the layers that lose their attention or how many do (count)")
+    if count is not None:
+        if not texts or not 1 <= count <= config.layers:
+            raise ValueError(f"count={count} of 1 to {config.layers} layers are chosen by texts: give some")
+        layers = np.argsort(attention_changes(params, config, texts), kind="stable")[:count].tolist()
+    assert layers is not None
     return drop_attention(params, config, layers)
 
 
@@ -131,8 +176,9 @@ def _low_rank(params: Params, config: Config, *, rank: float | int, heads: int =
 
 
 CONVERSIONS: dict[str, Callable[..., Made]] = {
-    "gqa": _gqa, "mqa": _mqa, "eckvh": _eckvh, "mla": _mla, "cla": _cla, "mlkv": _mlkv, "lckv": _lckv,
-    "yoco": _yoco, "swiftkv": _swiftkv, "drop": _drop, "low-rank": _low_rank, "linear": _linear,
+    "gqa": _gqa, "mqa": _mqa, "asymgqa": _asymgqa, "kdgqa": _kdgqa, "dha": _dha, "eckvh": _eckvh, "mla": _mla,
+    "low-rank": _low_rank, "cla": _cla, "mlkv": _mlkv, "lckv": _lckv, "yoco": _yoco, "swiftkv": _swiftkv,
+    "drop": _drop, "linear": _linear,
 }  # fmt: skip
 
 

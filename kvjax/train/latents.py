@@ -186,7 +186,7 @@ def _complex(x: Float[np.ndarray, "*a H"]) -> Complex[np.ndarray, "*a F"]:
 
 
 def _real(z: Complex[np.ndarray, "*a F"]) -> Float[np.ndarray, "*a H"]:
-    return np.concatenate([z.real, z.imag], -1)
+    return np.concatenate([np.real(z), np.imag(z)], -1)
 
 
 # Heads side by side turn as one: all first halves, then all second halves.

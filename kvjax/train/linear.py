@@ -64,10 +64,7 @@ def to_linear(
     taught = _checked(config, texts, layers, keep, mixer)
     word = WORDS[mixer](config.heads, config.head_dim, config.head_dim)
     params = regroup(params, plan(config, stacked=False))
-    rows = np.zeros((len(texts), max(map(len, texts))), np.int32)
-    for row, text in zip(rows, texts, strict=True):
-        row[: len(text)] = text
-    tokens, lengths = jnp.asarray(rows), jnp.asarray([len(text) for text in texts], jnp.int32)
+    tokens, lengths = _padded(texts)
     seen = _seen(params, tokens, lengths, config)
     made = {i: _taught(params["layers"][i], config, word, i, seen, steps) for i in taught}
     if keep is not None:
@@ -79,6 +76,29 @@ def to_linear(
         made = {i: p for i, p in made.items() if i not in stay}
     new, hybrid = _replaced(params, config, word, made)
     return regroup(new, plan(hybrid)), hybrid
+
+
+def attention_changes(
+    params: Params, config: Config, texts: Sequence[Sequence[int]]
+) -> Float[np.ndarray, "L"]:
+    """1 - cos(x, x + attention(x)), the mean over the tokens of some texts, for every layer.
+
+    By it attention is dropped from layers (What Matters in Transformers?, arXiv:2406.15786, section 3).
+    """
+    params = regroup(params, plan(config, stacked=False))
+    seen = _seen(params, *_padded(texts), config)
+    x, y = seen.inputs.astype(jnp.float32), (seen.inputs + seen.added).astype(jnp.float32)
+    size = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1)
+    apart = 1 - (x * y).sum(-1) / jnp.maximum(size, 1e-20)
+    real = jnp.arange(x.shape[2], dtype=jnp.int32)[None] < seen.lengths[:, None]
+    return np.asarray(jnp.where(real[None], apart, 0.0).sum((1, 2)) / sum(map(len, texts)))
+
+
+def _padded(texts: Sequence[Sequence[int]]) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
+    rows = np.zeros((len(texts), max(map(len, texts))), np.int32)
+    for row, text in zip(rows, texts, strict=True):
+        row[: len(text)] = text
+    return jnp.asarray(rows), jnp.asarray([len(text) for text in texts], jnp.int32)
 
 
 def _checked(
@@ -114,7 +134,7 @@ def _replaced(params: Params, config: Config, word: Mixer, made: dict[int, Param
 @partial(jax.jit, static_argnames="config")
 def _seen(params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], config: Config) -> Seen:
     def look(passed: Passed) -> tuple[Array, Array]:
-        return passed.out if passed.mixed is None else passed.mixed, passed.out
+        return jnp.zeros_like(passed.out) if passed.mixed is None else passed.mixed, passed.out
 
     ran = run_layers(params, tokens, config, lengths, look=look)
     scale = jnp.asarray(config.embed_scale, params["embed"].dtype)

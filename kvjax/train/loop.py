@@ -37,7 +37,8 @@ from kvjax.models.params import init, regroup
 from kvjax.models.transformer import carrying
 from kvjax.train.curve import draw_losses
 from kvjax.train.devices import places, rows_placed
-from kvjax.train.optimiser import learning_rate, optimiser
+from kvjax.train.optimiser import optimiser, rate_of
+from kvjax.train.recall_init import circuit_init
 from kvjax.train.rows import HeldOut, Place, Rows
 from kvjax.train.run_folder import LOG, SETTINGS, clock, open_run, trim_log
 from kvjax.train.saving import Saver
@@ -70,7 +71,7 @@ def train(
     segments = run.data.segments and not carrying(config)
     source, held = source_of(run.data, words, run.loop, segments=segments)
     _open(folder, run, config, resume)
-    steps = optimiser(run.optimiser, run.loop.steps)
+    steps = optimiser(run.optimiser, run.loop)
     state, fixed = begin(start(), run, config, steps, on)
     saver, before = Saver(folder), {}
     if resume and saver.latest is not None:
@@ -99,7 +100,8 @@ def _model(run: Training, words: Words) -> tuple[Config, Callable[[], Params]]:
     else:
         assert run.config is not None
         config = run.config
-        start = partial(init, config, jax.random.key(run.loop.seed))
+        key = jax.random.key(run.loop.seed)
+        start = partial(init, config, key) if run.init == "random" else partial(circuit_init, key, config)
     if config.vocab < words.vocab:
         raise InputError(
             f"the tokenizer has {words.vocab} ids and the model {config.vocab}: leave model.vocab out, or "
@@ -117,12 +119,13 @@ def _check_devices(run: Training, config: Config, on: OnMesh | None) -> None:
     if on is None:
         return
     check_rules(config, on)
-    rows, parts = run.loop.batch // run.loop.accumulate, on.devices("batch")
-    if rows % parts:
-        raise InputError(
-            f"a step reads train.batch / train.accumulate = {rows} rows at a time, which do not divide over "
-            f"mesh axis {on.over('batch')}: give {-(-rows // parts) * parts} rows or another multiple"
-        )
+    parts = on.devices("batch")
+    for batch in {run.loop.batch, *(batch for *_, batch in run.loop.stages)}:
+        if (rows := batch // run.loop.accumulate) % parts:
+            raise InputError(
+                f"a step reads train.batch / train.accumulate = {rows} rows at a time, which do not divide "
+                f"over mesh axis {on.over('batch')}: give {-(-rows // parts) * parts} rows or a multiple"
+            )
 
 
 def begin(
@@ -163,9 +166,8 @@ def _open(folder: Path, run: Training, config: Config, resume: bool) -> None:
         raise InputError(f"{folder} holds a run: go on with it by --resume, or choose another folder")
     # Devices are left out: a run may go on on others.
     parts = {name: dataclasses.asdict(getattr(run, name)) for name in ("data", "optimiser", "loop", "tune")}
-    open_run(
-        folder, {"model": config_to_json(config), "start": run.start, "teacher": run.teacher, **parts}, resume
-    )
+    model = {"model": config_to_json(config), "start": run.start, "teacher": run.teacher, "init": run.init}
+    open_run(folder, model | parts, resume)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +187,7 @@ class _Session:
     def go(
         self,
         state: TrainState,
-        next_rows: Callable[[int], Rows],
+        next_rows: Callable[[int, int], Rows],
         place: Callable[[], dict[str, Any]],
         step: Callable[[TrainState, Parts], tuple[TrainState, Found]],
     ) -> TrainState:
@@ -201,13 +203,14 @@ class _Session:
             bar = progress.add_task(self.folder.name, total=loop.steps, completed=done, news="")
             try:
                 for i in range(done, loop.steps):
-                    parts = in_parts(next_rows(loop.batch), loop.accumulate, self.on)
+                    length, batch = loop.size(i)
+                    parts = in_parts(next_rows(batch, length), loop.accumulate, self.on)
                     state, found = step(state, parts)
                     if not bool(found.finite):
                         raise InputError(self._broken(i, state, parts))
                     last = i + 1 == loop.steps
                     if (i + 1) % loop.log_every == 0 or last:
-                        speed = (i + 1 - asked) * loop.batch * loop.length / (time.monotonic() - began)
+                        speed = (loop.tokens(i + 1) - loop.tokens(asked)) / (time.monotonic() - began)
                         record = self._record(i, found, speed)
                         if self.held is not None and ((i + 1) % loop.evaluate_every == 0 or last):
                             record |= self.evaluate(state.params)
@@ -240,10 +243,10 @@ class _Session:
         return {"held_out_loss": round(mean, 5), "bits_per_byte": round(bits, 5)}
 
     def _record(self, i: int, found: Found, speed: float) -> dict[str, Any]:
-        loop, rate = self.run.loop, learning_rate(self.run.optimiser, self.run.loop.steps)
+        loop, rate = self.run.loop, rate_of(self.run.optimiser, self.run.loop)
         return {
             "step": i + 1,
-            "tokens": (i + 1) * loop.batch * loop.length,
+            "tokens": loop.tokens(i + 1),
             "loss": round(float(found.loss), 5),
             "norm": round(float(found.norm), 4),
             "rate": float(np.asarray(rate(i))),

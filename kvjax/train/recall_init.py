@@ -3,7 +3,8 @@
 From a plain random start a small model sits for millions of tokens before it discovers how to look up "what
 came after this word before?" (the induction plateau: Olsson et al., 2022, arXiv:2209.11895). Here the heads
 of that circuit are present from the beginning, so minutes on a CPU are enough. Nothing is frozen and the
-architecture is a plain decoder: training may keep, bend or drop what it finds. It is `kvjax.train.recall`.
+architecture is a plain decoder: training may keep, bend or drop what it finds. `model.init = 'circuit'` of
+`kvjax train` starts so, as in configs/train/recall-tiny.gin.
 
 The residual stream is divided by a random rotation into directions that do not disturb each other:
 

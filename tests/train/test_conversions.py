@@ -1,5 +1,7 @@
 """`kvjax convert`: conversions by name, what they cost, and what is refused."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +11,12 @@ import kvjax
 from kvjax.cli import main
 from kvjax.errors import InputError
 from kvjax.models.config import Config
+from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.model import Model
 from kvjax.models.params import init
+from kvjax.models.transformer import hidden
 from kvjax.train.conversions import convert, difference
+from kvjax.train.linear import attention_changes
 
 CONFIG = Config(vocab=32, d_model=16, layers=4, heads=4, kv_heads=4, head_dim=4, d_ff=24)
 MODEL = Model(CONFIG, init(CONFIG, jax.random.key(0)))
@@ -72,6 +77,36 @@ def test_what_loses_nothing_is_exact():
         assert difference(model, convert(model, spec), TEXTS).divergence == pytest.approx(0, abs=1e-6)
 
 
+def test_searched_groups_of_equal_heads_lose_nothing_where_neighbours_would():
+    params = init(CONFIG, jax.random.key(1))
+    for layer in params["layers"]:
+        for name in ("k", "v"):
+            heads = layer[name].reshape(1, 16, 4, 4)
+            layer[name] = heads[:, :, jnp.asarray([0, 1, 0, 1])].reshape(1, 16, 16)
+    model = Model(CONFIG, params)
+    for spec in ("asymgqa:kv_heads=2", "dha:heads=16"):
+        assert difference(model, convert(model, spec, TEXTS), TEXTS).divergence == pytest.approx(0, abs=1e-6)
+    assert difference(model, convert(model, "gqa:kv_heads=2"), TEXTS).divergence > 1e-3
+    read = convert(model, "kdgqa:kv_heads=2", TEXTS).config.mixers[0]
+    assert len(read.k_of) == 4 and set(read.k_of) == {0, 1}
+
+
+def test_attention_is_dropped_where_it_turns_its_input_least():
+    params = init(CONFIG, jax.random.key(1))
+    for i, size in enumerate((1.0, 1e-3, 1.0, 1e-2)):
+        params["layers"][i]["o"] = params["layers"][i]["o"] * size
+    changes = attention_changes(params, CONFIG, TEXTS)
+    # The first layer by hand.
+    embedded = np.asarray(params["embed"], np.float64)[np.asarray(TEXTS)]
+    alone = {**params, "layers": ({**params["layers"][0], "down": params["layers"][0]["down"] * 0},)}
+    cut = dataclasses.replace(CONFIG, layers=1)
+    after = np.asarray(hidden(alone, jnp.asarray(TEXTS, jnp.int32), cut), np.float64)
+    sizes = np.linalg.norm(embedded, axis=-1) * np.linalg.norm(after, axis=-1)
+    assert changes[0] == pytest.approx((1 - (embedded * after).sum(-1) / sizes).mean(), rel=1e-4)
+    made = convert(Model(CONFIG, params), "drop:count=2", TEXTS)
+    assert [isinstance(m, Dropped) for m in made.config.mixers] == [False, True, False, True]
+
+
 def test_the_command_writes_a_model_and_says_what_it_costs(tmp_path, capsys):
     out = tmp_path / "mqa"
     assert main(["convert", "--to", "mqa", "recall-tiny", str(out), "--rows", "2", "--length", "64"]) == 0
@@ -96,6 +131,10 @@ def test_the_command_writes_a_model_and_says_what_it_costs(tmp_path, capsys):
         ("eckvh:kv_heads=3", "cannot become 3 equal groups"),
         ("eckvh:moments=3,kv_heads=1", "eckvh has no option 'moments', it takes kv_heads"),
         ("linear:layers=[0]", "its layers learn from texts"),
+        ("drop", "give either the layers"),
+        ("drop:count=1", "chosen by texts: give some"),
+        ("kdgqa:kv_heads=2", "norms of keys are those of texts"),
+        ("dha:heads=99", "cannot have 99 key and value heads"),
     ],
 )
 def test_what_cannot_be_converted_is_said_in_one_sentence(spec, message):

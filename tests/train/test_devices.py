@@ -46,7 +46,7 @@ def settings(text="", mesh=None, rules=None, model=None, name="adamw", **more):
 
 def two_steps(run):
     """The losses of two steps, the second in two parts, and the state behind them."""
-    on, steps = on_mesh(run.devices.mesh, run.devices.rules), optimiser(run.optimiser, 4)
+    on, steps = on_mesh(run.devices.mesh, run.devices.rules), optimiser(run.optimiser, run.loop)
     state, _ = begin(init(run.config, jax.random.key(0)), run, run.config, steps, on)
     step, losses, rng = make_step(run.config, run.loop, steps, on=on), [], np.random.default_rng(0)
     for parts in (1, 2):

@@ -31,7 +31,7 @@ def settings(tune=None, name="adamw", data=None, **loop):
 
 def after_steps(run, count=2):
     """(the parameters before, behind some steps, the first loss, the state)."""
-    steps, rng = optimiser(run.optimiser, 4), np.random.default_rng(0)
+    steps, rng = optimiser(run.optimiser, run.loop), np.random.default_rng(0)
     params = init(run.config, jax.random.key(0))
     state, fixed = begin(jax.tree.map(jnp.copy, params), run, run.config, steps, None)
     step, losses = make_step(run.config, run.loop, steps), []
