@@ -165,16 +165,18 @@ class Passed(NamedTuple):
 class Memory(NamedTuple):
     """How a layer meets its past. attend and recur return (output, the group's new state, what is left).
 
-    pos: positions of the new tokens, -1 on padding. attend: (layer, projections, state) with output
-    [B, N, T, V]. recur: (layer, step, state) with the output of the step. held: (layer, state) with the fixed
-    slots of the layer or of the one that it reads; empty where nothing filled them. last: index of each row's
-    last new token, where only its logits are wanted and no layer is observed; layers that keep nothing of
-    their inputs are then run for that token alone. implementation: of recurrences, as in
-    `kvjax.ops.base.dispatch.form`. narrow: where upper layers run for fewer tokens. remat: for a gradient,
-    what lies inside a layer is computed anew instead of kept. on_mesh: by whose rules rows of hidden states
-    are split between layers, where nothing else says it. segments: which of its row's texts a token is of,
-    where no layer's state goes on from one to the next. look: what to collect of every layer. takes: what a
-    memory has layers take from each other beside what their mixers do, by the first layer of a group.
+    pos: positions of the new tokens, -1 on padding. attend: (layer, projections, state) with output [B, N, T,
+    V]. recur: (layer, step, state) with the output of the step. held: (layer, state) with the fixed slots of
+    the layer or of the one that it reads; empty where nothing filled them. last: index of each row's last new
+    token, where only its logits are wanted and no layer is observed; layers that keep nothing of their inputs
+    are then run for that token alone. implementation: of recurrences, as in `kvjax.ops.base.dispatch.form`.
+    narrow: where upper layers run for fewer tokens. remat: for a gradient, what lies inside a layer is
+    computed anew instead of kept. on_mesh: by whose rules rows of hidden states are split between layers,
+    where nothing else says it. segments: which of its row's texts a token is of, where no layer's state goes
+    on from one to the next. passes: where layers read slots from above, how many passes without and then with
+    a gradient stand for the fixed point; None: as many as reach it. look: what to collect of every layer.
+    takes: what a memory has layers take from each other beside what their mixers do, by the first layer of a
+    group.
     """
 
     pos: Int[Array, "B T"]
@@ -187,6 +189,7 @@ class Memory(NamedTuple):
     remat: bool = False
     on_mesh: OnMesh | None = None
     segments: Int[Array, "B T"] | None = None
+    passes: tuple[int, int] | None = None
     look: Callable[[Passed], Any] | None = None
     takes: Mapping[int, Mapping[str, Take]] = MappingProxyType({})
 

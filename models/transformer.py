@@ -192,6 +192,7 @@ def decode_layers(
 
     There a token sees the keys of earlier tokens only, so they are a fixed point of the stack: T - 1 passes
     reach it from any start, since every pass settles one token more. A single token sees its past alone.
+    `Memory.passes` are the paper's approximation for training: some passes without a gradient, then the rest.
     """
     first, state_of = 0, {}
     for p, state in zip(params["layers"], states, strict=True):
@@ -218,7 +219,11 @@ def decode_layers(
             dtype = params["norm"].dtype
             k, v = (jnp.zeros((b, slots.heads, t, width), dtype) for width in (slots.key, slots.value))
             start[s] = (k, None if slots.shared else v)
-        new = jax.lax.scan(lambda x, _: (once(x), None), start, None, length=t - 1)[0]
+        still, learned = memory.passes or (0, t)
+        new = jax.lax.scan(lambda x, _: (once(x), None), start, None, length=still)[0]
+        new = jax.lax.stop_gradient(new) if memory.passes else new
+        # The last pass stands behind the loop.
+        new = jax.lax.scan(lambda x, _: (once(x), None), new, None, length=learned - 1)[0]
     return stack(params, tokens, config, memory, states, above(new))
 
 
@@ -290,9 +295,10 @@ def run_layers(
     segments: Int[Array, "B T"] | None = None,
     remat: bool = False,
     on_mesh: OnMesh | None = None,
+    passes: tuple[int, int] | None = None,
     look: Callable[[Passed], Any] | None = None,
 ) -> Ran:
-    """`hidden` with all that the layers left; on_mesh and look as in `Memory`."""
+    """`hidden` with all that the layers left; on_mesh, passes and look as in `Memory`."""
     b, t = tokens.shape[:2]
     lengths = jnp.full((b,), t, jnp.int32) if lengths is None else lengths
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
@@ -313,7 +319,9 @@ def run_layers(
         return [] if context is None else [context]
 
     nothing = (NOTHING,) * len(params["layers"])
-    memory = Memory(seen, attend, recur, held, remat=remat, on_mesh=on_mesh, segments=segments, look=look)
+    memory = Memory(
+        seen, attend, recur, held, remat=remat, on_mesh=on_mesh, segments=segments, passes=passes, look=look
+    )
     return decode_layers(params, tokens, config, memory, nothing)
 
 

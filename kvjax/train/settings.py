@@ -112,13 +112,15 @@ class Optimiser:
 class Loop:
     """How long and how often. batch: rows of `length` tokens per step, read in `accumulate` parts.
 
-    stages: (steps, length, batch) one after the other, in place of these three; what learning rates do over
-    steps they then do over tokens. compute: the dtype of layers; weights are kept in float32. remat:
-    compute layers anew for the gradient instead of keeping what lies inside them. balance: what unequal use
-    of experts costs, times the loss of Switch Transformers (arXiv:2101.03961). distil: with a teacher, the
-    share of the loss that is the divergence from its predictions; distil_hidden, distil_attention: what the
-    squared distance from its hidden states and from the outputs of its mixers is multiplied by, the mean
-    over channels and layers. log_every, evaluate_every: in steps. evaluate_rows: of held-out texts.
+    stages: (steps, length, batch) one after the other, in place of these three; what learning rates do
+    over steps they then do over tokens. compute: the dtype of layers; weights are kept in float32. remat:
+    compute layers anew for the gradient instead of keeping what lies inside them. balance: what unequal
+    use of experts costs, times the loss of Switch Transformers (arXiv:2101.03961). distil: with a
+    teacher, the share of the loss that is the divergence from its predictions; distil_hidden,
+    distil_attention: what the squared distance from its hidden states and from the outputs of its mixers
+    is multiplied by, the mean over channels and layers. log_every, evaluate_every: in steps.
+    evaluate_rows: of held-out texts. passes: where layers read slots from above, how many passes without
+    a gradient and then with one stand for all of them (LCKV, arXiv:2405.10637; its code has 7 and 2).
     """
 
     steps: int = 1000
@@ -128,6 +130,7 @@ class Loop:
     stages: tuple[tuple[int, int, int], ...] = ()
     compute: str = "bfloat16"
     remat: bool = False
+    passes: tuple[int, int] = (7, 2)
     balance: float = 0.01
     distil: float = 0.5
     distil_hidden: float = 0.0
@@ -140,6 +143,11 @@ class Loop:
 
     def __post_init__(self):
         self._stage()
+        object.__setattr__(self, "passes", tuple(self.passes))
+        if len(self.passes) != 2:
+            raise InputError(f"train.passes is {self.passes}, expected two numbers, as in (7, 2)")
+        for least, value in enumerate(self.passes):
+            _count("each of train.passes", value, least)
         for name in ("steps", "batch", "length", "accumulate", "log_every", "evaluate_every"):
             _count(f"train.{name}", getattr(self, name), 1)
         _count("train.evaluate_rows", self.evaluate_rows, 1)

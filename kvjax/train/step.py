@@ -127,8 +127,9 @@ def _read(
 
     segments, params = None if part.segments is None else part.segments[:, :-1], computed(params, loop)
     ran = run_layers(
-        params, part.tokens[:, :-1], config, segments=segments, remat=loop.remat, on_mesh=on, look=look
-    )
+        params, part.tokens[:, :-1], config, segments=segments, remat=loop.remat, on_mesh=on,
+        passes=loop.passes, look=look,
+    )  # fmt: skip
     layers = [
         jax.tree.map(lambda x, i=i: x[i], group)
         for group in ran.collected
@@ -186,7 +187,10 @@ def fault(params: Params, parts: Parts, config: Config, loop: Loop) -> str:
         part = jax.tree.map(lambda x, a=a: x[a], parts)
         tokens, low = part.tokens[:, :-1], computed(params, loop)
         segments = None if part.segments is None else part.segments[:, :-1]
-        ran = run_layers(low, tokens, config, segments=segments, look=lambda x: jnp.isfinite(x.out).all())
+        ran = run_layers(
+            low, tokens, config, segments=segments, passes=loop.passes,
+            look=lambda x: jnp.isfinite(x.out).all(),
+        )  # fmt: skip
         layers = [bool(ok) for group in ran.collected for ok in group]
         if not all(layers):
             return f"the output of layer {layers.index(False)}"
