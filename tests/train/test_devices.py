@@ -36,9 +36,9 @@ def text(tmp_path):
     return str(path)
 
 
-def settings(text="", mesh=None, rules=None, model=None, name="adamw", **more):
+def settings(text="", mesh=None, rules=None, model=None, name="adamw", tune=None, **more):
     data = dict(kind="text", files=[text], held_out=0.0) if text else {}
-    bound = {"model": MODEL | (model or {}), "data": data, "train": LOOP | more}
+    bound = {"model": MODEL | (model or {}), "data": data, "train": LOOP | more, "tune": tune or {}}
     return training(
         bound | {"optimiser": {"warmup": 1, "name": name}, "devices": dict(mesh=mesh, rules=rules)}
     )
@@ -47,11 +47,11 @@ def settings(text="", mesh=None, rules=None, model=None, name="adamw", **more):
 def two_steps(run):
     """The losses of two steps, the second in two parts, and the state behind them."""
     on, steps = on_mesh(run.devices.mesh, run.devices.rules), optimiser(run.optimiser, run.loop)
-    state, _ = begin(init(run.config, jax.random.key(0)), run, run.config, steps, on)
+    state, fixed = begin(init(run.config, jax.random.key(0)), run, run.config, steps, on)
     step, losses, rng = make_step(run.config, run.loop, steps, on=on), [], np.random.default_rng(0)
     for parts in (1, 2):
         rows = Rows(rng.integers(0, 264, (16, 25)).astype(np.int32), np.ones((16, 25), np.float32), None)
-        state, found = step(state, in_parts(rows, parts, on))
+        state, found = step(state, in_parts(rows, parts, on), fixed=fixed)
         losses.append(float(found.loss))
     return losses, state, on
 
@@ -70,6 +70,18 @@ def test_a_step_on_a_mesh_is_that_of_one_device_and_holds_its_share(rules, mesh,
         # Short convolutions and norms are whole.
         split = [x for x in jax.tree.leaves(tree) if x.ndim > 2 and MODEL["d_model"] in x.shape]
         assert split and all(x.addressable_shards[0].data.size * n == x.size for x in split)
+
+
+@pytest.mark.rotating
+def test_adapters_learn_the_same_on_a_mesh():
+    tune = {"lora": ["*.q"], "trained": ["layers.1.down"], "rank": 2}
+    want, alone, _ = two_steps(settings(tune=tune))
+    got, state, _ = two_steps(settings(mesh="data=8", rules="fsdp", tune=tune))
+    np.testing.assert_allclose(got, want, rtol=2e-6)
+    leaves = jax.tree.leaves(state.params)
+    assert len(leaves) == 5
+    for a, b in zip(leaves, jax.tree.leaves(alone.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 @pytest.fixture
