@@ -38,7 +38,7 @@ from kvjax.models.transformer import carrying
 from kvjax.train.curve import draw_losses
 from kvjax.train.devices import places, rows_placed
 from kvjax.train.optimiser import optimiser, rate_of
-from kvjax.train.recall_init import circuit_init
+from kvjax.train.recall_init import check_circuit, circuit_init
 from kvjax.train.rows import HeldOut, Place, Rows
 from kvjax.train.run_folder import LOG, SETTINGS, clock, open_run, trim_log
 from kvjax.train.saving import Saver
@@ -101,7 +101,13 @@ def _model(run: Training, words: Words) -> tuple[Config, Callable[[], Params]]:
         assert run.config is not None
         config = run.config
         key = jax.random.key(run.loop.seed)
-        start = partial(init, config, key) if run.init == "random" else partial(circuit_init, key, config)
+        start = partial(init, config, key)
+        if run.init == "circuit":
+            try:
+                check_circuit(config)
+            except ValueError as error:
+                raise InputError(f"model.init is 'circuit': {error}") from error
+            start = partial(circuit_init, key, config)
     if config.vocab < words.vocab:
         raise InputError(
             f"the tokenizer has {words.vocab} ids and the model {config.vocab}: leave model.vocab out, or "

@@ -24,6 +24,7 @@ from kvjax.train.sources import Recall
 from kvjax.train.step import Parts, Teacher, TrainState, fault, learned_loss, make_step
 
 MODEL = dict(layers=2, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=24)
+CIRCUIT = dict(d_model=64, mixer={"word": "Attention", "gate": True})
 LOOP = dict(steps=5, batch=4, length=24, compute="float32", log_every=1, evaluate_every=5, evaluate_rows=4)
 
 
@@ -213,6 +214,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(texts, tmp_path
         (settings(texts, length=9000), "train.length is 9000, and the model has 8192 positions"),
         (settings(texts, model={"vocab": 100}), "the tokenizer has 257 ids and the model 100"),
         (settings(texts, data={"held_out": 0.3}, length=5000), "fewer than one row of 5000"),
+        (settings(texts, model={"init": "circuit", "tied": True}), "model.init is 'circuit'.*head_dim"),
+        (settings(texts, model={"init": "circuit", **CIRCUIT}), "plain attention.*tied embeddings"),
     ]
     for run, message in cases:
         with pytest.raises(InputError, match=message):
