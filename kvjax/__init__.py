@@ -60,12 +60,14 @@ _HOMES = {
 
 # Public modules, imported when they are asked for.
 _MODULES = ("pure",)
+# They need more than kvjax does.
+_OPTIONAL = ("nnx",)
 
 __all__ = [*_HOMES, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name in (*_MODULES, *_OPTIONAL):
         return importlib.import_module(f"kvjax.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
@@ -73,4 +75,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES, *_MODULES])
+    return sorted([*globals(), *_HOMES, *_MODULES, *_OPTIONAL])

@@ -33,7 +33,7 @@ def _section(**bound: Any) -> dict[str, Any]:
 
 _SECTIONS = {
     name: gin.external_configurable(_section, name=name, module="kvjax")
-    for name in ("model", "data", "optimiser", "train")
+    for name in ("model", "data", "optimiser", "train", "tune", "devices")
 }
 
 

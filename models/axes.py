@@ -159,9 +159,14 @@ def weight_shardings(
     return place
 
 
-def spread_params(params: Params, config: Config, on: OnMesh) -> Params:
-    """Parameters as the rules place them. InputError as of `check_rules`."""
+def param_shardings(params: Params, config: Config, on: OnMesh) -> Params:
+    """Where the rules place every parameter, as a tree like theirs. InputError as of `check_rules`."""
     sizes = [next(iter(group.values())).shape[0] for group in params["layers"]]
     groups = tuple(Group(sum(sizes[:i]), size) for i, size in enumerate(sizes))
     place = weight_shardings(config, groups, on)
-    return map_leaves(lambda path, x: jax.device_put(x, place(path, x.shape)), params)
+    return map_leaves(lambda path, x: place(path, x.shape), params)
+
+
+def spread_params(params: Params, config: Config, on: OnMesh) -> Params:
+    """Parameters as the rules place them. InputError as of `check_rules`."""
+    return jax.device_put(params, param_shardings(params, config, on))

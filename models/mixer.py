@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import GroupState
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.feed_forward import FeedForward
@@ -148,10 +149,15 @@ class Narrowing(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """What passed through a layer; fed: what its feed-forward was given, None where it has none."""
+    """What passed through a layer.
+
+    mixed: what its mixer added to the hidden state, fed: what its feed-forward was given; None where it has
+    none. out: what left the layer.
+    """
 
     mlp: FeedForward
     p: Params
+    mixed: Float[Array, "B T D"] | None
     fed: Float[Array, "B T D"] | None
     out: Float[Array, "B T D"]
 
@@ -159,14 +165,18 @@ class Passed(NamedTuple):
 class Memory(NamedTuple):
     """How a layer meets its past. attend and recur return (output, the group's new state, what is left).
 
-    pos: positions of the new tokens, -1 on padding. attend: (layer, projections, state) with output
-    [B, N, T, V]. recur: (layer, step, state) with the output of the step. held: (layer, state) with the fixed
-    slots of the layer or of the one that it reads; empty where nothing filled them. last: index of each row's
-    last new token, where only its logits are wanted and no layer is observed; layers that keep nothing of
-    their inputs are then run for that token alone. implementation: of recurrences, as in
-    `kvjax.ops.base.dispatch.form`. narrow: where upper layers run for fewer tokens. remat: for a gradient,
-    what lies inside a layer is computed anew instead of kept. look: what to collect of every layer. takes:
-    what a memory has layers take from each other beside what their mixers do, by the first layer of a group.
+    pos: positions of the new tokens, -1 on padding. attend: (layer, projections, state) with output [B, N, T,
+    V]. recur: (layer, step, state) with the output of the step. held: (layer, state) with the fixed slots of
+    the layer or of the one that it reads; empty where nothing filled them. last: index of each row's last new
+    token, where only its logits are wanted and no layer is observed; layers that keep nothing of their inputs
+    are then run for that token alone. implementation: of recurrences, as in `kvjax.ops.base.dispatch.form`.
+    narrow: where upper layers run for fewer tokens. remat: for a gradient, what lies inside a layer is
+    computed anew instead of kept. on_mesh: by whose rules rows of hidden states are split between layers,
+    where nothing else says it. segments: which of its row's texts a token is of, where no layer's state goes
+    on from one to the next. passes: where layers read slots from above, how many passes without and then with
+    a gradient stand for the fixed point; None: as many as reach it. look: what to collect of every layer.
+    takes: what a memory has layers take from each other beside what their mixers do, by the first layer of a
+    group.
     """
 
     pos: Int[Array, "B T"]
@@ -177,6 +187,9 @@ class Memory(NamedTuple):
     implementation: str | None = None
     narrow: Narrowing | None = None
     remat: bool = False
+    on_mesh: OnMesh | None = None
+    segments: Int[Array, "B T"] | None = None
+    passes: tuple[int, int] | None = None
     look: Callable[[Passed], Any] | None = None
     takes: Mapping[int, Mapping[str, Take]] = MappingProxyType({})
 
@@ -185,11 +198,14 @@ class Mixer:
     """What every mixer offers; one is a frozen dataclass of this that overrides what it needs.
 
     clip: (gamma, zeta) of a clipped softmax. in_place: the parts of its state that a step of one token takes
-    and gives as `StackedState`, which a kernel writes where they lie.
+    and gives as `StackedState`, which a kernel writes where they lie. in_segments: whether texts of one
+    row are kept apart, so that a state starts anew where `Memory.segments` change; unless it is said, a layer
+    without a state does so, because attention hides other texts by their positions.
     """
 
     clip: tuple[float, float] | None = None
     in_place: frozenset[str] = frozenset()
+    in_segments: bool | None = None
 
     @property
     def takes(self) -> dict[str, Take]:

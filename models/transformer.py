@@ -14,13 +14,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.axes import pinned_to
 from kvjax.cache import NOTHING
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import attend_new, new_keys, published_by, rotary
 from kvjax.models.config import Config
 from kvjax.models.exchange import published, taken, takes_of
 from kvjax.models.feed_forward import FeedForward, mlp_of
 from kvjax.models.layers import Params, rms_norm
-from kvjax.models.mixer import GroupState, Layer, LayerSlots, Left, Memory, Passed, Projected, Step, Take
+from kvjax.models.mixer import (
+    GroupState,
+    Layer,
+    LayerSlots,
+    Left,
+    Memory,
+    Mixer,
+    Passed,
+    Projected,
+    Step,
+    Take,
+)
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dtypes import wide
@@ -63,18 +76,19 @@ def block(
         return rms_norm(y, p[name], config.norm_eps, config.norm_offset) if name in p else y
 
     left: Left = {}
-    fed = None
+    added = fed = None
     if layer.mixer.shapes(config):
         with jax.named_scope("attention"):
             mixed = layer.taken.get("input", x)
             out, state, left = layer.mixer(p, norm("attn_norm", mixed), layer, memory, state)
-            x = x + norm("attn_post_norm", out)
+            added = norm("attn_post_norm", out)
+            x = x + added
     if mlp.shapes(config):
         with jax.named_scope("mlp"):
             fed = norm("mlp_norm", x)
             x = x + norm("mlp_post_norm", mlp(p, fed, config))
     if memory.look is not None:
-        left = left | {"collected": memory.look(Passed(mlp, p, fed, x))}
+        left = left | {"collected": memory.look(Passed(mlp, p, added, fed, x))}
     return x, state, left
 
 
@@ -114,6 +128,7 @@ def stack(
         def body(carry, inputs, kind=kind, mlp=mlp, memory=memory):
             x, state = carry
             p, index = inputs
+            x = pinned_to(x, memory.on_mesh, "batch", None, None)
             layer = kind._replace(index=index, number=kind.number + index)
             x, state, left = block(p, x, layer, mlp, memory, state)
             return (x, state), left
@@ -177,6 +192,7 @@ def decode_layers(
 
     There a token sees the keys of earlier tokens only, so they are a fixed point of the stack: T - 1 passes
     reach it from any start, since every pass settles one token more. A single token sees its past alone.
+    `Memory.passes` are the paper's approximation for training: some passes without a gradient, then the rest.
     """
     first, state_of = 0, {}
     for p, state in zip(params["layers"], states, strict=True):
@@ -203,7 +219,11 @@ def decode_layers(
             dtype = params["norm"].dtype
             k, v = (jnp.zeros((b, slots.heads, t, width), dtype) for width in (slots.key, slots.value))
             start[s] = (k, None if slots.shared else v)
-        new = jax.lax.scan(lambda x, _: (once(x), None), start, None, length=t - 1)[0]
+        still, learned = memory.passes or (0, t)
+        new = jax.lax.scan(lambda x, _: (once(x), None), start, None, length=still)[0]
+        new = jax.lax.stop_gradient(new) if memory.passes else new
+        # The last pass stands behind the loop.
+        new = jax.lax.scan(lambda x, _: (once(x), None), new, None, length=learned - 1)[0]
     return stack(params, tokens, config, memory, states, above(new))
 
 
@@ -260,7 +280,7 @@ def hidden(
 
     context: what `kvjax.models.encoder.encode` made of one. segments: a row holds several texts, numbered
     from left to right; tokens see their own text alone, and its positions start at 0. remat: as in `Memory`.
-    Raises ValueError where layers carry a state, which would go on from one segment to the next.
+    Raises ValueError where a layer would carry something from one segment to the next (`carrying`).
     """
     return run_layers(params, tokens, config, lengths, context, segments=segments, remat=remat).x
 
@@ -274,9 +294,11 @@ def run_layers(
     *,
     segments: Int[Array, "B T"] | None = None,
     remat: bool = False,
+    on_mesh: OnMesh | None = None,
+    passes: tuple[int, int] | None = None,
     look: Callable[[Passed], Any] | None = None,
 ) -> Ran:
-    """`hidden` with all that the layers left; look as in `Memory`."""
+    """`hidden` with all that the layers left; on_mesh, passes and look as in `Memory`."""
     b, t = tokens.shape[:2]
     lengths = jnp.full((b,), t, jnp.int32) if lengths is None else lengths
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
@@ -297,8 +319,19 @@ def run_layers(
         return [] if context is None else [context]
 
     nothing = (NOTHING,) * len(params["layers"])
-    memory = Memory(at.pos, attend, recur, held, remat=remat, look=look)
+    memory = Memory(
+        seen, attend, recur, held, remat=remat, on_mesh=on_mesh, segments=segments, passes=passes, look=look
+    )
     return decode_layers(params, tokens, config, memory, nothing)
+
+
+def carrying(config: Config) -> list[int]:
+    """The layers through which one text of a row would tell the next something."""
+
+    def apart(mixer: Mixer) -> bool:
+        return not mixer.state(config) if mixer.in_segments is None else mixer.in_segments
+
+    return [i for i in range(config.layers) if not apart(mixer_of(config, i))]
 
 
 def _in_segments(
@@ -308,11 +341,10 @@ def _in_segments(
 
     Segments stand two rows' lengths apart, so a window of one row's length hides all others.
     """
-    carrying = [i for i in range(config.layers) if mixer_of(config, i).state(config)]
-    if carrying:
+    if layers := carrying(config):
         raise ValueError(
-            f"layers {carrying} carry a state from token to token, which segments of a row would share: "
-            "give each text a row of its own, or join them as one text"
+            f"layers {layers} carry something from token to token, which texts of one row would share: give "
+            "each text a row of its own, or join them as one text"
         )
     t = segments.shape[1]
     index = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), segments.shape)

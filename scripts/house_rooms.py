@@ -203,6 +203,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
         (
             _room("fitting", "what words are taught about a model, from a few texts", "kvjax/fitting"),
             _room("train", "training loops, conversion of layers, grouping of heads", "kvjax/train"),
+            _room("nnx", "models as modules of flax, and a cache in a user's own", "kvjax/nnx.py"),
             _room("aot", "kernels and decoders through the compilers of TPUs and GPUs", "kvjax/aot"),
         ),
     ),

@@ -1,4 +1,4 @@
-"""The notebook is committed without outputs, and runs from top to bottom on a CPU without a network."""
+"""The notebooks are committed without outputs, and run from top to bottom on a CPU without a network."""
 
 import warnings
 from pathlib import Path
@@ -10,7 +10,8 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from nbclient import NotebookClient
 
-QUICKSTART = Path(__file__).parents[1] / "notebooks" / "quickstart.ipynb"
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+QUICKSTART, TRAIN = NOTEBOOKS / "quickstart.ipynb", NOTEBOOKS / "train.ipynb"
 
 
 def outputs(notebook, id):
@@ -24,10 +25,11 @@ def pictures(notebook, id):
     return [out for out in cell.outputs if "image/png" in out.get("data", {})]
 
 
-def test_the_notebook_is_small_and_has_no_outputs():
-    notebook = nbformat.read(QUICKSTART, as_version=4)
+@pytest.mark.parametrize("path", [QUICKSTART, TRAIN], ids=["quickstart", "train"])
+def test_a_notebook_is_small_and_has_no_outputs(path):
+    notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    assert QUICKSTART.stat().st_size < 20_000
+    assert path.stat().st_size < 20_000
     for cell in notebook.cells:
         assert not cell.get("outputs") and cell.get("execution_count") is None and not cell.metadata
 
@@ -80,14 +82,35 @@ def assert_shows(printed, folder):
     assert len(list(folder.glob("kvjax-results/*/report.html"))) == 2
 
 
-@pytest.mark.rotating
-@pytest.mark.filterwarnings("default")  # those of Jupyter's libraries are not ours
-def test_the_notebook_runs(tmp_path, monkeypatch):
+def ran(path, folder, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    return notebook
+
+
+@pytest.mark.rotating
+@pytest.mark.filterwarnings("default")  # those of Jupyter's libraries are not ours
+def test_the_notebook_of_training_runs_and_uptraining_makes_up_for_a_conversion(tmp_path, monkeypatch):
+    # Training takes most of the time here, not compiling.
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
+    notebook = ran(TRAIN, tmp_path, monkeypatch)
+    assert pictures(notebook, "curve") and "b'def " in outputs(notebook, "generate")
+
+    def bits(text):
+        lines = [line.rpartition(" KiB")[2].split() for line in text.splitlines() if " bits/byte" in line]
+        return [float(words[0]) for words in lines]
+
+    original, converted, uptrained = bits(outputs(notebook, "uptrain"))
+    assert original < 6 and uptrained < converted
+    assert len(bits(outputs(notebook, "convert"))) == 5
+
+
+@pytest.mark.rotating
+@pytest.mark.filterwarnings("default")
+def test_the_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # compiling is most of the time
-    notebook = nbformat.read(QUICKSTART, as_version=4)
-    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute()
+    notebook = ran(QUICKSTART, tmp_path, monkeypatch)
     assert_shows({c.id: outputs(notebook, c.id) for c in notebook.cells if c.cell_type == "code"}, tmp_path)
     assert pictures(notebook, "frontier") and pictures(notebook, "own-compare")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
+from typing import Any
 
 from kvjax.commands.options import add_dtype, whole
 from kvjax.commands.programs import keep_programs
@@ -14,8 +16,16 @@ EXAMPLE = """conversions:
   mqa                      one KV head
   cla:every=2              runs of layers read their first one's slots
   mlkv:layers=2            so many layers keep slots for all
-  drop:layers=[2,3]        layers without attention
+  asymgqa:kv_heads=2       groups of like heads; kdgqa:kv_heads=2, dha:heads=12 are others
+  drop:layers=[2,3]        layers without attention; drop:count=2 chooses them
   low-rank:rank=0.5        latents of grouped heads (Palu)
+  eckvh:kv_heads=2         fewer KV heads by singular values
+  mla:rank=64,rotary=1     latents of all heads, and so many heads of turning keys
+  lckv:own=2               layers between own ones read the topmost
+  yoco:window=256          the upper half reads one layer, below are windows
+  swiftkv:layer=4          layers from there on project from its input
+  linear:keep=2,mixer=KimiDelta,steps=200
+                           linear attentions that learn from the attention
 
 examples:
   kvjax convert --to gqa:kv_heads=1 recall-tiny runs/mqa
@@ -46,11 +56,16 @@ def run(args: argparse.Namespace) -> None:
 
     keep_programs()
     model = load(args.model, dtype=args.dtype)
-    new, out = convert(model, args.to), console()
-    texts = read_texts(
-        model, text=args.text, tasks=args.tasks, rows=args.rows, length=args.length, seed=args.seed,
-        questions=False,
-    )  # fmt: skip
+    out = console()
+
+    def some(seed: int) -> list[Any]:
+        return read_texts(
+            model, text=args.text, tasks=args.tasks, rows=args.rows, length=args.length, seed=seed,
+            questions=False,
+        )  # fmt: skip
+
+    # What a conversion learns from is not what it is measured on.
+    new, texts = convert(model, args.to, partial(some, args.seed + 1)), some(args.seed)
     found = difference(model, new, texts)
     before, after = (
         Sizes(m.config, args.dtype, args.length, [Method()]).nbytes(Method()) for m in (model, new)

@@ -5,7 +5,7 @@ segments, allocations and evictions, but no method by name.
 """
 
 from kvjax.steps.apart import chooses, compress, prefill_apart, read, reading
-from kvjax.steps.decode import step, step_fn, step_keeping
+from kvjax.steps.decode import step, step_fn, step_hidden, step_keeping
 from kvjax.steps.forward import Prompt, needs_of, observe
 from kvjax.steps.prompt import prefill, probed, scored, settle, settled
 from kvjax.steps.run import Run
@@ -28,6 +28,7 @@ __all__ = [
     "settled",
     "step",
     "step_fn",
+    "step_hidden",
     "step_keeping",
     "until_flush",
     "verify",

@@ -48,6 +48,18 @@ def step_fn(
     Rows with append=False store nothing: they ask `token` again at the position of their last token, over
     the cache as it is.
     """
+    x, new = step_hidden(run, params, cache, token, append)
+    return pinned_to(unembed(params, x, run.config), run.on_mesh, "batch", "vocab"), new
+
+
+def step_hidden(
+    run: Run,
+    params: Params,
+    cache: Cache,
+    token: Int[Array, "B"] | Float[Array, "B D"],
+    append: Bool[Array, "B"],
+) -> tuple[Float[Array, "B D"], Cache]:
+    """`step_fn` up to the last norm: the hidden state behind the layers, and the cache."""
     config = run.config
     gms = taught_groups(run.groups(params), params)
     owner = {gm.first: gm for gm in gms}
@@ -103,8 +115,7 @@ def step_fn(
     groups, late = evict_due(run, gms, groups, params, length, append)
     groups = _flushed(gms, lent(groups, ()), x)
     new = dataclasses.replace(cache, groups=groups, next=jnp.where(append, length, cache.next), pools=pools)
-    logits = unembed(params, _broken(x[:, 0], lost | late), config)
-    return pinned_to(logits, run.on_mesh, "batch", "vocab"), pinned(new, run.on_mesh)
+    return _broken(x[:, 0], lost | late), pinned(new, run.on_mesh)
 
 
 def _picks_taken(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Sequence
@@ -17,11 +18,20 @@ from kvjax.errors import InputError
 from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
+from kvjax.models.mixers.attention import ATTENTION, Attention, mixer_of
 from kvjax.models.model import Model, check_single
+from kvjax.models.params import plan, regroup
 from kvjax.models.transformer import forward
-from kvjax.train.convert import drop_attention, pool_heads, share_layers
+from kvjax.train.convert import Grouping, drop_attention, group_heads, pool_heads, share_layers
+from kvjax.train.grouping.asymgqa import asymgqa
+from kvjax.train.grouping.dha import dha
+from kvjax.train.grouping.key_driven import kdgqa
+from kvjax.train.grouping.products import activation_products, key_norms, weight_products
+from kvjax.train.latents import Moments, input_moments, pool_by_values, to_latents
+from kvjax.train.linear import attention_changes, to_linear
 
 Made = tuple[Params, Config]
+Texts = Sequence[Sequence[int]]
 
 
 def _gqa(params: Params, config: Config, *, kv_heads: int) -> Made:
@@ -47,8 +57,115 @@ def _mlkv(params: Params, config: Config, *, layers: int) -> Made:
     return share_layers(params, config, [max(s for s in sources if s <= i) for i in range(config.layers)])
 
 
-def _drop(params: Params, config: Config, *, layers: Sequence[int]) -> Made:
-    """Attention dropped from some layers (arXiv:2406.15786)."""
+def _lckv(params: Params, config: Config, *, own: int = 2) -> Made:
+    """Layer-condensed KV (arXiv:2405.10637): all layers but `own` and one read the topmost of those between.
+
+    Half of `own` are the lowest layers, the rest the highest ("sandwich").
+    """
+    low, top = own // 2, config.layers - 1 - (own - own // 2)
+    if not 0 <= own or low >= top:
+        raise ValueError(f"own is {own}, expected 0 to {config.layers - 2}: some layer must read another")
+    return share_layers(params, config, [top if low <= i <= top else i for i in range(config.layers)])
+
+
+def _yoco(params: Params, config: Config, *, window: int) -> Made:
+    """YOCO-like (arXiv:2405.05254): the upper half reads the lower's last layer, the others see a window."""
+    if window < 1:
+        raise ValueError(f"window is {window}, expected a number of tokens of at least 1")
+    last = config.layers // 2 - 1
+    if last < 0:
+        raise ValueError("a model of one layer has no upper half")
+    shared, smaller = share_layers(params, config, [min(i, last) for i in range(config.layers)])
+    windows = tuple(
+        min(window, config.window(i) or window) if i < last else None for i in range(config.layers)
+    )
+    return _regrouped(shared, dataclasses.replace(smaller, windows=windows))
+
+
+def _swiftkv(params: Params, config: Config, *, layer: int) -> Made:
+    """SwiftKV (arXiv:2410.03960): layers from `layer` on project keys and values from what comes into it."""
+    if any(mixer_of(config, i) != ATTENTION for i in range(config.layers)) or not 0 <= layer < config.layers:
+        raise ValueError(
+            f"layer is {layer}, expected 0 to {config.layers - 1} of a model whose layers are all plain "
+            "attention"
+        )
+    mixers = tuple(Attention(kv_input=layer) if i >= layer else ATTENTION for i in range(config.layers))
+    return _regrouped(params, dataclasses.replace(config, mixers=mixers))
+
+
+def _regrouped(params: Params, config: Config) -> Made:
+    return regroup(params, plan(config)), config
+
+
+def _mla(
+    params: Params, config: Config, *, rank: int, rotary: int = 1, moments: Moments | None = None
+) -> Made:
+    """Latents of all heads, and `rotary` heads of turning keys (arXiv:2502.14837, arXiv:2502.07864)."""
+    return to_latents(params, config, rank, rotary, moments)
+
+
+def _eckvh(params: Params, config: Config, *, kv_heads: int, moments: Moments | None = None) -> Made:
+    """Fewer KV heads by singular values of keys and values (ECKVH, arXiv:2406.07056)."""
+    return pool_by_values(params, config, kv_heads, moments)
+
+
+def _linear(
+    params: Params,
+    config: Config,
+    *,
+    layers: Sequence[int] | None = None,
+    keep: int | None = None,
+    mixer: str = "GatedDelta",
+    steps: int = 200,
+    texts: Texts | None = None,
+) -> Made:
+    """Layers of a linear attention, each taught by the attention that it replaces."""
+    return to_linear(params, config, texts or (), layers=layers, keep=keep, mixer=mixer, steps=steps)
+
+
+def _asymgqa(params: Params, config: Config, *, kv_heads: int, texts: Texts | None = None) -> Made:
+    """Groups of like heads, of any size, found by a search (AsymGQA, arXiv:2406.14963)."""
+    found = activation_products(params, config, _rows(texts)) if texts else weight_products(params, config)
+    groups = [asymgqa(layer.k + layer.v, kv_heads) for layer in found]
+    return group_heads(params, config, [Grouping(k=group, v=group) for group in groups])
+
+
+def _dha(params: Params, config: Config, *, heads: int) -> Made:
+    """Like key heads and like value heads share, `heads` of both in all layers (DHA, arXiv:2406.06567)."""
+    return group_heads(params, config, dha(weight_products(params, config), heads))
+
+
+def _kdgqa(params: Params, config: Config, *, kv_heads: int, texts: Texts | None = None) -> Made:
+    """Fewer KV heads, read by query heads in proportion to their keys' norms (KDGQA, arXiv:2408.08454)."""
+    if not texts:
+        raise ValueError("norms of keys are those of texts: give some")
+    pooled, smaller = pool_heads(params, config, kv_heads)
+    norms = key_norms(pooled, smaller, _rows(texts))
+    return group_heads(pooled, smaller, [kdgqa(layer, config.heads, least=1) for layer in norms])
+
+
+def _rows(texts: Texts) -> np.ndarray:
+    """Texts as one array, cut to the shortest of them."""
+    length = min(map(len, texts))
+    return np.asarray([list(text[:length]) for text in texts], np.int32)
+
+
+def _drop(
+    params: Params,
+    config: Config,
+    *,
+    layers: Sequence[int] | None = None,
+    count: int | None = None,
+    texts: Texts | None = None,
+) -> Made:
+    """Attention dropped from some layers, or from the `count` that change their input least (AttnDrop)."""
+    if (layers is None) == (count is None):
+        raise ValueError("give either the layers that lose their attention or how many do (count)")
+    if count is not None:
+        if not texts or not 1 <= count <= config.layers:
+            raise ValueError(f"count={count} of 1 to {config.layers} layers are chosen by texts: give some")
+        layers = np.argsort(attention_changes(params, config, texts), kind="stable")[:count].tolist()
+    assert layers is not None
     return drop_attention(params, config, layers)
 
 
@@ -59,12 +176,17 @@ def _low_rank(params: Params, config: Config, *, rank: float | int, heads: int =
 
 
 CONVERSIONS: dict[str, Callable[..., Made]] = {
-    "gqa": _gqa, "mqa": _mqa, "cla": _cla, "mlkv": _mlkv, "drop": _drop, "low-rank": _low_rank,
+    "gqa": _gqa, "mqa": _mqa, "asymgqa": _asymgqa, "kdgqa": _kdgqa, "dha": _dha, "eckvh": _eckvh, "mla": _mla,
+    "low-rank": _low_rank, "cla": _cla, "mlkv": _mlkv, "lckv": _lckv, "yoco": _yoco, "swiftkv": _swiftkv,
+    "drop": _drop, "linear": _linear,
 }  # fmt: skip
 
 
-def convert(model: Model, spec: str) -> Model:
+def convert(model: Model, spec: str, texts: Texts | Callable[[], Texts] | None = None) -> Model:
     """What a conversion such as "gqa:kv_heads=2" makes of a model.
+
+    texts: as ids, or what gives them where they are asked for; singular values are then of what layers read
+    of them instead of the weights alone, and "linear" learns from them.
 
     Raises InputError for unknown conversions and options, with the nearest name, and where the model cannot
     be converted so.
@@ -75,7 +197,13 @@ def convert(model: Model, spec: str) -> Model:
     """
     check_single(model, "conversions change one decoder")
     name, options = _parsed(spec)
+    asks = {"moments", "texts"} & inspect.signature(CONVERSIONS[name]).parameters.keys()
+    known = texts() if asks and callable(texts) else texts
     try:
+        if "moments" in asks and known:
+            options["moments"] = input_moments(model, known)  # pyright: ignore[reportArgumentType]
+        if "texts" in asks:
+            options["texts"] = known
         params, config = CONVERSIONS[name](model.params, model.config, **options)
     except (ValueError, TypeError) as error:
         raise InputError(f"{model.name} cannot be converted to {spec}: {error}") from error
@@ -92,12 +220,16 @@ def _parsed(spec: str) -> tuple[str, dict[str, Any]]:
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(CONVERSIONS)}"
         raise InputError(f"unknown conversion {name!r}: {hint}")
     given = inspect.signature(CONVERSIONS[name]).parameters
-    takes = {n: p for n, p in given.items() if p.kind == p.KEYWORD_ONLY}
+    takes = {n: p for n, p in given.items() if p.kind == p.KEYWORD_ONLY and n not in ("moments", "texts")}
     unread = f"{spec!r} cannot be read: write it like gqa:kv_heads=2 or drop:layers=[1,3]"
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         assert isinstance(call, ast.Call)
-        options = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        # A bare name is a string.
+        options = {
+            str(word.arg): x.id if isinstance(x := word.value, ast.Name) else ast.literal_eval(x)
+            for word in call.keywords
+        }
     except (SyntaxError, ValueError) as error:
         raise InputError(unread) from error
     if call.args:

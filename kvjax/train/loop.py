@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,20 +27,25 @@ from kvjax.checkpoint import save_checkpoint
 from kvjax.errors import InputError
 from kvjax.files import write_atomic
 from kvjax.loading import load
+from kvjax.mesh.on_mesh import OnMesh, on_mesh
+from kvjax.models.axes import check_rules
 from kvjax.models.config import Config
 from kvjax.models.config_json import config_to_json
 from kvjax.models.layers import Params
-from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.model import Model
-from kvjax.models.params import init
+from kvjax.models.params import init, regroup
+from kvjax.models.transformer import carrying
 from kvjax.train.curve import draw_losses
-from kvjax.train.optimiser import learning_rate, optimiser
+from kvjax.train.devices import places, rows_placed
+from kvjax.train.optimiser import optimiser, rate_of
+from kvjax.train.recall_init import check_circuit, circuit_init
 from kvjax.train.rows import HeldOut, Place, Rows
 from kvjax.train.run_folder import LOG, SETTINGS, clock, open_run, trim_log
 from kvjax.train.saving import Saver
 from kvjax.train.settings import Training
 from kvjax.train.sources import Words, source_of, words_of
 from kvjax.train.step import Found, Parts, TrainState, fault, make_step, total_loss
+from kvjax.train.trained import Fixed, groups_of, joined, kinds, split
 
 
 def train(
@@ -57,26 +63,28 @@ def train(
     PosixPath('runs/bytes/model')
     """
     folder, words, console = Path(out), words_of(run.data), console or Console(quiet=True)
+    on = on_mesh(run.devices.mesh, run.devices.rules)
     config, start = _model(run, words)
-    teacher = None if run.teacher is None else _teacher(run.teacher, config)
-    segments = run.data.segments and not any(mixer_of(config, i).state(config) for i in range(config.layers))
+    _check_devices(run, config, on)
+    kinds(config, run.tune)
+    teacher = None if run.teacher is None else _teacher(run, run.teacher, config)
+    segments = run.data.segments and not carrying(config)
     source, held = source_of(run.data, words, run.loop, segments=segments)
     _open(folder, run, config, resume)
-    params = jax.tree.map(lambda x: x.astype(jnp.float32), start())
-    steps = optimiser(run.optimiser, run.loop.steps)
-    state = TrainState(params, steps.init(params), jnp.zeros((), jnp.int32))
+    steps = optimiser(run.optimiser, run.loop)
+    state, fixed = begin(start(), run, config, steps, on)
     saver, before = Saver(folder), {}
     if resume and saver.latest is not None:
         state, rest = saver.load(state)
         source.place, before = Place(**rest["place"]), rest["seconds"]
     trim_log(folder, int(state.step))
-    session = _Session(run, config, folder, saver, held, clock(before), console)
-    step = make_step(config, run.loop, steps, None if teacher is None else teacher.config)
-    learn = partial(step, theirs=None if teacher is None else teacher.params)
+    session = _Session(run, config, folder, saver, held, clock(before), console, fixed, on)
+    step = make_step(config, run.loop, steps, None if teacher is None else teacher.config, on)
+    learn = partial(step, theirs=None if teacher is None else teacher.params, fixed=fixed)
     state = session.go(state, source.next, lambda: source.place.as_json(), learn)
     model = Model(
-        config, state.params, tokenizer=words.tokenizer, special_tokens=words.special, stop_ids=(words.end,),
-        name=folder.name,
+        config, joined(state.params, fixed), tokenizer=words.tokenizer, special_tokens=words.special,
+        stop_ids=(words.end,), name=folder.name,
     )  # fmt: skip
     save_checkpoint(model, folder / "model")
     return folder / "model"
@@ -92,7 +100,14 @@ def _model(run: Training, words: Words) -> tuple[Config, Callable[[], Params]]:
     else:
         assert run.config is not None
         config = run.config
-        start = partial(init, config, jax.random.key(run.loop.seed))
+        key = jax.random.key(run.loop.seed)
+        start = partial(init, config, key)
+        if run.init == "circuit":
+            try:
+                check_circuit(config)
+            except ValueError as error:
+                raise InputError(f"model.init is 'circuit': {error}") from error
+            start = partial(circuit_init, key, config)
     if config.vocab < words.vocab:
         raise InputError(
             f"the tokenizer has {words.vocab} ids and the model {config.vocab}: leave model.vocab out, or "
@@ -106,12 +121,48 @@ def _model(run: Training, words: Words) -> tuple[Config, Callable[[], Params]]:
     return config, start
 
 
-def _teacher(path: str, config: Config) -> Model:
-    model = load(path)
+def _check_devices(run: Training, config: Config, on: OnMesh | None) -> None:
+    if on is None:
+        return
+    check_rules(config, on)
+    parts = on.devices("batch")
+    for batch in {run.loop.batch, *(batch for *_, batch in run.loop.stages)}:
+        if (rows := batch // run.loop.accumulate) % parts:
+            raise InputError(
+                f"a step reads train.batch / train.accumulate = {rows} rows at a time, which do not divide "
+                f"over mesh axis {on.over('batch')}: give {-(-rows // parts) * parts} rows or a multiple"
+            )
+
+
+def begin(
+    params: Params, run: Training, config: Config, steps: optax.GradientTransformation, on: OnMesh | None
+) -> tuple[TrainState, Fixed | None]:
+    """The state before the first step, in float32 and where the mesh has it, and what does not learn."""
+    of = kinds(config, run.tune)
+    groups = groups_of(config, of)
+    params = regroup(jax.tree.map(lambda x: x.astype(jnp.float32), params), groups)
+    trained, fixed = params, None
+    if not run.tune.all:
+        trained, fixed = split(params, groups, of, run.tune, jax.random.key(run.loop.seed))
+    if on is None:
+        return TrainState(trained, steps.init(trained), jnp.zeros((), jnp.int32)), fixed
+    trained, fixed = (jax.device_put(x, places(x, params, config, on)) for x in (trained, fixed))
+    kept = jax.eval_shape(steps.init, trained)
+    kept = jax.jit(steps.init, out_shardings=places(kept, params, config, on))(trained)
+    return TrainState(trained, kept, jax.device_put(jnp.zeros((), jnp.int32), on.sharding((), ()))), fixed
+
+
+def _teacher(run: Training, path: str, config: Config) -> Model:
+    model = load(path, mesh=run.devices.mesh, rules=run.devices.rules)
     if not isinstance(model.config, Config) or model.config.vocab != config.vocab:
         raise InputError(
             f"the teacher {path} is no decoder of {config.vocab} ids, as the model is: teach with one "
             "that has the same tokenizer"
+        )
+    if (run.loop.distil_hidden or run.loop.distil_attention) and model.config.d_model != config.d_model:
+        raise InputError(
+            f"the teacher {path} has {model.config.d_model} channels and the model {config.d_model}: set "
+            "train.distil_hidden and train.distil_attention to 0, or teach with one as wide"
         )
     return model
 
@@ -119,10 +170,10 @@ def _teacher(path: str, config: Config) -> Model:
 def _open(folder: Path, run: Training, config: Config, resume: bool) -> None:
     if not resume and (folder / SETTINGS).exists():
         raise InputError(f"{folder} holds a run: go on with it by --resume, or choose another folder")
-    parts = {name: dataclasses.asdict(getattr(run, name)) for name in ("data", "optimiser", "loop")}
-    open_run(
-        folder, {"model": config_to_json(config), "start": run.start, "teacher": run.teacher, **parts}, resume
-    )
+    # Devices are left out: a run may go on on others.
+    parts = {name: dataclasses.asdict(getattr(run, name)) for name in ("data", "optimiser", "loop", "tune")}
+    model = {"model": config_to_json(config), "start": run.start, "teacher": run.teacher, "init": run.init}
+    open_run(folder, model | parts, resume)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,11 +187,13 @@ class _Session:
     held: HeldOut | None
     now: Callable[[], dict[str, float]]
     console: Console
+    fixed: Fixed | None
+    on: OnMesh | None
 
     def go(
         self,
         state: TrainState,
-        next_rows: Callable[[int], Rows],
+        next_rows: Callable[[int, int], Rows],
         place: Callable[[], dict[str, Any]],
         step: Callable[[TrainState, Parts], tuple[TrainState, Found]],
     ) -> TrainState:
@@ -156,13 +209,14 @@ class _Session:
             bar = progress.add_task(self.folder.name, total=loop.steps, completed=done, news="")
             try:
                 for i in range(done, loop.steps):
-                    parts = in_parts(next_rows(loop.batch), loop.accumulate)
+                    length, batch = loop.size(i)
+                    parts = in_parts(next_rows(batch, length), loop.accumulate, self.on)
                     state, found = step(state, parts)
                     if not bool(found.finite):
                         raise InputError(self._broken(i, state, parts))
                     last = i + 1 == loop.steps
                     if (i + 1) % loop.log_every == 0 or last:
-                        speed = (i + 1 - asked) * loop.batch * loop.length / (time.monotonic() - began)
+                        speed = (loop.tokens(i + 1) - loop.tokens(asked)) / (time.monotonic() - began)
                         record = self._record(i, found, speed)
                         if self.held is not None and ((i + 1) % loop.evaluate_every == 0 or last):
                             record |= self.evaluate(state.params)
@@ -182,22 +236,23 @@ class _Session:
     def evaluate(self, params: Params) -> dict[str, float]:
         """The mean loss of the held-out rows, in nats per token and in bits per byte of text."""
         assert self.held is not None
+        params = joined(params, self.fixed)
         rows, size = self.held.rows, self.run.loop.batch
         loss = weight = 0.0
         for at in range(0, len(rows.tokens), size):
             some = Rows(*(None if x is None else x[at : at + size] for x in rows))  # pyright: ignore
-            part = jax.tree.map(lambda x: x[0], in_parts(some, 1))
-            loss += float(_held_out_loss(params, part, self.config, self.run.loop))
+            part = jax.tree.map(lambda x: x[0], in_parts(some, 1, self.on))
+            loss += float(_held_out_loss(params, part, self.config, self.run.loop, self.on))
             weight += float(part.weights[:, 1:].sum())
         mean = loss / weight
         bits = mean / math.log(2) / self.held.bytes_per_token
         return {"held_out_loss": round(mean, 5), "bits_per_byte": round(bits, 5)}
 
     def _record(self, i: int, found: Found, speed: float) -> dict[str, Any]:
-        loop, rate = self.run.loop, learning_rate(self.run.optimiser, self.run.loop.steps)
+        loop, rate = self.run.loop, rate_of(self.run.optimiser, self.run.loop)
         return {
             "step": i + 1,
-            "tokens": (i + 1) * loop.batch * loop.length,
+            "tokens": loop.tokens(i + 1),
             "loss": round(float(found.loss), 5),
             "norm": round(float(found.norm), 4),
             "rate": float(np.asarray(rate(i))),
@@ -206,7 +261,7 @@ class _Session:
         }
 
     def _broken(self, i: int, state: TrainState, parts: Parts) -> str:
-        what = fault(state.params, parts, self.config, self.run.loop)
+        what = fault(joined(state.params, self.fixed), parts, self.config, self.run.loop)
         kept = "no checkpoint was written yet" if self.saver.latest is None else "the last checkpoint stays"
         return (
             f"step {i + 1}: {what} is not a number, so training stopped and {kept}: lower optimiser.peak, "
@@ -214,17 +269,17 @@ class _Session:
         )
 
 
-_held_out_loss = jax.jit(total_loss, static_argnames=("config", "loop"))
+_held_out_loss = jax.jit(total_loss, static_argnames=("config", "loop", "on"))
 
 
-def in_parts(rows: Rows, parts: int) -> Parts:
-    """Rows [B, ...] as [A, B / A, ...]."""
+def in_parts(rows: Rows, parts: int, on: OnMesh | None = None) -> Parts:
+    """Rows [B, ...] as [A, B / A, ...], on their devices."""
 
-    def split(x: np.ndarray) -> Array:
-        return jnp.asarray(np.reshape(x, (parts, len(x) // parts, *x.shape[1:])))
+    def cut(x: np.ndarray) -> Array:
+        return rows_placed(np.reshape(x, (parts, len(x) // parts, *x.shape[1:])), on)
 
-    segments = None if rows.segments is None else split(rows.segments)
-    return Parts(split(rows.tokens), split(rows.weights), segments)
+    segments = None if rows.segments is None else cut(rows.segments)
+    return Parts(cut(rows.tokens), cut(rows.weights), segments)
 
 
 def _news(record: dict[str, Any]) -> str:

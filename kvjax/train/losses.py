@@ -1,4 +1,4 @@
-"""Losses of training: small pure functions of logits and targets."""
+"""Losses of training: small pure functions of logits, hidden states and targets."""
 
 from __future__ import annotations
 
@@ -27,3 +27,14 @@ def distilled(
     of_teacher = jax.nn.log_softmax(teacher.astype(jnp.float32) / temperature)
     each = jnp.sum(jnp.exp(of_teacher) * (of_teacher - of_student), -1)
     return temperature**2 * jnp.sum(each * weights[:, 1:])
+
+
+def squared(
+    student: Float[Array, "B T D"], teacher: Float[Array, "B T D"], weights: Float[Array, "B T+1"]
+) -> Float[Array, ""]:
+    """The sum of weight * mean over channels of (student - teacher)^2, over the tokens that have a target.
+
+    Of hidden states or attention outputs, as in TinyBERT (arXiv:1909.10351, equation 8) without its map.
+    """
+    apart = student.astype(jnp.float32) - teacher.astype(jnp.float32)
+    return jnp.sum(jnp.square(apart).mean(-1) * weights[:, 1:])

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from kvjax.train.settings import Optimiser
+from kvjax.train.settings import Loop, Optimiser
 
 
 def learning_rate(settings: Optimiser, steps: int) -> optax.Schedule:
@@ -31,9 +32,32 @@ def learning_rate(settings: Optimiser, steps: int) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), behind], [warmup])
 
 
-def optimiser(settings: Optimiser, steps: int) -> optax.GradientTransformation:
+def rate_of(settings: Optimiser, loop: Loop) -> optax.Schedule:
+    """`learning_rate` of a run: behind the warm-up a step of a stage counts by its tokens.
+
+    >>> loop = Loop(stages=((50, 128, 4), (50, 128, 12)))
+    >>> rate = rate_of(Optimiser(peak=1.0, warmup=0, schedule="wsd", decay=0.5, floor=0.0), loop)
+    >>> [round(float(rate(step)), 2) for step in (0, 50, 66, 100)]
+    [1.0, 1.0, 1.0, 0.0]
+    """
+    rate = learning_rate(settings, loop.steps)
+    if not loop.stages:
+        return rate
+    ends = jnp.asarray((0, *loop.ends), jnp.float32)
+    share = jnp.asarray([loop.tokens(step) / loop.tokens(loop.steps) for step in (0, *loop.ends)])
+
+    def by_tokens(step: Any) -> Any:
+        step = jnp.asarray(step, jnp.float32)
+        counted = jnp.interp(step, ends, share) * loop.steps
+        warmup = float(min(settings.warmup, loop.steps))
+        return rate(jnp.where(step < warmup, step, jnp.maximum(counted, warmup)))
+
+    return by_tokens
+
+
+def optimiser(settings: Optimiser, loop: Loop) -> optax.GradientTransformation:
     """AdamW (arXiv:1711.05101), or Muon (Jordan et al., 2024) for the matrices of layers, behind a clip."""
-    rate = learning_rate(settings, steps)
+    rate = rate_of(settings, loop)
     if settings.name == "muon":
         # Embeddings and the last matrix are tables of vectors, which AdamW serves better.
         steps_of = optax.contrib.muon(

@@ -3,7 +3,8 @@
 From a plain random start a small model sits for millions of tokens before it discovers how to look up "what
 came after this word before?" (the induction plateau: Olsson et al., 2022, arXiv:2209.11895). Here the heads
 of that circuit are present from the beginning, so minutes on a CPU are enough. Nothing is frozen and the
-architecture is a plain decoder: training may keep, bend or drop what it finds. It is `kvjax.train.recall`.
+architecture is a plain decoder: training may keep, bend or drop what it finds. `model.init = 'circuit'` of
+`kvjax train` starts so, as in configs/train/recall-tiny.gin.
 
 The residual stream is divided by a random rotation into directions that do not disturb each other:
 
@@ -50,7 +51,7 @@ CONFIG = Config(
 """The shape of `recall-tiny`: a plain Llama-style decoder with tied embeddings."""
 
 
-def _check(config: Config) -> None:
+def check_circuit(config: Config) -> None:
     """Raises ValueError where a decoder has no room for the circuit."""
     need = 3 * config.head_dim + 2
     if config.layers < 2 or config.heads < 2 or config.d_model < need:
@@ -61,6 +62,11 @@ def _check(config: Config) -> None:
     if config.head_dim % 4:
         raise ValueError(
             f"the recall circuit halves a head's RoPE pairs: head_dim {config.head_dim} % 4 is not 0"
+        )
+    if config.mixers or config.mlps or config.norms != "pre" or not config.tied:
+        raise ValueError(
+            "the recall circuit lies in plain attention and gated MLPs with tied embeddings: leave "
+            "model.mixers, model.mlps and model.norms out, and set model.tied"
         )
 
 
@@ -209,7 +215,7 @@ def circuit_init(
     >>> params["embed"].shape, CONFIG.layers
     ((220, 128), 4)
     """
-    _check(config)
+    check_circuit(config)
     rng = np.random.default_rng(np.asarray(jax.random.bits(key, (4,), "uint32")))
     params = _random_params(rng, config)
     parts = _directions(rng, config)

@@ -38,29 +38,29 @@ class Place:
 
 
 class Stream:
-    """Texts without end, shuffled anew for every reading, cut into rows of `length` + 1 tokens.
+    """Texts without end, shuffled anew for every reading, cut into rows of a length and one more token.
 
     The order is a function of (seed, reading), so a `Place` says all that a restart needs. A row's last token
     is only a target, and the next row starts with it.
     """
 
     def __init__(
-        self, texts: Texts, encode: Encode, end: int, length: int, *, held_out: float, segments: bool,
+        self, texts: Texts, encode: Encode, end: int, *, held_out: float, segments: bool,
         seed: int, place: Place | None = None,
     ):  # fmt: skip
-        self.texts, self.encode, self.end, self.length = texts, encode, end, length
+        self.texts, self.encode, self.end = texts, encode, end
         self.held_out, self.segments, self.seed = held_out, segments, seed
         self.place = place or Place()
         self._order: tuple[int, np.ndarray] | None = None
 
-    def next(self, rows: int) -> Rows:
+    def next(self, rows: int, length: int) -> Rows:
         """The next rows; the place moves behind them."""
-        tokens = np.stack([self._row() for _ in range(rows)])
+        tokens = np.stack([self._row(length) for _ in range(rows)])
         return cut(tokens, self.end, self.segments)
 
-    def _row(self) -> Int[np.ndarray, "S"]:
+    def _row(self, length: int) -> Int[np.ndarray, "S"]:
         place, misses = self.place, 0
-        while len(place.left) <= self.length:
+        while len(place.left) <= length:
             text = self._next_text()
             if is_held_out(text, self.held_out):
                 misses += 1
@@ -68,8 +68,8 @@ class Stream:
                     raise InputError("all texts are held out: lower data.held_out, or give more texts")
                 continue
             place.left += [*self.encode(text), self.end]
-        row = np.asarray(place.left[: self.length + 1], np.int32)
-        place.left = place.left[self.length :]
+        row = np.asarray(place.left[: length + 1], np.int32)
+        place.left = place.left[length:]
         return row
 
     def _next_text(self) -> str:

@@ -1,27 +1,21 @@
-"""The folder of a training run: settings, a log and a checkpoint, so that a killed run loses nothing.
+"""The folder of a training run: its settings, and a log of which a restart keeps what it goes on from.
 
 run.json            settings; a run with other ones is refused
 log.jsonl           a line every few steps
-checkpoint.npz      everything a step changes
 """
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from kvjax.errors import InputError
 from kvjax.files import write_atomic
 
-CHECKPOINT, LOG, SETTINGS = "checkpoint.npz", "log.jsonl", "run.json"
+LOG, SETTINGS = "log.jsonl", "run.json"
 
 
 def open_run(folder: Path, settings: dict[str, Any], resume: bool) -> None:
@@ -37,32 +31,11 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool) -> None:
         if differing:
             had = ", ".join(f"{name} {found.get(name)} (asked: {asked[name]})" for name in differing)
             raise InputError(
-                f"{folder} holds a run with other settings: {had}. Choose another folder to keep it, "
-                f"or start afresh in this one with resume=False (--no-resume)"
+                f"{folder} holds a run with other settings: {had}. Give those that it has, or another folder"
             )
     else:
-        for stale in (CHECKPOINT, LOG):
-            (folder / stale).unlink(missing_ok=True)
+        (folder / LOG).unlink(missing_ok=True)
     write_atomic(written, (json.dumps(asked, indent=1) + "\n").encode())
-
-
-def save_state(folder: Path, state: Any, step: int, seconds: Mapping[str, float]) -> None:
-    """Write a pytree of arrays, the number of steps behind it and the seconds they took."""
-    leaves: dict[str, Any] = {f"leaf{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(state))}
-    file = io.BytesIO()
-    np.savez(file, step=step, seconds=json.dumps(seconds), **leaves)
-    write_atomic(folder / CHECKPOINT, file.getvalue())
-
-
-def load_state(folder: Path, like: Any) -> tuple[Any, int, dict[str, float]]:
-    """What `save_state` wrote, or (`like`, 0, {}) where nothing was written yet."""
-    path = folder / CHECKPOINT
-    if not path.exists():
-        return like, 0, {}
-    with np.load(path) as saved:
-        leaves, tree = jax.tree.flatten(like)
-        leaves = [jnp.asarray(saved[f"leaf{i}"]) for i in range(len(leaves))]
-        return jax.tree.unflatten(tree, leaves), int(saved["step"]), json.loads(str(saved["seconds"]))
 
 
 def trim_log(folder: Path, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -111,20 +112,29 @@ class Optimiser:
 class Loop:
     """How long and how often. batch: rows of `length` tokens per step, read in `accumulate` parts.
 
-    compute: the dtype of layers; weights are kept in float32. remat: compute layers anew for the gradient
-    instead of keeping what lies inside them. balance: what unequal use of experts costs, times the loss of
-    Switch Transformers (arXiv:2101.03961). distil: with a teacher, the share of the loss that is its
-    divergence. log_every, evaluate_every: in steps. evaluate_rows: of held-out texts.
+    stages: (steps, length, batch) one after the other, in place of these three; what learning rates do
+    over steps they then do over tokens. compute: the dtype of layers; weights are kept in float32. remat:
+    compute layers anew for the gradient instead of keeping what lies inside them. balance: what unequal
+    use of experts costs, times the loss of Switch Transformers (arXiv:2101.03961). distil: with a
+    teacher, the share of the loss that is the divergence from its predictions; distil_hidden,
+    distil_attention: what the squared distance from its hidden states and from the outputs of its mixers
+    is multiplied by, the mean over channels and layers. log_every, evaluate_every: in steps.
+    evaluate_rows: of held-out texts. passes: where layers read slots from above, how many passes without
+    a gradient and then with one stand for all of them (LCKV, arXiv:2405.10637; its code has 7 and 2).
     """
 
     steps: int = 1000
     batch: int = 16
     length: int = 256
     accumulate: int = 1
+    stages: tuple[tuple[int, int, int], ...] = ()
     compute: str = "bfloat16"
     remat: bool = False
+    passes: tuple[int, int] = (7, 2)
     balance: float = 0.01
     distil: float = 0.5
+    distil_hidden: float = 0.0
+    distil_attention: float = 0.0
     seed: int = 0
     log_every: int = 10
     evaluate_every: int = 200
@@ -132,22 +142,113 @@ class Loop:
     save_seconds: float = 60.0
 
     def __post_init__(self):
+        self._stage()
+        object.__setattr__(self, "passes", tuple(self.passes))
+        if len(self.passes) != 2:
+            raise InputError(f"train.passes is {self.passes}, expected two numbers, as in (7, 2)")
+        for least, value in enumerate(self.passes):
+            _count("each of train.passes", value, least)
         for name in ("steps", "batch", "length", "accumulate", "log_every", "evaluate_every"):
             _count(f"train.{name}", getattr(self, name), 1)
         _count("train.evaluate_rows", self.evaluate_rows, 1)
         _between("train.distil", self.distil, 0.0, 1.0)
-        _between("train.balance", self.balance, 0.0, math.inf)
+        for name in ("balance", "distil_hidden", "distil_attention"):
+            _between(f"train.{name}", getattr(self, name), 0.0, math.inf)
         _one_of("train.compute", self.compute, ("bfloat16", "float32"))
-        if self.batch % self.accumulate:
-            raise InputError(
-                f"train.batch is {self.batch} rows and train.accumulate {self.accumulate} parts: the first "
-                "must be a multiple of the second"
-            )
+        for batch in {self.batch, *(batch for *_, batch in self.stages)}:
+            if batch % self.accumulate:
+                raise InputError(
+                    f"train.batch is {batch} rows and train.accumulate {self.accumulate} parts: the first "
+                    "must be a multiple of the second"
+                )
+
+    def _stage(self) -> None:
+        """Checks the stages, of which steps and the largest length and batch follow."""
+        stages = tuple(tuple(stage) for stage in self.stages)
+        if any(len(stage) != 3 for stage in stages):
+            raise InputError(f"train.stages is {self.stages}, expected a list of (steps, length, batch)")
+        for stage in stages:
+            for name, value in zip(("steps", "length", "batch"), stage, strict=True):
+                _count(f"{name} of train.stages", value, 1)
+        if stages:
+            steps, lengths, batches = zip(*stages, strict=True)
+            found = dict(stages=stages, steps=sum(steps), length=max(lengths), batch=max(batches))
+            for name, value in found.items():
+                object.__setattr__(self, name, value)
+
+    def size(self, step: int) -> tuple[int, int]:
+        """Length and rows of a step.
+
+        >>> loop = Loop(stages=((2, 128, 8), (1, 256, 4)))
+        >>> [loop.size(step) for step in range(3)], loop.tokens(3)
+        ([(128, 8), (128, 8), (256, 4)], 3072)
+        """
+        for steps, length, batch in self.stages:
+            if step < steps:
+                return length, batch
+            step -= steps
+        return self.length, self.batch
+
+    def tokens(self, steps: int) -> int:
+        """How many tokens so many steps read."""
+        found, left = 0, steps
+        for count, length, batch in self.stages or ((self.steps, self.length, self.batch),):
+            found += min(left, count) * length * batch
+            left -= min(left, count)
+        return found
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The steps behind which stages end, the last one included."""
+        return tuple(itertools.accumulate(steps for steps, *_ in self.stages)) or (self.steps,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tune:
+    """Which weights learn, by patterns of names such as "layers.*.q".
+
+    trained: those that do; all unless they or `lora` are given. frozen: those that do not, whatever else
+    names them. lora: matrices that learn by a change of low rank (arXiv:2106.09685),
+    down @ up * alpha / rank.
+    """
+
+    trained: tuple[str, ...] | None = None
+    frozen: tuple[str, ...] = ()
+    lora: tuple[str, ...] = ()
+    rank: int = 8
+    alpha: float = 16.0
+
+    def __post_init__(self):
+        for name in ("trained", "frozen", "lora"):
+            given = getattr(self, name)
+            given = (given,) if isinstance(given, str) else given if given is None else tuple(given)
+            object.__setattr__(self, name, given)
+        _count("tune.rank", self.rank, 1)
+        _between("tune.alpha", self.alpha, 0.0, math.inf)
+
+    @property
+    def all(self) -> bool:
+        """Whether every weight learns, as itself."""
+        return self == Tune(rank=self.rank, alpha=self.alpha)
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """On which devices a run computes, as in `kvjax.load`. mesh: axes in words, such as "data=8"; rules: by
+    which of them weights and rows are split. A run may go on by another mesh and other rules."""
+
+    mesh: str | None = None
+    rules: str | None = None
+
+    def __post_init__(self):
+        if self.mesh is not None and self.rules is None:
+            object.__setattr__(self, "rules", "batch")
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A whole run. start: a model's directory to go on from; else `config` is started at random.
+    """A whole run. start: a model's directory to go on from; else `config` is started at random, or by init
+    "circuit" with the heads of `kvjax.train.recall_init`.
 
     teacher: a model's directory, from whose predictions the run learns, too.
     """
@@ -155,9 +256,12 @@ class Training:
     config: Config | None = None
     start: str | None = None
     teacher: str | None = None
+    init: str = "random"
     data: Data = Data()
     optimiser: Optimiser = Optimiser()
     loop: Loop = Loop()
+    tune: Tune = Tune()
+    devices: Devices = Devices()
 
     def __post_init__(self):
         if (self.config is None) == (self.start is None):
@@ -165,14 +269,15 @@ class Training:
                 "a run starts from a config or from a model: bind model.d_model and the other sizes, or "
                 "model.start, and not both"
             )
+        _one_of("model.init", self.init, ("random", "circuit"))
 
 
 SIZES = dict(layers=4, d_model=128, heads=4, kv_heads=4, head_dim=32, d_ff=352, max_positions=8192)
-SECTIONS = {"data": Data, "optimiser": Optimiser, "train": Loop}
+SECTIONS = {"data": Data, "optimiser": Optimiser, "train": Loop, "tune": Tune, "devices": Devices}
 
 
 def training(bound: Mapping[str, Mapping[str, Any]], vocab: int | None = None) -> Training:
-    """A run from what a file binds: the sections "model", "data", "optimiser" and "train".
+    """A run from what a file binds: the section "model" and those of `SECTIONS`.
 
     The model's fields are those of a `Config` as JSON, with `mixer` and `mlp` for all layers at once; vocab
     fills in what the tokenizer knows. A model to start from takes the place of all of them. Raises InputError
@@ -186,9 +291,11 @@ def training(bound: Mapping[str, Mapping[str, Any]], vocab: int | None = None) -
     parts = {name: _built(name, kind, bound.get(name, {})) for name, kind in SECTIONS.items()}
     model = dict(bound.get("model", {}))
     start, teacher = model.pop("start", None), model.pop("teacher", None)
+    first = model.pop("init", "random")
     config = _config(model, vocab)
     config = config if start is None else None
-    return Training(config, start, teacher, parts["data"], parts["optimiser"], parts["train"])
+    parts["loop"] = parts.pop("train")
+    return Training(config, start, teacher, first, **parts)
 
 
 def _built(section: str, kind: type[S], given: Mapping[str, Any]) -> S:
@@ -198,7 +305,7 @@ def _built(section: str, kind: type[S], given: Mapping[str, Any]) -> S:
 
 def _config(model: dict[str, Any], vocab: int | None) -> Config:
     known = [f.name for f in dataclasses.fields(Config)]
-    _known("setting of model", model, (*known, "mixer", "mlp", "start", "teacher"))
+    _known("setting of model", model, (*known, "mixer", "mlp", "start", "teacher", "init"))
     rope = dataclasses.asdict(Rope()) | model.get("rope", {})
     fields = {"vocab": vocab or 256} | SIZES | model | {"rope": rope}
     for one, many in (("mixer", "mixers"), ("mlp", "mlps")):

@@ -23,7 +23,7 @@ class Source(Protocol):
 
     place: Place
 
-    def next(self, rows: int) -> Rows: ...
+    def next(self, rows: int, length: int) -> Rows: ...
 
 
 class Words(NamedTuple):
@@ -38,12 +38,12 @@ class Words(NamedTuple):
 class Recall:
     """The language of `recall-tiny`; the batch of a step is a function of (seed, step)."""
 
-    def __init__(self, length: int, seed: int, place: Place | None = None):
-        self.length, self.seed, self.place = length, seed, place or Place()
+    def __init__(self, seed: int, place: Place | None = None):
+        self.seed, self.place = seed, place or Place()
 
-    def next(self, rows: int) -> Rows:
+    def next(self, rows: int, length: int) -> Rows:
         rng = np.random.default_rng([self.seed, self.place.reading])
-        tokens, weights, _ = training_batch(rng, rows, self.length + 1)
+        tokens, weights, _ = training_batch(rng, rows, length)
         self.place.reading += 1
         return Rows(np.asarray(tokens), np.asarray(weights, np.float32), None)
 
@@ -72,7 +72,7 @@ def source_of(
 ) -> tuple[Source, HeldOut | None]:
     """The source of a run and its held-out rows; place: where to go on."""
     if data.kind == "recall":
-        return Recall(loop.length, data.seed, place), None
+        return Recall(data.seed, place), None
     texts = read_texts(data)
 
     def encode(text: str) -> list[int]:
@@ -82,7 +82,7 @@ def source_of(
         texts, encode, words.end, loop.length, loop.evaluate_rows, share=data.held_out, segments=segments
     )
     stream = Stream(
-        texts, encode, words.end, loop.length, held_out=data.held_out, segments=segments, seed=data.seed,
+        texts, encode, words.end, held_out=data.held_out, segments=segments, seed=data.seed,
         place=place,
     )  # fmt: skip
     return stream, held

@@ -10,19 +10,22 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MoE
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Passed
 from kvjax.models.transformer import run_layers, unembed
-from kvjax.train.losses import distilled, next_token
+from kvjax.train.devices import places
+from kvjax.train.losses import distilled, next_token, squared
 from kvjax.train.settings import Loop
+from kvjax.train.trained import Fixed, joined
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes."""
+    """Everything that a step changes; params: those that learn, as `kvjax.train.trained.split` has them."""
 
-    params: Params
+    params: Any
     optimiser: Any
     step: Int[Array, ""]
 
@@ -49,62 +52,116 @@ def computed(params: Params, loop: Loop) -> Params:
 
 
 class Teacher(NamedTuple):
-    """A model whose predictions are learned."""
+    """A model from whose predictions and layers a run learns."""
 
     params: Params
     config: Config
 
 
-def total_loss(params: Params, part: Parts, config: Config, loop: Loop) -> Float[Array, ""]:
+class Read(NamedTuple):
+    """What a model made of a part: logits, unequal use of experts, and what the losses ask of each layer."""
+
+    logits: Float[Array, "B T V"]
+    unequal: Float[Array, ""]
+    layers: list[dict[str, Any]]
+
+
+def total_loss(
+    params: Params, part: Parts, config: Config, loop: Loop, on: OnMesh | None = None
+) -> Float[Array, ""]:
     """The summed loss of the rows [B, T + 1] of one part, in nats."""
-    return next_token(_logits(params, part, config, loop)[0], part.tokens, part.weights)
+    return next_token(_read(params, part, config, loop, on).logits, part.tokens, part.weights)
 
 
 def learned_loss(
-    params: Params, part: Parts, config: Config, loop: Loop, teacher: Teacher | None = None
+    params: Params,
+    part: Parts,
+    config: Config,
+    loop: Loop,
+    teacher: Teacher | None = None,
+    on: OnMesh | None = None,
 ) -> Float[Array, ""]:
     """What is made small: `total_loss`, in part the divergence from a teacher, and unequal use of experts.
 
     The last counts `loop.balance` for every target and layer.
     """
-    logits, unequal = _logits(params, part, config, loop)
-    loss = next_token(logits, part.tokens, part.weights)
+    asked = {"hidden": loop.distil_hidden, "attention": loop.distil_attention} if teacher else {}
+    asked = {what: share for what, share in asked.items() if share}
+    mine = _read(params, part, config, loop, on, tuple(asked))
+    loss = next_token(mine.logits, part.tokens, part.weights)
     if teacher is not None:
-        theirs = _logits(teacher.params, part, teacher.config, loop)[0]
-        loss = (1 - loop.distil) * loss + loop.distil * distilled(logits, theirs, part.weights)
-    return loss + loop.balance * part.weights[:, 1:].sum() * unequal
+        theirs = _read(teacher.params, part, teacher.config, loop, on, tuple(asked))
+        loss = (1 - loop.distil) * loss + loop.distil * distilled(mine.logits, theirs.logits, part.weights)
+        for what, share in asked.items():
+            loss += share * _from_layers(what, mine.layers, theirs.layers, part.weights)
+    return loss + loop.balance * part.weights[:, 1:].sum() * mine.unequal
 
 
-def _logits(
-    params: Params, part: Parts, config: Config, loop: Loop
-) -> tuple[Float[Array, "B T V"], Float[Array, ""]]:
-    """The logits of a part, and the sum over layers of how unequally their experts are used."""
+def fellow(layer: int, layers: int, theirs: int) -> int:
+    """The layer of a teacher that a layer learns from: evenly spread, the last from the last.
 
-    def imbalance(passed: Passed) -> Float[Array, ""]:
-        if not isinstance(passed.mlp, MoE) or passed.fed is None:
-            return jnp.zeros((), jnp.float32)
-        return passed.mlp.balance(passed.p, passed.fed)
+    >>> [fellow(i, 2, 6) for i in range(2)], [fellow(i, 3, 3) for i in range(3)]
+    ([2, 5], [0, 1, 2])
+    """
+    return max(0, (layer + 1) * theirs // layers - 1)
+
+
+def _from_layers(
+    what: str, mine: list[dict[str, Any]], theirs: list[dict[str, Any]], weights: Float[Array, "B S"]
+) -> Float[Array, ""]:
+    """The mean over layers of `squared`; layers without a mixer have no attention to compare."""
+    pairs = [(x[what], theirs[fellow(i, len(mine), len(theirs))][what]) for i, x in enumerate(mine)]
+    each = [squared(a, b, weights) for a, b in pairs if a is not None and b is not None]
+    return sum(each, jnp.zeros((), jnp.float32)) / max(1, len(each))
+
+
+def _read(
+    params: Params, part: Parts, config: Config, loop: Loop, on: OnMesh | None, asked: tuple[str, ...] = ()
+) -> Read:
+    def look(passed: Passed) -> dict[str, Any]:
+        seen = {"hidden": passed.out, "attention": passed.mixed}
+        unequal = jnp.zeros((), jnp.float32)
+        if isinstance(passed.mlp, MoE) and passed.fed is not None:
+            unequal = passed.mlp.balance(passed.p, passed.fed)
+        return {"unequal": unequal} | {what: seen[what] for what in asked}
 
     segments, params = None if part.segments is None else part.segments[:, :-1], computed(params, loop)
-    ran = run_layers(params, part.tokens[:, :-1], config, segments=segments, remat=loop.remat, look=imbalance)
-    unequal = jnp.concatenate([of_group.reshape(-1) for of_group in ran.collected]).sum()
-    return unembed(params, ran.x, config), unequal
+    ran = run_layers(
+        params, part.tokens[:, :-1], config, segments=segments, remat=loop.remat, on_mesh=on,
+        passes=loop.passes, look=look,
+    )  # fmt: skip
+    layers = [
+        jax.tree.map(lambda x, i=i: x[i], group)
+        for group in ran.collected
+        for i in range(len(group["unequal"]))
+    ]
+    unequal = sum((layer["unequal"] for layer in layers), jnp.zeros((), jnp.float32))
+    return Read(unembed(params, ran.x, config), unequal, layers)
 
 
 def make_step(
-    config: Config, loop: Loop, optimiser: optax.GradientTransformation, taught_by: Config | None = None
+    config: Config,
+    loop: Loop,
+    optimiser: optax.GradientTransformation,
+    taught_by: Config | None = None,
+    on: OnMesh | None = None,
 ) -> Callable[..., tuple[TrainState, Found]]:
-    """The jitted step (state, parts, teacher's parameters or None), which donates its state.
+    """The jitted step (state, parts, teacher's parameters or None, what does not learn or None).
 
-    A loss or gradient of NaN or inf changes no weight.
+    It donates its state. A loss or gradient of NaN or inf changes no weight.
     """
 
-    def step(state: TrainState, parts: Parts, theirs: Params | None = None) -> tuple[TrainState, Found]:
+    def step(
+        state: TrainState, parts: Parts, theirs: Params | None = None, fixed: Fixed | None = None
+    ) -> tuple[TrainState, Found]:
         count = jnp.maximum(parts.weights[:, :, 1:].sum(), 1.0)
         teacher = None if theirs is None or taught_by is None else Teacher(theirs, taught_by)
 
+        def loss_of(trained: Any, part: Parts) -> Float[Array, ""]:
+            return learned_loss(joined(trained, fixed), part, config, loop, teacher, on)
+
         def add(carry: Any, part: Parts) -> tuple[Any, None]:
-            found = jax.value_and_grad(learned_loss)(state.params, part, config, loop, teacher)
+            found = jax.value_and_grad(loss_of)(state.params, part)
             return jax.tree.map(jnp.add, carry, found), None
 
         zeros = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.params)
@@ -115,7 +172,11 @@ def make_step(
             change, kept = optimiser.update(gradient, state.optimiser, state.params)
             params = jax.tree.map(jnp.add, state.params, change)
         new = TrainState(params, kept, state.step + 1)
-        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state), Found(loss, norm, finite)
+        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+        if on is not None:
+            where = places(new, joined(state.params, fixed), config, on)
+            new = jax.lax.with_sharding_constraint(new, where)
+        return new, Found(loss, norm, finite)
 
     return jax.jit(step, donate_argnums=0)
 
@@ -126,7 +187,10 @@ def fault(params: Params, parts: Parts, config: Config, loop: Loop) -> str:
         part = jax.tree.map(lambda x, a=a: x[a], parts)
         tokens, low = part.tokens[:, :-1], computed(params, loop)
         segments = None if part.segments is None else part.segments[:, :-1]
-        ran = run_layers(low, tokens, config, segments=segments, look=lambda x: jnp.isfinite(x.out).all())
+        ran = run_layers(
+            low, tokens, config, segments=segments, passes=loop.passes,
+            look=lambda x: jnp.isfinite(x.out).all(),
+        )  # fmt: skip
         layers = [bool(ok) for group in ran.collected for ok in group]
         if not all(layers):
             return f"the output of layer {layers.index(False)}"

@@ -64,7 +64,9 @@ class FinchC2(TimeMix):
             r, key, value, decay = self.split(r @ p["r"], key, value, decay)
             nothing = jnp.zeros((self.heads, self.head_dim), jnp.float32)
             start = None if past is None else past["S"]
-            out, new = ops.rwkv6(r, key, value, decay, nothing, mask=mask, initial_state=start)
+            out, new = ops.rwkv6(
+                r, key, value, decay, nothing, mask=mask, initial_state=start, segments=memory.segments
+            )
             second = u @ p["v"] + low_rank(p, "second", u)
             y = out.reshape(second.shape) + second.astype(jnp.float32)
             return group_norm(p, "out_norm", y, 1, EPS).astype(x.dtype) @ p["o"], {"S": new}
@@ -96,6 +98,8 @@ class Gold(Mixer):
     adapt_rank: int = 64
     source: int | None = None
     kv_input: int | None = None
+    # A key is made of the slot before it, too, found by its position.
+    in_segments = False
 
     def check(self, config: Config) -> None:
         if (self.source is None) == (self.kv_input is None):

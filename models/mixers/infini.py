@@ -28,6 +28,7 @@ class Infini(Recurrent):
 
     segment: int = 2048
     delta: bool = True
+    in_segments = True
 
     def check(self, config: Config) -> None:
         if self.groups is not None or self.segment < 1 or self.key_dim % 2:
@@ -63,6 +64,7 @@ class Infini(Recurrent):
             out, new = infini_attention(
                 q, k, v, p["memory_share"], segment_tokens=self.segment, delta=self.delta,
                 q_local=near_q, k_local=near_k, initial_state=start, mask=mask,
+                segments=memory.segments,
             )  # fmt: skip
             y = linear(p, "o", out.astype(x.dtype).reshape(*x.shape[:2], -1))
             y, answer = answered(y, jnp.zeros_like(x[:, 0]) if past is None else past["answer"], mask)

@@ -28,7 +28,8 @@ class Latent(Mixer):
     head that do not turn and that do; value_dim: channels of a head's values. turns: False leaves out the
     rotation (the NoPE layers of Kimi Linear, arXiv:2510.26692). scale: (nope_dim + rope_dim)^-0.5 unless
     given. source: the layer whose latents are read, with up-projections of one's own (CLLA,
-    arXiv:2410.15252). eps: of the latents' norms.
+    arXiv:2410.15252). eps: of the latents' norms. normed: False leaves out the norm of c, and rope_heads:
+    k_r turns as so many heads, as where another attention was converted (`kvjax.train.latents`).
     """
 
     rank: int
@@ -40,13 +41,20 @@ class Latent(Mixer):
     scale: float | None = None
     source: int | None = None
     eps: float = 1e-6
+    normed: bool = True
+    rope_heads: int = 1
 
     def check(self, config: Config) -> None:
         for name in ("rank", "rope_dim", "nope_dim", "value_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if self.rope_dim % 2:
-            raise ValueError(f"rope_dim must be even: channels turn in pairs; got {self.rope_dim}")
+        if self.rope_dim % (2 * self.rope_heads):
+            raise ValueError(
+                f"rope_dim must be even in each of {self.rope_heads} heads: channels turn in pairs; got "
+                f"{self.rope_dim}"
+            )
+        if self.rope_heads > 1 and config.rope.kind == "dynamic":
+            raise ValueError("a dynamic rotation has no rope_heads: its frequencies depend on the row")
         whole = config.heads * (self.nope_dim + self.value_dim)
         if self.rank > whole:
             raise ValueError(
@@ -65,7 +73,8 @@ class Latent(Mixer):
             "o": (n * self.value_dim, d),
         }
         if self.source is None:
-            shapes |= {"kv_down": (d, self.rank + self.rope_dim), "latent_norm": (self.rank,)}
+            shapes |= {"kv_down": (d, self.rank + self.rope_dim)}
+            shapes |= {"latent_norm": (self.rank,)} if self.normed else {}
         if config.o_bias:
             shapes["o_bias"] = (d,)
         if config.o_bias and self.source is None:
@@ -87,7 +96,9 @@ class Latent(Mixer):
     def rope(self, config: Config, layer: int) -> Rope:
         if not self.turns:
             return Rope(kind="none")
-        return dataclasses.replace(config.layer_rope(layer), rotary_dim=self.rope_dim, start=self.rank)
+        return dataclasses.replace(
+            config.layer_rope(layer), rotary_dim=self.rope_dim, start=self.rank, copies=self.rope_heads
+        )
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
@@ -123,7 +134,8 @@ class Latent(Mixer):
         if self.source is not None:
             return None
         down = linear(p, "kv_down", x)
-        latent = rms_norm(down[..., : self.rank], p["latent_norm"], self.eps)
+        latent = down[..., : self.rank]
+        latent = rms_norm(latent, p["latent_norm"], self.eps) if self.normed else latent
         return jnp.concatenate([latent, down[..., self.rank :]], -1)[:, None]
 
     def _queries(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Array:

@@ -43,7 +43,8 @@ def continuing(memory: Memory, past: RecurrentState | None, mask: Bool[Array, "B
     before = memory.pos[:, 0] + (~mask[:, 0]).astype(jnp.int32)
     state = None if past is None else LevelState(past["levels"], before)
     one = state is not None and memory.pos.shape[1] == 1
-    return dict(initial_state=state, implementation=memory.implementation if one else None)
+    forced = memory.implementation if one else None
+    return dict(initial_state=state, segments=memory.segments, implementation=forced)
 
 
 @dataclasses.dataclass(frozen=True)

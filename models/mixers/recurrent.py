@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,14 @@ from kvjax.ops.base.rope import angles, rotate
 from kvjax.ops.recurrent import linear_attention as ops
 from kvjax.ops.recurrent.convolution import short_conv
 from kvjax.ops.recurrent.slot_attention import GSAState, gsa
+
+
+def how_it_runs(memory: Memory, past: RecurrentState | None, mask: Bool[Array, "B T"]) -> dict[str, Any]:
+    """What the operations with a state `S` are told beside their tokens."""
+    return dict(
+        mask=mask, initial_state=None if past is None else past["S"], segments=memory.segments,
+        implementation=memory.implementation,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +80,7 @@ class Retention(Recurrent):
 
     gated: bool = False
     in_place = frozenset({"S"})
+    in_segments = True
 
     def shapes(self, config: Config) -> Shapes:
         shapes = super().shapes(config) | {"out_gate": (config.d_model, self.heads * self.value_dim)}
@@ -85,12 +95,12 @@ class Retention(Recurrent):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
-            start, forced = None if past is None else past["S"], memory.implementation
+            how = how_it_runs(memory, past, mask)
             if self.gated:
                 g = jax.nn.log_sigmoid((x @ p["decay"]).astype(jnp.float32)) / 16
-                out, new = ops.gla(q, k, v, g, mask=mask, initial_state=start, implementation=forced)
+                out, new = ops.gla(q, k, v, g, **how)
             else:
-                out, new = ops.retention(q, k, v, mask=mask, initial_state=start, implementation=forced)
+                out, new = ops.retention(q, k, v, **how)
             return out, {"S": new}
 
         out, state, left = memory.recur(layer, step, state)
@@ -104,6 +114,7 @@ class GatedLinear(Recurrent):
 
     rank: int = 16
     in_place = frozenset({"S"})
+    in_segments = True
 
     def shapes(self, config: Config) -> Shapes:
         d, keys = config.d_model, self.heads * self.key_dim
@@ -118,10 +129,7 @@ class GatedLinear(Recurrent):
         g = jax.nn.log_sigmoid(low.astype(jnp.float32)) / 16
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
-            start = None if past is None else past["S"]
-            out, new = ops.gla(
-                q, k, v, g, mask=mask, initial_state=start, implementation=memory.implementation
-            )
+            out, new = ops.gla(q, k, v, g, **how_it_runs(memory, past, mask))
             return out, {"S": new}
 
         out, state, left = memory.recur(layer, step, state)
@@ -141,6 +149,7 @@ class GatedSlot(Recurrent):
     """
 
     count: int = 64
+    in_segments = True
 
     def shapes(self, config: Config) -> Shapes:
         shapes = super().shapes(config) | {"forget": (config.d_model, self.key_heads * self.count)}
@@ -163,7 +172,9 @@ class GatedSlot(Recurrent):
             start = None if past is None else GSAState(past["K"], past["V"])
             # The op's own mask would leave out the query too, which a token that is asked again has.
             g = jnp.where(mask[..., None, None], jax.nn.log_sigmoid(low) / 8, 0.0)
-            out, new = gsa(q, k, v, -jnp.expm1(g), g, initial_state=start, scale=1.0)
+            out, new = gsa(
+                q, k, v, -jnp.expm1(g), g, initial_state=start, segments=memory.segments, scale=1.0
+            )
             return out, {"K": new.k, "V": new.v}
 
         out, state, left = memory.recur(layer, step, state)
@@ -178,6 +189,7 @@ class _Delta(Recurrent):
 
     conv: int = 4
     in_place = frozenset({"S"})
+    in_segments = True
 
     def shapes(self, config: Config) -> Shapes:
         width = 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
@@ -197,7 +209,8 @@ class _Delta(Recurrent):
         keys = self.key_heads * self.key_dim
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
-            y, tail = short_conv(flat, p["conv"], tail=None if past is None else past["tail"], mask=mask)
+            tail = None if past is None else past["tail"]
+            y, tail = short_conv(flat, p["conv"], tail=tail, mask=mask, segments=memory.segments)
             y = jax.nn.silu(y)
             q, k, v = self.split(y[..., :keys], y[..., keys : 2 * keys], y[..., 2 * keys :])
             fed = (l2_norm(q), l2_norm(k), v, g, beta)
@@ -216,10 +229,7 @@ class _Delta(Recurrent):
         mask: Array,
     ) -> tuple[Array, RecurrentState]:
         """(o, new memory) of the recurrence over q, k, v, g and beta."""
-        start = None if past is None else past["S"]
-        out, new = ops.gated_delta_rule(
-            *fed, mask=mask, initial_state=start, implementation=memory.implementation
-        )
+        out, new = ops.gated_delta_rule(*fed, **how_it_runs(memory, past, mask))
         return out, {"S": new}
 
 
@@ -292,6 +302,7 @@ class Mamba2(Recurrent):
     """
 
     conv: int = 4
+    in_segments = True
 
     def shapes(self, config: Config) -> Shapes:
         d, inner, bc = config.d_model, self.heads * self.value_dim, self.key_heads * self.key_dim
@@ -312,7 +323,9 @@ class Mamba2(Recurrent):
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             tail = None if past is None else past["tail"]
-            y, tail = short_conv(flat, p["conv"], p["conv_bias"], tail=tail, mask=mask)
+            y, tail = short_conv(
+                flat, p["conv"], p["conv_bias"], tail=tail, mask=mask, segments=memory.segments
+            )
             y = jax.nn.silu(y)
             values = y[..., :inner].reshape(b, t, self.heads, self.value_dim)
             keys = y[..., inner : inner + bc].reshape(b, t, self.key_heads, self.key_dim)
@@ -335,6 +348,5 @@ class Mamba2(Recurrent):
     ) -> tuple[Array, RecurrentState]:
         """(y, new memory) of the recurrence over x, dt, B and C."""
         rates = (p[name].astype(jnp.float32) for name in ("a_log", "skip", "dt_bias"))
-        start = None if past is None else past["S"]
-        out, new = ops.ssd(*fed, *rates, mask=mask, initial_state=start, implementation=memory.implementation)
+        out, new = ops.ssd(*fed, *rates, **how_it_runs(memory, past, mask))
         return out, {"S": new}

@@ -38,6 +38,8 @@ class Shifted(Mixer):
     from which its output was computed, have been overwritten by then.
     """
 
+    in_segments = True
+
     def state(self, config: Config) -> Shapes:
         return {"shift": (config.d_model,), "answer": (config.d_model,)}
 
@@ -50,7 +52,7 @@ class Shifted(Mixer):
             shift, answer = (
                 jnp.zeros_like(x[:, 0]) if past is None else past[n] for n in ("shift", "answer")
             )
-            before, shift = token_shift(x, shift, mask)
+            before, shift = token_shift(x, shift, mask, memory.segments)
             y, new = mix(before, past, mask)
             y, answer = answered(y, answer, mask)
             return y, new | {"shift": shift, "answer": answer}
@@ -143,7 +145,9 @@ class Rwkv6(TimeMix):
             decay = low_rank(p, "decay", w)
             r, k, v, decay = self.split(r @ p["r"], k @ p["k"], v @ p["v"], decay)
             start = None if past is None else past["S"]
-            out, new = ops.rwkv6(r, k, v, decay, p["bonus"], mask=mask, initial_state=start)
+            out, new = ops.rwkv6(
+                r, k, v, decay, p["bonus"], mask=mask, initial_state=start, segments=memory.segments
+            )
             y = group_norm(p, "out_norm", out.reshape(*x.shape[:2], -1), self.heads, EPS).astype(x.dtype)
             return linear(p, "o", y * jax.nn.silu(g @ p["out_gate"])), {"S": new}
 
@@ -213,7 +217,9 @@ class Rwkv7(TimeMix):
             r, kept, value, decay, erased, rate = self.split(r @ p["r"], kept, value, decay, erased, rate)
             erased = l2_norm(erased, eps=1e-24)
             start = None if past is None else past["S"]
-            out, new = ops.rwkv7(r, kept, value, decay, erased, rate, mask=mask, initial_state=start)
+            out, new = ops.rwkv7(
+                r, kept, value, decay, erased, rate, mask=mask, initial_state=start, segments=memory.segments
+            )
             y = group_norm(p, "out_norm", out.reshape(*x.shape[:2], -1), self.heads, EPS).astype(x.dtype)
             bonus = (r * kept * p["bonus"][None, None]).sum(-1, keepdims=True) * value
             return linear(p, "o", (y + bonus.reshape(y.shape)) * gate), {"S": new}
@@ -230,7 +236,7 @@ class Rwkv7(TimeMix):
 
         def step(past: RecurrentState | None, mask: Array) -> tuple[Array, RecurrentState]:
             shift = jnp.zeros_like(x[:, 0]) if past is None else past["shift"]
-            return lerp(p, "v", x, token_shift(x, shift, mask)[0]) @ p["v"], past or {}
+            return lerp(p, "v", x, token_shift(x, shift, mask, memory.segments)[0]) @ p["v"], past or {}
 
         return memory.recur(layer, step, state)[0]
 

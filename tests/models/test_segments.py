@@ -7,18 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.mixers.recurrent import KimiDelta
 from kvjax.models.params import init
-from kvjax.models.transformer import forward
+from kvjax.models.transformer import carrying, forward
 from tests.models.architectures import TABLE
 from tests.sweep import sweep
 
 CUTS = (0, 7, 8, 20)
-STATELESS = [
-    name
-    for name, row in TABLE.items()
-    if not any(mixer_of(row.config, i).state(row.config) for i in range(row.config.layers))
-    and name not in ("xc-cache", "cepe")
+PACKED = [
+    name for name, row in TABLE.items() if not carrying(row.config) and name not in ("xc-cache", "cepe")
 ]
 
 
@@ -35,7 +32,7 @@ def model(name):
     return config, init(config, jax.random.key(0)), jnp.asarray(tokens)
 
 
-@pytest.mark.parametrize("name", sweep(STATELESS, "sinks", "mla"))
+@pytest.mark.parametrize("name", sweep(PACKED, "sinks", "mla", "kda", "rwkv-7"))
 def test_texts_in_one_row_give_what_each_gives_alone(name):
     config, params, tokens = model(name)
     segments = jnp.asarray(np.repeat([3, 4, 5], np.diff(CUTS))[None].repeat(2, 0), jnp.int32)
@@ -49,9 +46,10 @@ def test_texts_in_one_row_give_what_each_gives_alone(name):
         np.testing.assert_allclose(together[0, start:stop], apart[i, : stop - start], atol=2e-5)
 
 
-def test_layers_that_carry_a_state_refuse_texts_that_share_a_row():
+def test_layers_whose_state_goes_on_refuse_texts_that_share_a_row(monkeypatch):
     config, params, tokens = model("kda")
-    with pytest.raises(ValueError, match=r"layers \[0\] carry a state.*give each text a row of its own"):
+    monkeypatch.setattr(KimiDelta, "in_segments", False)
+    with pytest.raises(ValueError, match=r"layers \[0\] carry something.*give each text a row of its own"):
         forward(params, tokens, config, segments=jnp.zeros_like(tokens))
 
 

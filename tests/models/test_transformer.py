@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ from kvjax.models.config import Config
 from kvjax.models.fingerprint import fingerprint
 from kvjax.models.model import Model
 from kvjax.models.params import Group, check_groups, init, layer_shapes, plan, shapes
-from kvjax.models.transformer import forward
+from kvjax.models.transformer import forward, run_layers
 from kvjax.ops.base.rope import Rope
+from tests.models.architectures import TABLE
 from tests.sweep import sweep
 
 SMALL = Config(
@@ -307,3 +309,28 @@ def test_fingerprints_are_those_of_any_device(dtype, monkeypatch, rng):
     small = fingerprint("config", {"w": x})
     monkeypatch.setattr("kvjax.models.fingerprint._SMALL", 0)
     assert fingerprint("config", {"w": x}) == fingerprint("config", {"w": spread}) == small
+
+
+@pytest.mark.rotating
+def test_few_passes_stand_for_the_fixed_point_of_layers_that_read_from_above():
+    config = TABLE["lckv"].config
+    params = init(config, jax.random.key(0))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab, (2, 9)), jnp.int32)
+
+    @partial(jax.jit, static_argnames="passes")
+    def of(params, passes):
+        return jax.value_and_grad(lambda p: jnp.square(run_layers(p, tokens, config, passes=passes).x).sum())(
+            params
+        )
+
+    exact, gradient = of(params, None)
+    apart = [abs(float(of(params, (m, 2))[0] - exact)) for m in (0, 2, 4)]
+    assert apart[0] > apart[1] > apart[2] > 1e-4
+    # Enough passes reach it, and with a gradient in all of them theirs is the fixed point's.
+    for passes in ((7, 2), (0, 9)):
+        found, slope = of(params, passes)
+        assert float(found) == pytest.approx(float(exact), rel=1e-5)
+    for a, b in zip(jax.tree.leaves(slope), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4 * max(1.0, float(jnp.abs(b).max())))
+    cut = of(params, (7, 2))[1]
+    assert not np.allclose(cut["layers"][0]["q"], gradient["layers"][0]["q"], rtol=1e-3)

@@ -1,5 +1,7 @@
 """`kvjax convert`: conversions by name, what they cost, and what is refused."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +11,12 @@ import kvjax
 from kvjax.cli import main
 from kvjax.errors import InputError
 from kvjax.models.config import Config
+from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.model import Model
 from kvjax.models.params import init
+from kvjax.models.transformer import hidden
 from kvjax.train.conversions import convert, difference
+from kvjax.train.linear import attention_changes
 
 CONFIG = Config(vocab=32, d_model=16, layers=4, heads=4, kv_heads=4, head_dim=4, d_ff=24)
 MODEL = Model(CONFIG, init(CONFIG, jax.random.key(0)))
@@ -28,10 +33,27 @@ def test_difference_is_the_divergence_of_the_predictions_and_how_often_they_agre
 
 
 @pytest.mark.parametrize(
-    ("spec", "sources"), [("cla:every=2", [None, 0, None, 2]), ("mlkv:layers=1", [None, 0, 0, 0])]
+    ("spec", "sources"),
+    [
+        ("cla:every=2", [None, 0, None, 2]),
+        ("mlkv:layers=1", [None, 0, 0, 0]),
+        ("lckv", [None, 2, None, None]),
+        ("lckv:own=0", [3, 3, 3, None]),
+        ("yoco:window=3", [None, None, 1, 1]),
+    ],
 )
 def test_layers_read_those_that_the_conversion_says(spec, sources):
     assert [m.source for m in convert(MODEL, spec).config.mixers] == sources
+
+
+def test_a_decoder_that_ends_early_has_windows_below_and_reads_one_layer_above():
+    config = convert(MODEL, "yoco:window=3").config
+    assert [config.window(i) for i in range(4)] == [3, None, None, None]
+    wide = convert(MODEL, "yoco:window=99")
+    assert difference(wide, convert(MODEL, "mlkv:layers=2"), TEXTS).divergence > 0
+    swift = convert(MODEL, "swiftkv:layer=2")
+    assert [m.kv_input for m in swift.config.mixers] == [None, None, 2, 2]
+    assert swift.params["layers"][3]["k"] is MODEL.params["layers"][3]["k"]
 
 
 def test_what_loses_nothing_is_exact():
@@ -42,8 +64,47 @@ def test_what_loses_nothing_is_exact():
             layer[name] = jnp.tile(layer[name][..., :4], (1, 1, 4))
     params["layers"][3]["o"] = jnp.zeros_like(params["layers"][3]["o"])
     model = Model(CONFIG, params)
-    for spec in ("mqa", "gqa:kv_heads=2", "drop:layers=[3]", "low-rank:rank=1.0,heads=2"):
+    for spec in (
+        "mqa",
+        "gqa:kv_heads=2",
+        "drop:layers=[3]",
+        "low-rank:rank=1.0,heads=2",
+        "swiftkv:layer=3",
+        "eckvh:kv_heads=1",
+        "mla:rank=4",
+        "mla:rank=16,rotary=4",
+    ):
         assert difference(model, convert(model, spec), TEXTS).divergence == pytest.approx(0, abs=1e-6)
+
+
+def test_searched_groups_of_equal_heads_lose_nothing_where_neighbours_would():
+    params = init(CONFIG, jax.random.key(1))
+    for layer in params["layers"]:
+        for name in ("k", "v"):
+            heads = layer[name].reshape(1, 16, 4, 4)
+            layer[name] = heads[:, :, jnp.asarray([0, 1, 0, 1])].reshape(1, 16, 16)
+    model = Model(CONFIG, params)
+    for spec in ("asymgqa:kv_heads=2", "dha:heads=16"):
+        assert difference(model, convert(model, spec, TEXTS), TEXTS).divergence == pytest.approx(0, abs=1e-6)
+    assert difference(model, convert(model, "gqa:kv_heads=2"), TEXTS).divergence > 1e-3
+    read = convert(model, "kdgqa:kv_heads=2", TEXTS).config.mixers[0]
+    assert len(read.k_of) == 4 and set(read.k_of) == {0, 1}
+
+
+def test_attention_is_dropped_where_it_turns_its_input_least():
+    params = init(CONFIG, jax.random.key(1))
+    for i, size in enumerate((1.0, 1e-3, 1.0, 1e-2)):
+        params["layers"][i]["o"] = params["layers"][i]["o"] * size
+    changes = attention_changes(params, CONFIG, TEXTS)
+    # The first layer by hand.
+    embedded = np.asarray(params["embed"], np.float64)[np.asarray(TEXTS)]
+    alone = {**params, "layers": ({**params["layers"][0], "down": params["layers"][0]["down"] * 0},)}
+    cut = dataclasses.replace(CONFIG, layers=1)
+    after = np.asarray(hidden(alone, jnp.asarray(TEXTS, jnp.int32), cut), np.float64)
+    sizes = np.linalg.norm(embedded, axis=-1) * np.linalg.norm(after, axis=-1)
+    assert changes[0] == pytest.approx((1 - (embedded * after).sum(-1) / sizes).mean(), rel=1e-4)
+    made = convert(Model(CONFIG, params), "drop:count=2", TEXTS)
+    assert [isinstance(m, Dropped) for m in made.config.mixers] == [False, True, False, True]
 
 
 def test_the_command_writes_a_model_and_says_what_it_costs(tmp_path, capsys):
@@ -63,6 +124,17 @@ def test_the_command_writes_a_model_and_says_what_it_costs(tmp_path, capsys):
         ("gqa:kv_heads=3", "cannot be converted to gqa:kv_heads=3: .*3"),
         ("mlkv:layers=9", "layers is 9, expected 1 to 4"),
         ("gqa:kv_heads", "cannot be read: write it like gqa:kv_heads=2"),
+        ("lckv:own=3", "own is 3, expected 0 to 2"),
+        ("yoco:window=0", "window is 0, expected"),
+        ("swiftkv:layer=4", "layer is 4, expected 0 to 3"),
+        ("mla:rank=99", "expected 1 to 4 and 1 to 16"),
+        ("eckvh:kv_heads=3", "cannot become 3 equal groups"),
+        ("eckvh:moments=3,kv_heads=1", "eckvh has no option 'moments', it takes kv_heads"),
+        ("linear:layers=[0]", "its layers learn from texts"),
+        ("drop", "give either the layers"),
+        ("drop:count=1", "chosen by texts: give some"),
+        ("kdgqa:kv_heads=2", "norms of keys are those of texts"),
+        ("dha:heads=99", "cannot have 99 key and value heads"),
     ],
 )
 def test_what_cannot_be_converted_is_said_in_one_sentence(spec, message):

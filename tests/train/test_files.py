@@ -24,7 +24,7 @@ def test_every_shipped_file_is_a_run_of_about_a_million_parameters(name):
     run = training(load_training(name), vocab=257)
     params = jax.eval_shape(lambda: init(run.config, jax.random.key(0)))
     assert 0.5e6 < sum(x.size for x in jax.tree.leaves(params)) < 1.5e6
-    steps = optimiser(run.optimiser, 3)
+    steps = optimiser(run.optimiser, run.loop)
     state = jax.eval_shape(lambda p: TrainState(p, steps.init(p), jnp.zeros((), jnp.int32)), params)
     parts = Parts(*(jax.ShapeDtypeStruct((1, 2, 33), dtype) for dtype in ("int32", "float32")), None)
     new, found = jax.eval_shape(make_step(run.config, run.loop, steps), state, parts)

@@ -11,16 +11,20 @@ import pytest
 
 import kvjax
 from kvjax.errors import InputError
+from kvjax.gin_bindings import load_training
 from kvjax.models.params import init
 from kvjax.models.transformer import forward
 from kvjax.train import loop as loops
 from kvjax.train.loop import in_parts, train
-from kvjax.train.optimiser import optimiser
+from kvjax.train.optimiser import optimiser, rate_of
+from kvjax.train.recall_init import CONFIG
 from kvjax.train.rows import Rows
 from kvjax.train.settings import training
+from kvjax.train.sources import Recall
 from kvjax.train.step import Parts, Teacher, TrainState, fault, learned_loss, make_step
 
 MODEL = dict(layers=2, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=24)
+CIRCUIT = dict(d_model=64, mixer={"word": "Attention", "gate": True})
 LOOP = dict(steps=5, batch=4, length=24, compute="float32", log_every=1, evaluate_every=5, evaluate_rows=4)
 
 
@@ -57,11 +61,11 @@ def test_a_run_that_was_cut_goes_on_to_the_same_losses_and_weights(texts, tmp_pa
     def breaking(*args):
         step = made(*args)
 
-        def cut(state, parts, theirs):
+        def cut(state, parts, **given):
             steps.append(1)
             if len(steps) == 4:
                 raise KeyboardInterrupt
-            return step(state, parts, theirs)
+            return step(state, parts, **given)
 
         return cut
 
@@ -79,13 +83,55 @@ def test_a_run_that_was_cut_goes_on_to_the_same_losses_and_weights(texts, tmp_pa
     assert (tmp_path / "whole" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_stages_read_longer_rows_one_after_the_other_and_go_on_from_any_step(texts, tmp_path, monkeypatch):
+    run = settings(texts, stages=[(2, 12, 4), (3, 24, 2)], save_seconds=0.0)
+    assert (run.loop.steps, run.loop.length, run.loop.batch) == (5, 24, 4)
+    whole = train(run, tmp_path / "whole")
+    assert [record["tokens"] for record in log_of(tmp_path / "whole")] == [48, 96, 144, 192, 240]
+    made, sizes = loops.make_step, []
+
+    def breaking(*args):
+        step = made(*args)
+
+        def cut(state, parts, **given):
+            sizes.append(parts.tokens.shape)
+            if len(sizes) == 4:
+                raise KeyboardInterrupt
+            return step(state, parts, **given)
+
+        return cut
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loops, "make_step", breaking)
+        train(run, tmp_path / "cut")
+    assert sizes == [(1, 4, 13), (1, 4, 13), (1, 2, 25), (1, 2, 25)]
+    resumed = train(run, tmp_path / "cut", resume=True)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    a, b = (kvjax.load(str(path)).params["embed"] for path in (whole, resumed))
+    assert np.array_equal(a, b)
+
+
+def test_the_shipped_models_settings_are_its_recipe():
+    run = training(load_training("recall-tiny"), vocab=220)
+    assert run.config == CONFIG and run.init == "circuit"
+    assert run.loop.tokens(run.loop.steps) == pytest.approx(3.6e6, rel=5e-3)
+    rate, ends = rate_of(run.optimiser, run.loop), [0, 99, 100, 700, 1039]
+    found = [float(rate(step)) / 1.5e-3 for step in ends]
+    assert found == pytest.approx([0, 0.99, 1, 1, 0.03], abs=1e-3)
+    # Three fifths of all tokens are read before the rate falls.
+    first = next(step for step in range(1039) if step > 100 and float(rate(step)) < 1.49e-3)
+    assert run.loop.tokens(first) / run.loop.tokens(1039) == pytest.approx(0.6, abs=0.01)
+    rows = Recall(seed=3).next(2, 96)
+    assert rows.tokens.shape == rows.weights.shape == (2, 97)
+
+
 def test_a_step_in_parts_is_the_step_of_all_rows_by_their_weighted_mean(texts):
     run = settings(texts)
     config, rng = run.config, np.random.default_rng(0)
     tokens = rng.integers(0, 256, (4, 25)).astype(np.int32)
     # Parts of unequal weight: a mean of means would differ.
     weights = (rng.random((4, 25)) < np.asarray([[0.9], [0.9], [0.1], [0.1]])).astype(np.float32)
-    params, steps = init(config, jax.random.key(0)), optimiser(run.optimiser, 5)
+    params, steps = init(config, jax.random.key(0)), optimiser(run.optimiser, run.loop)
     found = []
     for parts in (1, 2):
         state = TrainState(jax.tree.map(jnp.copy, params), steps.init(params), jnp.zeros((), jnp.int32))
@@ -106,7 +152,7 @@ def test_a_loss_that_is_no_number_changes_no_weight_and_the_layer_is_named(texts
     params = init(run.config, jax.random.key(0))
     params["layers"][1]["v"] = params["layers"][1]["v"].at[0, 0, 0].set(jnp.inf)
     rows = Rows(np.zeros((4, 25), np.int32), np.ones((4, 25), np.float32), None)
-    steps = optimiser(run.optimiser, 5)
+    steps = optimiser(run.optimiser, run.loop)
     state = TrainState(jax.tree.map(jnp.copy, params), steps.init(params), jnp.zeros((), jnp.int32))
     new, found = make_step(run.config, run.loop, steps)(state, in_parts(rows, 1))
     assert not bool(found.finite) and int(new.step) == 0
@@ -145,6 +191,9 @@ def test_a_run_starts_from_a_model_and_ends_as_one_that_answers(texts, tmp_path)
         (dict(data={"kind": "jsno"}), "data.kind is 'jsno'.*did you mean 'json'"),
         (dict(data={"files": []}), "data.files names no file"),
         (dict(model={"mixer": {"word": "Atention"}}), "'Atention' is no mixer.*nearest is Attention"),
+        (dict(stages=[(1, 2)]), "expected a list of .steps, length, batch"),
+        (dict(stages=[(1, 0, 2)]), "length of train.stages is 0"),
+        (dict(model={"init": "circiut"}), "model.init is 'circiut'.*did you mean 'circuit'"),
         (dict(steps=0), "train.steps is 0, expected a whole number of at least 1"),
     ],
 )  # fmt: skip
@@ -165,6 +214,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(texts, tmp_path
         (settings(texts, length=9000), "train.length is 9000, and the model has 8192 positions"),
         (settings(texts, model={"vocab": 100}), "the tokenizer has 257 ids and the model 100"),
         (settings(texts, data={"held_out": 0.3}, length=5000), "fewer than one row of 5000"),
+        (settings(texts, model={"init": "circuit", "tied": True}), "model.init is 'circuit'.*head_dim"),
+        (settings(texts, model={"init": "circuit", **CIRCUIT}), "plain attention.*tied embeddings"),
     ]
     for run, message in cases:
         with pytest.raises(InputError, match=message):

@@ -8,7 +8,7 @@ import pytest
 from kvjax.models.config import Config
 from kvjax.models.params import init
 from kvjax.train.optimiser import learning_rate, optimiser
-from kvjax.train.settings import Optimiser
+from kvjax.train.settings import Loop, Optimiser
 
 CONFIG = Config(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=24)
 
@@ -17,7 +17,7 @@ def first_step(settings):
     params = init(CONFIG, jax.random.key(0))
     rng = np.random.default_rng(0)
     gradient = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32), params)
-    steps = optimiser(settings, 10)
+    steps = optimiser(settings, Loop(steps=10))
     with jax.numpy_dtype_promotion("standard"):
         change, _ = jax.jit(steps.update)(gradient, steps.init(params), params)
     return params, gradient, change

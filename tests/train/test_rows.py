@@ -18,13 +18,13 @@ def encode(text):
 
 
 def stream(place=None, held_out=0.0, segments=True, seed=3):
-    return Stream(TEXTS, encode, END, LENGTH, held_out=held_out, segments=segments, seed=seed, place=place)
+    return Stream(TEXTS, encode, END, held_out=held_out, segments=segments, seed=seed, place=place)
 
 
 def test_rows_are_the_shuffled_texts_one_after_the_other_and_meet_in_one_token():
     order = [*np.random.default_rng([3, 0]).permutation(6), *np.random.default_rng([3, 1]).permutation(6)]
     ids = [x for i in order for x in [*encode(TEXTS[i]), END]]
-    rows = stream().next(11)
+    rows = stream().next(11, LENGTH)
     for i, row in enumerate(rows.tokens):
         assert row.tolist() == ids[i * LENGTH : (i + 1) * LENGTH + 1]
     # A token behind an end begins a segment, and is no target.
@@ -32,15 +32,15 @@ def test_rows_are_the_shuffled_texts_one_after_the_other_and_meet_in_one_token()
     begins[:, 1:] = rows.tokens[:, :-1] == END
     assert np.array_equal(rows.weights, 1.0 - begins)
     assert np.array_equal(np.diff(rows.segments, axis=1), begins[:, 1:])
-    assert stream(segments=False).next(1).segments is None
+    assert stream(segments=False).next(1, LENGTH).segments is None
 
 
 def test_a_stream_goes_on_from_its_place_as_if_it_had_not_stopped():
-    whole = stream().next(9).tokens
+    whole = stream().next(9, LENGTH).tokens
     first = stream()
-    first.next(4)
+    first.next(4, LENGTH)
     second = stream(Place(**first.place.as_json()))
-    assert np.array_equal(second.next(5).tokens, whole[4:])
+    assert np.array_equal(second.next(5, LENGTH).tokens, whole[4:])
 
 
 def test_held_out_texts_are_chosen_by_what_they_say_and_never_read():
@@ -51,18 +51,16 @@ def test_held_out_texts_are_chosen_by_what_they_say_and_never_read():
     rows = [row.tolist() for row in found.rows.tokens]
     assert rows == [ids[i : i + 5] for i in range(0, len(ids) - 1, 4)][: len(rows)] and rows
     assert found.bytes_per_token == 1.0
-    read = stream(held_out=0.5).next(20).tokens
+    read = stream(held_out=0.5).next(20, LENGTH).tokens
     text = bytes(x for row in read for x in row[:-1] if x != END).decode()
     assert not any(each in text for each in held)
     assert held_out_rows(TEXTS, encode, END, 4, 100, share=0.0, segments=True) is None
 
 
 def test_texts_that_are_all_held_out_are_refused():
-    only = Stream(
-        [t for t in TEXTS if is_held_out(t, 0.5)], encode, END, LENGTH, held_out=0.5, segments=True, seed=0
-    )
+    only = Stream([t for t in TEXTS if is_held_out(t, 0.5)], encode, END, held_out=0.5, segments=True, seed=0)
     with pytest.raises(InputError, match="all texts are held out"):
-        only.next(1)
+        only.next(1, LENGTH)
 
 
 def test_bytes_are_ids_and_come_back():

@@ -24,7 +24,8 @@ class Rope:
     wavelength (Llama 3.1; YaRN, arXiv:2309.00071, section 3.2 and eq. 22). dynamic: theta grows with the
     row's length beyond `original_max` (NTK-aware scaling), so it is the one kind whose frequencies depend on
     data. none: nothing turns (NoPE). rotary_dim: channels that turn, all unless given; start: the first of
-    them.
+    them. copies: as how many heads they turn, each with the same frequencies; the first halves of all heads
+    lie before all second halves. Only layers set it, so it is no part of a config's name.
 
     Difference from the YaRN paper, as in its authors' code and every library: between the frequencies that
     are kept and those that are divided, the blend is linear in the index i, not in the number of turns.
@@ -44,6 +45,7 @@ class Rope:
     truncate: bool = True
     rotary_dim: int | None = None
     start: int = 0
+    copies: int = dataclasses.field(default=1, repr=False)
 
     def __post_init__(self):
         kinds = ("default", "linear", "dynamic", "llama3", "yarn", "none")
@@ -63,6 +65,9 @@ class Rope:
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Static angular frequencies [H/2] in float64 (for "dynamic": those of a short row)."""
         dim = self.turning(head_dim)
+        if self.copies > 1:
+            one = dataclasses.replace(self, rotary_dim=dim // self.copies, copies=1)
+            return np.tile(one.frequencies(head_dim), self.copies)
         base = self.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / max(dim, 1))
         if self.kind == "linear":
             return base / self.factor

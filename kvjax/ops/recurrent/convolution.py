@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.ops.base.packed_sequences import segment_numbers, segment_starts
 
 
 def short_conv(
@@ -13,12 +15,13 @@ def short_conv(
     *,
     tail: Float[Array, "B W C"] | None = None,
     mask: Bool[Array, "B T"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B W C"]]:
     """Depthwise causal convolution y_t = sum_i w_i x_(t - W + 1 + i) + b; returns (y, new tail).
 
     The tail holds the last W inputs, zeros before the first: one more than the next token needs, so that a
     token that `mask` leaves out can still be answered, with what the last real one gave. Tokens left out must
-    come last (right padding); they enter no tail.
+    come last (right padding); they enter no tail. Where `segments` changes, inputs before it count as zeros.
 
     >>> y, tail = short_conv(jnp.ones((1, 3, 1)), jnp.ones((2, 1)))
     >>> y[0, :, 0].tolist(), tail[0, :, 0].tolist()
@@ -28,7 +31,16 @@ def short_conv(
     before = jnp.zeros((b, w, c), x.dtype) if tail is None else tail.astype(x.dtype)
     count = jnp.full((b,), t, jnp.int32) if mask is None else mask.sum(1, dtype=jnp.int32)
     line = jnp.concatenate([before, x], 1)
-    y = sum((weight[i][None, None] * line[:, i : i + t + 1] for i in range(w)), jnp.zeros((), x.dtype))
+    text = jnp.pad(segment_numbers(segments, (b, t)), ((0, 0), (w, 0)))
+
+    def tap(i: int) -> Array:
+        seen = line[:, i : i + t + 1]
+        if segments is not None:
+            same = text[:, i : i + t + 1] == text[:, w - 1 :]
+            seen = jnp.where(same[..., None], seen, jnp.zeros((), x.dtype))
+        return weight[i][None, None] * seen
+
+    y = sum((tap(i) for i in range(w)), jnp.zeros((), x.dtype))
     if bias is not None:
         y = y + bias[None, None]
     # y[:, s] is the answer after s new tokens.
@@ -41,11 +53,14 @@ def short_conv(
 
 
 def token_shift(
-    x: Float[Array, "B T C"], last: Float[Array, "B C"], mask: Bool[Array, "B T"]
+    x: Float[Array, "B T C"],
+    last: Float[Array, "B C"],
+    mask: Bool[Array, "B T"],
+    segments: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B C"]]:
     """(the token before each token, the row's last one); `last` stands before the first.
 
-    Tokens that `mask` leaves out must come last.
+    Tokens that `mask` leaves out must come last. Before the first token of a later segment stand zeros.
 
     >>> x = jnp.asarray([[[1.0], [2.0], [3.0]]])
     >>> before, last = token_shift(x, jnp.zeros((1, 1)), jnp.asarray([[True, True, False]]))
@@ -54,7 +69,11 @@ def token_shift(
     """
     line = jnp.concatenate([last[:, None].astype(x.dtype), x], 1)
     count = mask.sum(1, dtype=jnp.int32)
-    return line[:, :-1], jnp.take_along_axis(line, count[:, None, None], axis=1)[:, 0]
+    before = line[:, :-1]
+    if segments is not None:
+        starts = segment_starts(segments, x.shape[:2])
+        before = jnp.where(starts[..., None], jnp.zeros((), x.dtype), before)
+    return before, jnp.take_along_axis(line, count[:, None, None], axis=1)[:, 0]
 
 
 def answered(

@@ -1,0 +1,39 @@
+"""Where the arrays of a run lie on a mesh: weights, and what is kept of them, as the mesh's rules say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.models.axes import param_shardings
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.placement import leaves
+
+
+def places(tree: Any, params: Params, config: Config, on: OnMesh) -> Any:
+    """The sharding of every array of `tree`: that of the parameter which its path ends in, else whole.
+
+    So what an optimiser keeps of a parameter lies as that one does; `tree` and `params` may hold shapes.
+    """
+    known = dict(leaves(param_shardings(params, config, on)))
+    shapes = {path: x.shape for path, x in leaves(params)}
+
+    def place(path: Any, x: Any) -> jax.sharding.NamedSharding:
+        words = [str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", "")))) for k in path]
+        for name in (".".join(words[-3:]), words[-1]):
+            if name in known and shapes[name] == x.shape:
+                return known[name]
+        return on.sharding((None,) * x.ndim, x.shape)
+
+    return jax.tree.map_with_path(place, tree)
+
+
+def rows_placed(x: np.ndarray, on: OnMesh | None) -> jax.Array:
+    """Rows in parts [A, B, ...] on the devices; what does not divide is on all of them."""
+    if on is None:
+        return jax.numpy.asarray(x)
+    return jax.device_put(x, on.sharding((None, "batch", *[None] * (x.ndim - 2)), x.shape))
