@@ -15,6 +15,8 @@ from kvjax.eval.report.leaderboard import Line, lines_of
 from kvjax.grammar import Method, chain
 from kvjax.methods import METHODS, MethodInfo, method, methods, takes_budget
 from kvjax.methods.parameters import types_of, values_of
+from kvjax.models.config import Config
+from kvjax.suits import check_fit
 
 # The budget of the sentences that cards show.
 SHOWN_BUDGET = 0.25
@@ -27,6 +29,8 @@ VERBS = {
     "stack": "layers merged",
     "reread": "prompts read in part",
 }
+# A model that no method has reasons to refuse: what a chain cannot do here, it cannot do anywhere.
+PLAIN = Config(vocab=64, d_model=128, layers=4, heads=4, kv_heads=4, head_dim=32, d_ff=128)
 _ONE_OF_A_KIND = re.compile(r"at most one \w+")
 
 
@@ -125,6 +129,15 @@ def _hyper(function: Any) -> tuple[Hyper, ...]:
     return tuple(found)
 
 
+def _fits(method: Method) -> bool:
+    """Whether a method as it is fits a plain model; one that was not fitted does not."""
+    try:
+        check_fit(method, PLAIN)
+    except ValueError:
+        return False
+    return True
+
+
 def _company(id: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """What the method chains with, by what that decides, and what not, by the reason."""
     own, chains, refused = shown(id), {}, {}
@@ -134,9 +147,11 @@ def _company(id: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         if other == id or not parts or own == Method():
             continue
         try:
-            chain(own, theirs)
+            both = chain(own, theirs)
+            if _fits(own) and _fits(theirs):
+                check_fit(both, PLAIN)
         except ValueError as error:
-            reason = str(error).partition(" cannot work: ")[2] or str(error)
+            reason = re.split(" cannot work: | does not fit this model: ", str(error), maxsplit=1)[-1]
             if not _ONE_OF_A_KIND.search(reason):
                 refused.setdefault(reason, []).append(other)
         else:

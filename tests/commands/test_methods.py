@@ -10,11 +10,12 @@ import kvjax
 from kvjax.cli import main
 from kvjax.commands import methods_cards
 from kvjax.commands.methods import filtered, listing
-from kvjax.commands.methods_cards import VERBS, card, shown
+from kvjax.commands.methods_cards import PLAIN, VERBS, card, shown
 from kvjax.commands.methods_written import written
 from kvjax.eval.report.leaderboard import Line
 from kvjax.grammar import Method
 from kvjax.methods import METHODS
+from kvjax.suits import check_fit
 
 BY_ID = {row["id"]: row for row in listing()}
 
@@ -115,7 +116,7 @@ def test_nothing_of_a_docstring_is_lost_on_a_card(id):
 
 
 @pytest.mark.parametrize("id", ["snapkv", "h2o", "kivi", "quest", "palu", "minicache"])
-def test_what_a_card_chains_with_chains_and_what_it_does_not_is_refused_for_that_reason(id):
+def test_what_a_card_chains_with_runs_together_and_what_it_does_not_is_refused_for_that_reason(id):
     found, own = card(id), shown(id)
     for kind, ids in found.chains.items():
         verb = next(verb for verb, name in VERBS.items() if name == kind)
@@ -123,7 +124,7 @@ def test_what_a_card_chains_with_chains_and_what_it_does_not_is_refused_for_that
     for reason, ids in found.refused.items():
         for other in ids:
             with pytest.raises(ValueError, match=re.escape(reason)):
-                kvjax.chain(own, shown(other))
+                check_fit(kvjax.chain(own, shown(other)), PLAIN)
     told = {other for ids in (*found.chains.values(), *found.refused.values()) for other in ids}
     with_both = [x for x in METHODS if x not in told and x != id and shown(x) != Method()]
     for other in with_both:

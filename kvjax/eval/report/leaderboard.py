@@ -125,7 +125,10 @@ def _short(x: float) -> float:
 def _cell(
     method: str, budget: NominalBudget, protocol: str, kept: int, full: int, read: int, tasks: dict[str, Any]
 ) -> Cell:
-    scores = {task: MeanScore(*numbers, "wilson") for task, numbers in tasks.items()}
+    scores = {
+        task: MeanScore(m, below, above, samples, "wilson")
+        for task, (m, below, above, samples) in tasks.items()
+    }
     mean, low, high = _mean_of([(s.mean, s.low, s.high) for s in scores.values()])
     return Cell(method, budget, protocol, scores, mean, low, high, kept, full, read, None)
 
