@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from kvjax.commands.methods_written import written
 from kvjax.grammar import Keep, Method, Store
 from kvjax.phase import BY_POSITION
-from kvjax.protocols import Answering, Resting
+from kvjax.protocols import Answering
+from kvjax.read_protocols import Resting
 from kvjax.words import observations
 
 _ONE_LINE = 10_000

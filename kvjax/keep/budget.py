@@ -129,8 +129,8 @@ class Threshold:
 class UpTo:
     """Slots whose score is at least `threshold` stay, at least one and at most n in every head.
 
-    In steps, too, slots leave by their own score: all but the n best have one below the threshold. A score that
-    sees to that says `bounded = True`.
+    In steps, too, slots leave by their own score: all but the n best have one below the threshold. A score
+    that sees to that says `bounded = True`.
     """
 
     threshold: float
