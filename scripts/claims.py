@@ -155,9 +155,10 @@ def page(board: Leaderboard) -> str:
         "<!-- made by `python scripts/claims.py --write` from claims_table.py and the leaderboard -->",
         "",
         "What papers claim of their methods, each in one line, and whether it holds here in direction: on "
-        f"the tasks and models of the [leaderboard](leaderboard.md) ({models}), which are not the paper's. Numbers "
-        "are differences in points, with 95% intervals over all models and the mean on each. *yes* and *no*: on every "
-        f"model, and beyond the interval. {len(found)} claims, {tested} of them tested: {told}.",
+        f"the tasks and models of the [leaderboard](leaderboard.md) ({models}), which are not the paper's. "
+        "Numbers are differences in points, with 95% intervals over all models and the mean on each. *yes* "
+        "and *no*: on every model, and beyond the interval. "
+        f"{len(found)} claims, {tested} of them tested: {told}.",
         "",
         "| method | claim | tested as | holds | found | command |", "|---|---|---|---|---|---|",
     ]  # fmt: skip

@@ -20,7 +20,7 @@ class Better(NamedTuple):
 
 
 class Near(NamedTuple):
-    """The method scores at most `within` less than another one, which is the full cache or has a budget, too."""
+    """The method scores at most `within` less than another one: the full cache, or one at the same budget."""
 
     budgets: tuple[float | None, ...] = (None,)
     within: float = 0.05
@@ -56,7 +56,9 @@ CLAIMS = (
     Claim("pagedeviction", "more accurate than StreamingLLM at small budgets", Better("streamingllm")),
     Claim("lacache", "more accurate than StreamingLLM with the same cache", Better("streamingllm")),
     Claim("lm-infinite", "a model trained on short texts goes on to far longer ones", _WITHIN),
-    Claim("h2o", "heavy hitters beside recent tokens do better than recent tokens alone", Better("sink-recent")),
+    Claim(
+        "h2o", "heavy hitters beside recent tokens do better than recent tokens alone", Better("sink-recent")
+    ),
     Claim("h2o", "a fifth of the cache answers nearly as well as all of it", Near((0.25,))),
     Claim("tova", "better than other ways of eviction, H2O among them", Better("h2o")),
     Claim("tova", "an eighth of the cache nearly suffices", Near(SMALL)),
@@ -76,16 +78,26 @@ CLAIMS = (
     Claim("curdkv", "better than SnapKV at aggressive budgets", Better("snapkv", SMALL)),
     Claim("curdkv", "better than ChunkKV at aggressive budgets", Better("chunkkv", SMALL)),
     Claim("compactor", "half of the cache suffices, whatever is asked", Near((0.5,), protocol=AGNOSTIC)),
-    Claim("compactor", "better than SnapKV where the question is not known", Better("snapkv", protocol=AGNOSTIC)),
-    Claim("expected-attention", "better than SnapKV where the question is not known",
-          Better("snapkv", protocol=AGNOSTIC)),
-    Claim("expected-attention", "better than TOVA where the question is not known",
-          Better("tova", protocol=AGNOSTIC)),
+    Claim(
+        "compactor", "better than SnapKV where the question is not known", Better("snapkv", protocol=AGNOSTIC)
+    ),
+    Claim(
+        "expected-attention",
+        "better than SnapKV where the question is not known",
+        Better("snapkv", protocol=AGNOSTIC),
+    ),
+    Claim(
+        "expected-attention",
+        "better than TOVA where the question is not known",
+        Better("tova", protocol=AGNOSTIC),
+    ),
     Claim("q-filters", "better than StreamingLLM in generation, without attention", Better("streamingllm")),
     Claim("kvzap", "two to four times less cache with negligible loss", Near(protocol=AGNOSTIC)),
     Claim("lagkv", "far better than H2O in retrieval, without attention", Better("h2o", protocol=AGNOSTIC)),
     Claim("lagkv", "half of the cache costs next to nothing", Near((0.5,), protocol=AGNOSTIC)),
-    Claim("snapkv", "a small part of the prompt, chosen by its end, answers as well as all of it", Near((0.25,))),
+    Claim(
+        "snapkv", "a small part of the prompt, chosen by its end, answers as well as all of it", Near((0.25,))
+    ),
     Claim("snapkv", "better than H2O at equal budgets", Better("h2o")),
     Claim("sage-kv", "better than StreamingLLM at a quarter of its memory", Better("streamingllm")),
     Claim("nacl", "half of the cache keeps 95% of the quality", Near((0.5,))),
@@ -94,25 +106,38 @@ CLAIMS = (
     Claim("kvcrush", "representatives improve the selection that they stand beside", Better("snapkv", SMALL)),
     Claim("compresskv", "heads that retrieve choose better than all heads do", Better("snapkv", SMALL)),
     Claim("fastkv", "prompts are read faster", Faster()),
-    Claim("fastkv", "as accurate as SnapKV, though upper layers read less",
-          Near((0.25,), other="snapkv")),
+    Claim("fastkv", "as accurate as SnapKV, though upper layers read less", Near((0.25,), other="snapkv")),
     Claim("gemfilter", "better than SnapKV in finding a needle", Better("snapkv")),
     Claim("gemfilter", "prompts are read faster", Faster()),
-    Claim("kvzip", "a quarter to a third of the cache answers any question as all of it",
-          Near((0.25,), protocol=AGNOSTIC)),
-    Claim("kvzip", "far better than SnapKV where the question is not known",
-          Better("snapkv", (0.5, 0.25, 0.125), AGNOSTIC)),
-    Claim("kvzip", "far better than PyramidKV where the question is not known",
-          Better("pyramidkv", (0.5, 0.25, 0.125), AGNOSTIC)),
+    Claim(
+        "kvzip",
+        "a quarter to a third of the cache answers any question as all of it",
+        Near((0.25,), protocol=AGNOSTIC),
+    ),
+    Claim(
+        "kvzip",
+        "far better than SnapKV where the question is not known",
+        Better("snapkv", (0.5, 0.25, 0.125), AGNOSTIC),
+    ),
+    Claim(
+        "kvzip",
+        "far better than PyramidKV where the question is not known",
+        Better("pyramidkv", (0.5, 0.25, 0.125), AGNOSTIC),
+    ),
     Claim("finch", "halved by its question, a context answers as it did whole", Near((0.5,))),
-    Claim("infinipot", "better than StreamingLLM in bounded memory", Better("streamingllm", protocol=AGNOSTIC)),
+    Claim(
+        "infinipot", "better than StreamingLLM in bounded memory", Better("streamingllm", protocol=AGNOSTIC)
+    ),
     Claim("chunkkv", "whole chunks are better than single tokens, as SnapKV chooses them", Better("snapkv")),
     Claim("pyramidkv", "12% of the cache match all of it", Near(SMALL)),
     Claim("pyramidkv", "better than equal layers where budgets are small", Better("snapkv", SMALL)),
     Claim("cake", "better than equal layers where budgets are small", Better("snapkv", SMALL)),
     Claim("cake", "better than PyramidKV's fixed shares", Better("pyramidkv", SMALL)),
-    Claim("kvcompose", "better than structured compression by single heads",
-          Better("expected-attention", protocol=AGNOSTIC)),
+    Claim(
+        "kvcompose",
+        "better than structured compression by single heads",
+        Better("expected-attention", protocol=AGNOSTIC),
+    ),
     Claim("zigzagkv", "better than PyramidKV at small budgets", Better("pyramidkv", SMALL)),
     Claim("dynamickv", "better than PyramidKV at extreme budgets", Better("pyramidkv", SMALL)),
     Claim("dynamickv", "better than SnapKV at extreme budgets", Better("snapkv", SMALL)),
@@ -144,4 +169,4 @@ CLAIMS = (
     Claim("sparq", "an eighth of the reads costs next to nothing", Near(SMALL)),
     Claim("tidaldecode", "picks that persist over layers are better than Quest's", Better("quest")),
     Claim("magicpig", "sampling is better than Quest's best pages", Better("quest")),
-)  # fmt: skip
+)

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 MODELS = tuple(sorted((ROOT / "tests" / "fixtures" / "recall_seeds").glob("[0-9]")))
 # The budget at which speed is told, where a method has one.
 BUDGET = 0.25
-ROWS, TOKENS, ROUNDS = 4, 512, 5
+ROWS, TOKENS, ROUNDS = 4, 512, 9
 
 
 def main() -> None:
@@ -113,7 +113,8 @@ def speed(model: Path, methods: list[str] | None, out: Path) -> None:
             continue
         once(full), once(entry.method)  # these compile
         rounds = [(once(full), once(entry.method)) for _ in range(ROUNDS)]
-        found[entry.label] = [statistics.median(one[i] for one in rounds) for i in (0, 1)]
+        # Whatever else the machine does only adds.
+        found[entry.label] = [min(one[i] for one in rounds) for i in (0, 1)]
         out.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(found, indent=1) + "\n")
         print(f"{entry.label}: {found[entry.label][1] / found[entry.label][0]:.2f}x", flush=True)
@@ -133,7 +134,9 @@ def collect(models: list[Path], out: Path) -> str:
     file = out / "speed.json"
     timed = json.loads(file.read_text()) if file.exists() else {}
     fast = {
-        method: Speed(round(mine / none, 3), round(statistics.median(decode.get(method, [0.0])), 3))
+        method: Speed(
+            round(mine / none, 3), round(statistics.median(decode[method]), 3) if method in decode else None
+        )
         for method, (none, mine) in timed.items()
     }
     about = {

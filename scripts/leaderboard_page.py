@@ -68,7 +68,7 @@ def _about(board: Leaderboard) -> str:
         timed = board.timed
         text += (
             f" Prefill: seconds of {timed['rows']} prompts of {timed['tokens']} tokens at a budget of "
-            f"{timed['budget']}, over those without a method, medians of {timed['rounds']} rounds in turn. "
+            f"{timed['budget']}, over those without a method, the least of {timed['rounds']} rounds in turn. "
             "Decode: tokens per second over those of the full cache, in the comparison itself."
         )
     return text
@@ -108,7 +108,8 @@ def table(lines: Sequence[Line], speed: Mapping[str, Speed]) -> str:
             mine = {line.budget: line for line in lines if line.method == name}
             cells = [_cell(mine.get(b), winners.get(b) == name) for b in columns]
             fast = speed.get(name)
-            times = [f"{fast.prefill:.2f}x", f"{fast.decode:.2f}x"] if fast else ["", ""]
+            decode = "" if fast is None or fast.decode is None else f"{fast.decode:.2f}x"
+            times = [f"{fast.prefill:.2f}x", decode] if fast else ["", ""]
             rows.append(_row([f"[{name}](methods/{family}.md#{name})", *cells, *(times if speed else [])]))
     return "\n".join(rows)
 

@@ -31,7 +31,8 @@ def picture(lines: Sequence[Line], families: Mapping[str, Sequence[str]], form: 
     figure = Figure(figsize=(4.1 * COLUMNS, rows * (3.0 + below) + 0.4), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.1)  # type: ignore[union-attr]
     axes = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False)
-    reach, ticks = byte_axis([line.percent for line in lines])
+    read = [line.read_percent for line in lines if _reads_less(line)]
+    reach, ticks = byte_axis([*(line.percent for line in lines), *read])
     for at, (one, (family, names)) in enumerate(zip(axes.flat, shown.items(), strict=False)):
         _panel(one, lines, names)
         one.set_title(family, loc="left", fontsize=10, fontweight="bold", color=_INK)
@@ -88,16 +89,28 @@ def _panel(axes: Axes, lines: Sequence[Line], names: Sequence[str]) -> None:
             "markeredgewidth": 0.4,
         }
         axes.plot(xs, ys, zorder=4, **style)
+        lighter = sorted((x.read_percent, 100 * x.mean) for x in lines if x.method == name and _reads_less(x))
+        if lighter:
+            hollow = style | {"markerfacecolor": "white", "markeredgecolor": style["color"], "linewidth": 0.8}
+            axes.plot(*zip(*lighter, strict=True), zorder=3, **(hollow | {"markeredgewidth": 1.0}))
         _bars(axes, [line for line in lines if line.method == name], style["color"])
         handles.append(Line2D([], [], **style, label=name))
     handles += [Line2D([], [], color=_MUTED, linestyle=s, linewidth=1.2, label=n) for n, s in ANCHORS.items()]
     handles.append(Line2D([], [], color=_INK, linewidth=0.9, label="full cache"))
+    if any(_reads_less(line) for line in lines if line.method in names):
+        hollow = dict(marker="o", markersize=4.5, markerfacecolor="white", color=_MUTED, linewidth=0.8)
+        handles.append(Line2D([], [], label="hollow: read by a step", **hollow))
     legend = axes.legend(
         handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=7, frameon=False,
         handlelength=1.8, columnspacing=1.0, labelspacing=0.25,
     )  # fmt: skip
     for text in legend.get_texts():
         text.set_color(_INK)
+
+
+def _reads_less(line: Line) -> bool:
+    """Whether a step reads clearly less than is kept."""
+    return line.read_percent <= 0.95 * line.percent
 
 
 def _places(lines: Sequence[Line], method: str) -> tuple[list[float], list[float]]:

@@ -41,10 +41,13 @@ class Line(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """One method beside no compression: how often as long a prefill takes, how often as fast it decodes."""
+    """One method beside no compression: how often as long a prefill takes, how often as fast it decodes.
+
+    decode: None where the comparison had too few batches to time any.
+    """
 
     prefill: float
-    decode: float
+    decode: float | None
 
 
 class Run(NamedTuple):
