@@ -125,7 +125,8 @@ def collect(models: list[Path], out: Path) -> str:
     runs, decode = [], {}
     for model in models:
         found = read_results(out / model.name)
-        runs.append(Run(about_of(found.metrics), tuple(summarise(found.rows))))
+        named = {"model": f"{model.resolve().parent.name}/{model.name}"}
+        runs.append(Run(about_of(found.metrics) | named, tuple(summarise(found.rows))))
         full = _tokens_per_s(found.timings, "full", None)
         for method in {name for name, _ in found.timings}:
             mine = _tokens_per_s(found.timings, method, BUDGET) or _tokens_per_s(found.timings, method, None)
