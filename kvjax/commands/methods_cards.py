@@ -71,7 +71,7 @@ def card(id: str) -> Card:
     "kvjax.method('snapkv', budget=0.25)"
     """
     function, built = METHODS[id], shown(id)
-    title, about, deviations = _docstring(function.__doc__ or "")
+    title, about, deviations = docstring_of(id)
     budget = f", budget={SHOWN_BUDGET}" if takes_budget(id) else ""
     chains, refused = _company(id)
     info = infos()[id]
@@ -109,9 +109,15 @@ def plain(card: Card) -> dict[str, Any]:
     return card._asdict() | {"info": info, "hyper": hyper, "lines": lines}
 
 
-def _docstring(text: str) -> tuple[str, str, str]:
-    """First line, what else is said, and what deviates: from the word "Deviation" to the paragraph's end."""
-    first, _, rest = inspect.cleandoc(text).partition("\n")
+def docstring_of(id: str) -> tuple[str, str, str]:
+    """A docstring in parts: its first line, what else is said, and what deviates.
+
+    The last is from the word "Deviation" to the paragraph's end.
+
+    >>> docstring_of("h2o")[0]
+    'H2O (Zhang et al., 2023, arXiv:2306.14048), Algorithm 1: heavy hitters and recent tokens.'
+    """
+    first, _, rest = inspect.cleandoc(METHODS[id].__doc__ or "").partition("\n")
     about, deviations = [], []
     for paragraph in re.split(r"\n\s*\n", rest.strip()):
         before, word, after = re.search(r"^(.*?)(\bDeviations?:|$)(.*)$", paragraph, re.DOTALL).groups()  # type: ignore[union-attr]
@@ -129,6 +135,7 @@ def _hyper(function: Any) -> tuple[Hyper, ...]:
     return tuple(found)
 
 
+@cache
 def _fits(method: Method) -> bool:
     """Whether a method as it is fits a plain model; one that was not fitted does not."""
     try:
@@ -148,7 +155,8 @@ def _company(id: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
             continue
         try:
             both = chain(own, theirs)
-            if _fits(own) and _fits(theirs):
+            # On the model that one of them makes, the other one may have no keys to look at.
+            if both.make is not None and _fits(own) and _fits(theirs):
                 check_fit(both, PLAIN)
         except ValueError as error:
             reason = re.split(" cannot work: | does not fit this model: ", str(error), maxsplit=1)[-1]

@@ -105,6 +105,7 @@ def test_the_page_has_every_method_in_its_family_and_says_who_is_below_baselines
     assert "Below random, intervals apart: none." in leaderboard_page.below_baselines(lines)
 
 
+@pytest.mark.rotating
 def test_the_picture_has_a_panel_per_family_and_is_the_same_for_the_same_lines(board, scripts):
     import leaderboard_page
 
