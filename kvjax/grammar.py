@@ -48,6 +48,10 @@ class Budget:
             )
 
     @property
+    def says(self) -> str:
+        return f"{self.amount} slots." if self.ratio is None else f"{float(self.ratio):g} of all slots."
+
+    @property
     def ratio(self) -> Fraction | None:
         """The fraction in thousandths or simpler, so that counts are exact integer arithmetic."""
         if isinstance(self.amount, int):

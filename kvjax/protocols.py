@@ -178,7 +178,8 @@ class Merge(Protocol):
     """What becomes of slots that leave: the kept ones may take them up.
 
     `writes`, where a word has it, names what it changes of the kept slots: some of "k", "v" and "bias"; else
-    all three. Where it writes biases, every slot has one.
+    all three. Where it writes biases, every slot has one. `traces`, where a word has them, names what it asks
+    of slots (`View.of`), which the score must remember.
     """
 
     @property

@@ -51,6 +51,11 @@ class Every:
         _check("Every(tokens)", self.tokens)
 
     @property
+    def says(self) -> str:
+        often = "every token" if self.tokens == 1 else f"every {self.tokens} tokens"
+        return f"Behind {often}, each list comes back to its budget."
+
+    @property
     def at_once(self) -> bool:
         return self.tokens == 1
 

@@ -90,6 +90,9 @@ def refused(keep: Keep) -> list[tuple[bool, str]]:
     masses = sorted((o for o in keep.score.needs if hasattr(o, "reduction")), key=repr)
     absent = [o for o in observations(keep) if IN_STEP not in getattr(o, "phases", (IN_PREFILL,))]
     probes = probes_of(keep.score)
+    fitted = [word for part in (keep.score, keep.allocate) for word in fitted_words(part)]
+    of_kv_heads = [type(word).__name__ for word in fitted if getattr(word, "of_kv_heads", False)]
+    unknown = sorted(getattr(keep.merge, "traces", frozenset()) - keep.score.traces, key=repr)
     return [
         (bool(full), full),
         (
@@ -104,6 +107,20 @@ def refused(keep: Keep) -> list[tuple[bool, str]]:
         (
             in_steps and threshold and (keep.merge is not None or not all(map(_of_tokens, keep.protect))),
             "evicting by a threshold merges nothing, and protects whole numbers of tokens",
+        ),
+        (
+            in_steps
+            and keep.when.at_once
+            and threshold
+            and keep.allocate.uniform
+            and not getattr(keep.score, "bounded", False),
+            f"{keep.allocate!r} lets slots leave by their own score, and {keep.score!r} gives more than fit "
+            "a high one: use a score that is `bounded`, such as Votes(256, 256)",
+        ),
+        (
+            keep.lower is not None and threshold and keep.allocate.uniform,
+            f"a second tier has room for what a budget leaves out, and {keep.allocate!r} may leave out more: "
+            "use the uniform allocation",
         ),
         (
             keep.lower is not None and (keep.lower.granule > 1 or keep.lower.residual > 0),
@@ -143,6 +160,16 @@ def refused(keep: Keep) -> list[tuple[bool, str]]:
         (
             keep.per_query_head and bool(masses or keep.score.traces),
             "what slots receive is recorded per KV head, and this keep selects per query head",
+        ),
+        (
+            keep.per_query_head and (keep.probe is not None or bool(of_kv_heads)),
+            f"{of_kv_heads[0] if of_kv_heads else keep.probe!r} says something of every KV head, and this "
+            "keep selects per query head: leave out per_query_head",
+        ),
+        (
+            bool(unknown),
+            f"{keep.merge!r} asks for {', '.join(map(repr, unknown))}, which its score does not remember: "
+            "use a score that names it in `traces`, such as AccumulatedAttention()",
         ),
         (
             isinstance(keep.merge, Answering) and keep.per_query_head,
@@ -202,7 +229,14 @@ def refused_in_host(method: Method) -> list[tuple[bool, str]]:
 
 def refused_in_read(method: Method) -> list[tuple[bool, str]]:
     """(wrong, why) for what cannot be where a read remembers what slots are asked, or layers share picks."""
+    score = None if method.keep is None else method.keep.score
+    grown = [o for trace in (() if score is None else score.traces) for o in trace.needs]
     return [
+        (
+            method.read is not None and any(hasattr(o, "reduction") for o in grown),
+            f"{method.read!r} leaves slots out of a step's attention, and the score of its keep remembers "
+            "what every slot receives: use one that remembers nothing, such as WindowAttention(64)",
+        ),
         (
             isinstance(method.read, Reusing) and method.keep is not None,
             f"{method.read!r} reads in one layer the slots that another one picked, and a keep would leave "

@@ -1,16 +1,21 @@
-"""The table of kvpress names in docs/methods.md, made from what is written beside each method's function.
+"""docs/methods/ and the table of kvpress names in docs/methods.md, of what is beside methods' functions.
 
-A test compares the page with what this prints.
+A test compares the pages with what this makes.
 
     python scripts/methods_page.py            # prints the table
-    python scripts/methods_page.py --write    # puts it into docs/methods.md
+    python scripts/methods_page.py --write    # puts it into docs/methods.md, writes docs/methods/
 """
 
 from __future__ import annotations
 
-from docs_tables import print_or_write
+import sys
 
+from docs_tables import DOCS, print_or_write
+
+from kvjax.commands.methods_text import pages
 from kvjax.methods import METHODS
+
+FOLDER = DOCS / "methods"
 
 
 def table() -> str:
@@ -23,5 +28,18 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def write_pages() -> None:
+    """Writes docs/methods/ anew; a family that is gone loses its page."""
+    FOLDER.mkdir(exist_ok=True)
+    made = pages()
+    for old in FOLDER.glob("*.md"):
+        if old.name not in made:
+            old.unlink()
+    for name, text in made.items():
+        (FOLDER / name).write_text(text)
+
+
 if __name__ == "__main__":
     print_or_write(__doc__, "methods.md", {"kvpress": table})
+    if "--write" in sys.argv:
+        write_pages()

@@ -1,12 +1,16 @@
 """Sentences: which can be built, which are equal, and what a decode step depends on."""
 
+import dataclasses
+
 import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Store, chain
-from kvjax.keep.budget import AcrossHeads
+from kvjax.keep.budget import AcrossHeads, Uniform, UpTo
+from kvjax.keep.merge_cam import ValueMerge
 from kvjax.keep.patterns import Recent
-from kvjax.keep.score import Position
+from kvjax.keep.recent_queries import Votes
+from kvjax.keep.score import AccumulatedAttention, Position
 from kvjax.methods import ALIASES, METHODS, methods, takes_budget
 from kvjax.read.pages import PageBounds
 from kvjax.store.affine import Affine
@@ -47,6 +51,34 @@ def test_words_that_cannot_work_together_are_refused():
     with pytest.raises(ValueError, match="must be a multiple of the 32"):
         chain(PageBounds(half, page=16), Store(Affine(2, axis="channel", group=32)))
     chain(PageBounds(half, page=64), Store(Affine(2, axis="channel", group=32)))
+    # Traces of slots that no step attends to would stand still.
+    with pytest.raises(ValueError, match="leaves slots out of a step's attention"):
+        chain(Keep(AccumulatedAttention(), half, Uniform()), PageBounds(half, page=64))
+    with pytest.raises(ValueError, match=r"asks for Received\(.*which its score does not remember"):
+        chain(Keep(Position(), half, Uniform(), merge=ValueMerge()))
+    chain(Keep(AccumulatedAttention(), half, Uniform(), merge=ValueMerge()))
+    # A step has room for n slots and one more, however many are above a threshold.
+    with pytest.raises(ValueError, match="gives more than fit a high one: use a score that is `bounded`"):
+        chain(Keep(AccumulatedAttention(), half, UpTo(1.0), when=STEP))
+    chain(Keep(Votes(8, 8), half, UpTo(1.0), when=STEP), Store(Affine(8)))
+    with pytest.raises(ValueError, match="may leave out more: use the uniform allocation"):
+        chain(Keep(Position(), half, UpTo(1.0), lower=Store(Affine(4))))
+
+
+@pytest.mark.parametrize(
+    ("word", "keep"),
+    [
+        ("QueryFilters", lambda: make("q-filters").keep),
+        ("HeadGates", lambda: make("duoattention").keep),
+        ("RepeatContext", lambda: dataclasses.replace(make("kvzip").keep, allocate=Uniform())),
+        ("Profile", lambda: make("headkv").keep),
+    ],
+)
+def test_what_speaks_of_kv_heads_selects_no_query_heads(word, keep):
+    with pytest.raises(ValueError, match=rf"{word}.* says something of every KV head"):
+        chain(dataclasses.replace(keep(), per_query_head=True))
+    # What looks at query heads may.
+    chain(dataclasses.replace(make("compresskv").keep, per_query_head=True))
 
 
 @pytest.mark.parametrize("id", ["random", "l2compress", "adakv", "pyramidkv", "expected-attention", "kvzip"])

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="METHOD",
         help="ids (see `kvjax methods`), with hyper-parameters as snapkv:window=16, chained as snapkv+kivi, "
-        "or your own as my_file.py:my_method (default: all)",
+        "or your own as my_file.py:my_method (default: all, those that need no fit)",
     )
     parser.add_argument(
         "--budgets",
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
 
     compare(
         model=args.model,
-        methods=args.methods,
+        methods=None if args.methods == ["all"] else args.methods,
         budgets=budgets,
         tasks=args.tasks,
         protocols=tuple(args.protocol),

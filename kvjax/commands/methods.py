@@ -1,4 +1,4 @@
-"""`kvjax methods`: every method, with its paper and its hyper-parameters."""
+"""`kvjax methods`: every method with its paper and its hyper-parameters, or the card of one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.text import Text
 
-HELP = "list the methods: papers, what they act on, hyper-parameters with their defaults"
+HELP = "list the methods: papers, what they act on, hyper-parameters with their defaults; or print one's card"
 EXAMPLE = """examples:
   kvjax methods
+  kvjax methods snapkv
+  kvjax methods --family budget-layer --training no
+  kvjax methods --phase decode --search "hash tables"
   kvjax methods --json"""
 
 _WIDE_COLUMNS = 110
@@ -19,22 +22,115 @@ _LEGEND = (
     "both), its family, its paper, and whether it deviates from it (its docstring says how). budget: a "
     "fraction of the tokens kept, or slots per head. Write snapkv:window=16 to set a hyper-parameter, "
     "snapkv+kivi to chain, my_file.py:my_method for your own. variant=paper (snapkv, pyramidkv) selects per "
-    "query head: with grouped queries, it costs (query heads / KV heads) times the bytes of its budget."
+    "query head: with grouped queries, it costs (query heads / KV heads) times the bytes of its budget. "
+    "kvjax methods snapkv prints all that is known of one."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON array instead of a table")
+    parser.add_argument("id", nargs="?", metavar="ID", help="whose card to print (default: list all)")
+    parser.add_argument("--family", metavar="F", help="those of a family, such as quant or budget-head")
+    parser.add_argument("--phase", metavar="P", help="those that act in prefill, decode, both or none")
+    parser.add_argument("--training", metavar="yes|no", help="those that must be fitted first, or need not")
+    parser.add_argument("--search", metavar="TEXT", help="those whose docstring has all these words")
+    parser.add_argument("--json", action="store_true", help="print JSON instead: an array, or one card")
 
 
 def run(args: argparse.Namespace) -> None:
-    rows = listing()
+    if args.id is not None:
+        _print_card(args)
+        return
+    rows = filtered(
+        listing(), family=args.family, phase=args.phase, training=args.training, search=args.search
+    )
     if args.json:
         import json
 
         print(json.dumps(rows, indent=2))
     else:
         _print_table(rows)
+
+
+def _print_card(args: argparse.Namespace) -> None:
+    import json
+
+    from kvjax.commands.methods_cards import card, plain
+    from kvjax.commands.methods_text import print_card
+    from kvjax.errors import InputError
+    from kvjax.methods import resolve
+
+    for name in FILTERS:
+        if getattr(args, name) is not None:
+            raise InputError(
+                f"--{name} was given with the method {args.id!r}, expected one of both: leave out --{name} "
+                "for its card, or the method for a list"
+            )
+    found = card(resolve(args.id))
+    if args.json:
+        print(json.dumps(plain(found), indent=2))
+    else:
+        print_card(found)
+
+
+FILTERS = ("family", "phase", "training", "search")
+
+
+def filtered(
+    rows: list[dict[str, Any]],
+    *,
+    family: str | None = None,
+    phase: str | None = None,
+    training: str | None = None,
+    search: str | None = None,
+) -> list[dict[str, Any]]:
+    """Those of the rows of `listing` that all the given filters let through.
+
+    training: "yes" or "no". search: words, all of which a method's id, title, aliases or docstring must have.
+    InputError for a value that no method has, with the nearest one, and where nothing is left.
+
+    >>> [row["id"] for row in filtered(listing(), family="budget-head", training="yes")]
+    ['headkv', 'duoattention']
+    """
+    from kvjax.errors import InputError
+    from kvjax.methods import METHODS
+
+    family = _one_of("family", family, [row["family"] for row in rows])
+    phase = _one_of("phase", phase, ["prefill", "decode", "both", "none"])
+    training = _one_of("training", training, ["yes", "no"])
+    words = (search or "").lower().split()
+
+    def text(row: dict[str, Any]) -> str:
+        function = METHODS[row["id"]]
+        parts = (row["id"], row["title"], row["family"], *row["aliases"], function.__doc__ or "")
+        return " ".join(" ".join(parts).lower().split())
+
+    found = [
+        row
+        for row in rows
+        if family in (None, row["family"])
+        and phase in (None, row["phase"])
+        and training in (None, "yes" if row["training"] else "no")
+        and all(word in text(row) for word in words)
+    ]
+    if not found:
+        given = {"family": family, "phase": phase, "training": training, "search": search}
+        asked = " ".join(f"--{name} {value}" for name, value in given.items() if value is not None)
+        raise InputError(f"no method is left by {asked}, expected at least one: leave out one of the filters")
+    return found
+
+
+def _one_of(name: str, value: str | None, known: list[str]) -> str | None:
+    """The known value that is meant; InputError with the nearest one where there is none."""
+    import difflib
+
+    from kvjax.errors import InputError
+
+    known = list(dict.fromkeys(known))
+    if value is None or value in known:
+        return value
+    near = difflib.get_close_matches(value, known, 1)
+    hint = f"did you mean {near[0]}?" if near else "see `kvjax methods --help`"
+    raise InputError(f"--{name} is {value!r}, expected one of {', '.join(known)}: {hint}")
 
 
 def listing() -> list[dict[str, Any]]:
@@ -83,7 +179,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         table.add_section()
     out.print(table)
     out.print()
-    print_text(out, f"{len(rows)} methods. {_LEGEND}", style="dim")
+    print_text(out, f"{len(rows)} method{'s' * (len(rows) != 1)}. {_LEGEND}", style="dim")
 
 
 def _details(row: dict[str, Any]) -> Text:

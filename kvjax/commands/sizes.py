@@ -19,6 +19,7 @@ from kvjax.models.block_transformer import BlockConfig, layout_of
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.read_protocols import Reusing
+from kvjax.segments import unread_bytes
 from kvjax.steps import Run
 from kvjax.suits import check_block_transformer, check_fit, config_of
 
@@ -35,8 +36,8 @@ def sizes_of(
 class Sizes:
     """Shapes of the caches of `rows` rows after a prompt of `tokens` tokens, traced once for all `methods`.
 
-    A method whose layers see some tokens of a prompt alone, or are merged, is traced by itself, over layers
-    that are not stacked, and one that rewrites weights over those.
+    A method whose layers see some tokens of a prompt alone, are merged, or differ within a stack, is traced
+    by itself, over layers that are not stacked, and one that rewrites weights over those.
 
     >>> config = Config(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)
     >>> Sizes(config, "float32", 64, [Method()]).nbytes(Method())  # 2 layers x 64 x (8 + 8 + 1) x 4 B, next
@@ -47,7 +48,7 @@ class Sizes:
         self.config, self.tokens, self.rows = config, bucket(tokens), rows
         # Stacked layers trace in the time of one; the bytes are the same.
         self.params = abstract_params(config, dtype)
-        shared = [m for m in methods if not _by_itself(m) and m.make is None]
+        shared = [m for m in methods if m.make is None and not self._by_itself(m)]
         needs = (steps.needs_of(Run(config, m), self.params) for m in shared if _fits(m, config))
         observe = partial(steps.observe, Run(config, Method()), cache=None, needs=frozenset().union(*needs))
         self.prompt = jax.eval_shape(observe, self.params, *self._given())
@@ -64,14 +65,12 @@ class Sizes:
         """
         check_fit(method, self.config)
         if method.make is not None:
-            made, dtype = config_of(method, self.config), self.params["norm"].dtype
-            plain = dataclasses.replace(method, make=None)
-            return Sizes(made, dtype, self.tokens, [plain], self.rows).cache(plain, room)
+            sizes, plain = self._made(method)
+            return sizes.cache(plain, room)
         run, sizes = Run(self.config, method), dict(tokens_bound=self.tokens, room=room, compress=True)
-        if _by_itself(method):
-            apart = abstract_params(self.config, self.params["norm"].dtype, stacked=False)
+        if self._by_itself(method):
             call = partial(steps.prefill, run, cache=None, **sizes)
-            return jax.eval_shape(call, apart, *self._given())[1]
+            return jax.eval_shape(call, self._apart(), *self._given())[1]
         settle = partial(steps.settle, run, cache=None, tokens=self.tokens, room=room, compress=True)
         return jax.eval_shape(settle, self.params, self.prompt)
 
@@ -79,12 +78,42 @@ class Sizes:
         """Bytes of that cache, everything counted."""
         return nbytes(self.cache(method, room))
 
+    def read_bytes(self, method: Method) -> int:
+        """Bytes of the cache that one step reads."""
+        if method.make is not None:
+            sizes, plain = self._made(method)
+            return sizes.read_bytes(plain)
+        params, read = self._apart() if self._by_itself(method) else self.params, []
+        groups = Run(self.config, method).groups(params)
 
-def _by_itself(method: Method) -> bool:
-    """Whether a method cannot share a trace over stacked layers."""
-    narrows = method.reread is not None or (method.keep is not None and method.keep.narrow is not None)
-    picks = any(isinstance(one.read, Reusing) for one in method.sentences)
-    return narrows or picks or method.stack is not None
+        def count(cache: Cache) -> None:
+            unread = (unread_bytes(gm, group) for gm, group in zip(groups, cache.groups, strict=True))
+            read.append(nbytes(cache) - sum(unread))
+
+        jax.eval_shape(count, self.cache(method))
+        return read[0]
+
+    def _made(self, method: Method) -> tuple[Sizes, Method]:
+        """The sizes of the model that a method makes, and what the method does with it."""
+        made, dtype = config_of(method, self.config), self.params["norm"].dtype
+        plain = dataclasses.replace(method, make=None)
+        return Sizes(made, dtype, self.tokens, [plain], self.rows), plain
+
+    def _apart(self) -> Params:
+        """The parameters with layers that are not stacked."""
+        return abstract_params(self.config, self.params["norm"].dtype, stacked=False)
+
+    def _by_itself(self, method: Method) -> bool:
+        """Whether a method cannot share a trace over stacked layers."""
+        narrows = method.reread is not None or (method.keep is not None and method.keep.narrow is not None)
+        picks = any(isinstance(one.read, Reusing) for one in method.sentences)
+        if narrows or picks or method.stack is not None:
+            return True
+        try:
+            Run(self.config, method).groups(self.params)
+        except ValueError:  # it leaves alone some layers of a stack
+            return True
+        return False
 
 
 def _fits(method: Method, config: Config) -> bool:

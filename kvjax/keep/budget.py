@@ -127,9 +127,10 @@ class Threshold:
 
 @dataclasses.dataclass(frozen=True)
 class UpTo:
-    """Slots whose score is at least `threshold` stay, at most n in every head, for which there is room.
+    """Slots whose score is at least `threshold` stay, at least one and at most n in every head.
 
-    In steps, too, slots leave by their own score: let it give all but the n best a score below the threshold.
+    In steps, too, slots leave by their own score: all but the n best have one below the threshold. A score
+    that sees to that says `bounded = True`.
     """
 
     threshold: float
@@ -140,7 +141,8 @@ class UpTo:
         return [heads * n] * layers
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
-        return jnp.minimum((scores >= self.threshold).sum(-1, dtype=jnp.int32), n[None, :, None])
+        found = (scores >= self.threshold).sum(-1, dtype=jnp.int32)
+        return jnp.clip(found, 1, n[None, :, None])
 
 
 @dataclasses.dataclass(frozen=True)

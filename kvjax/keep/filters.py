@@ -22,6 +22,7 @@ class QueryFilters:
 
     fitted: Fitted | None = None
     by = "q-filters"
+    of_kv_heads = True
     phases = (IN_PREFILL,)
 
     def check(self, model: ModelSizes) -> None:

@@ -25,6 +25,7 @@ class ValueMerge:
     """
 
     writes = ("v",)
+    traces = frozenset({Received(Mass("sum"))})
 
     following: int = 32
     seed: int = 0
@@ -47,7 +48,8 @@ class ValueMerge:
         gap = jax.vmap(jax.vmap(jnp.searchsorted))(sorted_pos, pick(view.pos, index)).astype(jnp.int32)
         m = jnp.clip(count - gap, 0, self.following)
 
-        received = view.of(Received(Mass("sum")))
+        (remembered,) = self.traces
+        received = view.of(remembered)
         mass = jnp.where(_places(slots) < count, pick(received, order), 0.0)
         ahead = _windows(mass[..., None], self.following, forward=True)[..., 0]
         mean = pick(ahead, jnp.minimum(gap, slots - 1)) / jnp.maximum(m, 1).astype(jnp.float32)

@@ -27,6 +27,13 @@ class Recent:
 
     tokens: int | float
 
+    @property
+    def says(self) -> str:
+        many = (
+            f"{self.tokens} tokens" if isinstance(self.tokens, int) else f"share {self.tokens} of the budget"
+        )
+        return f"The newest {many}."
+
     def __call__(
         self, pos: Int[Numbers, "B K S"], length: Int[Numbers, "B"], n: Int[Numbers, "B"]
     ) -> Bool[Numbers, "B K S"]:

@@ -24,6 +24,7 @@ class Profile:
 
     fitted: Fitted | None = None
     by = "headkv"
+    of_kv_heads = True
     phases = (IN_PREFILL,)
 
     def check(self, model: ModelSizes) -> None:

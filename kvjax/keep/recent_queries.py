@@ -48,6 +48,7 @@ class Votes(Word):
 
     last: int
     newest: int
+    bounded = True
 
     @property
     def needs(self) -> frozenset[Observation]:

@@ -22,6 +22,7 @@ class HeadGates:
 
     fitted: Fitted | None = None
     by = "duoattention"
+    of_kv_heads = True
 
     def check(self, model: ModelSizes) -> None:
         """InputError where the arrays are those of another kind of model."""

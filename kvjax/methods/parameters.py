@@ -117,6 +117,20 @@ def value_of(annotation: Any, value: Any) -> Any:
     return found
 
 
+def values_of(annotation: Any) -> str:
+    """Which values an annotation says that a hyper-parameter may take, in words; "" where it says nothing.
+
+    >>> values_of(Annotated[int, Range(1, odd=True)] | None)
+    'an odd whole number >= 1, or None'
+    """
+    kind = _taken_apart(annotation)
+    if not is_type(annotation):
+        return ""
+    if kind.rule is Budget:
+        return "a share of the tokens in (0, 1], or a number of slots per head"
+    return _expected(kind)
+
+
 def _of_base(kind: _Type, value: Any) -> Any:
     """The value in the plain type of an annotation and within its range; None where it is not."""
     base, rule = kind.base, kind.rule

@@ -2,6 +2,7 @@
 
 snapkv                          an id or alias
 snapkv:window=16,variant=kvpress     with hyper-parameters
+snapkv(window=16, variant=kvpress)   the same, as Python writes them
 snapkv+kivi:bits=2              a chain
 my_file.py:my_method:alpha=3    a function in a file of one's own
 """
@@ -24,6 +25,7 @@ Hyper = tuple[tuple[str, Any], ...]
 _CONSTANTS = {"true": True, "false": False, "none": None}
 # The + between methods has a name behind it, the one in 1e+3 a digit.
 _JOIN = re.compile(r"\s*\+\s*(?=[A-Za-z_./~])")
+_CALL = re.compile(r"(?P<name>[^()]+)\((?P<hyper>[^()]*)\)")
 _FILE = re.compile(r"(?P<name>.+\.py:[^:]*)(:(?P<hyper>.*))?", re.DOTALL)
 
 
@@ -162,6 +164,12 @@ def from_spec(spec: tuple[Any, ...]) -> Method:
 def _part(piece: str, text: str) -> _Part:
     if not piece:
         raise InputError(f"method {text!r} is empty, expected an id such as snapkv: see `kvjax methods`")
+    if (call := _CALL.fullmatch(piece)) is not None:
+        piece = f"{call['name'].strip()}:{call['hyper'].strip().removesuffix(',')}"
+    elif re.search(r"[()]", piece.rpartition("/")[2]):
+        raise InputError(
+            f"{piece!r} has a bracket too few or too many, expected one pair: write id(key=value)"
+        )
     if piece.endswith(".py"):
         raise InputError(f"{piece!r} names a file but no function, expected {piece}:my_method")
     file = _FILE.fullmatch(piece)

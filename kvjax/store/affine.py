@@ -54,6 +54,12 @@ class Affine:
             raise ValueError(f"clip is a part of a group's range in (0, 1], got {self.clip!r}")
 
     @property
+    def says(self) -> str:
+        channels = f"{self.group} channels" if self.group else "all channels"
+        group = f"{self.group} tokens of a channel" if self.axis == "channel" else f"{channels} of a token"
+        return f"{self.bits} bits a number, with one float16 scale and zero for {group}."
+
+    @property
     def granule(self) -> int:
         return self.group or 1 if self.axis == "channel" else self.together
 

@@ -71,6 +71,18 @@ def test_inspect_shows_a_model_and_its_caches(width, monkeypatch, capsys):
     assert re.search(r"^random +520\.0 KiB +50\.0% +260\.0 KiB +25\.0%", out, re.MULTILINE)
 
 
+def test_a_read_that_leaves_a_layer_alone_has_the_bytes_of_layers_one_by_one():
+    made = method("magicpig", budget=0.5, skip_layers=1, newest=8, sinks=2)
+    config = dataclasses.replace(CONFIG, layers=4, windows=(None,) * 4)
+    sizes = Sizes(config, "float32", 64, [method("full"), made])
+    _, cache = kvjax.prefill(Model(config, init(config, jax.random.key(0))), [[1] * 64], method=made, room=0)
+    assert sizes.nbytes(made) == nbytes(cache)
+    # What leaves most slots unread reads less than there is, and the tables of hashes are read.
+    quest = method("quest", budget=0.25, skip_layers=0)
+    assert sizes.read_bytes(quest) < sizes.nbytes(quest) and sizes.read_bytes(made) <= nbytes(cache)
+    assert sizes.read_bytes(method("full")) == sizes.nbytes(method("full"))
+
+
 def test_inspect_needs_no_weights_and_names_windows(tmp_path, capsys):
     config = json.loads((SHIPPED / "recall-tiny" / "config.json").read_text())
     config |= {"model_type": "mistral", "sliding_window": 64}

@@ -119,20 +119,25 @@ def _params(name: str, method: Method | None) -> dict[str, Any]:
 
 
 @cache
-def observed(name: str, own: Method | None = None) -> steps.Prompt:
+def wanted(name: str) -> frozenset:
+    """All that the rows on a model observe."""
+    return frozenset().union(*(needs(row) for row in ROWS if row.model == name))
+
+
+@cache
+def observed(name: str, own: Method | None = None, asked: frozenset | None = None) -> steps.Prompt:
     """PACKED read by a model, with all that the rows on it observe; padding holds garbage.
 
-    own: a method that reads this prompt in its own way.
+    own: a method that reads this prompt in its own way. asked: what is observed instead.
     """
     m = made(model(name), own)
     run = Run(m.config, own or Method())
-    wanted = frozenset().union(*(needs(row) for row in ROWS if row.model == name))
-    wanted = wanted if m is model(name) else steps.needs_of(run, m.params)
+    asked = asked or (wanted(name) if m is model(name) else steps.needs_of(run, m.params))
     tokens = np.zeros((len(PACKED), T), np.int32)
     for i, row in enumerate(PACKED):
         tokens[i, : len(row)] = row
     lengths = jnp.asarray([len(row) for row in PACKED], jnp.int32)
-    prompt = _observe(run, _params(name, own), jnp.asarray(tokens), lengths, None, wanted)
+    prompt = _observe(run, _params(name, own), jnp.asarray(tokens), lengths, None, asked)
 
     def soiled(x: jax.Array, gm: GroupMethod) -> jax.Array:
         pos = new_positions(run, gm, prompt.positions, prompt.narrowed)
@@ -147,17 +152,28 @@ def observed(name: str, own: Method | None = None) -> steps.Prompt:
 def packed(label: str, whole: bool = False) -> Packed:
     """The compressed prompt of a row of the table; whole: with hyper-parameters that keep everything."""
     row = BY_LABEL[label]
-    method = row.method(row.whole if whole else None)
-    m = made(model(row.model), method)
+    return compressed(row.model, row.method(row.whole if whole else None))
+
+
+def compressed(name: str, method: Method) -> Packed:
+    """The prompt PACKED as a method leaves it on a model."""
+    run, prompt = to_settle(name, method)
+    cache = _settle(run, _params(name, method), prompt, None, tokens=T, room=ROOM, compress=True)
+    cache = dataclasses.replace(cache, method=method)
+    asked, _ = step(made(model(name), method), cache, [r[-1] for r in PACKED], append=False)
+    return Packed(prompt.logits, cache, asked)
+
+
+def to_settle(name: str, method: Method) -> tuple[Run, steps.Prompt]:
+    """PACKED as a method has it read, to be compressed; shared with all that have it read so."""
+    m = made(model(name), method)
     run = Run(m.config, bind(method, m))
-    prompt = observed(row.model, run.method if reads_apart(run.method) else None)
+    own, asked = run.method if reads_apart(run.method) else None, steps.needs_of(run, m.params)
+    prompt = observed(name, own, None if asked <= wanted(name) or m is not model(name) else asked)
     probe = run.method.keep.probe if run.method.keep is not None else None
     if probe is not None:
-        prompt = _probed(Run(m.config, Method()), params(row.model), prompt, probe)
-    cache = _settle(run, _params(row.model, method), prompt, None, tokens=T, room=ROOM, compress=True)
-    cache = dataclasses.replace(cache, method=method)
-    asked, _ = step(m, cache, [r[-1] for r in PACKED], append=False)
-    return Packed(prompt.logits, cache, asked)
+        prompt = _probed(Run(m.config, Method()), params(name), prompt, probe)
+    return run, prompt
 
 
 # --- whole conversations: one row of every class of layout -----------------------------------------------

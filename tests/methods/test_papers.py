@@ -1,6 +1,5 @@
 """What is written beside every method: its family, its paper, what it deviates in, its name in kvpress."""
 
-import argparse
 import re
 import textwrap
 from pathlib import Path
@@ -9,7 +8,7 @@ from types import ModuleType
 import pytest
 
 import kvjax.methods
-from kvjax.commands import methods as methods_command
+from kvjax.cli import main
 from kvjax.grammar import Method
 from kvjax.methods import METHODS, Press, methods, paper, snapkv
 from kvjax.methods.papers import collect
@@ -50,6 +49,14 @@ def test_the_page_has_the_table_of_kvpress_names(monkeypatch):
     page = (ROOT / "docs" / "methods.md").read_text()
     shown = page.partition("<!-- kvpress -->\n")[2].partition("\n<!-- end of kvpress -->")[0]
     assert shown == methods_page.table(), COMMAND
+
+
+def test_the_pages_of_families_have_the_cards_of_all_methods(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import methods_page
+
+    shown = {file.name: file.read_text() for file in methods_page.FOLDER.iterdir()}
+    assert shown == methods_page.pages(), COMMAND
 
 
 # All classes of kvpress 0.5.5 that are no base of others.
@@ -145,5 +152,5 @@ def test_the_default_variant_selects_per_kv_head_and_what_others_cost_is_said(ca
         assert not kvjax.method(id, budget=0.5).keep.per_query_head
         assert kvjax.method(id, budget=0.5, variant="paper").keep.per_query_head
     assert "N / K times the bytes" in " ".join(snapkv.__doc__.split())
-    methods_command.run(argparse.Namespace(json=False))
+    assert main(["methods"]) == 0
     assert "query heads / KV heads" in " ".join(capsys.readouterr().out.split())

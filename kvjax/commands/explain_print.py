@@ -1,0 +1,101 @@
+"""Prints what `kvjax explain` says: a sentence's words, then the bytes of its cache on a model."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from kvjax.commands.explain_sentences import Told, at_each_step, at_prefill, called, inside, said
+from kvjax.commands.inspect_model import find_config
+from kvjax.commands.methods_written import written
+from kvjax.commands.sizes import Sizes, sizes_of
+from kvjax.commands.terminal import console, size
+from kvjax.errors import InputError
+from kvjax.grammar import Method
+from kvjax.place.trim import counted
+from kvjax.suits import check_budget
+
+_COLUMNS = 110
+# Tokens that are written behind the prompt, where the cache is weighed again.
+_WRITTEN = 256
+
+
+def print_explanation(method: Method, model: str, context: int, dtype: str) -> None:
+    """Prints what `method` does with a prompt of `context` tokens, and what that weighs on a model.
+
+    Raises InputError where there is no such model, it has fewer positions, or what must stay is more than the
+    budget.
+    """
+    config, _ = find_config(model)
+    if context > config.max_positions:
+        raise InputError(
+            f"--context is {context}, expected at most the model's {config.max_positions} positions: lower it"
+        )
+    check_budget(method, [context])
+    out = console()
+    out.print(Text(written(method)), soft_wrap=True)
+    for sentence in method.sentences:
+        layers = [str(i) for i, one in enumerate(method.layers) if one == sentence]
+        where = f", layers {', '.join(layers)}" if layers else ""
+        _print_part(out, f"At the end of a prompt{where}", at_prefill(sentence, context))
+        _print_part(out, f"At each step{where}", at_each_step(sentence))
+    out.print()
+    out.print(Text(f"What it weighs: one row on {model}, {dtype}", style="bold"))
+    for line in weight(method, config, context, dtype):
+        _print(out, line, 2)
+
+
+def _print_part(out: Console, head: str, told: list[Told]) -> None:
+    out.print()
+    out.print(Text(head, style="bold"))
+    known: set[Any] = set()
+    for number, one in enumerate(told, 1):
+        _print(out, f"{number}. {one.text}", 2)
+        for word in one.words:
+            _print_word(out, word, 5, known)
+
+
+def _print_word(out: Console, word: Any, depth: int, known: set[Any]) -> None:
+    """A word and what it says, and below it the words that it is made of; one that was said is not again."""
+    if word in known:
+        _print(out, f"{called(word)}: as above.", depth)
+        return
+    known.add(word)
+    _print(out, f"{called(word)}: {said(word) or 'a word that says nothing of itself.'}", depth)
+    for one in inside(word):
+        _print_word(out, one, depth + 2, known)
+
+
+def _print(out: Console, text: str, depth: int) -> None:
+    indent = " " * depth
+    columns = min(out.width, _COLUMNS)
+    # Words are never broken: calls are to be copied.
+    options: dict[str, Any] = dict(break_long_words=False, break_on_hyphens=False)
+    out.print(Text(textwrap.fill(text, columns, initial_indent=indent, subsequent_indent=indent, **options)))
+
+
+def weight(method: Method, config: Any, tokens: int, dtype: str) -> list[str]:
+    """Sentences about the bytes of a method's cache: after a prompt, and when some tokens are written."""
+    share = lambda part, whole: f"{100 * part / whole:.1f}%"  # noqa: E731
+    sizes = sizes_of(config, dtype, tokens, [Method(), method])
+    try:
+        held = sizes.nbytes(method)
+    except (ValueError, InputError) as error:
+        return [f"This cannot be said: {error}."]
+    full, most = sizes.nbytes(Method()), "at most " if counted(method) else ""
+    lines = [
+        f"After {tokens} tokens: {most}{size(held)}, {share(held, full)} of the full cache's {size(full)}. "
+        "Codes, scales, positions and statistics are counted, room for more tokens is not."
+    ]
+    grown = sizes.nbytes(method, _WRITTEN), sizes.nbytes(Method(), _WRITTEN)
+    lines.append(
+        f"With room for {_WRITTEN} more: {most}{size(grown[0])}, {share(*grown)} of the "
+        f"full cache's {size(grown[1])}."
+    )
+    if method.read is not None and isinstance(sizes, Sizes):
+        read = sizes.read_bytes(method)
+        lines.append(f"A step reads {size(read)} of it, {share(read, full)} of the full cache.")
+    return lines

@@ -1,0 +1,221 @@
+"""What a sentence does, in plain sentences: each of its words says its own, by `says` or in its docstring.
+
+No method and no word is known here by its name; what is said beside the words is what the parts of every
+sentence (`kvjax.grammar`) mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from kvjax.commands.methods_written import written
+from kvjax.grammar import Keep, Method, Store
+from kvjax.phase import BY_POSITION
+from kvjax.protocols import Answering
+from kvjax.read_protocols import Resting
+from kvjax.words import observations
+
+_ONE_LINE = 10_000
+
+
+class Told(NamedTuple):
+    """A sentence about what happens, and the words that it is about."""
+
+    text: str
+    words: tuple[Any, ...] = ()
+
+
+def said(word: Any) -> str:
+    """What a word says of itself: `says`, where it has that, or its docstring's first paragraph.
+
+    In the latter, names of its fields that stand in backticks become their numbers.
+
+    >>> from kvjax.keep.score import WindowAttention
+    >>> said(WindowAttention(64))
+    'Attention that slots receive from the last 64 queries.'
+    """
+    own = getattr(word, "says", None)
+    if isinstance(own, str):
+        return own
+    text = (type(word).__doc__ or "").strip().split("\n\n")[0]
+    if text.startswith(f"{type(word).__name__}("):  # what dataclasses write where there is no docstring
+        return ""
+    fields = {f.name: getattr(word, f.name) for f in dataclasses.fields(word)}
+
+    def value(match: re.Match[str]) -> str:
+        found = fields.get(match[1])
+        plain = isinstance(found, int | float | str) and not isinstance(found, bool)
+        return f"{found}" if plain else match[0]
+
+    return " ".join(re.sub(r"`(\w+)`", value, text).split())
+
+
+def called(word: Any) -> str:
+    """A word as it is written, in one line."""
+    return written(word, _ONE_LINE)
+
+
+def inside(word: Any) -> Iterator[Any]:
+    """The words that a word is made of, in the order of its fields."""
+    if not dataclasses.is_dataclass(word):
+        return
+    for field in dataclasses.fields(word):
+        value = getattr(word, field.name)
+        for one in value if isinstance(value, tuple) else (value,):
+            if dataclasses.is_dataclass(one) and not isinstance(one, type):
+                yield one
+
+
+# --- prompts ------------------------------------------------------------------------------------------
+
+
+def at_prefill(method: Method, tokens: int) -> list[Told]:
+    """What happens to a prompt of `tokens` tokens, in the order in which it happens."""
+    told = []
+    if method.make is not None:
+        told.append(Told("Before anything is read, another model is made of the given one.", (method.make,)))
+    if method.reread is not None:
+        told.append(Told("Only some tokens of the prompt are read to the end.", (method.reread,)))
+    keep = method.keep
+    narrow = None if keep is None else keep.narrow
+    if narrow is not None:
+        told.append(Told("The layers read the prompt; the upper ones see some of its tokens.", (narrow,)))
+    elif method.reread is None:
+        told.append(Told(f"The layers read all {tokens} tokens, each of which attends to all before it."))
+    told += [] if keep is None else _kept(keep, tokens)
+    if method.stack is not None:
+        told.append(Told("Layers are stored together.", (method.stack,)))
+    told += _stored(method.store, tokens)
+    if method.read is not None:
+        told.append(
+            Told("Nothing is left out by what steps read later; what they choose by is computed now.")
+        )
+    if method.host is not None:
+        told.append(Told("Keys and values move to host memory.", (method.host,)))
+    return told
+
+
+def _kept(keep: Keep, tokens: int) -> list[Told]:
+    told = []
+    if keep.score is not None:
+        seen = observations(keep)
+        if seen:
+            told.append(Told("While they attend, the layers record what scores will ask for.", tuple(seen)))
+        traces = tuple(sorted(keep.score.traces, key=repr))
+        if traces:
+            told.append(Told("Every slot carries a number from now on.", traces))
+        if keep.probe is not None:
+            told.append(
+                Told("More tokens are read behind the prompt, only to see what they ask for.", (keep.probe,))
+            )
+        told.append(Told("Every slot gets a score; the higher, the likelier it stays.", (keep.score,)))
+        told.append(_counted(keep, tokens))
+        if keep.protect:
+            told.append(Told("Some slots stay whatever their scores.", keep.protect))
+        if keep.skip_layers:
+            told.append(Told(f"The first {_many(keep.skip_layers, 'layer')} keep everything."))
+        if keep.reuse > 1:
+            told.append(Told(f"{keep.reuse} layers in a row keep what the first of them chooses."))
+        if keep.merge is not None:
+            told.append(Told("What leaves is not lost at once.", (keep.merge,)))
+        elif keep.lower is not None:
+            told.append(Told("What leaves stays in a second tier, in fewer bits.", _codecs(keep.lower)))
+        else:
+            told.append(Told("What leaves is dropped, and its memory is not kept."))
+    if keep.phase != BY_POSITION:
+        told.append(Told("Keys and queries turn anew whenever they meet.", (keep.phase,)))
+    return told
+
+
+def _counted(keep: Keep, tokens: int) -> Told:
+    """How many slots stay."""
+    if hasattr(keep.allocate, "threshold") and getattr(keep.budget, "amount", 0) == 1.0:
+        return Told("How many slots stay follows from the scores.", (keep.allocate,))
+    n = keep.budget.capacity(tokens)
+    who = "a query head" if keep.per_query_head else "a KV head"
+    share = f"{100 * n / tokens:.3g}%"
+    mean = "" if keep.allocate.uniform else ", in the mean of all"
+    return Told(f"The budget is n = {n} of {tokens} tokens ({share}) for {who}{mean}.", (keep.allocate,))
+
+
+def _stored(store: Store | None, tokens: int) -> list[Told]:
+    if store is None:
+        return [Told("What stays is stored as it was computed.")]
+    told = []
+    if store.sinks:
+        told.append(Told(f"The first {_many(store.sinks, 'token')} stay as computed."))
+    if store.unrotated:
+        told.append(
+            Told("Keys are stored before their rotation, and turned by their positions when they are read.")
+        )
+    if store.residual:
+        told.append(Told(f"The newest {_many(store.residual, 'token')} stay as computed."))
+    together = f", {store.granule} tokens at a time" if store.granule > 1 else ""
+    older = "Older slots are" if store.residual or store.sinks else "Slots are"
+    if store.keys == store.values:
+        return [*told, Told(f"{older} encoded, keys and values alike{together}.", (store.keys,))]
+    for name, codec in (("Keys", store.keys), ("Values", store.values)):
+        if codec is None:
+            told.append(Told(f"{name} are stored as they were computed."))
+        else:
+            told.append(
+                Told(f"{name} of {older.lower().removesuffix(' are')} are encoded{together}.", (codec,))
+            )
+    return told
+
+
+def _codecs(store: Store) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(codec for codec in (store.keys, store.values) if codec is not None))
+
+
+# --- steps --------------------------------------------------------------------------------------------
+
+
+def at_each_step(method: Method) -> list[Told]:
+    """What happens to every token that is written, in the order in which it happens."""
+    keep, store, read = method.keep, method.store, method.read
+    told = [_written(store)]
+    if keep is not None and keep.phase != BY_POSITION:
+        told.append(Told("Its query and all keys turn anew.", (keep.phase,)))
+    if read is None:
+        told.append(Told("Its query attends to every slot that the cache holds."))
+    else:
+        told.append(
+            Told("Its query attends to the newest slots, and to those of the others that it picks.", (read,))
+        )
+        if getattr(read, "skip_layers", 0):
+            told.append(Told(f"The first {_many(read.skip_layers, 'layer')} read every slot."))
+        if isinstance(read, Resting):
+            told.append(Told("What is left out is answered for by sums that are held of it."))
+    if keep is not None and isinstance(keep.merge, Answering):
+        told.append(
+            Told("What left before is asked, too, as one more part of what is attended to.", (keep.merge,))
+        )
+    if keep is None or keep.score is None or not keep.when.in_steps:
+        told.append(Told("No slot leaves: the cache grows by one slot for every token."))
+    else:
+        told.append(Told("Then slots may leave.", (keep.when,)))
+        told.append(
+            Told("Those of the lowest scores do, by the same words as at the end of a prompt.", (keep.score,))
+        )
+        if keep.protect:
+            told.append(Told("Some stay whatever their scores.", keep.protect))
+    if store is not None and store.granule > 1:
+        text = (
+            f"As soon as {store.granule} tokens are older than the newest {store.residual}, they are encoded."
+        )
+        told.append(Told(text))
+    return told
+
+
+def _written(store: Store | None) -> Told:
+    late = store is not None and (store.granule > 1 or store.residual > 0)
+    how = "as computed" if store is None or late else "encoded as those of the prompt"
+    return Told(f"The new token's key and value are written into an empty slot, {how}.")
+
+
+def _many(count: int, what: str) -> str:
+    return what if count == 1 else f"{count} {what}s"

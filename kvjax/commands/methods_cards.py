@@ -1,0 +1,168 @@
+"""What is known of one method, gathered from its function, its sentence and what chains with it: a card.
+
+`methods_text.py` prints cards and makes the pages of docs/methods/ of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import cache
+from typing import Any, NamedTuple
+
+from kvjax.commands.methods_written import written
+from kvjax.eval.report.leaderboard import Line, lines_of
+from kvjax.grammar import Method, chain
+from kvjax.methods import METHODS, MethodInfo, method, methods, takes_budget
+from kvjax.methods.parameters import types_of, values_of
+from kvjax.models.config import Config
+from kvjax.suits import check_fit
+
+# The budget of the sentences that cards show.
+SHOWN_BUDGET = 0.25
+# What a method may decide, and what is said of those that decide it.
+VERBS = {
+    "keep": "keeps",
+    "store": "stores",
+    "read": "reads",
+    "make": "makes",
+    "stack": "layers merged",
+    "reread": "prompts read in part",
+}
+# A model that no method has reasons to refuse: what a chain cannot do here, it cannot do anywhere.
+PLAIN = Config(vocab=64, d_model=128, layers=4, heads=4, kv_heads=4, head_dim=32, d_ff=128)
+_ONE_OF_A_KIND = re.compile(r"at most one \w+")
+
+
+class Hyper(NamedTuple):
+    """A hyper-parameter: its default as Python writes it ("" where it must be given), and what it may be."""
+
+    name: str
+    default: str
+    values: str
+
+
+class Card(NamedTuple):
+    """One method.
+
+    about and deviations: its docstring in two. chains: ids of those that it chains with, by what they decide.
+    refused: ids of those that it does not, by the reason; that a sentence has one keep is not among them.
+    lines: its lines of the leaderboard.
+    """
+
+    info: MethodInfo
+    aliases: tuple[str, ...]
+    title: str
+    about: str
+    deviations: str
+    call: str
+    sentence: str
+    hyper: tuple[Hyper, ...]
+    fit: str
+    chains: dict[str, list[str]]
+    refused: dict[str, list[str]]
+    lines: tuple[Line, ...]
+
+
+def card(id: str) -> Card:
+    """The card of a method by its id.
+
+    >>> card("snapkv").call
+    "kvjax.method('snapkv', budget=0.25)"
+    """
+    function, built = METHODS[id], shown(id)
+    title, about, deviations = docstring_of(id)
+    budget = f", budget={SHOWN_BUDGET}" if takes_budget(id) else ""
+    chains, refused = _company(id)
+    info = infos()[id]
+    return Card(
+        info=info,
+        aliases=function.paper.aliases,
+        title=title,
+        about=about,
+        deviations=deviations,
+        call=f"kvjax.method({id!r}{budget})",
+        sentence=written(built),
+        hyper=_hyper(function),
+        fit=f"kvjax fit {id} --out {id}.safetensors" if info.training else "",
+        chains=chains,
+        refused=refused,
+        lines=lines_of(id),
+    )
+
+
+@cache
+def infos() -> dict[str, MethodInfo]:
+    """What `kvjax.methods()` says, by id."""
+    return {info.id: info for info in methods()}
+
+
+def shown(id: str) -> Method:
+    """The method with its defaults and the budget that cards show."""
+    return method(id, **({"budget": SHOWN_BUDGET} if takes_budget(id) else {}))
+
+
+def plain(card: Card) -> dict[str, Any]:
+    """A card as plain values, for JSON."""
+    info = card.info._asdict() | {"verbs": list(card.info.verbs)}
+    hyper, lines = ([one._asdict() for one in many] for many in (card.hyper, card.lines))
+    return card._asdict() | {"info": info, "hyper": hyper, "lines": lines}
+
+
+def docstring_of(id: str) -> tuple[str, str, str]:
+    """A docstring in parts: its first line, what else is said, and what deviates.
+
+    The last is from the word "Deviation" to the paragraph's end.
+
+    >>> docstring_of("h2o")[0]
+    'H2O (Zhang et al., 2023, arXiv:2306.14048), Algorithm 1: heavy hitters and recent tokens.'
+    """
+    first, _, rest = inspect.cleandoc(METHODS[id].__doc__ or "").partition("\n")
+    about, deviations = [], []
+    for paragraph in re.split(r"\n\s*\n", rest.strip()):
+        before, word, after = re.search(r"^(.*?)(\bDeviations?:|$)(.*)$", paragraph, re.DOTALL).groups()  # type: ignore[union-attr]
+        about += [before.strip()] if before.strip() else []
+        deviations += [" ".join(after.split())] if word else []
+    return first.strip(), "\n\n".join(about), " ".join(deviations)
+
+
+def _hyper(function: Any) -> tuple[Hyper, ...]:
+    types = types_of(function)
+    found = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        default = "" if parameter.default is parameter.empty else repr(parameter.default)
+        found.append(Hyper(name, default, values_of(types.get(name))))
+    return tuple(found)
+
+
+@cache
+def _fits(method: Method) -> bool:
+    """Whether a method as it is fits a plain model; one that was not fitted does not."""
+    try:
+        check_fit(method, PLAIN)
+    except ValueError:
+        return False
+    return True
+
+
+def _company(id: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """What the method chains with, by what that decides, and what not, by the reason."""
+    own, chains, refused = shown(id), {}, {}
+    for other in METHODS:
+        theirs = shown(other)
+        parts = [name for name in VERBS if getattr(theirs, name) is not None]
+        if other == id or not parts or own == Method():
+            continue
+        try:
+            both = chain(own, theirs)
+            # On the model that one of them makes, the other one may have no keys to look at.
+            if both.make is not None and _fits(own) and _fits(theirs):
+                check_fit(both, PLAIN)
+        except ValueError as error:
+            reason = re.split(" cannot work: | does not fit this model: ", str(error), maxsplit=1)[-1]
+            if not _ONE_OF_A_KIND.search(reason):
+                refused.setdefault(reason, []).append(other)
+        else:
+            for name in parts:
+                chains.setdefault(VERBS[name], []).append(other)
+    return chains, refused

@@ -1,0 +1,180 @@
+"""Which claims of papers hold here: docs/claims.md, from the leaderboard's data and scripts/claims_table.py.
+
+    python scripts/claims.py            # prints the page
+    python scripts/claims.py --write    # writes it
+
+A claim holds where it does on every model of the leaderboard, and the 95% interval of the difference over all
+of them says so, too. Intervals are those of two means that know nothing of each other; both answered the same
+questions, so they are wider than they need be.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from claims_table import CLAIMS, Better, Claim, Faster, Near, Untestable
+
+from kvjax.eval.report.cells import budget_label
+from kvjax.eval.report.leaderboard import Leaderboard, Line, read_leaderboard
+from kvjax.methods import METHODS
+
+PAGE = Path(__file__).parents[1] / "docs" / "claims.md"
+YES, NO, UNCLEAR, MISSING, NONE = "yes", "no", "unclear", "not compared yet", "not testable"
+
+
+class Found(NamedTuple):
+    """What the data says: the verdict, and the numbers behind it in words."""
+
+    verdict: str
+    numbers: str
+
+
+class Difference(NamedTuple):
+    """Between two methods, over some budgets: its mean with its 95% interval, and the mean on every model."""
+
+    mean: float
+    low: float
+    high: float
+    models: tuple[float, ...]
+
+
+Lines = dict[tuple[str, object, str], Line]
+
+
+def by_cell(board: Leaderboard) -> Lines:
+    """Lines by method, budget and protocol."""
+    return {(line.method, line.budget, line.protocol): line for line in board.lines()}
+
+
+def difference(pairs: list[tuple[Line, Line]]) -> Difference:
+    """The mean of ours minus theirs over pairs of lines, ends added as those of independent means."""
+    n = len(pairs)
+    mean = math.fsum(a.mean - b.mean for a, b in pairs) / n
+    below = math.hypot(*(x for a, b in pairs for x in (a.mean - a.low, b.high - b.mean))) / n
+    above = math.hypot(*(x for a, b in pairs for x in (a.high - a.mean, b.mean - b.low))) / n
+    models = [
+        math.fsum(x - y for x, y in zip(each_a, each_b, strict=True)) / n
+        for each_a, each_b in zip(
+            zip(*(a.models for a, _ in pairs), strict=True), zip(*(b.models for _, b in pairs), strict=True),
+            strict=True,
+        )
+    ]  # fmt: skip
+    return Difference(mean, mean - below, mean + above, tuple(models))
+
+
+def judged(found: Difference, least: float) -> str:
+    """Whether a difference is above `least`: on every model and beyond its interval."""
+    if found.low > least and all(x > least for x in found.models):
+        return YES
+    if found.high < least and all(x < least for x in found.models):
+        return NO
+    return UNCLEAR
+
+
+def check(claim: Claim, board: Leaderboard) -> Found:
+    """What the leaderboard says of a claim."""
+    test, lines = claim.test, by_cell(board)
+    if isinstance(test, Untestable):
+        return Found(NONE, test.why)
+    if isinstance(test, Faster):
+        speed = board.speed.get(claim.method)
+        if speed is None:
+            return Found(MISSING, "")
+        return Found(YES if speed.prefill < 1 else NO, f"{speed.prefill:.2f}x the prefill of none")
+    least = 0.0 if isinstance(test, Better) else -test.within
+    pairs = [(lines.get((claim.method, b, test.protocol)), _other(lines, test, b)) for b in test.budgets]
+    whole = [(a, b) for a, b in pairs if a is not None and b is not None]
+    if len(whole) < len(pairs):
+        return Found(MISSING, _why_missing(claim.method))
+    if any(line.few for pair in whole for line in pair):
+        return Found(UNCLEAR, "too few samples for intervals")
+    found = difference(whole)
+    each = ", ".join(f"{100 * x:+.0f}" for x in found.models)
+    numbers = f"{100 * found.mean:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]; models {each}"
+    return Found(judged(found, least), numbers)
+
+
+def _other(lines: Lines, test: Better | Near, budget: float | None) -> Line | None:
+    """What a method is compared with: at the same budget, or without one where it has none."""
+    return lines.get((test.other, budget, test.protocol)) or lines.get((test.other, None, test.protocol))
+
+
+def _why_missing(method: str) -> str:
+    from kvjax.commands.methods_cards import infos
+
+    return "needs weights that were fitted to the model" if infos()[method].training else ""
+
+
+def said(test: object) -> str:
+    """A test in words."""
+    match test:
+        case Better():
+            return f"scores more than {test.other} ({_at(test.budgets)}, {test.protocol})"
+        case Near():
+            return (
+                f"within {100 * test.within:g} points of {test.other} ({_at(test.budgets)}, {test.protocol})"
+            )
+        case Faster():
+            return "a shorter prefill than without it"
+    return "–"
+
+
+def _at(budgets: Iterable[float | None]) -> str:
+    named = [budget_label(b) for b in budgets if b is not None]
+    return f"budget {', '.join(named)}" if named else "no budget"
+
+
+def command(claim: Claim) -> str:
+    """The command that shows it."""
+    test = claim.test
+    if isinstance(test, Faster):
+        return f"python scripts/leaderboard.py speed --methods {claim.method} --out boards"
+    if not isinstance(test, Better | Near):
+        return ""
+    budgets = " ".join(f"{b:g}" for b in test.budgets if b is not None)
+    methods = " ".join(dict.fromkeys([claim.method, *([] if test.other == "full" else [test.other])]))
+    given = f" --budgets {budgets}" if budgets else ""
+    return f"kvjax compare --methods {methods}{given} --protocol {test.protocol} --samples 100"
+
+
+def page(board: Leaderboard) -> str:
+    """The page's text."""
+    found = [(claim, check(claim, board)) for claim in CLAIMS]
+    count = Counter(one.verdict for _, one in found)
+    tested = sum(count[verdict] for verdict in (YES, NO, UNCLEAR))
+    told = ", ".join(f"{count[v]} {v}" for v in (YES, NO, UNCLEAR, MISSING, NONE) if count[v])
+    without = [id for id in METHODS if METHODS[id].paper.arxiv and id not in {c.method for c, _ in found}]
+    models = ", ".join(f"`{run.about['model']}`" for run in board.runs) or "none yet"
+    lines = [
+        "# Claims of papers, on a small model", "",
+        "<!-- made by `python scripts/claims.py --write` from claims_table.py and the leaderboard -->",
+        "",
+        "What papers claim of their methods, each in one line, and whether it holds here in direction: on "
+        f"the tasks and models of the [leaderboard](leaderboard.md) ({models}), which are not the paper's. "
+        "Numbers are differences in points, with 95% intervals over all models and the mean on each. *yes* "
+        "and *no*: on every model, and beyond the interval. "
+        f"{len(found)} claims, {tested} of them tested: {told}.",
+        "",
+        "| method | claim | tested as | holds | found | command |", "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for claim, one in found:
+        link = f"[{claim.method}](methods/{METHODS[claim.method].paper.family}.md#{claim.method})"
+        how = f"`{command(claim)}`" if command(claim) else "–"
+        row = (link, claim.says, said(claim.test), f"**{one.verdict}**", one.numbers or "–", how)
+        lines.append("| " + " | ".join(row) + " |")
+    if without:
+        lines += ["", f"No claim was put into a test yet of: {', '.join(without)}."]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    text = page(read_leaderboard())
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(text)
+    else:
+        print(text, end="")

@@ -1,0 +1,172 @@
+"""What papers claim of their methods, each in one line, and the comparison here that would show it.
+
+A claim is about the paper's models and tasks; what is tested is its direction on the leaderboard's. Entries
+stand in the order of the library.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+AWARE, AGNOSTIC = "aware", "agnostic"
+
+
+class Better(NamedTuple):
+    """The method scores more than another one at the same budgets."""
+
+    other: str
+    budgets: tuple[float | None, ...] = (0.25, 0.125)
+    protocol: str = AWARE
+
+
+class Near(NamedTuple):
+    """The method scores at most `within` less than another one: the full cache, or one at the same budget."""
+
+    budgets: tuple[float | None, ...] = (None,)
+    within: float = 0.05
+    protocol: str = AWARE
+    other: str = "full"
+
+
+class Faster(NamedTuple):
+    """A prefill with the method takes less time than one without."""
+
+
+class Untestable(NamedTuple):
+    """Why this model or these tasks cannot show it."""
+
+    why: str
+
+
+class Claim(NamedTuple):
+    """A method's claim in one line, and its test."""
+
+    method: str
+    says: str
+    test: Better | Near | Faster | Untestable
+
+
+_SHORT_ANSWERS = Untestable("answers here are a few tokens long, and the method acts on what is written")
+_WITHIN = Untestable("all contexts here lie within the length that the model was trained on")
+SMALL = (0.125,)
+
+CLAIMS = (
+    Claim("streamingllm", "sinks and a window keep a model fluent on texts of any length", _WITHIN),
+    Claim("hashevict", "a third to two thirds of the cache can go with little loss", Near((0.5,))),
+    Claim("pagedeviction", "more accurate than StreamingLLM at small budgets", Better("streamingllm")),
+    Claim("lacache", "more accurate than StreamingLLM with the same cache", Better("streamingllm")),
+    Claim("lm-infinite", "a model trained on short texts goes on to far longer ones", _WITHIN),
+    Claim(
+        "h2o", "heavy hitters beside recent tokens do better than recent tokens alone", Better("sink-recent")
+    ),
+    Claim("h2o", "a fifth of the cache answers nearly as well as all of it", Near((0.25,))),
+    Claim("tova", "better than other ways of eviction, H2O among them", Better("h2o")),
+    Claim("tova", "an eighth of the cache nearly suffices", Near(SMALL)),
+    Claim("vatp", "values' norms beside attention improve H2O", Better("h2o")),
+    Claim("a2sf", "forgetting in the sums improves H2O", Better("h2o")),
+    Claim("r-kv", "a tenth of the cache keeps a reasoning model's long answers right", _SHORT_ANSWERS),
+    Claim("morphkv", "more accurate than SnapKV on long responses, with less memory", _SHORT_ANSWERS),
+    Claim("roco", "more robust than H2O", Better("h2o")),
+    Claim("roco", "more robust than TOVA", Better("tova")),
+    Claim("corm", "up to 70% less cache with negligible loss", Near((0.5,))),
+    Claim("buzz", "better than H2O at equal memory", Better("h2o")),
+    Claim("buzz", "better than StreamingLLM at equal memory", Better("streamingllm")),
+    Claim("scope", "a budget of its own for what is written helps in long outputs", _SHORT_ANSWERS),
+    Claim("l2compress", "half of the cache can go without loss", Near((0.5,), protocol=AGNOSTIC)),
+    Claim("keydiff", "without attention better than TOVA, which needs it", Better("tova", protocol=AGNOSTIC)),
+    Claim("keydiff", "a quarter of the cache less costs next to nothing", Near((0.5,), protocol=AGNOSTIC)),
+    Claim("curdkv", "better than SnapKV at aggressive budgets", Better("snapkv", SMALL)),
+    Claim("curdkv", "better than ChunkKV at aggressive budgets", Better("chunkkv", SMALL)),
+    Claim("compactor", "half of the cache suffices, whatever is asked", Near((0.5,), protocol=AGNOSTIC)),
+    Claim(
+        "compactor", "better than SnapKV where the question is not known", Better("snapkv", protocol=AGNOSTIC)
+    ),
+    Claim(
+        "expected-attention",
+        "better than SnapKV where the question is not known",
+        Better("snapkv", protocol=AGNOSTIC),
+    ),
+    Claim(
+        "expected-attention",
+        "better than TOVA where the question is not known",
+        Better("tova", protocol=AGNOSTIC),
+    ),
+    Claim("q-filters", "better than StreamingLLM in generation, without attention", Better("streamingllm")),
+    Claim("kvzap", "two to four times less cache with negligible loss", Near(protocol=AGNOSTIC)),
+    Claim("lagkv", "far better than H2O in retrieval, without attention", Better("h2o", protocol=AGNOSTIC)),
+    Claim("lagkv", "half of the cache costs next to nothing", Near((0.5,), protocol=AGNOSTIC)),
+    Claim(
+        "snapkv", "a small part of the prompt, chosen by its end, answers as well as all of it", Near((0.25,))
+    ),
+    Claim("snapkv", "better than H2O at equal budgets", Better("h2o")),
+    Claim("sage-kv", "better than StreamingLLM at a quarter of its memory", Better("streamingllm")),
+    Claim("nacl", "half of the cache keeps 95% of the quality", Near((0.5,))),
+    Claim("nacl", "better than H2O", Better("h2o")),
+    Claim("kvcrush", "a quarter of the cache costs less than one percent", Near((0.25,), 0.01)),
+    Claim("kvcrush", "representatives improve the selection that they stand beside", Better("snapkv", SMALL)),
+    Claim("compresskv", "heads that retrieve choose better than all heads do", Better("snapkv", SMALL)),
+    Claim("fastkv", "prompts are read faster", Faster()),
+    Claim("fastkv", "as accurate as SnapKV, though upper layers read less", Near((0.25,), other="snapkv")),
+    Claim("gemfilter", "better than SnapKV in finding a needle", Better("snapkv")),
+    Claim("gemfilter", "prompts are read faster", Faster()),
+    Claim(
+        "kvzip",
+        "a quarter to a third of the cache answers any question as all of it",
+        Near((0.25,), protocol=AGNOSTIC),
+    ),
+    Claim(
+        "kvzip",
+        "far better than SnapKV where the question is not known",
+        Better("snapkv", (0.5, 0.25, 0.125), AGNOSTIC),
+    ),
+    Claim(
+        "kvzip",
+        "far better than PyramidKV where the question is not known",
+        Better("pyramidkv", (0.5, 0.25, 0.125), AGNOSTIC),
+    ),
+    Claim("finch", "halved by its question, a context answers as it did whole", Near((0.5,))),
+    Claim(
+        "infinipot", "better than StreamingLLM in bounded memory", Better("streamingllm", protocol=AGNOSTIC)
+    ),
+    Claim("chunkkv", "whole chunks are better than single tokens, as SnapKV chooses them", Better("snapkv")),
+    Claim("pyramidkv", "12% of the cache match all of it", Near(SMALL)),
+    Claim("pyramidkv", "better than equal layers where budgets are small", Better("snapkv", SMALL)),
+    Claim("cake", "better than equal layers where budgets are small", Better("snapkv", SMALL)),
+    Claim("cake", "better than PyramidKV's fixed shares", Better("pyramidkv", SMALL)),
+    Claim(
+        "kvcompose",
+        "better than structured compression by single heads",
+        Better("expected-attention", protocol=AGNOSTIC),
+    ),
+    Claim("zigzagkv", "better than PyramidKV at small budgets", Better("pyramidkv", SMALL)),
+    Claim("dynamickv", "better than PyramidKV at extreme budgets", Better("pyramidkv", SMALL)),
+    Claim("dynamickv", "better than SnapKV at extreme budgets", Better("snapkv", SMALL)),
+    Claim("prefixkv", "better than H2O at equal budgets", Better("h2o")),
+    Claim("simlayerkv", "lazy layers can be cut with next to no loss", Near()),
+    Claim("adakv", "unequal heads improve SnapKV", Better("snapkv", (0.5, 0.25, 0.125))),
+    Claim("criticalkv", "counting what values write improves SnapKV", Better("snapkv", (0.5, 0.25, 0.125))),
+    Claim("headkv", "budgets by what heads retrieve are better than Ada-KV's", Better("adakv", SMALL)),
+    Claim("duoattention", "half of the heads may stream without loss", Near(protocol=AGNOSTIC)),
+    Claim("keepkv", "merging is better than dropping by the same scores, as H2O does", Better("h2o")),
+    Claim("keepkv", "better than D2O's merge", Better("d2o")),
+    Claim("d2o", "merging what leaves is better than dropping it", Better("h2o")),
+    Claim("cam", "merging values is better than dropping them", Better("h2o")),
+    Claim("minicache", "layers from the middle up can be merged with next to no loss", Near()),
+    Claim("less", "a small state of what left closes a part of H2O's gap", Better("h2o")),
+    Claim("palu", "half of the channels cost next to nothing", Near()),
+    Claim("mustafar", "half of all numbers can go without loss", Near()),
+    Claim("turboquant", "no loss at 3.5 bits and above", Near(within=0.02)),
+    Claim("quarot", "4 bits cost next to nothing behind a rotation", Near()),
+    Claim("quarot", "better than 4 bits without a rotation", Better("int4", (None,))),
+    Claim("kivi", "2 bits cost next to nothing", Near()),
+    Claim("kvquant", "3 bits cost next to nothing", Near()),
+    Claim("gear", "better than KIVI with as many bits", Better("kivi", (None,))),
+    Claim("mikv", "few bits for what H2O would drop keep what dropping loses", Better("h2o")),
+    Claim("mikv", "a quarter of the tokens with all bits answers nearly as well as all", Near((0.25,))),
+    Claim("quest", "reading the pages that matter costs next to nothing", Near((0.25,))),
+    Claim("quest", "better than H2O, which cannot come back to what it dropped", Better("h2o")),
+    Claim("infllm", "a few blocks of the past suffice to answer", Near((0.25,))),
+    Claim("sparq", "an eighth of the reads costs next to nothing", Near(SMALL)),
+    Claim("tidaldecode", "picks that persist over layers are better than Quest's", Better("quest")),
+    Claim("magicpig", "sampling is better than Quest's best pages", Better("quest")),
+)

@@ -1,0 +1,158 @@
+"""The leaderboard: all methods on the same questions, from comparisons to data, page and pictures.
+
+    python scripts/leaderboard.py run --samples 100 --out boards  # compares on every model; goes on if killed
+    python scripts/leaderboard.py speed --out boards              # times every method's prefill beside none
+    python scripts/leaderboard.py collect --out boards            # what both found becomes the data
+    python scripts/leaderboard.py                                 # prints the page
+    python scripts/leaderboard.py --write                         # writes docs/leaderboard.md, its pictures
+
+The data is kvjax/eval/report/leaderboard.json; `kvjax methods ID` and scripts/claims.py read it, too. On two
+idle cores `run` takes at most 90 minutes per model with --samples 100, and `speed` about five.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from docs_tables import DOCS
+
+from kvjax.eval.report.cells import summarise
+from kvjax.eval.report.folder import read_results
+from kvjax.eval.report.leaderboard import DATA, Run, Speed, about_of, leaderboard_text, read_leaderboard
+
+ROOT = Path(__file__).parents[1]
+MODELS = tuple(sorted((ROOT / "tests" / "fixtures" / "recall_seeds").glob("[0-9]")))
+# The budget at which speed is told, where a method has one.
+BUDGET = 0.25
+ROWS, TOKENS, ROUNDS = 4, 512, 9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", choices=("run", "speed", "collect"), help="(default: the page)")
+    parser.add_argument("--samples", type=int, default=100, metavar="N", help="contexts (default: 100)")
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="(default: all that need no fit)")
+    parser.add_argument(
+        "--models", nargs="+", type=Path, default=MODELS, metavar="DIR", help="(default: 3 seeds)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where results of run and speed lie")
+    parser.add_argument("--write", action="store_true", help="write the page and its pictures")
+    args = parser.parse_args()
+    if args.what is not None and args.out is None:
+        parser.error(
+            f"{args.what} was given without --out, expected the folder of its results: add --out boards"
+        )
+    if args.what == "run":
+        run(args.models, args.methods, args.samples, args.out)
+    elif args.what == "speed":
+        speed(args.models[0], args.methods, args.out)
+    elif args.what == "collect":
+        DATA.write_text(collect(args.models, args.out))
+    else:
+        from leaderboard_page import page, pictures
+
+        board = read_leaderboard()
+        if not args.write:
+            print(page(board))
+            return
+        (DOCS / "leaderboard.md").write_text(page(board))
+        for name, picture in pictures(board).items():
+            (DOCS / name).write_bytes(picture)
+
+
+def run(models: list[Path], methods: list[str] | None, samples: int, out: Path) -> None:
+    """Compares on every model, each in a folder of its own; what is finished there is not run again."""
+    from kvjax.commands.programs import keep_programs
+    from kvjax.eval.compare import compare
+
+    keep_programs()
+    for model in models:
+        folder = out / model.name
+        if not (folder / "metrics.json").exists():
+            compare(model=_named(model), methods=methods, samples=samples, out=folder, resume=folder.exists())
+
+
+def _named(model: Path) -> str:
+    """A model as commands name it: below the checkout where it lies there."""
+    try:
+        return str(model.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(model)
+
+
+def speed(model: Path, methods: list[str] | None, out: Path) -> None:
+    """Times prefills of every method beside those of none, in turn; goes on where it stopped."""
+    import jax
+    import numpy as np
+
+    import kvjax
+    from kvjax.eval.run.cellplan import plan_cells
+
+    loaded = kvjax.load(str(model))
+    file = out / "speed.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    tokens = np.random.default_rng(0).integers(0, loaded.config.vocab, (ROWS, TOKENS), np.int32)
+
+    def once(method: Any) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(kvjax.prefill(loaded, tokens, method=method))
+        return time.perf_counter() - start
+
+    entries = plan_cells(loaded, methods, [BUDGET], "short")
+    full = entries[0].method
+    for entry in entries:
+        if entry.label in found:
+            continue
+        once(full), once(entry.method)  # these compile
+        rounds = [(once(full), once(entry.method)) for _ in range(ROUNDS)]
+        # Whatever else the machine does only adds.
+        found[entry.label] = [min(one[i] for one in rounds) for i in (0, 1)]
+        out.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"{entry.label}: {found[entry.label][1] / found[entry.label][0]:.2f}x", flush=True)
+
+
+def collect(models: list[Path], out: Path) -> str:
+    """The data's text, of what `run` and `speed` left in a folder."""
+    runs, decode = [], {}
+    for model in models:
+        found = read_results(out / model.name)
+        named = {"model": f"{model.resolve().parent.name}/{model.name}"}
+        runs.append(Run(about_of(found.metrics) | named, tuple(summarise(found.rows))))
+        full = _tokens_per_s(found.timings, "full", None)
+        for method in {name for name, _ in found.timings}:
+            mine = _tokens_per_s(found.timings, method, BUDGET) or _tokens_per_s(found.timings, method, None)
+            if mine and full:
+                decode.setdefault(method, []).append(mine / full)
+    file = out / "speed.json"
+    timed = json.loads(file.read_text()) if file.exists() else {}
+    fast = {
+        method: Speed(
+            round(mine / none, 3), round(statistics.median(decode[method]), 3) if method in decode else None
+        )
+        for method, (none, mine) in timed.items()
+    }
+    about = {
+        "rows": ROWS,
+        "tokens": TOKENS,
+        "rounds": ROUNDS,
+        "budget": BUDGET,
+        "model": runs[0].about["model"],
+    }
+    return leaderboard_text(runs, fast, about if fast else {})
+
+
+def _tokens_per_s(timings: Any, method: str, budget: float | None) -> float | None:
+    return timings.get((method, budget), {}).get("decode_tokens_per_s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""docs/leaderboard.md and its pictures, from the leaderboard's data; `scripts/leaderboard.py` writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from leaderboard_picture import picture
+
+from kvjax.eval.report.cells import NominalBudget, budget_label
+from kvjax.eval.report.comparison_table import PROTOCOLS
+from kvjax.eval.report.leaderboard import Leaderboard, Line, Speed
+from kvjax.methods import METHODS
+
+# How much more than its budget a method may hold to be the best of its family there.
+ROOM = 1.1
+BASELINES = ("random", "sink-recent")
+MADE = "<!-- made by `python scripts/leaderboard.py --write` from kvjax/eval/report/leaderboard.json -->"
+
+
+def families(lines: Sequence[Line]) -> dict[str, list[str]]:
+    """The methods that were compared, by family, in the order of the library."""
+    compared = {line.method for line in lines}
+    found: dict[str, list[str]] = {}
+    for id, function in METHODS.items():
+        if id in compared:
+            found.setdefault(function.paper.family, []).append(id)
+    return found
+
+
+def page(board: Leaderboard) -> str:
+    """The page's text."""
+    if not board.runs:
+        return f"# Leaderboard\n\n{MADE}\n\nNothing was compared yet: `python scripts/leaderboard.py run`.\n"
+    lines = board.lines()
+    protocols = list(dict.fromkeys(line.protocol for line in lines))
+    parts = ["# Leaderboard", MADE, _about(board), _reading()]
+    for protocol in protocols:
+        mine = [line for line in lines if line.protocol == protocol]
+        parts += [
+            f"## {protocol}: {PROTOCOLS.get(protocol, '')}",
+            f"![Scores against bytes, by family](leaderboard-{protocol}.svg)",
+            table(mine, board.speed),
+            below_baselines(mine),
+        ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def pictures(board: Leaderboard) -> dict[str, bytes]:
+    """The pictures by file name, one per protocol."""
+    lines = board.lines()
+    return {
+        f"leaderboard-{protocol}.svg": picture([x for x in lines if x.protocol == protocol], families(lines))
+        for protocol in dict.fromkeys(line.protocol for line in lines)
+    }
+
+
+def _about(board: Leaderboard) -> str:
+    about = board.runs[0].about
+    models = ", ".join(f"`{run.about['model']}`" for run in board.runs)
+    many = f"{len(board.runs)} models ({models})" if len(board.runs) > 1 else f"one model ({models})"
+    text = (
+        f"All methods that need no fit, on the same {about['samples']} contexts of about {about['length']} "
+        f"tokens per protocol, on {many}; {about['device']}, {about['dtype']}, revision "
+        f"{str(about['git_revision'])[:12]}. `{about['command']}` runs one of them; see "
+        "`scripts/leaderboard.py` for all."
+    )
+    if board.timed:
+        timed = board.timed
+        text += (
+            f" Prefill: seconds of {timed['rows']} prompts of {timed['tokens']} tokens at a budget of "
+            f"{timed['budget']}, over those without a method, the least of {timed['rounds']} rounds in turn. "
+            "Decode: tokens per second over those of the full cache, in the comparison itself."
+        )
+    return text
+
+
+def _reading() -> str:
+    return (
+        "A cell has the mean score over all tasks in percent, its 95% interval where samples suffice, and "
+        "the bytes that were measured, in percent of the full cache. **Bold**: the best of its family in "
+        f"that column, of those that hold at most {ROOM:g} times the budget's bytes."
+    )
+
+
+def best(lines: Sequence[Line], names: Sequence[str]) -> dict[NominalBudget, str]:
+    """The best of some methods at every budget, of those that hold about as much as it says."""
+    found: dict[NominalBudget, Line] = {}
+    for line in lines:
+        fits = not isinstance(line.budget, float) or line.percent <= 100 * ROOM * line.budget
+        known = found.get(line.budget)
+        if line.method in names and fits:
+            if known is None or (line.mean, -line.percent) > (known.mean, -known.percent):
+                found[line.budget] = line
+    return {budget: line.method for budget, line in found.items()}
+
+
+def table(lines: Sequence[Line], speed: Mapping[str, Speed]) -> str:
+    """One row per method, one column per budget, families apart."""
+    budgets = sorted({x.budget for x in lines if x.budget is not None}, reverse=True)
+    columns: list[NominalBudget] = [*budgets, *([None] if any(x.budget is None for x in lines) else [])]
+    heads = ["method", *("no budget" if b is None else f"budget {budget_label(b)}" for b in columns)]
+    heads += ["prefill", "decode"] if speed else []
+    rows = [_row(heads), "|" + "---|" * len(heads)]
+    for family, names in families(lines).items():
+        rows.append(_row([f"*[{family}](methods/{family}.md)*", *[""] * (len(heads) - 1)]))
+        winners = best(lines, names)
+        for name in names:
+            mine = {line.budget: line for line in lines if line.method == name}
+            cells = [_cell(mine.get(b), winners.get(b) == name) for b in columns]
+            fast = speed.get(name)
+            decode = "" if fast is None or fast.decode is None else f"{fast.decode:.2f}x"
+            times = [f"{fast.prefill:.2f}x", decode] if fast else ["", ""]
+            rows.append(_row([f"[{name}](methods/{family}.md#{name})", *cells, *(times if speed else [])]))
+    return "\n".join(rows)
+
+
+def _cell(line: Line | None, winner: bool) -> str:
+    if line is None:
+        return ""
+    score = f"{100 * line.mean:.0f}"
+    ends = "" if line.few else f" [{100 * line.low:.0f}–{100 * line.high:.0f}]"
+    return f"{f'**{score}**' if winner else score}{ends} · {line.percent:.1f}%"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def below_baselines(lines: Sequence[Line]) -> str:
+    """Which methods are clearly below a baseline that holds as many tokens: whole intervals apart."""
+    found = []
+    for baseline in BASELINES:
+        of_budget = {line.budget: line for line in lines if line.method == baseline}
+        worse = [
+            f"{line.method} at {budget_label(line.budget)}"
+            for line in lines
+            if (other := of_budget.get(line.budget)) is not None
+            and line.method not in BASELINES
+            and not line.few
+            and line.high < other.low
+        ]
+        found.append(f"Below {baseline}, intervals apart: {', '.join(worse) or 'none'}.")
+    return " ".join(found)

@@ -1,0 +1,152 @@
+"""`kvjax explain`: every word of a sentence has its say, and the numbers are those of real caches."""
+
+import dataclasses
+import re
+
+import jax
+import pytest
+
+import kvjax
+from kvjax.cache import kept_positions, nbytes
+from kvjax.cli import main
+from kvjax.commands.explain_print import weight
+from kvjax.commands.explain_sentences import at_each_step, at_prefill, inside, said
+from kvjax.commands.methods_cards import shown
+from kvjax.grammar import Budget, Keep, Method
+from kvjax.keep.algebra import Pool, Word
+from kvjax.keep.budget import Uniform
+from kvjax.keep.patterns import Recent
+from kvjax.methods import METHODS
+from kvjax.methods.parse import parse_method
+from kvjax.store.affine import Affine
+from kvjax.when import Every
+from tests.methods.battery import model
+
+
+def below(word) -> list:
+    return [word, *(deep for one in inside(word) for deep in below(one))]
+
+
+def words_told(method) -> list:
+    told = [*at_prefill(method, 512), *at_each_step(method)]
+    return [deep for one in told for word in one.words for deep in below(word)]
+
+
+def parts_of(method) -> list:
+    """The words of a sentence that decide something, as a test would list them."""
+    keep, store = method.keep, method.store
+    found = [method.make, method.reread, method.read, method.host, method.stack]
+    found += [] if keep is None or keep.score is None else [keep.score, keep.merge, keep.probe, *keep.protect]
+    found += [] if keep is None else [keep.narrow]
+    found += [] if store is None else [store.keys, store.values]
+    return [word for word in found if word is not None]
+
+
+@pytest.mark.parametrize("id", METHODS)
+def test_every_word_of_a_sentence_has_its_say(id):
+    method = shown(id)
+    told = words_told(method)
+    for part in parts_of(method):
+        for word in below(part):
+            assert word in told and said(word), word
+    # What a word says of itself ends like a sentence or is one formula, and names none of its fields bare.
+    assert all(len(said(word)) > 8 for word in told)
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        (Recent(64), "The newest 64 tokens."),
+        (Recent(0.5), "The newest share 0.5 of the budget."),
+        (Every(1), "Behind every token, each list comes back to its budget."),
+        (Every(128), "Behind every 128 tokens, each list comes back to its budget."),
+        (Budget(0.25), "0.25 of all slots."),
+        (Budget(64), "64 slots."),
+        (
+            Affine(2, "channel", 32),
+            "2 bits a number, with one float16 scale and zero for 32 tokens of a channel.",
+        ),
+        (Affine(8), "8 bits a number, with one float16 scale and zero for all channels of a token."),
+        (Pool(7), 'Smoothing along the slots: "mean" or "max" over 7 neighbours, zeros beyond the ends.'),
+    ],
+)
+def test_a_word_says_its_own_numbers(word, sentence):
+    assert said(word) == sentence
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine(Word):
+    """Every `step`-th slot matters."""
+
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Silent(Word):
+    step: int
+
+
+def test_a_word_of_ones_own_is_explained_like_any_other(capsys):
+    told = words_told(Method(Keep(Mine(3), Budget(0.5), Uniform())))
+    assert [said(word) for word in told if isinstance(word, Mine)] == ["Every 3-th slot matters."]
+    assert said(Silent(3)) == ""
+
+
+def test_the_budget_that_is_told_is_the_number_of_slots_that_stay():
+    method = kvjax.method("snapkv", budget=0.3, window=8)
+    _, cache = kvjax.prefill(model("4/2"), [list(range(50))], method=method)
+    lists = {
+        int((pos[0, head] >= 0).sum()) for pos in jax.device_get(kept_positions(cache)) for head in (0, 1)
+    }
+    (n,) = lists
+    (told,) = (one.text for one in at_prefill(method, 50) if "budget" in one.text)
+    assert told == f"The budget is n = {n} of 50 tokens (30%) for a KV head."
+
+
+@pytest.mark.parametrize("text", ["snapkv(budget=0.5, window=8) + int8", "h2o(budget=0.25)"])
+def test_the_bytes_that_are_told_are_those_of_a_real_cache(text):
+    method, m = parse_method(text)[1](), model("4/2")
+    _, cache = kvjax.prefill(m, [list(range(64))], method=method, room=0)
+    first, grown = weight(method, m.config, 64, "float32")
+    assert first.startswith(f"After 64 tokens: {nbytes(cache) / 1024:.1f} KiB, ")
+    assert grown.startswith("With room for 256 more: ")
+
+
+def test_what_steps_read_and_what_cannot_be_weighed_is_said():
+    quest = weight(shown("quest"), kvjax.load("recall-tiny").config, 1024, "float32")
+    shares = [float(x) for x in re.findall(r"([\d.]+)% of the full cache", " ".join(quest))]
+    assert quest[-1].startswith("A step reads") and shares[-1] < 75 < 100 <= shares[0]
+    (told,) = weight(shown("less"), model("4/2").config, 64, "float32")
+    assert told.startswith("This cannot be said: less was never fitted") and "kvjax fit less" in told
+
+
+def test_explain_prints_both_parts_and_the_weight(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["explain", "snapkv(budget=0.25) + kivi(bits=2)", "--context", "512"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    text = " ".join(out.split())
+    for part in (
+        "keys=Affine(2, axis=", "At the end of a prompt 1. The layers read all 512 tokens",
+        "WindowAttention(64): Attention that slots receive from the last 64 queries.",
+        "n = 128 of 512 tokens (25%)", "At each step 1. The new token's key and value", "of the full cache's",
+    ):  # fmt: skip
+        assert part in text, part
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("snapkv", "snapkv was given without a budget.*add --budget 0.25"),
+        ("snapk --budget 0.5", "unknown method 'snapk': did you mean 'snapkv'?"),
+        ("snapkv(budget=0.5", "'snapkv.budget=0.5' has a bracket too few.*write id.key=value."),
+        ("snapkv(budgt=0.5)", "no hyper-parameter 'budgt': did you mean 'budget'"),
+        ("full --context 99999", "--context is 99999, expected at most the model's 2048 positions"),
+        ("snapkv(budget=4)", "must stay .*more than the budget of 4 slots"),
+        ("h2o(budget=0.5)+kivi", "h2o . kivi cannot work"),
+    ],
+)
+def test_what_cannot_be_explained_is_one_line(words, told, capsys):
+    assert main(["explain", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert re.search(told, error) and error.count("\n") == 1

@@ -1,0 +1,143 @@
+"""`kvjax methods`: which methods filters leave, what a card says, and that its sentence is the method."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+import kvjax
+from kvjax.cli import main
+from kvjax.commands import methods_cards
+from kvjax.commands.methods import filtered, listing
+from kvjax.commands.methods_cards import PLAIN, VERBS, card, docstring_of, shown
+from kvjax.commands.methods_written import written
+from kvjax.eval.report.leaderboard import Line
+from kvjax.grammar import Method
+from kvjax.methods import METHODS
+from kvjax.suits import check_fit
+
+BY_ID = {row["id"]: row for row in listing()}
+
+
+def listed(capsys, *words: str) -> list[str]:
+    assert main(["methods", *words, "--json"]) == 0
+    return [row["id"] for row in json.loads(capsys.readouterr().out)]
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (("--family", "quant"), "family", "quant"),
+        (("--phase", "decode"), "phase", "decode"),
+        (("--training", "yes"), "training", True),
+        (("--training", "no"), "training", False),
+    ],
+)
+def test_a_filter_leaves_those_and_only_those_that_are_so(words, field, value, capsys):
+    found = listed(capsys, *words)
+    assert found == [id for id, row in BY_ID.items() if row[field] == value] and found
+
+
+def test_filters_act_together_and_words_are_searched_in_titles_and_docstrings(capsys):
+    assert "magicpig" in listed(capsys, "--search", "Hash TABLES")
+    assert listed(capsys, "--search", "PyramidKV", "--family", "budget-layer") == ["pyramidkv"]
+    assert listed(capsys, "--search", "cur", "--family", "selection-static") == [
+        row["id"]
+        for row in filtered(list(BY_ID.values()), family="selection-static")
+        if "cur" in f"{row} {METHODS[row['id']].__doc__}".lower()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--family quantt", "--family is 'quantt', expected one of .*did you mean quant?"),
+        ("--phase prefil", "--phase is 'prefil', expected one of .*did you mean prefill?"),
+        ("--training maybe", "--training is 'maybe', expected one of yes, no"),
+        ("--search zzz --family quant", "no method is left by --family quant --search zzz.*leave out one"),
+        ("snapk", "unknown method 'snapk': did you mean 'snapkv'?"),
+        ("snapkv --phase both", "--phase was given with the method 'snapkv'.*leave out --phase"),
+    ],
+)
+def test_what_nothing_is_called_is_one_line_with_the_nearest_name(words, told, capsys):
+    assert main(["methods", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert re.search(told, error) and error.count("\n") == 1
+
+
+def words_of(word, found: dict[str, type]) -> dict[str, type]:
+    """The classes of all words in a sentence, by name."""
+    if dataclasses.is_dataclass(word):
+        found[type(word).__name__] = type(word)
+        for field in dataclasses.fields(word):
+            words_of(getattr(word, field.name), found)
+    elif isinstance(word, tuple):
+        for one in word:
+            words_of(one, found)
+    return found
+
+
+@pytest.mark.parametrize("id", METHODS)
+def test_the_sentence_of_a_card_is_the_method_when_python_reads_it(id):
+    method = shown(id)
+    read = eval(written(method), words_of(method, {}))
+    assert dataclasses.replace(read, spec=method.spec) == method
+    assert len(written(method)) < len(repr(method))
+
+
+def test_a_sentence_is_broken_where_it_is_long_and_operators_keep_their_order():
+    score = kvjax.method("r-kv", budget=0.25).keep.score
+    assert len(written(score).splitlines()) == 4 and len(written(score, 200).splitlines()) == 1
+    assert eval(written(score), words_of(score, {})) == score
+    lines = written(kvjax.method("kvquant"), 70).splitlines()
+    assert max(map(len, lines)) <= 70 and lines[0] == "Method("
+
+
+def test_a_card_has_the_docstring_in_two_and_every_hyper_parameter():
+    found = card("kivi")
+    whole = " ".join((METHODS["kivi"].__doc__ or "").split())
+    assert found.title in whole and found.about.replace("\n", " ") in whole
+    assert found.deviations.startswith("keys and values leave") and found.deviations in whole
+    assert "Deviation" not in found.about + found.title
+    assert [x.name for x in found.hyper] == ["bits", "group", "residual"]
+    assert found.hyper[0] == ("bits", "2", "one of 1, 2, 4, 8")
+    assert card("snapkv").hyper[0].default == "" and card("snapkv").fit == ""
+    assert card("kvzap").fit == "kvjax fit kvzap --out kvzap.safetensors"
+
+
+@pytest.mark.parametrize("id", METHODS)
+def test_nothing_of_a_docstring_is_lost_on_a_card(id):
+    said = " ".join(docstring_of(id)).split()
+    assert sorted(said) == sorted(
+        word for word in (METHODS[id].__doc__ or "").split() if word not in ("Deviation:", "Deviations:")
+    )
+
+
+@pytest.mark.parametrize("id", ["snapkv", "h2o", "kivi", "quest", "palu", "minicache"])
+def test_what_a_card_chains_with_runs_together_and_what_it_does_not_is_refused_for_that_reason(id):
+    found, own = card(id), shown(id)
+    for kind, ids in found.chains.items():
+        verb = next(verb for verb, name in VERBS.items() if name == kind)
+        assert all(getattr(kvjax.chain(own, shown(other)), verb) is not None for other in ids)
+    for reason, ids in found.refused.items():
+        for other in ids:
+            with pytest.raises(ValueError, match=re.escape(reason)):
+                check_fit(kvjax.chain(own, shown(other)), PLAIN)
+    told = {other for ids in (*found.chains.values(), *found.refused.values()) for other in ids}
+    with_both = [x for x in METHODS if x not in told and x != id and shown(x) != Method()]
+    for other in with_both:
+        with pytest.raises(ValueError, match="at most one"):
+            kvjax.chain(own, shown(other))
+
+
+def test_a_card_is_printed_with_its_line_of_the_leaderboard(capsys, monkeypatch):
+    line = Line("snapkv", 0.25, "aware", 0.5, 0.4, 0.6, 26.0, 26.0, {"get": 0.75}, (0.5,), False)
+    monkeypatch.setattr(methods_cards, "lines_of", lambda id: (line,) if id == "snapkv" else ())
+    assert main(["methods", "SnapKV"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "kvjax.method('snapkv', budget=0.25) is Method(" in out and "arXiv:2404.14469 (2024)" in out
+    assert "0.25 aware 50 [40–60] 26.0% get 75" in out and "window 64 a whole number >= 1" in out
+    assert main(["methods", "snapkv", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["info"]["id"] == "snapkv" and found["lines"][0]["tasks"] == {"get": 0.75}

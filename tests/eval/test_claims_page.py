@@ -1,0 +1,120 @@
+"""docs/claims.md: how a claim is judged, and that all of them can be."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from kvjax.cli import make_parser
+from kvjax.eval.report.leaderboard import Leaderboard, Line, Speed, read_leaderboard
+from kvjax.methods import METHODS, takes_budget
+from tests.eval.test_leaderboard import board  # noqa: F401
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def claims(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import claims
+
+    return claims
+
+
+def line(
+    method: str, *models: float, half: float = 0.02, budget: float | None = 0.25, few: bool = False
+) -> Line:
+    mean = sum(models) / len(models)
+    return Line(method, budget, "aware", mean, mean - half, mean + half, 25.0, 25.0, {}, models, few)
+
+
+def test_a_difference_has_the_ends_of_two_independent_means(claims):
+    found = claims.difference([(line("a", 0.5, 0.7), line("b", 0.4, 0.4, half=0.03))])
+    assert found.mean == pytest.approx(0.2) and found.models == pytest.approx((0.1, 0.3))
+    assert (found.low, found.high) == pytest.approx(
+        (0.2 - math.hypot(0.02, 0.03), 0.2 + math.hypot(0.02, 0.03))
+    )
+    # Two budgets in the mean: half of each, and narrower.
+    both = claims.difference([(line("a", 0.5), line("b", 0.4)), (line("a", 0.9), line("b", 0.6))])
+    assert both.mean == pytest.approx(0.2) and both.high - both.mean == pytest.approx(
+        math.hypot(*[0.02] * 4) / 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "least", "verdict"),
+    [
+        ((0.6, 0.7), (0.4, 0.4), 0.0, "yes"),
+        ((0.4, 0.4), (0.6, 0.7), 0.0, "no"),
+        ((0.8, 0.39), (0.4, 0.4), 0.0, "unclear"),  # better in the mean, not on every model
+        ((0.41, 0.41), (0.4, 0.4), 0.0, "unclear"),  # on every model, within the interval
+        ((0.39, 0.39), (0.4, 0.4), -0.05, "yes"),  # no more than 5 points less
+        ((0.3, 0.3), (0.4, 0.4), -0.05, "no"),
+    ],
+)
+def test_a_claim_holds_on_every_model_and_beyond_the_interval(claims, ours, theirs, least, verdict):
+    found = claims.difference([(line("a", *ours), line("b", *theirs))])
+    assert claims.judged(found, least) == verdict
+
+
+class Board(Leaderboard):
+    """A leaderboard of given lines."""
+
+    given: list[Line]
+
+    def lines(self):
+        return self.given
+
+
+def with_lines(*lines: Line, speed=None) -> Board:
+    made = Board((), speed or {}, {})
+    made.given = list(lines)
+    return made
+
+
+def test_what_was_not_compared_or_with_too_few_samples_is_not_judged(claims):
+    claim = claims.Claim("h2o", "", claims.Better("sink-recent", (0.25,)))
+    ours, theirs = line("h2o", 0.9), line("sink-recent", 0.1)
+    assert claims.check(claim, with_lines(ours, theirs)).verdict == "yes"
+    assert claims.check(claim, with_lines(ours)).verdict == "not compared yet"
+    assert claims.check(claim, with_lines(ours, theirs._replace(few=True))).verdict == "unclear"
+    near = claims.Claim("h2o", "", claims.Near((0.25,)))
+    assert claims.check(near, with_lines(ours, line("full", 0.92, budget=None))).verdict == "yes"
+    assert claims.check(near, with_lines(line("h2o", 0.5), line("full", 0.92, budget=None))).verdict == "no"
+    fast = claims.Claim("fastkv", "", claims.Faster())
+    assert claims.check(fast, with_lines(speed={"fastkv": Speed(0.8, 1.0)})).verdict == "yes"
+    assert claims.check(fast, with_lines(speed={"fastkv": Speed(1.2, 1.0)})).verdict == "no"
+    needs_fit = claims.Claim("kvzap", "", claims.Near())
+    assert "fitted" in claims.check(needs_fit, with_lines()).numbers
+
+
+def test_every_claim_names_cells_that_a_comparison_of_all_methods_has(claims):
+    for claim in claims.CLAIMS:
+        test = claim.test
+        assert claim.method in METHODS and claim.says and not claim.says.endswith(".")
+        if isinstance(test, claims.Better | claims.Near):
+            assert test.other in METHODS and set(test.budgets) <= {0.5, 0.25, 0.125, None}
+            for budget in test.budgets:
+                assert (budget is None) == (not takes_budget(claim.method)), claim
+            assert test.other == "full" or takes_budget(test.other) == (None not in test.budgets), claim
+    assert sum(not isinstance(c.test, claims.Untestable) for c in claims.CLAIMS) >= 40
+
+
+def test_the_commands_are_commands(claims):
+    parser = make_parser()
+    shown = [claims.command(claim) for claim in claims.CLAIMS]
+    for command in filter(None, shown):
+        if command.startswith("kvjax "):
+            args = parser.parse_args(command.split()[1:])
+            assert args.methods and args.samples == 100
+    assert sum(command.startswith("kvjax ") for command in shown) > 40
+
+
+def test_the_page_that_is_shipped_is_that_of_the_data(claims, board):  # noqa: F811
+    assert (ROOT / "docs" / "claims.md").read_text() == claims.page(read_leaderboard()), (
+        "run: python scripts/claims.py --write"
+    )
+    # On other data it says other things.
+    text = claims.page(board[0])
+    assert re.search(r"\[quest\].*\*\*(yes|no|unclear)\*\*", text) and "(`a`, `b`)" in text
