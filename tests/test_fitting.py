@@ -20,7 +20,8 @@ from kvjax.keep.gate import gated
 from kvjax.steps.run import Run
 from tests.merges import Less
 from tests.methods.battery import MAIN, decoder, model, positions
-from tests.methods.table import GATE, GATE_THRESHOLD, GATES, KERNELS, PAGE, PROFILE, WINDOW
+from tests.methods.expected import GATE, GATE_THRESHOLD, GATES, KERNELS, PROFILE
+from tests.methods.rows import PAGE, WINDOW
 from tests.reference import Prompt, rms_norm, rope, softmax
 
 ROWS = [*MAIN.first, *MAIN.second]

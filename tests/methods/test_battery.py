@@ -38,7 +38,8 @@ from tests.methods.battery import (
     step,
     talk,
 )
-from tests.methods.table import BY_LABEL, ROWS, count
+from tests.methods.rows import count
+from tests.methods.table import BY_LABEL, ROWS
 from tests.reference import Row as Slotwise
 
 LABELS = [r.label for r in ROWS]
