@@ -114,3 +114,24 @@ class Less:
             return 0.0, 0.0
         phi = np.stack([self.phi(x, layer, head * len(q) + i) for i, x in enumerate(q)])
         return phi @ h, (phi @ z)[:, None]
+
+
+class Compensated:
+    """RazorAttention (arXiv:2407.15891): what has left a list is one token of the mean key and value."""
+
+    def __init__(self, theta):
+        self.theta = theta
+
+    def __call__(self, memory, lists, gone):
+        for head, (slots, some) in enumerate(zip(lists, gone, strict=True)):
+            old = stays_and_leaves(slots, some)[1]
+            pairs = zip(turned(old, self.theta) if old else (), (s["v"] for s in old), strict=True)
+            memory.setdefault(head, []).extend(pairs)
+
+    def answer(self, memory, layer, head, q):
+        """Sums and weights that the rotated queries q [G, H] of a list's heads get of what has left it."""
+        if not memory[head]:
+            return 0.0, 0.0
+        k, v = (np.mean(x, 0) for x in zip(*memory[head], strict=True))
+        weight = len(memory[head]) * np.exp(q @ k / np.sqrt(len(k)))[:, None]
+        return weight * v, weight

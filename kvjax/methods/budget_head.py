@@ -8,9 +8,10 @@ from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import stage
 from kvjax.keep.budget import AcrossHeads, Threshold, Uniform
+from kvjax.keep.compensation import Compensation
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.profile import ByProfile, Profile
-from kvjax.keep.retrieval import HeadGates, Retrieving
+from kvjax.keep.profile import ByProfile, CopyProfile, Profile
+from kvjax.keep.retrieval import HeadGates, RepeatingHeads, Retrieving
 from kvjax.keep.score import OutputNorm
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
@@ -111,6 +112,64 @@ def headkv(
         (Recent(window),),
         page=page,
     )
+    return Method(keep)
+
+
+@paper(
+    "Retrieval Head Mechanistically Explains Long-Context Factuality",
+    arxiv="2404.15574",
+    family="budget-head",
+    exact="deviates",
+)
+def retrieval_head(
+    budget: Amount,
+    *,
+    fitted: Fit | None = None,
+    window: Window = 32,
+    kernel: Kernel = 7,
+    beta: Annotated[float, Range(1, 1000)] = 1.2,
+    page: Page = 128,
+) -> Method:
+    """Retrieval Head (Wu et al., 2024, arXiv:2404.15574), section 2: heads that copy what is said get more.
+
+    A head's retrieval score is the share of an answer's tokens at which the token that it attends to most is
+    needed and is the one that is said. fitted: these scores, as `kvjax fit retrieval-head` writes them.
+    Deviation: the paper finds such heads and compresses nothing; here they share the budget as in HeadKV
+    (`headkv`), a KV head by the best of its query heads.
+    """
+    profile = CopyProfile(as_fitted(fitted))
+    score, allocate = window_score(window, kernel, "grouped"), ByProfile(profile, window, beta)
+    return Method(Keep(score, Budget(budget), allocate, (Recent(window),), page=page))
+
+
+@paper(
+    "RazorAttention: Efficient KV Cache Compression Through Retrieval Heads",
+    arxiv="2407.15891",
+    family="budget-head",
+    exact="deviates",
+)
+def razorattention(
+    *,
+    fitted: Fit | None = None,
+    induction: Share = 0.14,
+    echo: Share = 0.01,
+    sinks: Tokens = 4,
+    window: Window = 4000,
+    share: Share = 0.2,
+    page: Page = 128,
+) -> Method:
+    """RazorAttention (Tang et al., 2024, arXiv:2407.15891), section 3: heads that look back keep all.
+
+    The share `induction` of the stack's query heads that attend most to what followed their token before, and
+    the share `echo` that attend most to the token itself, keep every token; all other heads keep the first
+    `sinks` tokens, the newest `window` ones and no fewer than `share` of a prompt, and one token of the mean
+    key and value for all that left (`Compensation`). fitted: how much heads look back, as `kvjax fit
+    razorattention` writes it. Deviation: a KV head keeps all for one of its query heads; tokens that are
+    written stay until the next prompt.
+    """
+    score = Retrieving(RepeatingHeads(as_fitted(fitted), echo), induction)
+    protect = (Sink(sinks), Recent(window), Recent(share))
+    keep = Keep(score, Budget(1.0), Threshold(0.0), protect, merge=Compensation(), page=page)
     return Method(keep)
 
 

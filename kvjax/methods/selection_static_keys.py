@@ -105,8 +105,8 @@ def compactor(
     which finds it by itself, is left out.
 
     On the shipped model its second part is what keeps it below random draws (64 contexts of "get", half kept:
-    leverage alone finds 86 %, both 28 %, attention alone 5 %, random 31 %): most of a text is filler, and what filler
-    asks of its own chunk is filler.
+    leverage alone finds 86 %, both 28 %, attention alone 5 %, random 31 %): most of a text is filler, and
+    what filler asks of its own chunk is filler.
     """
     attention = NonCausalAttention(chunk) >> Pool(3, "mean")
     score = blend * standardised(Leverage(rank, seed=seed)) + standardised(attention)

@@ -63,6 +63,7 @@ def _fitted(word: str, shapes: dict[str, tuple[int, ...]]) -> Fitted:
 
 
 GATES = _fitted("HeadGates", {"gates": (LISTS,)})
+REPEATS = _fitted("RepeatingHeads", {"echo": (HEADS,), "induction": (HEADS,)})
 KERNELS = _fitted(
     "Residue",
     {
@@ -98,6 +99,7 @@ SENTENCES = {
     "adakv-renumbered": Sentence((("adakv", HALF), ("renumbered", {}))),
     "pyramidkv-heads": _one("pyramidkv", **HALF, variant="paper"),
     "duoattention": _one("duoattention", fitted=GATES),
+    "razorattention": _one("razorattention", fitted=REPEATS),
     "cake": _one("cake", **HALF),
     "kvzip": _one("kvzip", **HALF, prefix=(1, 2)),
     "minicache": _one("minicache", apart=True, start=0),
