@@ -146,7 +146,7 @@ class Row:
                     dict(
                         pos=at[j], k=raw[i // share][j], v=v[i // share][j], mass=given[i][:, j].sum(),
                         squares=squares[i][j], read=True, given=list(given[i][:, j]),
-                        layer=layer, hidden=prompt.hidden[layer][j],
+                        layer=layer, hidden=prompt.hidden[layer][j], token=prompt.tokens[j],
                     )
                     for j in range(len(at))
                 ]
@@ -190,6 +190,7 @@ class Row:
                             read=False,
                             given=[],
                             layer=number,
+                            token=token,
                             hidden=rms_norm(x, layer["attn_norm"], c.norm_eps)[0],
                         )
                     )

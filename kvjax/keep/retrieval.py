@@ -64,7 +64,7 @@ class RepeatingHeads:
             score = self.fitted.arrays[name]
             many = math.ceil(round(part * score.size, 6))
             found.flat[np.argsort(-score, axis=None, kind="stable")[:many]] = True
-        return found.reshape(len(found), kv_heads, -1).any(-1)
+        return np.asarray(found.reshape(len(found), kv_heads, -1).any(-1))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,21 @@ from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.profile import ByProfile, CopyProfile, Profile
 from kvjax.keep.retrieval import HeadGates, RepeatingHeads, Retrieving
 from kvjax.keep.score import OutputNorm
+from kvjax.keep.tokens import PolicyLadder, TokensOf
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Fit, Kernel, Page, Share, Tokens, Window, pick, window_score
+from kvjax.methods.shared import (
+    Amount,
+    Fit,
+    Kernel,
+    Page,
+    Share,
+    TokenIds,
+    Tokens,
+    Window,
+    pick,
+    window_score,
+)
 from kvjax.when import STEP
 
 
@@ -199,3 +211,31 @@ def duoattention(
     score = Retrieving(HeadGates(as_fitted(fitted)), retrieval)
     protect = (Sink(sinks), Recent(window))
     return Method(Keep(score, Budget(1.0), Threshold(0.0), protect, when=STEP, page=page))
+
+
+@paper(
+    "Model Tells You What to Discard: Adaptive KV Cache Compression for LLMs",
+    arxiv="2310.01801",
+    family="budget-head",
+    exact="deviates",
+)
+def fastgen(
+    *,
+    separators: TokenIds | None = None,
+    recover: Share = 0.95,
+    frequent: Share = 0.3,
+    local: Share = 0.3,
+    sinks: Tokens = 4,
+    window: Window = 32,
+    page: Page = 128,
+) -> Method:
+    """FastGen (Ge et al., 2023, arXiv:2310.01801), section 3: every head has the cheapest policy that does.
+
+    Special tokens, then punctuation, then heavy hitters, then the newest tokens, then all: a head keeps as
+    many of these sets as have the share `recover` of its attention (`PolicyLadder`). separators: the ids of
+    punctuation, as in SepLLM (`sepllm`). Deviations: special tokens are the first `sinks`; attention is that
+    of the last `window` queries of a prompt, where the paper asks all of them; tokens that are written stay
+    until the next prompt, where the paper goes on with the head's policy.
+    """
+    score = PolicyLadder(TokensOf(separators), sinks, frequent, local, recover, window)
+    return Method(Keep(score, Budget(1.0), Threshold(0.0), page=page))

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from tests import merges
 from tests.methods import selection
-from tests.methods.expected import headkv_kept
-from tests.methods.rows import PAGE, SNAP, THETA, count, paged, row
+from tests.methods.expected import each_layer, ends, headkv_kept
+from tests.methods.rows import PAGE, SNAP, THETA, count, dense, half_and_one, paged, plain, row
 
 SELECTION = [
+    row(
+        "sepllm", dense(half_and_one, extra=4),
+        hyper=dict(separators=selection.SEPARATORS, sinks=2, window=3),
+        kept=each_layer(selection.separators_first, ends(2, 3)), victim=selection.sepllm_victim,
+    ),
+    row(
+        "fastgen", paged(lambda s, i: s.k * s.tokens, slot=lambda s: plain(s) + 8),
+        hyper=selection.LADDER | dict(separators=selection.SEPARATORS, page=PAGE),
+        kept=selection.fastgen_kept, counted=True, model="deep",
+    ),
     row(
         "retrieval-head", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
         hyper=SNAP | dict(page=PAGE, fitted=selection.PROFILE), kept=headkv_kept,
