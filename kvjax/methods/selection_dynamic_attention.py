@@ -9,13 +9,14 @@ from kvjax.keep.algebra import Pool, stage
 from kvjax.keep.beehive import Samples
 from kvjax.keep.budget import Uniform, UpTo
 from kvjax.keep.deviation import AttentionDeviation
+from kvjax.keep.keyformer import NoisyAttention, NoisyMass
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.phases import InPhases
 from kvjax.keep.recent_queries import FusedAttention, Votes
 from kvjax.keep.score import AccumulatedAttention, DecayedAttention, KeyRedundancy, ValueNorm, WindowAttention
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Kernel, Share, Tokens, Window, window_score
+from kvjax.methods.shared import Amount, Kernel, Seed, Share, Tokens, Window, window_score
 from kvjax.when import STEP, Every
 
 
@@ -226,3 +227,30 @@ def scope(budget: Amount, *, written: Share = 0.5, window: Window = 32, kernel: 
     last = WindowAttention(1, hide_window=False)
     score = InPhases(window_score(window, kernel, "grouped"), last, written, window)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), when=STEP))
+
+
+@paper(
+    "Keyformer: KV Cache Reduction through Key Tokens Selection for Efficient Generative Inference",
+    arxiv="2403.09054",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def keyformer(
+    budget: Amount,
+    *,
+    recent: Share = 0.3,
+    tau: Annotated[float, Range(0.01, 100)] = 1.0,
+    tau_end: Annotated[float, Range(0.01, 100)] = 2.0,
+    horizon: Window = 2048,
+    seed: Seed = 0,
+) -> Method:
+    """Keyformer (Adnan et al., 2024, arXiv:2403.09054), section 3: key tokens, by noisy attention.
+
+    score[j] = sum_i softmax_j((q_i k_j / sqrt(H) + z_j) / tau_i) over the prompt and every step, with Gumbel
+    noise z; a share `recent` of the budget is the newest tokens. Deviations: tau rises with a query's
+    position over `horizon` tokens, where the paper's stays at its start for a prompt and rises over the
+    tokens that are written; a token's noise is drawn once; in a later turn, what was held and what is new
+    have a softmax each (`NoisyMass`). Scores are those of KV heads, summed over a group.
+    """
+    score = NoisyAttention(NoisyMass(tau, tau_end, horizon, seed))
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(recent),), when=STEP))

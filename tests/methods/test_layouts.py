@@ -22,7 +22,8 @@ SEVERAL = {
     "dense, kv heads, evicts never, granule codes": 3,
     "dense, kv heads, evicts never, token codes": 5,
     "one pool, kv heads, evicts at prefill": 2,
-    "dense, kv heads, evicts every step": 2,
+    "dense, kv heads, evicts at prefill, rotates by rank": 2,
+    "dense, kv heads, evicts every step": 3,
     "pages, kv heads, evicts at prefill": 2,
     "pages, kv heads, evicts every step": 2,
 }
