@@ -170,6 +170,17 @@ class Staged(Made):
 
 
 @dataclasses.dataclass(frozen=True)
+class OverPeak(Made):
+    """a[j] / max_i a[i] over all live slots of a head, for scores that are not negative."""
+
+    score: Score
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        score = jnp.where(view.pos >= 0, scored(self.score, view, seen), 0.0)
+        return score / jnp.maximum(score.max(-1, keepdims=True), 1e-30)
+
+
+@dataclasses.dataclass(frozen=True)
 class Aged(Made):
     """a[j] rate^(age / tokens), the age being how many tokens are newer than slot j's."""
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from kvjax.fitted import as_fitted
-from kvjax.grammar import Budget, Keep, Method
+from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.keep.algebra import stage
-from kvjax.keep.budget import AcrossHeads, Threshold, Uniform
+from kvjax.keep.budget import AcrossHeads, AcrossLayers, Threshold, Uniform
 from kvjax.keep.compensation import Compensation
+from kvjax.keep.enough import Covering
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.profile import ByProfile, CopyProfile, Profile
 from kvjax.keep.retrieval import HeadGates, RepeatingHeads, Retrieving
-from kvjax.keep.score import OutputNorm
+from kvjax.keep.score import OutputNorm, WindowAttention
 from kvjax.keep.tokens import PolicyLadder, TokensOf
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import (
     Amount,
+    Bits,
     Fit,
+    Group,
     Kernel,
     Page,
     Share,
@@ -28,6 +31,7 @@ from kvjax.methods.shared import (
     pick,
     window_score,
 )
+from kvjax.store.affine import Affine
 from kvjax.when import STEP
 
 
@@ -239,3 +243,49 @@ def fastgen(
     """
     score = PolicyLadder(TokensOf(separators), sinks, frequent, local, recover, window)
     return Method(Keep(score, Budget(1.0), Threshold(0.0), page=page))
+
+
+@paper(
+    "KV-Compress: Paged KV-Cache Compression with Variable Compression Rates per Attention Head",
+    arxiv="2410.00161",
+    family="budget-head",
+    exact="deviates",
+)
+def kv_compress(budget: Amount, *, window: Window = 32, page: Page = 16) -> Method:
+    """KV-Compress (Rehg, 2024, arXiv:2410.00161), section 3: the stack's best slots by squared attention.
+
+    score[j] = sum_i p_ij^2 over the last `window` queries i, the mean over a group, as the paper's variant
+    for long prompts; the L K n best slots of the whole stack stay, with the window, in pages of their heads.
+    Deviations: pages are filled by what stays, where the paper evicts whole blocks, so that a head may hold a
+    part of its last page; tokens that are written stay until the next prompt.
+    """
+    score = WindowAttention(window, reduce="squares")
+    return Method(Keep(score, Budget(budget), AcrossLayers(), (Recent(window),), page=page))
+
+
+@paper(
+    "Unifying KV Cache Compression for Large Language Models with LeanKV",
+    arxiv="2412.03131",
+    family="budget-head",
+    exact="deviates",
+)
+def leankv(
+    *,
+    share: Share = 0.95,
+    window: Window = 64,
+    high: Bits = 8,
+    low: Bits = 4,
+    group: Group | None = 32,
+    page: Page = 128,
+) -> Method:
+    """LeanKV (Zhang et al., 2024, arXiv:2412.03131): what carries a head's attention has more bits.
+
+    The fewest tokens that hold the share `share` of what a head has received (`Covering`), and the `window`
+    newest ones, have keys of `high` and values of `low` bits; the others keys of `low` and values of low / 2
+    bits, in groups of `group` channels. How many are which follows from the text. Deviations: the paper drops
+    the tokens of the least attention altogether; tokens that are written have the bits of the first kind
+    until the next prompt.
+    """
+    lower = Store(Affine(low, group=group), Affine(max(low // 2, 1), group=group))
+    keep = Keep(Covering(share), Budget(1.0), Threshold(0.0), (Recent(window),), lower=lower, page=page)
+    return Method(keep, Store(Affine(high), Affine(low, group=group)))

@@ -25,7 +25,7 @@ def test_noisy_attention_is_a_softmax_of_logits_with_gumbel_noise_that_gets_warm
     want = np.zeros((kv, t))
     for head in range(n):
         key = jax.random.fold_in(jax.random.key(3), head // 2)
-        noise = np.array([float(jax.random.gumbel(jax.random.fold_in(key, int(p)))) for p in at])
+        noise = np.array([float(jax.random.gumbel(jax.random.fold_in(key, max(int(p), 0)))) for p in at])
         s = q[0, head, :-4] @ k[0, head // 2].T / np.sqrt(h) + noise
         s = s / (0.5 + 2.5 * np.minimum(at[:-4, None] / 200, 1))
         s[(at[None] < 0) | (at[None] > at[:-4, None])] = -np.inf

@@ -15,16 +15,16 @@ from tests.methods.table import ROWS
 SEVERAL = {
     "dense, kv heads, evicts at prefill": 2,
     "dense, kv heads, evicts at prefill, rotates by rank, reads twice": 2,
-    "dense, kv heads, evicts every few steps": 4,
+    "dense, kv heads, evicts every few steps": 5,
     "dense, kv heads, evicts every step by mass": 4,
     "dense, kv heads, evicts every step by mass, merges into slots": 3,
-    "dense, kv heads, evicts every step by query": 5,
+    "dense, kv heads, evicts every step by query": 6,
     "dense, kv heads, evicts never, granule codes": 3,
     "dense, kv heads, evicts never, token codes": 5,
     "one pool, kv heads, evicts at prefill": 2,
     "dense, kv heads, evicts at prefill, rotates by rank": 2,
     "dense, kv heads, evicts every step": 3,
-    "pages, kv heads, evicts at prefill": 2,
+    "pages, kv heads, evicts at prefill": 3,
     "pages, kv heads, evicts every step": 2,
 }
 
