@@ -369,7 +369,7 @@ def with_token_ids(word: Any, ids_of: Callable[[str], tuple[int, ...]]) -> Any:
         new = tuple(with_token_ids(one, ids_of) for one in word)
         return word if all(a is b for a, b in zip(word, new, strict=True)) else type(word)(new)
     fields = _fields(word)
-    changed = {} if word is None else {name: with_token_ids(x, ids_of) for name, x in fields.items()}
+    changed: dict[str, Any] = {name: with_token_ids(x, ids_of) for name, x in fields.items()}
     changed = {name: x for name, x in changed.items() if x is not fields[name]}
     if "characters" in fields and fields["ids"] is None:
         changed["ids"] = ids_of(fields["characters"])

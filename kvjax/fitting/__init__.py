@@ -22,6 +22,7 @@ from kvjax.fitting.projections import fit_projections
 from kvjax.fitting.queries import fit_filters, fit_statistics
 from kvjax.fitting.repeats import fit_repeating_heads
 from kvjax.fitting.residues import fit_residue
+from kvjax.fitting.sharing import fit_sharing
 from kvjax.grammar import Method
 from kvjax.inputs import finite_number, whole_number
 from kvjax.keep.expected import QueryStatistics
@@ -32,6 +33,7 @@ from kvjax.keep.residue import Residue
 from kvjax.keep.retrieval import HeadGates, RepeatingHeads
 from kvjax.keep.semantic import SemanticHeads
 from kvjax.make.grouped_low_rank import GroupedLowRank
+from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods import method as build_method
 from kvjax.methods import takes_budget
 from kvjax.models.model import Model, check_single
@@ -63,6 +65,7 @@ FITS: dict[type, Fitter] = {
     ByChannel: Fitter(fit_levels, acts=True),
     Levels: Fitter(fit_levels, acts=True),
     GroupedLowRank: Fitter(fit_projections),
+    SharedLayers: Fitter(fit_sharing),
 }
 
 
@@ -122,7 +125,8 @@ _WHOLE = {
     "seed": (0, "seeds to skip"),
     "sinks": (0, "first tokens"),
     "recent": (1, "newest tokens"),
-    "tokens": (2, "tokens that are repeated"),
+    "tokens": (2, "tokens of a text"),
+    "layers": (1, "layers"),
     "repeats": (2, "times that they are written"),
 }
 

@@ -93,7 +93,7 @@ class Runs:
     window: int = 32
 
     def of(self, view: View, seen: Seen) -> tuple[Int[Array, "B K S"], Int[Array, "B K S"]]:
-        """The run of every slot of a view in position order, and its pivot: the slot of the most attention."""
+        """The run of every slot of a view in position order, and its pivot, the one of the most attention."""
         slots = view.pos.shape[-1]
         k = view.k.astype(jnp.float32)
         unit = k * jax.lax.rsqrt(jnp.maximum((k * k).sum(-1, keepdims=True), 1e-24))

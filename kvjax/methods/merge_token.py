@@ -87,16 +87,16 @@ def cam(budget: Amount, *, recent: Share = 0.5, following: Window = 32, seed: Se
     family="merge-token",
     exact="deviates",
 )
-def zeromerge(budget: Amount, *, recent: Share = 0.5, residual: Share = 0.1) -> Method:
+def zeromerge(budget: Amount, *, recent: Share = 0.5, share: Share = 0.1) -> Method:
     """ZeroMerge (Liu et al., 2025, arXiv:2503.10714): some slots stand for all that left, and count it.
 
-    Heavy hitters and recent tokens stay as in H2O. Of the budget, the share `residual` are slots that take up
+    Heavy hitters and recent tokens stay as in H2O. Of the budget, `share` are slots that take up
     what leaves, each the tokens whose keys are most similar, as a running mean, with the log of their number
     on its logits (`CountedMerge`). Deviations: the residual slots are those of the least attention when the
     first token leaves, and a share is given, where the paper splits the budget of a head by its own
     attention.
     """
-    merge = CountedMerge(takers=residual)
+    merge = CountedMerge(takers=share)
     keep = Keep(AccumulatedAttention(), Budget(budget), Uniform(), (Recent(recent),), when=STEP, merge=merge)
     return Method(keep)
 

@@ -289,3 +289,6 @@ def kvmerger_score(prompt, layer):
     rank = np.argsort(np.argsort(-mass, axis=-1, kind="stable"), axis=-1)
     pivots = np.stack([merges.runs(k, m, **KVMERGER) for k, m in zip(prompt.k[layer], mass, strict=True)])
     return t * (pivots == np.arange(t)) - rank
+
+
+OWN_LAYERS = Fitted({"source": np.arange(3, dtype=np.int32)}, "SharedLayers", "")

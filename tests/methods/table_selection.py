@@ -89,7 +89,7 @@ SELECTION = [
         kept=selection.fastgen_kept, counted=True, model="deep",
     ),
     row(
-        "zeromerge", dense(half_and_one, extra=8), hyper=dict(residual=0.2),
+        "zeromerge", dense(half_and_one, extra=8), hyper=dict(share=0.2),
         kept=each_layer(received, recent_half), victim=h2o_victim(count),
         leave=merges.counted(THETA, count, takers=0.2),
     ),
@@ -102,6 +102,8 @@ SELECTION = [
         kept=each_layer(selection.kvmerger_score, ends(1, 3)),
         leave=merges.kvmerger(THETA, **selection.KVMERGER),
     ),
+    # Where no layer shares; tests/test_sharing_layers.py has others.
+    row("kvsharer", dense(everything), hyper=dict(fitted=selection.OWN_LAYERS), model="deep"),
     row(
         "retrieval-head", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
         hyper=SNAP | dict(page=PAGE, fitted=selection.PROFILE), kept=headkv_kept,

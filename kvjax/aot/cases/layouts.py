@@ -95,6 +95,7 @@ SENTENCES = {
     "r-kv": _one("r-kv", **HALF),
     "lacache": _one("lacache", **HALF),
     "keepkv": _one("keepkv", **HALF),
+    "ems": _one("ems", **HALF),
     "less": _one("less", **HALF, fitted=KERNELS),
     "adakv": _one("adakv", **HALF),
     "adakv-renumbered": Sentence((("adakv", HALF), ("renumbered", {}))),
