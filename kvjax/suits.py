@@ -23,7 +23,8 @@ from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.bidirectional import Bidirectional
 from kvjax.models.mixers.latent import Latent
 from kvjax.place.pairs import pairs_of
-from kvjax.protocols import Answering, Preferring, Remembering, Resting, Reusing, Sampling
+from kvjax.protocols import Answering, Preferring
+from kvjax.read_protocols import Remembering, Resting, Reusing, Sampling
 from kvjax.words import crowded, observations, shaped
 
 

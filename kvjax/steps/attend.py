@@ -24,8 +24,9 @@ from kvjax.phase import Turn
 from kvjax.place.common import copies_of, lists_of
 from kvjax.place.host import fetched
 from kvjax.place.paged import attend_pages
-from kvjax.protocols import AttentionSpec, Read, Resting, Sampling
+from kvjax.protocols import AttentionSpec
 from kvjax.read.pages import positions, visited
+from kvjax.read_protocols import Read, Resting, Sampling
 from kvjax.steps.run import Run
 from kvjax.steps.turning import rope_of_keys, turned_keys
 from kvjax.stored import Form, Met, factors_of, groups_of, is_rows, meet
