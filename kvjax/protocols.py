@@ -44,6 +44,7 @@ class Inputs(NamedTuple):
 
     q is rotated, q_raw and k_raw are not; pos is -1 on padding; length counts each row's tokens so far, these
     included. fitted: the layer's arrays of words that were fitted (`kvjax.fitted`), by digest and name.
+    tokens: their ids; None where vectors were given in their place.
     """
 
     q: Float[Array, "B N T H"]
@@ -53,6 +54,7 @@ class Inputs(NamedTuple):
     pos: Int[Array, "B T"]
     length: Int[Array, "B"]
     fitted: dict[str, dict[str, Array]] = {}  # noqa: RUF012 (never written to)
+    tokens: Int[Array, "B T"] | None = None
 
 
 class Seen(NamedTuple):
@@ -136,7 +138,8 @@ class Trace(Protocol):
     """What a method remembers of every slot: one number, which moves with it wherever it is stored.
 
     needs: the observed masses or `Meeting`s by which it grows. `behind_layers`, where a word has it, says
-    that new tokens' numbers are their surprisals, which are known once all layers have run.
+    that new tokens' numbers are their surprisals, which are known once all layers have run; `by_ids` says
+    that they follow from token ids.
     """
 
     @property

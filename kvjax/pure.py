@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
+from tokenizers import Tokenizer
 
 from kvjax import steps
 from kvjax.cache import Cache
@@ -26,7 +27,7 @@ from kvjax.models.model import Model, check_single
 from kvjax.steps import Run
 from kvjax.steps.decode import step_fn
 from kvjax.suits import check_fit
-from kvjax.words import with_probe
+from kvjax.words import with_probe, with_token_ids
 
 
 class Static(NamedTuple):
@@ -49,7 +50,7 @@ def static(model: Model, method: Method | str | None = None, *, implementation: 
 
 
 def bind(method: Method, model: Model) -> Method:
-    """The method with what only the model can say: the token ids of a probe's instruction.
+    """The method with what only the model can say: token ids of a probe's instruction, and of characters.
 
     Raises InputError where the method does not fit what this model's layers keep, or rewrites its weights
     and did not make this model.
@@ -60,6 +61,7 @@ def bind(method: Method, model: Model) -> Method:
             "kvjax.prepare(model, method) returns, with its params"
         )
     check_fit(dataclasses.replace(method, make=None), model.config)
+    method = _with_ids(method, model.tokenizer)
     keep = method.keep
     if keep is None or keep.probe is None:
         return method
@@ -85,15 +87,37 @@ def bind(method: Method, model: Model) -> Method:
 
 def decoding(model: Model, method: Method | None, implementation: str | None) -> Run:
     """What the steps of a method share; remembered, because building it costs as much as calling them."""
-    return _decoding(model.config, method, implementation, model.on_mesh)
+    return _decoding(model.config, method, implementation, model.on_mesh, model.tokenizer)
 
 
 @lru_cache(maxsize=1024)
 def _decoding(
-    config: Config, method: Method | None, implementation: str | None, on_mesh: OnMesh | None
+    config: Config,
+    method: Method | None,
+    implementation: str | None,
+    on_mesh: OnMesh | None,
+    tokenizer: Tokenizer | None,
 ) -> Run:
-    whole = method or Method()
+    whole = _with_ids(method or Method(), tokenizer)
     return Run(config, whole.decode_part(), implementation, mesh_for(whole, on_mesh))
+
+
+@lru_cache(maxsize=256)
+def _with_ids(method: Method, tokenizer: Tokenizer | None) -> Method:
+    """The method, in which words that name tokens by characters have the ids of this tokenizer."""
+
+    def ids_of(characters: str) -> tuple[int, ...]:
+        if tokenizer is None:
+            raise InputError(
+                f"{method.id} chooses by what tokens are, and this model has no tokenizer: give their ids as "
+                "separators="
+            )
+        each = [[i] for i in range(tokenizer.get_vocab_size())]
+        texts = tokenizer.decode_batch(each, skip_special_tokens=False)
+        marks = [any(c in text for c in characters) and not any(map(str.isalnum, text)) for text in texts]
+        return tuple(i for i, mark in enumerate(marks) if mark)
+
+    return with_token_ids(method, ids_of)
 
 
 def prefill(

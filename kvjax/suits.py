@@ -301,6 +301,8 @@ def check_block_transformer(method: Method, config: BlockConfig) -> None:
     score = None if method.keep is None else method.keep.score
     if score is not None and any(getattr(t, "behind_layers", False) for t in score.traces):
         _refuse(method, "it asks how likely the prompt's tokens were, and blocks are none", "snapkv")
+    if score is not None and any(getattr(t, "by_ids", False) for t in score.traces):
+        _refuse(method, "it chooses by the ids of tokens, and blocks are none", "snapkv")
     if method.keep is not None and method.keep.narrow is not None:
         _refuse(method, "its upper layers leave tokens out, and every block is decoded", "snapkv")
     if method.reread is not None:

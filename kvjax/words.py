@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -384,6 +385,19 @@ def with_probe(word: Any, probe: Any) -> Any:
     for name, value in _fields(word).items():
         new = probe if name == "probe" and value is not None else with_probe(value, probe)
         changed |= {} if new is value else {name: new}
+    return dataclasses.replace(word, **changed) if changed else word
+
+
+def with_token_ids(word: Any, ids_of: Callable[[str], tuple[int, ...]]) -> Any:
+    """The word, in which words that name tokens by their characters (`kvjax.keep.tokens`) have their ids."""
+    if isinstance(word, tuple):
+        new = tuple(with_token_ids(one, ids_of) for one in word)
+        return word if all(a is b for a, b in zip(word, new, strict=True)) else type(word)(new)
+    fields = _fields(word)
+    changed: dict[str, Any] = {name: with_token_ids(x, ids_of) for name, x in fields.items()}
+    changed = {name: x for name, x in changed.items() if x is not fields[name]}
+    if "characters" in fields and fields["ids"] is None:
+        changed["ids"] = ids_of(fields["characters"])
     return dataclasses.replace(word, **changed) if changed else word
 
 

@@ -114,3 +114,97 @@ class Less:
             return 0.0, 0.0
         phi = np.stack([self.phi(x, layer, head * len(q) + i) for i, x in enumerate(q)])
         return phi @ h, (phi @ z)[:, None]
+
+
+class Compensated:
+    """RazorAttention (arXiv:2407.15891): what has left a list is one token of the mean key and value."""
+
+    def __init__(self, theta):
+        self.theta = theta
+
+    def __call__(self, memory, lists, gone):
+        for head, (slots, some) in enumerate(zip(lists, gone, strict=True)):
+            old = stays_and_leaves(slots, some)[1]
+            pairs = zip(turned(old, self.theta) if old else (), (s["v"] for s in old), strict=True)
+            memory.setdefault(head, []).extend(pairs)
+
+    def answer(self, memory, layer, head, q):
+        """Sums and weights that the rotated queries q [G, H] of a list's heads get of what has left it."""
+        if not memory[head]:
+            return 0.0, 0.0
+        k, v = (np.mean(x, 0) for x in zip(*memory[head], strict=True))
+        weight = len(memory[head]) * np.exp(q @ k / np.sqrt(len(k)))[:, None]
+        return weight * v, weight
+
+
+def take_up(slot, key, others, weights, keys, theta):
+    """A slot, whose rotated key is `key`, and others become one, by counts and weights."""
+    n = np.array(
+        [slot.get("votes", 1), *(o.get("votes", 1) * w for o, w in zip(others, weights, strict=True))]
+    )
+    slot["v"] = n @ np.stack([slot["v"], *(o["v"] for o in others)]) / n.sum()
+    mean = n @ np.stack([key, *keys]) / n.sum()
+    slot["k"] = rope(mean[None], [-slot["pos"]], theta)[0]
+    slot["votes"] = slot.get("votes", 1) + sum(o.get("votes", 1) for o in others)
+
+
+def counted(theta, count, threshold=-1.0, takers=1.0):
+    """ZeroMerge (arXiv:2503.10714) and EMS (arXiv:2412.08521): what leaves joins the most similar taker."""
+
+    def leave(memory, lists, gone):
+        for slots, some in zip(lists, gone, strict=True):
+            stay, old = stays_and_leaves(slots, some)
+            if not old:
+                continue
+            many = max(int(count(1 + max(s["pos"] for s in slots)) * takers + 1e-9), 1)
+            order = sorted(range(len(stay)), key=lambda i, s=stay: (s[i].get("votes", 1) == 1, s[i]["mass"]))
+            able = sorted(order[:many]) if takers < 1 else range(len(stay))
+            k, e = turned(stay, theta), turned(old, theta)
+            unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
+            cosine = np.full((len(old), len(stay)), -np.inf)
+            cosine[:, able] = (unit(e) @ unit(k).T)[:, able]
+            to = np.where(cosine.max(-1) >= threshold, cosine.argmax(-1), -1)
+            for i, slot in enumerate(stay):
+                mine = np.flatnonzero(to == i)
+                if len(mine):
+                    take_up(slot, k[i], [old[j] for j in mine], np.ones(len(mine)), e[mine], theta)
+            for joins in (to >= 0).tolist():
+                memory[joins] = memory.get(joins, 0) + 1
+
+    return leave
+
+
+def runs(k, mass, threshold, sinks, window):
+    """KVMerger's runs of a prompt's tokens by their rotated keys [T, H], and the pivot of each token."""
+    t, found = len(k), []
+    unit = k / np.linalg.norm(k, axis=-1, keepdims=True)
+    free = (np.arange(t) >= sinks) & (np.arange(t) < t - window)
+    for j in range(t):
+        if j and free[j] and free[j - 1] and unit[j] @ unit[j - 1] > threshold:
+            found[-1].append(j)
+        else:
+            found.append([j])
+    pivot = np.zeros(t, int)
+    for run in found:
+        pivot[run] = run[int(np.argmax(mass[run]))]
+    return pivot
+
+
+def kvmerger(theta, threshold, sinks, window):
+    """KVMerger (arXiv:2407.08454): the tokens of a run that leave a prompt join its pivot."""
+
+    def leave(memory, lists, gone):
+        for slots, some in zip(lists, gone, strict=True):
+            k = turned(slots, theta)
+            pivot = runs(k, np.array([s["mass"] for s in slots]), threshold, sinks, window)
+            for p in np.unique(pivot):
+                mine = [j for j in some if pivot[j] == p]
+                if p in some or not mine:
+                    continue
+                apart = np.linalg.norm(k[mine] - k[p], axis=-1)
+                sigma = apart.mean() / np.sqrt(2)
+                weights = np.exp(-(apart**2) / (2 * sigma**2))
+                take_up(slots[p], k[p], [slots[j] for j in mine], weights, k[mine], theta)
+                memory["joined"] = memory.get("joined", 0) + len(mine)
+
+    return leave

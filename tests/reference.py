@@ -120,12 +120,12 @@ class Row:
 
     kept: per layer, a boolean [lists, T] of the prompt's tokens that stay; lists are the KV heads, or the
     query heads where every one of them selects alone. phase: "position" or "rank" of a slot in its list, or
-    the distance that larger ones count as.
-    leave(memory, lists, gone): what a layer's slots become when those numbered in `gone`, per list, leave;
-    memory is a dict that the layer keeps. A slot notes what every query has given it, in `given`, and in all
-    (`mass`). leave.answer(memory, layer, list, q), where it has one: sums and
-    weights that the queries get beside those of the slots. attends(q, k, v, pos, at): what a group's queries
-    get instead of their attention over a list; `at` says where (`At`).
+    the distance that larger ones count as. leave(memory, lists, gone): what a layer's slots become when those
+    numbered in `gone`, per list, leave; memory is a dict that the layer keeps; a slot's `votes` say how many
+    tokens it stands for. A slot notes what every query has given it, in `given`, and in all (`mass`).
+    leave.answer(memory, layer, list, q), where it has one: sums and weights that the queries get beside those
+    of the slots. attends(q, k, v, pos, at): what a group's queries get instead of their attention over a
+    list; `at` says where (`At`).
     """
 
     def __init__(self, prompt, kept, phase="position", leave=None, attends=None):
@@ -146,7 +146,7 @@ class Row:
                     dict(
                         pos=at[j], k=raw[i // share][j], v=v[i // share][j], mass=given[i][:, j].sum(),
                         squares=squares[i][j], read=True, given=list(given[i][:, j]),
-                        layer=layer, hidden=prompt.hidden[layer][j],
+                        layer=layer, hidden=prompt.hidden[layer][j], token=prompt.tokens[j],
                     )
                     for j in range(len(at))
                 ]
@@ -190,6 +190,7 @@ class Row:
                             read=False,
                             given=[],
                             layer=number,
+                            token=token,
                             hidden=rms_norm(x, layer["attn_norm"], c.norm_eps)[0],
                         )
                     )
@@ -205,7 +206,7 @@ class Row:
                     where = At(self.next, self.prompt_tokens, i, len(lists), number)
                     outs.append(self.attends(q, k, np.stack([s["v"] for s in slots]), pos, where))
                     continue
-                s = q @ k.T / np.sqrt(c.head_dim)
+                s = q @ k.T / np.sqrt(c.head_dim) + np.log([slot.get("votes", 1) for slot in slots])
                 if window is not None:
                     s = np.where(at - pos >= window, -np.inf, s)
                 p = softmax(s)

@@ -20,7 +20,8 @@ from kvjax.keep.gate import gated
 from kvjax.steps.run import Run
 from tests.merges import Less
 from tests.methods.battery import MAIN, decoder, model, positions
-from tests.methods.table import GATE, GATE_THRESHOLD, GATES, KERNELS, PAGE, PROFILE, WINDOW
+from tests.methods.expected import GATE, GATE_THRESHOLD, GATES, KERNELS, PROFILE
+from tests.methods.rows import PAGE, WINDOW
 from tests.reference import Prompt, rms_norm, rope, softmax
 
 ROWS = [*MAIN.first, *MAIN.second]
@@ -61,6 +62,41 @@ def questions():
     answers = [(5, 6, 7), (9,), (3, 1)]
     each = zip(contexts, answers, spans, strict=True)
     return [ForcedSample("", "get", tuple(c), (4, 8), a, s) for c, a, s in each]
+
+
+def test_a_retrieval_score_counts_answers_tokens_that_a_head_copies_from_what_they_need():
+    m, rng = model("4/2"), np.random.default_rng(3)
+    contexts = [tuple(rng.integers(0, 6, 20).tolist()) for _ in range(12)]
+    samples = [ForcedSample("", "get", c, (4,), (c[1], c[2], c[7]), ((0, 4), (6, 14))) for c in contexts]
+    found = kvjax.fit(m, "retrieval-head", samples).arrays["importance"]
+    copied = np.zeros((2, 4))
+    for one in samples:
+        tokens = [*one.context, *one.question, *one.answer]
+        prompt = Prompt(decoder("4/2"), tokens[:-1])
+        for layer, head, i in np.ndindex(2, 4, 3):
+            at = prompt.p[layer][head, len(tokens) - 4 + i].argmax()
+            needed = any(start <= at < end for start, end in one.spans)
+            copied[layer, head] += (needed and tokens[at] == one.answer[i]) / 3 / len(samples)
+    assert (copied > 0).any() and len(np.unique(copied)) > 2
+    np.testing.assert_allclose(found, copied.reshape(2, 2, 2).max(2), rtol=1e-5)
+
+
+def test_heads_that_look_back_attend_to_the_same_token_or_to_what_followed_it():
+    texts, repeats = [MAIN.first[0][:9], MAIN.first[1][:5]], 3
+    found = kvjax.fit(model("4/2"), "razorattention", texts, tokens=7, repeats=repeats, seed=1).arrays
+    rng, echo, induction = np.random.default_rng(1), np.zeros((2, 4)), np.zeros((2, 4))
+    for text in texts:
+        period = rng.permutation(np.asarray(text)[:7])
+        t, prompt = len(period), Prompt(decoder("4/2"), np.tile(period, repeats).tolist())
+        for layer in range(2):
+            for i in range(t, repeats * t):
+                earlier = np.arange(i - t, -1, -t)
+                p = prompt.p[layer][:, i]
+                echo[layer] += p[:, earlier].sum(-1) / (repeats - 1) / t / 2
+                after = earlier + 1 if i % t < t - 1 else np.arange(i + 1 - t, -1, -t)
+                induction[layer] += p[:, after].sum(-1) / (repeats - 1) / t / 2
+    np.testing.assert_allclose(found["echo"], echo, rtol=1e-4)
+    np.testing.assert_allclose(found["induction"], induction, rtol=1e-4)
 
 
 def test_a_profile_is_the_attention_that_answers_pay_to_what_they_need():

@@ -28,7 +28,8 @@ from kvjax.stored import completed
 from kvjax.suits import check_fit
 from tests import stacks
 from tests.methods.battery import MAIN, ROOM, B, T, model, off, prompt_of, step, talk
-from tests.methods.table import BY_LABEL, MINI, MINI_MOST
+from tests.methods.rows import MINI, MINI_MOST
+from tests.methods.table import BY_LABEL
 
 NAME, LABEL = "deep", "minicache"
 METHOD = BY_LABEL[LABEL].method()

@@ -17,20 +17,23 @@ from kvjax.fitted import Fitted, fitted_words
 from kvjax.fitting.gates import fit_gate
 from kvjax.fitting.head_gates import fit_head_gates
 from kvjax.fitting.levels import fit_levels
-from kvjax.fitting.profiles import fit_profile, fit_semantic_heads
+from kvjax.fitting.profiles import fit_copies, fit_profile, fit_semantic_heads
 from kvjax.fitting.projections import fit_projections
 from kvjax.fitting.queries import fit_filters, fit_statistics
+from kvjax.fitting.repeats import fit_repeating_heads
 from kvjax.fitting.residues import fit_residue
+from kvjax.fitting.sharing import fit_sharing
 from kvjax.grammar import Method
 from kvjax.inputs import finite_number, whole_number
 from kvjax.keep.expected import QueryStatistics
 from kvjax.keep.filters import QueryFilters
 from kvjax.keep.gate import HiddenGate
-from kvjax.keep.profile import Profile
+from kvjax.keep.profile import CopyProfile, Profile
 from kvjax.keep.residue import Residue
-from kvjax.keep.retrieval import HeadGates
+from kvjax.keep.retrieval import HeadGates, RepeatingHeads
 from kvjax.keep.semantic import SemanticHeads
 from kvjax.make.grouped_low_rank import GroupedLowRank
+from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods import method as build_method
 from kvjax.methods import takes_budget
 from kvjax.models.model import Model, check_single
@@ -54,12 +57,15 @@ FITS: dict[type, Fitter] = {
     QueryFilters: Fitter(fit_filters),
     QueryStatistics: Fitter(fit_statistics),
     Profile: Fitter(fit_profile, asks=True),
+    CopyProfile: Fitter(fit_copies, asks=True),
+    RepeatingHeads: Fitter(fit_repeating_heads),
     SemanticHeads: Fitter(fit_semantic_heads, asks=True),
     HeadGates: Fitter(fit_head_gates, asks=True),
     Residue: Fitter(fit_residue, acts=True),
     ByChannel: Fitter(fit_levels, acts=True),
     Levels: Fitter(fit_levels, acts=True),
     GroupedLowRank: Fitter(fit_projections),
+    SharedLayers: Fitter(fit_sharing),
 }
 
 
@@ -119,6 +125,9 @@ _WHOLE = {
     "seed": (0, "seeds to skip"),
     "sinks": (0, "first tokens"),
     "recent": (1, "newest tokens"),
+    "tokens": (2, "tokens of a text"),
+    "layers": (1, "layers"),
+    "repeats": (2, "times that they are written"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Profiles of heads: how much of what an answer needs each head retrieves (HeadKV, CompressKV)."""
+"""Profiles of heads: how much of what an answer needs each head retrieves."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fit_profile(
     tokens, and the mean over samples and a group's heads. Raises InputError for a model whose layers are not
     all alike in what they keep.
     """
-    each = _over_samples(model, batches, progress, "profiles", best=True)
+    each = _over_samples(model, batches, progress, "profiles", "best")
     grouped = each.reshape(len(each), model.config.kv_heads, -1).mean(2)
     return Fitted({"importance": np.asarray(grouped, np.float32)}, "Profile", model.fingerprint)
 
@@ -59,8 +59,26 @@ def fit_semantic_heads(
     number of the needed; the mean over samples. Raises InputError for a model whose layers are not all alike
     in what they keep.
     """
-    each = _over_samples(model, batches, progress, "heads", best=False)
+    each = _over_samples(model, batches, progress, "heads", "all")
     return Fitted({"attention": np.asarray(each, np.float32)}, "SemanticHeads", model.fingerprint)
+
+
+def fit_copies(
+    model: Model,
+    batches: list[list[Sample]],
+    *,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Fitted:
+    """How often every KV head [L, K] copies: the retrieval score of its best query head (arXiv:2404.15574).
+
+    A query head copies a token of an answer where, at the query that says it, the token that the head attends
+    to most is one that the answer needs and is the same token (section 2). The score is the share of an
+    answer's tokens that are copied, the mean over samples. Raises InputError for a model whose layers are not
+    all alike in what they keep.
+    """
+    each = _over_samples(model, batches, progress, "profiles", "copies")
+    grouped = each.reshape(len(each), model.config.kv_heads, -1).max(2)
+    return Fitted({"importance": np.asarray(grouped, np.float32)}, "CopyProfile", model.fingerprint)
 
 
 def _over_samples(
@@ -68,9 +86,9 @@ def _over_samples(
     batches: list[list[Sample]],
     progress: Callable[[Iterable[Any]], Iterable[Any]],
     what: str,
-    best: bool,
+    counts: str,
 ) -> Float[np.ndarray, "L N"]:
-    """What every query head retrieves, the mean over samples."""
+    """What every query head retrieves, the mean over samples; counts: as in `_retrieved`."""
     check_whole(model, what)
     run = Run(model.config, Method())
     last = max(len(sample.answer) for batch in batches for sample in batch)
@@ -83,10 +101,9 @@ def _over_samples(
             model.params,
             jnp.asarray(given.tokens),
             jnp.asarray(given.lengths),
-            jnp.asarray([len(s.answer) for s in samples], jnp.int32),
+            jnp.asarray(_said(samples, last)),
             jnp.asarray(_needed(samples, given.tokens.shape[1])),
-            last=last,
-            best=best,
+            counts=counts,
         )
         total, count = total + np.asarray(found, np.float64).sum(1), count + len(samples)
     return np.asarray(total / count)
@@ -100,32 +117,45 @@ def _needed(samples: Sequence[Sample], tokens: int) -> Bool[np.ndarray, "B T"]:
     return needed
 
 
-@partial(jax.jit, static_argnames=("run", "last", "best"))
+def _said(samples: Sequence[Sample], last: int) -> Int[np.ndarray, "B W"]:
+    """The tokens of the answers, by the last queries that say them; -1 at queries that say none."""
+    said = np.full((len(samples), last), -1, np.int32)
+    for row, sample in zip(said, samples, strict=True):
+        row[last - len(sample.answer) :] = sample.answer
+    return said
+
+
+@partial(jax.jit, static_argnames=("run", "counts"))
 def _retrieved(
     run: Run,
     params: Params,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
-    answers: Int[Array, "B"],
+    said: Int[Array, "B W"],
     needed: Bool[Array, "B T"],
     *,
-    last: int,
-    best: bool,
+    counts: str,
 ) -> Float[Array, "L B N"]:
-    """What the heads retrieve at the last `answers` of every row's queries.
+    """What the heads retrieve at the last queries of every row, which say the tokens `said`.
 
-    best: only what is needed and among a head's best counts, as many as are needed.
+    counts: "all" the attention to what is needed, "best" only that to what is among a head's best, as many as
+    are needed; both per needed token. "copies": the share of queries whose best is needed and what they say.
     """
+    last = said.shape[1]
     prompt = steps.observe(run, params, tokens, lengths, None, frozenset({Queries(last)}))
     pos, length = prompt.positions
     many = needed.sum(-1, dtype=jnp.int32)
-    asking = jnp.arange(last, dtype=jnp.int32)[None] >= last - answers[:, None]
+    asking = said >= 0
 
     def one(first: int, view: View, observed: dict[str, Any]) -> Float[Array, "B N"]:
         seen = Seen(observed, None, length, length, first, run.attention_spec(first))
         p = probabilities(window_logits(view, seen, last))
         right = needed[:, None, None, None] & asking[:, None, None, :, None]
-        right = right & (ranks(p) < many[:, None, None, None, None]) if best else right
+        if counts == "copies":
+            same = tokens[:, None, None, None] == said[:, None, None, :, None]
+            copied = (right & same & (ranks(p) < 1)).astype(jnp.float32).sum((3, 4)).reshape(len(many), -1)
+            return copied / jnp.maximum(asking.sum(-1, keepdims=True), 1).astype(jnp.float32)
+        right = right & (ranks(p) < many[:, None, None, None, None]) if counts == "best" else right
         each = jnp.where(right, p, 0.0).sum((3, 4)).reshape(len(many), -1)
         return each / jnp.maximum(many, 1).astype(jnp.float32)[:, None]
 

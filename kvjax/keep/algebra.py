@@ -169,6 +169,30 @@ class Staged(Made):
         return jnp.where(ranks(first) < stays[:, None, None], jnp.inf, scored(self.rest, view, seen))
 
 
+@dataclasses.dataclass(frozen=True)
+class OverPeak(Made):
+    """a[j] / max_i a[i] over all live slots of a head, for scores that are not negative."""
+
+    score: Score
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        score = jnp.where(view.pos >= 0, scored(self.score, view, seen), 0.0)
+        return score / jnp.maximum(score.max(-1, keepdims=True), 1e-30)
+
+
+@dataclasses.dataclass(frozen=True)
+class Aged(Made):
+    """a[j] rate^(age / tokens), the age being how many tokens are newer than slot j's."""
+
+    score: Score
+    rate: float
+    tokens: int
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        age = (seen.length[:, None, None] - 1 - view.pos).astype(jnp.float32)
+        return scored(self.score, view, seen) * jnp.power(jnp.float32(self.rate), age / self.tokens)
+
+
 def rank(score: Score) -> Ranked:
     """A score by place instead of by value, so that scores of different units can be added."""
     return Ranked(score)

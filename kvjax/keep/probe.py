@@ -19,13 +19,15 @@ class Probe:
     prefix: token ids of an instruction; where a probe has None, the model's tokenizer encodes its `text`.
     needs: what is observed of its queries; `seen` makes of that, for every layer, what scores find by the
     probe's repr. keys: whether it asks for the keys of its own tokens, as queries meet them. asks: whether it
-    is nothing but its instruction, and so needs one.
+    is nothing but its instruction, and so needs one. ahead: the model writes so many tokens itself, the
+    likeliest ones behind the prompt, and these are read.
     """
 
     prefix: tuple[int, ...] | None = ()
     text: str = ""
     keys: bool = False
     asks: bool = False
+    ahead: int = 0
 
     @property
     def needs(self) -> frozenset[Observation]:

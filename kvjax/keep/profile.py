@@ -38,6 +38,16 @@ class Profile:
 
 
 @dataclasses.dataclass(frozen=True)
+class CopyProfile(Profile):
+    """How often every KV head copies the token that is said next (Retrieval Head, arXiv:2404.15574).
+
+    fitted: "importance" [L, K], as `kvjax fit retrieval-head` writes it.
+    """
+
+    by = "retrieval-head"
+
+
+@dataclasses.dataclass(frozen=True)
 class ByProfile:
     """HeadKV (arXiv:2410.19258, section 4.2): heads get a base, and shares of a pool by their importance.
 

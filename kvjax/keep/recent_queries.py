@@ -61,3 +61,25 @@ class Votes(Word):
         share = jnp.where(view.pos >= (seen.length - self.newest)[:, None, None], jnp.inf, share)
         share = jnp.where(view.pos < 0, -jnp.inf, share)
         return jnp.where(ranks(share) < seen.n[:, None, None], share, -1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Neglect(Word):
+    """score[j] = -(how often the last `last` queries i, which see j, gave it p_ij < 1 / t_i).
+
+    t_i is the number of tokens up to query i, 1 / t_i an even share; the mean over a group's heads
+    (Scissorhands, arXiv:2305.17118).
+    """
+
+    last: int
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({Queries(self.last)})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        _, q_pos = seen.of(Queries(self.last))
+        p = probabilities(window_logits(view, seen, self.last))
+        share = 1 / jnp.maximum(q_pos + 1, 1).astype(jnp.float32)[:, None, None, :, None]
+        sees = (view.pos[:, :, None] <= q_pos[:, None, :, None])[:, :, None]
+        return -((p < share) & sees).astype(jnp.float32).sum(3).mean(2)

@@ -23,10 +23,11 @@ class WindowAttention(Word):
     """Attention that slots receive from the last `last` queries.
 
     score[j] = reduce_i softmax_j(q_i k_j / sqrt(H)) over i in the window, where the softmax runs over all
-    visible slots; the window's own slots score 0 (protect them). reduce: "sum" or "mean" over the window.
-    heads: "mean" over the group of a KV head, "layer" for one score shared by the layer's heads, or "logits"
-    for the largest logit in a group before the softmax. among_older: the softmax leaves the window out.
-    A decode step has computed the attention of its one query anyway, so last=1 costs nothing there.
+    visible slots; the window's own slots score 0 (protect them). reduce: "sum" or "mean" over the window, or
+    "squares", the sum of p^2. heads: "mean" over the group of a KV head, "layer" for one score shared by the
+    layer's heads, or "logits" for the largest logit in a group before the softmax. among_older: the softmax
+    leaves the window out. A decode step has computed the attention of its one query anyway, so last=1 costs
+    nothing there.
     """
 
     last: int
@@ -56,7 +57,8 @@ class WindowAttention(Word):
             s = s.max(2, keepdims=True)
         if self.among_older:
             s = jnp.where(in_window[:, :, None, None], -jnp.inf, s)
-        score = probabilities(s).sum(3).mean(2)
+        p = probabilities(s)
+        score = (p * p if self.reduce == "squares" else p).sum(3).mean(2)
         if self.reduce == "mean":
             score = score / jnp.maximum((q_pos >= 0).sum(-1), 1).astype(jnp.float32)[:, None, None]
         return jnp.where(in_window, 0.0, score) if self.hide_window else score

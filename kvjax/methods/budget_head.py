@@ -5,16 +5,33 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from kvjax.fitted import as_fitted
-from kvjax.grammar import Budget, Keep, Method
+from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.keep.algebra import stage
-from kvjax.keep.budget import AcrossHeads, Threshold, Uniform
+from kvjax.keep.budget import AcrossHeads, AcrossLayers, Threshold, Uniform
+from kvjax.keep.compensation import Compensation
+from kvjax.keep.enough import Covering
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.profile import ByProfile, Profile
-from kvjax.keep.retrieval import HeadGates, Retrieving
-from kvjax.keep.score import OutputNorm
+from kvjax.keep.profile import ByProfile, CopyProfile, Profile
+from kvjax.keep.retrieval import HeadGates, RepeatingHeads, Retrieving
+from kvjax.keep.score import OutputNorm, WindowAttention
+from kvjax.keep.tokens import PolicyLadder, TokensOf
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Fit, Kernel, Page, Share, Tokens, Window, pick, window_score
+from kvjax.methods.shared import (
+    Amount,
+    Bits,
+    Fit,
+    Group,
+    Kernel,
+    Page,
+    Share,
+    TokenIds,
+    Tokens,
+    Window,
+    pick,
+    window_score,
+)
+from kvjax.store.affine import Affine
 from kvjax.when import STEP
 
 
@@ -115,6 +132,64 @@ def headkv(
 
 
 @paper(
+    "Retrieval Head Mechanistically Explains Long-Context Factuality",
+    arxiv="2404.15574",
+    family="budget-head",
+    exact="deviates",
+)
+def retrieval_head(
+    budget: Amount,
+    *,
+    fitted: Fit | None = None,
+    window: Window = 32,
+    kernel: Kernel = 7,
+    beta: Annotated[float, Range(1, 1000)] = 1.2,
+    page: Page = 128,
+) -> Method:
+    """Retrieval Head (Wu et al., 2024, arXiv:2404.15574), section 2: heads that copy what is said get more.
+
+    A head's retrieval score is the share of an answer's tokens at which the token that it attends to most is
+    needed and is the one that is said. fitted: these scores, as `kvjax fit retrieval-head` writes them.
+    Deviation: the paper finds such heads and compresses nothing; here they share the budget as in HeadKV
+    (`headkv`), a KV head by the best of its query heads.
+    """
+    profile = CopyProfile(as_fitted(fitted))
+    score, allocate = window_score(window, kernel, "grouped"), ByProfile(profile, window, beta)
+    return Method(Keep(score, Budget(budget), allocate, (Recent(window),), page=page))
+
+
+@paper(
+    "RazorAttention: Efficient KV Cache Compression Through Retrieval Heads",
+    arxiv="2407.15891",
+    family="budget-head",
+    exact="deviates",
+)
+def razorattention(
+    *,
+    fitted: Fit | None = None,
+    induction: Share = 0.14,
+    echo: Share = 0.01,
+    sinks: Tokens = 4,
+    window: Window = 4000,
+    share: Share = 0.2,
+    page: Page = 128,
+) -> Method:
+    """RazorAttention (Tang et al., 2024, arXiv:2407.15891), section 3: heads that look back keep all.
+
+    The share `induction` of the stack's query heads that attend most to what followed their token before, and
+    the share `echo` that attend most to the token itself, keep every token; all other heads keep the first
+    `sinks` tokens, the newest `window` ones and no fewer than `share` of a prompt, and one token of the mean
+    key and value for all that left (`Compensation`). fitted: how much heads look back, as `kvjax fit
+    razorattention` writes it. Deviation: a KV head keeps all for one of its query heads; tokens that are
+    written stay until the next prompt.
+    """
+    score = Retrieving(RepeatingHeads(as_fitted(fitted), echo), induction)
+    protect = (Sink(sinks), Recent(window), Recent(share))
+    keep = Keep(score, Budget(1.0), Threshold(0.0), protect, merge=Compensation(), page=page)
+    return Method(keep)
+
+
+@paper(
     "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads",
     arxiv="2410.10819",
     family="budget-head",
@@ -140,3 +215,77 @@ def duoattention(
     score = Retrieving(HeadGates(as_fitted(fitted)), retrieval)
     protect = (Sink(sinks), Recent(window))
     return Method(Keep(score, Budget(1.0), Threshold(0.0), protect, when=STEP, page=page))
+
+
+@paper(
+    "Model Tells You What to Discard: Adaptive KV Cache Compression for LLMs",
+    arxiv="2310.01801",
+    family="budget-head",
+    exact="deviates",
+)
+def fastgen(
+    *,
+    separators: TokenIds | None = None,
+    recover: Share = 0.95,
+    frequent: Share = 0.3,
+    local: Share = 0.3,
+    sinks: Tokens = 4,
+    window: Window = 32,
+    page: Page = 128,
+) -> Method:
+    """FastGen (Ge et al., 2023, arXiv:2310.01801), section 3: every head has the cheapest policy that does.
+
+    Special tokens, then punctuation, then heavy hitters, then the newest tokens, then all: a head keeps as
+    many of these sets as have the share `recover` of its attention (`PolicyLadder`). separators: the ids of
+    punctuation, as in SepLLM (`sepllm`). Deviations: special tokens are the first `sinks`; attention is that
+    of the last `window` queries of a prompt, where the paper asks all of them; tokens that are written stay
+    until the next prompt, where the paper goes on with the head's policy.
+    """
+    score = PolicyLadder(TokensOf(separators), sinks, frequent, local, recover, window)
+    return Method(Keep(score, Budget(1.0), Threshold(0.0), page=page))
+
+
+@paper(
+    "KV-Compress: Paged KV-Cache Compression with Variable Compression Rates per Attention Head",
+    arxiv="2410.00161",
+    family="budget-head",
+    exact="deviates",
+)
+def kv_compress(budget: Amount, *, window: Window = 32, page: Page = 16) -> Method:
+    """KV-Compress (Rehg, 2024, arXiv:2410.00161), section 3: the stack's best slots by squared attention.
+
+    score[j] = sum_i p_ij^2 over the last `window` queries i, the mean over a group, as the paper's variant
+    for long prompts; the L K n best slots of the whole stack stay, with the window, in pages of their heads.
+    Deviations: pages are filled by what stays, where the paper evicts whole blocks, so that a head may hold a
+    part of its last page; tokens that are written stay until the next prompt.
+    """
+    score = WindowAttention(window, reduce="squares")
+    return Method(Keep(score, Budget(budget), AcrossLayers(), (Recent(window),), page=page))
+
+
+@paper(
+    "Unifying KV Cache Compression for Large Language Models with LeanKV",
+    arxiv="2412.03131",
+    family="budget-head",
+    exact="deviates",
+)
+def leankv(
+    *,
+    share: Share = 0.95,
+    window: Window = 64,
+    high: Bits = 8,
+    low: Bits = 4,
+    group: Group | None = 32,
+    page: Page = 128,
+) -> Method:
+    """LeanKV (Zhang et al., 2024, arXiv:2412.03131): what carries a head's attention has more bits.
+
+    The fewest tokens that hold the share `share` of what a head has received (`Covering`), and the `window`
+    newest ones, have keys of `high` and values of `low` bits; the others keys of `low` and values of low / 2
+    bits, in groups of `group` channels. How many are which follows from the text. Deviations: the paper drops
+    the tokens of the least attention altogether; tokens that are written have the bits of the first kind
+    until the next prompt.
+    """
+    lower = Store(Affine(low, group=group), Affine(max(low // 2, 1), group=group))
+    keep = Keep(Covering(share), Budget(1.0), Threshold(0.0), (Recent(window),), lower=lower, page=page)
+    return Method(keep, Store(Affine(high), Affine(low, group=group)))

@@ -8,6 +8,7 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Pool
 from kvjax.keep.budget import Pyramid, Threshold
 from kvjax.keep.composite import Agreed, Composite
+from kvjax.keep.enough import EndsEnough
 from kvjax.keep.layer_budgets import ByHits, ByPrefix, ByUncertainty, Together
 from kvjax.keep.lazy import Lookback
 from kvjax.keep.patterns import Recent, Sink
@@ -220,3 +221,21 @@ def simlayerkv(
     score = Lookback(last, sinks, window)
     protect = (Sink(sinks), Recent(window))
     return Method(Keep(score, Budget(1.0), Threshold(1 - threshold), protect, page=page))
+
+
+@paper(
+    "DBudgetKV: Dynamic Budget in KV Cache Compression for Ensuring Optimal Performance",
+    arxiv="2502.16886",
+    family="budget-layer",
+    exact="deviates",
+)
+def dbudgetkv(*, loss: Share = 0.01, sinks: Tokens = 4, page: Page = 128) -> Method:
+    """DBudgetKV (Ni et al., 2025, arXiv:2502.16886): a layer drops tokens as long as its attention stays.
+
+    Tokens are ranked by position: the first `sinks`, then from the newest to the oldest. From the end of this
+    order they leave a layer until the norm of its attention matrix would lose more than the share `loss`
+    (`EndsEnough`), so there is no budget. Deviation: the norm is that of the attention of all queries in all
+    heads of a layer before anything left; the paper speaks of the matrix of a layer.
+    """
+    protect = (Sink(sinks), Recent(1))
+    return Method(Keep(EndsEnough(sinks, loss), Budget(1.0), Threshold(0.0), protect, page=page))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Method
+from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods.papers import paper
-from kvjax.methods.shared import Depth, Ratio, Share
+from kvjax.methods.shared import Depth, Fit, Ratio, Share
 from kvjax.store.merged import Merged
 
 
@@ -29,3 +31,19 @@ def minicache(*, start: Depth = 0.5, t: Share = 0.6, gamma: Share = 0.05, most: 
     token stay together; and `most`, which the paper does not have, makes sizes known beforehand.
     """
     return Method(stack=Merged(start, t, gamma, Budget(float(most))))
+
+
+@paper(
+    "KVSharer: Efficient Inference via Layer-Wise Dissimilar KV Cache Sharing",
+    arxiv="2410.18517",
+    family="merge-layer",
+    exact="equal",
+)
+def kvsharer(*, fitted: Fit | None = None) -> Method:
+    """KVSharer (Yang et al., 2024, arXiv:2410.18517), section 3: layers read the slots of one unlike them.
+
+    A layer that shares has no keys and values of its own: it reads those of a lower layer, in prompts and in
+    steps (`SharedLayers`). fitted: which layers do, as `kvjax fit kvsharer` finds it: pairs of layers are
+    tried from the most unlike on, and taken as long as the last hidden states stay alike.
+    """
+    return Method(make=SharedLayers(as_fitted(fitted)))

@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Annotated
 
 from kvjax.grammar import Budget, Keep, Method
+from kvjax.keep.algebra import OverPeak, Pool
 from kvjax.keep.budget import Uniform
 from kvjax.keep.merge import ZipMerge
 from kvjax.keep.merge_cam import ValueMerge
+from kvjax.keep.merge_counted import CountedMerge, GaussianMerge, Pivots, Runs
 from kvjax.keep.merge_d2o import SimilarMerge
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.score import AccumulatedAttention
+from kvjax.keep.score import AccumulatedAttention, WindowAttention
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Seed, Share, Tokens, Window
+from kvjax.methods.shared import Amount, Kernel, Seed, Share, Tokens, Window
 from kvjax.when import STEP
 
 # A cosine of two keys.
@@ -76,4 +78,71 @@ def cam(budget: Amount, *, recent: Share = 0.5, following: Window = 32, seed: Se
         AccumulatedAttention(), Budget(budget), Uniform(), (Recent(recent),), when=STEP,
         merge=ValueMerge(following, seed),
     )  # fmt: skip
+    return Method(keep)
+
+
+@paper(
+    "ZeroMerge: Parameter-Free KV Cache Compression for Memory-Efficient Long-Context LLMs",
+    arxiv="2503.10714",
+    family="merge-token",
+    exact="deviates",
+)
+def zeromerge(budget: Amount, *, recent: Share = 0.5, share: Share = 0.1) -> Method:
+    """ZeroMerge (Liu et al., 2025, arXiv:2503.10714): some slots stand for all that left, and count it.
+
+    Heavy hitters and recent tokens stay as in H2O. Of the budget, `share` are slots that take up
+    what leaves, each the tokens whose keys are most similar, as a running mean, with the log of their number
+    on its logits (`CountedMerge`). Deviations: the residual slots are those of the least attention when the
+    first token leaves, and a share is given, where the paper splits the budget of a head by its own
+    attention.
+    """
+    merge = CountedMerge(takers=share)
+    keep = Keep(AccumulatedAttention(), Budget(budget), Uniform(), (Recent(recent),), when=STEP, merge=merge)
+    return Method(keep)
+
+
+@paper(
+    "EMS: Adaptive Evict-then-Merge Strategy for Head-wise KV Cache Compression Based on Global-Local "
+    "Importance",
+    arxiv="2412.08521",
+    family="merge-token",
+    exact="deviates",
+)
+def ems(
+    budget: Amount, *, window: Window = 32, kernel: Kernel = 5, threshold: Cosine = 0.6, sinks: Tokens = 4
+) -> Method:
+    """EMS (Li et al., 2024, arXiv:2412.08521): what leaves joins what it resembles, or the class of nothing.
+
+    score = G / max G + L / max L of the attention of all queries (global) and of the last `window` ones
+    (local, smoothed by the maximum); the first `sinks` tokens and the window stay. A token that leaves joins
+    the kept one of the most similar key if their cosine reaches `threshold`, and is dropped otherwise
+    (`CountedMerge`). Deviations: which tokens merge follows from the threshold alone, where the paper allots
+    a number of them to every head by its redundancy; counts go to the logits.
+    """
+    local = WindowAttention(window) >> Pool(kernel)
+    score = OverPeak(AccumulatedAttention()) + OverPeak(local)
+    protect = (Sink(sinks), Recent(window))
+    return Method(Keep(score, Budget(budget), Uniform(), protect, merge=CountedMerge(threshold)))
+
+
+@paper(
+    "Model Tells You Where to Merge: Adaptive KV Cache Merging for LLMs on Long-Context Tasks",
+    arxiv="2407.08454",
+    family="merge-token",
+    exact="deviates",
+)
+def kvmerger(budget: Amount, *, threshold: Cosine = 0.75, sinks: Tokens = 4, window: Window = 32) -> Method:
+    """KVMerger (Wang et al., 2024, arXiv:2407.08454), section 4: neighbours of similar keys become one.
+
+    Tokens that follow each other and whose keys have a cosine above `threshold` are a run (`Runs`), of which
+    the one of the most attention is the pivot. Pivots stay before others, both by the attention that they
+    received, and the other tokens of a run join its pivot with Gaussian weights (`GaussianMerge`). The first
+    `sinks` and the `window` newest tokens stay. Deviations: a budget is given, where the paper's follows from
+    the threshold, so that what it leaves goes to further tokens, and pivots beyond it are dropped; heavy
+    hitters are not set apart; the size of a run goes to its logits, where the paper multiplies by it; runs do
+    not grow over tokens that are written.
+    """
+    runs = Runs(threshold, sinks, window)
+    protect = (Sink(sinks), Recent(window))
+    keep = Keep(Pivots(runs), Budget(budget), Uniform(), protect, merge=GaussianMerge(runs))
     return Method(keep)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from kvjax.grammar import Budget, Keep, Method
+from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.keep.algebra import Pool, stage
 from kvjax.keep.beehive import Samples
 from kvjax.keep.budget import Uniform, UpTo
 from kvjax.keep.deviation import AttentionDeviation
+from kvjax.keep.keyformer import NoisyAttention, NoisyMass
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.phases import InPhases
-from kvjax.keep.recent_queries import FusedAttention, Votes
+from kvjax.keep.recent_queries import FusedAttention, Neglect, Votes
 from kvjax.keep.score import AccumulatedAttention, DecayedAttention, KeyRedundancy, ValueNorm, WindowAttention
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Kernel, Share, Tokens, Window, window_score
+from kvjax.methods.shared import Amount, Bits, Kernel, Seed, Share, Tokens, Window, window_score
+from kvjax.store.affine import Affine
 from kvjax.when import STEP, Every
 
 
@@ -226,3 +228,69 @@ def scope(budget: Amount, *, written: Share = 0.5, window: Window = 32, kernel: 
     last = WindowAttention(1, hide_window=False)
     score = InPhases(window_score(window, kernel, "grouped"), last, written, window)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), when=STEP))
+
+
+@paper(
+    "Keyformer: KV Cache Reduction through Key Tokens Selection for Efficient Generative Inference",
+    arxiv="2403.09054",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def keyformer(
+    budget: Amount,
+    *,
+    recent: Share = 0.3,
+    tau: Annotated[float, Range(0.01, 100)] = 1.0,
+    tau_end: Annotated[float, Range(0.01, 100)] = 2.0,
+    horizon: Window = 2048,
+    seed: Seed = 0,
+) -> Method:
+    """Keyformer (Adnan et al., 2024, arXiv:2403.09054), section 3: key tokens, by noisy attention.
+
+    score[j] = sum_i softmax_j((q_i k_j / sqrt(H) + z_j) / tau_i) over the prompt and every step, with Gumbel
+    noise z; a share `recent` of the budget is the newest tokens. Deviations: tau rises with a query's
+    position over `horizon` tokens, where the paper's stays at its start for a prompt and rises over the
+    tokens that are written; a token's noise is drawn once; in a later turn, what was held and what is new
+    have a softmax each (`NoisyMass`). Scores are those of KV heads, summed over a group.
+    """
+    score = NoisyAttention(NoisyMass(tau, tau_end, horizon, seed))
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(recent),), when=STEP))
+
+
+@paper(
+    "Scissorhands: Exploiting the Persistence of Importance Hypothesis for LLM KV Cache Compression at Test "
+    "Time",
+    arxiv="2305.17118",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def scissorhands(budget: Amount, *, history: Window = 400, newest: Tokens = 10, drop: Window = 32) -> Method:
+    """Scissorhands (Liu et al., 2023, arXiv:2305.17118), algorithm 2: what has long mattered little leaves.
+
+    A token is neglected by a query that gives it less than an even share 1 / t of its attention. Whenever a
+    head holds `drop` tokens more than the budget, those leave that most of the last `history` queries
+    neglect; the `newest` tokens stay. Deviations: with grouped queries, the mean over a group's heads;
+    attention of earlier queries is that over the slots still held; the paper gives layers budgets of their
+    own, from offline measurements.
+    """
+    return Method(Keep(Neglect(history), Budget(budget), Uniform(), (Recent(newest),), when=Every(drop)))
+
+
+@paper(
+    "ALISA: Accelerating Large Language Model Inference via Sparsity-Aware KV Caching",
+    arxiv="2403.17312",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def alisa(budget: Amount, *, recent: Share = 0.5, window: Window = 16, bits: Bits = 8) -> Method:
+    """ALISA (Zhao et al., 2024, arXiv:2403.17312), section 4: sparse window attention over coded slots.
+
+    Half of the budget (`recent`) is the newest tokens, the other half those to which the last `window`
+    queries give the most attention, in sum; keys and values have `bits` bits. Deviations: what leaves is
+    dropped, where the paper moves it to host memory or computes it anew when a later step asks for it; a
+    token and a head have one scale.
+    """
+    keep = Keep(
+        WindowAttention(window, hide_window=False), Budget(budget), Uniform(), (Recent(recent),), when=STEP
+    )
+    return Method(keep, Store(Affine(bits), Affine(bits)))

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from kvjax.errors import InputError
 from kvjax.grammar import Budget, Keep, Method
+from kvjax.keep.algebra import Aged
 from kvjax.keep.budget import Uniform
 from kvjax.keep.hashed import HashLikeness
 from kvjax.keep.ladder import Ladder
@@ -13,10 +14,11 @@ from kvjax.keep.norms import NormRatio, Rounded
 from kvjax.keep.pages import WholePages
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.phases import Phased
-from kvjax.keep.score import KeyNorm, Position
+from kvjax.keep.score import KeyNorm, Novelty, Position
+from kvjax.keep.tokens import SeparatorsFirst, TokensOf
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Page, Planes, Seed, Tokens, Window
+from kvjax.methods.shared import Amount, Page, Planes, Seed, TokenIds, Tokens, Window
 from kvjax.phase import ByRank, Clamped
 from kvjax.when import STEP, Every
 
@@ -136,3 +138,49 @@ def lm_infinite(budget: Amount, *, sinks: Tokens = 10, distance: Window = 4096) 
     """
     phase = Clamped(distance)
     return Method(Keep(Position(), Budget(budget), Uniform(), (Sink(sinks),), when=STEP, phase=phase))
+
+
+@paper(
+    "SepLLM: Accelerate Large Language Models by Compressing One Segment into One Separator",
+    arxiv="2412.12094",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def sepllm(
+    budget: Amount, *, separators: TokenIds | None = None, sinks: Tokens = 4, window: Window = 256
+) -> Method:
+    """SepLLM (Chen et al., 2024, arXiv:2412.12094), training-free: separators stand for what they close.
+
+    The first `sinks` tokens, the `window` newest ones and separators stay, in prompts and while decoding;
+    what the budget then leaves goes to the newest of the other tokens, and where separators are more than
+    fit, the oldest leave. separators: their token ids; None takes what has one of .,?!;: or a line's end, and
+    no letter or digit, from the model's tokenizer. Deviation: a prompt is read with whole attention before it
+    is cut, and tokens are cut one by one, where the paper's cache does so whenever it is full.
+    """
+    score, protect = SeparatorsFirst(TokensOf(separators)), (Sink(sinks), Recent(window))
+    return Method(Keep(score, Budget(budget), Uniform(), protect, when=STEP))
+
+
+@paper(
+    "SirLLM: Streaming Infinite Retentive LLM",
+    arxiv="2405.12528",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def sirllm(
+    budget: Amount,
+    *,
+    sinks: Tokens = 4,
+    window: Window = 64,
+    decay: Annotated[float, Range(0.01, 1)] = 0.9,
+    turn: Window = 256,
+) -> Method:
+    """SirLLM (Yao et al., 2024, arXiv:2405.12528), section 3: what surprised the model stays, for a while.
+
+    score[j] = decay^(age_j / turn) (-log p(x_j | x_<j)); the first `sinks` and the `window` newest tokens
+    stay. Keys turn by rank in the cache, as in StreamingLLM. Deviations: entropy decays with every `turn`
+    tokens, where the paper multiplies it once for every round of a dialogue; it acts at the end of every
+    prompt, and tokens that are written have no entropy, so that they leave first in the next turn.
+    """
+    score, protect = Aged(Novelty(), decay, turn), (Sink(sinks), Recent(window))
+    return Method(Keep(score, Budget(budget), Uniform(), protect, phase=ByRank()))

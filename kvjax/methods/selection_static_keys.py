@@ -103,6 +103,10 @@ def compactor(
     `newest` last tokens stay. Deviation: leverage is that among all tokens, with a ridge of 0.01, as in
     kvpress; the authors' code takes it among 512 at a time. The budget is given; the paper's second part,
     which finds it by itself, is left out.
+
+    On the shipped model its second part is what keeps it below random draws (64 contexts of "get", half kept:
+    leverage alone finds 86 %, both 28 %, attention alone 5 %, random 31 %): most of a text is filler, and
+    what filler asks of its own chunk is filler.
     """
     attention = NonCausalAttention(chunk) >> Pool(3, "mean")
     score = blend * standardised(Leverage(rank, seed=seed)) + standardised(attention)
@@ -157,6 +161,10 @@ def capkv(
     score[j] = w_j v_j' A^-1 v_j with A = I + sum_i w_i v_i v_i' and w_j = exp(tau <k_j, q>) for a mean query
     q (`Capacity`); the first `sinks` tokens stay. Deviation: as in kvpress, k and q are of unit length, q is
     turned by the average rotation of the next `future` positions, and v_j stands for what it writes.
+
+    On the shipped model it keeps less of what is asked than random draws do, and the more so the larger `tau`
+    is ("get", half kept: tau=0 finds 59 %, tau=1 14 %, tau=5 none, random 31 %): the mean query of a text is
+    one of its filler, and keys that an answer needs lie elsewhere.
     """
     score = Capacity(tau, future, sinks)
     return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks),)))

@@ -73,6 +73,7 @@ def compress(
 
     Rows whose logits are no numbers count for nothing there.
     """
+    prompt = prompt._replace(logits=logits)
     new, lost = settled(run, params, prompt, cache, tokens=tokens, room=room, compress=True, ahead=ahead)
     return new, lost & ~jnp.isnan(logits).any(-1)[None]
 

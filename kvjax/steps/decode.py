@@ -65,6 +65,7 @@ def step_hidden(
     owner = {gm.first: gm for gm in gms}
     at = jnp.where(append, cache.next, cache.next - 1)
     length = at + 1
+    ids = token[:, None] if token.ndim == 1 else None
 
     def attend(layer: Layer, x: Projected, state: GroupState):
         gm = gms[layer.group]
@@ -72,7 +73,7 @@ def step_hidden(
         if x.k is not None:
             k = x.k if run.unrotated else rotary(layer, x.k, at[:, None], length)
             v = None if x.v is None else repeated(run, gm.first, x.v)
-            inputs = _inputs(params, layer, x, at, length, append)
+            inputs = _inputs(params, layer, x, at, length, append)._replace(tokens=ids)
             traces = {repr(t): t.start(inputs, tail_of(state).kv_heads) for t in gm.traces}
             where = jnp.where(append, at, -1)
             k = repeated(run, gm.first, k)
@@ -90,7 +91,7 @@ def step_hidden(
         left = published_by(layer, state, None, None, scores) | picked
         if "slots" in layer.publishes or x.k is None:
             return out, state, left | {"collected": Asked(received, x.q, {})}
-        inputs = _inputs(params, layer, x, at, length, append)._replace(q_raw=q)
+        inputs = _inputs(params, layer, x, at, length, append)._replace(q_raw=q, tokens=ids)
         asked = Asked(() if gm.at_once else received, None, carried(gm, layer, state, inputs))
         if gm.at_once:
             weights = jax.tree.map(lambda w: w[layer.index], weights_of(gm, params["layers"][layer.group]))

@@ -72,6 +72,7 @@ class _Reading(NamedTuple):
 
     run: Run
     params: Params
+    tokens: IdsOrVectors
     at: Positions
     gms: tuple[GroupMethod, ...]
     states: tuple[GroupState, ...]
@@ -85,7 +86,7 @@ class _Reading(NamedTuple):
         past = past_sets(layer, completed(self.states, layer.group, state), self.pools)
         # A prefill that ends early has the queries of the last tokens alone, over the keys of all.
         pos = layer.pos if self.narrows else at.pos
-        k = mine = x.k if run.unrotated or x.k is None else rotary(layer, x.k, pos, at.length)
+        k = stored = x.k if run.unrotated or x.k is None else rotary(layer, x.k, pos, at.length)
         v = x.v
         if self.as_steps and k is not None:
             k, v = decoded(gm, layer, pos, (k, v))
@@ -101,14 +102,21 @@ class _Reading(NamedTuple):
             mass=tuple(o.reduction for o in self.asked.masses), on=self._mesh(),
         )  # fmt: skip
         taught = of_layer(self.params, layer.number)
-        inputs = Inputs(q, x.q, new.k if x.k is None else x.k, x.hidden, pos, at.length, taught)
-        fresh = self._observed(layer, state, inputs, found, [*past, new])._replace(k=mine, v=x.v)
+        mine = new.k if x.k is None else x.k
+        inputs = Inputs(q, x.q, mine, x.hidden, pos, at.length, taught, self._ids(pos))
+        fresh = self._observed(layer, state, inputs, found, [*past, new])._replace(k=stored, v=x.v)
         return out, state, published_by(layer, state, k, v, scores) | {"collected": fresh}
 
     def _mesh(self) -> OnMesh | None:
         """The mesh, where lists lie whole on its devices, so that kernels can attend to them."""
         on, parts = self.run.on_mesh, (part for state in self.states for part in state.parts)
         return None if on is None or any(lie_apart(part, on) for part in parts) else on
+
+    def _ids(self, pos: Int[Array, "B _"]) -> Int[Array, "B _"] | None:
+        """The ids of the tokens at these positions; None where vectors were given."""
+        if self.tokens.ndim == 3 or not self.narrows:
+            return None if self.tokens.ndim == 3 else self.tokens
+        return jnp.take_along_axis(self.tokens, jnp.maximum(pos - self.at.pos[:, :1], 0), axis=1)
 
     def _observed(
         self, layer: Layer, state: GroupState, inputs: Inputs, found: tuple, sets: list[Keys]
@@ -160,7 +168,7 @@ def observe(
     gms, narrow, asked = taught_groups(run.groups(params), params), narrowing(run, at), _asked(needs)
     states = lend((NOTHING,) * len(gms) if cache is None else cache.groups, gms)
     pools = () if cache is None else cache.pools
-    reading = _Reading(run, params, at, gms, states, pools, asked, narrow is not None, as_steps)
+    reading = _Reading(run, params, tokens, at, gms, states, pools, asked, narrow is not None, as_steps)
 
     last = jnp.maximum(lengths - 1, 0)
     early = None if needs or as_steps or narrow is not None else last

@@ -290,9 +290,11 @@ def _with_probe(
 ) -> dict[int, Fresh]:
     """`fresh` with what a probe's queries see of every uncompressed slot, which lie in `views` as stored."""
     pos, length = prompt.positions
-    given = prompt.question or probe.tokens(prompt.tokens, (pos >= 0).sum(-1, dtype=jnp.int32))
-    if given is None:
-        return fresh
+    given = prompt.question
+    if given is None and not probe.ahead:
+        given = probe.tokens(prompt.tokens, (pos >= 0).sum(-1, dtype=jnp.int32))
+        if given is None:
+            return fresh
     gms = run.groups(params)
     whole = {i: GroupState(tail=whole_slots(gms[i], view)) for i, view in views.items()}
     states = {
@@ -300,8 +302,9 @@ def _with_probe(
     }
     fixed = {i: pasts[i] for i, new in enumerate(prompt.fresh) if new is None}
     groups = tuple((whole | states | fixed).get(i, NOTHING) for i in range(len(gms)))
-    (tokens, lengths), over = given, Cache(groups, length)
-    reading = observe(_as_it_turns(run), params, tokens, lengths, over, probe.needs)
+    bare, over = _as_it_turns(run), Cache(groups, length)
+    tokens, lengths = given or _written(bare, params, prompt.logits, over, probe.ahead)
+    reading = observe(bare, params, tokens, lengths, over, probe.needs)
     out = {}
     for i, f in fresh.items():
         new = reading.fresh[i]
@@ -310,6 +313,22 @@ def _with_probe(
         seen = {repr(probe): probe.seen(new.masses[0] if new.masses else {}, new.observed, keys)}
         out[i] = f._replace(observed=f.observed | seen, readers=tuple(r | seen for r in f.readers))
     return out
+
+
+def _written(
+    run: Run, params: Params, logits: Float[Array, "B V"], over: Cache, many: int
+) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
+    """The likeliest tokens behind a prompt, each read anew with those before it, and their number."""
+    rows = jnp.zeros(logits.shape[0], jnp.int32)
+
+    def write(i: int | Array, tokens: Int[Array, "B P"], logits: Float[Array, "B V"]) -> Int[Array, "B P"]:
+        return tokens.at[:, i].set(logits.argmax(-1).astype(jnp.int32))
+
+    def more(i: int | Array, tokens: Int[Array, "B P"]) -> Int[Array, "B P"]:
+        return write(i, tokens, observe(run, params, tokens, rows + i, over, frozenset()).logits)
+
+    first = write(0, jnp.zeros((len(rows), many), jnp.int32), logits)
+    return jax.lax.fori_loop(1, many, more, first), rows + many
 
 
 def _as_it_turns(run: Run) -> Run:

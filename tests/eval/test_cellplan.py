@@ -38,6 +38,7 @@ def test_kvzip_asks_the_shipped_model_in_its_own_words(model):
 def test_without_methods_everything_in_the_table_runs_that_needs_no_fit(model):
     entries = plan_cells(model, None, [0.5], "short")
     fitted = {"kvzap", "headkv", "duoattention", "less", "kvquant", "q-filters", "compresskv"}
+    fitted |= {"retrieval-head", "razorattention", "kvsharer"}
     assert {e.label for e in entries} == set(METHODS) - fitted
     assert all((e.budget is None) != takes_budget(e.label) for e in entries)
 

@@ -9,7 +9,7 @@ from kvjax.errors import InputError
 from kvjax.keep.filters import Filtered, QueryFilters
 from tests.keep.test_score import B, H, K, check, f32, seen_by, slots
 from tests.methods.battery import MAIN, decoder, model
-from tests.methods.table import FILTERS
+from tests.methods.expected import FILTERS
 from tests.reference import Prompt
 
 ROWS = [*MAIN.first, *MAIN.second]

@@ -15,7 +15,7 @@ from kvjax.keep.score import KeyNorm
 from kvjax.ops.base.rope import Rope, angles, rotate
 from kvjax.protocols import AttentionSpec
 from tests.keep.test_score import LENGTH, B, G, H, K, S, check, f32, seen_by, slots
-from tests.methods.table import leverage
+from tests.methods.expected import leverage
 from tests.reference import rope, softmax
 
 

@@ -12,7 +12,7 @@ from kvjax.ops.base.rope import Rope
 from kvjax.protocols import AttentionSpec, Seen, View
 from kvjax.when import STEP, Every
 from tests.methods.battery import MAIN, decoder, model, positions, step
-from tests.methods.table import THETA, count
+from tests.methods.rows import THETA, count
 from tests.reference import Lag, Prompt, lag_ranks
 from tests.reference import Row as Slotwise
 

@@ -18,7 +18,8 @@ from kvjax.protocols import AttentionSpec, Seen, View
 from kvjax.when import Every
 from tests.merges import d2o, turned
 from tests.methods.battery import MAIN, PACKED, decoder, kept_of, model, packed, step, talk
-from tests.methods.table import BY_LABEL, THETA, count
+from tests.methods.rows import THETA, count
+from tests.methods.table import BY_LABEL
 from tests.reference import Prompt
 from tests.reference import Row as Slotwise
 

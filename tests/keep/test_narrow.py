@@ -27,7 +27,9 @@ from kvjax.phase import ByRank
 from kvjax.steps import Run
 from tests.keep.test_refused import OfNow
 from tests.methods.battery import MAIN, PACKED, ROOM, B, T, decoder, model, off, packed, positions, talk
-from tests.methods.table import BY_LABEL, KERNEL, LAST_WHOLE, PASSED, WINDOW, fastkv_goes_on
+from tests.methods.expected import LAST_WHOLE, PASSED, fastkv_goes_on
+from tests.methods.rows import KERNEL, WINDOW
+from tests.methods.table import BY_LABEL
 from tests.reference import Prompt, best, pool, rope, softmax
 from tests.reference import Row as Slotwise
 

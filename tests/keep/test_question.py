@@ -9,7 +9,7 @@ import kvjax
 from kvjax.cache import Cache
 from kvjax.errors import InputError
 from tests.methods.battery import decoder, model, off, positions, step
-from tests.methods.table import PREFIX
+from tests.methods.expected import PREFIX
 from tests.reference import Prompt, Row, best, softmax
 
 ASKED, CHUNK = 4, 16

@@ -27,7 +27,7 @@ from kvjax.models.params import init, plan
 from kvjax.steps import Run
 from kvjax.suits import check_fit
 from tests.methods.battery import MAIN, ROOM, B, T, decoder, model, off, positions
-from tests.methods.table import KERNEL, count
+from tests.methods.rows import KERNEL, count
 from tests.reference import Prompt, best, pool, rope
 from tests.reference import Row as Slotwise
 

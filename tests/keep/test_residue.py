@@ -11,7 +11,8 @@ from kvjax.keep.score import KeyNorm, Position
 from kvjax.when import PREFILL_END, Every
 from tests.merges import Less
 from tests.methods.battery import MAIN, ROOM, model, off, positions, prompt_of
-from tests.methods.table import KERNELS, PAGE, THETA, count
+from tests.methods.expected import KERNELS
+from tests.methods.rows import PAGE, THETA, count
 from tests.reference import Row
 from tests.sweep import sweep
 

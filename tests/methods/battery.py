@@ -24,7 +24,9 @@ from kvjax.models.params import init
 from kvjax.pure import bind
 from kvjax.steps import Run
 from kvjax.steps.narrowing import new_positions
-from tests.methods.table import BY_LABEL, ROWS, WINDOWS, Row
+from tests.methods.expected import WINDOWS
+from tests.methods.rows import Row
+from tests.methods.table import BY_LABEL, ROWS
 from tests.reference import Decoder, Prompt
 
 B, T, ROOM, VOCAB = 4, 32, 32, 64

@@ -31,6 +31,7 @@ from kvjax.models.config import Config
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.model import Model
 from kvjax.models.params import init
+from tests.compilation import optimised
 from tests.methods.table import BY_LABEL
 
 RECORD = Path(__file__).parents[1] / "fixtures" / "golden.npz"
@@ -169,11 +170,19 @@ def main() -> None:
             arrays[f"{label}/{name}/refused"] = np.asarray(found)
         else:
             arrays |= {f"{label}/{name}/{part}": x for part, x in found.found.items()}
+        if args.write and args.missing:
+            save(arrays)
     if args.write:
-        file = io.BytesIO()
-        np.savez_compressed(file, **arrays)
-        write_atomic(RECORD, file.getvalue())
+        save(arrays)
+
+
+def save(arrays: dict[str, Any]) -> None:
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays)
+    write_atomic(RECORD, file.getvalue())
 
 
 if __name__ == "__main__":
-    main()
+    # As the tests, which hold it to the same numbers: most of the time is the compiler's.
+    with optimised(False):
+        main()

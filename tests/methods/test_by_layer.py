@@ -7,8 +7,10 @@ import kvjax
 from kvjax.cache import nbytes
 from kvjax.errors import InputError
 from tests.methods.battery import MAIN, ROOM, kept_of, model, off, positions, prompt_of
+from tests.methods.expected import GATE, GATE_THRESHOLD
 from tests.methods.golden import model as deeper
-from tests.methods.table import BY_LABEL, GATE, GATE_THRESHOLD, PAGE, WINDOW
+from tests.methods.rows import PAGE, WINDOW
+from tests.methods.table import BY_LABEL
 from tests.reference import Row
 from tests.sweep import sweep
 

@@ -9,7 +9,8 @@ from kvjax.grammar import Method
 from kvjax.keep.merge_d2o import SimilarMerge
 from tests import merges
 from tests.methods.battery import MAIN, ROOM, B, kept_of, model, off, positions, prompt_of, step
-from tests.methods.table import BY_LABEL, THETA
+from tests.methods.rows import THETA
+from tests.methods.table import BY_LABEL
 from tests.reference import Row as Slotwise
 
 

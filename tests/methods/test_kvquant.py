@@ -16,7 +16,8 @@ from kvjax.models.params import init
 from kvjax.store.affine import Affine
 from kvjax.suits import check_fit
 from tests.methods.battery import MAIN, ROOM, VOCAB, model, off, positions, prompt_of, step
-from tests.methods.table import BY_LABEL, LEVELS
+from tests.methods.expected import LEVELS
+from tests.methods.table import BY_LABEL
 from tests.reference import Decoder, Prompt, Row
 
 KVQUANT = kvjax.method("kvquant", bits=4, fitted=LEVELS)

@@ -7,6 +7,7 @@ from kvjax.aot.cases.layouts import SENTENCES
 from kvjax.grammar import Method
 from kvjax.layout import layout_class
 from kvjax.methods import METHODS, takes_budget
+from kvjax.protocols import Answering
 from tests.methods.battery import class_of
 from tests.methods.table import ROWS
 
@@ -14,13 +15,17 @@ from tests.methods.table import ROWS
 SEVERAL = {
     "dense, kv heads, evicts at prefill": 2,
     "dense, kv heads, evicts at prefill, rotates by rank, reads twice": 2,
-    "dense, kv heads, evicts every few steps": 4,
+    "dense, kv heads, evicts every few steps": 5,
     "dense, kv heads, evicts every step by mass": 4,
-    "dense, kv heads, evicts every step by mass, merges into slots": 3,
-    "dense, kv heads, evicts every step by query": 5,
+    "dense, kv heads, evicts every step by mass, merges into slots": 4,
+    "dense, kv heads, evicts every step by query": 6,
     "dense, kv heads, evicts never, granule codes": 3,
     "dense, kv heads, evicts never, token codes": 5,
     "one pool, kv heads, evicts at prefill": 2,
+    "dense, kv heads, evicts at prefill, merges into slots": 2,
+    "dense, kv heads, evicts at prefill, rotates by rank": 2,
+    "dense, kv heads, evicts every step": 3,
+    "pages, kv heads, evicts at prefill": 3,
     "pages, kv heads, evicts every step": 2,
 }
 
@@ -46,12 +51,14 @@ def test_methods_of_one_class_share_a_decoder_but_where_their_steps_differ():
 
 
 def test_whatever_acts_on_prompts_alone_decodes_like_no_method_at_all():
-    """Unless a later choice goes by what steps remember, or keys turn by more than their positions."""
+    """Unless a later choice goes by what steps remember, keys turn by more than their positions, or a merge
+    answers for what has left."""
     plain = Method().decode_part()
     share = {id for keys in decoders().values() for id in keys.get(plain, ())}
     others = {row.id for row in kvjax.methods() if row.phase == "prefill"} - share
     for id in others:
         keep = kvjax.method(id, **({"budget": 0.5} if takes_budget(id) else {})).keep
         assert keep is not None, id
-        assert not keep.phase.steady or (keep.score is not None and keep.score.traces), id
+        steady = keep.phase.steady and not isinstance(keep.merge, Answering)
+        assert not steady or (keep.score is not None and keep.score.traces), id
     assert "snapkv" in share and "adakv" not in others

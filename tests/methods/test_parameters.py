@@ -43,6 +43,8 @@ WRONG = {
     "tau1": (0, -1.0, 101, math.nan),
     "threshold": (500, -200),
     "fitted": (5, "", b"x"),
+    "task": ("mine", 1, None),
+    "decay": (0.0, 1.5, math.nan, True),
     "forgetting": (0.0, 1.0, math.nan, True),
     "future": (0, -5),
     "epsilon": (math.nan, -1.0),

@@ -25,7 +25,8 @@ from tests.methods.battery import (
     positions,
     step,
 )
-from tests.methods.table import BY_LABEL, ROWS, Sizes
+from tests.methods.rows import Sizes
+from tests.methods.table import BY_LABEL, ROWS
 from tests.reference import Prompt
 from tests.reference import Row as Slotwise
 

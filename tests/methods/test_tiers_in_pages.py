@@ -34,7 +34,8 @@ from tests.methods.battery import (
     prompt_of,
     step,
 )
-from tests.methods.table import BY_LABEL, SNAP, Sizes, coded, count, paged
+from tests.methods.rows import SNAP, Sizes, coded, count, paged
+from tests.methods.table import BY_LABEL
 from tests.reference import Prompt, rope
 from tests.reference import Row as Slotwise
 from tests.store.test_affine import affine_by_hand

@@ -63,6 +63,7 @@ def _fitted(word: str, shapes: dict[str, tuple[int, ...]]) -> Fitted:
 
 
 GATES = _fitted("HeadGates", {"gates": (LISTS,)})
+REPEATS = _fitted("RepeatingHeads", {"echo": (HEADS,), "induction": (HEADS,)})
 KERNELS = _fitted(
     "Residue",
     {
@@ -85,6 +86,7 @@ SENTENCES = {
     "l2compress": _one("l2compress", skips=True, **HALF),
     "snapkv-renumbered": Sentence((("snapkv", HALF), ("renumbered", {}))),
     "finch": _one("finch", **HALF),
+    "laq": _one("laq", **HALF),
     "sink-recent": _one("sink-recent", **HALF),
     "streamingllm": _one("streamingllm", **HALF),
     "lm-infinite": _one("lm-infinite", **HALF),
@@ -93,13 +95,16 @@ SENTENCES = {
     "r-kv": _one("r-kv", **HALF),
     "lacache": _one("lacache", **HALF),
     "keepkv": _one("keepkv", **HALF),
+    "ems": _one("ems", **HALF),
     "less": _one("less", **HALF, fitted=KERNELS),
     "adakv": _one("adakv", **HALF),
     "adakv-renumbered": Sentence((("adakv", HALF), ("renumbered", {}))),
     "pyramidkv-heads": _one("pyramidkv", **HALF, variant="paper"),
     "duoattention": _one("duoattention", fitted=GATES),
+    "razorattention": _one("razorattention", fitted=REPEATS),
     "cake": _one("cake", **HALF),
     "kvzip": _one("kvzip", **HALF, prefix=(1, 2)),
+    "leankv": _one("leankv"),
     "minicache": _one("minicache", apart=True, start=0),
     "int8": _one("int8"),
     "int4": _one("int4"),
@@ -109,6 +114,7 @@ SENTENCES = {
     "snapkv-kivi": Sentence((("snapkv", HALF), ("kivi", {}))),
     "adakv-int4": Sentence((("adakv", HALF), ("int4", {}))),
     "h2o-int8": Sentence((("h2o", HALF), ("int8", {}))),
+    "alisa": _one("alisa", **HALF),
     "quest": _one("quest", skips=True, budget=1024),
     "tidaldecode": _one("tidaldecode", apart=True, budget=1024, skip_layers=0, reselect=1),
     "infllm": _one("infllm", budget=1024, newest=1024),

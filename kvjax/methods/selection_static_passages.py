@@ -1,0 +1,134 @@
+"""Selection at the end of a prompt: of whole passages, by queries to come, or in the upper layers alone."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from kvjax.grammar import Budget, Keep, Method
+from kvjax.keep.algebra import Pool, stage
+from kvjax.keep.budget import Uniform
+from kvjax.keep.lookahead import Lookahead, LookaheadAttention
+from kvjax.keep.narrow import Narrow
+from kvjax.keep.passages import InPassages
+from kvjax.keep.patterns import Recent
+from kvjax.keep.phases import InPhases
+from kvjax.keep.question import Question, QuestionAttention
+from kvjax.keep.score import Position, WindowAttention
+from kvjax.keep.tokens import TokensOf
+from kvjax.methods.papers import paper
+from kvjax.methods.parameters import Range
+from kvjax.methods.shared import Amount, Depth, Kernel, Share, TokenIds, Window
+from kvjax.when import STEP
+
+# Tokens of a text, or layers of a model, that belong together.
+Together = Annotated[int, Range(1)]
+
+
+@paper(
+    "WindowKV: Task-Adaptive Group-Wise KV Cache Window Selection for Efficient LLM Inference",
+    arxiv="2503.17922",
+    family="selection-static",
+    exact="deviates",
+)
+def windowkv(
+    budget: Amount,
+    *,
+    size: Together = 32,
+    task: Literal["localization", "aggregation"] = "localization",
+    window: Window = 16,
+    reuse: Together = 8,
+) -> Method:
+    """WindowKV (Zuo et al., 2025, arXiv:2503.17922): whole pieces of a text stay, chosen as the task asks.
+
+    A piece is `size` tokens. Its score is the attention that the last `window` queries give its tokens, in
+    sum over them and averaged over a layer's heads: for "aggregation" the mean over the piece, for
+    "localization" that of its size // 2 best tokens, as in the authors' code. Every `reuse` layers in a row
+    keep the pieces that the first of them chooses, and the window stays. Deviations: the caller names the
+    task, where the paper trains a classifier; heads are averaged before the best tokens are taken; groups of
+    layers have equal budgets; what the budget has left beside whole pieces goes to the first tokens of the
+    next best one.
+    """
+    best = max(size // 2, 1) if task == "localization" else 0
+    score = InPassages(WindowAttention(window, heads="layer"), size, best)
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), reuse=reuse))
+
+
+@paper(
+    "Can LLMs Maintain Fundamental Abilities under KV Cache Compression?",
+    arxiv="2502.01941",
+    family="selection-static",
+    exact="deviates",
+)
+def shotkv(
+    budget: Amount, *, separators: TokenIds | None = None, window: Window = 32, written: Share = 0.5
+) -> Method:
+    """ShotKV (Liu et al., 2025, arXiv:2502.01941), section 4: examples of a prompt stay whole, or leave.
+
+    A shot ends with a separator; its score is the mean attention that the last `window` queries give its
+    tokens, over a layer's heads. Of the budget, a prompt has the share 1 - `written`, for the best shots and
+    the window, and these stay. What is written has the rest: of its tokens before the `window` newest ones,
+    the one to which the newest query attends least leaves. separators: their token ids, for example that of a
+    blank line; None takes the ends of sentences and lines from the model's tokenizer. Deviations: the best
+    shot that does not fit whole keeps its first tokens; budgets of both parts are shares of one, as in SCOPE.
+    """
+    shots = InPassages(WindowAttention(window, heads="layer"), TokensOf(separators, ".?!\n"))
+    later = WindowAttention(1, hide_window=False)
+    score = InPhases(shots, later, written, window)
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), when=STEP))
+
+
+@paper(
+    "Lookahead Q-Cache: Achieving More Consistent KV Cache Eviction via Pseudo Query",
+    arxiv="2505.20334",
+    family="selection-static",
+    exact="deviates",
+    aliases=("lookahead-q-cache",),
+)
+def laq(budget: Amount, *, ahead: Window = 8, window: Window = 8, kernel: Kernel = 5) -> Method:
+    """LAQ (Wang et al., 2025, arXiv:2505.20334): what the tokens attend to that would be written next.
+
+    The `ahead` likeliest tokens are written behind the prompt, one after the other, and forgotten; a token's
+    score is the attention that their queries give it, in sum, smoothed by the maximum (`LookaheadAttention`).
+    The `window` newest tokens stay. Deviation: these tokens are written over the whole cache; the paper
+    writes them over one that SnapKV has compressed, so as to save memory.
+    """
+    probe = Lookahead(ahead)
+    score = LookaheadAttention(probe) >> Pool(kernel)
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), probe=probe))
+
+
+@paper(
+    "CItruS: Chunked Instruction-aware State Eviction for Long Sequence Modeling",
+    arxiv="2406.12018",
+    family="selection-static",
+    exact="deviates",
+)
+def citrus(budget: Amount, *, question: Window = 32, window: Window = 32, share: Share = 0.5) -> Method:
+    """CItruS (Bai et al., 2024, arXiv:2406.12018): a chunk says what stays, and so does the instruction.
+
+    Behind every chunk (`prefill(..., chunk=)`), the share `share` of the budget goes to what the chunk's last
+    `window` queries attend to, the rest to what the instruction attends to, which is the last `question`
+    tokens of the prompt; both in one cache, the paper's "shared" form. Deviations: attention of the
+    instruction is weighed as in FINCH (`finch`); the paper asks all of a chunk's queries.
+    """
+    probe = Question(question)
+    score = stage(WindowAttention(window), share, QuestionAttention(probe))
+    return Method(Keep(score, Budget(budget), Uniform(), probe=probe))
+
+
+@paper(
+    "LazyLLM: Dynamic Token Pruning for Efficient Long Context LLM Inference",
+    arxiv="2407.14057",
+    family="selection-static",
+    exact="deviates",
+)
+def lazyllm(*, layer: Depth = 0.5, share: Share = 0.5) -> Method:
+    """LazyLLM (Fu et al., 2024, arXiv:2407.14057), section 3: upper layers see what the last token looks at.
+
+    Above `layer` (its number, or the share of the layers up to it), a prompt goes on with the share `share`
+    of its tokens to which the last query attends most there, averaged over the layer's heads; layers up to it
+    keep all. Deviations: tokens are left out once, where the paper does so at several layers and in every
+    step; the paper keeps the hidden states of what it leaves out, so that a token may come back.
+    """
+    narrow = Narrow(layer, WindowAttention(1, hide_window=False), share, window=1)
+    return Method(Keep(Position(), Budget(1.0), Uniform(), narrow=narrow))

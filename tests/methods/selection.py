@@ -1,0 +1,294 @@
+"""What the methods of `table_selection.py` leave of a prompt, and what leaves in steps, in float64 numpy."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from kvjax.fitted import Fitted
+from tests import dynamic, merges
+from tests.methods.expected import ends, finch_score, flat_counts, kv_lists, last_score, received
+from tests.methods.rows import KERNEL, THETA, WINDOW, count, paged
+from tests.reference import Prompt, best, pool, rope, softmax
+
+PROFILE = Fitted({"importance": np.array([[0.1, 0.7], [0.0, 0.4]], np.float32)}, "CopyProfile", "")
+# Of 2 layers and 4 query heads: two for what followed, one for the token itself: three KV heads of four.
+LOOKS_BACK = Fitted(
+    {
+        "induction": np.array([[0.1, 0.2, 0.0, 0.0], [0.3, 0.1, 0.1, 0.0]], np.float32),
+        "echo": np.array([[0.0, 0.1, 0.1, 0.1], [0.3, 0.3, 0.9, 0.1]], np.float32),
+    },
+    "RepeatingHeads",
+    "",
+)
+RAZOR = dict(induction=0.25, echo=0.125, sinks=2, window=3, share=0.4)
+LOOKING_BACK = [[True, False], [True, True]]
+
+
+def razor_kept(prompt):
+    near = ends(RAZOR["sinks"], max(RAZOR["window"], int(RAZOR["share"] * prompt.length + 1e-9)))(prompt)
+    assert RAZOR["window"] < RAZOR["share"] * prompt.length
+    return [np.stack([near | whole for whole in heads]) for heads in LOOKING_BACK]
+
+
+SEPARATORS = tuple(range(1, 64, 5))
+
+
+def separators_first(prompt, layer):
+    """More than any position for a separator, and newer tokens before older ones."""
+    at = np.arange(prompt.length) + 1e6 * np.isin(prompt.tokens, SEPARATORS)
+    return np.broadcast_to(at, (kv_lists(prompt), prompt.length))
+
+
+def sepllm_victim(lists, length, queries, sinks=2, window=3):
+    """The oldest of the tokens that are no separators; where there is none, the oldest separator."""
+    out = []
+    for slots in lists:
+        able = [i for i, s in enumerate(slots) if sinks <= s["pos"] < length - window]
+        worst = min(able, key=lambda i, s=slots: (s[i]["token"] in SEPARATORS, s[i]["pos"]), default=None)
+        out.append(worst if len(slots) > count(length) else None)
+    return out
+
+
+LADDER = dict(recover=0.5, frequent=0.3, local=0.2, sinks=1, window=WINDOW)
+
+
+def fastgen_kept(prompt):
+    at, t, found = np.arange(prompt.length), prompt.length, []
+    for layer, p in enumerate(prompt.p):
+        given = p[:, -WINDOW:].mean(1).reshape(-1, prompt.group, t).mean(1)
+        often = best(received(prompt, layer), int(LADDER["frequent"] * t + 1e-9))
+        keeps = []
+        for mine, heavy in zip(given, often, strict=True):
+            slots = at < LADDER["sinks"]
+            more = [np.isin(prompt.tokens, SEPARATORS), heavy, at >= t - int(LADDER["local"] * t + 1e-9)]
+            for one in (*more, np.ones(t, bool)):
+                if mine[slots].sum() >= LADDER["recover"]:
+                    break
+                slots = slots | one
+            keeps.append(slots)
+        found.append(np.stack(keeps))
+    return found
+
+
+def sirllm_score(prompt, layer, decay=0.5, turn=9):
+    before, seen = prompt.all_logits[:-1], np.asarray(prompt.tokens[1:])
+    surprise = np.append(0, -np.log(softmax(before)[np.arange(len(seen)), seen]))
+    aged = surprise * decay ** (np.arange(prompt.length)[::-1] / turn)
+    return np.broadcast_to(aged, (kv_lists(prompt), prompt.length))
+
+
+class Keyformer:
+    """Keyformer over explicit slots, which remember all the noisy attention that they received."""
+
+    def __init__(self, *, tau, tau_end, horizon, recent):
+        self.hyper = dict(tau=tau, tau_end=tau_end, horizon=horizon, recent=recent)
+        self.tau = lambda at: tau + (tau_end - tau) * np.minimum(at / horizon, 1)
+
+    def given(self, q, at, k, pos, head):
+        """What the queries q [G, T, H] at positions `at` give slots: [S]."""
+        draw = lambda p: jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(KEY, head), p))  # noqa: E731
+        noise = np.array([float(draw(p)) for p in pos])
+        s = (q @ k.T / np.sqrt(k.shape[-1]) + noise) / self.tau(at)[:, None]
+        return softmax(np.where(pos[None] > at[:, None], -np.inf, s)).sum((0, 1))
+
+    def kept(self, prompt):
+        found, at = [], np.arange(prompt.length)
+        for q, k in zip(prompt.q, prompt.k, strict=True):
+            groups = q.reshape(len(k), -1, *q.shape[1:])
+            each = [self.given(groups[i], at, k[i], at, i) for i in range(len(k))]
+            score = np.where(
+                at >= prompt.length - int(count(prompt.length) * self.hyper["recent"]), np.inf, each
+            )
+            found.append(best(score, np.full(len(k), count(prompt.length))))
+        return found
+
+    def leave(self, memory, lists, gone):
+        """Before any leaves, slots of a prompt note which others there were."""
+        for slots in lists:
+            whole = list(slots)
+            for slot in slots:
+                slot.setdefault("among", whole)
+
+    def victims(self, lists, length, queries):
+        out = []
+        for head, slots in enumerate(lists):
+            q = queries.reshape(len(lists), -1, *queries.shape[1:])[head]
+            first = [s for s in slots if "noisy" not in s and s["read"]]
+            if first:
+                whole, at = first[0]["among"], np.arange(len(first[0]["among"]))
+                k = rope(np.stack([s["k"] for s in whole]), at, THETA)
+                for slot, mass in zip(whole, self.given(q[:, at], at, k, at, head), strict=True):
+                    slot["noisy"] = mass
+            pos = np.array([s["pos"] for s in slots])
+            k = rope(np.stack([s["k"] for s in slots]), pos, THETA)
+            for slot, mass in zip(
+                slots, self.given(q[:, -1:], pos.max(keepdims=True), k, pos, head), strict=True
+            ):
+                slot["noisy"] = slot.get("noisy", 0.0) + mass
+            able = [i for i in range(len(pos)) if pos[i] < length - int(count(length) * self.hyper["recent"])]
+            out.append(min(able, key=lambda i, s=slots: s[i]["noisy"]) if len(pos) > count(length) else None)
+        return out
+
+
+KEY = jax.random.key(0)
+KEYFORMER = Keyformer(tau=0.8, tau_end=2.5, horizon=24, recent=0.3)
+
+
+def passages(score, which, most=0):
+    """The mean of scores [.., T] over the tokens of the same number, or over the `most` best of them."""
+    out = np.zeros_like(score)
+    for number in np.unique(which):
+        mine = np.flatnonzero(which == number)
+        ranked = -np.sort(-score[..., mine], axis=-1)
+        out[..., mine] = ranked[..., : most or None].mean(-1, keepdims=True)
+    return out
+
+
+def in_layer(prompt, layer, window=WINDOW):
+    """What the last window gives each older token, the mean over all heads of a layer."""
+    given = prompt.p[layer][:, -window:].sum(1).mean(0)
+    given[-window:] = 0
+    return np.broadcast_to(given, (kv_lists(prompt), prompt.length))
+
+
+PIECES = dict(size=5, reuse=2)
+
+
+def windowkv_score(prompt, layer):
+    pieces = np.arange(prompt.length) // PIECES["size"]
+    return passages(in_layer(prompt, layer // PIECES["reuse"] * PIECES["reuse"]), pieces, PIECES["size"] // 2)
+
+
+def shotkv_score(prompt, layer):
+    """Infinite for the window; a separator ends its shot."""
+    marks = np.isin(prompt.tokens, SEPARATORS)
+    score = passages(in_layer(prompt, layer, 2), np.cumsum(marks) - marks)
+    return np.where(ends(0, 2)(prompt), np.inf, score)
+
+
+AHEAD = 3
+
+
+def laq_score(prompt, layer):
+    """What the queries of the likeliest tokens behind a prompt give its tokens."""
+    if not hasattr(prompt, "ahead"):
+        tokens, logits = list(prompt.tokens), prompt.all_logits
+        for _ in range(AHEAD):
+            tokens.append(int(logits[-1].argmax()))
+            prompt.ahead = Prompt(prompt.decoder, tokens)
+            logits = prompt.ahead.all_logits
+    q, k = prompt.ahead.q[layer][:, prompt.length :], np.repeat(prompt.k[layer], prompt.group, 0)
+    p = softmax(q @ k.swapaxes(1, 2) / np.sqrt(k.shape[-1])).sum(1)
+    return pool(p.reshape(-1, prompt.group, prompt.length).mean(1), KERNEL, "max")
+
+
+def citrus_score(prompt, layer):
+    """Half of the budget by the window, the rest by the question, which stays."""
+    given = prompt.p[layer][:, -2:].sum(1).reshape(-1, prompt.group, prompt.length).mean(1)
+    given[:, -2:] = 0
+    first = best(given, np.full(len(given), count(prompt.length) // 2))
+    return np.where(first, np.inf, finch_score(prompt, layer))
+
+
+LAZY_LAYER = 1
+
+
+def lazy_goes_on(prompt, layer, share=0.6):
+    if layer != LAZY_LAYER:
+        return None
+    score = last_score(prompt, layer).sum(0)
+    score[-1] = np.inf
+    return np.flatnonzero(best(score, max(1, int(prompt.length * share + 1e-9))))
+
+
+def lazy_kept(prompt):
+    found = []
+    for at in prompt.at:
+        found.append(np.zeros((kv_lists(prompt), prompt.length), bool))
+        found[-1][:, at] = True
+    return found
+
+
+def kv_compress_kept(prompt):
+    scores = []
+    for p in prompt.p:
+        score = (p[:, -WINDOW:] ** 2).sum(1).reshape(-1, prompt.group, prompt.length).mean(1)
+        scores.append(np.where(ends(0, WINDOW)(prompt), np.inf, score))
+    flat = np.concatenate(scores)
+    counts = flat_counts(flat, len(flat) * count(prompt.length)).reshape(len(scores), -1)
+    return [best(s, c) for s, c in zip(scores, counts, strict=True)]
+
+
+LOSS = 0.2
+
+
+def dbudgetkv_kept(prompt, sinks=2):
+    """Tokens leave from the oldest behind the sinks on, as long as the norm of what stays is enough."""
+    found = []
+    for p in prompt.p:
+        start = sinks
+        while start < prompt.length - 1:
+            stays = np.r_[0:sinks, start + 1 : prompt.length]
+            if np.linalg.norm(p[:, :, stays]) < (1 - LOSS) * np.linalg.norm(p):
+                break
+            start += 1
+        kept = (np.arange(prompt.length) < sinks) | (np.arange(prompt.length) >= start)
+        found.append(np.tile(kept, (kv_lists(prompt), 1)))
+    return found
+
+
+def neglect(history, recent):
+    """Scissorhands: minus how often the newest queries gave a slot less than an even share."""
+
+    def rule(held):
+        p, at = dynamic.probabilities(held, history)
+        low = (p < 1 / (at[:, None] + 1)) & (held.pos[None] <= at[:, None])
+        score = -low.sum(1).mean(0)
+        return np.where(held.pos >= held.length - recent, np.inf, score)
+
+    return rule
+
+
+def looked_at(window, recent):
+    """ALISA: what the newest queries give a slot, in sum."""
+
+    def rule(held):
+        score = dynamic.probabilities(held, window)[0].sum(1).mean(0)
+        return np.where(held.pos >= held.length - int(held.n * recent), np.inf, score)
+
+    return rule
+
+
+LEAN = dict(high=8, low=4, group=16)
+
+
+def lean_bytes(s):
+    """Pages of either tier, which may hold all tokens of a list but one, and a tail of the first tier."""
+    codes = lambda bits, groups: s.h * bits // 8 + 4 * groups  # noqa: E731
+    first = codes(8, 1) + codes(4, s.h // 16) + 8
+    second = codes(4, s.h // 16) + codes(2, s.h // 16) + 8
+    tier = lambda most, slot: paged(lambda s, i: s.k * most, slot=lambda _: slot)  # noqa: E731
+    bare = s._replace(room=0)
+    return tier(s.tokens, first)(s) + tier(s.tokens - 1, second)(bare) - 4 * s.b
+
+
+def ems_score(prompt, layer, window=3):
+    """The attention of all queries and that of the last ones, smoothed, both over their largest."""
+    local = prompt.p[layer][:, -window:].sum(1).reshape(-1, prompt.group, prompt.length).mean(1)
+    local[:, -window:] = 0
+    each = received(prompt, layer), pool(local, KERNEL, "max")
+    return sum(x / x.max(-1, keepdims=True) for x in each)
+
+
+KVMERGER = dict(threshold=0.5, sinks=1, window=3)
+
+
+def kvmerger_score(prompt, layer):
+    mass, t = received(prompt, layer), prompt.length
+    rank = np.argsort(np.argsort(-mass, axis=-1, kind="stable"), axis=-1)
+    pivots = np.stack([merges.runs(k, m, **KVMERGER) for k, m in zip(prompt.k[layer], mass, strict=True)])
+    return t * (pivots == np.arange(t)) - rank
+
+
+OWN_LAYERS = Fitted({"source": np.arange(3, dtype=np.int32)}, "SharedLayers", "")
