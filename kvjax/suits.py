@@ -357,8 +357,9 @@ def _refuse(method: Method, why: str, instead: str) -> None:
 
 
 def _check_codecs(method: Method, config: Config) -> None:
-    codecs = {} if method.store is None else {"keys": method.store.keys, "values": method.store.values}
-    for name, codec in codecs.items():
+    stores = (method.store, None if method.keep is None else method.keep.lower)
+    each = [(name, getattr(store, name)) for store in stores if store for name in ("keys", "values")]
+    for name, codec in each:
         if codec is None:
             continue
         words = [*fitted_words(codec)]

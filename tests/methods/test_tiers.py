@@ -6,13 +6,16 @@ import pytest
 
 import kvjax
 from kvjax.cache import dense, encode, kept_positions
+from kvjax.errors import InputError
 from kvjax.grammar import Budget, Keep, Store, chain
 from kvjax.keep.budget import AcrossHeads, Uniform
 from kvjax.keep.merge import ZipMerge
 from kvjax.keep.score import AccumulatedAttention
+from kvjax.pure import bind
 from kvjax.store.affine import Affine
 from kvjax.when import STEP, Every
 from tests.methods.battery import MAIN, model
+from tests.methods.golden import model as golden_model
 
 LOW = Affine(4, group=8)
 
@@ -110,3 +113,8 @@ def test_rows_that_ask_again_move_nothing():
     for a, b in zip(kept_positions(cache), kept_positions(same), strict=True):
         np.testing.assert_array_equal(a, b)
     assert jnp.array_equal(cache.next, same.next)
+
+
+def test_codes_of_a_second_tier_that_cannot_hold_a_models_channels_are_refused():
+    with pytest.raises(InputError, match="leankv cannot store keys of 24 channels: group=16 must divide"):
+        bind(kvjax.method("leankv", group=16, high=8), golden_model("latents"))
