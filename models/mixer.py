@@ -185,11 +185,15 @@ class Mixer:
     """What every mixer offers; one is a frozen dataclass of this that overrides what it needs.
 
     clip: (gamma, zeta) of a clipped softmax. in_place: the parts of its state that a step of one token takes
-    and gives as `StackedState`, which a kernel writes where they lie.
+    and gives as `StackedState`, which a kernel writes where they lie. grows: the parts that hold something of
+    every token, [B, S, ...]: they get room as slots do, and the part "count" says how much of it is used.
+    untaught: parameters that no gradient reaches, because they are learned in another way.
     """
 
     clip: tuple[float, float] | None = None
     in_place: frozenset[str] = frozenset()
+    grows: frozenset[str] = frozenset()
+    untaught: frozenset[str] = frozenset()
 
     @property
     def takes(self) -> dict[str, Take]:
@@ -289,7 +293,10 @@ class Mixer:
         return config.heads
 
     def state(self, config: Config) -> Shapes:
-        """Name and shape of what a row carries where the layer keeps no slots; empty elsewhere."""
+        """Name and shape of what a row carries where the layer keeps no slots; empty elsewhere.
+
+        Those that grow are given as of no token, (0, ...).
+        """
         return {}
 
     def __call__(

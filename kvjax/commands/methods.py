@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 HELP = "list the methods: papers, what they act on, hyper-parameters with their defaults"
 EXAMPLE = """examples:
   kvjax methods
+  kvjax methods --verb make
   kvjax methods --json"""
 
 _WIDE_COLUMNS = 110
@@ -24,17 +25,25 @@ _LEGEND = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--verb", metavar="V", help="those that decide so; make lists the architectures, too")
     parser.add_argument("--json", action="store_true", help="print one JSON array instead of a table")
 
 
 def run(args: argparse.Namespace) -> None:
+    from kvjax.commands import architectures
+
     rows = listing()
+    rows = rows if args.verb is None else architectures.of_verb(rows, args.verb)
+    made = architectures.listing() if args.verb == "make" else []
     if args.json:
         import json
 
-        print(json.dumps(rows, indent=2))
-    else:
-        _print_table(rows)
+        print(json.dumps(rows + made, indent=2))
+        return
+    _print_table(rows)
+    if made:
+        print()
+        architectures.print_table(made)
 
 
 def listing() -> list[dict[str, Any]]:
