@@ -51,7 +51,8 @@ class GatedUnit(Mixer):
     def state(self, config: Config) -> Shapes:
         keys = (self.chunk, self.key_dim)
         return {
-            "total": (self.key_dim, self.width),
+            # One head: a matrix is what codecs encode.
+            "total": (1, self.key_dim, self.width),
             "quad_k": keys,
             "lin_k": keys,
             "values": (self.chunk, self.width),
@@ -71,13 +72,14 @@ class GatedUnit(Mixer):
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             start = None
             if past is not None:
-                start = GAUState(*(past[n] for n in ("total", "quad_k", "lin_k", "values", "length")))
+                slots = (past[n] for n in ("quad_k", "lin_k", "values", "length"))
+                start = GAUState(past["total"][:, 0], *slots)
             out, new = mixed_chunk_attention(*turned, v, chunk=self.chunk, initial_state=start, mask=mask)
             y = (gate * out.astype(x.dtype)) @ p["unit_out"]
             # A chunk that is full has gone into the sum, and its last token could not be asked again.
             y, answer = answered(y, jnp.zeros_like(x[:, 0]) if past is None else past["answer"], mask)
             slots = (part.astype(x.dtype) for part in (new.quad_k, new.lin_k, new.v))
             names = ("total", "quad_k", "lin_k", "values", "length", "answer")
-            return y, dict(zip(names, (new.total, *slots, new.length, answer), strict=True))
+            return y, dict(zip(names, (new.total[:, None], *slots, new.length, answer), strict=True))
 
         return memory.recur(layer, step, state)
