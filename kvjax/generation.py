@@ -96,11 +96,7 @@ def generate(
     chosen = method_of(model, method, cache)
     model = made(model, chosen)
     last = last_position(chosen, model.config)
-    if max_new_tokens > max(ROOM, last):
-        raise InputError(
-            f"{max_new_tokens} new tokens would reach beyond this model's last position, "
-            f"{last}: lower max_new_tokens"
-        )
+    _check_reach(max_new_tokens, max_new_tokens, max(ROOM, last), last)
     root = jax.random.key(0) if key is None else prng_key(key)
     stops = jnp.asarray(stop_ids(model.stop_ids if stop is None else stop) or [-1], jnp.int32)
     sampler, processors = sampler or Sampler(), callables("processors", processors)
@@ -112,14 +108,9 @@ def generate(
         implementation=implementation,
     )  # fmt: skip
     stands = int(np.asarray(cache.next).max())
-    longest = stands + max_new_tokens
     if last > model.config.max_positions:
         last = stands + positions_left(model, cache)
-    if longest > last:
-        raise InputError(
-            f"{max_new_tokens} new tokens would reach position {longest}, this model's last is "
-            f"{last}: lower max_new_tokens"
-        )
+    _check_reach(max_new_tokens, stands + max_new_tokens, last, last)
     chosen, state, copies = cache.method, bare_cache(cache), max(samples, beams)
     rows = np.repeat(np.arange(logits.shape[0]), copies)
     if copies > 1:
@@ -150,6 +141,14 @@ def generate(
         scores = logprobs.sum(-1)
     behind = dataclasses.replace(labelled(state, chosen, model), added=of_rows(cache.added, rows))
     return Generated(written, logprobs, behind, scores, rows)
+
+
+def _check_reach(new: int, longest: int, most: int, last: int) -> None:
+    if longest > most:
+        raise InputError(
+            f"{new} new tokens would reach position {longest}, this model's last is {last}: "
+            "lower max_new_tokens"
+        )
 
 
 def _past(model: Model, tokens: TokenIds, lengths: Lengths | None, new: int) -> Int[Array, "B S"]:

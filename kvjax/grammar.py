@@ -19,7 +19,8 @@ from jaxtyping import Array, Int
 from kvjax import words
 from kvjax.cache import Codec
 from kvjax.phase import BY_POSITION, Phase
-from kvjax.protocols import Allocation, Answering, Pattern, Read, Residence, Score, Stacking
+from kvjax.protocols import Allocation, Answering, Pattern, Residence, Score, Stacking
+from kvjax.read_protocols import Read
 from kvjax.when import PREFILL_END, When
 from kvjax.word_protocols import check_codecs, check_make, check_narrow, check_phase, check_stack, check_words
 

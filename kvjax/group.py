@@ -14,7 +14,8 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import Uniform
 from kvjax.keep.observe import Mass, Queries
 from kvjax.keep.score import Position
-from kvjax.protocols import Answering, Carried, CarryingMerge, Meeting, Remembering, Stacking, Trace
+from kvjax.protocols import Answering, Carried, CarryingMerge, Meeting, Stacking, Trace
+from kvjax.read_protocols import Remembering
 from kvjax.stored import is_steady
 from kvjax.when import STEP
 from kvjax.words import observations

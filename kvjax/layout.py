@@ -14,7 +14,7 @@ from kvjax.fitted import fitted_words
 from kvjax.grammar import Keep, Method, Store
 from kvjax.keep.observe import Mass, Queries
 from kvjax.mesh.on_mesh import OnMesh
-from kvjax.protocols import Read, Remembering, Resting, Reusing, Sampling
+from kvjax.read_protocols import Read, Remembering, Resting, Reusing, Sampling
 from kvjax.words import observations, written
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import steps
 from kvjax.axes import check_rows, placed
 from kvjax.cache import Cache, check_alive, kept_positions
-from kvjax.chunking import bucket, plan
+from kvjax.chunking import Size, bucket, plan
 from kvjax.errors import InputError
 from kvjax.fitted import with_fitted
 from kvjax.grammar import Method
@@ -29,6 +30,7 @@ from kvjax.inputs import (
 from kvjax.layout import mesh_for
 from kvjax.making import made
 from kvjax.methods import as_method
+from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.not_numbers import check_scores
 from kvjax.place.common import apart, has_common, is_shared
@@ -183,18 +185,39 @@ def prefill(
     run = Run(model.config, bind(chosen, model), implementation, on)
     params = with_fitted(model.params, chosen)
     if cache is not None and is_shared(cache):
-        # What a method chooses, it chooses for every row.
-        pairs = zip(run.groups(params), cache.groups, strict=True)
-        chooses = any(run.acts(gm, compress) and has_common(group, len(before)) for gm, group in pairs)
-        cache = apart(cache) if chooses else cache
+        cache = _apart_to_choose(run, params, cache, compress, len(before))
     cache, sizes = plan(
         run, params, None if cache is None else bare_cache(cache), batch.lengths,
         width=width, room=room, compress=compress,
     )  # fmt: skip
+    last = _question_tokens(run.method, before + batch.lengths) if compress else 0
+    logits, cache, lost = _read_chunks(run, params, batch, cache, sizes, width, compress, last)
+    check_scores(chosen.id, np.any(jax.device_get(lost), 0))
+    if counted(chosen) and compress:
+        cache = placed(trimmed(cache, bucket), on)
+    cache = labelled(cache, chosen, model)
+    note = noted(model, cache) if compress or note is None else note
+    return logits, dataclasses.replace(cache, added=note if compress else more_added(note, batch.lengths))
+
+
+def _apart_to_choose(run: Run, params: Params, cache: Cache, compress: bool, rows: int) -> Cache:
+    """A cache with slots in common, or one without where tokens leave: a method chooses for every row."""
+    pairs = zip(run.groups(params), cache.groups, strict=True)
+    chooses = any(run.acts(gm, compress) and has_common(group, rows) for gm, group in pairs)
+    return apart(cache) if chooses else cache
+
+
+def _read_chunks(
+    run: Run, params: Params, batch: Batch, cache: Cache | None, sizes: Sequence[Size], width: int,
+    compress: bool, last: int,
+) -> tuple[Float[Array, "B V"], Cache, list[Array]]:  # fmt: skip
+    """Logits [B, V] at each row's last token, the cache, and per chunk the lists whose scores were none.
+
+    last: how many tokens of the prompt's end a probe asks behind every chunk.
+    """
     call = partial(steps.prefill, compress=compress, watched=True)
     call = steps.prefill_apart if compress and steps.chooses(run.method) else call
     logits, lost = None, []
-    last = _question_tokens(run.method, before + batch.lengths) if compress else 0
     for i, (piece, size) in enumerate(zip(_chunks(batch, width), sizes, strict=True)):
         new = jnp.asarray(piece.tokens), jnp.asarray(piece.lengths)
         ahead: dict[str, Any] = {"question": _question(batch, last, (i + 1) * width)} if last else {}
@@ -203,12 +226,7 @@ def prefill(
         # A row that ended in an earlier chunk keeps the logits of its own last token.
         logits = here if logits is None else jnp.where((piece.lengths > 0)[:, None], here, logits)
     assert logits is not None and cache is not None
-    check_scores(chosen.id, np.any(jax.device_get(lost), 0))
-    if counted(chosen) and compress:
-        cache = placed(trimmed(cache, bucket), on)
-    cache = labelled(cache, chosen, model)
-    note = noted(model, cache) if compress or note is None else note
-    return logits, dataclasses.replace(cache, added=note if compress else more_added(note, batch.lengths))
+    return logits, cache, lost
 
 
 def _question_tokens(method: Method, lengths: Int[np.ndarray, "B"]) -> int:

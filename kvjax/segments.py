@@ -34,7 +34,8 @@ from kvjax.keep.select import slot_lists
 from kvjax.ops.base.dispatch import alone, platform
 from kvjax.place.host import in_host_memory
 from kvjax.place.paged import put_traces
-from kvjax.protocols import Remembering, View, over_layers
+from kvjax.protocols import View, over_layers
+from kvjax.read_protocols import Remembering
 from kvjax.sinks import behind_sinks, empty_slots, write_sinks
 from kvjax.summaries import summary_of_new, sums_with_new, with_summary
 from kvjax.writing import pad_slots, write_blocks, write_slots

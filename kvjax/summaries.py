@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import Codes, GroupState, Slots, dense
 from kvjax.group import GroupMethod
-from kvjax.protocols import Learning, Remembering, Resting, over_layers
+from kvjax.protocols import over_layers
+from kvjax.read_protocols import Learning, Remembering, Resting
 
 
 def with_summary(gm: GroupMethod, body: Slots) -> Slots:

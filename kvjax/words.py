@@ -12,17 +12,8 @@ from kvjax.when import Full
 
 if TYPE_CHECKING:
     from kvjax.grammar import Keep, Method
-from kvjax.protocols import (
-    Answering,
-    CarryingMerge,
-    Judging,
-    Preferring,
-    Remembering,
-    Resting,
-    Reusing,
-    Sampling,
-    View,
-)
+from kvjax.protocols import Answering, CarryingMerge, Judging, Preferring, View
+from kvjax.read_protocols import Remembering, Resting, Reusing, Sampling
 
 # When an observation exists: while many new tokens are read, or in the step of one token.
 IN_PREFILL, IN_STEP = "prefill", "step"

@@ -80,6 +80,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "the sentence (`Method`, `Keep`, `Store`, `Budget`) and what its words promise",
                 "kvjax/grammar.py",
                 "kvjax/protocols.py",
+                "kvjax/read_protocols.py",
                 "kvjax/words.py",
                 "kvjax/word_protocols.py",
                 "kvjax/when.py",

@@ -12,9 +12,10 @@ from kvjax.errors import InputError
 from kvjax.grammar import Budget, Method
 from kvjax.layout import layout_class
 from kvjax.place.host import Host
-from kvjax.protocols import Meeting, Read, Remembering
+from kvjax.protocols import Meeting
 from kvjax.read.blocks import LocalLogits, LocalScore, RepresentativeKeys
 from kvjax.read.pages import visited
+from kvjax.read_protocols import Read, Remembering
 from tests.methods.battery import MAIN, ROOM, model
 from tests.models import conversation
 from tests.reference import Decoder, Prompt, best, rope, softmax

@@ -14,9 +14,10 @@ from kvjax.grammar import Budget, Method
 from kvjax.layout import layout_class
 from kvjax.models.mixers.attention import Attention
 from kvjax.ops.base.rope import Rope
-from kvjax.protocols import AttentionSpec, Read, Resting
+from kvjax.protocols import AttentionSpec
 from kvjax.read.channels import LargestChannels, visited_slots
 from kvjax.read.pages import PageBounds
+from kvjax.read_protocols import Read, Resting
 from kvjax.segments import unread_bytes
 from kvjax.steps import Run
 from tests.methods.battery import MAIN, ROOM, B, model, off

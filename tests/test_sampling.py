@@ -13,9 +13,9 @@ from kvjax.cache import Slots, nbytes
 from kvjax.errors import InputError
 from kvjax.grammar import Budget, Method
 from kvjax.layout import layout_class
-from kvjax.protocols import Learning, Read, Resting, Sampling
 from kvjax.read.channels import LargestChannels
 from kvjax.read.hashed import HashSampling
+from kvjax.read_protocols import Learning, Read, Resting, Sampling
 from kvjax.segments import unread_bytes
 from kvjax.steps import Run
 from tests.methods.battery import MAIN, ROOM, B, model, off, step

@@ -18,7 +18,7 @@ from kvjax.grammar import Method
 from kvjax.models.block_transformer import BlockConfig, layout_of
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
-from kvjax.protocols import Reusing
+from kvjax.read_protocols import Reusing
 from kvjax.steps import Run
 from kvjax.suits import check_block_transformer, check_fit, config_of
 

@@ -17,7 +17,7 @@ from kvjax.errors import InputError
 from kvjax.ops.base.memory import there
 from kvjax.place.common import apart, copies_of, is_shared, own_tokens
 from kvjax.place.host import forgotten
-from kvjax.protocols import Learning, Resting
+from kvjax.read_protocols import Learning, Resting
 from kvjax.writing import write_rows
 
 

@@ -21,7 +21,8 @@ from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys
 from kvjax.phase import BY_POSITION, Phase
 from kvjax.place.pairs import pairs_of
-from kvjax.protocols import AttentionSpec, Reusing
+from kvjax.protocols import AttentionSpec
+from kvjax.read_protocols import Reusing
 
 
 class Run(NamedTuple):

@@ -53,7 +53,7 @@ def test_inspect_describes_both_decoders_and_sizes_their_caches(model, folder, m
         "tokens: heads 2 query, 1 KV, 32 channels each",
         "tokens: KV per input 256 B",
         f"full {((64 // L + P + L - 1) * SLOT + 4 * L + 4) / 1024:.1f} KiB 100.0%",
-        "kvzip, finch, infinipot, kvcompose: does not fit this model: it repeats the prompt's tokens, and blocks",
+        "kvzip, finch, infinipot, kvcompose: does not fit this model: it repeats the prompt's tokens",
     ):
         assert text in out, text
     assert main(["inspect", folder, "--context", "257"]) == 2
@@ -110,7 +110,7 @@ def test_generate_compresses_the_blocks(folder, capsys):
         ("generate --tokens 1,400", r"token id 400 is outside the vocabulary \[0, 220\)"),
         (
             "generate --tokens 1 --max-new-tokens 300",
-            "300 new tokens would reach beyond this model's last position, 256",
+            "300 new tokens would reach position 300, this model's last is 256",
         ),
         ("compare", "two is a BlockTransformer, .* expected one decoder: compare cannot ask it"),
     ],
