@@ -33,7 +33,9 @@ def free_by_group(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "gro
     for gm, group in zip(gms, cache.groups, strict=True):
         if gm.grows:
             assert group.state is not None
-            used = jnp.moveaxis(group.state.data["count"], 1, 0)
+            count = group.state.data["count"]
+            assert not isinstance(count, Codes)
+            used = jnp.moveaxis(count, 1, 0)
             free.append(_room_of_state(gm, group) - used.reshape(used.shape[0], -1).max(1))
             continue
         if gm.kind != "slots":

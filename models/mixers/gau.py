@@ -67,14 +67,16 @@ class GatedUnit(Mixer):
         shift = p["copy_shift"].reshape(4, self.key_dim)
         copies = [z * last_axis(p["copy_scale"][i], z) + last_axis(shift[i], z) for i in range(4)]
         cos, sin = angles(layer.config.rope, memory.pos, self.key_dim)
-        turned = [rotate(y, cos, sin) for y in copies]
+        quad_q, quad_k, lin_q, lin_k = (rotate(y, cos, sin) for y in copies)
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             start = None
             if past is not None:
                 slots = (past[n] for n in ("quad_k", "lin_k", "values", "length"))
                 start = GAUState(past["total"][:, 0], *slots)
-            out, new = mixed_chunk_attention(*turned, v, chunk=self.chunk, initial_state=start, mask=mask)
+            out, new = mixed_chunk_attention(
+                quad_q, quad_k, lin_q, lin_k, v, chunk=self.chunk, initial_state=start, mask=mask
+            )
             y = (gate * out.astype(x.dtype)) @ p["unit_out"]
             # A chunk that is full has gone into the sum, and its last token could not be asked again.
             y, answer = answered(y, jnp.zeros_like(x[:, 0]) if past is None else past["answer"], mask)

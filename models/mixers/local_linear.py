@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -50,7 +51,9 @@ class LocalLinear(KeptTokens):
             held = kept_of(past, ("k", "v"))
             before, capacity = held.get("initial_state"), held.get("capacity")
             slots, at = cache.append({"k": k, "v": v}, before, None, mask, capacity)
-            where = dict(q_pos=at.slot, k_pos=jnp.where(_used(slots), _numbers(slots), -1)[:, None])
+            where: dict[str, Any] = dict(
+                q_pos=at.slot, k_pos=jnp.where(_used(slots), _numbers(slots), -1)[:, None]
+            )
             new = slots.kept["k"], slots.kept["v"]
             if self.learned:
                 r = turned(layer.config, linear(p, "probe", x).reshape(q.shape), memory.pos)
