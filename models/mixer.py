@@ -184,9 +184,9 @@ class Memory(NamedTuple):
 class Mixer:
     """What every mixer offers; one is a frozen dataclass of this that overrides what it needs.
 
-    grows: the parts of its state that hold something of every token, [B, S, ...]: they get room as slots do, and
-    the part "count" says how much of it is used. untaught: parameters that no gradient reaches, because they
-    are learned in another way.
+    grows: the parts of its state that hold something of every token, [B, S, ...]: they get room as slots do,
+    and the part "count" says how much of it is used. untaught: parameters that no gradient reaches, because
+    they are learned in another way.
 
     clip: (gamma, zeta) of a clipped softmax. in_place: the parts of its state that a step of one token takes
     and gives as `StackedState`, which a kernel writes where they lie.
