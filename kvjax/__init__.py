@@ -27,6 +27,8 @@ _HOMES = {
     "shardings": "kvjax.who_holds",
     "Model": "kvjax.models.model",
     "methods": "kvjax.methods",
+    "architectures": "kvjax.models.architectures",
+    "architecture": "kvjax.models.architectures",
     "method": "kvjax.methods",
     "chain": "kvjax.grammar",
     "per_layer": "kvjax.methods.per_layer",

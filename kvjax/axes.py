@@ -23,8 +23,8 @@ _LISTS: Axes = ("layers", "batch", "kv_heads")
 # Behind layers and rows, by the names of recurrent states: where their heads are. Others have none, such as
 # the tails of short convolutions, whose channels are those of queries, keys and values side by side.
 _STATES: dict[str, Axes] = {
-    **dict.fromkeys(("S", "K", "V", "memory", "opened"), ("heads",)),
-    **dict.fromkeys(("levels", "k", "v"), (None, "heads")),
+    **dict.fromkeys(("S", "K", "V", "memory", "opened", "kk", "kv", "means", "top", "total"), ("heads",)),
+    **dict.fromkeys(("levels", "k", "v", "since"), (None, "heads")),
 }
 
 

@@ -148,11 +148,13 @@ class _Turns:
 
     def keeps_all(self, i: int) -> bool:
         gm = self.gms[i]
-        return gm.kind == "slots" and not (self.acting[i] or gm.evicting)
+        return bool(gm.grows) or (gm.kind == "slots" and not (self.acting[i] or gm.evicting))
 
     def left(self, i: int, room: int) -> Int[np.ndarray, "B"]:
         """Per row, the tokens that fit in a group that this turn built, as `free_by_group` counts them."""
         gm, width = self.gms[i], self.widths[i]
+        if gm.grows:
+            return self.seen + room - self.next
         if gm.kind != "slots":
             return np.full(self.next.shape, PLENTY)
         if self.acting[i] and gm.paged:

@@ -31,7 +31,8 @@ class GroupMethod(NamedTuple):
     the codecs' words were fitted to, of the group's layers (`kvjax.steps.lending`). stack: how a prefill
     merges the layer with its neighbour, below it where `upper`. host: what the device holds of a body in host
     memory. picker: the layer whose picks a read visits, the group's own where it chooses for those above.
-    multiple: a list has as many slots on each of so many devices.
+    multiple: a list has as many slots on each of so many devices. grows: the parts of a state that have room
+    for tokens, as slots do; such states are not encoded.
     """
 
     keep: Keep | None
@@ -49,6 +50,7 @@ class GroupMethod(NamedTuple):
     host: Any = None
     picker: int | None = None
     multiple: int = 1
+    grows: frozenset[str] = frozenset()
 
     @property
     def picks(self) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.cache import Cache, GroupState, Slots, width_of
+from kvjax.cache import Cache, Codes, GroupState, Slots, State, width_of
 from kvjax.grammar import Keep
 from kvjax.group import GroupMethod
 from kvjax.ops.base.memory import there
@@ -31,6 +31,13 @@ def free_by_group(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "gro
     """Per group and row, how many more tokens fit; a large number where it makes room by itself."""
     free = []
     for gm, group in zip(gms, cache.groups, strict=True):
+        if gm.grows:
+            assert group.state is not None
+            count = group.state.data["count"]
+            assert not isinstance(count, Codes)
+            used = jnp.moveaxis(count, 1, 0)
+            free.append(_room_of_state(gm, group) - used.reshape(used.shape[0], -1).max(1))
+            continue
         if gm.kind != "slots":
             free.append(jnp.full(cache.next.shape, PLENTY, jnp.int32))
             continue
@@ -59,6 +66,8 @@ def reserve(gms: tuple[GroupMethod, ...], cache: Cache, room: int) -> Cache:
     """The cache with `room` more empty slots per head in every group that does not evict."""
 
     def grow(gm: GroupMethod, group: GroupState) -> GroupState:
+        if gm.grows:
+            return widened(gm, group, more_slots(gm, room, 0))
         if (gm.evicting and not gm.paged) or gm.kind != "slots":
             return group
         tail = group.tail
@@ -76,6 +85,8 @@ def more_slots(gm: GroupMethod, room: int, width: int) -> int:
 
 def widened(gm: GroupMethod, group: GroupState, slots: int) -> GroupState:
     """The group with more empty slots, as many as `more_slots` says."""
+    if gm.grows:
+        return longer(gm, group, slots)
     if not gm.split:
         assert group.tail is not None
         return group.with_tail(pad_slots(group.tail, slots))
@@ -84,6 +95,27 @@ def widened(gm: GroupMethod, group: GroupState, slots: int) -> GroupState:
     body = _pad_granules(body, slots // gm.granule, gm.granule)
     body = body if gm.host is None else in_host_memory(gm.host, gm.read, body)
     return dataclasses.replace(group, bodies=(body,))
+
+
+def _room_of_state(gm: GroupMethod, group: GroupState) -> int:
+    """For how many tokens the parts of a state that grow have room."""
+    assert group.state is not None
+    part = group.state.data[min(gm.grows)]
+    assert not isinstance(part, Codes)
+    return part.shape[2]
+
+
+def longer(gm: GroupMethod, group: GroupState, tokens: int) -> GroupState:
+    """The group with room for so many more tokens in the parts of its state that grow."""
+    if not gm.grows or not tokens:
+        return group
+    assert group.state is not None
+
+    def grow(x: Array) -> Array:
+        return jnp.pad(x, [(0, tokens if axis == 2 else 0) for axis in range(x.ndim)])
+
+    data = {n: grow(x) if n in gm.grows else x for n, x in group.state.data.items()}  # type: ignore[arg-type]
+    return dataclasses.replace(group, state=State(data))
 
 
 def _pad_granules(body: Slots, granules: int, granule: int) -> Slots:

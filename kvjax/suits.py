@@ -389,5 +389,6 @@ def _stored_widths(config: Config, name: str, states: bool) -> set[int]:
         if slots is not None and not ((slots.shared or slots.ids) and name == "values"):
             out.add(slots.key if name == "keys" else slots.value)
         elif slots is None and name == "keys" and states:
-            out |= {shape[-1] for shape in mixer.state(config).values() if len(shape) >= 3}
+            constant = {n: shape for n, shape in mixer.state(config).items() if n not in mixer.grows}
+            out |= {shape[-1] for shape in constant.values() if len(shape) >= 3}
     return out

@@ -15,6 +15,8 @@ from kvjax.models.layers import Params
 from kvjax.models.mixer import Mixer
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.head_maps import HeadMaps
+from kvjax.models.mixers.hgrn import Hgrn
+from kvjax.models.mixers.mamba import Mamba
 from kvjax.models.mixers.recurrent import Recurrent
 from kvjax.models.mixers.rwkv import ChannelMix
 from kvjax.models.params import Group, layer_shapes
@@ -54,12 +56,25 @@ _LAYER: dict[str, Axes] = {
     **dict.fromkeys(("experts_gate", "experts_up"), (_X, _E, _M)),
     "experts_down": (_X, _M, _E),
     "router_bias": (None,),
+    **dict.fromkeys(("probe", "forget_gate"), (_E, _H)),
+    # Channels that are no heads, and matrices of all channels.
+    **dict.fromkeys(("unit_gate", "unit_value", "unit_key", "inner", "inner_gate"), (_E, None)),
+    **dict.fromkeys(("candidate", "keep", "token", "history", "w_down"), (_E, None)),
+    **dict.fromkeys(("unit_out", "out"), (None, _E)),
+    **dict.fromkeys(("selection", "dt_up", "copy_scale"), (None, None)),
+    **dict.fromkeys(("state_scale", "delay", "control"), (None, None)),
+    "w_up": (None, _H),
+    "copy_shift": (None,),
+    "ridge": (_H,),
+    **dict.fromkeys(("slots", "codebook"), (_H, None, None)),
 }
 # What words call so and mean otherwise.
 _OWN: tuple[tuple[type, dict[str, Axes]], ...] = (
     (ChannelMix, {"k": (_E, _M), "v": (_M, _E), "r": (_E, None)}),
     (HeadMaps, {"q": (_E, None), "k": (_E, None), "v": (_E, None), "o": (None, _E)}),
     (Recurrent, {"q": (_E, _K), "v": (_E, _H)}),
+    (Mamba, {"a_log": (None, None), "dt_bias": (None,), "skip": (None,)}),
+    (Hgrn, {"out_gate": (_E, None)}),
 )
 
 

@@ -13,17 +13,30 @@ from kvjax.models.feed_forward import MLP, GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.bidirectional import Bidirectional
 from kvjax.models.mixers.cross_attention import CrossAttention
+from kvjax.models.mixers.deltaformer import DeltaFormer
+from kvjax.models.mixers.dmc import DynamicMerging
 from kvjax.models.mixers.dropped import Dropped
+from kvjax.models.mixers.features import Based, LinearAttention, Performer
+from kvjax.models.mixers.forgetting import Forgetting, Path
+from kvjax.models.mixers.gau import GatedUnit
 from kvjax.models.mixers.goldfinch import FinchC2, Gold
 from kvjax.models.mixers.grouped_latent import GroupedLatent
 from kvjax.models.mixers.head_maps import HeadMaps
+from kvjax.models.mixers.hgrn import Hgrn
 from kvjax.models.mixers.infini import Infini
 from kvjax.models.mixers.latent import Latent
+from kvjax.models.mixers.lattice import Lattice
+from kvjax.models.mixers.local_linear import LocalLinear
 from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
+from kvjax.models.mixers.mamba import Conba, Mamba
+from kvjax.models.mixers.mcsd import SlopeDecay
+from kvjax.models.mixers.mesa import Mesa
+from kvjax.models.mixers.proximal import SharedKeys
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Mamba2, Retention
 from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct
+from kvjax.models.mixers.transformer_vq import VectorQuantised
 from kvjax.ops.base.rope import Rope
 
 C = TypeVar("C")
@@ -54,6 +67,23 @@ MIXERS = {
         ChannelMix,
         FinchC2,
         Gold,
+        LinearAttention,
+        Based,
+        Performer,
+        Mesa,
+        Lattice,
+        GatedUnit,
+        VectorQuantised,
+        Hgrn,
+        Mamba,
+        Conba,
+        SlopeDecay,
+        Forgetting,
+        Path,
+        DeltaFormer,
+        DynamicMerging,
+        LocalLinear,
+        SharedKeys,
     )
 }
 MLPS = {word.__name__: word for word in (GatedMLP, MLP, NoMLP, MoE)}

@@ -197,11 +197,18 @@ class Memory(NamedTuple):
 class Mixer:
     """What every mixer offers; one is a frozen dataclass of this that overrides what it needs.
 
+    grows: the parts of its state that hold something of every token, [B, S, ...]: they get room as slots do,
+    and the part "count" says how much of it is used. untaught: parameters that no gradient reaches, because
+    they are learned in another way.
+
     clip: (gamma, zeta) of a clipped softmax. in_place: the parts of its state that a step of one token takes
     and gives as `StackedState`, which a kernel writes where they lie. in_segments: whether texts of one
     row are kept apart, so that a state starts anew where `Memory.segments` change; unless it is said, a layer
     without a state does so, because attention hides other texts by their positions.
     """
+
+    grows: frozenset[str] = frozenset()
+    untaught: frozenset[str] = frozenset()
 
     clip: tuple[float, float] | None = None
     in_place: frozenset[str] = frozenset()
@@ -305,7 +312,10 @@ class Mixer:
         return config.heads
 
     def state(self, config: Config) -> Shapes:
-        """Name and shape of what a row carries where the layer keeps no slots; empty elsewhere."""
+        """Name and shape of what a row carries where the layer keeps no slots; empty elsewhere.
+
+        Those that grow are given as of no token, (0, ...).
+        """
         return {}
 
     def __call__(

@@ -10,12 +10,27 @@ Measured means the bytes of the cache that a real prefill would leave, by shapes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from architecture_sizes import (
+    ATTENTION,
+    BASE,
+    CEPE,
+    KDA,
+    KV,
+    LAYERS,
+    MAMBA,
+    MLA,
+    STATE,
+    TAIL,
+    XC,
+    Row,
+    maps,
+    of,
+)  # fmt: skip
+from architectures_of_states import kept_rows, state_rows
 from docs_tables import print_or_write
 
 from kvjax import steps
@@ -28,60 +43,25 @@ from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MLP, GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention, mixer_of
-from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.mixers.goldfinch import FinchC2, Gold
 from kvjax.models.mixers.grouped_latent import GroupedLatent
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.infini import Infini
-from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
-from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Mamba2, Retention
+from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, Mamba2, Retention
 from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct
 from kvjax.ops.attention.union import Keys
 from kvjax.steps import Run
 
-LAYERS = 32
-# Llama-2-7B's sizes: 32 layers of width 4096 with 32 heads of 128 channels.
-BASE = Config(vocab=1024, d_model=4096, layers=LAYERS, heads=32, kv_heads=8, head_dim=128, d_ff=11008)
-MLA = Latent(rank=512, rope_dim=64, nope_dim=128, value_dim=128, q_rank=1536)
-KDA = KimiDelta(heads=32, key_dim=128, value_dim=128)
-MAMBA = Mamba2(heads=128, key_dim=128, value_dim=64, groups=1)
-XC = CrossAttention(width=4096, kv_heads=32, turns=True)
-CEPE = CrossAttention(width=1024, kv_heads=32)
-STATE = 32 * 128 * 128 * 4
-TAIL = 4 * 3 * 4096 * 2
-# Bytes of keys and values of one token in one layer of BASE, and what all its layers keep.
-KV = 2 * 8 * 128 * 2
-ATTENTION = "2 L K H"
-
-
-class Row(NamedTuple):
-    """name; paper; how to select it; the formula in words and in bytes: (per token, constant), bfloat16."""
-
-    name: str
-    paper: str
-    select: str
-    config: Config | BlockConfig
-    words: str
-    token: int
-    constant: int = 0
-
-
-def of(pattern: list, **options) -> Config:
-    """BASE with its layers' mixers repeating a pattern."""
-    mixers = tuple(pattern[i % len(pattern)] for i in range(LAYERS))
-    return dataclasses.replace(BASE, mixers=mixers, **options)
-
-
-def maps(sources: Iterable[int | None], **options) -> Config:
-    return dataclasses.replace(BASE, mixers=tuple(Attention(source=s) for s in sources), **options)
-
 
 def rows() -> list[Row]:
-    return head_rows() + shared_rows() + recurrent_rows() + rwkv_rows() + context_rows()
+    return (
+        head_rows() + shared_rows() + kept_rows() + recurrent_rows() + state_rows() + rwkv_rows()
+        + context_rows()
+    )  # fmt: skip
 
 
 def head_rows() -> list[Row]:

@@ -171,6 +171,11 @@ def _slot_rows(config: Config, dtype: str, unit: str = "token") -> list[tuple[st
         costs = ", ".join(f"{s.key} channels, {size(per_layer[s])}" for s in contexts)
         rows.append(("context", f"per token of a context {costs} in {dtype}, whatever reads it"))
     states = [m.state(config) for m in mixers if m.state(config)]
+    grown = [int(np.prod(shape[1:])) for m in mixers for n, shape in m.state(config).items() if n in m.grows]
+    if grown:
+        layers = sum(bool(m.grows) for m in mixers)
+        numbers = f"{sum(grown)} numbers per {unit} and row"
+        rows.append(("growing state", f"{_layers(layers)} with {numbers}, which no method compresses"))
     if states:
         numbers = sum(int(np.prod(shape)) for state in states for shape in state.values())
         rows.append(("state", f"{_layers(len(states))} with {numbers} numbers per row, whatever its length"))

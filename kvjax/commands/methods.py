@@ -14,6 +14,7 @@ EXAMPLE = """examples:
   kvjax methods snapkv
   kvjax methods --family budget-layer --training no
   kvjax methods --phase decode --search "hash tables"
+  kvjax methods --verb make
   kvjax methods --json"""
 
 _WIDE_COLUMNS = 110
@@ -33,22 +34,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--phase", metavar="P", help="those that act in prefill, decode, both or none")
     parser.add_argument("--training", metavar="yes|no", help="those that must be fitted first, or need not")
     parser.add_argument("--search", metavar="TEXT", help="those whose docstring has all these words")
+    parser.add_argument("--verb", metavar="V", help="those that decide so; make lists the architectures, too")
     parser.add_argument("--json", action="store_true", help="print JSON instead: an array, or one card")
 
 
 def run(args: argparse.Namespace) -> None:
+    from kvjax.commands import architectures
+
     if args.id is not None:
         _print_card(args)
         return
-    rows = filtered(
-        listing(), family=args.family, phase=args.phase, training=args.training, search=args.search
-    )
+    given = {name: getattr(args, name) for name in FILTERS}
+    rows = filtered(listing(), **given)
+    rows = rows if args.verb is None else architectures.of_verb(rows, args.verb)
+    # Architectures have no family or phase to be found by.
+    made = architectures.listing() if args.verb == "make" and not any(given.values()) else []
     if args.json:
         import json
 
-        print(json.dumps(rows, indent=2))
-    else:
-        _print_table(rows)
+        print(json.dumps(rows + made, indent=2))
+        return
+    _print_table(rows)
+    if made:
+        print()
+        architectures.print_table(made)
 
 
 def _print_card(args: argparse.Namespace) -> None:
@@ -59,7 +68,7 @@ def _print_card(args: argparse.Namespace) -> None:
     from kvjax.errors import InputError
     from kvjax.methods import resolve
 
-    for name in FILTERS:
+    for name in (*FILTERS, "verb"):
         if getattr(args, name) is not None:
             raise InputError(
                 f"--{name} was given with the method {args.id!r}, expected one of both: leave out --{name} "

@@ -34,7 +34,7 @@ from kvjax.paging import build_group_pages
 from kvjax.pairs import Half, merge_pair
 from kvjax.phase import BY_POSITION
 from kvjax.protocols import View, over_layers
-from kvjax.room import widened
+from kvjax.room import longer, widened
 from kvjax.segments import AT_ONCE, Ahead, build, extend, remember_in_pages, whole_slots
 from kvjax.steps.forward import Prompt, needs_of, observe
 from kvjax.steps.lending import lend, returned, taught_groups
@@ -58,10 +58,14 @@ def _no_slots(layers: int, rows: int) -> Slots:
     return Slots(empty, None, jnp.zeros((layers, rows, 0, 0), jnp.int32))
 
 
-def _state(gm: GroupMethod, new: dict[str, Array]) -> State:
-    """States as the method stores them: a codec encodes matrices, vectors stay as they are."""
+def _state(gm: GroupMethod, new: dict[str, Array], more: int = 0) -> GroupState:
+    """States as the method stores them: a codec encodes matrices, vectors stay as they are.
+
+    more: the room that those get that grow.
+    """
     codec = gm.codecs[0]
-    return State({n: encode(x, codec if x.ndim >= 5 else None) for n, x in new.items()})
+    state = State({n: encode(x, codec if x.ndim >= 5 else None) for n, x in new.items()})
+    return longer(gm, GroupState(state=state), more)
 
 
 def _carried_by_merge(gm: GroupMethod, past: GroupState, view: View) -> dict[str, Any]:
@@ -186,7 +190,9 @@ def _begun(
         if not isinstance(new, Fresh):
             size = next(iter(params["layers"][i].values())).shape[0]
             before = pasts[i] if pasts[i].parts else GroupState(tail=_no_slots(size, pos.shape[0]))
-            out.groups[i] = before if new is None else GroupState(state=_state(gm, new))
+            ahead = sizes.ahead.slots[i] if sizes.ahead.slots else 0
+            more = 0 if pasts[i].state is not None else sizes.room + ahead
+            out.groups[i] = before if new is None else _state(gm, new, more)
             continue
         out.fresh[i] = fresh = _as_stored(run, gm, new)
         here = new_positions(run, gm, prompt.positions, prompt.narrowed)
@@ -298,7 +304,9 @@ def _with_probe(
     gms = run.groups(params)
     whole = {i: GroupState(tail=whole_slots(gms[i], view)) for i, view in views.items()}
     states = {
-        i: GroupState(state=State(dict(new))) for i, new in enumerate(prompt.fresh) if isinstance(new, dict)
+        i: longer(gms[i], GroupState(state=State(dict(new))), given[0].shape[1])
+        for i, new in enumerate(prompt.fresh)
+        if isinstance(new, dict)
     }
     fixed = {i: pasts[i] for i, new in enumerate(prompt.fresh) if new is None}
     groups = tuple((whole | states | fixed).get(i, NOTHING) for i in range(len(gms)))

@@ -49,6 +49,8 @@ class Run(NamedTuple):
             kind = "state" if slots is None else "fixed" if slots.fixed else "slots"
             kind = kind if mixer.source_of("slots") is None else "reads"
             gm = group_method(self.method, first, size, self.config.window(first), shared, kind)
+            if mixer.grows:
+                gm = gm._replace(grows=mixer.grows, codecs=(None, None))
             if self.on_mesh is not None and slots is not None:
                 gm = gm._replace(multiple=self.on_mesh.parts_of_a_list(slots.heads))
             if any(first <= i + 1 and i < first + size for i in lower):

@@ -11,17 +11,30 @@ from kvjax.models.config import Config
 from kvjax.models.feed_forward import MLP, GatedMLP, MoE, NoMLP
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.cross_attention import CrossAttention
+from kvjax.models.mixers.deltaformer import DeltaFormer
+from kvjax.models.mixers.dmc import DynamicMerging
 from kvjax.models.mixers.dropped import Dropped
+from kvjax.models.mixers.features import Based, LinearAttention, Performer
+from kvjax.models.mixers.forgetting import Forgetting, Path
+from kvjax.models.mixers.gau import GatedUnit
 from kvjax.models.mixers.goldfinch import FinchC2, Gold
 from kvjax.models.mixers.grouped_latent import GroupedLatent
 from kvjax.models.mixers.head_maps import HeadMaps
+from kvjax.models.mixers.hgrn import Hgrn
 from kvjax.models.mixers.infini import Infini
 from kvjax.models.mixers.latent import Latent
+from kvjax.models.mixers.lattice import Lattice
+from kvjax.models.mixers.local_linear import LocalLinear
 from kvjax.models.mixers.log_linear import LogLinearDelta, LogLinearMamba2
+from kvjax.models.mixers.mamba import Conba, Mamba
+from kvjax.models.mixers.mcsd import SlopeDecay
+from kvjax.models.mixers.mesa import Mesa
+from kvjax.models.mixers.proximal import SharedKeys
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, GatedSlot, KimiDelta, Mamba2, Retention
 from kvjax.models.mixers.rwkv import ChannelMix, Rwkv6, Rwkv7
 from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct
+from kvjax.models.mixers.transformer_vq import VectorQuantised
 from kvjax.ops.base.rope import Rope
 
 SMALL = Config(
@@ -62,6 +75,7 @@ GOSLING = dataclasses.replace(GOOSE, v_rank=2)
 FINCH_C2 = FinchC2(heads=2, head_dim=6, mix_rank=3, decay_rank=4, second_rank=2)
 GOLD = Gold(rank=3, mix_rank=2, adapt_rank=4, kv_input=2)
 GQKVA = HeadMaps((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 0, 1))
+POD = SharedKeys(4, 6, 5, groups=2, sinks=1, recent=4)
 CHOOSY = MoE(experts=4, top=2, width=8)
 
 KV = 2 * 2 * 8  # keys and values of SMALL's two KV heads
@@ -168,6 +182,33 @@ TABLE = {
     ),
     "jamba": Row(
         with_layers(MAMBA, Attention(), mlps=(GatedMLP(), CHOOSY)), KV, 2, 4 * 5 * 6 + 4 * (20 + 2 * 12),
+    ),
+    "linear transformer": Row(with_layers(LinearAttention(4, 6, 5, groups=2)), 0, 0, 4 * 6 * (5 + 1)),
+    "based": Row(with_layers(Based(2, 3, 5)), 0, 0, 2 * 10 * (5 + 1)),
+    "performer": Row(with_layers(Performer(2, 6, 5, features=7)), 0, 0, 2 * 7 * (5 + 2)),
+    "mesa": Row(with_layers(Mesa(2, 6, 5)), 0, 0, 2 * 6 * (6 + 5) + 4 * 24),
+    "lattice": Row(with_layers(Lattice(2, 4, 5)), 0, 0, 2 * 4 * 5),
+    "gau": Row(
+        with_layers(*[GatedUnit(12, key_dim=6, chunk=4)] * 2),
+        0, 0, 2 * (6 * 12 + 4 * (6 + 6 + 12) + 1 + 16),
+    ),
+    "transformer-vq": Row(
+        with_layers(VectorQuantised(2, 6, 5, codes=7, block=3)), 0, 0, 2 * 7 * 6 + 6 * 2 * 6 + 1 + 16,
+    ),
+    "hgrn": Row(with_layers(Hgrn(12), Hgrn(12, lower_bound=0.3)), 0, 0, 2 * 12),
+    "mamba": Row(with_layers(Mamba(20, states=3, rank=2)), 0, 0, 20 * 3 + 4 * 20),
+    "mixcon": Row(
+        with_layers(Conba(20, states=3), Attention(), mlps=(GatedMLP(), CHOOSY)), KV, 2, 20 * 3 + 4 * 20,
+    ),
+    "mcsd": Row(with_layers(SlopeDecay(10)), 0, 0, 2 * 10),
+    "forgetting": Row(with_layers(Forgetting(4, 8, 6, groups=2, norm=True)), 2 * (8 + 6) + 4, 0, 1),
+    "path": Row(with_layers(Path(2, 6, 5, rank=3, forgets=True)), 2 * (6 + 5) + 2, 0, 1 + 3 * 12),
+    "deltaformer": Row(with_layers(DeltaFormer(2, 6, 5)), 2 * (6 + 5), 0, 1),
+    "dmc": Row(with_layers(DynamicMerging(4, 6, 5, groups=2, offset=0.0)), 2 * (6 + 5), 0, 2 * 2),
+    "lla": Row(with_layers(LocalLinear(4, 6, 5, groups=2)), 2 * (6 + 5), 0, 1),
+    "parallax": Row(with_layers(LocalLinear(2, 6, 5, learned=True)), 2 * (6 + 5), 0, 1),
+    "pod": Row(
+        with_layers(POD, dataclasses.replace(POD, source=0)), 2 * (6 + 5) + 2 * 5, 0, 1 + 1 + 5 * 2 * 6,
     ),
     # Without a context, which tests/models/test_context.py gives them.
     "xc-cache": Row(with_layers(XC, Attention(), dataclasses.replace(XC, source=0)), KV, 2),

@@ -15,6 +15,7 @@ def layer_memory(config: Config, layer: int) -> str:
     if slots is None:
         words = ["state" if mixer.state(config) else "nothing"]
         words += ["in place"] if mixer.in_place else []
+        words += ["growing"] if mixer.grows else []
     else:
         words = ["slots", *(kind for kind in ("factors", "fixed", "ids", "shared") if getattr(slots, kind))]
     words += ["window"] if window is not None else []
@@ -37,14 +38,14 @@ def memory_class(config: Config) -> frozenset[str]:
 REPRESENTATIVES = (
     "gqa", "sinks", "mla", "gqkva", "retnet", "mamba-2", "goldfinch", "kimi linear", "jamba", "mlkv", "yoco",
     "lckv", "clla", "svformer", "swiftkv", "attention dropped", "lisa", "mixattention",
-    "yoco, gated retention", "cepe", "rwkv-7", "resformer",
+    "yoco, gated retention", "cepe", "rwkv-7", "resformer", "forgetting", "pod",
 )  # fmt: skip
 
 # In the plain suite: these have among them every way in which a layer keeps, reads or takes memory. (Layers
 # that read a context are in test_context.py.)
 PLAIN = (
     "mixattention", "kimi linear", "gqkva", "jamba", "rwkv-7", "goldfinch", "lckv", "clla", "svformer",
-    "resformer", "swiftkv", "attention dropped", "lisa",
+    "resformer", "swiftkv", "attention dropped", "lisa", "pod",
 )  # fmt: skip
 # Mixers that none of those has and that keep something of their own.
 OWN = ("tpa", "retnet", "gsa", "infini", "log-linear mamba-2")

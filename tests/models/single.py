@@ -17,20 +17,28 @@ def drawn(mixer, rng):
     return {name: 0.5 * rng.standard_normal(shape) for name, shape in mixer.shapes(CONFIG).items()}
 
 
-def run(mixer, p, x, first_values=None):
-    """The output of a recurrent mixer for one row without a cache, in float32."""
+def run(mixer, p, x, first_values=None, **taken):
+    """The output of a recurrent mixer for one row without a cache, in float32; taken: of other layers."""
     pos = jnp.arange(x.shape[0], dtype=jnp.int32)[None]
 
     def recur(layer, step, state):
         return step(None, pos >= 0)[0], NOTHING, {}
 
-    def call(p, x, first_values):
+    def call(p, x, first_values, taken):
         layer = Layer(
-            0, 0, 1, None, mixer.rope(CONFIG, 0), mixer, CONFIG, pos, taken={"first values": first_values}
+            0,
+            0,
+            1,
+            None,
+            mixer.rope(CONFIG, 0),
+            mixer,
+            CONFIG,
+            pos,
+            taken={"first values": first_values} | taken,
         )
         return mixer(p, x, layer, Memory(pos, None, recur, None), NOTHING)[0]
 
-    low = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (p, x[None], first_values))
+    low = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (p, x[None], first_values, taken))
     return np.asarray(jax.jit(call)(*low)[0])
 
 

@@ -1,0 +1,82 @@
+"""Attention that keeps something of every token which is no key and value: a state that grows.
+
+Keys that later tokens turn, slots that merge by learned decisions, values less what memory held: what these
+layers keep changes with their equation, so no method may drop or encode it. It lies in the cache as a state
+whose parts `Mixer.grows` have room for tokens, a row's tokens in their order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.models.config import Config
+from kvjax.models.layers import Params, Shapes, linear
+from kvjax.models.mixer import Mixer, RecurrentState
+from kvjax.ops.attention.token_cache import TokenCache
+from kvjax.ops.base.rope import angles, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptTokens(Mixer):
+    """What the mixers of such states share: query heads, and `groups` key and value heads (None: as many)."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    groups: int | None = None
+    grows = frozenset({"k", "v"})
+
+    @property
+    def key_heads(self) -> int:
+        return self.groups or self.heads
+
+    def check(self, config: Config) -> None:
+        if self.heads % self.key_heads:
+            raise ValueError(f"{self.key_heads} key heads cannot serve {self.heads} query heads evenly")
+
+    def query_heads(self, config: Config) -> int:
+        return self.heads
+
+    def shapes(self, config: Config) -> Shapes:
+        d, k = config.d_model, self.key_heads
+        shapes: Shapes = {"q": (d, self.heads * self.key_dim), "k": (d, k * self.key_dim)}
+        return shapes | {"v": (d, k * self.value_dim), "o": (self.heads * self.value_dim, d)}
+
+    def state(self, config: Config) -> Shapes:
+        k, v = (0, self.key_heads, self.key_dim), (0, self.key_heads, self.value_dim)
+        return {"k": k, "v": v, "count": ()}
+
+    def projected(
+        self, p: Params, x: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T N K"], Float[Array, "B T H K"], Float[Array, "B T H V"]]:
+        """Queries, keys and values in their heads."""
+        q, k, v = (linear(p, name, x).reshape(*x.shape[:2], heads, -1) for name, heads in (
+            ("q", self.heads), ("k", self.key_heads), ("v", self.key_heads)
+        ))  # fmt: skip
+        return q, k, v
+
+    def out(self, p: Params, out: Float[Array, "B T N V"], x: Array) -> Float[Array, "B T D"]:
+        return linear(p, "o", out.astype(x.dtype).reshape(*x.shape[:2], -1))
+
+
+def turned(config: Config, x: Float[Array, "B T N H"], pos: Array) -> Float[Array, "B T N H"]:
+    """Queries or keys turned by the config's rotation."""
+    cos, sin = angles(config.rope, pos[..., None], x.shape[-1])
+    return rotate(x, cos, sin)
+
+
+def kept_of(past: RecurrentState | None, names: tuple[str, ...]) -> dict[str, Any]:
+    """Arguments of an op over a `TokenCache`: what is kept, and that no more room is made than there is."""
+    if past is None:
+        return {}
+    before = TokenCache({n: past[n] for n in names}, jnp.zeros_like(past["count"]), past["count"])
+    return dict(initial_state=before, capacity=before.capacity)
+
+
+def state_of(new: TokenCache, dtypes: dict[str, Any]) -> RecurrentState:
+    """What an op leaves, each part in the dtype that it is stored in."""
+    return {n: x.astype(dtypes.get(n, x.dtype)) for n, x in new.kept.items()} | {"count": new.count}

@@ -1,0 +1,75 @@
+"""Transformer-VQ's layer: old keys are codes, so that what is left of old tokens are counts and means."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kvjax.models.config import Config
+from kvjax.models.layers import Params, Shapes, l2_norm, linear
+from kvjax.models.mixer import GroupState, Layer, Left, Memory, RecurrentState
+from kvjax.models.mixers.recurrent import Recurrent
+from kvjax.ops.recurrent.convolution import answered
+from kvjax.ops.recurrent.transformer_vq import VQState, transformer_vq
+
+
+@dataclasses.dataclass(frozen=True)
+class VectorQuantised(Recurrent):
+    """Transformer-VQ's layer (Lingle, 2023, arXiv:2309.16354): softmax over `codes` codes and two blocks.
+
+    q and k have length sqrt(key_dim), so logits are sqrt(key_dim) times their cosine; the output is gated by
+    silu(x W_g). The codebook [heads, key_dim, codes] gets no gradient (`untaught`): the paper moves each code
+    to the mean of the keys that are nearest to it. Deviation: no relative position bias, and queries and keys
+    are normalised without the paper's temperature.
+    """
+
+    codes: int = 512
+    block: int = 512
+    untaught = frozenset({"codebook"})
+
+    def check(self, config: Config) -> None:
+        if self.groups not in (None, self.heads) or self.block < 1 or self.codes < 1:
+            raise ValueError(
+                "every head has codes of its own, at least one, and blocks at least one token: got "
+                f"groups={self.groups}, codes={self.codes}, block={self.block}"
+            )
+
+    def shapes(self, config: Config) -> Shapes:
+        shapes = {name: shape for name, shape in super().shapes(config).items() if name != "out_norm"}
+        shapes |= {"codebook": (self.heads, self.key_dim, self.codes)}
+        return shapes | {"out_gate": (config.d_model, self.heads * self.value_dim)}
+
+    def state(self, config: Config) -> Shapes:
+        return {
+            "counts": (self.heads, self.codes),
+            "means": (self.heads, self.codes, self.value_dim),
+            "near_codes": (2 * self.block, self.heads),
+            "near_values": (2 * self.block, self.heads, self.value_dim),
+            "length": (),
+            "answer": (config.d_model,),
+        }
+
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
+        q, k, v = self.split(*(linear(p, name, x) for name in "qkv"))
+        size = self.key_dim**0.5
+        q, k = (l2_norm(y.astype(jnp.float32)) * size for y in (q, k))
+        book = jnp.swapaxes(p["codebook"].astype(jnp.float32), 1, 2)
+        book = l2_norm(book) * size
+        gate = jax.nn.silu(x @ p["out_gate"])
+
+        def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
+            names = ("counts", "means", "near_codes", "near_values", "length")
+            start = None if past is None else VQState(*(past[n] for n in names))
+            out, new = transformer_vq(q, k, v, book, block=self.block, initial_state=start, mask=mask)
+            y = linear(p, "o", out.astype(x.dtype).reshape(*x.shape[:2], -1) * gate)
+            # A block that is full has become counts, and its last token could not be asked again.
+            y, answer = answered(y, jnp.zeros_like(x[:, 0]) if past is None else past["answer"], mask)
+            new = new._replace(values=new.values.astype(x.dtype))
+            return y, dict(zip(names, new, strict=True)) | {"answer": answer}
+
+        return memory.recur(layer, step, state)

@@ -1,0 +1,241 @@
+"""What architectures are worth per byte of state: each trained on the same text, then measured.
+
+    python scripts/architecture_table.py train --steps 4000     # all rows, two at a time, a core each
+    python scripts/architecture_table.py train --seconds 1500 --rows mha gqa mla
+    python scripts/architecture_table.py write                  # table and picture in docs/architectures.md
+
+The text is the standard library's source. All rows get the same number of steps, so the same bytes. --seconds
+chooses it: every row trains a little first, and the budget is what the slowest of them does in that time.
+Runs lie in --out and go on where they were cut; a row whose results are in the data already, under the same
+budget, is left out. The data, docs/architecture-table.json, holds the settings with which any row can be
+repeated; seeds are those of the training files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from architecture_measures import measured
+from docs_tables import DOCS, write_table
+
+from kvjax.files import write_atomic
+from kvjax.gin_bindings import training_files
+
+DATA, PICTURE = DOCS / "architecture-table.json", DOCS / "architecture-table.png"
+CONTEXTS = (1024, 8192, 65536)
+# Steps that are enough to know how fast a row trains, the first of which compile.
+TRIAL = 8
+
+
+class Row(NamedTuple):
+    """A row of the table: its name there, the training file, and what is set otherwise in it."""
+
+    name: str
+    gin: str
+    changes: tuple[str, ...] = ()
+
+
+ROWS = {
+    "mha": Row("MHA", "bytes"),
+    "gqa": Row("GQA", "bytes-gqa"),
+    "mqa": Row("MQA", "bytes-mqa"),
+    "mla": Row("MLA", "bytes-mla"),
+    "tpa": Row("TPA", "bytes-tpa"),
+    "cla": Row("CLA", "bytes-cla"),
+    "mlkv": Row("MLKV", "bytes-mlkv"),
+    "lckv": Row("LCKV", "bytes-lckv"),
+    "yoco": Row("YOCO", "bytes-yoco"),
+    "mixattention": Row("MixAttention", "bytes-mixattention"),
+    "svformer": Row("SVFormer", "bytes-svformer"),
+    "pod": Row("PoD", "bytes-pod"),
+    "forgetting": Row("Forgetting Transformer", "bytes-forgetting"),
+    "gau": Row("GAU (FLASH)", "bytes-gau"),
+    "linear": Row("Linear Transformer", "bytes-linear"),
+    "based": Row("Based", "bytes-based"),
+    "retnet": Row("RetNet", "bytes-retnet"),
+    "gla": Row("GLA", "bytes-gla"),
+    "hgrn": Row("HGRN", "bytes-hgrn"),
+    "rwkv7": Row("RWKV-7", "bytes-rwkv7"),
+    "mamba": Row("Mamba", "bytes-mamba"),
+    "mamba2": Row("Mamba-2", "bytes-mamba2"),
+    "gated-deltanet": Row("Gated DeltaNet", "bytes-gated-deltanet"),
+    "kda": Row("KDA", "bytes-kda"),
+    "log-linear": Row("Log-linear Mamba-2", "bytes-log-linear-mamba2"),
+    "kimi-linear": Row("Kimi-Linear-like hybrid", "bytes-kimi-linear"),
+    "mixcon": Row("MixCon", "bytes-mixcon"),
+    "mcsd": Row("MCSD", "bytes-mcsd"),
+}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    args = _parser().parse_args(words)
+    if args.what == "write":
+        write(args.data)
+        return
+    missing = [id for id in args.rows if ROWS[id].gin not in training_files()]
+    if missing:
+        print(f"left out, for want of a training file: {', '.join(missing)}")
+    rows = [id for id in args.rows if id not in missing]
+    if args.what == "one":
+        one(rows[0], args)
+        return
+    args.steps = args.steps or _steps_in(args.seconds, rows, args)
+    budget = {"steps": args.steps, "set": args.set}
+    found = read(args.data)
+    todo = [id for id in rows if found["rows"].get(id, {}).get("budget") != budget]
+    print(f"{len(rows) - len(todo)} rows are there; {len(todo)} to do, {args.steps} steps each", flush=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        rows_of = {pool.submit(_apart, id, i, args): id for i, id in enumerate(todo)}
+        # The parent alone writes the data, a row as soon as it is there.
+        for done in as_completed(rows_of):
+            id, result = rows_of[done], done.result()
+            if result is None:
+                continue
+            found["rows"][id] = result | {"budget": budget}
+            write_atomic(args.data, (json.dumps(found, indent=1) + "\n").encode())
+            print(f"{id}: {result['bits_per_byte']} bits per byte", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("train", "write", "one"), help="one: a row in this process")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
+    parser.add_argument("--steps", type=int, help="steps of every row")
+    parser.add_argument("--seconds", type=float, default=1500.0, help="or: the time of the slowest row")
+    parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="rows at a time, a core each")
+    parser.add_argument("--set", nargs="+", default=[], metavar="SECTION.NAME=VALUE", help="for all rows")
+    parser.add_argument("--out", type=Path, default=Path("runs/architectures"), metavar="DIR")
+    parser.add_argument("--data", type=Path, default=DATA, metavar="FILE")
+    return parser
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {"rows": {}}
+
+
+def _apart(id: str, place: int, args: argparse.Namespace) -> dict[str, Any] | None:
+    """What `one` prints last, from a process on a core of its own; None, with a word, where it fails."""
+    words = ["one", "--rows", id, "--steps", str(args.steps), "--out", str(args.out)]
+    words += ["--set", *args.set] if args.set else []
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    pin = None if len(cores) < 2 or args.jobs < 2 else {cores[place % len(cores)]}
+    run = subprocess.run(
+        [sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, check=False,
+        preexec_fn=None if pin is None else lambda: os.sched_setaffinity(0, pin),
+    )  # fmt: skip
+    if run.returncode:
+        print(f"{id} failed (exit {run.returncode}); its run goes on when this is started again", flush=True)
+        return None
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def one(id: str, args: argparse.Namespace) -> None:
+    """Trains a row, or goes on with it, measures it and prints the results as JSON."""
+    folder = args.out / f"{id}-{args.steps}"
+    _train(id, folder, args.steps, args.set)
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    print(json.dumps(_results(id, log, measured(folder / "model", CONTEXTS))))
+
+
+def _train(id: str, folder: Path, steps: int, changes: list[str]) -> None:
+    row = ROWS[id]
+    settings = [f"train.steps={steps}", *row.changes, *changes]
+    words = ["train", "--gin", row.gin, "--out", str(folder), "--set", *settings]
+    words += ["--resume"] if (folder / "run.json").exists() else []
+    if not (folder / "model").is_dir():
+        # What it prints is no part of this process's output, which is read.
+        subprocess.run([sys.executable, "-m", "kvjax", *words], stdout=sys.stderr, check=True)
+
+
+def _results(id: str, log: list[dict[str, Any]], measures: dict[str, Any]) -> dict[str, Any]:
+    """A row's results; how fast it trains is the median of the log, whose first line has compiled."""
+    speeds = [line["tokens_per_second"] for line in log]
+    return {
+        "name": ROWS[id].name,
+        "gin": ROWS[id].gin,
+        "bits_per_byte": log[-1]["bits_per_byte"],
+        "tokens": log[-1]["tokens"],
+        "training_tokens_per_second": round(statistics.median(speeds[1:] or speeds)),
+        **measures,
+    }
+
+
+def _steps_in(seconds: float, rows: list[str], args: argparse.Namespace) -> int:
+    """How many steps the slowest of the rows does in that time, from a short run of each."""
+    slowest = 0.0
+    for id in rows:
+        folder = args.out / f"{id}-trial"
+        shutil.rmtree(folder, ignore_errors=True)
+        _train(id, folder, TRIAL, ["train.log_every=2", "train.evaluate_rows=1", *args.set])
+        log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        step = log[-1]["tokens"] / TRIAL
+        slowest = max(slowest, step / statistics.median(line["tokens_per_second"] for line in log[1:]))
+        print(f"{id}: {1 / slowest:.2f} steps per second or more", flush=True)
+    return max(1, int(seconds / slowest))
+
+
+def table(found: dict[str, Any]) -> str:
+    """The rows in their order, best bits per byte in bold."""
+    rows = [found["rows"][id] for id in ROWS if id in found["rows"]]
+    if not rows:
+        return "No row is measured yet: `python scripts/architecture_table.py train`."
+    sizes = [f"{n // 1024}k" for n in CONTEXTS]
+    head = ["architecture", "parameters", "bits per byte, held out", *(f"state at {n}" for n in sizes)]
+    head += [*(f"decode tokens/s at {n}" for n in sizes), "training tokens/s"]
+    best = min(row["bits_per_byte"] for row in rows)
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        bits = f"{row['bits_per_byte']:.3f}"
+        bits = f"**{bits}**" if row["bits_per_byte"] == best else bits
+        cells = [row["name"], f"{row['parameters']:,}", bits]
+        cells += [f"{row['state_bytes'][str(n)]:,}" for n in CONTEXTS]
+        cells += [f"{row['decode_tokens_per_second'][str(n)]:,.0f}" for n in CONTEXTS]
+        cells.append(f"{row['training_tokens_per_second']:,}")
+        lines.append(f"| {' | '.join(cells)} |")
+    tokens = " or ".join(f"{n:,}" for n in sorted({row["tokens"] for row in rows}))
+    note = f"Trained on {tokens} bytes of text. State: bytes of one row, keys and values in bfloat16."
+    return "\n".join([*lines, "", note, "", f"![Bits per byte against bytes of state]({PICTURE.name})"])
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Quality against bytes at 8k tokens, a dot for each row."""
+    import io
+
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 5.0), layout="constrained")
+    axes = figure.subplots()
+    for row in found["rows"].values():
+        x, y = row["state_bytes"]["8192"], row["bits_per_byte"]
+        axes.plot(x, y, "o", color="#0072B2")
+        axes.annotate(row["name"], (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("bytes of state behind 8192 tokens")
+    axes.set_ylabel("bits per byte of held-out text")
+    axes.grid(alpha=0.3)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    write_atomic(path, file.getvalue())
+
+
+def write(data: Path) -> None:
+    found = read(data)
+    write_table("architectures.md", "measured", table(found))
+    if found["rows"]:
+        draw(found, PICTURE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""scripts/architecture_table.py: its rows, its table, and that what it times is a cache after a prompt."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache import nbytes
+from kvjax.gin_bindings import training_files
+from tests.models.conversation import TEXTS, model
+from tests.sweep import sweep
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+def result(bits):
+    some = {str(n): n for n in (1024, 8192, 65536)}
+    return {
+        "name": "X", "bits_per_byte": bits, "parameters": 1000, "tokens": 4096,
+        "state_bytes": some, "decode_tokens_per_second": some, "training_tokens_per_second": 2000,
+    }  # fmt: skip
+
+
+def test_the_table_has_every_row_that_is_there_and_marks_the_best(scripts, tmp_path):
+    import architecture_table as at
+
+    text = at.table({"rows": {"gqa": result(2.5), "mha": result(2.25)}})
+    lines = [line for line in text.splitlines() if line.startswith("| X")]
+    assert ["**2.250**" in line for line in lines] == [True, False]  # in the order of ROWS, not of the data
+    assert "Trained on 4,096 bytes" in text
+    assert "No row is measured yet" in at.table({"rows": {}})
+    at.draw({"rows": {"gqa": result(2.5)}}, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
+    # A row whose file is not there yet is left out when they are trained.
+    assert {row.gin for row in at.ROWS.values()} - set(training_files()) <= {"bytes-lckv"}
+
+
+def test_a_row_that_is_there_under_the_same_budget_is_left_out(scripts, tmp_path, monkeypatch, capsys):
+    import architecture_table as at
+
+    asked, data = [], tmp_path / "data.json"
+    monkeypatch.setattr(at, "_apart", lambda id, place, args: asked.append(id) or result(3.0))
+    words = ["train", "--steps", "7", "--jobs", "1", "--data", str(data), "--rows"]
+    at.main([*words, "gqa"])
+    at.main([*words, "gqa", "mamba"])
+    assert asked == ["gqa", "mamba"] and "1 rows are there; 1 to do" in capsys.readouterr().out
+    assert json.loads(data.read_text())["rows"]["mamba"]["budget"] == {"steps": 7, "set": []}
+    at.main(["train", "--steps", "8", "--jobs", "1", "--data", str(data), "--rows", "gqa"])
+    assert asked[2:] == ["gqa"]
+
+
+@pytest.mark.parametrize("name", sweep(("pod", "yoco", "kimi linear", "transformer-vq"), "pod"))
+def test_what_is_timed_has_the_shape_of_a_cache_after_a_prompt(scripts, name):
+    import architecture_measures as am
+
+    m, tokens = model(name), 16
+    _, real = kvjax.prefill(m, TEXTS[:1, :tokens], room=am.STEPS + 2)
+    run = am.Run(m.config, am.Method())
+    made = am.after(am.shapes(run, m.params, 1, tokens, am.STEPS + 2), tokens)
+    for a, b in zip(jax.tree.leaves(made.groups), jax.tree.leaves(real.groups), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+    for a, b in zip(kvjax.kept_positions(made), kvjax.kept_positions(real), strict=True):
+        np.testing.assert_array_equal(np.sort(a), np.sort(b))
+    assert am.state_bytes(m.config, tokens) < nbytes(real.groups) and am.decode_speed(m, tokens) > 0
+    assert "architecture_measures" in sys.modules
