@@ -12,6 +12,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
@@ -40,8 +41,10 @@ from tests.methods.battery import (
     off,
     params,
     positions,
+    reads_apart,
     step,
     to_settle,
+    wanted,
 )
 from tests.methods.table import PAGE, ROWS
 
@@ -136,17 +139,24 @@ def is_one_sentence(refusal: str) -> bool:
 
 def traced(drawn: Drawn) -> None:
     """A prompt and a step trace, and a step leaves the cache's shapes as they are: one program serves all."""
-    run, prompt = to_settle(drawn.model, drawn.method)
-    own = params(drawn.model)
+    m, own = model(drawn.model), params(drawn.model)
+    run = Run(m.config, drawn.method)
+    sizes: dict[str, Any] = dict(room=ROOM, compress=True)
+    apart = reads_apart(drawn.method) or not steps.needs_of(run, m.params) <= wanted(drawn.model)
 
-    def both(prompt: steps.Prompt) -> tuple[Any, Any]:
-        cache = steps.settle(run, own, prompt, None, tokens=T, room=ROOM, compress=True)
+    def prompt_of(given: Any) -> Any:
+        if apart:
+            return steps.prefill(run, own, *given, None, tokens_bound=T, **sizes)[1]
+        return steps.settle(run, own, given, None, tokens=T, **sizes)
+
+    def both(given: Any) -> tuple[Any, Any]:
+        cache = prompt_of(given)
         decode = Run(run.config, drawn.method.decode_part())
-        token = jax.numpy.zeros(len(PACKED), jax.numpy.int32)
-        _, stepped = steps.step(decode, own, cache, token, jax.numpy.ones(len(PACKED), bool))
-        return cache, stepped
+        token = jnp.zeros(len(PACKED), jnp.int32)
+        return cache, steps.step(decode, own, cache, token, jnp.ones(len(PACKED), bool))[1]
 
-    before, after = jax.eval_shape(both, prompt)
+    whole = jnp.zeros((len(PACKED), T), jnp.int32), jnp.asarray(_LENGTHS, jnp.int32)
+    before, after = jax.eval_shape(both, whole if apart else to_settle(drawn.model, drawn.method)[1])
     shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(cache)] for cache in (before, after)]
     assert shapes[0] == shapes[1] and nbytes(before) > 0
 

@@ -49,9 +49,15 @@ def test_a_sentence_keeps_what_it_may_and_steps_go_on_from_there(random):
 
 
 @pytest.mark.slow
-@drawn(300, more=2_000_000)
-def test_many_sentences_work(random):
-    one = told(random)
-    assert all(is_one_sentence(refusal) for refusal in one.refusals), one.refusals
-    traced(one)
-    ran(one)
+@pytest.mark.parametrize("part", range(30))
+def test_many_sentences_work(part):
+    """300 in parts, between which a process may forget its programs."""
+
+    @drawn(10, more=2_000_000 + 1000 * part)
+    def works(random):
+        one = told(random)
+        assert all(is_one_sentence(refusal) for refusal in one.refusals), one.refusals
+        traced(one)
+        ran(one)
+
+    works()
