@@ -21,7 +21,9 @@ from kvjax.ops.recurrent import (
     infini,
     lattice,
     log_linear,
+    mesa,
     rwkv,
+    selective_scan,
     slot_attention,
     transformer_vq,
 )
@@ -43,7 +45,7 @@ class Row(NamedTuple):
     numbers: int
 
 
-SIZES = {"h": HEADS, "k": WIDTH, "v": WIDTH, "m": SLOTS, "l": LEVELS, "c": CODES, "1": 1}
+SIZES = {"h": HEADS, "k": WIDTH, "v": WIDTH, "m": SLOTS, "l": LEVELS, "c": CODES, "d": HEADS * WIDTH, "1": 1}
 QKV = "thk thk thv"
 ROWS = [
     Row("linear attention", "2006.16236", linear.linear_attention, QKV, "H K V", HKV),
@@ -55,6 +57,11 @@ ROWS = [
     Row("GLA", "2312.06635", linear.gla, f"{QKV} thk", "H K V", HKV),
     Row("HGRN2", "2404.07904", linear.hgrn2, f"{QKV} hk", "H K V", HKV),
     Row("Mamba-2 (SSD)", "2405.21060", linear.ssd, "thv th t1k t1k h h h", "H V K", HKV),
+    Row(
+        "Mamba, 4096 channels", "2312.00752", selective_scan.selective_scan, "td td dm tm tm d", "D N",
+        HEADS * WIDTH * SLOTS,
+    ),
+    Row("MesaNet", "2506.05233", mesa.mesa, f"{QKV} th th hk", "H K (K + V)", 2 * HKV),
     Row("DeltaNet", "2406.06484", linear.delta_rule, f"{QKV} th", "H K V", HKV),
     Row("Gated DeltaNet", "2412.06464", linear.gated_delta_rule, f"{QKV} th th", "H K V", HKV),
     Row("KDA", "2510.26692", linear.gated_delta_rule, f"{QKV} thk th", "H K V", HKV),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -19,9 +18,9 @@ from kvjax.ops.attention.deltaformer import deltaformer
 class DeltaFormer(KeptTokens):
     """DeltaFormer's layer (Zhong et al., 2025, arXiv:2505.19488), rotated queries and keys.
 
-    u_t = v_t - beta_t sum_{s < t} p_ts u_s, o_t = softmax_{s <= t}(q_t k_s / sqrt(K)) u with beta = sigmoid(x
-    W_b + b_b) per head; `kvjax.ops.attention.deltaformer` has the details. It keeps k and u. Deviation: the
-    text of the paper was not at hand, the gate is that of flash-linear-attention.
+    u_t = v_t - beta_t sum_{s < t} p_ts u_s with p_t the softmax of k_t k_s / sqrt(K), beta = x W_b + b_b per
+    head, and o_t = softmax_{s <= t}(q_t k_s / sqrt(K)) u. It keeps k and u. Deviation: the text of the paper
+    was not at hand; keys that read keys, and the gate, are those of flash-linear-attention's layer.
     """
 
     def check(self, config: Config) -> None:
@@ -36,11 +35,11 @@ class DeltaFormer(KeptTokens):
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         q, k, v = self.projected(p, x)
         q, k = (turned(layer.config, y, memory.pos) for y in (q, k))
-        beta = jax.nn.sigmoid(linear(p, "beta", x).astype(jnp.float32))
+        beta = linear(p, "beta", x).astype(jnp.float32)
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             held = None if past is None else past | {"u": past["v"]}
-            out, new = deltaformer(q, k, v, beta, mask=mask, **kept_of(held, ("k", "u")))
+            out, new = deltaformer(q, k, v, beta, r=k, mask=mask, **kept_of(held, ("k", "u")))
             left = state_of(new, {"k": x.dtype, "u": x.dtype})
             return out, {"k": left["k"], "v": left["u"], "count": left["count"]}
 

@@ -60,7 +60,7 @@ class Path(KeptTokens):
     P_l = I - beta_l w_l w_l' with w of unit length, from a low rank of x and a short convolution with silu,
     and beta = 2 sigmoid(x W_b). With `forgets`, logits also decay by gates (PaTH-FoX). Every token turns all
     kept keys, so keys are float32. Deviation: the text of the paper was not at hand; the low rank (`rank`,
-    None: of key_dim) and the convolution's width of 3 are those of flash-linear-attention.
+    None: of key_dim; 32 there) and the convolution's width of 3 are those of flash-linear-attention.
     """
 
     rank: int | None = None

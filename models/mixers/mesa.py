@@ -20,10 +20,10 @@ from kvjax.ops.recurrent.mesa import MesaState, mesa
 class Mesa(Recurrent):
     """MesaNet's layer (von Oswald et al., 2025, arXiv:2506.05233): o = Hkv' (Hkk + diag(ridge))^-1 q.
 
-    q and k pass short convolutions with silu and have unit length; e^g = sigmoid(x W_g), beta = sigmoid(x
-    W_b), ridge = least + softplus(r). iterations: conjugate gradient steps per token; None solves exactly.
-    Deviation: the text of the paper was not at hand. Which projections
-    pass a convolution, the lower bound and the norm of every head are those of flash-linear-attention.
+    q and k pass short convolutions with silu and have unit length; e^g = sigmoid(x W_g + b_g), beta =
+    sigmoid(x W_b + b_b), ridge = least + softplus(r). iterations: conjugate gradient steps per token; None
+    solves exactly. Deviation: the text of the paper was not at hand. Which projections pass a convolution,
+    the lower bound and the norm of every head are those of flash-linear-attention.
     """
 
     conv: int = 4
@@ -37,6 +37,7 @@ class Mesa(Recurrent):
     def shapes(self, config: Config) -> Shapes:
         d, keys = config.d_model, self.heads * self.key_dim
         gates: Shapes = {"decay": (d, self.heads), "beta": (d, self.heads), "ridge": (keys,)}
+        gates |= {name + "_bias": (self.heads,) for name in ("decay", "beta")}
         return super().shapes(config) | gates | {"conv": (self.conv, 2 * keys)}
 
     def state(self, config: Config) -> Shapes:
@@ -52,8 +53,8 @@ class Mesa(Recurrent):
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         flat = jnp.concatenate([linear(p, "q", x), linear(p, "k", x)], -1)
         v, keys = linear(p, "v", x), self.heads * self.key_dim
-        g = jax.nn.log_sigmoid((x @ p["decay"]).astype(jnp.float32))
-        beta = jax.nn.sigmoid((x @ p["beta"]).astype(jnp.float32))
+        g = jax.nn.log_sigmoid(linear(p, "decay", x).astype(jnp.float32))
+        beta = jax.nn.sigmoid(linear(p, "beta", x).astype(jnp.float32))
         ridge = self.least + jax.nn.softplus(p["ridge"].astype(jnp.float32)).reshape(self.heads, -1)
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:

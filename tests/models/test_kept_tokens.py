@@ -60,11 +60,12 @@ def path(mixer, p, x):
 
 def delta(mixer, p, x):
     q, k, v = (heads(x, p, n) for n in "qkv")
-    s, beta, u = logits(turned(q), turned(k)), sigmoid(x @ p["beta"] + p["beta_bias"]), np.array(v)
+    q, k, beta, u = turned(q), turned(k), x @ p["beta"] + p["beta_bias"], np.array(v)
+    s = logits(k, k)
     for t, h in np.ndindex(T, H):
         if t:
             u[t, h] -= beta[t, h] * softmax(s[h, t, :t]) @ u[:t, h]
-    return mixed(p, softmax(s), u)
+    return mixed(p, softmax(logits(q, k)), u)
 
 
 def merging(mixer, p, x):

@@ -69,7 +69,7 @@ def positive(x):
 def mesa(mixer, p, x):
     flat = silu(convolved(np.concatenate([x @ p["q"], x @ p["k"]], -1), p["conv"]))
     q, k = (unit(y.reshape(T, H, K)) for y in np.split(flat, 2, -1))
-    (v,), keep, beta = heads(x, p, "v"), sigmoid(x @ p["decay"]), sigmoid(x @ p["beta"])
+    (v,), keep, beta = heads(x, p, "v"), *(sigmoid(x @ p[n] + p[n + "_bias"]) for n in ("decay", "beta"))
     ridge = 0.25 + softplus(p["ridge"]).reshape(H, K)
     out = np.zeros((T, H, V))
     for h in range(H):

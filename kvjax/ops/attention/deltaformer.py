@@ -17,6 +17,7 @@ def deltaformer(
     v: Float[Array, "B T H V"],
     beta: Float[Array, "B T H"],
     *,
+    r: Float[Array, "B T H K"] | None = None,
     initial_state: TokenCache | None = None,
     capacity: int | None = None,
     segments: Segments = None,
@@ -26,9 +27,9 @@ def deltaformer(
 ) -> tuple[Float[Array, "B T H V"], TokenCache]:
     """u_t = v_t - beta_t sum_{s<t} p_ts u_s, then o_t = softmax_{s<=t}(scale q_t k_s) u.
 
-    p_t is the softmax of scale q_t k_s over s < t, and scale is K^-0.5 unless given. DeltaFormer (Zhong et
-    al., 2025, arXiv:2505.19488), as in flash-linear-attention: q reads in both equations, and beta weighs
-    what is subtracted.
+    p_t is the softmax of scale r_t k_s over s < t, and scale is K^-0.5 unless given. DeltaFormer (Zhong et
+    al., 2025, arXiv:2505.19488), as in flash-linear-attention, whose op has r = q (also here, unless given)
+    and whose layer has r = k; beta weighs what is subtracted.
 
     The state keeps k and u in promote(float32, input); v itself is not needed again. u depends on all of its
     past, a triangular system of T equations per head. It is solved forward in chunks: what older chunks hold
@@ -42,18 +43,22 @@ def deltaformer(
     ([3.0, 0.0], [3.0, 1.5])
     """
     dtype = wide(v)
-    q, k, v, beta = (x.astype(dtype) for x in (q, k, v, beta))
+    apart, r = r is not None, q if r is None else r
+    q, k, v, beta, r = (x.astype(dtype) for x in (q, k, v, beta, r))
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     slots = cache.room({"k": k, "u": v}, initial_state, capacity)
 
     def chunk(slots: TokenCache, tokens: tuple[Array, ...]) -> tuple[TokenCache, Array]:
-        q, k, v, beta, fresh, real = tokens
+        q, k, v, beta, r, fresh, real = tokens
         old, size, c = slots.kept, slots.capacity, q.shape[1]
         at = cache.places(slots, fresh, real)
         scores = jnp.concatenate([cache.products(q, old["k"]), cache.products(q, k)], -1) * factor
         visible = cache.seen_arriving(slots, at)
         earlier = jnp.concatenate([jnp.ones((c, size), bool), jnp.tril(jnp.ones((c, c), bool), -1)], -1)
-        p, _ = cache.softmax(scores, visible & earlier[None, None])
+        held = scores
+        if apart:
+            held = jnp.concatenate([cache.products(r, old["k"]), cache.products(r, k)], -1) * factor
+        p, _ = cache.softmax(held, visible & earlier[None, None])
         p = p * jnp.swapaxes(beta, 1, 2)[..., None]
         rest = jnp.swapaxes(v - cache.mix(p[..., :size], old["u"]), 1, 2)
         system = p[..., size:] + jnp.eye(c, dtype=dtype)[None, None]
@@ -62,5 +67,5 @@ def deltaformer(
         out = cache.mix_both(p, old["u"], u)
         return cache.put(slots, {"k": k, "u": u}, at), cache.checked(out, at.slot[..., None], size)
 
-    tokens = (q, k, v, beta, *cache.marks(q, segments, mask))
+    tokens = (q, k, v, beta, r, *cache.marks(q, segments, mask))
     return cache.by_chunks(chunk, slots, tokens, 1 if recurrent else CHUNK)
