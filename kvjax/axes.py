@@ -72,6 +72,12 @@ def _segment(f: OfArray, segment: Segment, on: OnMesh | None) -> Segment:
     return _slots(f, segment, (*_LISTS, "slots" if on is None or are_many(segment, on) else None))
 
 
+def specs_of_slots(slots: Slots, on: OnMesh) -> Slots:
+    """How every array of a segment of slots is split."""
+    axes = (*_LISTS, "slots" if are_many(slots, on) else None)
+    return _slots(lambda axes, x: on.spec(axes, x.shape), slots, axes)
+
+
 def are_many(slots: Slots, on: OnMesh) -> bool:
     """Whether a row's slots of one layer take as many bytes as the rules ask for."""
     layers, rows = slots.pos.shape[:2]

@@ -163,7 +163,8 @@ def _check_keep(method: Method, keep: Keep, config: Config, facts: _Facts) -> No
     looks = looks and not (all(s.expands or not s.factors for s in facts.slots) and _scores_heads(keep))
     if facts.factors and (looks or not keep.phase.steady or keep.per_query_head):
         _refuse(method, *_STORES_FACTORS)
-    if any(s.heads != config.kv_heads for s in facts.slots) and any(True for _ in fitted_words(keep)):
+    learned = any(lacks_fit(word) or word.fitted is not None for word in fitted_words(keep))
+    if learned and any(s.heads != config.kv_heads for s in facts.slots):
         _refuse(method, "it was fitted to KV heads, and the model stores other lists of slots", "h2o")
     if getattr(keep.score, "weights", False):
         if facts.factors or facts.latent:

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.mixer import AttentionLogits, GroupState, Layer, LayerSlots, Left, Projected
 from kvjax.ops.attention.in_common import for_rows
 from kvjax.ops.attention.prompt_attention import causal_attention, past_attention
@@ -74,15 +75,16 @@ def attend_new(
     *,
     mass: tuple[Reduction, ...] = (),
     implementation: str | None = None,
+    on: OnMesh | None = None,
 ) -> tuple[Float[Array, "B N T V"], tuple[Masses, ...], AttentionLogits | None]:
     """Attention of a layer's rotated queries over `past` and the new tokens: (out, masses, logits).
 
     past sets of fewer rows are what rows have in common. more: (out, lse) of what was attended elsewhere,
     which joins the output. Masses come as (one per past set ..., the new tokens), in the heads that the layer
-    stores; logits only where the layer publishes them.
+    stores; logits only where the layer publishes them. on: as of `causal_attention`.
     """
     out, lse, masses, scores = attend_sets(
-        layer, x, q, new, past, pos, mass=mass, implementation=implementation
+        layer, x, q, new, past, pos, mass=mass, implementation=implementation, on=on
     )
     if more:
         out = merge([(out, lse), *more])[0]
@@ -100,6 +102,7 @@ def attend_sets(
     mass: tuple[Reduction, ...] = (),
     in_order: bool = True,
     implementation: str | None = None,
+    on: OnMesh | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...], AttentionLogits | None]:
     """`attend_new` as one part of a union: (out, lse, masses, logits).
 
@@ -127,7 +130,7 @@ def attend_sets(
         out, lse, masses, scores = attend_at_once(layer, x, q, [*extra, *sets], pos, mass=mass)
     else:
         out, lse, masses = causal_attention(
-            q, sets[-1], (*extra, *sets[:-1]), pos, mass=mass, clip=layer.mixer.clip, **options
+            q, sets[-1], (*extra, *sets[:-1]), pos, mass=mass, clip=layer.mixer.clip, on=on, **options
         )
     if common:
         out, lse = merge([(out, lse), *(past_attention(q, keys, pos, **options) for keys in common)])

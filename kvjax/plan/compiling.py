@@ -31,6 +31,8 @@ from kvjax.steps.decode import step_fn
 _OUT = re.compile(r"Ran out of memory|RESOURCE_EXHAUSTED|Out of memory", re.I)
 # "HLO temporaries" are everything that the program has there, its operands too.
 _USED = re.compile(r"(?:Used (?:at least )?|HLO temporaries \()([\d.]+)([KMGT]?)\)? (?:of|exceeds)", re.I)
+# How the compilers for TPUs and GPUs call a Pallas kernel.
+_KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|__gpu\$xla\.gpu\.triton)"')
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -39,6 +41,7 @@ def compiled(job: Job) -> dict[str, Any]:
 
     weights, cache: of the operands. arguments, temporaries, outputs, aliases: as the compiler counts them,
     with the padding of tiles. needs: all that is in memory at once. collectives: [kind, count, bytes].
+    kernels: how many calls of Pallas kernels are in the program.
     """
     mesh = mesh_of(job)
     on = OnMesh(mesh, job.rules)
@@ -59,7 +62,9 @@ def compiled(job: Job) -> dict[str, Any]:
             return found | refused(str(error)) | {"compile_seconds": seconds}
         found["trace_seconds"] = round(middle - start, 1)
         found["compile_seconds"] = round(time.perf_counter() - middle, 1)
-    sent = collectives(program.as_text() or "")
+    text = program.as_text() or ""
+    sent = collectives(text)
+    found["kernels"] = len(_KERNEL.findall(text))
     found |= _memory(program) | {"collectives": [list(one) for one in sent]}
     if not job.chunk:
         least = roofline(job.config, params, cache, job.topology, on, sent)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.axes import pinned_to
 from kvjax.cache import Codes, GroupState, Paged, Pages, Segment, Slots, gather_pages
 from kvjax.group import GroupMethod
 from kvjax.models.attending import attend_at_once, in_lists
@@ -27,6 +27,7 @@ from kvjax.place.paged import attend_pages
 from kvjax.protocols import AttentionSpec
 from kvjax.read.pages import positions, visited
 from kvjax.read_protocols import Read, Resting, Sampling
+from kvjax.steps.on_each import attended_on_each, bare, on_all, said_of_one, split_of
 from kvjax.steps.run import Run
 from kvjax.steps.turning import rope_of_keys, turned_keys
 from kvjax.stored import Form, Met, factors_of, groups_of, is_rows, meet
@@ -100,21 +101,25 @@ def attend_past(
         copies = copies_of(segment, at.shape[0])
         mine, when = side_by_side(met.q, lists_of(segment)), pos.reshape(-1, copies)
         if isinstance(segment, Paged) and unreadable is None and not (past.gm.masses or run.unrotated):
-            one, pool = segment.layer(past.index), pools[segment.pool]
+            call = partial(
+                attend_pages, scale=layer.scale, softcap=softcap, implementation=run.implementation
+            )
             # A pool is on every device, and whose a page is, is data: so are the queries that meet it.
-            everywhere = pinned_to(mine, run.on_mesh, *(None,) * 4)
-            part = attend_pages(
-                everywhere, one, past.index, pool, when, scale=layer.scale, softcap=softcap,
-                implementation=run.implementation,
-            )  # fmt: skip
+            one, pool = segment.layer(past.index), pools[segment.pool]
+            part = on_all(run.on_mesh, call, mine, one, jnp.asarray(past.index), pool, when)
         elif (
             isinstance(segment, Slots)
             and (chosen := _form(run, past, layer, x, i, mine, sized)) != "reference"
         ):
+            split = split_of(run.on_mesh, segment, bool(past.gm.masses))
             if (read := _picking(past, i)) is not None:
-                part = _attend_picked(run, past, layer, q, segment, read, found, pos, chosen)
+                assert found is not None
+                call = partial(_attend_picked, run, layer, read, chosen)
+                picks = found.pages, found.counts
+                part = attended_on_each(split, call, segment, q, pos, past.index, *picks)
             else:
-                *part, mass = _attend_slots(run, past, layer, mine, segment, when, chosen)
+                call = partial(_attend_slots, run, layer, bool(past.gm.masses), chosen)
+                *part, mass = attended_on_each(split, call, segment, mine, when, past.index)
                 # Of one query, a sum that fades is the sum.
                 received = () if mass is None else ({repr(o): mass for o in past.gm.masses},)
         elif _together(run, past, layer, x, i) or (copies == 1 and not met.turned and not sized):
@@ -297,22 +302,31 @@ def _picking(past: Past, i: int) -> Read | None:
 
 def _form(run: Run, past: Past, layer: Layer, x: Projected, i: int, q: Array, sized: bool) -> str:
     """In which form `q` attends segment `i`; NotImplementedError where a kernel is forced and cannot run."""
-    slots = past.parts[i]
+    slots, why = past.parts[i], _together(run, past, layer, x, i)
     assert isinstance(slots, Slots)
-    if why := _together(run, past, layer, x, i):
-        each = _nowhere(why)
-    elif sized:
-        each = _nowhere("rows that are multiplied by numbers of their own have no kernel")
-    elif (read := _picking(past, i)) is not None:
-        each = _refusals_of_picks(past, q, slots, read)
-    elif (groups := groups_of(slots.k, slots.v)) is not None:
-        each = _refusals_of_groups(past, layer, q, slots, groups)
-    elif not is_rows(slots.k) or not is_rows(slots.v):
-        each = _nowhere("a dense cache of such codes has no kernel")
-    else:
-        k, v = _rows(slots.k), None if slots.v is None else _rows(slots.v)
-        each = refusals(q, k, v, slots.pos, slots.bias, mass=bool(past.gm.masses))
-    return form("attention over slots", run.implementation, q, slots, **each)
+    split = split_of(run.on_mesh, slots, bool(past.gm.masses))
+    if sized:
+        why = why or "rows that are multiplied by numbers of their own have no kernel"
+    elif split is not None and split.apart and past.gm.masses:
+        why = why or "what slots receive is recorded where the slots of a list lie together"
+
+    def of_one(slots: Slots, q: Array) -> str:
+        each = _nowhere(why) if why else _refusals(past, layer, _picking(past, i), slots, q)
+        return form("attention over slots", run.implementation, q, slots, **each)
+
+    return said_of_one(split, of_one, bare(slots), q)
+
+
+def _refusals(past: Past, layer: Layer, read: Read | None, slots: Slots, q: Array) -> dict[str, str]:
+    """Why no kernel can read slots that are attended apart from all else, by platform."""
+    if read is not None:
+        return _refusals_of_picks(past, q, slots, read)
+    if (groups := groups_of(slots.k, slots.v)) is not None:
+        return _refusals_of_groups(past, layer, q, slots, groups)
+    if not is_rows(slots.k) or not is_rows(slots.v):
+        return _nowhere("a dense cache of such codes has no kernel")
+    k, v = _rows(slots.k), None if slots.v is None else _rows(slots.v)
+    return refusals(q, k, v, slots.pos, slots.bias, mass=bool(past.gm.masses))
 
 
 def _nowhere(why: str) -> dict[str, str]:
@@ -365,38 +379,38 @@ def _together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
 
 
 def _attend_picked(
-    run: Run, past: Past, layer: Layer, q: Array, slots: Slots, read: Read, found: Picks | None,
-    pos: Int[Array, "B 1"], implementation: str,
+    run: Run, layer: Layer, read: Read, implementation: str, slots: Slots, q: Array, pos: Int[Array, "B 1"],
+    index: Int[Array, ""] | int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"],
 ) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"]]:  # fmt: skip
     """Attention over the pages that the method picks, where they lie: (out, lse)."""
     k, v = slots.k, slots.v
     assert not isinstance(k, Codes) and not isinstance(v, Codes) and v is not None
-    assert found is not None
-    held = positions(slots, past.index, read.granule, found.pages, found.counts)
+    held = positions(slots, index, read.granule, pages, counts)
     return picked.picked_decode(
-        q, k, v, found.pages, found.counts, held, pos, past.index, page=read.granule, scale=layer.scale,
+        q, k, v, pages, counts, held, pos, index, page=read.granule, scale=layer.scale,
         window=layer.window, softcap=run.config.attention_softcap, implementation=implementation,
     )  # fmt: skip
 
 
 def _attend_slots(
-    run: Run, past: Past, layer: Layer, q: Array, slots: Slots, pos: Int[Array, "B 1"], implementation: str
-) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], Float[Array, "B K S"] | None]:
+    run: Run, layer: Layer, mass: bool, implementation: str, slots: Slots, q: Array, pos: Int[Array, "B 1"],
+    index: Int[Array, ""] | int,
+) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], Float[Array, "B K S"] | None]:  # fmt: skip
     """Attention over one layer of slots that stay in the stacked cache: (out, lse, mass if it is wanted)."""
     slot = jnp.arange(1, slots.capacity + 1, dtype=jnp.int32)
-    used = jnp.where(slots.pos[past.index] >= 0, slot[None, None], 0).max(-1)
+    used = jnp.where(slots.pos[index] >= 0, slot[None, None], 0).max(-1)
     if (groups := groups_of(slots.k, slots.v)) is not None:
         assert isinstance(slots.k, Codes) and isinstance(slots.v, Codes)
         # Whole groups of tokens are encoded, one behind the other: no slot before the last one is empty.
         keys, values = (grouped.Grouped(**x.data) for x in (slots.k, slots.v))
         out, lse = grouped.grouped_decode(
-            q, keys, values, used, past.index, bits=groups.bits, group=groups.group, scale=layer.scale,
+            q, keys, values, used, index, bits=groups.bits, group=groups.group, scale=layer.scale,
             softcap=run.config.attention_softcap, implementation=implementation,
         )  # fmt: skip
         return out, lse, None
     k, v = _rows(slots.k), None if slots.v is None else _rows(slots.v)
     return stacked_decode(
-        q, k, v, used, pos, past.index, scale=layer.scale, pos=slots.pos, bias=slots.bias,
+        q, k, v, used, pos, index, scale=layer.scale, pos=slots.pos, bias=slots.bias,
         values=slots.shared if v is None else rows_of(v).shape[-1], first=0, window=layer.window,
-        softcap=run.config.attention_softcap, mass=bool(past.gm.masses), implementation=implementation,
+        softcap=run.config.attention_softcap, mass=mass, implementation=implementation,
     )  # fmt: skip

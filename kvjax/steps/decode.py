@@ -14,6 +14,7 @@ from kvjax.axes import lie_apart, pinned, pinned_to
 from kvjax.cache import Cache, Codes, GroupState, Segment, Slots, lent
 from kvjax.fitted import of_layer
 from kvjax.group import GroupMethod
+from kvjax.mesh.each import each_device
 from kvjax.models.attending import published_by, rotary
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step, Take
@@ -27,6 +28,7 @@ from kvjax.steps.attend import attend_past, brought, met_by, past_of, persistent
 from kvjax.steps.evict import Now, evict_one, evict_shared, tail_of
 from kvjax.steps.evict_due import evict_due
 from kvjax.steps.lending import lend, taught_groups
+from kvjax.steps.on_each import Split, bare, on_this_device, said_of_one, split_of
 from kvjax.steps.remember import Asked, carried, remember, weights_of
 from kvjax.steps.run import Run, answered, held, repeated
 from kvjax.steps.turning import turn_over, turned_queries
@@ -152,15 +154,32 @@ def _append(
         write_slots, slot=slot[None, ..., None], pos=spread, layer=layer.index,
         traces={name: x[None] for name, x in traces.items()},
     )  # fmt: skip
-    chosen = _form_of_append(run, tail, k)
+    split = split_of(run.on_mesh, tail)
+    chosen = said_of_one(split, partial(_form_of_append, run), bare(tail), k)
     if chosen == "reference":
         return state.with_tail(write(tail, k=k[None], v=None if v is None else v[None]))
-    assert not isinstance(tail.k, Codes) and not isinstance(tail.v, Codes)
-    new_k, new_v = stacked_append(
-        tail.k, tail.v, k[:, :, 0], None if v is None else v[:, :, 0],
-        jnp.where(slot < tail.capacity, slot, -1), layer.index, implementation=chosen,
-    )  # fmt: skip
+    new_k, new_v = _appended(split, chosen, tail, k, v, slot, layer.index)
     return state.with_tail(write(dataclasses.replace(tail, k=new_k, v=new_v), k=None, v=None))
+
+
+def _appended(
+    split: Split | None, implementation: str, tail: Slots, k: Array, v: Array | None,
+    slot: Int[Array, "B K"], index: int | Array,
+) -> tuple[Array, Array | None]:  # fmt: skip
+    """The keys and values of all layers, with a row more in every list of one, on the devices they lie on."""
+
+    def put(tail: Slots, k: Array, v: Array | None, slot: Array, index: Array) -> tuple[Array, Array | None]:
+        assert not isinstance(tail.k, Codes) and not isinstance(tail.v, Codes)
+        one = None if v is None else v[:, :, 0]
+        mine = on_this_device(split, tail.capacity, slot)
+        return stacked_append(tail.k, tail.v, k[:, :, 0], one, mine, index, implementation=implementation)
+
+    slot = jnp.where(slot < tail.capacity, slot, -1)
+    args = bare(tail), k, v, slot, jnp.asarray(index)
+    if split is None:
+        return put(*args)
+    specs = [*split.specs(*args[:1], k)[:1], *split.of_lists(*args[1:])]
+    return each_device(split.on, put, specs, (specs[0].k, specs[0].v))(*args)
 
 
 def _form_of_append(run: Run, tail: Slots, new: Array) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.axes import pinned_to
+from kvjax.axes import lie_apart, pinned_to
 from kvjax.cache import NOTHING, Cache, GroupState, Pages
 from kvjax.choose import Fresh
 from kvjax.fitted import of_layer
@@ -99,7 +99,7 @@ class _Reading(NamedTuple):
         gone = answered(gm, layer, state, q, self.params)
         out, found, scores = attend_turned(
             run, layer, x, new, past, turns, at.length, gone,
-            mass=tuple(o.reduction for o in self.asked.masses),
+            mass=tuple(o.reduction for o in self.asked.masses), on=self._mesh(),
         )  # fmt: skip
         taught = of_layer(self.params, layer.number)
         mine = new.k if x.k is None else x.k
@@ -112,6 +112,11 @@ class _Reading(NamedTuple):
         if self.tokens.ndim == 3 or not self.narrows:
             return None if self.tokens.ndim == 3 else self.tokens
         return jnp.take_along_axis(self.tokens, jnp.maximum(pos - self.at.pos[:, :1], 0), axis=1)
+
+    def _mesh(self) -> OnMesh | None:
+        """The mesh, where lists lie whole on its devices, so that kernels can attend to them."""
+        on, parts = self.run.on_mesh, (part for state in self.states for part in state.parts)
+        return None if on is None or any(lie_apart(part, on) for part in parts) else on
 
     def _observed(
         self, layer: Layer, state: GroupState, inputs: Inputs, found: tuple, sets: list[Keys]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Paged, Pages, Segment, gather_pages
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import attend_new, attend_sets, rotary, turned
 from kvjax.models.mixer import AttentionLogits, Layer, Projected
 from kvjax.models.mixers.attention import mixer_of
@@ -74,6 +75,7 @@ def attend_turned(
     more: Sequence[tuple[Array, Array]] = (),
     *,
     mass: tuple[Reduction, ...] = (),
+    on: OnMesh | None = None,
 ) -> tuple[Float[Array, "B N T V"], tuple[Masses, ...], AttentionLogits | None]:
     """Attention of a layer's unrotated queries, as `attend_new`; where there are several turns, part by part.
 
@@ -87,13 +89,13 @@ def attend_turned(
             here = layer._replace(window=beyond)
             out, lse, *_ = attend_sets(
                 here, x._replace(extra=None), q, sets[-1], sets[:-1], layer.pos - turn.behind,
-                in_order=beyond is None, implementation=run.without_gpu,
+                in_order=beyond is None, implementation=run.without_gpu, on=on,
             )  # fmt: skip
             parts.append((out, lse))
     q, sets = _met(layer, x, [*past, new], turns[0], length)
     return attend_new(
         layer._replace(window=window), x, q, sets[-1], sets[:-1], layer.pos, parts, mass=mass,
-        implementation=run.without_gpu,
+        implementation=run.without_gpu, on=on,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -40,9 +39,10 @@ class Pruned:
         return max(1, int(round(self.share * width, 9)))
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        channels = jnp.sort(jax.lax.top_k(jnp.abs(x), self.count(x.shape[-1]))[1], -1)
-        bits = jnp.zeros(x.shape, jnp.uint32)
-        bits = jnp.put_along_axis(bits, channels, jnp.ones((), jnp.uint32), -1, inplace=False)
+        # Sorts of rows stay on the devices that these lie on; XLA gathers all rows for a top_k.
+        largest, count = jnp.argsort(-jnp.abs(x), axis=-1, stable=True), self.count(x.shape[-1])
+        bits = (jnp.argsort(largest, axis=-1) < count).astype(jnp.uint32)
+        channels = jnp.sort(largest[..., :count], -1)
         return {"values": jnp.take_along_axis(x, channels, -1), "words": pack(bits, 1)}
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:

@@ -11,6 +11,7 @@ from kvjax.aot.probe import available
 from kvjax.plan.named import named
 from kvjax.plan.planning import Asked, Planner
 from kvjax.plan.topologies import topology_of
+from tests.sweep import sweep
 
 needs_tpu = pytest.mark.skipif(bool(available("tpu")), reason=available("tpu"))
 needs_gpu = pytest.mark.skipif(bool(available("gpu")), reason=available("gpu"))
@@ -32,6 +33,22 @@ def test_a_step_of_70b_over_a_million_tokens_fits_64_devices_and_copies_no_cache
     [[kind, count, size]] = step["collectives"]
     assert kind == "all-reduce" and 160 <= count <= 170 and size == pytest.approx(160 * 8192 * 2, rel=0.05)
     assert step["roofline"]["hbm"] == pytest.approx((step["weights"] + step["cache"]) / 2765e6, rel=0.05)
+
+
+@needs_tpu
+@pytest.mark.parametrize(
+    "method", sweep(("full", "h2o:budget=0.25", "adakv:budget=0.25", "quest:budget=0.25"), "full")
+)
+def test_kernels_of_tpus_run_on_a_mesh(method):
+    planner = planned("llama-3.1-8b", "v5e:4x4", 2**15, 16, layers=4, method=method)
+    assert planner.judged(16, 2**15, 0)["kernels"] > 0
+
+
+@needs_gpu
+@pytest.mark.parametrize("method", sweep(("full", "kivi:bits=4"), "full"))
+def test_kernels_of_gpus_run_on_a_mesh(method):
+    planner = planned("llama-3.1-8b", "h100:8", 2**15, 8, layers=4, method=method)
+    assert planner.judged(8, 2**15, 0)["kernels"] > 0
 
 
 @needs_tpu

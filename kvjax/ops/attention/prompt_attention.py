@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.mesh.each import asked_of_one, axes_of_queries, each_device, specs_of
+from kvjax.mesh.on_mesh import Axes, OnMesh
 from kvjax.ops.attention import attention_stats as stats
 from kvjax.ops.attention import flash_prefill as flash
 from kvjax.ops.attention.in_common import row_by_row, side_by_side
@@ -28,6 +31,7 @@ def causal_attention(
     mass: tuple[Reduction, ...] = (),
     clip: tuple[float, float] | None = None,
     implementation: str | None = None,
+    on: OnMesh | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
     """Attention of T new tokens over `past` sets and over themselves; returns (out, lse, masses).
 
@@ -36,7 +40,8 @@ def causal_attention(
 
     implementation: "reference" (`kvjax.ops.attention.strips`), "tpu" or "tpu interpret", which are
     `flash_prefill` of every set, and `attention_stats` for the masses; None takes the kernels where they can
-    run. Raises NotImplementedError where forced ones cannot.
+    run. Raises NotImplementedError where forced ones cannot. on: the mesh that rows and heads are split over,
+    by its rules; kernels then run on every device's own.
 
     >>> x, pos = jnp.ones((1, 1, 3, 8)), jnp.arange(3)[None]
     >>> summed = (Reduction("sum"),)
@@ -44,16 +49,45 @@ def causal_attention(
     >>> [round(x, 2) for x in found[0, 0].tolist()]
     [1.83, 0.83, 0.33]
     """
-    sets = (*past, new)
-    chosen = form("prompt attention", implementation, q, sets, tpu=refusal(q, sets, mass, clip))
     options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap)
+
+    def form_of(q: Array, *sets: Keys) -> str:
+        return form("prompt attention", implementation, q, sets, tpu=refusal(q, sets, mass, clip))
+
+    args, axes = (
+        (q, q_pos, *past, new),
+        None if on is None else _axes_of_queries(on, (*past, new), bool(mass)),
+    )
+    specs: list[Any] = []
+    if on is None or axes is None:
+        chosen = form_of(q, *past, new)
+    else:
+        of_sets = (specs_of(on, ("batch", "kv_heads"), keys) for keys in args[2:])
+        specs = [specs_of(on, axes, q), specs_of(on, ("batch",), q_pos), *of_sets]
+        chosen = asked_of_one(on, form_of, [specs[0], *specs[2:]], (q, *past, new))
     if chosen == "reference":
         return causal_in_strips(q, new, past, q_pos, mass=mass, clip=clip, **options)
-    parts = [_part(q, s, q_pos, implementation=chosen, **options) for s in sets]
+    call = partial(_by_kernels, mass=mass, implementation=chosen, **options)
+    if on is None or axes is None:
+        return call(*args)
+    return each_device(on, call, specs, on.spec(axes, q.shape[:2]))(*args)
+
+
+def _axes_of_queries(on: OnMesh, sets: Sequence[Keys], mass: bool) -> Axes | None:
+    """As `axes_of_queries`, of sets that are split alike; None where they are not."""
+    found = {axes_of_queries(on, keys.k.shape[1], mass=mass) for keys in sets}
+    return found.pop() if len(found) == 1 else None
+
+
+def _by_kernels(
+    q: Array, q_pos: Array, *sets: Keys, mass: tuple[Reduction, ...], implementation: str, **options: Any
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
+    options |= dict(implementation=implementation)
+    parts = [_part(q, s, q_pos, **options) for s in sets]
     out, lse = merge(parts) if len(parts) > 1 else parts[0]
     if not mass:
         return out, lse, ()
-    return out, lse, tuple(_masses(q, s, lse, q_pos, mass, implementation=chosen, **options) for s in sets)
+    return out, lse, tuple(_masses(q, s, lse, q_pos, mass, **options) for s in sets)
 
 
 def past_attention(

@@ -1,0 +1,69 @@
+"""Work that every device does on its own parts of arrays: the compiler does not split kernels by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.mesh.on_mesh import Axes, OnMesh
+
+T = TypeVar("T")
+
+
+def specs_of(on: OnMesh, axes: Axes, tree: Any) -> Any:
+    """How the arrays of a tree are split, whose first axes these are."""
+    return jax.tree.map(lambda x: on.spec((*axes, *(None,) * x.ndim)[: x.ndim], x.shape), tree)
+
+
+def axes_of_queries(on: OnMesh, lists: int, apart: tuple[str, ...] = (), *, mass: bool) -> Axes | None:
+    """The first axes of queries where every device attends its own lists, of so many, or its slots of them.
+
+    apart: the mesh axes that split slots. mass: whether what slots receive is summed over heads. None: no
+    device has both a list and all queries that meet it.
+    """
+    if on.splits("kv_heads", lists):
+        return "batch", "kv_heads"
+    free = not {*on.rules.mesh_axes("heads")} & {*apart}
+    if lists == 1 and free and not mass:
+        # All heads meet the same list, so any device may have some of them.
+        return "batch", "heads"
+    return ("batch", None) if apart or on.devices("heads") == 1 else None
+
+
+def each_device(on: OnMesh, f: Callable[..., T], specs: Sequence[Any], out: Any) -> Callable[..., T]:
+    """f as every device computes it of its own parts of the arguments; out: how what it returns is split."""
+    return jax.shard_map(f, mesh=on.mesh, in_specs=tuple(specs), out_specs=out, check_vma=False)
+
+
+def asked_of_one(on: OnMesh, f: Callable[..., T], specs: Sequence[Any], args: Sequence[Any]) -> T:
+    """What f says of the parts that one device has; f looks at shapes and dtypes, and nothing is computed."""
+
+    said: list[T] = []
+
+    def hear(*parts: Any) -> tuple[()]:
+        said.append(f(*parts))
+        return ()
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tuple(args))
+    jax.eval_shape(each_device(on, hear, specs, ()), *shapes)
+    return said[0]
+
+
+def merged_over(
+    names: tuple[str, ...], out: Float[Array, "B N T V"], lse: Float[Array, "B N T"]
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
+    """Attention over the slots of all devices along these mesh axes, from that over each device's own.
+
+    One maximum and one sum over the devices. Where no device sees anything, out is 0 and lse is -inf.
+    """
+    most = jax.lax.pmax(lse, names)
+    safe = jnp.where(jnp.isneginf(most), 0.0, most)
+    weight = jnp.exp(lse - safe)[..., None]
+    both = jax.lax.psum(jnp.concatenate([out.astype(weight.dtype) * weight, weight], -1), names)
+    total = both[..., -1]
+    merged = both[..., :-1] / jnp.where(total > 0, total, 1.0)[..., None]
+    return merged.astype(out.dtype), jnp.where(total > 0, safe + jnp.log(jnp.maximum(total, 1e-37)), -jnp.inf)
