@@ -107,16 +107,16 @@ class _Reading(NamedTuple):
         fresh = self._observed(layer, state, inputs, found, [*past, new])._replace(k=stored, v=x.v)
         return out, state, published_by(layer, state, k, v, scores) | {"collected": fresh}
 
-    def _mesh(self) -> OnMesh | None:
-        """The mesh, where lists lie whole on its devices, so that kernels can attend to them."""
-        on, parts = self.run.on_mesh, (part for state in self.states for part in state.parts)
-        return None if on is None or any(lie_apart(part, on) for part in parts) else on
-
     def _ids(self, pos: Int[Array, "B _"]) -> Int[Array, "B _"] | None:
         """The ids of the tokens at these positions; None where vectors were given."""
         if self.tokens.ndim == 3 or not self.narrows:
             return None if self.tokens.ndim == 3 else self.tokens
         return jnp.take_along_axis(self.tokens, jnp.maximum(pos - self.at.pos[:, :1], 0), axis=1)
+
+    def _mesh(self) -> OnMesh | None:
+        """The mesh, where lists lie whole on its devices, so that kernels can attend to them."""
+        on, parts = self.run.on_mesh, (part for state in self.states for part in state.parts)
+        return None if on is None or any(lie_apart(part, on) for part in parts) else on
 
     def _observed(
         self, layer: Layer, state: GroupState, inputs: Inputs, found: tuple, sets: list[Keys]
