@@ -318,7 +318,7 @@ BAD = {
     "too long": (
         "generate --tokens 1 --max-new-tokens 4000",
         "4000 new tokens",
-        "last is 2048",
+        "this model's last is 2048",
         "lower max_new_tokens",
     ),
     "model": (
