@@ -19,6 +19,7 @@ from kvjax.commands.inspect_model import find_config, model_rows
 from kvjax.commands.sizes import Sizes
 from kvjax.fitted import fitted_words
 from kvjax.loading import SHIPPED
+from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods import METHODS, method
 from kvjax.models.config import Config
 from kvjax.models.model import Model
@@ -44,9 +45,12 @@ LAYOUTS = (
 )
 def test_sizes_are_those_of_the_prefill(id):
     small = {"window": 4, "page": 8, "residual": 8, "sinks": 1, "group": 32, "budget": 0.5}
+    small |= {"prefix": (1, 2), "separators": (3,)}
     known = inspect.signature(METHODS[id]).parameters
     made = method(id, **{name: value for name, value in small.items() if name in known})
-    if any(word.fitted is None for word in fitted_words((made.keep, made.store))):
+    # Which layers share is fitted; of low rank, only the weights are.
+    shares = made.make if isinstance(made.make, SharedLayers) else None
+    if any(word.fitted is None for word in fitted_words((made.keep, made.store, shares))):
         pytest.skip("it has to be fitted to a model first")
     # What merges neighbours needs two without a window.
     config = CONFIG if made.stack is None else dataclasses.replace(CONFIG, windows=())
