@@ -116,7 +116,7 @@ def attend_past(
                 assert found is not None
                 call = partial(_attend_picked, run, layer, read, chosen)
                 picks = found.pages, found.counts
-                part = attended_on_each(split, call, segment, q, pos, past.index, *picks)
+                *part, _ = attended_on_each(split, call, segment, q, pos, past.index, *picks)
             else:
                 call = partial(_attend_slots, run, layer, bool(past.gm.masses), chosen)
                 *part, mass = attended_on_each(split, call, segment, mine, when, past.index)
@@ -381,15 +381,16 @@ def _together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
 def _attend_picked(
     run: Run, layer: Layer, read: Read, implementation: str, slots: Slots, q: Array, pos: Int[Array, "B 1"],
     index: Int[Array, ""] | int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"],
-) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"]]:  # fmt: skip
-    """Attention over the pages that the method picks, where they lie: (out, lse)."""
+) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], None]:  # fmt: skip
+    """Attention over the pages that the method picks, where they lie: (out, lse, no mass)."""
     k, v = slots.k, slots.v
     assert not isinstance(k, Codes) and not isinstance(v, Codes) and v is not None
     held = positions(slots, index, read.granule, pages, counts)
-    return picked.picked_decode(
+    out, lse = picked.picked_decode(
         q, k, v, pages, counts, held, pos, index, page=read.granule, scale=layer.scale,
         window=layer.window, softcap=run.config.attention_softcap, implementation=implementation,
     )  # fmt: skip
+    return out, lse, None
 
 
 def _attend_slots(

@@ -17,8 +17,8 @@ from kvjax.mesh.each import asked_of_one, axes_of_queries, each_device, merged_o
 from kvjax.mesh.on_mesh import Axes, OnMesh
 
 T = TypeVar("T")
-# out, lse, and what else is asked for.
-Found = tuple[Array | None, ...]
+# out and lse [B, N, ...], and the mass of slots [B, K, S] where it is asked for.
+Found = tuple[Array, Array, Array | None]
 
 
 class Split(NamedTuple):
@@ -68,17 +68,16 @@ def attended_on_each(
     split: Split | None, f: Callable[..., Found], slots: Slots, q: Array, pos: Int[Array, "B T"],
     index: int | Array, *lists: Array,
 ) -> Found:  # fmt: skip
-    """f(slots, q, pos, index, *lists) = (out, lse, ...), as every device computes it; of slots apart, merged.
+    """f(slots, q, pos, index, *lists), as every device computes it; of slots apart, merged.
 
-    lists: [B, K, ...]. What f returns beside out and lse [B, N, ...] is [B, K, ...].
+    lists: [B, K, ...].
     """
     if split is None:
         return f(slots, q, pos, index, *lists)
 
     def here(slots: Slots, q: Array, *others: Array) -> Found:
-        out, lse, *more = f(slots, q, *others)
-        assert out is not None and lse is not None
-        return (*(merged_over(split.apart, out, lse) if split.apart else (out, lse)), *more)
+        out, lse, mass = f(slots, q, *others)
+        return (*(merged_over(split.apart, out, lse) if split.apart else (out, lse)), mass)
 
     args = bare(slots), q, pos, jnp.asarray(index), *lists
     rest = [specs_of(split.on, ("batch",), pos), *split.of_lists(args[3], *lists)]

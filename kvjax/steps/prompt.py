@@ -303,8 +303,9 @@ def _with_probe(
             return fresh
     gms = run.groups(params)
     whole = {i: GroupState(tail=whole_slots(gms[i], view)) for i, view in views.items()}
+    asked = probe.ahead if given is None else given[0].shape[1]
     states = {
-        i: longer(gms[i], GroupState(state=State(dict(new))), given[0].shape[1])
+        i: longer(gms[i], GroupState(state=State(dict(new))), asked)
         for i, new in enumerate(prompt.fresh)
         if isinstance(new, dict)
     }
