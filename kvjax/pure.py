@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
-from tokenizers import Tokenizer
 
 from kvjax import steps
 from kvjax.cache import Cache
@@ -96,14 +95,14 @@ def _decoding(
     method: Method | None,
     implementation: str | None,
     on_mesh: OnMesh | None,
-    tokenizer: Tokenizer | None,
+    tokenizer: Any,
 ) -> Run:
     whole = _with_ids(method or Method(), tokenizer)
     return Run(config, whole.decode_part(), implementation, mesh_for(whole, on_mesh))
 
 
 @lru_cache(maxsize=256)
-def _with_ids(method: Method, tokenizer: Tokenizer | None) -> Method:
+def _with_ids(method: Method, tokenizer: Any) -> Method:
     """The method, in which words that name tokens by characters have the ids of this tokenizer."""
 
     def ids_of(characters: str) -> tuple[int, ...]:

@@ -97,8 +97,8 @@ def filtered(
     training: "yes" or "no". search: words, all of which a method's id, title, aliases or docstring must have.
     InputError for a value that no method has, with the nearest one, and where nothing is left.
 
-    >>> [row["id"] for row in filtered(listing(), family="budget-head", training="yes")]
-    ['headkv', 'duoattention']
+    >>> [row["id"] for row in filtered(listing(), family="budget-head", training="yes", search="duo")]
+    ['duoattention']
     """
     from kvjax.errors import InputError
     from kvjax.methods import METHODS

@@ -22,6 +22,7 @@ from kvjax.read_protocols import Reusing
 from kvjax.segments import unread_bytes
 from kvjax.steps import Run
 from kvjax.suits import check_block_transformer, check_fit, config_of
+from kvjax.words import with_token_ids
 
 
 def sizes_of(
@@ -48,6 +49,7 @@ class Sizes:
         self.config, self.tokens, self.rows = config, bucket(tokens), rows
         # Stacked layers trace in the time of one; the bytes are the same.
         self.params = abstract_params(config, dtype)
+        methods = [with_any_ids(m) for m in methods]
         shared = [m for m in methods if m.make is None and not self._by_itself(m)]
         needs = (steps.needs_of(Run(config, m), self.params) for m in shared if _fits(m, config))
         observe = partial(steps.observe, Run(config, Method()), cache=None, needs=frozenset().union(*needs))
@@ -63,6 +65,7 @@ class Sizes:
 
         Raises ValueError or InputError where the method cannot run on this model.
         """
+        method = with_any_ids(method)
         check_fit(method, self.config)
         if method.make is not None:
             sizes, plain = self._made(method)
@@ -80,6 +83,7 @@ class Sizes:
 
     def read_bytes(self, method: Method) -> int:
         """Bytes of the cache that one step reads."""
+        method = with_any_ids(method)
         if method.make is not None:
             sizes, plain = self._made(method)
             return sizes.read_bytes(plain)
@@ -116,6 +120,11 @@ class Sizes:
         return False
 
 
+def with_any_ids(method: Method) -> Method:
+    """The method, with some ids for the tokens that it names by their characters: sizes ask for none."""
+    return with_token_ids(method, lambda characters: (0,))
+
+
 def _fits(method: Method, config: Config) -> bool:
     try:
         check_fit(method, config)
@@ -140,6 +149,7 @@ class BlockTransformerSizes:
 
     def cache(self, method: Method, room: int = 0) -> Cache:
         """As `Sizes.cache`."""
+        method = with_any_ids(method)
         check_block_transformer(method, self.config)
         ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, self.tokens), (1,)))
         call = partial(prefill_blocks, config=self.config, method=method, room=room)

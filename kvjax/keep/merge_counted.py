@@ -34,6 +34,11 @@ class CountedMerge:
     def needs(self) -> frozenset[Observation]:
         return frozenset()
 
+    @property
+    def traces(self) -> frozenset[Trace]:
+        """What the score must remember of slots: where few take slots up, their attention says which."""
+        return frozenset() if self.takers == 1 else frozenset({Received(Mass("sum"))})
+
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
     ) -> View:
