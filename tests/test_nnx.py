@@ -30,6 +30,7 @@ def loss_of(logits):
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], TOKENS[:, 1:]).mean()
 
 
+@pytest.mark.rotating
 def test_an_optimizer_of_flax_trains_a_model_as_optax_trains_its_pytree():
     model, rule = Model(CONFIG, init(CONFIG, jax.random.key(0))), optax.adamw(1e-2)
     decoder = kvjax.nnx.Decoder(model)

@@ -85,6 +85,7 @@ def keep(phase, score=None, **more):
     return Keep(score or Position(), HALF, Uniform(), (Sink(2),), when=STEP, phase=phase, **more)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("label", ["streamingllm", "lm-infinite"])
 def test_a_phase_that_bends_nothing_answers_like_positions(label):
     """Ranks of everything, and distances beyond all others, with windows beside and latents."""

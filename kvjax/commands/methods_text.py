@@ -123,19 +123,29 @@ def _unwrapped(text: str) -> list[str]:
 # --- pages ----------------------------------------------------------------------------------------
 
 
+def families() -> dict[str, list[str]]:
+    """The ids of methods by their families."""
+    found: dict[str, list[str]] = {}
+    for id, function in METHODS.items():
+        found.setdefault(function.paper.family, []).append(id)
+    return found
+
+
+def page_of(family: str) -> str:
+    """The page of docs/methods/ that has the cards of a family's methods."""
+    return _page(family, [card(id) for id in families()[family]])
+
+
 def pages() -> dict[str, str]:
     """The text of docs/methods/, by file name: one page per family, and README.md, which lists them."""
-    families: dict[str, list[str]] = {}
-    for id, function in METHODS.items():
-        families.setdefault(function.paper.family, []).append(id)
-    found = {f"{family}.md": _page(family, [card(id) for id in ids]) for family, ids in families.items()}
-    return found | {"README.md": _index(families)}
+    return {f"{family}.md": page_of(family) for family in families()} | {"README.md": index()}
 
 
 _MADE = "<!-- made by `python scripts/methods_page.py --write`: change the methods' functions instead -->"
 
 
-def _index(families: dict[str, list[str]]) -> str:
+def index() -> str:
+    """The page that lists the families and their methods."""
     lines = ["# Methods by family", "", _MADE, ""]
     lines += [
         "A page per family has a card of every method: its sentence, its paper, what differs from it, its "
@@ -146,7 +156,7 @@ def _index(families: dict[str, list[str]]) -> str:
         "| family | what its methods have in common | methods |",
         "|---|---|---|",
     ]
-    for family, ids in families.items():
+    for family, ids in families().items():
         named = ", ".join(f"[{id}]({family}.md#{id})" for id in ids)
         lines.append(f"| [{family}]({family}.md) | {' '.join(_abouts(ids))} | {named} |")
     return "\n".join(lines) + "\n"

@@ -9,13 +9,16 @@ import pytest
 
 import kvjax.methods
 from kvjax.cli import main
+from kvjax.commands.methods_text import families, index, page_of
 from kvjax.grammar import Method
 from kvjax.methods import METHODS, Press, methods, paper, snapkv
 from kvjax.methods.papers import collect
 from kvjax.methods.parse import parse_method
 from kvjax.methods.user import from_file, load_function
+from tests.sweep import sweep
 
 ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "methods"
 COMMAND = "run: python scripts/methods_page.py --write"
 each = pytest.mark.parametrize("id", METHODS)
 
@@ -51,12 +54,15 @@ def test_the_page_has_the_table_of_kvpress_names(monkeypatch):
     assert shown == methods_page.table(), COMMAND
 
 
-def test_the_pages_of_families_have_the_cards_of_all_methods(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import methods_page
+def test_the_folder_has_a_page_of_every_family():
+    files = {f"{family}.md" for family in families()} | {"README.md"}
+    assert {file.name for file in FOLDER.iterdir()} == files, COMMAND
+    assert (FOLDER / "README.md").read_text() == index(), COMMAND
 
-    shown = {file.name: file.read_text() for file in methods_page.FOLDER.iterdir()}
-    assert shown == methods_page.pages(), COMMAND
+
+@pytest.mark.parametrize("family", sweep(families(), "low-rank", "merge-layer"))
+def test_the_page_of_a_family_has_the_cards_of_its_methods(family):
+    assert (FOLDER / f"{family}.md").read_text() == page_of(family), COMMAND
 
 
 # All classes of kvpress 0.5.5 that are no base of others.

@@ -56,6 +56,7 @@ def test_a_decoder_that_ends_early_has_windows_below_and_reads_one_layer_above()
     assert swift.params["layers"][3]["k"] is MODEL.params["layers"][3]["k"]
 
 
+@pytest.mark.rotating
 def test_what_loses_nothing_is_exact():
     """Heads that are equal, layers whose attention gives nothing, and latents of full rank."""
     params = init(CONFIG, jax.random.key(1))

@@ -110,6 +110,7 @@ def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.rotating
 def test_a_run_goes_on_on_another_mesh(text, tmp_path, cut_after, monkeypatch):
     whole = train(settings(text), tmp_path / "whole")
     cut_after(2)

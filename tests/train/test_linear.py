@@ -57,6 +57,7 @@ def test_a_layer_starts_from_the_projections_of_its_attention():
     assert np.array_equal(mamba["xbc"], jnp.concatenate([new["v"], new["k"], new["q"]], -1))
 
 
+@pytest.mark.rotating
 def test_layers_whose_loss_does_the_most_damage_stay():
     params = init(CONFIG, jax.random.key(0))
     # What layers 0 and 2 put out hardly counts.

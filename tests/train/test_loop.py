@@ -83,6 +83,7 @@ def test_a_run_that_was_cut_goes_on_to_the_same_losses_and_weights(texts, tmp_pa
     assert (tmp_path / "whole" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.rotating
 def test_stages_read_longer_rows_one_after_the_other_and_go_on_from_any_step(texts, tmp_path, monkeypatch):
     run = settings(texts, stages=[(2, 12, 4), (3, 24, 2)], save_seconds=0.0)
     assert (run.loop.steps, run.loop.length, run.loop.batch) == (5, 24, 4)
@@ -125,6 +126,7 @@ def test_the_shipped_models_settings_are_its_recipe():
     assert rows.tokens.shape == rows.weights.shape == (2, 97)
 
 
+@pytest.mark.rotating
 def test_a_step_in_parts_is_the_step_of_all_rows_by_their_weighted_mean(texts):
     run = settings(texts)
     config, rng = run.config, np.random.default_rng(0)
@@ -166,6 +168,7 @@ def test_a_loss_that_is_no_number_changes_no_weight_and_the_layer_is_named(texts
         train(run, tmp_path / "run")
 
 
+@pytest.mark.rotating
 def test_a_run_starts_from_a_model_and_ends_as_one_that_answers(texts, tmp_path):
     first = train(settings(texts, steps=1), tmp_path / "first")
     bound = {
@@ -228,6 +231,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(texts, tmp_path
         train(settings(texts, steps=2), out, resume=True)
 
 
+@pytest.mark.rotating
 def test_a_run_learns_from_a_teacher_as_much_as_it_is_told(texts, tmp_path):
     run = settings(texts)
     teacher, student = (init(run.config, jax.random.key(i)) for i in (1, 2))

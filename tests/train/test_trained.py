@@ -93,6 +93,7 @@ def test_names_that_choose_nothing_are_refused(tune, message):
         kinds(run.config, run.tune)
 
 
+@pytest.mark.rotating
 def test_a_run_of_adapters_goes_on_and_ends_as_an_ordinary_model(tmp_path, monkeypatch):
     text = tmp_path / "a.txt"
     text.write_text("".join(f"line {i} of a text about {i * i}\n" for i in range(200)))
@@ -120,6 +121,7 @@ def test_a_run_of_adapters_goes_on_and_ends_as_an_ordinary_model(tmp_path, monke
     assert changed(init(run.config, jax.random.key(0)), a) == {f"layers.{i}.v" for i in range(3)}
 
 
+@pytest.mark.rotating
 def test_a_run_learns_from_a_teachers_hidden_states_and_attention_outputs():
     run = settings()
     config = run.config
