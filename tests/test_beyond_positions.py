@@ -45,6 +45,7 @@ CLAMPED = kvjax.method("lm-infinite", budget=8, sinks=2, distance=16)
 FINCH = kvjax.method("finch", budget=8, question=4)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("method", [CLAMPED, FINCH], ids=["distances", "ranks of a prompt"])
 def test_texts_beyond_the_positions_are_read_in_pieces_and_gone_on_with(method):
     found = []

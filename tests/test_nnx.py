@@ -74,6 +74,7 @@ def test_steps_over_the_cache_give_what_a_call_gives_for_the_whole_text(mixer, r
     assert layer.cache.get_value().next.tolist() == [9, 9]
 
 
+@pytest.mark.rotating
 def test_the_cache_of_an_attention_holds_what_its_method_keeps(rng):
     method = kvjax.method("snapkv", budget=4, window=2)
     layer = kvjax.nnx.Attention(16, heads=4, kv_heads=2, head_dim=8, method=method, rngs=nnx.Rngs(0))

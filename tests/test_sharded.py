@@ -116,7 +116,7 @@ def test_a_conversation_on_a_mesh_is_that_on_one_device(name, label, tmp_path):
     check_places(moved)
 
 
-@pytest.mark.parametrize("name, label", sweep(CASES, ("batch", "adakv")))
+@pytest.mark.parametrize("name, label", sweep(CASES))
 def test_chunks_and_written_text_on_a_mesh_are_those_on_one_device(name, label):
     row = BY_LABEL[label]
     here, there, method = model(row.model), spread(row.model, name), row.method()

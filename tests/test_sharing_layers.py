@@ -42,6 +42,7 @@ def test_a_layer_that_shares_reads_the_slots_of_its_source_and_stores_none(sourc
     assert off(logits, np.stack(want)) < 3e-5
 
 
+@pytest.mark.rotating
 def test_the_most_unlike_layers_share_as_long_as_the_hidden_states_stay_alike():
     m, texts, tokens = model("deep"), [r for r in MAIN.first if len(r) >= 12], 12
     texts = [r[:tokens] for r in texts]

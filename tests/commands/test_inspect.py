@@ -124,6 +124,7 @@ def test_inspect_shows_what_a_cache_file_holds(tmp_path, monkeypatch, capsys):
     assert total is not None and float(total[1]) == round(nbytes(cache) / 1024, 1)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "words"),
     [

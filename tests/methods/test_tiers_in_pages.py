@@ -125,6 +125,7 @@ def lowered():
 """
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("label", sweep(LABELS[:3], "cake"))
 def test_a_prompts_tiers_are_what_stays_and_the_codes_of_all_else(label):
     row = BY_LABEL[label]
