@@ -61,7 +61,7 @@ def encode_context(
     >>> config = dataclasses.replace(plain, mixers=(Attention(), CrossAttention(width=16)))
     >>> encoder, model = (Model(c, init(c, jax.random.key(0))) for c in (plain, config))
     >>> cache = encode_context(model, encoder, [[1, 2, 3], [4]])
-    >>> cache.next.tolist(), cache.groups[1][0].k.shape
+    >>> cache.next.tolist(), cache.groups[1].tail.k.shape
     ([0, 0], (1, 2, 1, 16, 16))
     """
     for one in (model, encoder):

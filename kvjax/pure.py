@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
@@ -184,7 +184,7 @@ def step(
 def fitted(method: Method) -> PyTree:
     """The arrays that the words of a method were fitted with; () where there are none.
 
-    >>> fitted(build_method("full"))
+    >>> fitted(Method())
     ()
     """
     return with_fitted({}, method).get("fitted", ())
