@@ -128,7 +128,7 @@ def leverage(
     gram = jnp.einsum("bksr,bks,bksq->bkrq", x, weights, x, precision="highest")
     gram = gram + ridge * jnp.broadcast_to(jnp.eye(rank), gram.shape)
 
-    def eliminate(r: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def eliminate(r: int | Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         left, rest, found = state
         root = jnp.sqrt(left[..., r, r])[..., None]
         column = jnp.where((at >= r)[None, None], left[..., r] / root, 0.0)
