@@ -183,11 +183,15 @@ def _run(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> No
                 budget = "" if entry.budget is None else f" {entry.budget}"
                 progress.update(bar, description=f"{entry.label}{budget}, {protocol}", advance=1)
                 log.add(_key(protocol, number, entry), _record(unit, read_s, rows, seed))
+                runner.make_room()
             if len(batches) == 1:
                 # These first runs compiled, so their seconds say nothing: run the batch again to time it.
                 progress.update(bar, description="timing")
                 prompt, read_s = runner.prompt(rows)
                 for entry in todo:
+                    runner.make_room()
+                    if not runner.times_run(entry, rows):
+                        runner.unit(entry, prompt, rows, protocol, full_bytes, alone=True)
                     unit = runner.unit(entry, prompt, rows, protocol, full_bytes, alone=True)
                     log.add(_key(protocol, number, entry), _record(unit, read_s, rows, seed))
 

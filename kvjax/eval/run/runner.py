@@ -23,6 +23,7 @@ from kvjax.cache import Cache, host_nbytes, kept_positions, nbytes
 from kvjax.chunking import bucket
 from kvjax.eval.run.answers import NOT_A_NUMBER, generate_answers, predicted, row_new_tokens
 from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.programs import forget_if_crowded
 from kvjax.eval.tasks.rows import Rows
 from kvjax.eval.tasks.sample import Sample, Suite
 from kvjax.fitted import with_fitted
@@ -221,6 +222,11 @@ class Runner:
         jax.block_until_ready(cache)
         check_scores(entry.label, np.asarray(lost))
         return trimmed(cache, bucket) if counted(entry.method) else cache
+
+    def make_room(self) -> None:
+        """Drops compiled programs where there are too many, after which no cell counts as run before."""
+        if forget_if_crowded():
+            self.runs.clear()
 
     def times_run(self, entry: Entry, rows: Rows) -> int:
         """How often a cell ran before on as many rows: the first time compiles and cannot be timed."""
