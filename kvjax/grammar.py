@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax import words
+from kvjax import refusals
 from kvjax.cache import Codec
 from kvjax.phase import BY_POSITION, Phase
 from kvjax.protocols import Allocation, Answering, Pattern, Residence, Score, Stacking
@@ -294,9 +294,9 @@ def check(method: Method) -> None:
     paged = keep is not None and not keep.allocate.uniform
     together = granule > 1 or residual > 0
     problems = [
-        *([] if keep is None else words.refused(keep)),
-        *words.refused_in_layers(method),
-        *words.refused_in_store(method),
+        *([] if keep is None else refusals.refused(keep)),
+        *refusals.refused_in_layers(method),
+        *refusals.refused_in_store(method),
         (
             method.stack is not None and (keep is not None or read is not None or method.reread is not None),
             "it merges the tokens of two layers one by one, and what leaves tokens out, or reads some of "
@@ -338,8 +338,8 @@ def check(method: Method) -> None:
             keep is not None and method.reread is not None,
             "only some tokens of its prompts are read, and a keep would choose among those: leave one out",
         ),
-        *words.refused_in_host(method),
-        *words.refused_in_read(method),
+        *refusals.refused_in_host(method),
+        *refusals.refused_in_read(method),
         (
             read is not None and read.granule % granule != 0,
             f"the pages that are read ({getattr(read, 'granule', 0)} tokens) must be a multiple of the "

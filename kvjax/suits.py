@@ -25,7 +25,8 @@ from kvjax.models.mixers.latent import Latent
 from kvjax.place.pairs import pairs_of
 from kvjax.protocols import Answering, Preferring
 from kvjax.read_protocols import Remembering, Resting, Reusing, Sampling
-from kvjax.words import crowded, observations, shaped
+from kvjax.refusals import crowded
+from kvjax.words import observations, shaped
 
 
 @lru_cache(maxsize=1024)

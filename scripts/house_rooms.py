@@ -82,6 +82,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/protocols.py",
                 "kvjax/read_protocols.py",
                 "kvjax/words.py",
+                "kvjax/refusals.py",
                 "kvjax/word_protocols.py",
                 "kvjax/when.py",
                 "kvjax/phase.py",

@@ -9,8 +9,8 @@ import pytest
 import kvjax
 from kvjax import steps
 from kvjax.fitted import with_fitted
-from kvjax.mesh.each import merged_over
 from kvjax.mesh.on_mesh import as_mesh
+from kvjax.mesh.per_device import merged_over
 from kvjax.prefilling import bare_cache
 from kvjax.pure import decoding
 from tests.methods.battery import MAIN, ROOM, first_of_each_class, model, off, talk

@@ -9,7 +9,7 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.eval.run.cellplan import plan_cells
 from kvjax.gin_bindings import load_preset
-from kvjax.words import crowded
+from kvjax.refusals import crowded
 
 ROOT = Path(__file__).parents[1]
 

@@ -5,77 +5,37 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Codes, GroupState, Paged, Pages, Segment, Slots, gather_pages
+from kvjax.cache import Codes, GroupState, Paged, Pages, Slots, gather_pages
 from kvjax.group import GroupMethod
 from kvjax.models.attending import attend_at_once, in_lists
 from kvjax.models.mixer import AttentionLogits, Layer, Left, Projected
 from kvjax.ops.attention.in_common import for_rows, row_by_row, side_by_side
 from kvjax.ops.attention.union import Keys, merge
-from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
-from kvjax.ops.decode.stacked_decode import Coded, refusals, rows_of, stacked_decode
-from kvjax.phase import Turn
+from kvjax.ops.decode.stacked_decode import rows_of, stacked_decode
 from kvjax.place.common import copies_of, lists_of
 from kvjax.place.host import fetched
 from kvjax.place.paged import attend_pages
 from kvjax.protocols import AttentionSpec
 from kvjax.read.pages import positions, visited
 from kvjax.read_protocols import Read, Resting, Sampling
-from kvjax.steps.on_each import attended_on_each, bare, on_all, said_of_one, split_of
+from kvjax.steps.attention_form import form_of, picking, together, what_kernels_read
+from kvjax.steps.past import Past, Picks
 from kvjax.steps.run import Run
+from kvjax.steps.split import attended_on_each, on_all, split_of
 from kvjax.steps.turning import rope_of_keys, turned_keys
-from kvjax.stored import Form, Met, factors_of, groups_of, is_rows, meet
+from kvjax.stored import Met, factors_of, groups_of, meet
 from kvjax.words import shaped
 
 # What the slots of one part received of a query, by the repr of the observed mass.
 Received = dict[str, Float[Array, "*_"]]
 # (out, lse) of one part.
 Part = tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"]]
-
-
-class Picks(NamedTuple):
-    """The pages that a method picks, how many of them count, from the first, and a bias per query head."""
-
-    pages: Int[Array, "B K M"]
-    counts: Int[Array, "B K"]
-    bias: Float[Array, "B N P"] | None = None
-
-
-class Past(NamedTuple):
-    """The slots a layer attends to, its own or those of the layer it reads, and what its method does there.
-
-    values: segments whose values replace those of `parts`. above: as in `LayerSlots`. turn: what the keys of
-    the parts turn by when they are read.
-    """
-
-    gm: GroupMethod
-    index: int | Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    parts: tuple[Segment, ...]
-    values: tuple[Slots, ...] | None = None
-    above: bool = False
-    turn: Turn | None = None
-
-    @property
-    def tail(self) -> Slots:
-        """The part that new tokens go to."""
-        tail = self.parts[-1]
-        assert isinstance(tail, Slots)
-        return tail
-
-
-def past_of(owner: dict[int, GroupMethod], gm: GroupMethod, layer: Layer, state: GroupState) -> Past:
-    """What a layer of group `gm` attends to; owner: the group that every first layer stands in."""
-    slots, values = layer.taken.get("slots"), layer.taken.get("slot values")
-    source = layer.mixer.source_of("slots")
-    if source is not None and slots is not None:
-        return Past(owner[source], 0, slots.state.parts, above=slots.above)
-    return Past(gm, layer.index, state.parts, values and tuple(s.layer(0) for s in values.state.parts))
 
 
 def attend_past(
@@ -109,10 +69,10 @@ def attend_past(
             part = on_all(run.on_mesh, call, mine, one, jnp.asarray(past.index), pool, when)
         elif (
             isinstance(segment, Slots)
-            and (chosen := _form(run, past, layer, x, i, mine, sized)) != "reference"
+            and (chosen := form_of(run, past, layer, x, i, mine, sized)) != "reference"
         ):
             split = split_of(run.on_mesh, segment, bool(past.gm.masses))
-            if (read := _picking(past, i)) is not None:
+            if (read := picking(past, i)) is not None:
                 assert found is not None
                 call = partial(_attend_picked, run, layer, read, chosen)
                 picks = found.pages, found.counts
@@ -122,7 +82,7 @@ def attend_past(
                 *part, mass = attended_on_each(split, call, segment, mine, when, past.index)
                 # Of one query, a sum that fades is the sum.
                 received = () if mass is None else ({repr(o): mass for o in past.gm.masses},)
-        elif _together(run, past, layer, x, i) or (copies == 1 and not met.turned and not sized):
+        elif together(run, past, layer, x, i) or (copies == 1 and not met.turned and not sized):
             sets.append(_read(past, layer, i, found, pools, at, at.shape[0]))
             continue
         else:
@@ -166,11 +126,11 @@ def _in_their_bases(
     for i, segment in enumerate(past.parts):
         met = Met(x.q, x.q, None, lambda out: out, False)
         sizes: tuple[Array | None, Array | None] = (None, None)
-        apart = not past.gm.masses and not _together(run, past, layer, x, i)
+        apart = not past.gm.masses and not together(run, past, layer, x, i)
         if isinstance(segment, Slots) and apart:
             k, v = segment.k, segment.v
             # Values that lie in the keys need whole keys, and slots that are picked leave others' sizes out.
-            if v is not None and _picking(past, i) is None:
+            if v is not None and picking(past, i) is None:
                 (k, of_keys), (v, of_values) = factors_of(k), factors_of(v)
                 sizes = (_of_layer(of_keys, past.index), _of_layer(of_values, past.index))
             met = meet(x.q, k, v)
@@ -194,7 +154,7 @@ def _read(
     segment = past.parts[i]
     if isinstance(segment, Paged):
         keys = for_rows(gather_pages(segment.layer(past.index), pools[segment.pool]), rows)
-    elif (read := _picking(past, i)) is not None:
+    elif (read := picking(past, i)) is not None:
         assert found is not None
         keys = visited(segment, past.index, read.granule, found.pages, found.counts).keys()
         keys = keys._replace(bias=_biases(keys.bias, found.bias))
@@ -295,89 +255,6 @@ def met_by(
     return tuple(out)
 
 
-def _picking(past: Past, i: int) -> Read | None:
-    """What picks the pages that are read of segment `i`; None where all are."""
-    return past.gm.read if i == 0 else None
-
-
-def _form(run: Run, past: Past, layer: Layer, x: Projected, i: int, q: Array, sized: bool) -> str:
-    """In which form `q` attends segment `i`; NotImplementedError where a kernel is forced and cannot run."""
-    slots, why = past.parts[i], _together(run, past, layer, x, i)
-    assert isinstance(slots, Slots)
-    split = split_of(run.on_mesh, slots, bool(past.gm.masses))
-    if sized:
-        why = why or "rows that are multiplied by numbers of their own have no kernel"
-    elif split is not None and split.apart and past.gm.masses:
-        why = why or "what slots receive is recorded where the slots of a list lie together"
-
-    def of_one(slots: Slots, q: Array) -> str:
-        each = _nowhere(why) if why else _refusals(past, layer, _picking(past, i), slots, q)
-        return form("attention over slots", run.implementation, q, slots, **each)
-
-    return said_of_one(split, of_one, bare(slots), q)
-
-
-def _refusals(past: Past, layer: Layer, read: Read | None, slots: Slots, q: Array) -> dict[str, str]:
-    """Why no kernel can read slots that are attended apart from all else, by platform."""
-    if read is not None:
-        return _refusals_of_picks(past, q, slots, read)
-    if (groups := groups_of(slots.k, slots.v)) is not None:
-        return _refusals_of_groups(past, layer, q, slots, groups)
-    if not is_rows(slots.k) or not is_rows(slots.v):
-        return _nowhere("a dense cache of such codes has no kernel")
-    k, v = _rows(slots.k), None if slots.v is None else _rows(slots.v)
-    return refusals(q, k, v, slots.pos, slots.bias, mass=bool(past.gm.masses))
-
-
-def _nowhere(why: str) -> dict[str, str]:
-    return dict(tpu=why, gpu=why)
-
-
-def _rows(x: Array | Codes) -> Array | Coded:
-    """What a kernel reads of rows."""
-    return Coded(**x.data) if isinstance(x, Codes) else x
-
-
-def _refusals_of_groups(past: Past, layer: Layer, q: Array, slots: Slots, groups: Form) -> dict[str, str]:
-    """Why no kernel can read these codes; they count slots and ask neither positions nor biases."""
-    if layer.window is not None or slots.bias is not None or past.gm.masses:
-        return _nowhere("windows, biases and masses over a dense cache of such codes have no kernel")
-    assert isinstance(slots.k, Codes)
-    return grouped.refusals(q, grouped.Grouped(**slots.k.data), groups.bits, groups.group)
-
-
-def _refusals_of_picks(past: Past, q: Array, slots: Slots, read: Read) -> dict[str, str]:
-    """Why no kernel can read pages that a method picks."""
-    if isinstance(read, Resting):
-        return _nowhere("single slots that a method picks, with a mean for the rest, have no kernel")
-    if isinstance(read, Sampling):
-        return _nowhere("slots that every query head draws for itself, with weights, have no kernel")
-    if isinstance(slots.k, Codes) or isinstance(slots.v, Codes) or slots.v is None:
-        return _nowhere("pages that a method picks have a kernel where keys and values are stored as rows")
-    if slots.bias is not None or past.gm.masses:
-        return _nowhere("biases and masses over pages that a method picks have no kernel")
-    return picked.refusals(q, slots.k, slots.v, read.pages_visited(slots.capacity), read.granule)
-
-
-def _together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
-    """Why segment `i` cannot be attended apart from all else; empty where it can."""
-    reasons = {
-        "the softmax is clipped": layer.mixer.clip is not None,
-        "layers share attention weights": "logits" in layer.publishes or "logits" in layer.taken,
-        "keys and values are made from what the slots hold": x.expand is not None
-        and x.expand.outputs is None,
-        "values come from another layer": past.values is not None,
-        "the layer reads one above it": past.above,
-        "keys are turned when they are read": run.unrotated,
-        "what slots receive is recorded among several parts": bool(past.gm.masses)
-        and (len(past.parts) > 1 or x.extra is not None),
-        "kernels record no more than the sum of what slots receive": any(
-            o.reduce != "sum" for o in past.gm.masses
-        ),
-    }
-    return next((why for why, holds in reasons.items() if holds), "")
-
-
 def _attend_picked(
     run: Run, layer: Layer, read: Read, implementation: str, slots: Slots, q: Array, pos: Int[Array, "B 1"],
     index: Int[Array, ""] | int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"],
@@ -409,7 +286,7 @@ def _attend_slots(
             softcap=run.config.attention_softcap, implementation=implementation,
         )  # fmt: skip
         return out, lse, None
-    k, v = _rows(slots.k), None if slots.v is None else _rows(slots.v)
+    k, v = what_kernels_read(slots.k), None if slots.v is None else what_kernels_read(slots.v)
     return stacked_decode(
         q, k, v, used, pos, index, scale=layer.scale, pos=slots.pos, bias=slots.bias,
         values=slots.shared if v is None else rows_of(v).shape[-1], first=0, window=layer.window,

@@ -14,7 +14,7 @@ from kvjax.axes import lie_apart, pinned, pinned_to
 from kvjax.cache import Cache, Codes, GroupState, Segment, Slots, lent
 from kvjax.fitted import of_layer
 from kvjax.group import GroupMethod
-from kvjax.mesh.each import each_device
+from kvjax.mesh.per_device import each_device
 from kvjax.models.attending import published_by, rotary
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step, Take
@@ -24,13 +24,14 @@ from kvjax.ops.decode.stacked_decode import LANES, on_lanes, stacked_append
 from kvjax.protocols import Inputs
 from kvjax.segments import flush_in_place, is_full
 from kvjax.sinks import behind_sinks, write_sinks
-from kvjax.steps.attend import attend_past, brought, met_by, past_of, persistent, selected
+from kvjax.steps.attend import attend_past, brought, met_by, persistent, selected
 from kvjax.steps.evict import Now, evict_one, evict_shared, tail_of
 from kvjax.steps.evict_due import evict_due
 from kvjax.steps.lending import lend, taught_groups
-from kvjax.steps.on_each import Split, bare, on_this_device, said_of_one, split_of
+from kvjax.steps.past import past_of
 from kvjax.steps.remember import Asked, carried, remember, weights_of
 from kvjax.steps.run import Run, answered, held, repeated
+from kvjax.steps.split import Split, bare, on_this_device, said_of_one, split_of
 from kvjax.steps.turning import turn_over, turned_queries
 from kvjax.stored import completed
 from kvjax.writing import after, first_empty, write_slots

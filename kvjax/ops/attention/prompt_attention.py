@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.mesh.each import asked_of_one, axes_of_queries, each_device, specs_of
 from kvjax.mesh.on_mesh import Axes, OnMesh
+from kvjax.mesh.per_device import asked_of_one, axes_of_queries, each_device, specs_of
 from kvjax.ops.attention import attention_stats as stats
 from kvjax.ops.attention import flash_prefill as flash
 from kvjax.ops.attention.in_common import row_by_row, side_by_side

@@ -13,8 +13,8 @@ from jaxtyping import Array, Int
 
 from kvjax.axes import lie_apart, specs_of_slots
 from kvjax.cache import Slots
-from kvjax.mesh.each import asked_of_one, axes_of_queries, each_device, merged_over, specs_of
 from kvjax.mesh.on_mesh import Axes, OnMesh
+from kvjax.mesh.per_device import asked_of_one, axes_of_queries, each_device, merged_over, specs_of
 
 T = TypeVar("T")
 # out and lse [B, N, ...], and the mass of slots [B, K, S] where it is asked for.

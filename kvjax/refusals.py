@@ -1,0 +1,359 @@
+"""Which words of a sentence cannot work together, each told in one sentence when it is built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvjax.fitted import fitted_words
+from kvjax.protocols import Answering, Judging
+from kvjax.read_protocols import Remembering, Resting, Reusing, Sampling
+from kvjax.when import Full
+from kvjax.words import IN_PREFILL, IN_STEP, observations, probes_of
+
+if TYPE_CHECKING:
+    from kvjax.grammar import Keep, Method
+    from kvjax.protocols import Score
+
+# (wrong, why) for each way in which words cannot work together.
+Refusals = list[tuple[bool, str]]
+# The longest prompt that is laid out when a sentence is checked.
+_LONG = 2**20
+
+
+def refused(keep: Keep) -> Refusals:
+    """What the words of a keep cannot do together."""
+    score = keep.score
+    if score is None:
+        return _narrowed(keep)
+    parts = (_in_steps, _per_query_head, _merged, _phased, _probed)
+    found = [one for part in parts for one in part(keep, score)]
+    return [_protected(keep), *found, *_lower(keep), *_narrowed(keep)]
+
+
+def _protected(keep: Keep) -> tuple[bool, str]:
+    whole = int(keep.budget.amount) if keep.budget.ratio is None else 0
+    # So many tokens show all that patterns protect; of a budget beyond _LONG the prompt itself will.
+    full = crowded(keep, min(4 * whole + 4096, _LONG), "a long prompt's tokens") if whole else ""
+    return bool(full), full
+
+
+def _in_steps(keep: Keep, score: Score) -> Refusals:
+    """Of evictions while decoding."""
+    whole = int(keep.budget.amount) if keep.budget.ratio is None else 0
+    in_steps, threshold = keep.when.in_steps, hasattr(keep.allocate, "threshold")
+    masses = _masses(score)
+    absent = [o for o in observations(keep) if IN_STEP not in getattr(o, "phases", (IN_PREFILL,))]
+    return [
+        (
+            isinstance(keep.when, Full) and not 0 < whole < keep.when.slots,
+            f"{keep.when!r} evicts where a list holds so many slots, and the budget is "
+            f"{keep.budget.amount!r}: give a smaller number of slots",
+        ),
+        (
+            in_steps and not keep.allocate.uniform and not (threshold and keep.when.at_once),
+            "evicting while decoding works with the uniform allocation, or after every token by a threshold",
+        ),
+        (
+            in_steps and threshold and (keep.merge is not None or not all(map(_of_tokens, keep.protect))),
+            "evicting by a threshold merges nothing, and protects whole numbers of tokens",
+        ),
+        (
+            in_steps
+            and keep.when.at_once
+            and threshold
+            and keep.allocate.uniform
+            and not getattr(score, "bounded", False),
+            f"{keep.allocate!r} lets slots leave by their own score, and {score!r} gives more than fit "
+            "a high one: use a score that is `bounded`, such as Votes(256, 256)",
+        ),
+        (
+            in_steps and bool(absent),
+            "evicting while decoding needs what is observed in steps too, and "
+            f"{', '.join(map(repr, absent))} exists in prefills only: use when=PREFILL_END",
+        ),
+        (
+            in_steps and not keep.when.at_once and bool(masses),
+            f"{keep.when!r} evicts after many queries, and {', '.join(map(repr, masses))} is what slots "
+            "receive of the newest one: name traces, such as Received(Mass()), in its score",
+        ),
+        (
+            in_steps and keep.when.at_once and any(isinstance(t, Judging) for t in score.traces),
+            f"{keep.when!r} sees slots in any order, and its score ranks them with their neighbours: evict "
+            "after several tokens, as in Every(128)",
+        ),
+    ]
+
+
+def _lower(keep: Keep) -> Refusals:
+    """Of a second tier."""
+    lower, in_steps = keep.lower, keep.when.in_steps
+    if lower is None:
+        return []
+    return [
+        (
+            hasattr(keep.allocate, "threshold") and keep.allocate.uniform,
+            f"a second tier has room for what a budget leaves out, and {keep.allocate!r} may leave out more: "
+            "use the uniform allocation",
+        ),
+        (
+            lower.granule > 1 or lower.residual > 0,
+            "what leaves for a second tier is encoded token by token: use int8, int4 or turboquant's codecs",
+        ),
+        (
+            keep.merge is not None or not keep.phase.steady,
+            "a second tier works without merging, and with keys at their own positions",
+        ),
+        (
+            in_steps and not (keep.when.at_once and keep.allocate.uniform),
+            "a second tier takes what leaves at the end of prompts or, with the uniform allocation, after "
+            "every token",
+        ),
+        (
+            not keep.allocate.uniform and any(True for _ in fitted_words(lower)),
+            "codes of a second tier are read by what was fitted to each layer, which pages do not know: use "
+            "a keep of equal heads",
+        ),
+    ]
+
+
+def _per_query_head(keep: Keep, score: Score) -> Refusals:
+    """Of a selection of its own for every query head."""
+    fitted = [word for part in (score, keep.allocate) for word in fitted_words(part)]
+    of_kv_heads = [type(word).__name__ for word in fitted if getattr(word, "of_kv_heads", False)]
+    masses = _masses(score)
+    if not keep.per_query_head:
+        return []
+    return [
+        (
+            bool(masses or score.traces),
+            "what slots receive is recorded per KV head, and this keep selects per query head",
+        ),
+        (
+            keep.probe is not None or bool(of_kv_heads),
+            f"{of_kv_heads[0] if of_kv_heads else keep.probe!r} says something of every KV head, and this "
+            "keep selects per query head: leave out per_query_head",
+        ),
+        (
+            isinstance(keep.merge, Answering),
+            f"{keep.merge!r} answers for keys at their positions in the KV heads: leave out per_query_head",
+        ),
+    ]
+
+
+def _merged(keep: Keep, score: Score) -> Refusals:
+    """Of a merge."""
+    unknown = sorted(getattr(keep.merge, "traces", frozenset()) - score.traces, key=repr)
+    return [
+        (
+            bool(unknown),
+            f"{keep.merge!r} asks for {', '.join(map(repr, unknown))}, which its score does not remember: "
+            "use a score that names it in `traces`, such as AccumulatedAttention()",
+        ),
+        (
+            keep.merge is not None and not keep.phase.steady,
+            f"{keep.merge!r} merges keys that stand at their positions, and {keep.phase!r} turns them anew "
+            "whenever they are read: leave one of both out",
+        ),
+    ]
+
+
+def _phased(keep: Keep, score: Score) -> Refusals:
+    """Of keys that do not turn by their positions."""
+    looks = bool(_masses(score) or score.traces or getattr(score, "looks", True))
+    return [
+        (
+            not keep.phase.alike and looks,
+            f"its score looks at keys or at what they receive, and under {keep.phase!r} a key meets every "
+            "query otherwise: use a score of positions",
+        ),
+    ]
+
+
+def _probed(keep: Keep, score: Score) -> Refusals:
+    """Of a probe behind the prompt, and of layers that choose for others."""
+    in_steps, probes = keep.when.in_steps, probes_of(score)
+    return [
+        (
+            in_steps and keep.probe is not None,
+            f"evicting while decoding cannot score by a probe that follows a prompt ({keep.probe!r}): "
+            "use when=PREFILL_END",
+        ),
+        (
+            probes - {None} != {keep.probe} - {None},
+            f"its score reads the probe {' and '.join(sorted(map(repr, probes))) or None} and the keep's is "
+            f"{keep.probe!r}: give both the same",
+        ),
+        (
+            keep.narrow is not None and any(getattr(t, "behind_layers", False) for t in score.traces),
+            f"{keep.narrow!r} leaves tokens out of the upper layers, and its score asks how likely they were",
+        ),
+        (
+            keep.reuse > 1 and (in_steps or not keep.allocate.uniform),
+            f"{keep.reuse} layers keep what one of them chooses, and while decoding, or by budgets of their "
+            "own, they would choose apart: use the uniform allocation at the end of prompts",
+        ),
+    ]
+
+
+def _masses(score: Score) -> list[Any]:
+    """What slots receive, as a score asks for it."""
+    return sorted((o for o in score.needs if hasattr(o, "reduction")), key=repr)
+
+
+def refused_in_host(method: Method) -> Refusals:
+    """(wrong, why) for what cannot be where slots lie in host memory."""
+    host, read = method.host, method.read
+    if host is None:
+        return []
+    return [
+        (
+            read is None,
+            f"{host!r} brings the pages to the device that a step reads, and without a read method it reads "
+            "all: chain it with one, such as quest",
+        ),
+        (
+            isinstance(read, Resting | Sampling | Reusing) or hasattr(read, "looks_at"),
+            f"{host!r} brings what is read to the device, and {read!r} chooses by looking at all keys: use a "
+            "read by summaries, such as quest",
+        ),
+    ]
+
+
+def refused_in_read(method: Method) -> Refusals:
+    """(wrong, why) for what cannot be where a read remembers what slots are asked, or layers share picks."""
+    score = None if method.keep is None else method.keep.score
+    grown = [o for trace in (() if score is None else score.traces) for o in trace.needs]
+    return [
+        (
+            method.read is not None and any(hasattr(o, "reduction") for o in grown),
+            f"{method.read!r} leaves slots out of a step's attention, and the score of its keep remembers "
+            "what every slot receives: use one that remembers nothing, such as WindowAttention(64)",
+        ),
+        (
+            isinstance(method.read, Reusing) and method.keep is not None,
+            f"{method.read!r} reads in one layer the slots that another one picked, and a keep would leave "
+            "them other tokens: leave one out",
+        ),
+        (
+            isinstance(method.read, Remembering) and method.keep is not None,
+            f"{method.read!r} ranks blocks by what the tokens behind them asked for, which a keep would cut "
+            "into: leave one out",
+        ),
+    ]
+
+
+def refused_in_layers(method: Method) -> Refusals:
+    """(wrong, why) for what cannot be where every layer has a sentence of its own."""
+    if not method.layers:
+        return []
+    others = (method.reread, method.make, method.stack, method.host)
+    alone = (method.keep, method.store, method.read, *others) == (None,) * 7
+    parts = [
+        one for one in method.sentences if any(part is not None for part in (one.reread, one.make, one.stack))
+    ]
+    stores = [one.store for one in method.sentences if one.store is not None and one.store.unrotated]
+    keeps = [one.keep for one in method.sentences if one.keep is not None]
+    whole = [k for k in keeps if not k.phase.steady or k.per_query_head or k.probe or k.narrow]
+    return [
+        (not alone or any(one.layers for one in method.sentences), "its layers say all that it does"),
+        (
+            bool(parts or whole or stores),
+            "phases, per_query_head, unrotated keys, probes, rewritten weights, what leaves tokens of a "
+            "prompt out, and what merges layers, "
+            "concern all layers together: give layers sentences without them",
+        ),
+        (
+            len({k for k in keeps if not k.allocate.uniform}) > 1,
+            "heads of unequal budgets lie in pages of one keep, and its layers have several: give those that "
+            "have unequal heads the same keep",
+        ),
+    ]
+
+
+def refused_in_store(method: Method) -> Refusals:
+    """(wrong, why) for what a store cannot do with the other parts of its sentence."""
+    keep, store, read = method.keep, method.store, method.read
+    if store is None:
+        return []
+    in_steps = keep is not None and keep.when.in_steps
+    paged = keep is not None and not keep.allocate.uniform
+    tiers, turns = keep is not None and keep.lower is not None, keep is not None and not keep.phase.steady
+    learned = any(True for _ in fitted_words(store))
+    return [
+        (
+            store.sinks > 0 and (in_steps or paged or tiers or turns or read is not None),
+            f"the first {store.sinks} tokens lie apart from the others, which works with keeps of equal "
+            "heads that act at the end of prompts, and without a read method: give sinks=0",
+        ),
+        (
+            store.unrotated and read is not None,
+            "a read method ranks keys as they are stored, and this store holds them unrotated",
+        ),
+        (
+            store.unrotated and keep is not None and keep.merge is not None,
+            f"{keep and keep.merge!r} merges keys at their positions, and this store holds them unrotated",
+        ),
+        (
+            method.stack is not None and (learned or store.unrotated or store.sinks > 0),
+            "it merges layers by their numbers at their positions, and this store holds them unrotated, by "
+            "what was fitted to each layer, or first tokens apart: use int8, int4 or fp8",
+        ),
+        (
+            learned and (paged or read is not None),
+            "its codes are read by what was fitted to each layer, which pages and read methods do not know: "
+            "use a keep of equal heads",
+        ),
+    ]
+
+
+def _narrowed(keep: Keep) -> Refusals:
+    """(wrong, why) for what cannot be where the upper layers see fewer tokens than the lower ones."""
+    if keep.narrow is None:
+        return []
+    return [
+        (
+            not keep.allocate.uniform,
+            f"{keep.narrow!r} gives layers unequal numbers of tokens, among which {keep.allocate!r} cannot "
+            "share out a budget: use the uniform allocation",
+        ),
+        (
+            not keep.phase.steady,
+            f"{keep.narrow!r} leaves tokens at their own positions, and {keep.phase!r} turns them by others",
+        ),
+        (
+            keep.probe is not None,
+            f"{keep.narrow!r} leaves some tokens out of the upper layers, and the probe {keep.probe!r} would "
+            "attend to all of them: leave one of both out",
+        ),
+    ]
+
+
+def _of_tokens(pattern: Any) -> bool:
+    """Whether a pattern protects a whole number of tokens."""
+    return isinstance(getattr(pattern, "tokens", None), int)
+
+
+def crowded(keep: Keep, tokens: int, row: str = "") -> str:
+    """Why what must stay of a row of `tokens` tokens does not fit the budget; empty where it does.
+
+    row: what such a row is called.
+
+    Where slots leave at every step, the newest token needs a slot beside those that patterns protect.
+    """
+    n, newest = keep.budget.capacity(tokens), keep.when.in_steps
+    # Layers of unequal budgets: the smallest must hold what is protected.
+    n = getattr(keep.allocate, "fewest", int)(n)
+    pos, length = np.arange(tokens, dtype=np.int32)[None, None], np.array([tokens], np.int32)
+    stays = (pos == tokens - 1) & newest
+    for pattern in keep.protect:
+        stays = stays | np.asarray(pattern(pos, length, np.array([n], np.int32)))  # type: ignore[arg-type]
+    if stays.sum() <= n:
+        return ""
+    names = [*map(repr, keep.protect), *(["the newest token"] if newest else [])]
+    return (
+        f"{stays.sum()} of {row or f'{tokens} tokens'} must stay ({', '.join(names)}), "
+        f"more than the budget of {n} slots (budget={keep.budget.amount!r}): raise the budget or lower "
+        "what is protected (window=, sinks=)"
+    )

@@ -1,0 +1,100 @@
+"""Which form attends a segment in a decode step: a kernel where it lies, or the plain definition."""
+
+from __future__ import annotations
+
+from jaxtyping import Array
+
+from kvjax.cache import Codes, Slots
+from kvjax.models.mixer import Layer, Projected
+from kvjax.ops.base.dispatch import form
+from kvjax.ops.decode import grouped_decode as grouped
+from kvjax.ops.decode import picked_decode as picked
+from kvjax.ops.decode.stacked_decode import Coded, refusals
+from kvjax.read_protocols import Read, Resting, Sampling
+from kvjax.steps.past import Past
+from kvjax.steps.run import Run
+from kvjax.steps.split import bare, said_of_one, split_of
+from kvjax.stored import Form, groups_of, is_rows
+
+
+def picking(past: Past, i: int) -> Read | None:
+    """What picks the pages that are read of segment `i`; None where all are."""
+    return past.gm.read if i == 0 else None
+
+
+def form_of(run: Run, past: Past, layer: Layer, x: Projected, i: int, q: Array, sized: bool) -> str:
+    """In which form `q` attends segment `i`; NotImplementedError where a kernel is forced and cannot run."""
+    slots, why = past.parts[i], together(run, past, layer, x, i)
+    assert isinstance(slots, Slots)
+    split = split_of(run.on_mesh, slots, bool(past.gm.masses))
+    if sized:
+        why = why or "rows that are multiplied by numbers of their own have no kernel"
+    elif split is not None and split.apart and past.gm.masses:
+        why = why or "what slots receive is recorded where the slots of a list lie together"
+
+    def of_one(slots: Slots, q: Array) -> str:
+        each = _nowhere(why) if why else _refusals(past, layer, picking(past, i), slots, q)
+        return form("attention over slots", run.implementation, q, slots, **each)
+
+    return said_of_one(split, of_one, bare(slots), q)
+
+
+def _refusals(past: Past, layer: Layer, read: Read | None, slots: Slots, q: Array) -> dict[str, str]:
+    """Why no kernel can read slots that are attended apart from all else, by platform."""
+    if read is not None:
+        return _refusals_of_picks(past, q, slots, read)
+    if (groups := groups_of(slots.k, slots.v)) is not None:
+        return _refusals_of_groups(past, layer, q, slots, groups)
+    if not is_rows(slots.k) or not is_rows(slots.v):
+        return _nowhere("a dense cache of such codes has no kernel")
+    k, v = what_kernels_read(slots.k), None if slots.v is None else what_kernels_read(slots.v)
+    return refusals(q, k, v, slots.pos, slots.bias, mass=bool(past.gm.masses))
+
+
+def _nowhere(why: str) -> dict[str, str]:
+    return dict(tpu=why, gpu=why)
+
+
+def what_kernels_read(x: Array | Codes) -> Array | Coded:
+    """What a kernel reads of rows."""
+    return Coded(**x.data) if isinstance(x, Codes) else x
+
+
+def _refusals_of_groups(past: Past, layer: Layer, q: Array, slots: Slots, groups: Form) -> dict[str, str]:
+    """Why no kernel can read these codes; they count slots and ask neither positions nor biases."""
+    if layer.window is not None or slots.bias is not None or past.gm.masses:
+        return _nowhere("windows, biases and masses over a dense cache of such codes have no kernel")
+    assert isinstance(slots.k, Codes)
+    return grouped.refusals(q, grouped.Grouped(**slots.k.data), groups.bits, groups.group)
+
+
+def _refusals_of_picks(past: Past, q: Array, slots: Slots, read: Read) -> dict[str, str]:
+    """Why no kernel can read pages that a method picks."""
+    if isinstance(read, Resting):
+        return _nowhere("single slots that a method picks, with a mean for the rest, have no kernel")
+    if isinstance(read, Sampling):
+        return _nowhere("slots that every query head draws for itself, with weights, have no kernel")
+    if isinstance(slots.k, Codes) or isinstance(slots.v, Codes) or slots.v is None:
+        return _nowhere("pages that a method picks have a kernel where keys and values are stored as rows")
+    if slots.bias is not None or past.gm.masses:
+        return _nowhere("biases and masses over pages that a method picks have no kernel")
+    return picked.refusals(q, slots.k, slots.v, read.pages_visited(slots.capacity), read.granule)
+
+
+def together(run: Run, past: Past, layer: Layer, x: Projected, i: int) -> str:
+    """Why segment `i` cannot be attended apart from all else; empty where it can."""
+    reasons = {
+        "the softmax is clipped": layer.mixer.clip is not None,
+        "layers share attention weights": "logits" in layer.publishes or "logits" in layer.taken,
+        "keys and values are made from what the slots hold": x.expand is not None
+        and x.expand.outputs is None,
+        "values come from another layer": past.values is not None,
+        "the layer reads one above it": past.above,
+        "keys are turned when they are read": run.unrotated,
+        "what slots receive is recorded among several parts": bool(past.gm.masses)
+        and (len(past.parts) > 1 or x.extra is not None),
+        "kernels record no more than the sum of what slots receive": any(
+            o.reduce != "sum" for o in past.gm.masses
+        ),
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
