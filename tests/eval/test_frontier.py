@@ -98,3 +98,19 @@ def test_the_picture_says_samples_and_command_and_the_axis_its_scale(monkeypatch
 def test_a_point_of_few_samples_has_no_bar() -> None:
     few, many = (panels_of(summarise(scored([1.0] * n)))[0].points[0] for n in (4, 5))
     assert few.ends is None and many.ends is not None
+
+
+def test_of_very_many_methods_those_that_lead_have_colours_and_a_name() -> None:
+    points = [frontier.Point(f"m{i}", 10.0 + i, 50.0, False, 40.0 - (i % 3), None, False) for i in range(40)]
+    points += [
+        frontier.Point("random", 5.0, 5.0, False, 1.0, None, False),
+        frontier.Point("best", 60.0, 60.0, False, 90.0, None, False),
+    ]
+    lead = frontier.leading([frontier.Panel("", "", points)])
+    assert lead == {"random", "m0", "best"}
+    styles = frontier.styles_of(points, frontier._LIGHT, lead)
+    grey = {method for method, style in styles.items() if style["color"] == frontier._LIGHT["grid"]}
+    assert grey == {p.method for p in points} - lead
+    # Of few, all have colours.
+    few = frontier.styles_of(points[:6], frontier._LIGHT, set())
+    assert frontier._LIGHT["grid"] not in {style["color"] for style in few.values()}

@@ -5,7 +5,7 @@ import math
 import os
 import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
@@ -50,6 +50,8 @@ _DOTS_PER_INCH = 160
 # Fewer ticks than this do not say what scale an axis has.
 _TICKS = 3
 _CAPTION_COLUMNS = 90
+# Of more methods than these, those that lead are told apart, and all others are grey.
+_MANY = 24
 
 
 class Point(NamedTuple):
@@ -103,7 +105,8 @@ def write_frontier(
     """Writes the frontier as a PNG: quality against kept bytes (% of the full cache, log scale).
 
     One line per method, one point per budget, bars for 95% intervals. A hollow point on a thin line shows the
-    bytes one decode step reads, for methods that read less than they keep. The caption stands below.
+    bytes one decode step reads, for methods that read less than they keep. Of very many methods, those that
+    are beaten everywhere are grey and have no name. The caption stands below.
 
     >>> import pathlib, tempfile
     >>> cell = Cell("snapkv", 0.5, "aware", {}, 0.5, 0.4, 0.6, 32.0, 64.0, 32.0, None)
@@ -127,7 +130,7 @@ def frontier_png(
     theme = _DARK if dark else _LIGHT
     count = max(1, len(panels))
     points = [point for panel in panels for point in panel.points]
-    styles = styles_of(points, theme)
+    styles = styles_of(points, theme, leading(panels))
     contenders = [point for point in points if not point.reference]
     places = [x for p in contenders for x in ((p.kept, p.read) if p.reads_less else (p.kept,))]
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
@@ -155,13 +158,36 @@ def frontier_png(
     return buffer.getvalue()
 
 
-def styles_of(points: Sequence[Point], theme: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Line styles by method; reference and anchors in ink and grey, so that colour is left to contenders."""
+def leading(panels: Sequence[Panel]) -> Set[str]:
+    """The methods that have a point on the frontier of a panel: none is as good for as few bytes.
+
+    >>> places = dict(a=(1, 5), b=(2, 7), c=(2, 5))
+    >>> points = [Point(m, kept, 50, False, value, None, False) for m, (kept, value) in places.items()]
+    >>> sorted(leading([Panel("", "", points)]))
+    ['a', 'b']
+    """
+
+    def beats(a: Point, b: Point) -> bool:
+        return a.kept <= b.kept and a.value >= b.value and (a.kept, a.value) != (b.kept, b.value)
+
+    return {p.method for panel in panels for p in panel.points if not any(beats(q, p) for q in panel.points)}
+
+
+def styles_of(
+    points: Sequence[Point], theme: Mapping[str, str], lead: Set[str] = frozenset()
+) -> dict[str, dict[str, Any]]:
+    """Line styles by method; reference and anchors in ink and grey, so that colour is left to contenders.
+
+    lead: of very many methods, those that have a colour.
+    """
     styles: dict[str, dict[str, Any]] = {}
     colours = _COLOURS_ON_DARK if theme is _DARK else _COLOURS
     references = {point.method for point in points if point.reference}
-    contenders = 0
-    for method in dict.fromkeys(point.method for point in points):
+    contenders, methods = 0, list(dict.fromkeys(point.method for point in points))
+    for method in methods:
+        if len(methods) > _MANY and method not in lead | references | _ANCHORS.keys():
+            styles[method] = {"color": theme["grid"], "linewidth": 1.0, "marker": ".", "zorder": 1}
+            continue
         if method in references:
             style = {"color": theme["ink"], "linestyle": "--", "linewidth": 1.4, "marker": "none"}
         elif method in _ANCHORS:
@@ -184,12 +210,17 @@ def styles_of(points: Sequence[Point], theme: Mapping[str, str]) -> dict[str, di
 def _legend(
     figure: SubFigure, points: Sequence[Point], styles: Styles, theme: Mapping[str, str], *, columns: int
 ) -> None:
-    handles, labels = [], []
+    handles, labels, others = [], [], [style for style in styles.values() if style["color"] == theme["grid"]]
     for method, style in styles.items():
+        if style["color"] == theme["grid"]:
+            continue
         places = {point.kept for point in points if point.method == method}
         single = len(places) == 1 and style["marker"] != "none"
         handles.append(Line2D([], [], **{**style, **({"linestyle": "none"} if single else {})}))
         labels.append(method)
+    if others:
+        handles.append(Line2D([], [], **others[0]))
+        labels.append(f"{len(others)} others, beaten everywhere")
     if any(point.reads_less for point in points):
         hollow = {"marker": "o", "markerfacecolor": theme["paper"], "linewidth": 0.9, "markersize": 7}
         handles.append(Line2D([], [], color=theme["muted"], **hollow))
@@ -219,9 +250,9 @@ def _line(axes: Axes, points: Sequence[Point], percents: Sequence[float], style:
     ends = [point.ends or (point.value, point.value) for point in points]
     below = [value - low for value, (low, _) in zip(values, ends, strict=True)]
     above = [high - value for value, (_, high) in zip(values, ends, strict=True)]
-    bars = {"ecolor": style["color"], "elinewidth": 0.7, "fmt": "none", "alpha": 0.45}
+    bars = {"ecolor": style["color"], "elinewidth": 0.7, "fmt": "none", "alpha": 0.45, "zorder": 1}
     axes.errorbar(percents, values, yerr=[below, above], **bars)
-    axes.plot(percents, values, zorder=3, **style)
+    axes.plot(percents, values, **{"zorder": 3, **style})
 
 
 def byte_axis(percents: Sequence[float]) -> Reach:
