@@ -7,7 +7,7 @@
     python scripts/leaderboard.py --write                         # writes docs/leaderboard.md, its pictures
 
 The data is kvjax/eval/report/leaderboard.json; `kvjax methods ID` and scripts/claims.py read it, too. On two
-idle cores `run` takes at most 90 minutes per model with --samples 100, and `speed` about five.
+idle cores `run` takes 16 minutes per model with --samples 20.
 """
 
 from __future__ import annotations
