@@ -91,8 +91,8 @@ def dense(x: Array | Codes) -> Array:
     return x.decode() if isinstance(x, Codes) else x
 
 
-def width_of(x: Array | Codes) -> int:
-    """How many channels a row has."""
+def width_of(x: Array | jax.ShapeDtypeStruct | Codes) -> int:
+    """How many channels a row has, of an array or of its shape alone."""
     return x.width if isinstance(x, Codes) else x.shape[-1]
 
 

@@ -39,7 +39,7 @@ def main() -> None:
     )
     parser.add_argument("what", nargs="?", choices=("run", "speed", "collect"), help="(default: the page)")
     parser.add_argument("--samples", type=int, default=100, metavar="N", help="contexts (default: 100)")
-    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="(default: all that need no fit)")
+    parser.add_argument("--methods", nargs="+", default=["all"], metavar="METHOD", help="(default: all that need no fit)")
     parser.add_argument(
         "--models", nargs="+", type=Path, default=MODELS, metavar="DIR", help="(default: 3 seeds)"
     )
@@ -68,7 +68,7 @@ def main() -> None:
             (DOCS / name).write_bytes(picture)
 
 
-def run(models: list[Path], methods: list[str] | None, samples: int, out: Path) -> None:
+def run(models: list[Path], methods: list[str], samples: int, out: Path) -> None:
     """Compares on every model, each in a folder of its own; what is finished there is not run again."""
     from kvjax.commands.programs import keep_programs
     from kvjax.eval.compare import compare
@@ -88,7 +88,7 @@ def _named(model: Path) -> str:
         return str(model)
 
 
-def speed(model: Path, methods: list[str] | None, out: Path) -> None:
+def speed(model: Path, methods: list[str], out: Path) -> None:
     """Times prefills of every method beside those of none, in turn; goes on where it stopped."""
     import jax
     import numpy as np

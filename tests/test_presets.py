@@ -44,7 +44,7 @@ def test_a_shipped_preset_has_only_known_names(name):
 
 
 def test_every_method_has_room_for_what_it_protects_in_short_prompts_at_every_budget(model):
-    cells = plan_cells(model, None, None, "short")
+    cells = plan_cells(model, ["all"], None, "short")
     assert {cell.label for cell in cells} >= {"snapkv", "criticalkv", "gemfilter"}
     keeps = [cell.method.keep for cell in cells if cell.method.keep is not None]
     assert [why for keep in keeps if (why := crowded(keep, 480))] == []

@@ -1,4 +1,4 @@
-"""`kvjax compare`: every method on the same model, tokens and bytes."""
+"""`kvjax compare`: methods on the same model, tokens and bytes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvjax.commands.programs import keep_programs
 HELP = "run methods side by side on the same questions and print quality against measured bytes"
 EXAMPLE = """examples:
   kvjax compare
+  kvjax compare --methods all
   kvjax compare --methods snapkv adakv kivi:bits=4 snapkv+int4 --budgets 0.5 0.25
   kvjax compare --methods my_file.py:my_method --tasks get --samples 20 --out results
   kvjax compare --samples 8 --seeds 0 1 2
@@ -24,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="METHOD",
         help="ids (see `kvjax methods`), with hyper-parameters as snapkv:window=16, chained as snapkv+kivi, "
-        "or your own as my_file.py:my_method (default: all, those that need no fit)",
+        "or your own as my_file.py:my_method; all: every one that needs no fit (default: well known ones of every "
+        "family)",
     )
     parser.add_argument(
         "--budgets",
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
 
     compare(
         model=args.model,
-        methods=None if args.methods == ["all"] else args.methods,
+        methods=args.methods,
         budgets=budgets,
         tasks=args.tasks,
         protocols=tuple(args.protocol),

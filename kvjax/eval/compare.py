@@ -79,8 +79,9 @@ def compare(
     scores: bool = False,
     console: Console | None = None,
 ) -> Comparison:
-    """Runs every method on the same questions and prints quality against measured bytes.
+    """Runs methods on the same questions and prints quality against measured bytes.
 
+    Without `methods`, the well-known ones of every family run; "all" stands for every one that needs no fit.
     Answers are asked from the compressed cache; full cache, random and sink+recent are always there. With
     several `seeds`, `samples` contexts are drawn by each, and all of them count together. Writes
     results.jsonl, metrics.json, frontier.png and report.html under `out`; with resume=True a killed run goes

@@ -6,7 +6,7 @@ import pytest
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.eval.run.cellplan import plan_cells
+from kvjax.eval.run.cellplan import ALWAYS, WELL_KNOWN, plan_cells
 from kvjax.methods import METHODS, takes_budget
 from kvjax.models.mixers.attention import Attention
 
@@ -35,18 +35,32 @@ def test_kvzip_asks_the_shipped_model_in_its_own_words(model):
     assert kvzip.keep.score.probe == kvzip.keep.probe
 
 
-def test_without_methods_everything_in_the_table_runs_that_needs_no_fit(model):
-    entries = plan_cells(model, None, [0.5], "short")
+def test_all_stands_for_everything_in_the_table_that_needs_no_fit(model):
+    entries = plan_cells(model, ["all"], [0.5], "short")
     fitted = {"kvzap", "headkv", "duoattention", "less", "kvquant", "q-filters", "compresskv"}
     fitted |= {"retrieval-head", "razorattention", "kvsharer"}
     assert {e.label for e in entries} == set(METHODS) - fitted
     assert all((e.budget is None) != takes_budget(e.label) for e in entries)
 
 
-def test_without_methods_what_rewrites_weights_is_left_out_where_a_model_has_others(model):
+def test_without_methods_well_known_ones_of_every_family_run(model):
+    entries = plan_cells(model, None, [0.5], "short")
+    assert {e.label for e in entries} == {*ALWAYS, *WELL_KNOWN}
+    assert len({info.family for info in kvjax.methods() if info.id in WELL_KNOWN}) >= 8
+
+
+def test_all_goes_with_other_texts_and_says_what_is_wrong_with_a_named_one(model):
+    labels = [e.label for e in plan_cells(model, ["snapkv:window=16", "all"], [0.5], "short")]
+    assert {"snapkv", "snapkv:window=16"} < {*labels} and len({*labels}) == len(labels)
+    assert "kvzap" not in labels
+    with pytest.raises(InputError, match="fit"):
+        plan_cells(model, ["kvzap", "all"], [0.5], "short")
+
+
+def test_all_leaves_out_what_rewrites_weights_where_a_model_has_others(model):
     mixers = (*[Attention()] * 3, Attention(gate=True))
     gated = dataclasses.replace(model, config=dataclasses.replace(model.config, mixers=mixers))
-    entries = plan_cells(gated, None, [0.5], "short")
+    entries = plan_cells(gated, ["all"], [0.5], "short")
     assert "palu" not in {e.label for e in entries} and len(entries) > 20
 
 

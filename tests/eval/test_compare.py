@@ -19,8 +19,10 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.eval.compare import compare
 from kvjax.eval.report.scores_section import Picture
+from kvjax.eval.run.cellplan import ALWAYS, WELL_KNOWN, plan_cells
 from kvjax.eval.run.revision import revision
 from kvjax.eval.tasks import recall_tasks
+from kvjax.methods import METHODS as EVERY
 
 # One process makes the run that all tests look at.
 pytestmark = pytest.mark.xdist_group("compare")
@@ -154,6 +156,22 @@ def test_the_revision_is_that_of_the_own_checkout_or_the_version(tmp_path):
     installed = tmp_path / "venv" / "site-packages" / "kvjax"
     installed.mkdir(parents=True)
     assert revision(installed) == kvjax.__version__
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("method", [id for id in EVERY if id not in (*ALWAYS, *WELL_KNOWN)])
+def test_a_method_answers_in_a_comparison_and_weighs_what_its_report_says(method, tmp_path):
+    model = kvjax.load("recall-tiny")
+    if method not in {entry.label for entry in plan_cells(model, ["all"], [0.5], "short")}:
+        pytest.skip(f"{method} wants a fit")
+    found = compare(
+        model=model, methods=[method], budgets=[0.5], tasks=["get"], samples=2, protocols=("agnostic",),
+        out=tmp_path / "run", **QUIET,
+    )  # fmt: skip
+    (cell,) = [cell for cell in found.cells if cell.method == method]
+    rows = [row for row in found.rows if row["method"] == method]
+    assert len(rows) == 2 and 0 <= cell.tasks["get"].mean <= 1
+    assert 0 < cell.kept_bytes <= 1.2 * next(c.kept_bytes for c in found.cells if c.method == "full")
 
 
 @pytest.mark.rotating

@@ -18,6 +18,14 @@ from kvjax.suits import check_fit
 
 # Always there: a method that does not beat these at equal bytes has not shown anything.
 ALWAYS = ("full", "random", "sink-recent")
+# What a comparison runs that names no methods: those that people ask for first, a few of every family, so that it
+# takes minutes. "all" stands for every method that needs no fit.
+WELL_KNOWN = (
+    *("streamingllm", "h2o", "tova", "r-kv"),
+    *("l2compress", "keydiff", "expected-attention", "lagkv", "snapkv", "kvzip", "chunkkv"),
+    *("pyramidkv", "cake", "adakv", "criticalkv", "keepkv", "d2o"),
+    *("int8", "int4", "fp8", "kivi", "turboquant", "quest", "sparq"),
+)
 BUDGETS = (0.5, 0.25, 0.125)
 
 
@@ -54,10 +62,10 @@ def plan_cells(
 ) -> list[Entry]:
     """Every (method, budget) of a comparison, the anchors first.
 
-    Methods are texts as `parse_method` reads them, or Custom; None stands for all that need not be fitted
-    first, without those that rewrite weights which the model does not have. Given budgets hold for every
-    method that has none written in its text; without them, a preset's budget of a method holds before the
-    default ones.
+    Methods are texts as `parse_method` reads them, or Custom. None stands for WELL_KNOWN, and "all" for every
+    method that need not be fitted first; both leave out what rewrites weights which the model does not have.
+    Given budgets hold for every method that has none written in its text; without them, a preset's budget of a
+    method holds before the default ones.
     ValueError for unknown names, hyper-parameters or budgets.
     """
     hyper = load_preset(preset)
@@ -69,7 +77,9 @@ def plan_cells(
             f"--budgets {' '.join(map(str, budgets))} has equal numbers, expected every one once: remove one"
         )
     found: dict[str, Custom] = {}
-    for item in (*ALWAYS, *(METHODS if methods is None else methods)):
+    chosen = WELL_KNOWN if methods is None else tuple(METHODS) if "all" in methods else ()
+    named = [m for m in methods or () if m != "all"]
+    for item in (*ALWAYS, *chosen, *named):
         if isinstance(item, str):
             label, build = parse_method(item, hyper)
             found.setdefault(label, (label, build.takes_budget, build))
@@ -79,5 +89,5 @@ def plan_cells(
         Entry(label, b, _bound(build(b), model))
         for label, budgeted, build in found.values()
         for b in (budgets if budgeted else (None,))
-        if methods is not None or _runs(build(b), model)
+        if label not in chosen or label in named or _runs(build(b), model)
     ]
