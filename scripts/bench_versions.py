@@ -1,8 +1,8 @@
 """Speed of this checkout beside an older one: the same prompts, rounds of the two alternating.
 
 Each checkout runs in a process of its own, on the same cores, with the `Ours` of its own `scripts/bench.py`.
-Reports the median over rounds of old seconds / new seconds (1.1: ten percent faster than before), with the ends of
-its 95% interval, which assumes no distribution.
+Reports the median over rounds of old seconds / new seconds (1.1: ten percent faster than before), with the
+ends of its 95% interval, which assumes no distribution.
 
     git worktree add ../before v0.1 && python scripts/bench_versions.py --old ../before --tokens 4096
 """
@@ -28,7 +28,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--old", type=Path, required=True, help="a checkout of the older version")
     parser.add_argument("--tokens", type=int, default=4096, help="of the prompt (default: 4096)")
-    parser.add_argument("--methods", nargs="+", default=["none", "snapkv", "adakv"], help="of scripts/bench.py")
+    parser.add_argument("--methods", nargs="+", default=["none", "snapkv"], help="names of scripts/bench.py")
     parser.add_argument("--rounds", type=int, default=10, help="at least 6, for an interval (default: 10)")
     parser.add_argument("--ratio", type=float, default=0.5, help="share of the slots kept (default: 0.5)")
     parser.add_argument("--decode", type=int, default=24, help="tokens decoded per round (default: 24)")

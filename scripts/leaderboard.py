@@ -39,7 +39,9 @@ def main() -> None:
     )
     parser.add_argument("what", nargs="?", choices=("run", "speed", "collect"), help="(default: the page)")
     parser.add_argument("--samples", type=int, default=100, metavar="N", help="contexts (default: 100)")
-    parser.add_argument("--methods", nargs="+", default=["all"], metavar="METHOD", help="(default: all that need no fit)")
+    parser.add_argument(
+        "--methods", nargs="+", default=["all"], metavar="METHOD", help="(default: all that need no fit)"
+    )
     parser.add_argument(
         "--models", nargs="+", type=Path, default=MODELS, metavar="DIR", help="(default: 3 seeds)"
     )

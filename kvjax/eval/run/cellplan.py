@@ -18,8 +18,8 @@ from kvjax.suits import check_fit
 
 # Always there: a method that does not beat these at equal bytes has not shown anything.
 ALWAYS = ("full", "random", "sink-recent")
-# What a comparison runs that names no methods: those that people ask for first, a few of every family, so that it
-# takes minutes. "all" stands for every method that needs no fit.
+# What a comparison runs that names no methods, so that it takes minutes: a few of every family, those that
+# people ask for first.
 WELL_KNOWN = (
     *("streamingllm", "h2o", "tova", "r-kv"),
     *("l2compress", "keydiff", "expected-attention", "lagkv", "snapkv", "kvzip", "chunkkv"),
@@ -64,8 +64,8 @@ def plan_cells(
 
     Methods are texts as `parse_method` reads them, or Custom. None stands for WELL_KNOWN, and "all" for every
     method that need not be fitted first; both leave out what rewrites weights which the model does not have.
-    Given budgets hold for every method that has none written in its text; without them, a preset's budget of a
-    method holds before the default ones.
+    Given budgets hold for every method that has none written in its text; without them, a preset's budget of
+    a method holds before the default ones.
     ValueError for unknown names, hyper-parameters or budgets.
     """
     hyper = load_preset(preset)
