@@ -29,6 +29,9 @@ from kvjax.ops.base.rope import Rope
 from kvjax.protocols import AttentionSpec, Judging, Preferring, Seen, Trace, View, over_layers
 from kvjax.words import merged, protected, scored, shaped, written
 
+# Higher than any score that is computed from numbers of a model, and finite.
+_HIGHEST = 1e30
+
 # (a layer's parameters, its stored keys and values, their positions) -> keys and values that queries meet.
 AsMet = Callable[[dict[str, Array], Array, Array, Array], tuple[Array, Array]]
 
@@ -167,6 +170,8 @@ def score_slots(
         else:
             s = scored(score, _as_met(met, mine, view), seen).astype(jnp.float32)
             s = s.reshape(*view.pos.shape[:2], -1, view.pos.shape[2]).mean(2)
+        # What a pattern protects stays also before what a score wants at any price, as `stage` does.
+        s = jnp.minimum(s, _HIGHEST) if keep.protect else s
         for pattern in keep.protect:
             s = jnp.where(protected(pattern, view.pos, length, n), jnp.inf, s)
         return jnp.where(view.pos < 0, -jnp.inf, s)

@@ -72,7 +72,8 @@ class Side:
 
 def serve(settings: dict[str, Any]) -> None:
     """Answers every method on the standard input with the seconds of one round, as a line of JSON."""
-    import bench  # of the checkout that leads the path
+    sys.path.pop(0)  # this file's folder, which leads the one of the checkout that is measured
+    import bench
 
     bench.pin(settings["threads"])
     import numpy as np

@@ -4,7 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax.keep.patterns import Recent, Sink
+from tests.methods.battery import model
 
 LENGTH, N = np.array([12, 5, 3]), np.array([6, 4, 3])
 
@@ -41,3 +43,13 @@ def test_a_fraction_of_recent_tokens_is_a_share_of_the_budget(rng, share):
     for row, (length, n) in enumerate(zip(LENGTH, N, strict=True)):
         want = set(range(length - int(n * share + 1e-9), length))
         assert kept_sets(pos, mask)[row] == [want] * 2
+
+
+def test_what_is_protected_stays_before_what_a_score_wants_at_any_price():
+    """CriticalKV's first stage takes 10 of 12 slots, and its window 4 of them: the first stage gives way."""
+    tokens = 24
+    method = kvjax.method("criticalkv", budget=12, window=4, kernel=1, first=0.84)
+    _, cache = kvjax.prefill(model("4/2"), [list(range(1, tokens + 1))], method=method)
+    for kept in kvjax.kept_positions(cache):
+        for head in kept[0]:
+            assert {*range(tokens - 4, tokens)} <= {*head.tolist()} and (head >= 0).sum() == 12

@@ -18,6 +18,10 @@ from tests.methods.rows import (
 from tests.reference import Lag, Prompt, best, pool, rope, softmax, window_score
 
 
+# What a score gives to slots that it wants at any price: less than the infinity of what is protected.
+STAYS = 1e30
+
+
 def each_layer(score, protect=lambda prompt: np.zeros(prompt.length, bool), skip=0):
     """The count(length) best of every list by score(prompt, layer) [lists, T]; `skip` first layers whole."""
 
@@ -90,7 +94,7 @@ def critical_score(prompt, layer, share=0.5, epsilon=1e-4):
     out = prompt.decoder.layers[layer]["o"].reshape(c.kv_heads, prompt.group, c.head_dim, -1)
     written = np.abs(np.einsum("ksv,kgvd->kgsd", prompt.v[layer], out)).sum(-1).mean(1)
     first = best(older, np.full(len(older), int(count(prompt.length) * share)))
-    return np.where(first | np.isinf(attention), np.inf, (older + epsilon) * written)
+    return np.where(np.isinf(attention), np.inf, np.where(first, STAYS, (older + epsilon) * written))
 
 
 def pooled_into_window(prompt, layer):
@@ -287,7 +291,7 @@ def nacl_score(prompt, layer):
     proxies = prompt.p[layer][:, -WINDOW:].sum(1).reshape(-1, prompt.group, prompt.length).mean(1)
     proxies[:, -WINDOW:] = 0
     first = best(proxies, np.full(len(proxies), int(count(prompt.length) * NACL_SHARE)))
-    return np.where(first, np.inf, proxies - np.log(-np.log(random_score(prompt, layer).astype(float))))
+    return np.where(first, STAYS, proxies - np.log(-np.log(random_score(prompt, layer).astype(float))))
 
 
 def kvcrush_kept(prompt, share=0.5):
