@@ -31,6 +31,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook("kvjax", "tests.checked")
+# Tracing makes many objects that live on: looking for cycles among them as often as Python does by default
+# takes a tenth of the time.
+gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture
