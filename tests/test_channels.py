@@ -92,7 +92,7 @@ def test_the_slots_of_the_largest_guesses_are_chosen_and_no_empty_one(drawn):
         assert set(np.flatnonzero(found[b, i])) == set(pos[want & (pos < S)])
 
 
-@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("softcap", sweep([None, 0.7], 0.7))
 def test_the_rest_weighs_what_the_guess_leaves_and_is_the_mean_of_all_values(drawn, softcap):
     q, body, tail = drawn
     chosen = WORD.select(q, body, 1, jnp.asarray([14, 9]))

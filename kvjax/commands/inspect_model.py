@@ -18,6 +18,7 @@ from kvjax.commands.options import LONGEST_DEFAULT
 from kvjax.commands.sizes import abstract_params, sizes_of
 from kvjax.commands.terminal import BOX, console, pairs, print_text, size
 from kvjax.errors import InputError
+from kvjax.eval.run.cellplan import ALWAYS, WELL_KNOWN
 from kvjax.gin_bindings import load_preset
 from kvjax.grammar import Method
 from kvjax.loading import SHIPPED, load, shipped
@@ -209,10 +210,10 @@ def _count(number: int) -> str:
 
 
 def cache_table(config: Config | BlockConfig, dtype: str, tokens: int) -> tuple[Table, str]:
-    """The table of bytes per method and budget, and the note below it."""
+    """The table of bytes per well-known method and budget, and the note below it."""
     preset = "short" if tokens <= 1024 else "long"
     hyper = load_preset(preset)
-    builders = {id: parse_method(id, hyper)[1] for id in METHODS}
+    builders = {id: parse_method(id, hyper)[1] for id in METHODS if id in (*ALWAYS, *WELL_KNOWN)}
     columns = {
         id: {b: build(b) for b in (BUDGETS if build.takes_budget else (None,))}
         for id, build in builders.items()
@@ -241,6 +242,7 @@ def cache_table(config: Config | BlockConfig, dtype: str, tokens: int) -> tuple[
     note = (
         "Everything counts: codes, scales, positions, statistics, page tables; % of the full cache. Shapes "
         "are those of the real prefill, without room for new tokens. Read methods keep every token, their "
-        f"budget is what a step visits. Hyper-parameters: preset {preset}."
+        f"budget is what a step visits. Hyper-parameters: preset {preset}. `kvjax explain METHOD` says "
+        "what any other method weighs."
     )
     return table, "\n".join([note, *(f"– {', '.join(who)}: {why}" for why, who in refused.items())])

@@ -173,6 +173,7 @@ def estimates(x, y, draws, projection):
         return np.asarray(jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(5), draws)))
 
 
+@pytest.mark.rotating
 def test_the_kernel_estimate_is_unbiased_and_better_with_orthogonal_rows(rng):
     """The mean of n estimates lies within 4 of its standard errors of exp(x'y); the seed is fixed.
 

@@ -104,7 +104,7 @@ def same_positions(a, b):
 # --- the same text, wherever the past lies ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sweep(METHODS, "int8", "kvzip, one pool"))
+@pytest.mark.parametrize("name", sweep(METHODS, "kvzip, one pool"))
 def test_copies_with_a_past_in_common_go_on_as_copies_of_their_own_do(name, models, rng):
     """Steps, and a second turn, which a method compresses for every row."""
     m = models[name]
@@ -171,6 +171,7 @@ def test_turns_in_chunks_over_a_common_past_are_turns_at_once(model, rng):
     assert is_shared(pieces) and nbytes(pieces) == nbytes(plain)
 
 
+@pytest.mark.rotating
 def test_beams_and_samples_over_a_common_past_write_what_copies_write(model, monkeypatch):
     def written():
         beams = kvjax.generate(model, PROMPT, method=METHODS["full"](), max_new_tokens=5, beams=3, stop=[1])
