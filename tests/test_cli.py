@@ -133,8 +133,8 @@ def test_compare_without_arguments_leaves_the_defaults(compared):
     )  # fmt: skip
 
 
-def test_compare_of_all_methods_may_say_so(compared):
-    assert main(["compare", "--methods", "all"]) == 0 and compared[0]["methods"] is None
+def test_compare_of_all_methods_says_so(compared):
+    assert main(["compare", "--methods", "all"]) == 0 and compared[0]["methods"] == ["all"]
 
 
 def test_compare_passes_everything_on(compared, tmp_path):
