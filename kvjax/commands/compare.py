@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvjax.commands.options import add_model, whole
+from kvjax.commands.options import add_hosts, add_mesh, add_model, mesh_options, whole
 from kvjax.commands.programs import keep_programs
 
 HELP = "run methods side by side on the same questions and print quality against measured bytes"
@@ -69,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also show in report.html what every method scores and keeps of the first prompt, by layer and "
         "head; reads it again for each, which takes some seconds per method",
     )
+    add_mesh(parser)
+    add_hosts(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -84,9 +86,11 @@ def run(args: argparse.Namespace) -> None:
     keep_programs()
     budgets = args.budgets and [parse_budget(b) for b in args.budgets]
     from kvjax.eval.compare import compare
+    from kvjax.loading import load
 
+    on = mesh_options(args)
     compare(
-        model=args.model,
+        model=load(args.model, **on) if on else args.model,
         methods=args.methods,
         budgets=budgets,
         tasks=args.tasks,

@@ -1,0 +1,35 @@
+"""Arrays that lie on the devices of several processes, made whole on each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+from jaxtyping import PyTree
+
+
+def fetch(tree: PyTree) -> PyTree:
+    """The arrays of a tree, whole, in NumPy; where others hold parts of them, all processes must call it.
+
+    >>> import jax.numpy as jnp
+    >>> fetch({"logits": jnp.zeros((1, 2))})["logits"].tolist()
+    [[0.0, 0.0]]
+    """
+    return jax.device_get(jax.tree.map(_within_reach, tree))
+
+
+def _within_reach(x: Any) -> Any:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
+        return multihost_utils.process_allgather(x, tiled=True)
+    return x
+
+
+def is_shared(tree: PyTree) -> bool:
+    """Whether any array of a tree lies on devices of other processes, too: then all must compute with it.
+
+    >>> import jax.numpy as jnp
+    >>> is_shared(jnp.zeros(2))
+    False
+    """
+    return any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in jax.tree.leaves(tree))
