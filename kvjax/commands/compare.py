@@ -86,11 +86,9 @@ def run(args: argparse.Namespace) -> None:
     keep_programs()
     budgets = args.budgets and [parse_budget(b) for b in args.budgets]
     from kvjax.eval.compare import compare
-    from kvjax.loading import load
 
-    on = mesh_options(args)
     compare(
-        model=load(args.model, **on) if on else args.model,
+        model=args.model,
         methods=args.methods,
         budgets=budgets,
         tasks=args.tasks,
@@ -104,4 +102,5 @@ def run(args: argparse.Namespace) -> None:
         seeds=args.seeds,
         preset=args.preset,
         scores=args.scores,
+        **mesh_options(args),
     )

@@ -28,7 +28,7 @@ from kvjax.eval.tasks.rows import Rows
 from kvjax.eval.tasks.sample import Sample, Suite
 from kvjax.fitted import with_fitted
 from kvjax.grammar import Method
-from kvjax.hosts.arrays import fetch
+from kvjax.hosts.arrays import fetch, is_shared
 from kvjax.keep.patterns import Recent
 from kvjax.layout import mesh_for
 from kvjax.making import made
@@ -131,10 +131,14 @@ class Given(NamedTuple):
 
 
 class Runner:
-    """Runs cells of one model over batches of rows; holds no results."""
+    """Runs cells of one model over batches of rows; holds no results.
+
+    together: whether other hosts hold parts of the model and run every cell with this one, in one order.
+    """
 
     def __init__(self, model: Model, suite: Suite, entries: list[Entry], tokens: int, room: int):
         self.model, self.suite, self.entries = model, suite, entries
+        self.together = is_shared(model.params)
         self.tokens, self.room = tokens, room
         self.plain = Run(model.config, Method(), on_mesh=model.on_mesh)
         self.params = with_fitted(model.params, *(entry.method for entry in entries))
@@ -223,6 +227,20 @@ class Runner:
         jax.block_until_ready(cache)
         check_scores(entry.label, fetch(lost))
         return trimmed(cache, bucket) if counted(entry.method) else cache
+
+    def units(
+        self, make: Callable[..., X], todo: list[Entry], timed: Iterable[Entry] = ()
+    ) -> Iterator[tuple[Entry, X]]:
+        """(entry, make(entry)) as they finish: two at a time where a cell compiles, those to time alone.
+
+        make: also takes `alone`, that nothing else runs beside it.
+        """
+        if self.together:
+            yield from ((entry, make(entry, alone=True)) for entry in todo)
+            return
+        timed = [*timed]
+        yield from two_at_a_time(make, [e for e in todo if e not in timed])
+        yield from ((entry, make(entry, alone=True)) for entry in timed)
 
     def make_room(self) -> None:
         """Drops compiled programs where there are too many, after which no cell counts as run before."""
