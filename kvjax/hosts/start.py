@@ -37,7 +37,7 @@ def start_hosts(
     processes: int | None = None,
     process: int | None = None,
     *,
-    wait_seconds: float = 300,
+    wait_seconds: float | int = 300,
 ) -> None:
     """Joins this process with those of other hosts, after which `jax.devices()` are the devices of all.
 
@@ -54,7 +54,7 @@ def start_hosts(
     kvjax.errors.InputError: process is 2, expected at most 1: how many of the processes come before this one
     """
     meeting = meeting_of(hosts, processes, process)
-    finite_number("wait_seconds", wait_seconds, 0, open_low=True)
+    finite_number("wait_seconds", wait_seconds, 0.0, open_low=True)
     if not jax.distributed.is_initialized():
         _check_address(meeting)
         _join(meeting, wait_seconds)
@@ -120,7 +120,7 @@ def _check_address(meeting: Meeting) -> None:
         ) from error
 
 
-def _join(meeting: Meeting, wait_seconds: float) -> None:
+def _join(meeting: Meeting, wait_seconds: float | int) -> None:
     """Meets the others. InputError where they have not all come in time."""
     # SIGTERM ends a process: without this, JAX takes it for a notice and goes on.
     jax.config.update("jax_enable_preemption_service", False)
@@ -150,7 +150,7 @@ def _join(meeting: Meeting, wait_seconds: float) -> None:
         raise InputError(_refused(meeting, failed[0])) from failed[0]
 
 
-def _not_all(meeting: Meeting, seconds: float) -> str:
+def _not_all(meeting: Meeting, seconds: float | int) -> str:
     address = meeting.address or _found_address() or "the address that the surroundings name"
     many = meeting.processes or "all"
     me = "" if meeting.process is None else f" (this is process {meeting.process})"
