@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 
 import kvjax
@@ -65,6 +66,7 @@ def test_an_address_that_cannot_be_one_is_refused_at_once():
 
 
 def test_hosts_start_before_jax_looks_for_devices():
+    jax.devices()
     with pytest.raises(InputError, match="call kvjax.start_hosts first of all"):
         kvjax.start_hosts(f"127.0.0.1:{free_port()}", 1, 0)
 
