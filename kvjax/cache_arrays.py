@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from kvjax.errors import InputError
+from kvjax.hosts.arrays import from_pieces
 from kvjax.hosts.messages import by_first, count, is_first, number_of, wait_for_all
 from kvjax.models.files import open_safetensors
 
@@ -120,8 +121,7 @@ def placed_array(
     if where is None:
         # A copy: steps donate it, and the file's memory is not theirs.
         return jnp.array(arrays.read(name, dtype, shape, (slice(None),) * len(shape)))
-    read = lambda index: arrays.read(name, dtype, shape, index)  # noqa: E731
-    return jax.make_array_from_callback(tuple(shape), where, read)
+    return from_pieces(shape, where, lambda index: arrays.read(name, dtype, shape, index))
 
 
 def _plain(value: np.ndarray) -> np.ndarray:

@@ -8,8 +8,8 @@ import numpy as np
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [5, 6, 7, 8, 9, 10, 11], [7, 8, 9, 4, 4, 4, 4, 4, 4], [1, 1, 3, 3, 3, 3]]
 TOKENS = [1, 2, 3, 4]
-# A method that evicts and encodes, and one with a pool of pages.
-METHODS = ("snapkv:budget=0.6,window=2 + int8", "adakv:budget=0.6,window=2")
+# Of dense lists, and of pages in a pool.
+METHODS = ("snapkv:budget=0.6,window=2", "adakv:budget=0.6,window=2")
 
 
 def conversation(model, method, folder: Path | None = None, onto=None) -> dict[str, np.ndarray]:
