@@ -35,8 +35,8 @@ def test_each_process_reads_the_bytes_that_it_holds(answered):
     said = [json.loads((answered / f"said{i}.json").read_text()) for i in range(2)]
     for one in said:
         assert one["fingerprint"] == model.fingerprint
-        # Norms are on every device. A piece is read once, however many devices hold it.
-        assert one["read"] == one["held"] and total / 2 <= one["held"] <= 0.53 * total
+        # On every device are norms, and what makes two KV heads. A piece is read once, whoever holds it.
+        assert one["read"] == one["held"] and total / 2 <= one["held"] <= 0.55 * total
 
 
 @pytest.mark.parametrize("number", range(len(METHODS)))
@@ -121,13 +121,15 @@ def settings(folder, mesh=None, rules=None):
     model = dict(layers=2, d_model=16, heads=4, kv_heads=2, head_dim=8, d_ff=24, vocab=264, tied=False)
     loop = dict(steps=7, batch=8, length=24, compute="float32", log_every=1, save_seconds=0)
     loop |= dict(evaluate_every=7, evaluate_rows=3)
-    data = dict(kind="text", files=[str(folder / "a.txt")], held_out=0.2)
+    data = dict(kind="text", files=[str(f) for f in sorted(folder.glob("*.txt"))], held_out=0.2)
     bound = {"model": model, "data": data, "train": loop, "tune": {}}
     return training(bound | {"optimiser": {"warmup": 1}, "devices": dict(mesh=mesh, rules=rules)})
 
 
 def test_training_goes_on_on_another_mesh_to_the_losses_of_one_device(tmp_path):
-    (tmp_path / "a.txt").write_text("".join(f"line {i} of a text about {i * i}\n" for i in range(400)))
+    for at in range(0, 400, 20):
+        text = "".join(f"line {i} of a text about {i * i}\n" for i in range(at, at + 20))
+        (tmp_path / f"{at}.txt").write_text(text)
     well(Processes(tmp_path / "first", [CHILD, "train", str(tmp_path), "data=8", "fsdp", "5"]))
     assert not (tmp_path / "run" / "model").exists()
     well(Processes(tmp_path / "second", [CHILD, "train", str(tmp_path), "data=4,model=2", "tensor", "99"]))
