@@ -17,9 +17,9 @@ def free_port() -> int:
 
 
 class Processes:
-    """The same command as several processes; each one's output is kept in files under `folder`.
+    """The same words to Python as several processes; each one's output is kept in files under `folder`.
 
-    devices: of each process.
+    devices: of each process. flags: whether they are told where they meet by flags, not by the environment.
     """
 
     def __init__(self, folder: Path, words: list[str], count: int = 2, devices: int = 4, flags: bool = False):
@@ -33,7 +33,7 @@ class Processes:
             mine = {"KVJAX_HOSTS": address, "KVJAX_PROCESSES": str(count), "KVJAX_PROCESS": str(i)}
             given = ["--hosts", address, "--processes", str(count), "--process", str(i)] if flags else []
             with open(folder / f"out{i}", "w") as out, open(folder / f"err{i}", "w") as err:
-                command = [sys.executable, "-m", *words, *given]
+                command = [sys.executable, *words, *given]
                 one = env if flags else env | mine
                 self.running.append(subprocess.Popen(command, env=one, cwd=ROOT, stdout=out, stderr=err))
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 
@@ -13,7 +14,7 @@ from kvjax.models.hf import save_hf
 from kvjax.train.loop import train
 from kvjax.train.settings import training
 from tests.hosts.children import METHODS, PROMPTS, conversation
-from tests.hosts.processes import Processes, well
+from tests.hosts.processes import ROOT, Processes, well
 
 pytestmark = pytest.mark.slow
 CHILD = "tests.hosts.children"
@@ -25,7 +26,7 @@ def answered(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
     save_hf(kvjax.load("recall-tiny"), folder / "model", shard_bytes=500_000)
     assert len(list((folder / "model").glob("*.safetensors"))) > 4
-    well(Processes(folder, [CHILD, "load_and_answer", str(folder)]))
+    well(Processes(folder, ["-m", CHILD, "load_and_answer", str(folder)]))
     return folder
 
 
@@ -64,11 +65,21 @@ def test_what_is_written_is_what_one_process_writes(answered):
         np.testing.assert_array_equal(np.load(answered / f"written-{i}.npz")["tokens"], want)
 
 
+def test_the_script_of_the_page_is_run_on_every_host(tmp_path):
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    [block] = re.findall(r"```python on every host\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "script.py").write_text(block)
+    ran = well(Processes(tmp_path, [str(tmp_path / "script.py")]))
+    logits, _ = kvjax.prefill(kvjax.load("recall-tiny"), [[1, 2, 3, 4], [5, 6]])
+    shown = str(np.asarray(logits)).split()[1][:4]
+    assert shown in ran.out(0) and shown in ran.out(1)
+
+
 # --- commands ------------------------------------------------------------------------------------------
 
 
 def test_generate_prints_on_the_first_process_alone(tmp_path):
-    words = ["kvjax", "generate", "--tokens", "1,2,3,4", "--max-new-tokens", "3"]
+    words = ["-m", "kvjax", "generate", "--tokens", "1,2,3,4", "--max-new-tokens", "3"]
     words += ["--mesh", "model=4,seq=2", "--rules", "tensor+sequence"]
     ran, model = well(Processes(tmp_path, words, flags=True)), kvjax.load("recall-tiny")
     out = kvjax.generate(model, [[1, 2, 3, 4]], max_new_tokens=3)
@@ -85,7 +96,7 @@ def rows_of(folder):
 def test_a_comparison_is_split_and_goes_on_after_a_process_was_killed(tmp_path):
     words = ["--methods", "snapkv", "adakv", "int8", "--budgets", "0.5", "--tasks", "get", "--samples", "4"]
     words += ["--length", "64", "--protocol", "agnostic", "aware"]
-    command = ["kvjax", "compare", *words, "--out", str(tmp_path / "two")]
+    command = ["-m", "kvjax", "compare", *words, "--out", str(tmp_path / "two")]
     first = Processes(tmp_path / "first", command)
     first.until(lambda: any(p.stat().st_size for p in (tmp_path / "two").glob("units-*-1.jsonl")))
     first.running[1].kill()
@@ -104,7 +115,7 @@ def test_a_comparison_is_split_and_goes_on_after_a_process_was_killed(tmp_path):
 
 def test_a_comparison_of_a_model_on_both_is_made_together(tmp_path):
     words = ["--methods", "snapkv", "--budgets", "0.5", "--tasks", "get", "--samples", "4", "--length", "64"]
-    words = ["kvjax", "compare", *words, "--protocol", "agnostic", "--mesh", "data=4,model=2"]
+    words = ["-m", "kvjax", "compare", *words, "--protocol", "agnostic", "--mesh", "data=4,model=2"]
     ran = well(Processes(tmp_path / "ran", [*words, "--out", str(tmp_path / "two")]))
     assert "wrote" in ran.out(0) and ran.out(1) == ""
     kvjax.compare(
@@ -130,9 +141,10 @@ def test_training_goes_on_on_another_mesh_to_the_losses_of_one_device(tmp_path):
     for at in range(0, 400, 20):
         text = "".join(f"line {i} of a text about {i * i}\n" for i in range(at, at + 20))
         (tmp_path / f"{at}.txt").write_text(text)
-    well(Processes(tmp_path / "first", [CHILD, "train", str(tmp_path), "data=8", "fsdp", "5"]))
+    words = ["-m", CHILD, "train", str(tmp_path)]
+    well(Processes(tmp_path / "first", [*words, "data=8", "fsdp", "5"]))
     assert not (tmp_path / "run" / "model").exists()
-    well(Processes(tmp_path / "second", [CHILD, "train", str(tmp_path), "data=4,model=2", "tensor", "99"]))
+    well(Processes(tmp_path / "second", [*words, "data=4,model=2", "tensor", "99"]))
     train(settings(tmp_path), tmp_path / "one")
     two, one = (
         [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
@@ -152,7 +164,7 @@ def test_training_goes_on_on_another_mesh_to_the_losses_of_one_device(tmp_path):
 @pytest.mark.parametrize("doing", ["step_without_end", "wait_without_end"])
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_killed_process_ends_the_other_with_a_clear_error(tmp_path, who, doing):
-    ran = Processes(tmp_path, [CHILD, doing, str(tmp_path)])
+    ran = Processes(tmp_path, ["-m", CHILD, doing, str(tmp_path)])
     ran.until(lambda: all((tmp_path / f"steps{i}").exists() for i in range(2)))
     began = time.monotonic()
     os.kill(ran.running[who].pid, signal.SIGKILL)
@@ -162,7 +174,7 @@ def test_a_killed_process_ends_the_other_with_a_clear_error(tmp_path, who, doing
 
 
 def test_a_host_that_never_joins_is_named_by_the_address(tmp_path):
-    words = ["kvjax", "generate", "--tokens", "1,2", "--wait", "5"]
+    words = ["-m", "kvjax", "generate", "--tokens", "1,2", "--wait", "5"]
     ran = Processes(tmp_path, words, flags=True)
     ran.running[1].kill()
     assert ran.codes(60)[0] == 2
@@ -172,6 +184,6 @@ def test_a_host_that_never_joins_is_named_by_the_address(tmp_path):
 
 def test_what_is_wrong_on_both_is_said_by_both_without_waiting(tmp_path):
     began = time.monotonic()
-    ran = Processes(tmp_path, ["kvjax", "generate", "--tokens", "1,2", "--mesh", "model=8"], flags=True)
+    ran = Processes(tmp_path, ["-m", "kvjax", "generate", "--tokens", "1,2", "--mesh", "model=8"], flags=True)
     assert ran.codes(60) == [2, 2] and time.monotonic() - began < 60
     assert all("220 tokens of the vocabulary" in ran.err(i) for i in range(2))
