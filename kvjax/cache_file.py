@@ -124,10 +124,11 @@ def _read(arrays: Arrays, saved: Cache, on: OnMesh | None) -> Cache:
     """The arrays of which `saved` holds the descriptions, on a mesh or on the default device."""
     if on is None:
         return jax.tree.map(lambda x: x.read(arrays, None), saved)
-    on = mesh_for(saved.method or Method(), on)
-    where = map_axes(lambda axes, x: on.sharding(axes, x.shape), saved, on)
+    if (there := mesh_for(saved.method or Method(), on)) is None:
+        return _read(arrays, saved, None)
+    where = map_axes(lambda axes, x: there.sharding(axes, x.shape), saved, there)
     read = jax.tree.map(lambda x, at: x.read(arrays, at), saved, where)
-    return dataclasses.replace(read, on_mesh=on)
+    return dataclasses.replace(read, on_mesh=there)
 
 
 def read_cache_header(path: str | os.PathLike[str]) -> CacheFile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 from kvjax.errors import InputError
 
@@ -58,7 +59,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def mesh_options(args: argparse.Namespace) -> dict[str, str]:
+def mesh_options(args: argparse.Namespace) -> dict[str, Any]:
     """What `kvjax.load` is given of `add_mesh`. InputError for rules without a mesh."""
     if args.mesh is None:
         if args.rules is not None:

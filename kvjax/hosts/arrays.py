@@ -37,7 +37,7 @@ def from_pieces(
     """
     found: dict[Any, np.ndarray] = {}
 
-    def piece(index: tuple[slice, ...]) -> np.ndarray:
+    def piece(index: Any) -> np.ndarray:
         key = tuple(s.indices(n) for s, n in zip(index, shape, strict=True))
         if key not in found:
             found[key] = read(index)
