@@ -35,7 +35,8 @@ def watch(address: str) -> None:
         service().key_value_set(_KEY, str(server.getsockname()[1]))
         threading.Thread(target=_accept, args=(server,), daemon=True).start()
     else:
-        port = int(service().blocking_key_value_get(_KEY, 1000 * _CONNECT))
+        # The first says its port when its devices are there, which may take some of them a while.
+        port = int(service().blocking_key_value_get(_KEY, 60_000))
         try:
             link = socket.create_connection((address, port), timeout=_CONNECT)
         except OSError:
@@ -48,6 +49,9 @@ def watch(address: str) -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # A collective fails at once where its partner is gone; who that is, the other thread is about to say.
+        if issubclass(kind, RuntimeError) and _gone.wait(GRACE):
+            threading.Event().wait()
         before(kind, error, trace)
         if threading.current_thread() is threading.main_thread():
             leave(1)
