@@ -22,6 +22,8 @@ if not (Path(__file__).parent / "models").is_dir() and (_CHECKOUT / "models" / "
 
 _HOMES = {
     "load": "kvjax.loading",
+    "start_hosts": "kvjax.hosts.start",
+    "fetch": "kvjax.hosts.arrays",
     "Rules": "kvjax.mesh.rules",
     "spread": "kvjax.loading",
     "shardings": "kvjax.who_holds",

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.errors import InputError
+from kvjax.hosts.arrays import fetch
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.memory import offers_host, to_device
@@ -378,10 +379,10 @@ def _for_rows(pos: Int[np.ndarray, "Lg _ K S"], rows: int) -> Int[np.ndarray, "L
 
 def _positions(segment: Segment, pools: tuple[Pages, ...]) -> Int[np.ndarray, "Lg B K S"]:
     if isinstance(segment, Slots):
-        return np.asarray(segment.pos)
-    pos = np.asarray(pools[segment.pool].pos)[np.asarray(segment.table)]
+        return fetch(segment.pos)
+    pos = fetch(pools[segment.pool].pos)[fetch(segment.table)]
     pos = pos.reshape(*segment.table.shape[:3], -1)
-    return np.where(np.arange(pos.shape[-1]) < np.asarray(segment.lengths)[..., None], pos, -1)
+    return np.where(np.arange(pos.shape[-1]) < fetch(segment.lengths)[..., None], pos, -1)
 
 
 def gather_traces(segment: Paged, pool: Pages) -> dict[str, Float[Array, "B K S"]]:

@@ -1,7 +1,8 @@
 """A cache as one file: safetensors, with what the arrays mean as JSON in its header.
 
-The header names the tree (segment kinds, fields, codecs), the method that filled the cache and the model it
-belongs to; no code is stored. A method of a user's own file is imported from there when the cache is loaded.
+Where several processes hold a cache, its arrays lie in parts beside the file (`cache_arrays.py`). The header
+names the tree (segment kinds, fields, codecs), the method that filled the cache and the model it belongs to;
+no code is stored. A method of a user's own file is imported from there when the cache is loaded.
 """
 
 from __future__ import annotations
@@ -17,15 +18,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors import SafetensorError
 
 import kvjax
+from kvjax.axes import map_axes
 from kvjax.cache import Cache, Codec, Codes, GroupState, Near, Paged, Pages, Slots, State, check_alive
+from kvjax.cache_arrays import Arrays, placed_array, write_arrays, write_parts
 from kvjax.errors import InputError
 from kvjax.fitted import fitted_words
+from kvjax.grammar import Method
+from kvjax.hosts.arrays import is_shared
+from kvjax.layout import mesh_for
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.methods.parse import from_spec
 from kvjax.models.files import open_safetensors
+from kvjax.models.model import Model
 from kvjax.ops.base.memory import in_host, to_host
 from kvjax.place.common import apart
 
@@ -35,14 +42,13 @@ KIND = "kvjax cache"
 # 5: what a group of layers holds has names (`GroupState`).
 FORMAT = 5
 _NODES = {node.__name__: node for node in (GroupState, Slots, Near, Paged, Pages, Codes, State)}
-# What safetensors' numpy side reads back; other dtypes are written as their bytes.
-_PLAIN = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "float32")
 
 
 class CacheFile(NamedTuple):
     """The header of a saved cache: who wrote it, the model's fingerprint, the method's spec, the tree.
 
-    fitted: the digests of the arrays that the method was fitted with.
+    fitted: the digests of the arrays that the method was fitted with. parts: the files that hold the arrays,
+    none where the file itself does.
     """
 
     kvjax: str
@@ -50,13 +56,16 @@ class CacheFile(NamedTuple):
     spec: tuple[Any, ...] | None
     tree: dict[str, Any]
     fitted: list[str]
+    parts: list[str]
 
 
 def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
     """Writes a cache to one file, which appears whole or not at all; an older file at `path` is replaced.
 
-    Every array keeps its dtype and bits. Raises InputError where the file cannot be written, where the method
-    cannot be built again from its spec, or where the cache was consumed by a step.
+    Every array keeps its dtype and bits. A cache of several hosts is saved by all of them, to a folder that
+    they share: each writes what it holds to a part beside the file. Raises InputError where the file cannot
+    be written, where the method cannot be built again from its spec, or where the cache was consumed by a
+    step.
 
     >>> import kvjax, tempfile
     >>> model = kvjax.load("recall-tiny")
@@ -68,7 +77,7 @@ def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
     """
     check_alive(cache)
     cache = apart(cache)
-    tensors: dict[str, np.ndarray] = {}
+    tensors: dict[str, Any] = {}
     tree = {name: _describe(getattr(cache, name), name, tensors) for name in ("groups", "next", "pools")}
     metadata = {
         "kind": KIND,
@@ -79,14 +88,16 @@ def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
         "fitted": json.dumps(_digests(cache.method)),
         "tree": json.dumps(tree),
     }
-    with _atomic(Path(path)) as temporary:
-        save_file(tensors, temporary, metadata)
+    write = write_parts if is_shared(tensors) else write_arrays
+    write(Path(path), tensors, metadata)
 
 
-def load_cache(path: str | os.PathLike[str]) -> Cache:
-    """The cache that `save_cache` wrote, on the default device, ready for kvjax.prefill, step and generate.
+def load_cache(path: str | os.PathLike[str], model: Model | None = None) -> Cache:
+    """The cache that `save_cache` wrote, ready for kvjax.prefill, step and generate.
 
-    Its tree structure equals the saved one, so programs compiled for that one serve it. A method of a user's
+    It lies on the default device, or on the mesh of `model`, whatever mesh it was saved from: every host then
+    reads what its devices hold. Its tree structure equals the saved one, so programs compiled for that one
+    serve it. A method of a user's
     own file is imported from there: load such caches only together with a file that you trust.
 
     Raises InputError where the file is missing, truncated, no cache or of a newer kvjax, or where its method
@@ -103,9 +114,21 @@ def load_cache(path: str | os.PathLike[str]) -> Cache:
             f"method holds now ({', '.join(_digests(method))}): give back that file, or prefill again"
         )
     codecs = {repr(codec): codec for codec in (*_codecs(method), *_codecs_of_pairs(method))}
-    with safe_open(path, framework="np") as file, _damage(path):
-        tree = {name: _restore(node, name, file, codecs) for name, node in head.tree.items()}
-        return Cache(**tree, method=method, model=head.model)
+    with _damage(path):
+        tree = {name: _restore(node, name, codecs) for name, node in head.tree.items()}
+        saved = Cache(**tree, method=method, model=head.model)
+        return _read(Arrays(Path(path), head.parts), saved, None if model is None else model.on_mesh)
+
+
+def _read(arrays: Arrays, saved: Cache, on: OnMesh | None) -> Cache:
+    """The arrays of which `saved` holds the descriptions, on a mesh or on the default device."""
+    if on is None:
+        return jax.tree.map(lambda x: x.read(arrays, None), saved)
+    if (there := mesh_for(saved.method or Method(), on)) is None:
+        return _read(arrays, saved, None)
+    where = map_axes(lambda axes, x: there.sharding(axes, x.shape), saved, there)
+    read = jax.tree.map(lambda x, at: x.read(arrays, at), saved, where)
+    return dataclasses.replace(read, on_mesh=there)
 
 
 def read_cache_header(path: str | os.PathLike[str]) -> CacheFile:
@@ -139,13 +162,32 @@ def read_cache_header(path: str | os.PathLike[str]) -> CacheFile:
             )
         spec = _tuples(json.loads(metadata["method"]))
         tree, fitted = json.loads(metadata["tree"]), json.loads(metadata["fitted"])
-        return CacheFile(metadata["kvjax"], metadata["model"], spec, tree, fitted)
+        parts = json.loads(metadata.get("parts", "[]"))
+        return CacheFile(metadata["kvjax"], metadata["model"], spec, tree, fitted, parts)
 
 
 # --- the tree ----------------------------------------------------------------------------------------
 
 
-def _describe(x: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """An array of a file: its name there, its type, and whether it lay in host memory."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+    far: bool
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def read(self, arrays: Arrays, where: Any) -> jax.Array:
+        out = placed_array(arrays, self.name, self.dtype, self.shape, where)
+        return to_host(out) if self.far else out
+
+
+def _describe(x: Any, name: str, tensors: dict[str, Any]) -> Any:
     """JSON that says what x is; its arrays go to `tensors` under their place in the tree."""
     if x is None:
         return None
@@ -154,11 +196,9 @@ def _describe(x: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
     if isinstance(x, dict):
         return {"dict": {key: _describe(y, f"{name}.{key}", tensors) for key, y in x.items()}}
     if isinstance(x, jax.Array | np.ndarray):
-        value = np.ascontiguousarray(x)
-        plain = value.dtype.name in _PLAIN
-        tensors[name] = value if plain else value.reshape(-1).view(np.uint8)
+        tensors[name] = x
         far = {"memory": "host"} if in_host(x) else {}
-        return {"array": value.dtype.name, "shape": list(value.shape)} | far
+        return {"array": x.dtype.name, "shape": list(x.shape)} | far
     assert type(x) in _NODES.values(), f"{type(x).__name__} at {name} is no part of a cache"
     out: dict[str, Any] = {"node": type(x).__name__}
     for field in dataclasses.fields(x):
@@ -170,25 +210,24 @@ def _describe(x: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
     return out
 
 
-def _restore(node: Any, name: str, file: Any, codecs: dict[str, Codec]) -> Any:
-    """What `_describe` described."""
+def _restore(node: Any, name: str, codecs: dict[str, Codec]) -> Any:
+    """What `_describe` described, with a `_Saved` for every array."""
     if node is None:
         return None
     if isinstance(node, list):
-        return tuple(_restore(y, f"{name}.{i}", file, codecs) for i, y in enumerate(node))
+        return tuple(_restore(y, f"{name}.{i}", codecs) for i, y in enumerate(node))
     if "dict" in node:
-        return {key: _restore(y, f"{name}.{key}", file, codecs) for key, y in node["dict"].items()}
+        return {key: _restore(y, f"{name}.{key}", codecs) for key, y in node["dict"].items()}
     if "array" in node:
-        value = file.get_tensor(name).view(jnp.dtype(node["array"])).reshape(node["shape"])
-        # A copy: steps donate it, and the file's memory is not theirs.
-        return to_host(jnp.array(value)) if node.get("memory") == "host" else jnp.array(value)
+        dtype, shape = jnp.dtype(node["array"]), tuple(node["shape"])
+        return _Saved(name, dtype, shape, node.get("memory") == "host")
     kind = _NODES[node["node"]]
     fields = {}
     for field in dataclasses.fields(kind):
         absent = {"dict": {}} if field.default_factory is dict else field.default
         value = node[field.name] if absent is dataclasses.MISSING else node.get(field.name, absent)
         if not field.metadata.get("static"):
-            value = _restore(value, f"{name}.{field.name}", file, codecs)
+            value = _restore(value, f"{name}.{field.name}", codecs)
         elif isinstance(value, dict):
             value = _codec(value["codec"], codecs)
         fields[field.name] = value
@@ -253,29 +292,6 @@ def _checked_spec(method: Any) -> tuple[Any, ...] | None:
 def _tuples(x: Any) -> Any:
     """JSON's lists as the tuples they were."""
     return tuple(_tuples(y) for y in x) if isinstance(x, list) else x
-
-
-# --- the file ----------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _atomic(path: Path) -> Iterator[Path]:
-    """A temporary name that becomes `path` once its content is on disk, or vanishes."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise InputError(
-            f"{path} cannot be written ({why}), expected a file in a writable directory: choose another path"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ import orbax.checkpoint as ocp
 
 from kvjax.block_transformer import BlockTransformer
 from kvjax.errors import InputError
+from kvjax.hosts.arrays import is_shared
+from kvjax.hosts.messages import is_first
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.axes import check_rules, weight_shardings
 from kvjax.models.block_transformer import BlockConfig, Groups, layout_of
@@ -37,7 +39,8 @@ _WEIGHTS = "params"
 def save_checkpoint(model: Model, path: str | os.PathLike[str]) -> None:
     """Writes config, weights and tokenizer of a model to a directory that appears whole or not at all.
 
-    An older checkpoint at `path` is replaced. Raises InputError where `path` holds something else or cannot
+    An older checkpoint at `path` is replaced. A model that several hosts hold is saved by all of them, to a
+    folder that they share. Raises InputError where `path` holds something else or cannot
     be written.
 
     >>> import tempfile
@@ -53,11 +56,12 @@ def save_checkpoint(model: Model, path: str | os.PathLike[str]) -> None:
         "groups": _group_sizes(model.params),
         "dtype": model.params["embed"].dtype.name,
     }
-    with atomic_folder(path, MARKER) as folder:
+    with atomic_folder(path, MARKER, together=is_shared(model.params)) as folder:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder / _WEIGHTS, model.params)
-        write_text(model, folder)
-        (folder / MARKER).write_text(json.dumps(head, indent=2) + "\n")
+        if is_first() or not is_shared(model.params):
+            write_text(model, folder)
+            (folder / MARKER).write_text(json.dumps(head, indent=2) + "\n")
 
 
 def load_checkpoint(
@@ -130,7 +134,7 @@ def _groups(sizes: Any) -> Any:
 
 
 def _restore(folder: Path, tree: Params, dtype: Any, place: Any) -> Params:
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def target(path: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place(path, shape) or here)

@@ -17,6 +17,7 @@ from jaxtyping import Int
 
 from kvjax.cache import Cache, Paged, Segment, Slots
 from kvjax.group import GroupMethod
+from kvjax.hosts.arrays import fetch
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.paging import list_slots, recent_tokens, tail_slots
@@ -63,7 +64,7 @@ def plan(
     compress: bool,
 ) -> tuple[Cache | None, list[Size]]:
     """The given cache with room for a prompt, and the size of each of its chunks of `width` tokens."""
-    seen = 0 if cache is None else int(np.asarray(cache.next).max())
+    seen = 0 if cache is None else int(fetch(cache.next).max())
     chunks = -(-int(lengths.max()) // width)
     if chunks == 1:
         cache = None if cache is None else with_room(run.groups(params), cache, width + room)
@@ -87,7 +88,7 @@ def plan(
 
 def with_room(gms: tuple[GroupMethod, ...], cache: Cache, tokens: int) -> Cache:
     """The cache with free slots for `tokens` more tokens in every row; grows by whole buckets."""
-    short = tokens - int(np.asarray(tokens_that_fit(gms, cache)).min())
+    short = tokens - int(fetch(tokens_that_fit(gms, cache)).min())
     return cache if short <= 0 else reserve(gms, cache, bucket(short))
 
 
@@ -107,9 +108,9 @@ class _Turns:
         self.next = np.zeros(rows, np.int64)
         self.free: np.ndarray | None = None
         if cache is not None:
-            self.next = np.array(cache.next, np.int64)
+            self.next = np.array(fetch(cache.next), np.int64)
             self.seen = int(self.next.max())
-            self.free = np.array(tokens_that_fit(self.gms, cache), np.int64)
+            self.free = np.array(fetch(tokens_that_fit(self.gms, cache)), np.int64)
             self.held = next((_slots(cache, cache.groups[i].parts) for i in self.paged), 0)
 
     @property

@@ -28,7 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> main(["methods", "--jsn"])
     2
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    return _end(_answered(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _answered(words: list[str]) -> int:
+    """Runs the command line, and says what was wrong with it."""
     try:
         code = _run(words)
         sys.stdout.flush()
@@ -64,7 +68,34 @@ def _run(words: list[str]) -> int:
         near = difflib.get_close_matches(unknown[0].partition("=")[0], options, 1)
         hint = f"did you mean {near[0]}?" if near else f"see `{asked.prog} --help`"
         raise InputError(f"unknown argument {unknown[0]!r}, expected those of `{asked.prog}`: {hint}")
-    return args.run(args) or 0
+    return _run_on_hosts(args) or 0
+
+
+def _run_on_hosts(args: argparse.Namespace) -> int | None:
+    """Runs the command, with those of other hosts where `--hosts` or the environment says so."""
+    if not hasattr(args, "hosts") or not (args.hosts or os.environ.get("KVJAX_HOSTS")):
+        if any(getattr(args, name, None) is not None for name in ("process", "processes")):
+            raise InputError("--processes or --process was given without --hosts: add --hosts ADDRESS:PORT")
+        return args.run(args)
+    from kvjax.hosts.messages import is_first
+    from kvjax.hosts.start import start_hosts
+
+    # Libraries write to the standard output of a process, where the command's own output goes.
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    start_hosts(args.hosts, args.processes, args.process, wait_seconds=args.wait)
+    if not is_first():
+        sys.stdout = open(os.devnull, "w")
+    return args.run(args)
+
+
+def _end(code: int) -> int:
+    """The exit code of a command; where others wait for this process, it ends here, and tells them so."""
+    watch = sys.modules.get("kvjax.hosts.watch")
+    if code and watch is not None and watch.joining.is_set():
+        watch.leave(code)
+    return code
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 from kvjax.cache import Cache, GroupState, Slots, check_alive, width_of
 from kvjax.chunking import bucket, with_room
 from kvjax.group import GroupMethod
+from kvjax.hosts.arrays import fetch
 from kvjax.inputs import whole_number
 from kvjax.ops.base.dispatch import alone
 from kvjax.place.rollback import of_rows
@@ -65,7 +66,7 @@ def _in_common(gms: tuple[GroupMethod, ...], cache: Cache) -> Common:
         group.tail if gm.lasting and isinstance(group.tail, Slots) else None
         for gm, group in zip(gms, cache.groups, strict=True)
     ]
-    used = iter(jax.device_get(_used([tail.pos for tail in tails if tail is not None])))
+    used = iter(fetch(_used([tail.pos for tail in tails if tail is not None])))
     return tuple(None if tail is None else _whole(tail, int(next(used))) for tail in tails)
 
 

@@ -16,6 +16,7 @@ from kvjax.cache import Cache
 from kvjax.errors import InputError
 from kvjax.forking import fork
 from kvjax.grammar import Method
+from kvjax.hosts.arrays import fetch
 from kvjax.inputs import (
     callables,
     prng_key,
@@ -107,7 +108,7 @@ def generate(
         model, tokens, method=method, cache=cache, lengths=lengths, room=max_new_tokens, chunk=chunk,
         implementation=implementation,
     )  # fmt: skip
-    stands = int(np.asarray(cache.next).max())
+    stands = int(fetch(cache.next).max())
     if last > model.config.max_positions:
         last = stands + positions_left(model, cache)
     _check_reach(max_new_tokens, stands + max_new_tokens, last, last)
@@ -131,8 +132,8 @@ def generate(
     one, params = stepping(model, chosen, implementation)
     if beams > 1:
         found, state = search(advancing(one, params, len(rows)), logits, state, beams=beams, **loop)
-        written, logprobs = (x.reshape(len(rows), -1) for x in (found.tokens, found.logprobs))
-        scores = found.scores.reshape(-1)
+        texts = fetch((found.tokens, found.logprobs, found.scores))
+        written, logprobs, scores = (jnp.asarray(x.reshape(len(rows), *x.shape[2:])) for x in texts)
     else:
         ends = StopStrings(model, stop_strings, len(rows)) if stop_strings else None
         written, logprobs, state = write(

@@ -13,6 +13,7 @@ from kvjax import steps
 from kvjax.choose import Fresh
 from kvjax.errors import InputError
 from kvjax.grammar import Method
+from kvjax.hosts.arrays import fetch
 from kvjax.models.model import Model
 from kvjax.protocols import Inputs
 from kvjax.steps import Run
@@ -69,10 +70,10 @@ def _source(model: Model, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarra
         return ""
     run, word = Run(model.config, Method(), on_mesh=model.on_mesh), _Broken()
     found = _observe(run, model.params, jnp.asarray(tokens), jnp.asarray(lengths), None, frozenset({word}))
-    if not np.isnan(np.asarray(found.logits)).any():
+    if not np.isnan(fetch(found.logits)).any():
         return ", which they are without the cache"
     for gm, fresh in zip(run.groups(model.params), found.fresh, strict=True):
-        bad = np.flatnonzero(fresh.observed[repr(word)] if isinstance(fresh, Fresh) else [])
+        bad = np.flatnonzero(fetch(fresh.observed[repr(word)]) if isinstance(fresh, Fresh) else [])
         if len(bad):
             layer = gm.first + int(bad[0])
             return f", first in the output of {f'layer {layer - 1}' if layer else 'the embedding'}"

@@ -17,6 +17,7 @@ from kvjax.errors import InputError
 from kvjax.fitted import with_fitted
 from kvjax.generation import generate
 from kvjax.grammar import Budget, Keep, Method
+from kvjax.hosts.arrays import fetch
 from kvjax.keep.budget import Uniform
 from kvjax.keep.observe import Mass
 from kvjax.layout import mesh_for
@@ -88,10 +89,10 @@ def scores(
     _, cache = prefill(model, batch.tokens, lengths=batch.lengths, method=chosen, room=1)
     run = Run(model.config, bind(chosen, model), on_mesh=mesh_for(chosen, model.on_mesh))
     params = with_fitted(model.params, chosen)
-    by_group = _scored(run, params, jnp.asarray(batch.tokens), jnp.asarray(batch.lengths))
+    by_group = fetch(_scored(run, params, jnp.asarray(batch.tokens), jnp.asarray(batch.lengths)))
     kept = [_held(pos, size) if pos.shape[1] else None for pos in kept_positions(cache)]
     found = {
-        gm.first + layer: np.asarray(x)[..., :size]
+        gm.first + layer: x[..., :size]
         for i, gm in enumerate(run.groups(model.params))
         for layer, x in enumerate(by_group.get(i, ()))
     }
@@ -149,9 +150,8 @@ def _oracle(
     whole = Method(Keep(None, Budget(1.0), Uniform(), per_query_head=per_query_head))
     _, cache = prefill(model, tokens, lengths=lengths, method=whole, room=1)
     run = Run(model.config, whole, on_mesh=mesh_for(whole, model.on_mesh))
-    paid = _attended(
-        run, model.params, jnp.asarray(after.tokens), jnp.asarray(after.lengths), bare_cache(cache)
-    )
+    given = jnp.asarray(after.tokens), jnp.asarray(after.lengths)
+    paid = fetch(_attended(run, model.params, *given, bare_cache(cache)))
     layers: list[np.ndarray | None] = []
     for i, group in enumerate(cache.groups):
         slots = group.tail
@@ -159,12 +159,13 @@ def _oracle(
         if i not in paid or slots is None:
             layers += [None] * count
             continue
-        layers += [_by_position(*each, int(lengths.max())) for each in zip(paid[i], slots.pos, strict=True)]
+        pairs = zip(paid[i], fetch(slots.pos), strict=True)
+        layers += [_by_position(*each, int(lengths.max())) for each in pairs]
     return layers
 
 
 def _by_position(
-    mass: Float[Array, "B K S"], pos: Int[Array, "B K S"], size: int
+    mass: Float[np.ndarray, "B K S"], pos: Int[np.ndarray, "B K S"], size: int
 ) -> Float[np.ndarray, "B K T"]:
     """The mass of the slots at the positions that they hold."""
     at = np.asarray(pos)

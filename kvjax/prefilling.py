@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -20,6 +19,7 @@ from kvjax.chunking import Size, bucket, plan
 from kvjax.errors import InputError
 from kvjax.fitted import with_fitted
 from kvjax.grammar import Method
+from kvjax.hosts.arrays import fetch
 from kvjax.inputs import (
     check_in_vocabulary,
     id_array,
@@ -169,7 +169,7 @@ def prefill(
             f"the tokens have {len(batch.lengths)} rows, the cache {cache.next.shape[0]}, expected the same "
             "number: give tokens for every row of the cache, or copy its rows with kvjax.fork"
         )
-    before = np.zeros(1, np.int32) if cache is None else np.asarray(cache.next)
+    before = np.zeros(1, np.int32) if cache is None else fetch(cache.next)
     seen, longest = int(before.max()), int(batch.lengths.max())
     check_reach(model, seen + longest, chosen)
     if seen + longest > model.config.max_positions:
@@ -192,7 +192,7 @@ def prefill(
     )  # fmt: skip
     last = _question_tokens(run.method, before + batch.lengths) if compress else 0
     logits, cache, lost = _read_chunks(run, params, batch, cache, sizes, width, compress, last)
-    check_scores(chosen.id, np.any(jax.device_get(lost), 0))
+    check_scores(chosen.id, np.any(fetch(lost), 0))
     if counted(chosen) and compress:
         cache = placed(trimmed(cache, bucket), on)
     cache = labelled(cache, chosen, model)

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Cache
+from kvjax.hosts.arrays import fetch
 from kvjax.models.layers import Params
 from kvjax.not_numbers import refuse_processed
 from kvjax.processors import Processor, processed
@@ -157,7 +158,7 @@ def write(
         n = min(most, new - at)
         out = write_slice(step, params, cache, logits, done, draws, np.int32(at), np.int32(n))
         logits, cache = out.logits, out.cache
-        count, done, shown, heard, unheard = jax.device_get((out.count, out.done, *out[4:], lost))
+        count, done, shown, heard, unheard = fetch((out.count, out.done, *out[4:], lost))
         if (broken := np.isnan(heard).any(0)).any():
             refuse_nan(at + int(broken.argmax()))
         if unheard.any():

@@ -14,6 +14,7 @@ from kvjax.chunking import tokens_that_fit
 from kvjax.errors import InputError
 from kvjax.fitted import with_fitted
 from kvjax.grammar import Method
+from kvjax.hosts.arrays import fetch
 from kvjax.inputs import (
     one_token,
 )
@@ -55,7 +56,7 @@ def step(
     ids = one_token(token, cache.next.shape[0], model.config.vocab)
     spare = cache.spare
     if append and spare < 1:
-        spare = int(np.asarray(tokens_that_fit(run.groups(model.params), bare_cache(cache))).min())
+        spare = int(fetch(tokens_that_fit(run.groups(model.params), bare_cache(cache))).min())
         if spare < 1:
             raise InputError(
                 "the cache is full: give prefill(..., room=) the number of tokens you will add, "
@@ -75,7 +76,7 @@ def step(
 def positions_left(model: Model, cache: Cache) -> int:
     """How many more tokens the cache's longest row can take; InputError where there are none."""
     most, last = model.config.max_positions, last_position(cache.method, model.config)
-    left = last - int(np.asarray(cache.next).max())
+    left = last - int(fetch(cache.next).max())
     if last > most and cache.method is not None and (keep := cache.method.keep) is not None:
         # Slots that do not leave at once turn behind each other; more than the budget are those that a
         # prefill with compress=False leaves.

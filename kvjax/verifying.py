@@ -13,6 +13,7 @@ from kvjax.cache import Cache, Codes
 from kvjax.chunking import bucket, tokens_that_fit
 from kvjax.errors import InputError
 from kvjax.fitted import with_fitted
+from kvjax.hosts.arrays import fetch
 from kvjax.making import made
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.model import Model, check_single
@@ -90,7 +91,7 @@ def _passes(
     while not found or (done < batch.lengths).any():
         count = batch.lengths - done
         if split:
-            count = np.minimum(count, np.asarray(steps.until_flush(gms, cache)))
+            count = np.minimum(count, fetch(steps.until_flush(gms, cache)))
         here = np.arange(size)
         source = np.minimum(done[:, None] + here, batch.tokens.shape[1] - 1)
         row, column = np.nonzero(here < count[:, None])
@@ -109,7 +110,7 @@ def _room_for(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> int:
     longest = int(lengths.max())
     if cache.spare >= longest:
         return cache.spare - longest
-    fit = np.asarray(tokens_that_fit(run.groups(model.params), bare_cache(cache))).min(0)
+    fit = fetch(tokens_that_fit(run.groups(model.params), bare_cache(cache))).min(0)
     if (fit < lengths).any():
         raise InputError(
             f"{longest} tokens were given and the cache has room for {int(fit.min())} more: give "
@@ -134,7 +135,7 @@ def _check_one_pass(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -
         why = "a step encodes the states of recurrent layers behind every token, and a pass once"
     ropes = [mixer_of(config, i).rope(config, i) for i in range(config.layers)]
     short = min((r.original_max for r in ropes if r.kind == "dynamic"), default=None)
-    if not why and short is not None and int(np.max(np.asarray(cache.next) + lengths)) > short:
+    if not why and short is not None and int(np.max(fetch(cache.next) + lengths)) > short:
         why = f"beyond {short} tokens this model's rotation grows with every token"
     if why:
         name = "full" if cache.method is None else cache.method.id

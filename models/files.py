@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvjax.errors import InputError
+from kvjax.hosts.messages import by_first, is_first, wait_for_all
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What parameters are stored in, by their names in safetensors."""
@@ -111,28 +112,45 @@ def _damage(path: Path, why: str) -> str:
 
 
 @contextlib.contextmanager
-def atomic_folder(path: str | os.PathLike[str], marker: str) -> Iterator[Path]:
+def atomic_folder(path: str | os.PathLike[str], marker: str, together: bool = False) -> Iterator[Path]:
     """A temporary directory that becomes `path` when the block ends, or vanishes when it raises.
 
     An existing `path` is replaced if it is empty or holds the file `marker` (an older save of the same kind).
-    Raises InputError where it holds something else or cannot be written.
+    together: whether all hosts write to it, in a folder that they share. Raises InputError where it holds
+    something else or cannot be written.
     """
     target = Path(path).absolute()
+    temporary = Path(by_first(lambda: _begun(target, marker)) if together else _begun(target, marker))
+    mine = is_first() or not together
+    try:
+        yield temporary
+        if together:
+            wait_for_all()
+        if mine:
+            _put(temporary, target)
+        if together:
+            wait_for_all()
+    except BaseException:
+        if mine:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _begun(target: Path, marker: str) -> str:
+    """A new folder beside a target that may be replaced."""
     if target.exists() and not (target / marker).is_file() and (target.is_file() or any(target.iterdir())):
         raise InputError(f"{target} exists and holds no {marker}: give a new or empty directory to write to")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        return tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
     except OSError as error:
         raise InputError(f"{target} cannot be written ({error.strerror}): choose another place") from error
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        old = temporary.with_name(temporary.name + ".old")
-        if target.exists():
-            target.rename(old)
-        temporary.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+
+
+def _put(temporary: Path, target: Path) -> None:
+    temporary.chmod(0o755)
+    old = temporary.with_name(temporary.name + ".old")
+    if target.exists():
+        target.rename(old)
+    temporary.rename(target)
+    shutil.rmtree(old, ignore_errors=True)

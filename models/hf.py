@@ -23,6 +23,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from safetensors.numpy import save_file
 
 from kvjax.errors import InputError
+from kvjax.hosts.arrays import from_pieces
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.axes import weight_shardings
 from kvjax.models.config import Config
@@ -175,7 +176,7 @@ def _read_params(
             if where is None:
                 out = jax.device_put(read((slice(None),) * len(shape)))
             else:
-                out = jax.make_array_from_callback(shape, where, read)
+                out = from_pieces(shape, where, read)
             advance(out.nbytes)
             return laid_out(out)
 

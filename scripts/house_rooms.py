@@ -45,6 +45,9 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/ops/__init__.py",
             ),
             _room("mesh", "rules: which axes of arrays are split over which axes of a mesh", "kvjax/mesh"),
+            _room(
+                "hosts", "several processes as one program: how they meet and what they say", "kvjax/hosts"
+            ),
         ),
     ),
     (
@@ -175,6 +178,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/loading.py",
                 "kvjax/checkpoint.py",
                 "kvjax/cache_file.py",
+                "kvjax/cache_arrays.py",
             ),
             _room("presets", "hyper-parameters from gin files", "kvjax/gin_bindings.py", "configs"),
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvjax.commands.options import add_model, whole
+from kvjax.commands.options import add_hosts, add_mesh, add_model, mesh_options, whole
 from kvjax.commands.programs import keep_programs
 
 HELP = "run methods side by side on the same questions and print quality against measured bytes"
@@ -69,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also show in report.html what every method scores and keeps of the first prompt, by layer and "
         "head; reads it again for each, which takes some seconds per method",
     )
+    add_mesh(parser)
+    add_hosts(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -100,4 +102,5 @@ def run(args: argparse.Namespace) -> None:
         seeds=args.seeds,
         preset=args.preset,
         scores=args.scores,
+        **mesh_options(args),
     )

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvjax.commands.options import add_dtype, add_model, whole
+from kvjax.commands.options import add_dtype, add_hosts, add_mesh, add_model, mesh_options, whole
 from kvjax.commands.programs import keep_programs
 from kvjax.errors import InputError
 
@@ -72,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="end behind TEXT; may be given several times",
     )
     parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of the draws (default: 0)")
+    add_mesh(parser)
+    add_hosts(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -93,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
         processors = tuple(word(amount) for word, amount in penalties if amount is not None)
     except ValueError as error:
         raise InputError(f"{error}: see `kvjax generate --help`") from error
-    model = load(args.model, dtype=args.dtype)
+    model = load(args.model, dtype=args.dtype, **mesh_options(args))
     ids = given if isinstance(given, list) else encode(model, given, args.chat)
     options = dict(sampler=sampler, processors=processors, stop_strings=args.stop)
     stream(model, ids, method, args.max_new_tokens, args.seed, **options)

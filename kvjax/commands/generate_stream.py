@@ -18,6 +18,7 @@ from kvjax.errors import InputError
 from kvjax.eval.report.figures import rounded
 from kvjax.generation import generate
 from kvjax.grammar import Method
+from kvjax.hosts.messages import is_first
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import chat as encode_chat
 
@@ -114,7 +115,7 @@ def _print_report(model: Model, prompt: int, new: int, printer: Printer, cache: 
         ("compiled", f"in {printer.clock.compiling:.1f} s, not counted above"),
         ("cache", f"{held} ({name_of(cache.method.spec)})"),
     ]
-    out = Console(stderr=True, highlight=False)
+    out = Console(stderr=True, highlight=False, quiet=not is_first())
     out.print()
     out.print(pairs(rows))
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
+
+from kvjax.errors import InputError
 
 # `kvjax.mesh.rules.PRESETS`, which `--help` should not wait for.
 PRESETS_OF_RULES = ("single", "batch", "tensor", "sequence", "tensor+sequence", "expert", "fsdp")
@@ -25,6 +28,44 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", default="float32", choices=DTYPES, help="what the model runs in (default: float32)"
     )
+
+
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """How a command runs on several hosts; `kvjax.cli` starts them before the command."""
+    group = parser.add_argument_group(
+        "several hosts", "the same command on each; where each of them prints is of the first alone"
+    )
+    group.add_argument(
+        "--hosts",
+        metavar="auto|ADDRESS:PORT",
+        help="where they meet: auto, where Slurm, Cloud TPU, GKE or Open MPI says it, or an address of the "
+        "first one with a free port (default: $KVJAX_HOSTS)",
+    )
+    group.add_argument("--processes", type=whole(1), metavar="N", help="how many (default: $KVJAX_PROCESSES)")
+    group.add_argument(
+        "--process", type=whole(0), metavar="I", help="this one's number, from 0 (default: $KVJAX_PROCESS)"
+    )
+    group.add_argument(
+        "--wait", type=whole(1), default=300, metavar="SECONDS", help="for all of them (default: 300)"
+    )
+
+
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mesh", metavar="AXES", help="split the model over devices, as data=2,model=4 (default: one device)"
+    )
+    parser.add_argument(
+        "--rules", choices=PRESETS_OF_RULES, help="how to split it over --mesh (default: tensor)"
+    )
+
+
+def mesh_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `kvjax.load` is given of `add_mesh`. InputError for rules without a mesh."""
+    if args.mesh is None:
+        if args.rules is not None:
+            raise InputError(f"--rules {args.rules} was given without --mesh: add --mesh data=2,model=4")
+        return {}
+    return {"mesh": args.mesh, "rules": args.rules or "tensor"}
 
 
 def whole(least: int) -> Callable[[str], int]:

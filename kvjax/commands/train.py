@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from kvjax.commands.options import add_hosts
 from kvjax.commands.programs import keep_programs
 
 HELP = "train a decoder as a gin file says, and go on with a run that was cut"
@@ -12,6 +13,7 @@ EXAMPLE = """examples:
   kvjax train --gin bytes --set train.steps=200 model.kv_heads=1 --out runs/mqa
   kvjax train --gin mine.gin --out runs/mine --resume
   kvjax train --gin more.gin --set model.start=runs/bytes/model --out runs/more
+  kvjax train --gin bytes --set devices.mesh=data=16 devices.rules=fsdp --out runs/bytes --hosts auto
   kvjax compare --model runs/bytes/model --text book.txt"""
 
 
@@ -27,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder of the run")
     parser.add_argument("--resume", action="store_true", help="go on with the run that the folder holds")
+    add_hosts(parser)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -25,20 +25,21 @@ from kvjax.eval.report.duels import duels_of
 from kvjax.eval.report.frontier import panels_of, write_frontier
 from kvjax.eval.report.page import caption_of, write_report
 from kvjax.eval.report.scores_section import Picture
-from kvjax.eval.run.cellplan import Custom, Entry, plan_cells
+from kvjax.eval.run.cellplan import Custom, Entry, my_cells, plan_cells
 from kvjax.eval.run.command import command_of
 from kvjax.eval.run.log import UnitLog, check_out, writing
 from kvjax.eval.run.memory import peak_bytes
 from kvjax.eval.run.pictures import draw_pictures
 from kvjax.eval.run.plan import Batch, Plan, batches_of, check_protocols, planned, seeds_of
 from kvjax.eval.run.revision import revision
-from kvjax.eval.run.runner import Runner, Unit, programs, two_at_a_time
-from kvjax.eval.run.timings import timings_of
+from kvjax.eval.run.runner import Runner, Unit, programs
+from kvjax.eval.run.timings import CellTimings, timings_of
 from kvjax.eval.streaming import compare_text
 from kvjax.eval.tasks.rows import Rows, forced_length, make_rows
 from kvjax.eval.tasks.sample import LENGTH, most_new_tokens
 from kvjax.files import write_atomic
 from kvjax.gin_bindings import load_preset
+from kvjax.hosts.messages import by_first, check_same, gathered, is_first
 from kvjax.inputs import listed, whole_number
 from kvjax.loading import load
 from kvjax.methods.user import sources
@@ -78,6 +79,8 @@ def compare(
     preset: str | None = None,
     scores: bool = False,
     console: Console | None = None,
+    mesh: Any = None,
+    rules: Any = None,
 ) -> Comparison:
     """Runs methods on the same questions and prints quality against measured bytes.
 
@@ -85,13 +88,15 @@ def compare(
     Answers are asked from the compressed cache; full cache, random and sink+recent are always there. With
     several `seeds`, `samples` contexts are drawn by each, and all of them count together. Writes
     results.jsonl, metrics.json, frontier.png and report.html under `out`; with resume=True a killed run goes
-    on. scores: the report also shows what every method scores and keeps of one prompt (`kvjax.scores`).
+    on. mesh, rules: as of `kvjax.load`, where `model` is a name. scores: the report also shows what every
+    method scores and keeps of one prompt (`kvjax.scores`). On several hosts each runs a share of the methods,
+    unless they hold the model together; the first writes and prints.
     InputError, before any long work, for anything that cannot run.
 
     >>> found = compare(methods=["snapkv"], budgets=[0.25], samples=2, tasks=["get"])  # doctest: +SKIP
     """
     started = time.time()
-    console = console or make_console()
+    console = (console or make_console()) if is_first() else Console(quiet=True)
     listed(methods=methods, budgets=budgets, tasks=tasks, protocols=protocols, seeds=seeds)
     length = None if length is None else whole_number("length", length, 1, "tokens per context")
     seeds = seeds_of(seed, seeds, text)
@@ -99,7 +104,7 @@ def compare(
         model=model if isinstance(model, str) else model.name,
         methods=[m if isinstance(m, str) else m[0] for m in methods or ()],
         budgets=budgets, tasks=tasks, protocols=() if text else protocols, samples=samples, length=length,
-        text=text, seeds=seeds, preset=preset, scores=scores,
+        text=text, seeds=seeds, preset=preset, scores=scores, mesh=mesh, rules=rules,
     )  # fmt: skip
     samples = SAMPLES if samples is None else samples
     protocols = tuple(dict.fromkeys(protocols))
@@ -109,12 +114,15 @@ def compare(
             "--scores was given with --text, expected questions, whose answers attend: remove one of both"
         )
     check_out(out)
-    loaded = load(model) if isinstance(model, str) else model
+    if not isinstance(model, str) and (mesh is not None or rules is not None):
+        raise InputError("mesh= or rules= was given with a model, which has its own: leave them out")
+    loaded = load(model, mesh=mesh, rules=rules) if isinstance(model, str) else model
     check_single(
         loaded,
         "compare cannot ask it, but kvjax inspect sizes its caches and kvjax generate runs it",
     )
-    folder = Path(out) if out is not None else Path("kvjax-results") / time.strftime("%Y%m%d-%H%M%S")
+    check_same("models", loaded.fingerprint)
+    folder = Path(out or by_first(lambda: f"kvjax-results/{time.strftime('%Y%m%d-%H%M%S')}"))
     if text is not None:
         length = length or LENGTH
         entries = plan_cells(loaded, methods, budgets, preset or ("short" if length <= 1024 else "long"))
@@ -129,6 +137,7 @@ def compare(
     log = UnitLog(folder, settings, resume, (*Unit._fields, "read_s", "batch"))
     try:
         _run(plan, batches, log, console)
+        log.join()
     finally:
         log.close()
     metrics = {"settings": settings, "command": command}
@@ -169,13 +178,14 @@ def _key(protocol: str, number: int, entry: Entry) -> str:
 def _run(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> None:
     arrays = _arrays(plan, batches)
     room = arrays[0].forced.shape[1] + max(most_new_tokens(b.rows) for b in batches)
-    runner = Runner(plan.model, plan.suite, plan.entries, plan.tokens, room)
+    entries = my_cells(plan.model, plan.entries)
+    runner = Runner(plan.model, plan.suite, entries, plan.tokens, room)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("reading the first prompts", total=len(batches) * len(plan.entries))
+        bar = progress.add_task("reading the first prompts", total=len(batches) * len(entries))
         for (protocol, number, seed, _), rows in zip(batches, arrays, strict=True):
-            todo = [e for e in plan.entries if _key(protocol, number, e) not in log.done]
-            progress.advance(bar, len(plan.entries) - len(todo))
+            todo = [e for e in entries if _key(protocol, number, e) not in log.done]
+            progress.advance(bar, len(entries) - len(todo))
             if not todo:
                 continue
             prompt, read_s = runner.prompt(rows)
@@ -191,7 +201,7 @@ def _run(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> No
                 prompt, read_s = runner.prompt(rows)
                 for entry in todo:
                     runner.make_room()
-                    if not runner.times_run(entry, rows):
+                    if not runner.together and not runner.times_run(entry, rows):
                         runner.unit(entry, prompt, rows, protocol, full_bytes, alone=True)
                     unit = runner.unit(entry, prompt, rows, protocol, full_bytes, alone=True)
                     log.add(_key(protocol, number, entry), _record(unit, read_s, rows, seed))
@@ -205,15 +215,12 @@ def _record(unit: Unit, read_s: dict[str, float] | None, rows: Rows, seed: int) 
 def _units(
     runner: Runner, todo: list[Entry], prompt: Prompt, rows: Rows, protocol: str, full_bytes: int
 ) -> Iterator[tuple[Entry, Unit]]:
-    """Units as they finish: two at a time where a cell compiles, and alone where it is timed."""
+    """Units as they finish."""
 
     def unit(entry: Entry, alone: bool = False) -> Unit:
         return runner.unit(entry, prompt, rows, protocol, full_bytes, alone=alone)
 
-    timed = [e for e in todo if 0 < runner.times_run(e, rows) <= TIMED]
-    yield from two_at_a_time(unit, [e for e in todo if e not in timed])
-    for entry in timed:
-        yield entry, unit(entry, alone=True)
+    return runner.units(unit, todo, [e for e in todo if 0 < runner.times_run(e, rows) <= TIMED])
 
 
 def _examples(plan: Plan, batches: list[Batch], log: UnitLog) -> list[dict[str, Any]]:
@@ -273,11 +280,31 @@ def _report(
         **given,
         "seeds": list(plan.suites),
         "presets": preset,
-        "compiled_programs": programs(),
+        "compiled_programs": sum(gathered(programs())),
         "wall_seconds": round(time.time() - started, 1),
-        "peak_bytes": peak_bytes(),
+        "peak_bytes": max(gathered(peak_bytes())),
         "cells": [{**dataclasses.asdict(c), **timings.get((c.method, c.budget), {})} for c in cells],
     }
+    if is_first():
+        _write(folder, rows, metrics, cells, _examples(plan, batches, log), timings, pictures)
+    print_table(cells, timings, console)
+    console.print(
+        f"{metrics['compiled_programs']} compiled programs, {metrics['wall_seconds']:.0f} s, peak memory "
+        f"{metrics['peak_bytes'] / 2**30:.2f} GiB, preset {preset['name']}"
+    )
+    console.print(f"wrote {folder / 'report.html'}, frontier.png, results.jsonl, metrics.json")
+    return Comparison(cells, rows, timings, metrics, folder)
+
+
+def _write(
+    folder: Path,
+    rows: list[dict[str, Any]],
+    metrics: dict[str, Any],
+    cells: list[Cell],
+    examples: list[dict[str, Any]],
+    timings: CellTimings,
+    pictures: list[Picture],
+) -> None:
     with writing(folder):
         write_atomic(folder / "results.jsonl", "".join(json.dumps(r) + "\n" for r in rows).encode())
         write_atomic(folder / "metrics.json", json.dumps(metrics, indent=1).encode())
@@ -286,15 +313,8 @@ def _report(
             folder / "report.html",
             metrics,
             cells,
-            _examples(plan, batches, log),
+            examples,
             timings=timings,
             duels=duels_of(rows),
             pictures=pictures,
         )
-    print_table(cells, timings, console)
-    console.print(
-        f"{metrics['compiled_programs']} compiled programs, {metrics['wall_seconds']:.0f} s, peak memory "
-        f"{metrics['peak_bytes'] / 2**30:.2f} GiB, preset {preset['name']}"
-    )
-    console.print(f"wrote {folder / 'report.html'}, frontier.png, results.jsonl, metrics.json")
-    return Comparison(cells, rows, timings, metrics, folder)

@@ -28,16 +28,18 @@ from kvjax.errors import InputError
 from kvjax.eval.report.frontier import write_frontier
 from kvjax.eval.report.text_page import text_caption, write_text_report
 from kvjax.eval.report.text_table import LOST, print_stream, summarise_windows, text_duels, text_panels
-from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.cellplan import Entry, my_cells
 from kvjax.eval.run.log import UnitLog, writing
 from kvjax.eval.run.memory import fitting_rows
-from kvjax.eval.run.runner import Runner, bare_method, bare_run, two_at_a_time
+from kvjax.eval.run.runner import Runner, bare_method, bare_run
 from kvjax.eval.tasks.reader import reader_of
 from kvjax.eval.tasks.rows import Rows
 from kvjax.eval.tasks.sample import LENGTH
 from kvjax.eval.tasks.suite import Recall
 from kvjax.files import write_atomic
 from kvjax.grammar import Method
+from kvjax.hosts.arrays import fetch
+from kvjax.hosts.messages import is_first
 from kvjax.methods.user import sources
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
@@ -203,21 +205,25 @@ def stream_text(
     entries = list(entries)
     _check_budgets(entries, length)
     found = read_windows(model, text_path, length=length, steps=steps, windows=windows, seed=seed)
-    runner = Runner(model, Recall((), length, seed), entries, bucket(length), steps)
+    mine = entries if log is None else my_cells(model, entries)
+    runner = Runner(model, Recall((), length, seed), mine, bucket(length), steps)
     done: dict[str, Any] = {} if log is None else log.done
     batches = list(_batches(model, found, length, steps))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=console is None) as progress:
-        bar = progress.add_task("reading the text", total=len(batches) * len(entries))
+        bar = progress.add_task("reading the text", total=len(batches) * len(mine))
         for number, (batch, count) in enumerate(batches):
-            todo = [e for e in entries if _key(number, e) not in done]
-            progress.advance(bar, len(entries) - len(todo))
+            todo = [e for e in mine if _key(number, e) not in done]
+            progress.advance(bar, len(mine) - len(todo))
             for entry, unit in _units(runner, batch, count, todo, length, chunk) if todo else ():
                 progress.update(bar, description=f"{entry.label} {entry.budget or ''}", advance=1)
                 if log is None:
                     done[_key(number, entry)] = unit
                 else:
                     log.add(_key(number, entry), unit)
+    if log is not None:
+        log.join()
+        done = log.done
     numbers = range(len(batches))
     return [summarise_windows([row for n in numbers for row in done[_key(n, e)]["rows"]]) for e in entries]
 
@@ -258,11 +264,12 @@ def _units(
     full = expect(decode, runner.params, _compressed(runner, whole, prompt), fed[:, :-1])
     full_bytes = runner.bytes_of(whole, prompt).kept
 
-    def unit(entry: Entry) -> dict[str, Any]:
+    def unit(entry: Entry, alone: bool = False) -> dict[str, Any]:
         mine, _ = runner.own(entry, prompt, given)
         watched = _watch(runner, entry, mine, fed, full, chunk)
-        if np.isnan(np.asarray(watched.nll)).any():
-            refuse_step(int(np.argwhere(np.isnan(np.asarray(watched.nll)))[:, 1].min()), entry.label)
+        watched = fetch(watched)
+        if np.isnan(watched.nll).any():
+            refuse_step(int(np.argwhere(np.isnan(watched.nll))[:, 1].min()), entry.label)
         means = {name: np.asarray(x, np.float64).mean(1) for name, x in watched._asdict().items()}
         size = runner.bytes_of(entry, mine).of_row(full_bytes)
         common = {"method": entry.label, "budget": entry.budget, "tokens": fed.shape[1] - 1}
@@ -271,7 +278,7 @@ def _units(
         ids = [f"text-{start}" for start in batch.starts[:count]]
         return {"rows": [{"id": i, **common, **row} for i, row in zip(ids, found, strict=True)]}
 
-    return two_at_a_time(unit, todo)
+    return runner.units(unit, todo)
 
 
 def _compressed(runner: Runner, entry: Entry, prompt: Prompt) -> Cache:
@@ -343,12 +350,19 @@ def compare_text(
         log.close()
     lines = [row for unit in log.done.values() for row in unit["rows"]]
     metrics = {**(about or {}), "settings": settings, "seeds": [seed], "text": rows}
+    if is_first():
+        _write(folder, lines, metrics, rows)
+    print_stream(rows, console)
+    if console is not None:
+        console.print(f"wrote {folder / 'report.html'}, frontier.png, results.jsonl, metrics.json")
+    return rows
+
+
+def _write(
+    folder: Path, lines: list[dict[str, Any]], metrics: dict[str, Any], rows: list[dict[str, Any]]
+) -> None:
     with writing(folder):
         write_atomic(folder / "results.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
         write_atomic(folder / "metrics.json", json.dumps(metrics, indent=1).encode())
         write_frontier(folder / "frontier.png", text_panels(rows), LOST, text_caption(metrics, rows))
         write_text_report(folder / "report.html", metrics, rows, text_duels(lines))
-    print_stream(rows, console)
-    if console is not None:
-        console.print(f"wrote {folder / 'report.html'}, frontier.png, results.jsonl, metrics.json")
-    return rows

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.hosts.arrays import fetch
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import ATTENTION, mixer_of
@@ -194,4 +195,4 @@ def shared_out(total: int, weights: Float[np.ndarray, "M"], most: int) -> np.nda
 
 def _wide(x: Array) -> Any:
     """One layer's array on the host, in float64."""
-    return np.asarray(x[0].astype(jnp.float32), np.float64)
+    return np.asarray(fetch(x[0].astype(jnp.float32)), np.float64)

@@ -125,6 +125,11 @@ def as_mesh(mesh: Any) -> Mesh:
                 f"mesh {mesh!r} has {count} devices, and there are {jax.device_count()}: lower its sizes; on "
                 f"a CPU, XLA_FLAGS=--xla_force_host_platform_device_count={count} makes as many"
             )
+        if jax.process_count() > 1 and count < jax.device_count():
+            raise InputError(
+                f"mesh {mesh!r} has {count} devices, and {jax.process_count()} hosts have "
+                f"{jax.device_count()}, of which none can stand aside: raise its sizes, or give a Mesh"
+            )
         devices = np.array(jax.devices()[:count]).reshape(*sizes.values())
         return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     if not isinstance(mesh, Mesh):

@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 
 from kvjax.cache import Cache, GroupState, Paged, Slots, check_alive
 from kvjax.errors import InputError
+from kvjax.hosts.arrays import fetch
 from kvjax.ops.base.memory import there
 from kvjax.place.common import apart, copies_of, is_shared, own_tokens
 from kvjax.place.host import forgotten
@@ -78,8 +79,8 @@ def rollback(cache: Cache, n: int | Array | np.ndarray | list[int]) -> Cache:
         if why := _never(gm, group):
             _refuse(cache, count, why)
     _check_added(cache, note, count)
-    held = jax.device_get(_held(cache))
-    length = np.asarray(cache.next)
+    held = fetch(_held(cache))
+    length = fetch(cache.next)
     for gm, counts in zip(note.groups, held, strict=True):
         if gm.kind == "slots" and (why := _not_now(gm, counts, length, count)):
             _refuse(cache, count, why)
@@ -102,7 +103,7 @@ def rollback(cache: Cache, n: int | Array | np.ndarray | list[int]) -> Cache:
 
 def _apart_for(cache: Cache, count: Int[np.ndarray, "B"]) -> Cache:
     """The cache as it is where every row has added `count` tokens since it was forked, otherwise `apart`."""
-    return apart(cache) if is_shared(cache) and (count > np.asarray(own_tokens(cache))).any() else cache
+    return apart(cache) if is_shared(cache) and (count > fetch(own_tokens(cache))).any() else cache
 
 
 def _checked(cache: Cache, n: Any) -> Int[np.ndarray, "B"]:
@@ -113,7 +114,7 @@ def _checked(cache: Cache, n: Any) -> Int[np.ndarray, "B"]:
             f"n is {given.dtype}{list(given.shape)}, expected a whole number or int[{rows}]: how many of "
             "each row's newest tokens to take back"
         )
-    count, length = np.broadcast_to(given, (rows,)).astype(np.int32), np.asarray(cache.next)
+    count, length = np.broadcast_to(given, (rows,)).astype(np.int32), fetch(cache.next)
     if (count < 0).any() or (count > length).any():
         raise InputError(
             f"n is {given.tolist()}, expected at least 0 and at most the {length.tolist()} tokens that the "

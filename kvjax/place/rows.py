@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.axes import placed
 from kvjax.cache import Cache, GroupState, Paged, Pages, Segment, check_alive
 from kvjax.errors import InputError
+from kvjax.hosts.arrays import fetch
 from kvjax.ops.base.memory import there
 from kvjax.place.common import apart, with_common, without_common
 from kvjax.place.host import forgotten
@@ -68,7 +69,7 @@ def _pages_of_rows(cache: Cache, index: np.ndarray) -> tuple[int, ...]:
     found, rows = [], cache.next.shape[0]
     for number, pool in enumerate(cache.pools):
         heads = next(s for s in _paged(cache) if s.pool == number).table.shape[2]
-        owner = np.asarray(pool.owner)
+        owner = fetch(pool.owner)
         row = owner[owner >= 0] // heads % rows
         need = max(int(np.bincount(row, minlength=rows)[index].sum()), 1)
         unit = max(2 ** (need.bit_length() - 4), 1)

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.cache import Cache, Paged
+from kvjax.hosts.arrays import fetch
 
 
 def counted(method: Any) -> bool:
@@ -28,14 +28,14 @@ def trimmed(cache: Cache, bucket: Callable[[int], int]) -> Cache:
     kept = []
     pools = []
     for pool in cache.pools:
-        used = int((np.asarray(pool.owner) >= 0).sum())
+        used = int((fetch(pool.owner) >= 0).sum())
         # Pages lie in the order of their owners, the free ones behind them.
         kept.append(min(bucket(max(used, 1)), pool.owner.shape[0]))
         pools.append(jax.tree.map(lambda x, n=kept[-1]: x[:n], pool))
 
     def cut(segment: Paged) -> Paged:
         page, pages = cache.pools[segment.pool].page_tokens, kept[segment.pool]
-        longest = -(-int(np.asarray(segment.lengths).max(initial=0)) // page)
+        longest = -(-int(fetch(segment.lengths).max(initial=0)) // page)
         width = min(bucket(max(longest, 1)), segment.table.shape[3])
         return dataclasses.replace(segment, table=jnp.minimum(segment.table[..., :width], pages - 1))
 

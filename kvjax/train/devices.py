@@ -36,4 +36,5 @@ def rows_placed(x: np.ndarray, on: OnMesh | None) -> jax.Array:
     """Rows in parts [A, B, ...] on the devices; what does not divide is on all of them."""
     if on is None:
         return jax.numpy.asarray(x)
-    return jax.device_put(x, on.sharding((None, "batch", *[None] * (x.ndim - 2)), x.shape))
+    where = on.sharding((None, "batch", *[None] * (x.ndim - 2)), x.shape)
+    return jax.make_array_from_callback(x.shape, where, lambda index: x[index])

@@ -5,7 +5,9 @@ A run's folder holds run.json (settings), log.jsonl, loss.png, checkpoints/ and,
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -26,6 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from kvjax.checkpoint import save_checkpoint
 from kvjax.errors import InputError
 from kvjax.files import write_atomic
+from kvjax.hosts.messages import by_first, check_same, count, is_first
 from kvjax.loading import load
 from kvjax.mesh.on_mesh import OnMesh, on_mesh
 from kvjax.models.axes import check_rules
@@ -40,10 +43,10 @@ from kvjax.train.devices import places, rows_placed
 from kvjax.train.optimiser import optimiser, rate_of
 from kvjax.train.recall_init import check_circuit, circuit_init
 from kvjax.train.rows import HeldOut, Place, Rows
-from kvjax.train.run_folder import LOG, SETTINGS, clock, open_run, trim_log
+from kvjax.train.run_folder import LOG, clock, open_run, trim_log
 from kvjax.train.saving import Saver
 from kvjax.train.settings import Training
-from kvjax.train.sources import Words, source_of, words_of
+from kvjax.train.sources import Source, Words, source_of, words_of
 from kvjax.train.step import Found, Parts, TrainState, fault, make_step, total_loss
 from kvjax.train.trained import Fixed, groups_of, joined, kinds, split
 
@@ -62,7 +65,8 @@ def train(
     >>> train(training({"data": {"kind": "python"}}), "runs/bytes")  # doctest: +SKIP
     PosixPath('runs/bytes/model')
     """
-    folder, words, console = Path(out), words_of(run.data), console or Console(quiet=True)
+    folder, words = Path(out), words_of(run.data)
+    console = (console if is_first() else None) or Console(quiet=True)
     on = on_mesh(run.devices.mesh, run.devices.rules)
     config, start = _model(run, words)
     _check_devices(run, config, on)
@@ -74,10 +78,14 @@ def train(
     steps = optimiser(run.optimiser, run.loop)
     state, fixed = begin(start(), run, config, steps, on)
     saver, before = Saver(folder), {}
+    check_same("the newest checkpoints", saver.latest)
     if resume and saver.latest is not None:
         state, rest = saver.load(state)
         source.place, before = Place(**rest["place"]), rest["seconds"]
-    trim_log(folder, int(state.step))
+    if count() > 1:
+        check_same("the rows to train on", _digest(source, held))
+    if is_first():
+        trim_log(folder, int(state.step))
     session = _Session(run, config, folder, saver, held, clock(before), console, fixed, on)
     step = make_step(config, run.loop, steps, None if teacher is None else teacher.config, on)
     learn = partial(step, theirs=None if teacher is None else teacher.params, fixed=fixed)
@@ -93,7 +101,7 @@ def train(
 def _model(run: Training, words: Words) -> tuple[Config, Callable[[], Params]]:
     """The config, and how its first weights are made."""
     if run.start is not None:
-        model = load(run.start, dtype="float32")
+        model = load(run.start, dtype="float32", mesh=run.devices.mesh, rules=run.devices.rules)
         if not isinstance(model.config, Config):
             raise InputError(f"{run.start} is a model of two decoders, and one is trained here")
         config, start = model.config, lambda: model.params
@@ -123,6 +131,11 @@ def _model(run: Training, words: Words) -> tuple[Config, Callable[[], Params]]:
 
 def _check_devices(run: Training, config: Config, on: OnMesh | None) -> None:
     if on is None:
+        if count() > 1:
+            raise InputError(
+                f"{count()} hosts were started, and devices.mesh is not given: give one over all of their "
+                f"devices, such as devices.mesh=data={jax.device_count()} with devices.rules=fsdp"
+            )
         return
     check_rules(config, on)
     parts = on.devices("batch")
@@ -168,12 +181,19 @@ def _teacher(run: Training, path: str, config: Config) -> Model:
 
 
 def _open(folder: Path, run: Training, config: Config, resume: bool) -> None:
-    if not resume and (folder / SETTINGS).exists():
-        raise InputError(f"{folder} holds a run: go on with it by --resume, or choose another folder")
     # Devices are left out: a run may go on on others.
     parts = {name: dataclasses.asdict(getattr(run, name)) for name in ("data", "optimiser", "loop", "tune")}
     model = {"model": config_to_json(config), "start": run.start, "teacher": run.teacher, "init": run.init}
-    open_run(folder, model | parts, resume)
+    by_first(lambda: open_run(folder, model | parts, resume))
+
+
+def _digest(source: Source, held: HeldOut | None) -> str:
+    """What a host says of what it reads, so that all read the same."""
+    place = copy.deepcopy(source.place)
+    ahead, kept = source.next(1, 64).tokens, () if held is None else held.rows.tokens
+    source.place = place
+    said = [place.as_json(), np.asarray(ahead).tolist(), np.asarray(kept).tolist()]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +224,7 @@ class _Session:
             Progress(
                 *columns, TimeRemainingColumn(), TextColumn("{task.fields[news]}"), console=self.console
             ) as progress,
-            open(self.folder / LOG, "a") as log,
+            open(self.folder / LOG if is_first() else os.devnull, "a") as log,
         ):
             bar = progress.add_task(self.folder.name, total=loop.steps, completed=done, news="")
             try:
@@ -225,13 +245,24 @@ class _Session:
                         progress.update(bar, news=_news(record))
                         began, asked = time.monotonic(), i + 1
                     progress.advance(bar)
-                    if last or time.monotonic() - saved >= loop.save_seconds:
+                    if last or self._due(i, time.monotonic() - saved):
                         self.saver.save(i + 1, state, {"place": place(), "seconds": self.now()})
                         saved = time.monotonic()
             finally:
                 self.saver.close()
-                write_atomic(self.folder / "loss.png", draw_losses(self.folder / LOG))
+                if is_first():
+                    write_atomic(self.folder / "loss.png", draw_losses(self.folder / LOG))
         return state
+
+    def _due(self, i: int, seconds: float) -> bool:
+        """Whether to save behind a step, so many seconds after the last time; several hosts ask the first.
+
+        They do so where they log: to ask takes longer than a small step.
+        """
+        due = seconds >= self.run.loop.save_seconds
+        if count() == 1:
+            return due
+        return (i + 1) % self.run.loop.log_every == 0 and by_first(lambda: due)
 
     def evaluate(self, params: Params) -> dict[str, float]:
         """The mean loss of the held-out rows, in nats per token and in bits per byte of text."""

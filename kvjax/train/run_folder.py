@@ -21,8 +21,10 @@ LOG, SETTINGS = "log.jsonl", "run.json"
 def open_run(folder: Path, settings: dict[str, Any], resume: bool) -> None:
     """Create the folder of a run, or check that the run in it is the one asked for.
 
-    Raises InputError where it holds a run with other settings.
+    Raises InputError where it holds a run with other settings, or any without `resume`.
     """
+    if not resume and (folder / SETTINGS).exists():
+        raise InputError(f"{folder} holds a run: go on with it by --resume, or choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     asked, written = json.loads(json.dumps(settings)), folder / SETTINGS
     if resume and written.exists():

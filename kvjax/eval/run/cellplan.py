@@ -9,6 +9,8 @@ from kvjax.errors import InputError
 from kvjax.fitted import is_fitted
 from kvjax.gin_bindings import load_preset
 from kvjax.grammar import Budget, Method
+from kvjax.hosts.arrays import is_shared
+from kvjax.hosts.messages import count, number_of
 from kvjax.making import made
 from kvjax.methods import METHODS
 from kvjax.methods.parse import parse_method
@@ -55,6 +57,21 @@ def _runs(method: Method, model: Model) -> bool:
     except InputError:
         return False
     return is_fitted(method)
+
+
+def share_of(entries: Sequence[Entry], number: int, of: int) -> list[Entry]:
+    """The cells that host `number` of `of` runs: all budgets of a method, which share programs.
+
+    >>> [e.label for e in share_of([Entry("a", 1, Method()), Entry("b", 1, Method())], 1, 2)]
+    ['b']
+    """
+    labels = list(dict.fromkeys(entry.label for entry in entries))
+    return [entry for entry in entries if labels.index(entry.label) % of == number]
+
+
+def my_cells(model: Model, entries: Sequence[Entry]) -> list[Entry]:
+    """The cells that this host runs: its share, or all where several hosts hold the model together."""
+    return [*entries] if is_shared(model.params) else share_of(entries, number_of(), count())
 
 
 def plan_cells(

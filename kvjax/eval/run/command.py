@@ -20,6 +20,8 @@ def command_of(
     seeds: Sequence[int] = (0,),
     preset: str | None = None,
     scores: bool = False,
+    mesh: Any = None,
+    rules: Any = None,
 ) -> str:
     """`kvjax compare` with everything that decides what is shown; what was left to its default is left out.
 
@@ -38,6 +40,8 @@ def command_of(
         "--text": [text] if text is not None else None,
         "--seeds" if several else "--seed": seeds if several or tuple(seeds) != (0,) else None,
         "--preset": [preset] if preset is not None else None,
+        "--mesh": [mesh] if isinstance(mesh, str) else None,
+        "--rules": [rules] if isinstance(rules, str) else None,
     }
     words = [str(word) for name, values in options.items() if values for word in (name, *values)]
     return shlex.join(["kvjax", "compare", *words, *(["--scores"] if scores else [])])

@@ -1,11 +1,14 @@
 """The log of a run: one JSON line per finished unit, so that a killed run goes on where it stopped.
 
 A line is whole or it does not count: a torn last line, the mark of a kill, is dropped on resume. A folder
-that holds anything else than a run's files is refused before anything is written.
+that holds anything else than a run's files is refused before anything is written. On several hosts each has a
+log of its own, under a folder that they may share or not; all know of all finished units when a run begins
+and when it ends.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ from typing import Any
 
 from kvjax.errors import InputError
 from kvjax.files import write_atomic
+from kvjax.hosts.messages import by_first, gathered, is_first, number_of, wait_for_all
 
 # What a run writes beside its settings: none of it may be there before.
 RESULTS = ("units.jsonl", "results.jsonl", "metrics.json", "frontier.png", "report.html")
@@ -32,39 +36,57 @@ class UnitLog:
     def __init__(
         self, folder: Path, settings: dict[str, Any], resume: bool, fields: tuple[str, ...] = ("rows",)
     ):
-        self.path = folder / "units.jsonl"
         self.done: dict[str, dict[str, Any]] = {}
         text = json.dumps(settings, indent=1, sort_keys=True)
-        known = _prepare(folder, resume)
-        if known is None:
-            with writing(folder):
-                write_atomic(folder / "settings.json", text.encode())
-        elif known != json.loads(text):
-            changed = [k for k in sorted({*known, *settings}) if known.get(k) != json.loads(text).get(k)]
-            raise InputError(
-                f"{folder} holds a run with other settings ({', '.join(changed)} differ): resume it with the "
-                "settings in its settings.json, or choose another --out"
-            )
+        by_first(lambda: _open(folder, text, resume))
+        # Others may have a disk of their own, with a log of another run.
+        run = hashlib.sha256(text.encode()).hexdigest()[:8]
+        self.path = folder / ("units.jsonl" if is_first() else f"units-{run}-{number_of()}.jsonl")
         with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not resume and not is_first():
+                self.path.unlink(missing_ok=True)
             if resume and self.path.exists():
-                self._read(fields)
+                self.done = self._read(self.path, fields)
             # Unbuffered, so that what a full disk refuses is known at once and can be taken back.
             self._file = open(self.path, "ab", buffering=0)
+            self._others = sorted(folder.glob(f"units-{run}-*.jsonl")) if is_first() and resume else []
+        self._take([self._read(path, fields) for path in self._others])
+        self._take(gathered(self.done))
 
-    def _read(self, fields: tuple[str, ...]) -> None:
+    def _take(self, several: list[dict[str, Any]]) -> None:
+        """Takes over the units of other hosts; the first host also writes them to its log."""
+        for found in several:
+            for key in found.keys() - self.done.keys():
+                self.done[key] = found[key]
+                if is_first():
+                    self.add(key, found[key])
+
+    def join(self) -> None:
+        """Makes all units known to all hosts, and the log of the first host the only one."""
+        self._take(gathered(self.done))
+        wait_for_all()
+        for path in self._others if is_first() else [self.path]:
+            path.unlink(missing_ok=True)
+
+    def _read(self, path: Path, fields: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+        """The units of a log."""
+        found: dict[str, dict[str, Any]] = {}
         whole = b""
-        for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), 1):
+        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
             if not line.endswith(b"\n"):
                 break
             unit = _unit(line, fields)
             if unit is None:
                 raise InputError(
-                    f"line {number} of {self.path} is no finished unit of this run: remove that line, or "
+                    f"line {number} of {path} is no finished unit of this run: remove that line, or "
                     "choose another --out"
                 )
-            self.done[unit["key"]] = unit
+            found[unit["key"]] = unit
             whole += line
-        write_atomic(self.path, whole)
+        if path == self.path:
+            write_atomic(path, whole)
+        return found
 
     def add(self, key: str, unit: dict[str, Any]) -> None:
         """Appends a finished unit and puts it on disk, all of it or nothing."""
@@ -119,6 +141,21 @@ def _unit(line: bytes, fields: tuple[str, ...]) -> dict[str, Any] | None:
         return None
     rows = unit["rows"]
     return unit if isinstance(rows, list) and rows and all(isinstance(x, dict) for x in rows) else None
+
+
+def _open(folder: Path, text: str, resume: bool) -> None:
+    """Makes the folder of a run with these settings, or checks that it holds it. InputError where not."""
+    known = _prepare(folder, resume)
+    if known is None:
+        with writing(folder):
+            write_atomic(folder / "settings.json", text.encode())
+        return
+    asked = json.loads(text)
+    if changed := [k for k in sorted({*known, *asked}) if known.get(k) != asked.get(k)]:
+        raise InputError(
+            f"{folder} holds a run with other settings ({', '.join(changed)} differ): resume it with the "
+            "settings in its settings.json, or choose another --out"
+        )
 
 
 def _prepare(folder: Path, resume: bool) -> dict[str, Any] | None:

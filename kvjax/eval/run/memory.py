@@ -8,6 +8,7 @@ import jax
 import psutil
 
 from kvjax.errors import InputError
+from kvjax.hosts.messages import gathered
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 
@@ -34,8 +35,8 @@ def row_bytes(config: Config, tokens: int, itemsize: int) -> int:
 
 
 def fitting_rows(config: Config, tokens: int, itemsize: int, wanted: int) -> int:
-    """The largest batch up to `wanted` that fits; InputError where not even one row does."""
-    free, one = free_bytes(), row_bytes(config, tokens, itemsize)
+    """The largest batch up to `wanted` that fits on every host; InputError where not even one row does."""
+    free, one = min(gathered(free_bytes())), row_bytes(config, tokens, itemsize)
     rows = min(wanted, int(free * SHARE) // one)
     if rows < 1:
         raise InputError(

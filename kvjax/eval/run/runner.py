@@ -28,6 +28,7 @@ from kvjax.eval.tasks.rows import Rows
 from kvjax.eval.tasks.sample import Sample, Suite
 from kvjax.fitted import with_fitted
 from kvjax.grammar import Method
+from kvjax.hosts.arrays import fetch, is_shared
 from kvjax.keep.patterns import Recent
 from kvjax.layout import mesh_for
 from kvjax.making import made
@@ -130,10 +131,14 @@ class Given(NamedTuple):
 
 
 class Runner:
-    """Runs cells of one model over batches of rows; holds no results."""
+    """Runs cells of one model over batches of rows; holds no results.
+
+    together: whether other hosts hold parts of the model and run every cell with this one, in one order.
+    """
 
     def __init__(self, model: Model, suite: Suite, entries: list[Entry], tokens: int, room: int):
         self.model, self.suite, self.entries = model, suite, entries
+        self.together = is_shared(model.params)
         self.tokens, self.room = tokens, room
         self.plain = Run(model.config, Method(), on_mesh=model.on_mesh)
         self.params = with_fitted(model.params, *(entry.method for entry in entries))
@@ -169,7 +174,7 @@ class Runner:
         out = observe(self.plain, self.params, tokens, length, None, self.needs)
         jax.block_until_ready(out)
         seconds[""] = time.perf_counter() - start
-        if np.isnan(np.asarray(out.logits))[rows.length > 0].any():
+        if np.isnan(fetch(out.logits))[rows.length > 0].any():
             refuse_prompt(self.model, rows.prompt, rows.length)
         for probe in self.probes:
             start = time.perf_counter()
@@ -189,7 +194,7 @@ class Runner:
         if run.method.keep is not None and run.method.keep.probe is not None:
             out = probed(run._replace(method=Method()), params, out, run.method.keep.probe)
         jax.block_until_ready(out)
-        if np.isnan(np.asarray(out.logits))[rows.length > 0].any():
+        if np.isnan(fetch(out.logits))[rows.length > 0].any():
             refuse_prompt(model, rows.prompt, rows.length)
         return out, time.perf_counter() - start
 
@@ -220,8 +225,22 @@ class Runner:
         params = self.given(entry).params
         cache, lost = settle(run, params, prompt, tokens=self.tokens, room=self.room)
         jax.block_until_ready(cache)
-        check_scores(entry.label, np.asarray(lost))
+        check_scores(entry.label, fetch(lost))
         return trimmed(cache, bucket) if counted(entry.method) else cache
+
+    def units(
+        self, make: Callable[..., X], todo: list[Entry], timed: Iterable[Entry] = ()
+    ) -> Iterator[tuple[Entry, X]]:
+        """(entry, make(entry)) as they finish: two at a time where a cell compiles, those to time alone.
+
+        make: also takes `alone`, that nothing else runs beside it.
+        """
+        if self.together:
+            yield from ((entry, make(entry, alone=True)) for entry in todo)
+            return
+        timed = [*timed]
+        yield from two_at_a_time(make, [e for e in todo if e not in timed])
+        yield from ((entry, make(entry, alone=True)) for entry in timed)
 
     def make_room(self) -> None:
         """Drops compiled programs where there are too many, after which no cell counts as run before."""
@@ -249,7 +268,7 @@ class Runner:
         new, stop = row_new_tokens(rows), np.array(self.model.stop_ids or (-1,), np.int32)
         given = map(jnp.asarray, (rows.forced, rows.count, rows.again, new, stop))
         said = generate_answers(decode, params, cache, *given, width=self.room - rows.forced.shape[1])
-        said = np.asarray(said)
+        said = fetch(said)
         if (said == NOT_A_NUMBER).any():
             refuse_step(int(np.argwhere(said == NOT_A_NUMBER)[:, 1].min()), entry.label)
         seconds = {"settle": settled - start, "ask": time.perf_counter() - asked}
@@ -285,7 +304,7 @@ def _given(kept: list[np.ndarray], source: Array | None) -> list[np.ndarray]:
     """Positions in the prompts as they were given, from those in what was read of them."""
     if source is None:
         return kept
-    rows = np.asarray(source)[:, None]
+    rows = fetch(source)[:, None]
     return [np.where(pos >= 0, np.take_along_axis(rows, np.maximum(pos, 0), axis=2), -1) for pos in kept]
 
 

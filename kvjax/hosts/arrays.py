@@ -1,0 +1,56 @@
+"""Arrays that lie on the devices of several processes, made whole on each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import PyTree
+
+
+def fetch(tree: PyTree) -> PyTree:
+    """The arrays of a tree, whole, in NumPy; where others hold parts of them, all processes must call it.
+
+    >>> import jax.numpy as jnp
+    >>> fetch({"logits": jnp.zeros((1, 2))})["logits"].tolist()
+    [[0.0, 0.0]]
+    """
+    return jax.device_get(jax.tree.map(_within_reach, tree))
+
+
+def _within_reach(x: Any) -> Any:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
+        return multihost_utils.process_allgather(x, tiled=True)
+    return x
+
+
+def from_pieces(
+    shape: Sequence[int], where: jax.sharding.Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
+) -> jax.Array:
+    """An array of which every process reads what its devices hold, each piece once, however many hold it.
+
+    >>> from_pieces((4,), jax.sharding.SingleDeviceSharding(jax.devices()[0]), np.arange(4).__getitem__).shape
+    (4,)
+    """
+    found: dict[Any, np.ndarray] = {}
+
+    def piece(index: Any) -> np.ndarray:
+        key = tuple(s.indices(n) for s, n in zip(index, shape, strict=True))
+        if key not in found:
+            found[key] = read(index)
+        return found[key]
+
+    return jax.make_array_from_callback(tuple(shape), where, piece)
+
+
+def is_shared(tree: PyTree) -> bool:
+    """Whether any array of a tree lies on devices of other processes, too: then all must compute with it.
+
+    >>> import jax.numpy as jnp
+    >>> is_shared(jnp.zeros(2))
+    False
+    """
+    return any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in jax.tree.leaves(tree))

@@ -1,0 +1,179 @@
+"""How the processes of one program meet: `start_hosts`, and what it says where one does not come."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from typing import Any, NamedTuple
+
+import jax
+
+from kvjax.errors import InputError
+from kvjax.hosts.watch import joining, watch
+from kvjax.inputs import finite_number, whole_number
+
+AUTO = "auto"
+# Seconds without a sign of life after which JAX ends a program.
+_HEARTBEAT = 30
+# The last of several processes may take long: those that are done wait for it.
+_SHUTDOWN = 7 * 24 * 3600
+
+
+class Meeting(NamedTuple):
+    """Where processes meet: the address of the first with a port, how many there are, which one this is.
+
+    All are None where JAX is to find them in its surroundings.
+    """
+
+    address: str | None
+    processes: int | None
+    process: int | None
+
+
+def start_hosts(
+    hosts: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    *,
+    wait_seconds: float | int = 300,
+) -> None:
+    """Joins this process with those of other hosts, after which `jax.devices()` are the devices of all.
+
+    hosts: "auto", where Slurm, Cloud TPU, GKE, Kubernetes or Open MPI says the rest, or ADDRESS:PORT of the
+    first process, which `processes` and `process`, this one's number from 0, go with. What is not given is
+    read from $KVJAX_HOSTS, $KVJAX_PROCESSES and $KVJAX_PROCESS. Call it before anything asks JAX for its
+    devices, with the same values but for `process` on every host; then run the same code everywhere.
+
+    When a process ends before the others, these end with a line that says so and exit code 3. Raises
+    InputError for values that mean nothing, and where not all have come after `wait_seconds`.
+
+    >>> start_hosts("10.0.0.1:1234", processes=2, process=2)
+    Traceback (most recent call last):
+    kvjax.errors.InputError: process is 2, expected at most 1: how many of the processes come before this one
+    """
+    meeting = meeting_of(hosts, processes, process)
+    finite_number("wait_seconds", wait_seconds, 0.0, open_low=True)
+    if not jax.distributed.is_initialized():
+        _check_address(meeting)
+        _join(meeting, wait_seconds)
+    if jax.process_count() > 1:
+        watch(_found_address().rsplit(":", 1)[0].strip("[]"))
+
+
+def meeting_of(hosts: str | None, processes: int | None, process: int | None) -> Meeting:
+    """Where processes meet, from what is given and from the environment. Raises InputError for a wrong value.
+
+    >>> meeting_of("10.0.0.1:1234", 2, 0)
+    Meeting(address='10.0.0.1:1234', processes=2, process=0)
+    """
+    hosts = hosts or os.environ.get("KVJAX_HOSTS") or AUTO
+    processes = _number("KVJAX_PROCESSES") if processes is None else processes
+    process = _number("KVJAX_PROCESS") if process is None else process
+    if hosts == AUTO:
+        if processes is not None or process is not None:
+            raise InputError(
+                f"hosts is {AUTO!r}, and processes={processes}, process={process} were given, "
+                "expected one of both: leave them out, or give hosts as ADDRESS:PORT of the first process"
+            )
+        return Meeting(None, None, None)
+    found = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):(\d{1,5})", hosts)
+    if found is None or not 0 < int(found[2]) < 2**16:
+        raise InputError(
+            f"hosts is {hosts!r}, expected {AUTO!r}, or address and port of the first process, as in "
+            "10.0.0.1:1234"
+        )
+    if processes is None or process is None:
+        raise InputError(
+            f"hosts is {hosts!r}, with processes={processes} and process={process}, expected both: how many "
+            "there are, and this one's number from 0"
+        )
+    processes = whole_number("processes", processes, 1, "processes in all")
+    what = "of the processes come before this one"
+    return Meeting(hosts, processes, whole_number("process", process, 0, what, processes - 1))
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name)
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise InputError(f"${name} is {text!r}, expected a whole number")
+    return int(text)
+
+
+def _check_address(meeting: Meeting) -> None:
+    """InputError where a port is taken, or a name means no machine."""
+    if meeting.address is None:
+        return
+    host, port = meeting.address.rsplit(":", 1)
+    try:
+        if meeting.process == 0:
+            with socket.create_server(("", int(port))):
+                return
+        socket.getaddrinfo(host.strip("[]"), int(port))
+    except OSError as error:
+        raise InputError(
+            f"the processes cannot meet at {meeting.address} ({error.strerror or error}): give the address "
+            "of process 0, as the other hosts know it, and a free port there"
+        ) from error
+
+
+def _join(meeting: Meeting, wait_seconds: float | int) -> None:
+    """Meets the others. InputError where they have not all come in time."""
+    # SIGTERM ends a process: without this, JAX takes it for a notice and goes on.
+    jax.config.update("jax_enable_preemption_service", False)
+    failed: list[Exception] = []
+
+    def join() -> None:
+        given: dict[str, Any] = {}
+        if meeting.address is not None:
+            given = {"cluster_detection_method": "deactivate"}
+        try:
+            # JAX aborts the process where it waits in vain: this function waits, and says so instead.
+            jax.distributed.initialize(
+                meeting.address, meeting.processes, meeting.process, initialization_timeout=_SHUTDOWN,
+                heartbeat_timeout_seconds=_HEARTBEAT, shutdown_timeout_seconds=_SHUTDOWN, **given,
+            )  # fmt: skip
+        except Exception as error:  # whatever JAX raises, the user reads one line
+            failed.append(error)
+
+    joining.set()
+    thread = threading.Thread(target=join, daemon=True)
+    thread.start()
+    thread.join(wait_seconds)
+    if thread.is_alive():
+        raise InputError(_not_all(meeting, wait_seconds))
+    if failed:
+        joining.clear()
+        raise InputError(_refused(meeting, failed[0])) from failed[0]
+
+
+def _not_all(meeting: Meeting, seconds: float | int) -> str:
+    address = meeting.address or _found_address() or "the address that the surroundings name"
+    many = meeting.processes or "all"
+    me = "" if meeting.process is None else f" (this is process {meeting.process})"
+    return (
+        f"not all of {many} processes met at {address} within {seconds:g} seconds{me}: start the same "
+        "command on every host, each with a number of its own from 0; the address must be that of process 0, "
+        "and its port open to all (firewall, proxy)"
+    )
+
+
+def _refused(meeting: Meeting, error: Exception) -> str:
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "before" in said:
+        return "hosts were started after JAX had looked for its devices: call kvjax.start_hosts first of all"
+    if meeting.address is None:
+        return (
+            f"no Slurm, Cloud TPU, GKE, Kubernetes or Open MPI says where the other processes are ({said}): "
+            "give ADDRESS:PORT of the first process, --processes and --process"
+        )
+    return f"the processes could not meet at {meeting.address} ({said}): check address, port and numbers"
+
+
+def _found_address() -> str:
+    from jax._src import distributed
+
+    return distributed.global_state.coordinator_address or ""
