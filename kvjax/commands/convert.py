@@ -29,7 +29,7 @@ EXAMPLE = """conversions:
 
 examples:
   kvjax convert --to gqa:kv_heads=1 recall-tiny runs/mqa
-  kvjax train --gin bytes --set model.start=runs/mqa --out runs/uptrained"""
+  kvjax uptrain runs/mqa --gin recall-tiny --teacher recall-tiny --out runs/uptrained"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +77,4 @@ def run(args: argparse.Namespace) -> None:
         f"is the original's {found.agreement:.1%} of the time",
         soft_wrap=True,
     )
-    out.print(
-        f"uptrain it with kvjax train --gin FILE --set model.start={args.out} --out DIR", soft_wrap=True
-    )
+    out.print(f"uptrain it with kvjax uptrain {args.out} --teacher {args.model} --out DIR", soft_wrap=True)

@@ -67,7 +67,7 @@ def train(
     config, start = _model(run, words)
     _check_devices(run, config, on)
     kinds(config, run.tune)
-    teacher = None if run.teacher is None else _teacher(run, run.teacher, config)
+    teacher = None if run.teacher is None else _teacher(run, run.teacher, config, words)
     segments = run.data.segments and not carrying(config)
     source, held = source_of(run.data, words, run.loop, segments=segments)
     _open(folder, run, config, resume)
@@ -96,6 +96,7 @@ def _model(run: Training, words: Words) -> tuple[Config, Callable[[], Params]]:
         model = load(run.start, dtype="float32")
         if not isinstance(model.config, Config):
             raise InputError(f"{run.start} is a model of two decoders, and one is trained here")
+        _check_tokenizer(run.start, model, words, run)
         config, start = model.config, lambda: model.params
     else:
         assert run.config is not None
@@ -119,6 +120,16 @@ def _model(run: Training, words: Words) -> tuple[Config, Callable[[], Params]]:
             "the rows, or raise model.max_positions"
         )
     return config, start
+
+
+def _check_tokenizer(path: str, model: Model, words: Words, run: Training) -> None:
+    if model.tokenizer is not None and model.tokenizer.get_vocab() != words.tokenizer.get_vocab():
+        texts = "data.kind is" if run.data.kind == "recall" else "data.tokenizer is"
+        read = run.data.kind if run.data.kind == "recall" else run.data.tokenizer
+        raise InputError(
+            f"{texts} {read!r}, and {path} has another tokenizer: give texts of its language, and "
+            f"data.tokenizer={path}"
+        )
 
 
 def _check_devices(run: Training, config: Config, on: OnMesh | None) -> None:
@@ -152,13 +163,14 @@ def begin(
     return TrainState(trained, kept, jax.device_put(jnp.zeros((), jnp.int32), on.sharding((), ()))), fixed
 
 
-def _teacher(run: Training, path: str, config: Config) -> Model:
+def _teacher(run: Training, path: str, config: Config, words: Words) -> Model:
     model = load(path, mesh=run.devices.mesh, rules=run.devices.rules)
     if not isinstance(model.config, Config) or model.config.vocab != config.vocab:
         raise InputError(
             f"the teacher {path} is no decoder of {config.vocab} ids, as the model is: teach with one "
             "that has the same tokenizer"
         )
+    _check_tokenizer(path, model, words, run)
     if (run.loop.distil_hidden or run.loop.distil_attention) and model.config.d_model != config.d_model:
         raise InputError(
             f"the teacher {path} has {model.config.d_model} channels and the model {config.d_model}: set "

@@ -52,9 +52,9 @@ class Data:
     "python" (the standard library's source of the running interpreter) or "recall" (the language of
     `recall-tiny`).
 
-    field: the field or column that holds a text. tokenizer: "bytes", or the directory of a tokenizer.
-    held_out: the share of texts, chosen by a hash of them, that is never trained on. segments: texts that lie
-    in one row do not see each other. seed: of the order of texts.
+    field: the field or column that holds a text. tokenizer: "bytes", or a model whose tokenizer it is, as
+    `kvjax.load` takes one. held_out: the share of texts, chosen by a hash of them, that is never trained on.
+    segments: texts that lie in one row do not see each other. seed: of the order of texts.
     """
 
     kind: str = "python"
@@ -291,6 +291,10 @@ def training(bound: Mapping[str, Mapping[str, Any]], vocab: int | None = None) -
     parts = {name: _built(name, kind, bound.get(name, {})) for name, kind in SECTIONS.items()}
     model = dict(bound.get("model", {}))
     start, teacher = model.pop("start", None), model.pop("teacher", None)
+    if teacher is None and (given := [n for n in bound.get("train", {}) if n.startswith("distil")]):
+        raise InputError(
+            f"train.{given[0]} is given and no teacher to learn from: bind model.teacher, or leave it out"
+        )
     first = model.pop("init", "random")
     config = _config(model, vocab)
     config = config if start is None else None
