@@ -84,6 +84,7 @@ def source_of(
                 "language, which for recall-tiny are those of data.kind='recall'"
             ) from error
 
+    encode(texts[0])  # what cannot be read is refused at once
     held = held_out_rows(
         texts, encode, words.end, loop.length, loop.evaluate_rows, share=data.held_out, segments=segments
     )
