@@ -14,11 +14,15 @@ HELP = "convert a trained model into another architecture, as the start of uptra
 EXAMPLE = """conversions:
   gqa:kv_heads=2           fewer KV heads, each the mean of neighbours
   mqa                      one KV head
+  wgqa:kv_heads=2          fewer KV heads, weighted sums whose weights learn
   cla:every=2              runs of layers read their first one's slots
   mlkv:layers=2            so many layers keep slots for all
-  asymgqa:kv_heads=2       groups of like heads; kdgqa:kv_heads=2, dha:heads=12 are others
+  asymgqa:kv_heads=2       groups of like heads; kdgqa:kv_heads=2, dha:heads=12, qcqa:heads=6
+                           are others
   drop:layers=[2,3]        layers without attention; drop:count=2 chooses them
-  low-rank:rank=0.5        latents of grouped heads (Palu)
+  low-rank:rank=0.5        latents of grouped heads (Palu); lorc:most=0.75,least=0.25,
+                           matryoshkakv:rank=16 are others
+  recurformer:kv_heads=1   KV heads that look nearby become Mamba-2
   eckvh:kv_heads=2         fewer KV heads by singular values
   mla:rank=64,rotary=1     latents of all heads, and so many heads of turning keys
   lckv:own=2               layers between own ones read the topmost
