@@ -37,6 +37,7 @@ from kvjax.models.mixer import (
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dtypes import wide
+from kvjax.ops.base.packed_sequences import segment_numbers, segment_offsets
 
 # Ids, or the vectors that a decoder is given in their place.
 IdsOrVectors = Int[Array, "B T"] | Float[Array, "B T D"]
@@ -347,8 +348,6 @@ def _in_segments(
             "each text a row of its own, or join them as one text"
         )
     t = segments.shape[1]
-    index = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), segments.shape)
-    starts = (index == 0) | (segments != jnp.roll(segments, 1, axis=1))
-    offset = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
-    number = jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
+    offset = segment_offsets(segments)
+    number = segment_numbers(segments, segments.shape)
     return offset, jnp.where(pos >= 0, 2 * t * number + offset, -1)

@@ -29,6 +29,7 @@ class VectorQuantised(Recurrent):
     codes: int = 512
     block: int = 512
     untaught = frozenset({"codebook"})
+    in_segments = True
 
     def check(self, config: Config) -> None:
         if self.groups not in (None, self.heads) or self.block < 1 or self.codes < 1:
@@ -65,7 +66,9 @@ class VectorQuantised(Recurrent):
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             names = ("counts", "means", "near_codes", "near_values", "length")
             start = None if past is None else VQState(*(past[n] for n in names))
-            out, new = transformer_vq(q, k, v, book, block=self.block, initial_state=start, mask=mask)
+            out, new = transformer_vq(
+                q, k, v, book, block=self.block, initial_state=start, mask=mask, segments=memory.segments
+            )
             y = linear(p, "o", out.astype(x.dtype).reshape(*x.shape[:2], -1) * gate)
             # A block that is full has become counts, and its last token could not be asked again.
             y, answer = answered(y, jnp.zeros_like(x[:, 0]) if past is None else past["answer"], mask)
