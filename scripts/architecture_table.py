@@ -14,6 +14,7 @@ repeated; seeds are those of the training files.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -131,8 +132,10 @@ def _apart(id: str, place: int, args: argparse.Namespace) -> dict[str, Any] | No
     words += ["--set", *args.set] if args.set else []
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     pin = None if len(cores) < 2 or args.jobs < 2 else {cores[place % len(cores)]}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     run = subprocess.run(
-        [sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, check=False,
+        [sys.executable, __file__, *words], env=os.environ | {"XLA_FLAGS": flags},
+        stdout=subprocess.PIPE, text=True, check=False,
         preexec_fn=None if pin is None else lambda: os.sched_setaffinity(0, pin),
     )  # fmt: skip
     if run.returncode:
@@ -160,14 +163,17 @@ def _train(id: str, folder: Path, steps: int, changes: list[str]) -> None:
 
 
 def _results(id: str, log: list[dict[str, Any]], measures: dict[str, Any]) -> dict[str, Any]:
-    """A row's results; how fast it trains is the median of the log, whose first line has compiled."""
-    speeds = [line["tokens_per_second"] for line in log]
+    """A row's results; how fast it trains, per second of its core, is the median of the lines of its log."""
+    speeds = [
+        (b["tokens"] - a["tokens"]) / (b["cpu_seconds"] - a["cpu_seconds"])
+        for a, b in itertools.pairwise(log)
+    ]
     return {
         "name": ROWS[id].name,
         "gin": ROWS[id].gin,
         "bits_per_byte": log[-1]["bits_per_byte"],
         "tokens": log[-1]["tokens"],
-        "training_tokens_per_second": round(statistics.median(speeds[1:] or speeds)),
+        "training_tokens_per_second": round(statistics.median(speeds)),
         **measures,
     }
 
@@ -192,21 +198,30 @@ def table(found: dict[str, Any]) -> str:
     if not rows:
         return "No row is measured yet: `python scripts/architecture_table.py train`."
     sizes = [f"{n // 1024}k" for n in CONTEXTS]
-    head = ["architecture", "parameters", "bits per byte, held out", *(f"state at {n}" for n in sizes)]
+    head = [
+        "architecture",
+        "parameters",
+        "bits per byte, held out",
+        "read again",
+        *(f"state at {n}" for n in sizes),
+    ]
     head += [*(f"decode tokens/s at {n}" for n in sizes), "training tokens/s"]
     best = min(row["bits_per_byte"] for row in rows)
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         bits = f"{row['bits_per_byte']:.3f}"
         bits = f"**{bits}**" if row["bits_per_byte"] == best else bits
-        cells = [row["name"], f"{row['parameters']:,}", bits]
+        cells = [row["name"], f"{row['parameters']:,}", bits, f"{row['recall_bits'][1]:.3f}"]
         cells += [f"{row['state_bytes'][str(n)]:,}" for n in CONTEXTS]
         cells += [f"{row['decode_tokens_per_second'][str(n)]:,.0f}" for n in CONTEXTS]
         cells.append(f"{row['training_tokens_per_second']:,}")
         lines.append(f"| {' | '.join(cells)} |")
     tokens = " or ".join(f"{n:,}" for n in sorted({row["tokens"] for row in rows}))
-    note = f"Trained on {tokens} bytes of text. State: bytes of one row, keys and values in bfloat16."
-    return "\n".join([*lines, "", note, "", f"![Bits per byte against bytes of state]({PICTURE.name})"])
+    notes = [
+        f"Trained on {tokens} bytes of text. Read again: bits per byte of held-out texts that have just been",
+        "read, so what a model looks up in its state. State: bytes of one row, keys and values in bfloat16.",
+    ]
+    return "\n".join([*lines, "", *notes, "", f"![Bits per byte against bytes of state]({PICTURE.name})"])
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
