@@ -77,11 +77,12 @@ def block(
         return rms_norm(y, p[name], config.norm_eps, config.norm_offset) if name in p else y
 
     left: Left = {}
-    added = fed = None
+    read = added = fed = None
     if layer.mixer.shapes(config):
         with jax.named_scope("attention"):
             mixed = layer.taken.get("input", x)
-            out, state, left = layer.mixer(p, norm("attn_norm", mixed), layer, memory, state)
+            read = norm("attn_norm", mixed)
+            out, state, left = layer.mixer(p, read, layer, memory, state)
             added = norm("attn_post_norm", out)
             x = x + added
     if mlp.shapes(config):
@@ -89,7 +90,7 @@ def block(
             fed = norm("mlp_norm", x)
             x = x + norm("mlp_post_norm", mlp(p, fed, config))
     if memory.look is not None:
-        left = left | {"collected": memory.look(Passed(mlp, p, added, fed, x))}
+        left = left | {"collected": memory.look(Passed(layer.mixer, mlp, p, read, added, fed, x))}
     return x, state, left
 
 

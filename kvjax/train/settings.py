@@ -115,7 +115,8 @@ class Loop:
     stages: (steps, length, batch) one after the other, in place of these three; what learning rates do
     over steps they then do over tokens. compute: the dtype of layers; weights are kept in float32. remat:
     compute layers anew for the gradient instead of keeping what lies inside them. balance: what unequal
-    use of experts costs, times the loss of Switch Transformers (arXiv:2101.03961). distil: with a
+    use of experts costs, times the loss of Switch Transformers (arXiv:2101.03961). codes: what the distance
+    of keys from their codes costs (Transformer-VQ, arXiv:2309.16354). distil: with a
     teacher, the share of the loss that is the divergence from its predictions; distil_hidden,
     distil_attention: what the squared distance from its hidden states and from the outputs of its mixers
     is multiplied by, the mean over channels and layers. log_every, evaluate_every: in steps.
@@ -132,6 +133,7 @@ class Loop:
     remat: bool = False
     passes: tuple[int, int] = (7, 2)
     balance: float = 0.01
+    codes: float = 1e-3
     distil: float = 0.5
     distil_hidden: float = 0.0
     distil_attention: float = 0.0
@@ -152,7 +154,7 @@ class Loop:
             _count(f"train.{name}", getattr(self, name), 1)
         _count("train.evaluate_rows", self.evaluate_rows, 1)
         _between("train.distil", self.distil, 0.0, 1.0)
-        for name in ("balance", "distil_hidden", "distil_attention"):
+        for name in ("balance", "codes", "distil_hidden", "distil_attention"):
             _between(f"train.{name}", getattr(self, name), 0.0, math.inf)
         _one_of("train.compute", self.compute, ("bfloat16", "float32"))
         for batch in {self.batch, *(batch for *_, batch in self.stages)}:

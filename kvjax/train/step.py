@@ -15,6 +15,7 @@ from kvjax.models.config import Config
 from kvjax.models.feed_forward import MoE
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Passed
+from kvjax.models.mixers.transformer_vq import VectorQuantised
 from kvjax.models.transformer import run_layers, unembed
 from kvjax.train.devices import places
 from kvjax.train.losses import distilled, next_token, squared
@@ -59,10 +60,14 @@ class Teacher(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a model made of a part: logits, unequal use of experts, and what the losses ask of each layer."""
+    """What a model made of a part: logits, and what the losses ask of each layer.
+
+    unequal, apart: unequal use of experts and distances of keys from their codes, summed over layers.
+    """
 
     logits: Float[Array, "B T V"]
     unequal: Float[Array, ""]
+    apart: Float[Array, ""]
     layers: list[dict[str, Any]]
 
 
@@ -81,9 +86,9 @@ def learned_loss(
     teacher: Teacher | None = None,
     on: OnMesh | None = None,
 ) -> Float[Array, ""]:
-    """What is made small: `total_loss`, in part the divergence from a teacher, and unequal use of experts.
+    """What is made small: `total_loss`, in part the divergence from a teacher, and what layers add.
 
-    The last counts `loop.balance` for every target and layer.
+    Unequal use of experts counts `loop.balance`, distance from codes `loop.codes` for every target and layer.
     """
     asked = {"hidden": loop.distil_hidden, "attention": loop.distil_attention} if teacher else {}
     asked = {what: share for what, share in asked.items() if share}
@@ -94,7 +99,7 @@ def learned_loss(
         loss = (1 - loop.distil) * loss + loop.distil * distilled(mine.logits, theirs.logits, part.weights)
         for what, share in asked.items():
             loss += share * _from_layers(what, mine.layers, theirs.layers, part.weights)
-    return loss + loop.balance * part.weights[:, 1:].sum() * mine.unequal
+    return loss + part.weights[:, 1:].sum() * (loop.balance * mine.unequal + loop.codes * mine.apart)
 
 
 def fellow(layer: int, layers: int, theirs: int) -> int:
@@ -120,10 +125,12 @@ def _read(
 ) -> Read:
     def look(passed: Passed) -> dict[str, Any]:
         seen = {"hidden": passed.out, "attention": passed.mixed}
-        unequal = jnp.zeros((), jnp.float32)
+        unequal = apart = jnp.zeros((), jnp.float32)
+        if isinstance(passed.mixer, VectorQuantised) and passed.read is not None:
+            apart = passed.mixer.apart(passed.p, passed.read)
         if isinstance(passed.mlp, MoE) and passed.fed is not None:
             unequal = passed.mlp.balance(passed.p, passed.fed)
-        return {"unequal": unequal} | {what: seen[what] for what in asked}
+        return {"unequal": unequal, "apart": apart} | {what: seen[what] for what in asked}
 
     segments, params = None if part.segments is None else part.segments[:, :-1], computed(params, loop)
     ran = run_layers(
@@ -135,8 +142,10 @@ def _read(
         for group in ran.collected
         for i in range(len(group["unequal"]))
     ]
-    unequal = sum((layer["unequal"] for layer in layers), jnp.zeros((), jnp.float32))
-    return Read(unembed(params, ran.x, config), unequal, layers)
+    unequal, apart = (
+        sum((layer[what] for layer in layers), jnp.zeros((), jnp.float32)) for what in ("unequal", "apart")
+    )
+    return Read(unembed(params, ran.x, config), unequal, apart, layers)
 
 
 def make_step(
