@@ -28,6 +28,7 @@ EXAMPLE = """conversions:
   lckv:own=2               layers between own ones read the topmost
   yoco:window=256          the upper half reads one layer, below are windows
   swiftkv:layer=4          layers from there on project from its input
+  xc-cache:before=[1,3]    layers that read what an encoder kept
   linear:keep=2,mixer=KimiDelta,steps=200
                            linear attentions that learn from the attention
 

@@ -18,10 +18,18 @@ from kvjax.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import ATTENTION, Attention, mixer_of
+from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.model import Model, check_single
 from kvjax.models.params import plan, regroup
 from kvjax.models.transformer import forward
-from kvjax.train.convert import Grouping, drop_attention, group_heads, pool_heads, share_layers
+from kvjax.train.convert import (
+    Grouping,
+    drop_attention,
+    group_heads,
+    insert_cross_attention,
+    pool_heads,
+    share_layers,
+)
 from kvjax.train.fusion import fused_groups, weighted_groups
 from kvjax.train.grouping.asymgqa import asymgqa
 from kvjax.train.grouping.dha import dha
@@ -219,6 +227,12 @@ def _matryoshkakv(
     return to_nested(params, config, rank, texts or (), steps, moments)
 
 
+def _xc_cache(params: Params, config: Config, *, before: Sequence[int]) -> Made:
+    """Layers of cross-attention before some layers, which read what an encoder kept (arXiv:2404.15420)."""
+    word = CrossAttention(width=config.d_model, turns=True)
+    return insert_cross_attention(params, config, before, word, jax.random.key(0))
+
+
 def _recurformer(
     params: Params,
     config: Config,
@@ -237,6 +251,7 @@ CONVERSIONS: dict[str, Callable[..., Made]] = {
     "dha": _dha, "eckvh": _eckvh, "mla": _mla, "low-rank": _low_rank, "lorc": _lorc,
     "matryoshkakv": _matryoshkakv, "cla": _cla, "mlkv": _mlkv, "lckv": _lckv, "yoco": _yoco,
     "swiftkv": _swiftkv, "drop": _drop, "linear": _linear, "recurformer": _recurformer,
+    "xc-cache": _xc_cache,
 }  # fmt: skip
 
 

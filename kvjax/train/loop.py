@@ -35,6 +35,7 @@ from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.models.params import init, regroup
 from kvjax.models.transformer import carrying
+from kvjax.train.beside import beside, check_tokenizer
 from kvjax.train.curve import draw_losses
 from kvjax.train.devices import places, rows_placed
 from kvjax.train.optimiser import optimiser, rate_of
@@ -44,7 +45,7 @@ from kvjax.train.run_folder import LOG, SETTINGS, clock, open_run, trim_log
 from kvjax.train.saving import Saver
 from kvjax.train.settings import Training
 from kvjax.train.sources import Words, source_of, words_of
-from kvjax.train.step import Found, Parts, TrainState, fault, make_step, total_loss
+from kvjax.train.step import Beside, Found, Parts, TrainState, fault, make_step, told, total_loss
 from kvjax.train.trained import Fixed, groups_of, joined, kinds, split
 
 
@@ -67,8 +68,8 @@ def train(
     config, start = _model(run, words)
     _check_devices(run, config, on)
     kinds(config, run.tune)
-    teacher = None if run.teacher is None else _teacher(run, run.teacher, config, words)
-    segments = run.data.segments and not carrying(config)
+    others = beside(run, config, words)
+    segments = run.data.segments and not carrying(config) and not run.loop.context
     source, held = source_of(run.data, words, run.loop, segments=segments)
     _open(folder, run, config, resume)
     steps = optimiser(run.optimiser, run.loop)
@@ -78,9 +79,9 @@ def train(
         state, rest = saver.load(state)
         source.place, before = Place(**rest["place"]), rest["seconds"]
     trim_log(folder, int(state.step))
-    session = _Session(run, config, folder, saver, held, clock(before), console, fixed, on)
-    step = make_step(config, run.loop, steps, None if teacher is None else teacher.config, on)
-    learn = partial(step, theirs=None if teacher is None else teacher.params, fixed=fixed)
+    session = _Session(run, config, folder, saver, held, clock(before), console, fixed, on, others)
+    step = make_step(config, run.loop, steps, on)
+    learn = partial(step, beside=others, fixed=fixed)
     state = session.go(state, source.next, lambda: source.place.as_json(), learn)
     model = Model(
         config, joined(state.params, fixed), tokenizer=words.tokenizer, special_tokens=words.special,
@@ -96,7 +97,7 @@ def _model(run: Training, words: Words) -> tuple[Config, Callable[[], Params]]:
         model = load(run.start, dtype="float32")
         if not isinstance(model.config, Config):
             raise InputError(f"{run.start} is a model of two decoders, and one is trained here")
-        _check_tokenizer(run.start, model, words, run)
+        check_tokenizer(run.start, model, words, run)
         config, start = model.config, lambda: model.params
     else:
         assert run.config is not None
@@ -120,16 +121,6 @@ def _model(run: Training, words: Words) -> tuple[Config, Callable[[], Params]]:
             "the rows, or raise model.max_positions"
         )
     return config, start
-
-
-def _check_tokenizer(path: str, model: Model, words: Words, run: Training) -> None:
-    if model.tokenizer is not None and model.tokenizer.get_vocab() != words.tokenizer.get_vocab():
-        texts = "data.kind is" if run.data.kind == "recall" else "data.tokenizer is"
-        read = run.data.kind if run.data.kind == "recall" else run.data.tokenizer
-        raise InputError(
-            f"{texts} {read!r}, and {path} has another tokenizer: give texts of its language, and "
-            f"data.tokenizer={path}"
-        )
 
 
 def _check_devices(run: Training, config: Config, on: OnMesh | None) -> None:
@@ -163,28 +154,13 @@ def begin(
     return TrainState(trained, kept, jax.device_put(jnp.zeros((), jnp.int32), on.sharding((), ()))), fixed
 
 
-def _teacher(run: Training, path: str, config: Config, words: Words) -> Model:
-    model = load(path, mesh=run.devices.mesh, rules=run.devices.rules)
-    if not isinstance(model.config, Config) or model.config.vocab != config.vocab:
-        raise InputError(
-            f"the teacher {path} is no decoder of {config.vocab} ids, as the model is: teach with one "
-            "that has the same tokenizer"
-        )
-    _check_tokenizer(path, model, words, run)
-    if (run.loop.distil_hidden or run.loop.distil_attention) and model.config.d_model != config.d_model:
-        raise InputError(
-            f"the teacher {path} has {model.config.d_model} channels and the model {config.d_model}: set "
-            "train.distil_hidden and train.distil_attention to 0, or teach with one as wide"
-        )
-    return model
-
-
 def _open(folder: Path, run: Training, config: Config, resume: bool) -> None:
     if not resume and (folder / SETTINGS).exists():
         raise InputError(f"{folder} holds a run: go on with it by --resume, or choose another folder")
     # Devices are left out: a run may go on on others.
     parts = {name: dataclasses.asdict(getattr(run, name)) for name in ("data", "optimiser", "loop", "tune")}
     model = {"model": config_to_json(config), "start": run.start, "teacher": run.teacher, "init": run.init}
+    model |= {"encoder": run.encoder}
     open_run(folder, model | parts, resume)
 
 
@@ -201,6 +177,7 @@ class _Session:
     console: Console
     fixed: Fixed | None
     on: OnMesh | None
+    beside: Beside
 
     def go(
         self,
@@ -254,8 +231,8 @@ class _Session:
         for at in range(0, len(rows.tokens), size):
             some = Rows(*(None if x is None else x[at : at + size] for x in rows))  # pyright: ignore
             part = jax.tree.map(lambda x: x[0], in_parts(some, 1, self.on))
-            loss += float(_held_out_loss(params, part, self.config, self.run.loop, self.on))
-            weight += float(part.weights[:, 1:].sum())
+            found = _held_out_loss(params, part, self.config, self.run.loop, self.on, self.beside)
+            loss, weight = loss + float(found), weight + float(told(part, self.run.loop).weights[:, 1:].sum())
         mean = loss / weight
         bits = mean / math.log(2) / self.held.bytes_per_token
         return {"held_out_loss": round(mean, 5), "bits_per_byte": round(bits, 5)}
@@ -273,7 +250,7 @@ class _Session:
         }
 
     def _broken(self, i: int, state: TrainState, parts: Parts) -> str:
-        what = fault(joined(state.params, self.fixed), parts, self.config, self.run.loop)
+        what = fault(joined(state.params, self.fixed), parts, self.config, self.run.loop, self.beside)
         kept = "no checkpoint was written yet" if self.saver.latest is None else "the last checkpoint stays"
         return (
             f"step {i + 1}: {what} is not a number, so training stopped and {kept}: lower optimiser.peak, "

@@ -122,6 +122,8 @@ class Loop:
     is multiplied by, the mean over channels and layers. log_every, evaluate_every: in steps.
     evaluate_rows: of held-out texts. passes: where layers read slots from above, how many passes without
     a gradient and then with one stand for all of them (LCKV, arXiv:2405.10637; its code has 7 and 2).
+    context: tokens at the start of every row that an encoder reads and the model does not (XC-Cache,
+    arXiv:2404.15420).
     """
 
     steps: int = 1000
@@ -132,6 +134,7 @@ class Loop:
     compute: str = "bfloat16"
     remat: bool = False
     passes: tuple[int, int] = (7, 2)
+    context: int = 0
     balance: float = 0.01
     codes: float = 1e-3
     distil: float = 0.5
@@ -153,6 +156,7 @@ class Loop:
         for name in ("steps", "batch", "length", "accumulate", "log_every", "evaluate_every"):
             _count(f"train.{name}", getattr(self, name), 1)
         _count("train.evaluate_rows", self.evaluate_rows, 1)
+        _count("train.context", self.context, 0)
         _between("train.distil", self.distil, 0.0, 1.0)
         for name in ("balance", "codes", "distil_hidden", "distil_attention"):
             _between(f"train.{name}", getattr(self, name), 0.0, math.inf)
@@ -252,12 +256,14 @@ class Training:
     """A whole run. start: a model's directory to go on from; else `config` is started at random, or by init
     "circuit" with the heads of `kvjax.train.recall_init`.
 
-    teacher: a model's directory, from whose predictions the run learns, too.
+    teacher: a model's directory, from whose predictions the run learns, too. encoder: the directory of one
+    that reads the first `loop.context` tokens of every row for the model's layers of cross-attention.
     """
 
     config: Config | None = None
     start: str | None = None
     teacher: str | None = None
+    encoder: str | None = None
     init: str = "random"
     data: Data = Data()
     optimiser: Optimiser = Optimiser()
@@ -297,11 +303,11 @@ def training(bound: Mapping[str, Mapping[str, Any]], vocab: int | None = None) -
         raise InputError(
             f"train.{given[0]} is given and no teacher to learn from: bind model.teacher, or leave it out"
         )
-    first = model.pop("init", "random")
+    first, encoder = model.pop("init", "random"), model.pop("encoder", None)
     config = _config(model, vocab)
     config = config if start is None else None
     parts["loop"] = parts.pop("train")
-    return Training(config, start, teacher, first, **parts)
+    return Training(config, start, teacher, encoder, first, **parts)
 
 
 def _built(section: str, kind: type[S], given: Mapping[str, Any]) -> S:
@@ -311,7 +317,7 @@ def _built(section: str, kind: type[S], given: Mapping[str, Any]) -> S:
 
 def _config(model: dict[str, Any], vocab: int | None) -> Config:
     known = [f.name for f in dataclasses.fields(Config)]
-    _known("setting of model", model, (*known, "mixer", "mlp", "start", "teacher", "init"))
+    _known("setting of model", model, (*known, "mixer", "mlp", "start", "teacher", "encoder", "init"))
     rope = dataclasses.asdict(Rope()) | model.get("rope", {})
     fields = {"vocab": vocab or 256} | SIZES | model | {"rope": rope}
     for one, many in (("mixer", "mixers"), ("mlp", "mlps")):

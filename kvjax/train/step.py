@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +14,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
+from kvjax.models.encoder import encode
 from kvjax.models.feed_forward import MoE
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Passed
 from kvjax.models.mixers.transformer_vq import VectorQuantised
 from kvjax.models.transformer import run_layers, unembed
+from kvjax.ops.attention.union import Keys
 from kvjax.train.devices import places
 from kvjax.train.losses import distilled, next_token, squared
 from kvjax.train.settings import Loop
@@ -52,11 +56,20 @@ def computed(params: Params, loop: Loop) -> Params:
     return jax.tree.map(lambda x: x.astype(loop.compute), params)
 
 
-class Teacher(NamedTuple):
-    """A model from whose predictions and layers a run learns."""
+@partial(jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["config"])
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A model that does not learn."""
 
     params: Params
     config: Config
+
+
+class Beside(NamedTuple):
+    """What stands beside the model: a teacher, and an encoder that reads the start of every row."""
+
+    teacher: Frozen | None = None
+    encoder: Frozen | None = None
 
 
 class Read(NamedTuple):
@@ -71,11 +84,26 @@ class Read(NamedTuple):
     layers: list[dict[str, Any]]
 
 
+ALONE = Beside()
+
+
+def told(part: Parts, loop: Loop) -> Parts:
+    """The rows of a part behind what an encoder reads of them: all of them, where it reads nothing."""
+    return Parts(*(None if x is None else x[..., loop.context :] for x in part))  # pyright: ignore
+
+
 def total_loss(
-    params: Params, part: Parts, config: Config, loop: Loop, on: OnMesh | None = None
+    params: Params,
+    part: Parts,
+    config: Config,
+    loop: Loop,
+    on: OnMesh | None = None,
+    beside: Beside = ALONE,
 ) -> Float[Array, ""]:
     """The summed loss of the rows [B, T + 1] of one part, in nats."""
-    return next_token(_read(params, part, config, loop, on).logits, part.tokens, part.weights)
+    logits = _read(params, part, config, loop, on, encoder=beside.encoder).logits
+    part = told(part, loop)
+    return next_token(logits, part.tokens, part.weights)
 
 
 def learned_loss(
@@ -83,16 +111,18 @@ def learned_loss(
     part: Parts,
     config: Config,
     loop: Loop,
-    teacher: Teacher | None = None,
+    beside: Beside = ALONE,
     on: OnMesh | None = None,
 ) -> Float[Array, ""]:
     """What is made small: `total_loss`, in part the divergence from a teacher, and what layers add.
 
     Unequal use of experts counts `loop.balance`, distance from codes `loop.codes` for every target and layer.
     """
+    teacher = beside.teacher
     asked = {"hidden": loop.distil_hidden, "attention": loop.distil_attention} if teacher else {}
     asked = {what: share for what, share in asked.items() if share}
-    mine = _read(params, part, config, loop, on, tuple(asked))
+    mine = _read(params, part, config, loop, on, tuple(asked), beside.encoder)
+    part = told(part, loop)
     loss = next_token(mine.logits, part.tokens, part.weights)
     if teacher is not None:
         theirs = _read(teacher.params, part, teacher.config, loop, on, tuple(asked))
@@ -121,7 +151,13 @@ def _from_layers(
 
 
 def _read(
-    params: Params, part: Parts, config: Config, loop: Loop, on: OnMesh | None, asked: tuple[str, ...] = ()
+    params: Params,
+    part: Parts,
+    config: Config,
+    loop: Loop,
+    on: OnMesh | None,
+    asked: tuple[str, ...] = (),
+    encoder: Frozen | None = None,
 ) -> Read:
     def look(passed: Passed) -> dict[str, Any]:
         seen = {"hidden": passed.out, "attention": passed.mixed}
@@ -132,9 +168,11 @@ def _read(
             unequal = passed.mlp.balance(passed.p, passed.fed)
         return {"unequal": unequal, "apart": apart} | {what: seen[what] for what in asked}
 
-    segments, params = None if part.segments is None else part.segments[:, :-1], computed(params, loop)
+    context, params = context_of(part, loop, encoder), computed(params, loop)
+    part = told(part, loop)
+    segments = None if part.segments is None else part.segments[:, :-1]
     ran = run_layers(
-        params, part.tokens[:, :-1], config, segments=segments, remat=loop.remat, on_mesh=on,
+        params, part.tokens[:, :-1], config, None, context, segments=segments, remat=loop.remat, on_mesh=on,
         passes=loop.passes, look=look,
     )  # fmt: skip
     layers = [
@@ -148,26 +186,28 @@ def _read(
     return Read(unembed(params, ran.x, config), unequal, apart, layers)
 
 
+def context_of(part: Parts, loop: Loop, encoder: Frozen | None) -> Keys | None:
+    """What an encoder makes of the first `loop.context` tokens of every row."""
+    if encoder is None:
+        return None
+    return encode(computed(encoder.params, loop), part.tokens[:, : loop.context], encoder.config)
+
+
 def make_step(
-    config: Config,
-    loop: Loop,
-    optimiser: optax.GradientTransformation,
-    taught_by: Config | None = None,
-    on: OnMesh | None = None,
+    config: Config, loop: Loop, optimiser: optax.GradientTransformation, on: OnMesh | None = None
 ) -> Callable[..., tuple[TrainState, Found]]:
-    """The jitted step (state, parts, teacher's parameters or None, what does not learn or None).
+    """The jitted step (state, parts, what stands beside the model, what does not learn or None).
 
     It donates its state. A loss or gradient of NaN or inf changes no weight.
     """
 
     def step(
-        state: TrainState, parts: Parts, theirs: Params | None = None, fixed: Fixed | None = None
+        state: TrainState, parts: Parts, beside: Beside = ALONE, fixed: Fixed | None = None
     ) -> tuple[TrainState, Found]:
-        count = jnp.maximum(parts.weights[:, :, 1:].sum(), 1.0)
-        teacher = None if theirs is None or taught_by is None else Teacher(theirs, taught_by)
+        count = jnp.maximum(told(parts, loop).weights[:, :, 1:].sum(), 1.0)
 
         def loss_of(trained: Any, part: Parts) -> Float[Array, ""]:
-            return learned_loss(joined(trained, fixed), part, config, loop, teacher, on)
+            return learned_loss(joined(trained, fixed), part, config, loop, beside, on)
 
         def add(carry: Any, part: Parts) -> tuple[Any, None]:
             found = jax.value_and_grad(loss_of)(state.params, part)
@@ -190,14 +230,15 @@ def make_step(
     return jax.jit(step, donate_argnums=0)
 
 
-def fault(params: Params, parts: Parts, config: Config, loop: Loop) -> str:
+def fault(params: Params, parts: Parts, config: Config, loop: Loop, beside: Beside = ALONE) -> str:
     """What is no number first, in words: the output of a layer, the logits, or a gradient."""
     for a in range(parts.tokens.shape[0]):
         part = jax.tree.map(lambda x, a=a: x[a], parts)
-        tokens, low = part.tokens[:, :-1], computed(params, loop)
-        segments = None if part.segments is None else part.segments[:, :-1]
+        read, low = told(part, loop), computed(params, loop)
+        segments = None if read.segments is None else read.segments[:, :-1]
+        context = context_of(part, loop, beside.encoder)
         ran = run_layers(
-            low, tokens, config, segments=segments, passes=loop.passes,
+            low, read.tokens[:, :-1], config, None, context, segments=segments, passes=loop.passes,
             look=lambda x: jnp.isfinite(x.out).all(),
         )  # fmt: skip
         layers = [bool(ok) for group in ran.collected for ok in group]
@@ -205,7 +246,7 @@ def fault(params: Params, parts: Parts, config: Config, loop: Loop) -> str:
             return f"the output of layer {layers.index(False)}"
         if not bool(jnp.isfinite(unembed(low, ran.x, config)).all()):
             return "the logits"
-        gradient = jax.grad(learned_loss)(params, part, config, loop)
+        gradient = jax.grad(learned_loss)(params, part, config, loop, Beside(None, beside.encoder))
         names = [
             jax.tree_util.keystr(path, simple=True, separator=".")
             for path, x in jax.tree.leaves_with_path(gradient)
