@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvjax.errors import InputError
 from kvjax.loading import load
+from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.cross_attention import CrossAttention
@@ -13,7 +14,7 @@ from kvjax.train.sources import Words
 from kvjax.train.step import Beside, Frozen
 
 
-def beside(run: Training, config: Config, words: Words) -> Beside:
+def beside(run: Training, config: Config | BlockConfig, words: Words) -> Beside:
     """What a run's settings name; InputError where it does not fit the model or its tokenizer."""
     teacher = None if run.teacher is None else _teacher(run, run.teacher, config, words)
     return Beside(teacher, _encoder(run, config, words))
@@ -30,7 +31,7 @@ def check_tokenizer(path: str, model: Model, words: Words, run: Training) -> Non
         )
 
 
-def _teacher(run: Training, path: str, config: Config, words: Words) -> Frozen:
+def _teacher(run: Training, path: str, config: Config | BlockConfig, words: Words) -> Frozen:
     model = load(path, mesh=run.devices.mesh, rules=run.devices.rules)
     if not isinstance(model.config, Config) or model.config.vocab != config.vocab:
         raise InputError(
@@ -46,7 +47,9 @@ def _teacher(run: Training, path: str, config: Config, words: Words) -> Frozen:
     return Frozen(model.params, model.config)
 
 
-def _encoder(run: Training, config: Config, words: Words) -> Frozen | None:
+def _encoder(run: Training, config: Config | BlockConfig, words: Words) -> Frozen | None:
+    if isinstance(config, BlockConfig):
+        return None
     widths = {m.width for i in range(config.layers) if isinstance(m := mixer_of(config, i), CrossAttention)}
     if run.encoder is None and not widths and not run.loop.context:
         return None

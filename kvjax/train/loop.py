@@ -23,12 +23,15 @@ from jaxtyping import Array
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvjax.block_transformer import BlockTransformer
 from kvjax.checkpoint import save_checkpoint
 from kvjax.errors import InputError
 from kvjax.files import write_atomic
 from kvjax.loading import load
 from kvjax.mesh.on_mesh import OnMesh, on_mesh
 from kvjax.models.axes import check_rules
+from kvjax.models.block_transformer import BlockConfig
+from kvjax.models.block_transformer import init as init_blocks
 from kvjax.models.config import Config
 from kvjax.models.config_json import config_to_json
 from kvjax.models.layers import Params
@@ -48,6 +51,8 @@ from kvjax.train.sources import Words, source_of, words_of
 from kvjax.train.step import Beside, Found, Parts, TrainState, fault, make_step, told, total_loss
 from kvjax.train.trained import Fixed, groups_of, joined, kinds, split
 
+AnyConfig = Config | BlockConfig
+
 
 def train(
     run: Training, out: str | os.PathLike[str], *, resume: bool = False, console: Console | None = None
@@ -66,10 +71,9 @@ def train(
     folder, words, console = Path(out), words_of(run.data), console or Console(quiet=True)
     on = on_mesh(run.devices.mesh, run.devices.rules)
     config, start = _model(run, words)
-    _check_devices(run, config, on)
-    kinds(config, run.tune)
+    _check(run, config, on)
     others = beside(run, config, words)
-    segments = run.data.segments and not carrying(config) and not run.loop.context
+    segments = run.data.segments and not run.loop.context and not _carrying(config)
     source, held = source_of(run.data, words, run.loop, segments=segments)
     _open(folder, run, config, resume)
     steps = optimiser(run.optimiser, run.loop)
@@ -83,28 +87,34 @@ def train(
     step = make_step(config, run.loop, steps, on)
     learn = partial(step, beside=others, fixed=fixed)
     state = session.go(state, source.next, lambda: source.place.as_json(), learn)
-    model = Model(
-        config, joined(state.params, fixed), tokenizer=words.tokenizer, special_tokens=words.special,
+    of = BlockTransformer if isinstance(config, BlockConfig) else Model
+    model = of(
+        config, joined(state.params, fixed), tokenizer=words.tokenizer, special_tokens=words.special,  # pyright: ignore
         stop_ids=(words.end,), name=folder.name,
     )  # fmt: skip
     save_checkpoint(model, folder / "model")
     return folder / "model"
 
 
-def _model(run: Training, words: Words) -> tuple[Config, Callable[[], Params]]:
+def _carrying(config: AnyConfig) -> bool:
+    """Whether texts of one row cannot be told apart: blocks are cut wherever a text ends."""
+    return isinstance(config, BlockConfig) or bool(carrying(config))
+
+
+def _model(run: Training, words: Words) -> tuple[AnyConfig, Callable[[], Params]]:
     """The config, and how its first weights are made."""
     if run.start is not None:
         model = load(run.start, dtype="float32")
-        if not isinstance(model.config, Config):
-            raise InputError(f"{run.start} is a model of two decoders, and one is trained here")
         check_tokenizer(run.start, model, words, run)
         config, start = model.config, lambda: model.params
     else:
         assert run.config is not None
         config = run.config
         key = jax.random.key(run.loop.seed)
-        start = partial(init, config, key)
+        start = partial(init if isinstance(config, Config) else init_blocks, config, key)
         if run.init == "circuit":
+            if isinstance(config, BlockConfig):
+                raise InputError("model.init is 'circuit', which is of one decoder: leave it out")
             try:
                 check_circuit(config)
             except ValueError as error:
@@ -123,7 +133,15 @@ def _model(run: Training, words: Words) -> tuple[Config, Callable[[], Params]]:
     return config, start
 
 
-def _check_devices(run: Training, config: Config, on: OnMesh | None) -> None:
+def _check(run: Training, config: AnyConfig, on: OnMesh | None) -> None:
+    if isinstance(config, BlockConfig):
+        if not run.tune.all or on is not None or run.loop.distil_hidden or run.loop.distil_attention:
+            raise InputError(
+                "a model of two decoders trains whole and on one device, and learns no more than predictions "
+                "from a teacher: leave out tune, devices, train.distil_hidden and train.distil_attention"
+            )
+        return
+    kinds(config, run.tune)
     if on is None:
         return
     check_rules(config, on)
@@ -137,9 +155,12 @@ def _check_devices(run: Training, config: Config, on: OnMesh | None) -> None:
 
 
 def begin(
-    params: Params, run: Training, config: Config, steps: optax.GradientTransformation, on: OnMesh | None
+    params: Params, run: Training, config: AnyConfig, steps: optax.GradientTransformation, on: OnMesh | None
 ) -> tuple[TrainState, Fixed | None]:
     """The state before the first step, in float32 and where the mesh has it, and what does not learn."""
+    if isinstance(config, BlockConfig):
+        whole = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        return TrainState(whole, steps.init(whole), jnp.zeros((), jnp.int32)), None
     of = kinds(config, run.tune)
     groups = groups_of(config, of)
     params = regroup(jax.tree.map(lambda x: x.astype(jnp.float32), params), groups)
@@ -154,7 +175,7 @@ def begin(
     return TrainState(trained, kept, jax.device_put(jnp.zeros((), jnp.int32), on.sharding((), ()))), fixed
 
 
-def _open(folder: Path, run: Training, config: Config, resume: bool) -> None:
+def _open(folder: Path, run: Training, config: AnyConfig, resume: bool) -> None:
     if not resume and (folder / SETTINGS).exists():
         raise InputError(f"{folder} holds a run: go on with it by --resume, or choose another folder")
     # Devices are left out: a run may go on on others.
@@ -169,7 +190,7 @@ class _Session:
     """The running of a run between two starts."""
 
     run: Training
-    config: Config
+    config: AnyConfig
     folder: Path
     saver: Saver
     held: HeldOut | None

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from kvjax.errors import InputError
+from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.config_json import config_from_json
 from kvjax.ops.base.rope import Rope
@@ -260,7 +261,7 @@ class Training:
     that reads the first `loop.context` tokens of every row for the model's layers of cross-attention.
     """
 
-    config: Config | None = None
+    config: Config | BlockConfig | None = None
     start: str | None = None
     teacher: str | None = None
     encoder: str | None = None
@@ -315,7 +316,9 @@ def _built(section: str, kind: type[S], given: Mapping[str, Any]) -> S:
     return kind(**given)
 
 
-def _config(model: dict[str, Any], vocab: int | None) -> Config:
+def _config(model: dict[str, Any], vocab: int | None) -> Config | BlockConfig:
+    if "blocks" in model or "tokens" in model:
+        return _two_decoders(model, vocab)
     known = [f.name for f in dataclasses.fields(Config)]
     _known("setting of model", model, (*known, "mixer", "mlp", "start", "teacher", "encoder", "init"))
     rope = dataclasses.asdict(Rope()) | model.get("rope", {})
@@ -325,6 +328,26 @@ def _config(model: dict[str, Any], vocab: int | None) -> Config:
             if many in model:
                 raise InputError(f"model.{one} and model.{many} were both given: give one of them")
             fields[many] = [fields.pop(one)] * fields["layers"]
+    return _read(fields)
+
+
+def _two_decoders(model: dict[str, Any], vocab: int | None) -> BlockConfig:
+    """A Block Transformer: model.blocks and model.tokens are the settings of its decoders."""
+    known = [f.name for f in dataclasses.fields(BlockConfig)]
+    _known("setting of a model of two decoders", model, (*known, "start", "teacher", "encoder", "init"))
+    sizes = {name: model[name] for name in ("length", "prefix") if name in model}
+    tokens = _config(model.get("tokens", {}), vocab)
+    assert isinstance(tokens, Config)
+    said = {"vocab": sizes.get("prefix", BlockConfig.prefix) * tokens.d_model}
+    blocks = _config(model.get("blocks", {}) | said, None)
+    assert isinstance(blocks, Config)
+    try:
+        return BlockConfig(blocks, tokens, **sizes)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"the settings of model are those of no model: {error}") from error
+
+
+def _read(fields: dict[str, Any]) -> Config:
     try:
         config = config_from_json(fields)
     except (ValueError, TypeError, AttributeError) as error:

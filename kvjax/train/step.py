@@ -13,6 +13,8 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.mesh.on_mesh import OnMesh
+from kvjax.models.block_transformer import BlockConfig
+from kvjax.models.block_transformer import forward as forward_blocks
 from kvjax.models.config import Config
 from kvjax.models.encoder import encode
 from kvjax.models.feed_forward import MoE
@@ -95,7 +97,7 @@ def told(part: Parts, loop: Loop) -> Parts:
 def total_loss(
     params: Params,
     part: Parts,
-    config: Config,
+    config: Config | BlockConfig,
     loop: Loop,
     on: OnMesh | None = None,
     beside: Beside = ALONE,
@@ -109,7 +111,7 @@ def total_loss(
 def learned_loss(
     params: Params,
     part: Parts,
-    config: Config,
+    config: Config | BlockConfig,
     loop: Loop,
     beside: Beside = ALONE,
     on: OnMesh | None = None,
@@ -153,12 +155,16 @@ def _from_layers(
 def _read(
     params: Params,
     part: Parts,
-    config: Config,
+    config: Config | BlockConfig,
     loop: Loop,
     on: OnMesh | None,
     asked: tuple[str, ...] = (),
     encoder: Frozen | None = None,
 ) -> Read:
+    if isinstance(config, BlockConfig):
+        none, logits = jnp.zeros((), jnp.float32), _said(params, part, config, loop)
+        return Read(logits, none, none, [])
+
     def look(passed: Passed) -> dict[str, Any]:
         seen = {"hidden": passed.out, "attention": passed.mixed}
         unequal = apart = jnp.zeros((), jnp.float32)
@@ -186,6 +192,10 @@ def _read(
     return Read(unembed(params, ran.x, config), unequal, apart, layers)
 
 
+def _said(params: Params, part: Parts, config: BlockConfig, loop: Loop) -> Float[Array, "B T V"]:
+    return forward_blocks(computed(params, loop), part.tokens[:, :-1], config)
+
+
 def context_of(part: Parts, loop: Loop, encoder: Frozen | None) -> Keys | None:
     """What an encoder makes of the first `loop.context` tokens of every row."""
     if encoder is None:
@@ -194,7 +204,10 @@ def context_of(part: Parts, loop: Loop, encoder: Frozen | None) -> Keys | None:
 
 
 def make_step(
-    config: Config, loop: Loop, optimiser: optax.GradientTransformation, on: OnMesh | None = None
+    config: Config | BlockConfig,
+    loop: Loop,
+    optimiser: optax.GradientTransformation,
+    on: OnMesh | None = None,
 ) -> Callable[..., tuple[TrainState, Found]]:
     """The jitted step (state, parts, what stands beside the model, what does not learn or None).
 
@@ -223,6 +236,7 @@ def make_step(
         new = TrainState(params, kept, state.step + 1)
         new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
         if on is not None:
+            assert isinstance(config, Config)
             where = places(new, joined(state.params, fixed), config, on)
             new = jax.lax.with_sharding_constraint(new, where)
         return new, Found(loss, norm, finite)
@@ -230,10 +244,16 @@ def make_step(
     return jax.jit(step, donate_argnums=0)
 
 
-def fault(params: Params, parts: Parts, config: Config, loop: Loop, beside: Beside = ALONE) -> str:
+def fault(
+    params: Params, parts: Parts, config: Config | BlockConfig, loop: Loop, beside: Beside = ALONE
+) -> str:
     """What is no number first, in words: the output of a layer, the logits, or a gradient."""
     for a in range(parts.tokens.shape[0]):
         part = jax.tree.map(lambda x, a=a: x[a], parts)
+        if isinstance(config, BlockConfig):
+            if not bool(jnp.isfinite(_said(params, part, config, loop)).all()):
+                return "the logits"
+            continue
         read, low = told(part, loop), computed(params, loop)
         segments = None if read.segments is None else read.segments[:, :-1]
         context = context_of(part, loop, beside.encoder)
