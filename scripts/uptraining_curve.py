@@ -79,7 +79,13 @@ def measure(steps: int, changes: Sequence[str], out: Path) -> dict[str, Any]:
         rows[name]["after"]["0"] = held_out(run, folder / "converted", folder / "before")
         print(f"{name}: {rows[name]}", flush=True)
     last = log_of(original)[-1]
-    budget = {"steps": steps, "set": list(changes), "tokens": last["tokens"], "uptrain.peak": PEAK}
+    budget: dict[str, Any] = {
+        "steps": steps,
+        "set": list(changes),
+        "tokens": last["tokens"],
+        "uptrain.peak": PEAK,
+    }
+    budget["seeds"] = {"train": run.loop.seed, "data": run.data.seed}
     return budget | {"original": last["bits_per_byte"], "rows": rows}
 
 
