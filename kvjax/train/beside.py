@@ -39,7 +39,8 @@ def _teacher(run: Training, path: str, config: Config | BlockConfig, words: Word
             "that has the same tokenizer"
         )
     check_tokenizer(path, model, words, run)
-    if (run.loop.distil_hidden or run.loop.distil_attention) and model.config.d_model != config.d_model:
+    asked = run.loop.distil_hidden or run.loop.distil_attention
+    if asked and isinstance(config, Config) and model.config.d_model != config.d_model:
         raise InputError(
             f"the teacher {path} has {model.config.d_model} channels and the model {config.d_model}: set "
             "train.distil_hidden and train.distil_attention to 0, or teach with one as wide"

@@ -106,6 +106,7 @@ def recency(
     p = {name: w[0] for name, w in p.items()}
     x = rms_norm(inputs, p["attn_norm"], config.norm_eps, config.norm_offset)
     made = ATTENTION.project(p, x, config)
+    assert made.k is not None
     rope, pos = config.layer_rope(layer), jnp.arange(x.shape[1], dtype=jnp.int32)
     cos, sin = angles(rope, pos[None, None], config.head_dim)
     q, k = (rotate(y.astype(jnp.float32), cos, sin, rope.start) for y in (made.q, made.k))
