@@ -135,10 +135,12 @@ def _model(run: Training, words: Words) -> tuple[AnyConfig, Callable[[], Params]
 
 def _check(run: Training, config: AnyConfig, on: OnMesh | None) -> None:
     if isinstance(config, BlockConfig):
-        if not run.tune.all or on is not None or run.loop.distil_hidden or run.loop.distil_attention:
+        loop = run.loop
+        if not run.tune.all or on is not None or loop.distil_hidden or loop.distil_attention or loop.context:
             raise InputError(
-                "a model of two decoders trains whole and on one device, and learns no more than predictions "
-                "from a teacher: leave out tune, devices, train.distil_hidden and train.distil_attention"
+                "a model of two decoders trains whole and on one device, reads no context and learns no more "
+                "than predictions from a teacher: leave out tune, devices, train.context, "
+                "train.distil_hidden and train.distil_attention"
             )
         return
     kinds(config, run.tune)
