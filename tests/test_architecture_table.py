@@ -37,7 +37,7 @@ def test_the_table_has_every_row_that_is_there_and_marks_the_best(scripts, tmp_p
     text = at.table({"rows": {"gqa": result(2.5), "mha": result(2.25)}})
     lines = [line for line in text.splitlines() if line.startswith("| X")]
     assert ["**2.250**" in line for line in lines] == [True, False]  # in the order of ROWS, not of the data
-    assert "Trained on 4,096 bytes" in text and "| 1.125 |" in lines[0]
+    assert "Trained on 4,096 bytes" in text and "| 2.250 / 1.125 |" in lines[0]
     assert "No row is measured yet" in at.table({"rows": {}})
     at.draw({"rows": {"gqa": result(2.5)}}, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
