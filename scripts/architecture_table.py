@@ -8,7 +8,7 @@ The text is the standard library's source. All rows get the same number of steps
 chooses it: every row trains a little first, and the budget is what the slowest of them does in that time.
 Runs lie in --out and go on where they were cut; a row whose results are in the data already, under the same
 budget, is left out. The data, docs/architecture-table.json, holds the settings with which any row can be
-repeated; seeds are those of the training files.
+repeated, its seeds among them.
 """
 
 from __future__ import annotations
@@ -149,7 +149,9 @@ def one(id: str, args: argparse.Namespace) -> None:
     folder = args.out / f"{id}-{args.steps}"
     _train(id, folder, args.steps, args.set)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    print(json.dumps(_results(id, log, measured(folder / "model", CONTEXTS))))
+    run = json.loads((folder / "run.json").read_text())
+    seeds = {"seeds": {"train": run["loop"]["seed"], "data": run["data"]["seed"]}}
+    print(json.dumps(_results(id, log, seeds | measured(folder / "model", CONTEXTS))))
 
 
 def _train(id: str, folder: Path, steps: int, changes: list[str]) -> None:
@@ -223,8 +225,9 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     tokens = " or ".join(f"{n:,}" for n in sorted({row["tokens"] for row in rows}))
     notes = [
-        f"Trained on {tokens} bytes of text. A text read once / again: bits per byte of 120 held-out bytes, and",
-        "of the same bytes behind them, which a model could look up in its state. State: bytes of one row, keys and values in bfloat16.",
+        f"Trained on {tokens} bytes of text. A text read once / again: bits per byte of 120 held-out bytes,",
+        "and of the same bytes behind them, which a model could look up in its state. State: bytes of one",
+        "row, keys and values in bfloat16.",
     ]
     return "\n".join([*lines, "", *notes, "", f"![Bits per byte against bytes of state]({PICTURE.name})"])
 
