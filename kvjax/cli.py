@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from kvjax.errors import InputError
 
 COMMANDS = (
-    "compare", "report", "methods", "explain", "generate", "fit", "train", "convert", "inspect",
-    "info", "aot", "plan",
+    "compare", "report", "methods", "explain", "generate", "fit", "train", "convert", "uptrain",
+    "inspect", "info", "aot", "plan",
 )  # fmt: skip
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 

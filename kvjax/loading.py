@@ -56,14 +56,25 @@ def load(
         raise InputError(
             f"the model is {path_or_name!r}, expected a path or a name, as in kvjax.load('recall-tiny')"
         )
+    return _load_folder(model_folder(path_or_name), options)
+
+
+def model_folder(path_or_name: str | os.PathLike[str]) -> Path:
+    """The directory of what `load` takes: a path, a shipped model's name, or "org/name", which is fetched.
+
+    Raises InputError where there is none.
+
+    >>> model_folder("recall-tiny").name
+    'recall-tiny'
+    """
     name = os.fspath(path_or_name)
     path = Path(name).expanduser()
     if os.path.lexists(path):
-        return _load_folder(check_folder(path), options)
+        return check_folder(path)
     if name in shipped():
-        return load_hf(SHIPPED / name, **options)
+        return SHIPPED / name
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
-        return load_hf(_download(name), **options)
+        return _download(name)
     near = difflib.get_close_matches(name, shipped(), 1)
     hint = (
         f"; did you mean the shipped model {near[0]}?"

@@ -137,7 +137,7 @@ _ATTENTION = (
        aliases=("parallax",)),
     _A("infini-attention", "Leave No Context Behind: Efficient Infinite Context Transformers with "
        "Infini-attention", "2404.07143", "attn-arch", "softmax in a segment, a linear memory of all before",
-       _CONSTANT + "memory and one segment", "Infini"),
+       _CONSTANT + "memory and one segment", "Infini", "bytes-infini"),
     _A("cepe", "Long-Context Language Modeling with Parallel Context Encoding", "2402.16617", "attn-arch",
        "cross-attention to an encoded context in every layer", "per token of a context: one hidden state",
        "CrossAttention, Bidirectional"),
@@ -146,7 +146,7 @@ _ATTENTION = (
        "per token of a context: one hidden state", "CrossAttention"),
     _A("block-transformer", "Block Transformer: Global-to-Local Language Modeling for Fast Inference",
        "2406.02657", "attn-arch", "one decoder over blocks, one over the tokens of a block",
-       "per block: k and v of half the layers", "BlockConfig"),
+       "per block: k and v of half the layers", "BlockConfig", "bytes-block"),
 )  # fmt: skip
 _LINEAR = (
     _A("flash-gau", "Transformer Quality in Linear Time", "2202.10447", "linear-attn",

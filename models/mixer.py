@@ -151,12 +151,14 @@ class Narrowing(NamedTuple):
 class Passed(NamedTuple):
     """What passed through a layer.
 
-    mixed: what its mixer added to the hidden state, fed: what its feed-forward was given; None where it has
-    none. out: what left the layer.
+    read: what its mixer was given, mixed: what it added to the hidden state, fed: what its feed-forward was
+    given; None where it has none. out: what left the layer.
     """
 
+    mixer: Mixer
     mlp: FeedForward
     p: Params
+    read: Float[Array, "B T D"] | None
     mixed: Float[Array, "B T D"] | None
     fed: Float[Array, "B T D"] | None
     out: Float[Array, "B T D"]

@@ -37,6 +37,7 @@ from kvjax.models.mixer import (
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dtypes import wide
+from kvjax.ops.base.packed_sequences import segment_numbers, segment_offsets
 
 # Ids, or the vectors that a decoder is given in their place.
 IdsOrVectors = Int[Array, "B T"] | Float[Array, "B T D"]
@@ -76,11 +77,12 @@ def block(
         return rms_norm(y, p[name], config.norm_eps, config.norm_offset) if name in p else y
 
     left: Left = {}
-    added = fed = None
+    read = added = fed = None
     if layer.mixer.shapes(config):
         with jax.named_scope("attention"):
             mixed = layer.taken.get("input", x)
-            out, state, left = layer.mixer(p, norm("attn_norm", mixed), layer, memory, state)
+            read = norm("attn_norm", mixed)
+            out, state, left = layer.mixer(p, read, layer, memory, state)
             added = norm("attn_post_norm", out)
             x = x + added
     if mlp.shapes(config):
@@ -88,7 +90,7 @@ def block(
             fed = norm("mlp_norm", x)
             x = x + norm("mlp_post_norm", mlp(p, fed, config))
     if memory.look is not None:
-        left = left | {"collected": memory.look(Passed(mlp, p, added, fed, x))}
+        left = left | {"collected": memory.look(Passed(layer.mixer, mlp, p, read, added, fed, x))}
     return x, state, left
 
 
@@ -347,8 +349,6 @@ def _in_segments(
             "each text a row of its own, or join them as one text"
         )
     t = segments.shape[1]
-    index = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), segments.shape)
-    starts = (index == 0) | (segments != jnp.roll(segments, 1, axis=1))
-    offset = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
-    number = jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
+    offset = segment_offsets(segments)
+    number = segment_numbers(segments, segments.shape)
     return offset, jnp.where(pos >= 0, 2 * t * number + offset, -1)

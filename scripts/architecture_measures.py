@@ -1,4 +1,7 @@
-"""What scripts/architecture_table.py measures of a trained model: bytes of state, and how fast it decodes."""
+"""What scripts/architecture_table.py measures of a trained model: state, recall, and how fast it decodes.
+
+Speeds are per second of the process, which computes on one core: what else the core does is left out.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,14 @@ from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import plan
 from kvjax.steps import Run
+from kvjax.train.losses import next_token
+from kvjax.train.settings import Data, Loop
+from kvjax.train.sources import source_of, words_of
 
 # Steps that are timed, and the room that they need.
 STEPS = 32
+# Bytes that are read twice, and how many such texts.
+TWICE, TEXTS = 120, 64
 
 
 def measured(model: Path, contexts: Sequence[int]) -> dict[str, Any]:
@@ -34,8 +42,26 @@ def measured(model: Path, contexts: Sequence[int]) -> dict[str, Any]:
     return {
         "parameters": sum(x.size for x in jax.tree.leaves(loaded.params)),
         "state_bytes": {str(n): state_bytes(loaded.config, n) for n in contexts},
+        "recall_bits": [round(x, 4) for x in recall(loaded)],
         "decode_tokens_per_second": {str(n): round(decode_speed(loaded, n), 1) for n in contexts},
     }
+
+
+def recall(model: Model) -> tuple[float, float]:
+    """Bits per byte of held-out texts that stand twice in a row: of the first reading, and of the second."""
+    words = words_of(Data())
+    _, held = source_of(Data(), words, Loop(length=TWICE, evaluate_rows=TEXTS), segments=False)
+    assert held is not None
+    text = held.rows.tokens[:, :TWICE]
+    tokens = jnp.asarray(np.concatenate([text, text], 1))
+    logits = model(tokens[:, :-1])
+    # The first byte of the second reading is no one's to know.
+    place = np.arange(2 * TWICE)[None]
+    found = []
+    for of_reading in ((place > 0) & (place < TWICE), place > TWICE):
+        weights = jnp.asarray(np.broadcast_to(of_reading, tokens.shape), jnp.float32)
+        found.append(float(next_token(logits, tokens, weights) / weights.sum()) / float(np.log(2)))
+    return found[0], found[1]
 
 
 def state_bytes(config: Config, tokens: int) -> int:
@@ -51,10 +77,10 @@ def decode_speed(model: Model, tokens: int) -> float:
     cache = after(shapes(run, params, 1, tokens, STEPS + 2), tokens)
     token, append, times = jnp.zeros(1, jnp.int32), jnp.ones(1, bool), []
     for _ in range(STEPS):
-        began = time.perf_counter()
+        began = time.process_time()
         logits, cache = steps.step(run, params, cache, token, append)
         logits.block_until_ready()
-        times.append(time.perf_counter() - began)
+        times.append(time.process_time() - began)
     # The first step compiles.
     return 1 / float(np.median(times[1:]))
 

@@ -8,12 +8,13 @@ The text is the standard library's source. All rows get the same number of steps
 chooses it: every row trains a little first, and the budget is what the slowest of them does in that time.
 Runs lie in --out and go on where they were cut; a row whose results are in the data already, under the same
 budget, is left out. The data, docs/architecture-table.json, holds the settings with which any row can be
-repeated; seeds are those of the training files.
+repeated, its seeds among them.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -131,8 +132,10 @@ def _apart(id: str, place: int, args: argparse.Namespace) -> dict[str, Any] | No
     words += ["--set", *args.set] if args.set else []
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     pin = None if len(cores) < 2 or args.jobs < 2 else {cores[place % len(cores)]}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     run = subprocess.run(
-        [sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, check=False,
+        [sys.executable, __file__, *words], env=os.environ | {"XLA_FLAGS": flags},
+        stdout=subprocess.PIPE, text=True, check=False,
         preexec_fn=None if pin is None else lambda: os.sched_setaffinity(0, pin),
     )  # fmt: skip
     if run.returncode:
@@ -146,7 +149,9 @@ def one(id: str, args: argparse.Namespace) -> None:
     folder = args.out / f"{id}-{args.steps}"
     _train(id, folder, args.steps, args.set)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    print(json.dumps(_results(id, log, measured(folder / "model", CONTEXTS))))
+    run = json.loads((folder / "run.json").read_text())
+    seeds = {"seeds": {"train": run["loop"]["seed"], "data": run["data"]["seed"]}}
+    print(json.dumps(_results(id, log, seeds | measured(folder / "model", CONTEXTS))))
 
 
 def _train(id: str, folder: Path, steps: int, changes: list[str]) -> None:
@@ -160,14 +165,17 @@ def _train(id: str, folder: Path, steps: int, changes: list[str]) -> None:
 
 
 def _results(id: str, log: list[dict[str, Any]], measures: dict[str, Any]) -> dict[str, Any]:
-    """A row's results; how fast it trains is the median of the log, whose first line has compiled."""
-    speeds = [line["tokens_per_second"] for line in log]
+    """A row's results; how fast it trains, per second of its core, is the median of the lines of its log."""
+    speeds = [
+        (b["tokens"] - a["tokens"]) / (b["cpu_seconds"] - a["cpu_seconds"])
+        for a, b in itertools.pairwise(log)
+    ]
     return {
         "name": ROWS[id].name,
         "gin": ROWS[id].gin,
         "bits_per_byte": log[-1]["bits_per_byte"],
         "tokens": log[-1]["tokens"],
-        "training_tokens_per_second": round(statistics.median(speeds[1:] or speeds)),
+        "training_tokens_per_second": round(statistics.median(speeds)),
         **measures,
     }
 
@@ -192,21 +200,36 @@ def table(found: dict[str, Any]) -> str:
     if not rows:
         return "No row is measured yet: `python scripts/architecture_table.py train`."
     sizes = [f"{n // 1024}k" for n in CONTEXTS]
-    head = ["architecture", "parameters", "bits per byte, held out", *(f"state at {n}" for n in sizes)]
+    head = [
+        "architecture",
+        "parameters",
+        "bits per byte, held out",
+        "a text read once / again",
+        *(f"state at {n}" for n in sizes),
+    ]
     head += [*(f"decode tokens/s at {n}" for n in sizes), "training tokens/s"]
     best = min(row["bits_per_byte"] for row in rows)
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         bits = f"{row['bits_per_byte']:.3f}"
         bits = f"**{bits}**" if row["bits_per_byte"] == best else bits
-        cells = [row["name"], f"{row['parameters']:,}", bits]
+        cells = [
+            row["name"],
+            f"{row['parameters']:,}",
+            bits,
+            " / ".join(f"{x:.3f}" for x in row["recall_bits"]),
+        ]
         cells += [f"{row['state_bytes'][str(n)]:,}" for n in CONTEXTS]
         cells += [f"{row['decode_tokens_per_second'][str(n)]:,.0f}" for n in CONTEXTS]
         cells.append(f"{row['training_tokens_per_second']:,}")
         lines.append(f"| {' | '.join(cells)} |")
     tokens = " or ".join(f"{n:,}" for n in sorted({row["tokens"] for row in rows}))
-    note = f"Trained on {tokens} bytes of text. State: bytes of one row, keys and values in bfloat16."
-    return "\n".join([*lines, "", note, "", f"![Bits per byte against bytes of state]({PICTURE.name})"])
+    notes = [
+        f"Trained on {tokens} bytes of text. A text read once / again: bits per byte of 120 held-out bytes,",
+        "and of the same bytes behind them, which a model could look up in its state. State: bytes of one",
+        "row, keys and values in bfloat16.",
+    ]
+    return "\n".join([*lines, "", *notes, "", f"![Bits per byte against bytes of state]({PICTURE.name})"])
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
@@ -217,10 +240,15 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(7.5, 5.0), layout="constrained")
     axes = figure.subplots()
+    drawn: list[tuple[int, float]] = []
     for row in found["rows"].values():
         x, y = row["state_bytes"]["8192"], row["bits_per_byte"]
         axes.plot(x, y, "o", color="#0072B2")
-        axes.annotate(row["name"], (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7)
+        # The name of a dot that lies on another one stands below.
+        below = any(x < 1.4 * a and a < 1.4 * x and abs(y - b) < 0.01 for a, b in drawn)
+        place = (4, -9 if below else 3)
+        axes.annotate(row["name"], (x, y), xytext=place, textcoords="offset points", fontsize=7)
+        drawn.append((x, y))
     axes.set_xscale("log", base=2)
     axes.set_xlabel("bytes of state behind 8192 tokens")
     axes.set_ylabel("bits per byte of held-out text")

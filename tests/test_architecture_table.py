@@ -26,6 +26,7 @@ def result(bits):
     some = {str(n): n for n in (1024, 8192, 65536)}
     return {
         "name": "X", "bits_per_byte": bits, "parameters": 1000, "tokens": 4096,
+        "recall_bits": [bits, bits / 2],
         "state_bytes": some, "decode_tokens_per_second": some, "training_tokens_per_second": 2000,
     }  # fmt: skip
 
@@ -36,12 +37,36 @@ def test_the_table_has_every_row_that_is_there_and_marks_the_best(scripts, tmp_p
     text = at.table({"rows": {"gqa": result(2.5), "mha": result(2.25)}})
     lines = [line for line in text.splitlines() if line.startswith("| X")]
     assert ["**2.250**" in line for line in lines] == [True, False]  # in the order of ROWS, not of the data
-    assert "Trained on 4,096 bytes" in text
+    assert "Trained on 4,096 bytes" in text and "| 2.250 / 1.125 |" in lines[0]
     assert "No row is measured yet" in at.table({"rows": {}})
     at.draw({"rows": {"gqa": result(2.5)}}, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
     # A row whose file is not there yet is left out when they are trained.
     assert {row.gin for row in at.ROWS.values()} - set(training_files()) <= {"bytes-lckv"}
+
+
+def test_speed_is_that_of_a_core_and_its_compiling_no_part_of_it(scripts):
+    import architecture_table as at
+
+    log = [
+        {"tokens": n * 100, "cpu_seconds": s, "bits_per_byte": 3.0}
+        for n, s in ((1, 90.0), (2, 92.0), (3, 94.0), (4, 99.0))
+    ]
+    assert at._results("gqa", log, {})["training_tokens_per_second"] == 50
+
+
+def test_a_text_that_stood_there_before_is_measured_apart(scripts):
+    import architecture_measures as am
+
+    seen = {}
+
+    def says_what_stood_120_bytes_before(tokens):
+        seen["tokens"] = np.asarray(tokens)
+        before = np.concatenate([tokens[:, :1].repeat(119, 1), tokens], 1)[:, : tokens.shape[1]]
+        return jax.nn.one_hot(before, 257) * 50.0
+
+    first, again = am.recall(says_what_stood_120_bytes_before)
+    assert again < 1e-3 and first > 5 and seen["tokens"].shape == (64, 239)
 
 
 def test_a_row_that_is_there_under_the_same_budget_is_left_out(scripts, tmp_path, monkeypatch, capsys):

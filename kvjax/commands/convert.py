@@ -14,22 +14,27 @@ HELP = "convert a trained model into another architecture, as the start of uptra
 EXAMPLE = """conversions:
   gqa:kv_heads=2           fewer KV heads, each the mean of neighbours
   mqa                      one KV head
+  wgqa:kv_heads=2          fewer KV heads, weighted sums whose weights learn
   cla:every=2              runs of layers read their first one's slots
   mlkv:layers=2            so many layers keep slots for all
-  asymgqa:kv_heads=2       groups of like heads; kdgqa:kv_heads=2, dha:heads=12 are others
+  asymgqa:kv_heads=2       groups of like heads; kdgqa:kv_heads=2, dha:heads=12, qcqa:heads=6
+                           are others
   drop:layers=[2,3]        layers without attention; drop:count=2 chooses them
-  low-rank:rank=0.5        latents of grouped heads (Palu)
+  low-rank:rank=0.5        latents of grouped heads (Palu); lorc:most=0.75,least=0.25,
+                           matryoshkakv:rank=16 are others
+  recurformer:kv_heads=1   KV heads that look nearby become Mamba-2
   eckvh:kv_heads=2         fewer KV heads by singular values
   mla:rank=64,rotary=1     latents of all heads, and so many heads of turning keys
   lckv:own=2               layers between own ones read the topmost
   yoco:window=256          the upper half reads one layer, below are windows
   swiftkv:layer=4          layers from there on project from its input
+  xc-cache:before=[1,3]    layers that read what an encoder kept
   linear:keep=2,mixer=KimiDelta,steps=200
                            linear attentions that learn from the attention
 
 examples:
   kvjax convert --to gqa:kv_heads=1 recall-tiny runs/mqa
-  kvjax train --gin bytes --set model.start=runs/mqa --out runs/uptrained"""
+  kvjax uptrain runs/mqa --gin recall-tiny --teacher recall-tiny --out runs/uptrained"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +82,4 @@ def run(args: argparse.Namespace) -> None:
         f"is the original's {found.agreement:.1%} of the time",
         soft_wrap=True,
     )
-    out.print(
-        f"uptrain it with kvjax train --gin FILE --set model.start={args.out} --out DIR", soft_wrap=True
-    )
+    out.print(f"uptrain it with kvjax uptrain {args.out} --teacher {args.model} --out DIR", soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from kvjax.commands.options import add_hosts
 from kvjax.commands.programs import keep_programs
@@ -17,12 +18,14 @@ EXAMPLE = """examples:
   kvjax compare --model runs/bytes/model --text book.txt"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, gin: str | None = None) -> None:
+    usual = "" if gin is None else f" (default: {gin})"
     parser.add_argument(
         "--gin",
-        required=True,
+        required=gin is None,
+        default=gin,
         metavar="FILE",
-        help="a .gin file, or a name in configs/train",
+        help=f"a .gin file, or a name in configs/train{usual}",
     )
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="SECTION.NAME=VALUE", help="settings in place of the file's"
@@ -33,15 +36,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from kvjax.commands.terminal import console
     from kvjax.gin_bindings import load_training
+
+    follow(load_training(args.gin, args.set), args)
+
+
+def follow(bound: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
+    """Trains as a file's settings say, in the folder that was asked for."""
+    from kvjax.commands.terminal import console
     from kvjax.train.loop import train
     from kvjax.train.settings import SECTIONS, training
     from kvjax.train.sources import words_of
 
-    bound = load_training(args.gin, args.set)
-    vocab = words_of(training({"model": {"start": "-"}, **{n: bound[n] for n in SECTIONS}}).data).vocab
+    settings = training({"model": {"start": "-", "teacher": "-"}, **{n: bound[n] for n in SECTIONS}})
     keep_programs()
     out = console()
-    model = train(training(bound, vocab), args.out, resume=args.resume, console=out)
+    run = training(bound, words_of(settings.data).vocab)
+    model = train(run, args.out, resume=args.resume, console=out)
     out.print(f"{model}: use it as kvjax compare --model {model}", soft_wrap=True)

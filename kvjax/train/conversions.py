@@ -15,20 +15,31 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.errors import InputError
-from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import ATTENTION, Attention, mixer_of
+from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.model import Model, check_single
 from kvjax.models.params import plan, regroup
 from kvjax.models.transformer import forward
-from kvjax.train.convert import Grouping, drop_attention, group_heads, pool_heads, share_layers
+from kvjax.train.convert import (
+    Grouping,
+    drop_attention,
+    group_heads,
+    insert_cross_attention,
+    pool_heads,
+    share_layers,
+)
+from kvjax.train.fusion import fused_groups, weighted_groups
 from kvjax.train.grouping.asymgqa import asymgqa
 from kvjax.train.grouping.dha import dha
 from kvjax.train.grouping.key_driven import kdgqa
 from kvjax.train.grouping.products import activation_products, key_norms, weight_products
+from kvjax.train.grouping.qcqa import group_layer, group_layers, within
 from kvjax.train.latents import Moments, input_moments, pool_by_values, to_latents
 from kvjax.train.linear import attention_changes, to_linear
+from kvjax.train.low_rank import columns, fitted_word, to_nested, to_progressive
+from kvjax.train.recur import to_recurrent_heads
 
 Made = tuple[Params, Config]
 Texts = Sequence[Sequence[int]]
@@ -130,9 +141,28 @@ def _asymgqa(params: Params, config: Config, *, kv_heads: int, texts: Texts | No
     return group_heads(params, config, [Grouping(k=group, v=group) for group in groups])
 
 
-def _dha(params: Params, config: Config, *, heads: int) -> Made:
-    """Like key heads and like value heads share, `heads` of both in all layers (DHA, arXiv:2406.06567)."""
-    return group_heads(params, config, dha(weight_products(params, config), heads))
+def _wgqa(
+    params: Params, config: Config, *, kv_heads: int, steps: int = 100, texts: Texts | None = None
+) -> Made:
+    """GQA by weighted sums of neighbours, whose weights learn (WGQA, arXiv:2407.10855)."""
+    return weighted_groups(params, config, kv_heads, texts or (), steps)
+
+
+def _dha(params: Params, config: Config, *, heads: int, steps: int = 100, texts: Texts | None = None) -> Made:
+    """Like key heads and like value heads share, `heads` of both in all layers (DHA, arXiv:2406.06567).
+
+    With texts, heads of a group are fused by weights that learn for so many steps; else they are averaged.
+    """
+    groups = dha(weight_products(params, config), heads)
+    if not texts or not steps:
+        return group_heads(params, config, groups)
+    return fused_groups(params, config, groups, texts, steps)
+
+
+def _qcqa(params: Params, config: Config, *, heads: int) -> Made:
+    """Groups of any size, and layers that stay whole: `heads` KV heads in all layers (QCQA, 2406.10247)."""
+    options = [group_layer(layer, config.kv_heads) for layer in weight_products(params, config)]
+    return group_heads(params, config, within(group_layers(options), heads).groupings)
 
 
 def _kdgqa(params: Params, config: Config, *, kv_heads: int, texts: Texts | None = None) -> Made:
@@ -169,16 +199,59 @@ def _drop(
     return drop_attention(params, config, layers)
 
 
-def _low_rank(params: Params, config: Config, *, rank: float | int, heads: int = 4) -> Made:
-    """Latents of grouped heads (Palu, arXiv:2407.21118), by the weights alone; rank: a share or a number."""
-    word = GroupedLowRank(rank, heads)
+def _low_rank(
+    params: Params, config: Config, *, rank: float | int, heads: int = 4, moments: Moments | None = None
+) -> Made:
+    """Latents of grouped heads (Palu, arXiv:2407.21118); rank: a share of channels or a number."""
+    word = fitted_word(rank, heads, columns(params, config, moments))
     return word.params(params, config), word.config(config)
 
 
+def _lorc(
+    params: Params, config: Config, *, most: float = 0.75, least: float = 0.25, moments: Moments | None = None
+) -> Made:
+    """Latents of all heads, of fewer channels from layer to layer (LoRC, arXiv:2410.03111)."""
+    return to_progressive(params, config, most, least, moments)
+
+
+def _matryoshkakv(
+    params: Params,
+    config: Config,
+    *,
+    rank: int,
+    steps: int = 200,
+    texts: Texts | None = None,
+    moments: Moments | None = None,
+) -> Made:
+    """Latents of every head in orthogonal bases that learn to be cut (MatryoshkaKV, arXiv:2410.14731)."""
+    return to_nested(params, config, rank, texts or (), steps, moments)
+
+
+def _xc_cache(params: Params, config: Config, *, before: Sequence[int]) -> Made:
+    """Layers of cross-attention before some layers, which read what an encoder kept (arXiv:2404.15420)."""
+    word = CrossAttention(width=config.d_model, turns=True)
+    return insert_cross_attention(params, config, before, word, jax.random.key(0))
+
+
+def _recurformer(
+    params: Params,
+    config: Config,
+    *,
+    kv_heads: int,
+    near: int = 16,
+    steps: int = 200,
+    texts: Texts | None = None,
+) -> Made:
+    """`kv_heads` KV heads of every layer stay, those that look nearby are Mamba-2 (arXiv:2410.12850)."""
+    return to_recurrent_heads(params, config, texts or (), kv_heads, near, steps)
+
+
 CONVERSIONS: dict[str, Callable[..., Made]] = {
-    "gqa": _gqa, "mqa": _mqa, "asymgqa": _asymgqa, "kdgqa": _kdgqa, "dha": _dha, "eckvh": _eckvh, "mla": _mla,
-    "low-rank": _low_rank, "cla": _cla, "mlkv": _mlkv, "lckv": _lckv, "yoco": _yoco, "swiftkv": _swiftkv,
-    "drop": _drop, "linear": _linear,
+    "gqa": _gqa, "mqa": _mqa, "wgqa": _wgqa, "asymgqa": _asymgqa, "qcqa": _qcqa, "kdgqa": _kdgqa,
+    "dha": _dha, "eckvh": _eckvh, "mla": _mla, "low-rank": _low_rank, "lorc": _lorc,
+    "matryoshkakv": _matryoshkakv, "cla": _cla, "mlkv": _mlkv, "lckv": _lckv, "yoco": _yoco,
+    "swiftkv": _swiftkv, "drop": _drop, "linear": _linear, "recurformer": _recurformer,
+    "xc-cache": _xc_cache,
 }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from kvjax.models.mixers.attention import ATTENTION, mixer_of
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Mamba2, Retention
 from kvjax.models.params import init, plan, regroup
 from kvjax.models.transformer import run_layers, unembed
+from kvjax.train.by_predictions import padded
 
 WORDS: dict[str, Callable[[int, int, int], Mixer]] = {
     word.__name__: word for word in (GatedDelta, KimiDelta, Mamba2, GatedLinear, Retention)
@@ -64,8 +65,8 @@ def to_linear(
     taught = _checked(config, texts, layers, keep, mixer)
     word = WORDS[mixer](config.heads, config.head_dim, config.head_dim)
     params = regroup(params, plan(config, stacked=False))
-    tokens, lengths = _padded(texts)
-    seen = _seen(params, tokens, lengths, config)
+    tokens, lengths = padded(texts)
+    seen = seen_by(params, tokens, lengths, config)
     made = {i: _taught(params["layers"][i], config, word, i, seen, steps) for i in taught}
     if keep is not None:
         damage = {}
@@ -86,19 +87,12 @@ def attention_changes(
     By it attention is dropped from layers (What Matters in Transformers?, arXiv:2406.15786, section 3).
     """
     params = regroup(params, plan(config, stacked=False))
-    seen = _seen(params, *_padded(texts), config)
+    seen = seen_by(params, *padded(texts), config)
     x, y = seen.inputs.astype(jnp.float32), (seen.inputs + seen.added).astype(jnp.float32)
     size = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1)
     apart = 1 - (x * y).sum(-1) / jnp.maximum(size, 1e-20)
     real = jnp.arange(x.shape[2], dtype=jnp.int32)[None] < seen.lengths[:, None]
     return np.asarray(jnp.where(real[None], apart, 0.0).sum((1, 2)) / sum(map(len, texts)))
-
-
-def _padded(texts: Sequence[Sequence[int]]) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
-    rows = np.zeros((len(texts), max(map(len, texts))), np.int32)
-    for row, text in zip(rows, texts, strict=True):
-        row[: len(text)] = text
-    return jnp.asarray(rows), jnp.asarray([len(text) for text in texts], jnp.int32)
 
 
 def _checked(
@@ -132,7 +126,9 @@ def _replaced(params: Params, config: Config, word: Mixer, made: dict[int, Param
 
 
 @partial(jax.jit, static_argnames="config")
-def _seen(params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], config: Config) -> Seen:
+def seen_by(params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], config: Config) -> Seen:
+    """What every layer of a model is given and adds, over some texts."""
+
     def look(passed: Passed) -> tuple[Array, Array]:
         return jnp.zeros_like(passed.out) if passed.mixed is None else passed.mixed, passed.out
 
@@ -163,7 +159,7 @@ def _taught(p: Params, config: Config, word: Mixer, layer: int, seen: Seen, step
     )
     start = started(p, alone, layer)
     own = {name: w.astype(jnp.float32) for name, w in start.items()}
-    learnt = _learn(own, seen.inputs[layer], seen.added[layer], seen.lengths, alone, steps)
+    learnt = learn_layer(own, seen.inputs[layer], seen.added[layer], seen.lengths, alone, steps)
     gone = set(ATTENTION.shapes(config)) - set(learnt)
     kept = {name: w for name, w in p.items() if name not in gone}
     return kept | {name: w.astype(p["o"].dtype) for name, w in learnt.items()}
@@ -191,8 +187,13 @@ def started(p: Params, alone: Config, seed: int) -> Params:
     return new | {name: p[name] for name in ("o", "attn_norm", "attn_post_norm") if name in new and name in p}
 
 
+def around(alone: Config) -> Params:
+    """What a model has beside its layers, for one layer alone, which is given vectors."""
+    return {"embed": jnp.zeros((1, alone.d_model)), "norm": jnp.ones((alone.d_model,))}
+
+
 @partial(jax.jit, static_argnames=("alone", "steps"))
-def _learn(
+def learn_layer(
     p: Params,
     inputs: Float[Array, "B T D"],
     added: Float[Array, "B T D"],
@@ -202,13 +203,15 @@ def _learn(
 ) -> Params:
     """The layer after Adam on the squared distance from what the original added, relative to its square."""
     rule = optax.adam(optax.cosine_decay_schedule(RATE, steps))
-    around = {"embed": jnp.zeros((1, alone.d_model)), "norm": jnp.ones((alone.d_model,))}
     real = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
     size = jnp.where(real[..., None], jnp.square(added.astype(jnp.float32)), 0.0).sum()
+    size = jnp.maximum(size, 1e-20)
 
     def loss(p: Params, at: Int[Array, "R"]) -> Float[Array, ""]:
         x = inputs[at].astype(jnp.float32)
-        ran = run_layers({**around, "layers": (p,)}, x, alone, lengths[at], look=lambda passed: passed.mixed)
+        ran = run_layers(
+            {**around(alone), "layers": (p,)}, x, alone, lengths[at], look=lambda passed: passed.mixed
+        )
         apart = ran.collected[0][0] - added[at].astype(jnp.float32)
         return jnp.where(real[at][..., None], jnp.square(apart), 0.0).sum() / size
 

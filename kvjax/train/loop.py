@@ -25,6 +25,7 @@ from jaxtyping import Array
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvjax.block_transformer import BlockTransformer
 from kvjax.checkpoint import save_checkpoint
 from kvjax.errors import InputError
 from kvjax.files import write_atomic
@@ -32,12 +33,15 @@ from kvjax.hosts.messages import by_first, check_same, count, is_first
 from kvjax.loading import load
 from kvjax.mesh.on_mesh import OnMesh, on_mesh
 from kvjax.models.axes import check_rules
+from kvjax.models.block_transformer import BlockConfig
+from kvjax.models.block_transformer import init as init_blocks
 from kvjax.models.config import Config
 from kvjax.models.config_json import config_to_json
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.models.params import init, regroup
 from kvjax.models.transformer import carrying
+from kvjax.train.beside import beside, check_tokenizer
 from kvjax.train.curve import draw_losses
 from kvjax.train.devices import places, rows_placed
 from kvjax.train.optimiser import optimiser, rate_of
@@ -47,8 +51,10 @@ from kvjax.train.run_folder import LOG, clock, open_run, trim_log
 from kvjax.train.saving import Saver
 from kvjax.train.settings import Training
 from kvjax.train.sources import Source, Words, source_of, words_of
-from kvjax.train.step import Found, Parts, TrainState, fault, make_step, total_loss
+from kvjax.train.step import Beside, Found, Parts, TrainState, fault, make_step, told, total_loss
 from kvjax.train.trained import Fixed, groups_of, joined, kinds, split
+
+AnyConfig = Config | BlockConfig
 
 
 def train(
@@ -69,10 +75,9 @@ def train(
     console = (console if is_first() else None) or Console(quiet=True)
     on = on_mesh(run.devices.mesh, run.devices.rules)
     config, start = _model(run, words)
-    _check_devices(run, config, on)
-    kinds(config, run.tune)
-    teacher = None if run.teacher is None else _teacher(run, run.teacher, config)
-    segments = run.data.segments and not carrying(config)
+    _check(run, config, on)
+    others = beside(run, config, words)
+    segments = run.data.segments and not run.loop.context and not _carrying(config)
     source, held = source_of(run.data, words, run.loop, segments=segments)
     _open(folder, run, config, resume)
     steps = optimiser(run.optimiser, run.loop)
@@ -86,31 +91,38 @@ def train(
         check_same("the rows to train on", _digest(source, held))
     if is_first():
         trim_log(folder, int(state.step))
-    session = _Session(run, config, folder, saver, held, clock(before), console, fixed, on)
-    step = make_step(config, run.loop, steps, None if teacher is None else teacher.config, on)
-    learn = partial(step, theirs=None if teacher is None else teacher.params, fixed=fixed)
+    session = _Session(run, config, folder, saver, held, clock(before), console, fixed, on, others)
+    step = make_step(config, run.loop, steps, on)
+    learn = partial(step, beside=others, fixed=fixed)
     state = session.go(state, source.next, lambda: source.place.as_json(), learn)
-    model = Model(
-        config, joined(state.params, fixed), tokenizer=words.tokenizer, special_tokens=words.special,
+    of = BlockTransformer if isinstance(config, BlockConfig) else Model
+    model = of(
+        config, joined(state.params, fixed), tokenizer=words.tokenizer, special_tokens=words.special,  # pyright: ignore
         stop_ids=(words.end,), name=folder.name,
     )  # fmt: skip
     save_checkpoint(model, folder / "model")
     return folder / "model"
 
 
-def _model(run: Training, words: Words) -> tuple[Config, Callable[[], Params]]:
+def _carrying(config: AnyConfig) -> bool:
+    """Whether texts of one row cannot be told apart: blocks are cut wherever a text ends."""
+    return isinstance(config, BlockConfig) or bool(carrying(config))
+
+
+def _model(run: Training, words: Words) -> tuple[AnyConfig, Callable[[], Params]]:
     """The config, and how its first weights are made."""
     if run.start is not None:
         model = load(run.start, dtype="float32", mesh=run.devices.mesh, rules=run.devices.rules)
-        if not isinstance(model.config, Config):
-            raise InputError(f"{run.start} is a model of two decoders, and one is trained here")
+        check_tokenizer(run.start, model, words, run)
         config, start = model.config, lambda: model.params
     else:
         assert run.config is not None
         config = run.config
         key = jax.random.key(run.loop.seed)
-        start = partial(init, config, key)
+        start = partial(init if isinstance(config, Config) else init_blocks, config, key)
         if run.init == "circuit":
+            if isinstance(config, BlockConfig):
+                raise InputError("model.init is 'circuit', which is of one decoder: leave it out")
             try:
                 check_circuit(config)
             except ValueError as error:
@@ -129,7 +141,17 @@ def _model(run: Training, words: Words) -> tuple[Config, Callable[[], Params]]:
     return config, start
 
 
-def _check_devices(run: Training, config: Config, on: OnMesh | None) -> None:
+def _check(run: Training, config: AnyConfig, on: OnMesh | None) -> None:
+    if isinstance(config, BlockConfig):
+        loop = run.loop
+        if not run.tune.all or on is not None or loop.distil_hidden or loop.distil_attention or loop.context:
+            raise InputError(
+                "a model of two decoders trains whole and on one device, reads no context and learns no more "
+                "than predictions from a teacher: leave out tune, devices, train.context, "
+                "train.distil_hidden and train.distil_attention"
+            )
+        return
+    kinds(config, run.tune)
     if on is None:
         if count() > 1:
             raise InputError(
@@ -148,9 +170,12 @@ def _check_devices(run: Training, config: Config, on: OnMesh | None) -> None:
 
 
 def begin(
-    params: Params, run: Training, config: Config, steps: optax.GradientTransformation, on: OnMesh | None
+    params: Params, run: Training, config: AnyConfig, steps: optax.GradientTransformation, on: OnMesh | None
 ) -> tuple[TrainState, Fixed | None]:
     """The state before the first step, in float32 and where the mesh has it, and what does not learn."""
+    if isinstance(config, BlockConfig):
+        whole = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        return TrainState(whole, steps.init(whole), jnp.zeros((), jnp.int32)), None
     of = kinds(config, run.tune)
     groups = groups_of(config, of)
     params = regroup(jax.tree.map(lambda x: x.astype(jnp.float32), params), groups)
@@ -165,25 +190,11 @@ def begin(
     return TrainState(trained, kept, jax.device_put(jnp.zeros((), jnp.int32), on.sharding((), ()))), fixed
 
 
-def _teacher(run: Training, path: str, config: Config) -> Model:
-    model = load(path, mesh=run.devices.mesh, rules=run.devices.rules)
-    if not isinstance(model.config, Config) or model.config.vocab != config.vocab:
-        raise InputError(
-            f"the teacher {path} is no decoder of {config.vocab} ids, as the model is: teach with one "
-            "that has the same tokenizer"
-        )
-    if (run.loop.distil_hidden or run.loop.distil_attention) and model.config.d_model != config.d_model:
-        raise InputError(
-            f"the teacher {path} has {model.config.d_model} channels and the model {config.d_model}: set "
-            "train.distil_hidden and train.distil_attention to 0, or teach with one as wide"
-        )
-    return model
-
-
-def _open(folder: Path, run: Training, config: Config, resume: bool) -> None:
+def _open(folder: Path, run: Training, config: AnyConfig, resume: bool) -> None:
     # Devices are left out: a run may go on on others.
     parts = {name: dataclasses.asdict(getattr(run, name)) for name in ("data", "optimiser", "loop", "tune")}
     model = {"model": config_to_json(config), "start": run.start, "teacher": run.teacher, "init": run.init}
+    model |= {"encoder": run.encoder}
     by_first(lambda: open_run(folder, model | parts, resume))
 
 
@@ -201,7 +212,7 @@ class _Session:
     """The running of a run between two starts."""
 
     run: Training
-    config: Config
+    config: AnyConfig
     folder: Path
     saver: Saver
     held: HeldOut | None
@@ -209,6 +220,7 @@ class _Session:
     console: Console
     fixed: Fixed | None
     on: OnMesh | None
+    beside: Beside
 
     def go(
         self,
@@ -273,8 +285,8 @@ class _Session:
         for at in range(0, len(rows.tokens), size):
             some = Rows(*(None if x is None else x[at : at + size] for x in rows))  # pyright: ignore
             part = jax.tree.map(lambda x: x[0], in_parts(some, 1, self.on))
-            loss += float(_held_out_loss(params, part, self.config, self.run.loop, self.on))
-            weight += float(part.weights[:, 1:].sum())
+            found = _held_out_loss(params, part, self.config, self.run.loop, self.on, self.beside)
+            loss, weight = loss + float(found), weight + float(told(part, self.run.loop).weights[:, 1:].sum())
         mean = loss / weight
         bits = mean / math.log(2) / self.held.bytes_per_token
         return {"held_out_loss": round(mean, 5), "bits_per_byte": round(bits, 5)}
@@ -292,7 +304,7 @@ class _Session:
         }
 
     def _broken(self, i: int, state: TrainState, parts: Parts) -> str:
-        what = fault(joined(state.params, self.fixed), parts, self.config, self.run.loop)
+        what = fault(joined(state.params, self.fixed), parts, self.config, self.run.loop, self.beside)
         kept = "no checkpoint was written yet" if self.saver.latest is None else "the last checkpoint stays"
         return (
             f"step {i + 1}: {what} is not a number, so training stopped and {kept}: lower optimiser.peak, "

@@ -91,4 +91,4 @@ def _matrices(params: Any) -> Any:
 
 
 def _in_layers(path: Any) -> bool:
-    return getattr(path[0], "key", None) == "layers"
+    return any(getattr(key, "key", None) == "layers" for key in path)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from kvjax.errors import InputError
+from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.config_json import config_from_json
 from kvjax.ops.base.rope import Rope
@@ -52,9 +53,9 @@ class Data:
     "python" (the standard library's source of the running interpreter) or "recall" (the language of
     `recall-tiny`).
 
-    field: the field or column that holds a text. tokenizer: "bytes", or the directory of a tokenizer.
-    held_out: the share of texts, chosen by a hash of them, that is never trained on. segments: texts that lie
-    in one row do not see each other. seed: of the order of texts.
+    field: the field or column that holds a text. tokenizer: "bytes", or a model whose tokenizer it is, as
+    `kvjax.load` takes one. held_out: the share of texts, chosen by a hash of them, that is never trained on.
+    segments: texts that lie in one row do not see each other. seed: of the order of texts.
     """
 
     kind: str = "python"
@@ -115,12 +116,15 @@ class Loop:
     stages: (steps, length, batch) one after the other, in place of these three; what learning rates do
     over steps they then do over tokens. compute: the dtype of layers; weights are kept in float32. remat:
     compute layers anew for the gradient instead of keeping what lies inside them. balance: what unequal
-    use of experts costs, times the loss of Switch Transformers (arXiv:2101.03961). distil: with a
+    use of experts costs, times the loss of Switch Transformers (arXiv:2101.03961). codes: what the distance
+    of keys from their codes costs (Transformer-VQ, arXiv:2309.16354). distil: with a
     teacher, the share of the loss that is the divergence from its predictions; distil_hidden,
     distil_attention: what the squared distance from its hidden states and from the outputs of its mixers
     is multiplied by, the mean over channels and layers. log_every, evaluate_every: in steps.
     evaluate_rows: of held-out texts. passes: where layers read slots from above, how many passes without
     a gradient and then with one stand for all of them (LCKV, arXiv:2405.10637; its code has 7 and 2).
+    context: tokens at the start of every row that an encoder reads and the model does not (XC-Cache,
+    arXiv:2404.15420).
     """
 
     steps: int = 1000
@@ -131,7 +135,9 @@ class Loop:
     compute: str = "bfloat16"
     remat: bool = False
     passes: tuple[int, int] = (7, 2)
+    context: int = 0
     balance: float = 0.01
+    codes: float = 1e-3
     distil: float = 0.5
     distil_hidden: float = 0.0
     distil_attention: float = 0.0
@@ -151,8 +157,9 @@ class Loop:
         for name in ("steps", "batch", "length", "accumulate", "log_every", "evaluate_every"):
             _count(f"train.{name}", getattr(self, name), 1)
         _count("train.evaluate_rows", self.evaluate_rows, 1)
+        _count("train.context", self.context, 0)
         _between("train.distil", self.distil, 0.0, 1.0)
-        for name in ("balance", "distil_hidden", "distil_attention"):
+        for name in ("balance", "codes", "distil_hidden", "distil_attention"):
             _between(f"train.{name}", getattr(self, name), 0.0, math.inf)
         _one_of("train.compute", self.compute, ("bfloat16", "float32"))
         for batch in {self.batch, *(batch for *_, batch in self.stages)}:
@@ -250,12 +257,14 @@ class Training:
     """A whole run. start: a model's directory to go on from; else `config` is started at random, or by init
     "circuit" with the heads of `kvjax.train.recall_init`.
 
-    teacher: a model's directory, from whose predictions the run learns, too.
+    teacher: a model's directory, from whose predictions the run learns, too. encoder: the directory of one
+    that reads the first `loop.context` tokens of every row for the model's layers of cross-attention.
     """
 
-    config: Config | None = None
+    config: Config | BlockConfig | None = None
     start: str | None = None
     teacher: str | None = None
+    encoder: str | None = None
     init: str = "random"
     data: Data = Data()
     optimiser: Optimiser = Optimiser()
@@ -291,11 +300,15 @@ def training(bound: Mapping[str, Mapping[str, Any]], vocab: int | None = None) -
     parts = {name: _built(name, kind, bound.get(name, {})) for name, kind in SECTIONS.items()}
     model = dict(bound.get("model", {}))
     start, teacher = model.pop("start", None), model.pop("teacher", None)
-    first = model.pop("init", "random")
+    if teacher is None and (given := [n for n in bound.get("train", {}) if n.startswith("distil")]):
+        raise InputError(
+            f"train.{given[0]} is given and no teacher to learn from: bind model.teacher, or leave it out"
+        )
+    first, encoder = model.pop("init", "random"), model.pop("encoder", None)
     config = _config(model, vocab)
     config = config if start is None else None
     parts["loop"] = parts.pop("train")
-    return Training(config, start, teacher, first, **parts)
+    return Training(config, start, teacher, encoder, first, **parts)
 
 
 def _built(section: str, kind: type[S], given: Mapping[str, Any]) -> S:
@@ -303,9 +316,11 @@ def _built(section: str, kind: type[S], given: Mapping[str, Any]) -> S:
     return kind(**given)
 
 
-def _config(model: dict[str, Any], vocab: int | None) -> Config:
+def _config(model: dict[str, Any], vocab: int | None) -> Config | BlockConfig:
+    if "blocks" in model or "tokens" in model:
+        return _two_decoders(model, vocab)
     known = [f.name for f in dataclasses.fields(Config)]
-    _known("setting of model", model, (*known, "mixer", "mlp", "start", "teacher", "init"))
+    _known("setting of model", model, (*known, "mixer", "mlp", "start", "teacher", "encoder", "init"))
     rope = dataclasses.asdict(Rope()) | model.get("rope", {})
     fields = {"vocab": vocab or 256} | SIZES | model | {"rope": rope}
     for one, many in (("mixer", "mixers"), ("mlp", "mlps")):
@@ -313,6 +328,26 @@ def _config(model: dict[str, Any], vocab: int | None) -> Config:
             if many in model:
                 raise InputError(f"model.{one} and model.{many} were both given: give one of them")
             fields[many] = [fields.pop(one)] * fields["layers"]
+    return _read(fields)
+
+
+def _two_decoders(model: dict[str, Any], vocab: int | None) -> BlockConfig:
+    """A Block Transformer: model.blocks and model.tokens are the settings of its decoders."""
+    known = [f.name for f in dataclasses.fields(BlockConfig)]
+    _known("setting of a model of two decoders", model, (*known, "start", "teacher", "encoder", "init"))
+    sizes = {name: model[name] for name in ("length", "prefix") if name in model}
+    tokens = _config(model.get("tokens", {}), vocab)
+    assert isinstance(tokens, Config)
+    said = {"vocab": sizes.get("prefix", BlockConfig.prefix) * tokens.d_model}
+    blocks = _config(model.get("blocks", {}) | said, None)
+    assert isinstance(blocks, Config)
+    try:
+        return BlockConfig(blocks, tokens, **sizes)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"the settings of model are those of no model: {error}") from error
+
+
+def _read(fields: dict[str, Any]) -> Config:
     try:
         config = config_from_json(fields)
     except (ValueError, TypeError, AttributeError) as error:

@@ -9,7 +9,7 @@ import numpy as np
 from kvjax.errors import InputError
 from kvjax.eval.tasks import recall
 from kvjax.eval.tasks.recall_tasks import training_batch
-from kvjax.models.files import check_folder
+from kvjax.loading import model_folder
 from kvjax.models.tokenizer import read_text
 from kvjax.train.byte_tokenizer import END, byte_tokenizer
 from kvjax.train.rows import HeldOut, Place, Rows, Stream, held_out_rows
@@ -57,7 +57,7 @@ def words_of(data: Data) -> Words:
     if data.tokenizer == "bytes":
         tokenizer = byte_tokenizer()
         return Words(tokenizer, tokenizer.get_vocab_size(), 256, {"eos_token": END})
-    text = read_text(check_folder(data.tokenizer))
+    text = read_text(model_folder(data.tokenizer))
     ends = [text.special_tokens.get(name) for name in ("eos_token", "bos_token")]
     end = next((text.tokenizer.token_to_id(e) for e in ends if e), None) if text.tokenizer else None
     if text.tokenizer is None or end is None:
@@ -76,8 +76,15 @@ def source_of(
     texts = read_texts(data)
 
     def encode(text: str) -> list[int]:
-        return words.tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            return words.tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # tokenizers raise no class of their own
+            raise InputError(
+                f"the tokenizer of {data.tokenizer} cannot read the texts ({error}): give texts of its "
+                "language, which for recall-tiny are those of data.kind='recall'"
+            ) from error
 
+    encode(texts[0])  # what cannot be read is refused at once
     held = held_out_rows(
         texts, encode, words.end, loop.length, loop.evaluate_rows, share=data.held_out, segments=segments
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,11 +13,16 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.mesh.on_mesh import OnMesh
+from kvjax.models.block_transformer import BlockConfig
+from kvjax.models.block_transformer import forward as forward_blocks
 from kvjax.models.config import Config
+from kvjax.models.encoder import encode
 from kvjax.models.feed_forward import MoE
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Passed
+from kvjax.models.mixers.transformer_vq import VectorQuantised
 from kvjax.models.transformer import run_layers, unembed
+from kvjax.ops.attention.union import Keys
 from kvjax.train.devices import places
 from kvjax.train.losses import distilled, next_token, squared
 from kvjax.train.settings import Loop
@@ -51,50 +58,80 @@ def computed(params: Params, loop: Loop) -> Params:
     return jax.tree.map(lambda x: x.astype(loop.compute), params)
 
 
-class Teacher(NamedTuple):
-    """A model from whose predictions and layers a run learns."""
+@partial(jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["config"])
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A model that does not learn."""
 
     params: Params
     config: Config
 
 
+class Beside(NamedTuple):
+    """What stands beside the model: a teacher, and an encoder that reads the start of every row."""
+
+    teacher: Frozen | None = None
+    encoder: Frozen | None = None
+
+
 class Read(NamedTuple):
-    """What a model made of a part: logits, unequal use of experts, and what the losses ask of each layer."""
+    """What a model made of a part: logits, and what the losses ask of each layer.
+
+    unequal, apart: unequal use of experts and distances of keys from their codes, summed over layers.
+    """
 
     logits: Float[Array, "B T V"]
     unequal: Float[Array, ""]
+    apart: Float[Array, ""]
     layers: list[dict[str, Any]]
 
 
+ALONE = Beside()
+
+
+def told(part: Parts, loop: Loop) -> Parts:
+    """The rows of a part behind what an encoder reads of them: all of them, where it reads nothing."""
+    return Parts(*(None if x is None else x[..., loop.context :] for x in part))  # pyright: ignore
+
+
 def total_loss(
-    params: Params, part: Parts, config: Config, loop: Loop, on: OnMesh | None = None
+    params: Params,
+    part: Parts,
+    config: Config | BlockConfig,
+    loop: Loop,
+    on: OnMesh | None = None,
+    beside: Beside = ALONE,
 ) -> Float[Array, ""]:
     """The summed loss of the rows [B, T + 1] of one part, in nats."""
-    return next_token(_read(params, part, config, loop, on).logits, part.tokens, part.weights)
+    logits = _read(params, part, config, loop, on, encoder=beside.encoder).logits
+    part = told(part, loop)
+    return next_token(logits, part.tokens, part.weights)
 
 
 def learned_loss(
     params: Params,
     part: Parts,
-    config: Config,
+    config: Config | BlockConfig,
     loop: Loop,
-    teacher: Teacher | None = None,
+    beside: Beside = ALONE,
     on: OnMesh | None = None,
 ) -> Float[Array, ""]:
-    """What is made small: `total_loss`, in part the divergence from a teacher, and unequal use of experts.
+    """What is made small: `total_loss`, in part the divergence from a teacher, and what layers add.
 
-    The last counts `loop.balance` for every target and layer.
+    Unequal use of experts counts `loop.balance`, distance from codes `loop.codes` for every target and layer.
     """
+    teacher = beside.teacher
     asked = {"hidden": loop.distil_hidden, "attention": loop.distil_attention} if teacher else {}
     asked = {what: share for what, share in asked.items() if share}
-    mine = _read(params, part, config, loop, on, tuple(asked))
+    mine = _read(params, part, config, loop, on, tuple(asked), beside.encoder)
+    part = told(part, loop)
     loss = next_token(mine.logits, part.tokens, part.weights)
     if teacher is not None:
         theirs = _read(teacher.params, part, teacher.config, loop, on, tuple(asked))
         loss = (1 - loop.distil) * loss + loop.distil * distilled(mine.logits, theirs.logits, part.weights)
         for what, share in asked.items():
             loss += share * _from_layers(what, mine.layers, theirs.layers, part.weights)
-    return loss + loop.balance * part.weights[:, 1:].sum() * mine.unequal
+    return loss + part.weights[:, 1:].sum() * (loop.balance * mine.unequal + loop.codes * mine.apart)
 
 
 def fellow(layer: int, layers: int, theirs: int) -> int:
@@ -116,18 +153,32 @@ def _from_layers(
 
 
 def _read(
-    params: Params, part: Parts, config: Config, loop: Loop, on: OnMesh | None, asked: tuple[str, ...] = ()
+    params: Params,
+    part: Parts,
+    config: Config | BlockConfig,
+    loop: Loop,
+    on: OnMesh | None,
+    asked: tuple[str, ...] = (),
+    encoder: Frozen | None = None,
 ) -> Read:
+    if isinstance(config, BlockConfig):
+        none, logits = jnp.zeros((), jnp.float32), _said(params, part, config, loop)
+        return Read(logits, none, none, [])
+
     def look(passed: Passed) -> dict[str, Any]:
         seen = {"hidden": passed.out, "attention": passed.mixed}
-        unequal = jnp.zeros((), jnp.float32)
+        unequal = apart = jnp.zeros((), jnp.float32)
+        if isinstance(passed.mixer, VectorQuantised) and passed.read is not None:
+            apart = passed.mixer.apart(passed.p, passed.read)
         if isinstance(passed.mlp, MoE) and passed.fed is not None:
             unequal = passed.mlp.balance(passed.p, passed.fed)
-        return {"unequal": unequal} | {what: seen[what] for what in asked}
+        return {"unequal": unequal, "apart": apart} | {what: seen[what] for what in asked}
 
-    segments, params = None if part.segments is None else part.segments[:, :-1], computed(params, loop)
+    context, params = context_of(part, loop, encoder), computed(params, loop)
+    part = told(part, loop)
+    segments = None if part.segments is None else part.segments[:, :-1]
     ran = run_layers(
-        params, part.tokens[:, :-1], config, segments=segments, remat=loop.remat, on_mesh=on,
+        params, part.tokens[:, :-1], config, None, context, segments=segments, remat=loop.remat, on_mesh=on,
         passes=loop.passes, look=look,
     )  # fmt: skip
     layers = [
@@ -135,30 +186,41 @@ def _read(
         for group in ran.collected
         for i in range(len(group["unequal"]))
     ]
-    unequal = sum((layer["unequal"] for layer in layers), jnp.zeros((), jnp.float32))
-    return Read(unembed(params, ran.x, config), unequal, layers)
+    unequal, apart = (
+        sum((layer[what] for layer in layers), jnp.zeros((), jnp.float32)) for what in ("unequal", "apart")
+    )
+    return Read(unembed(params, ran.x, config), unequal, apart, layers)
+
+
+def _said(params: Params, part: Parts, config: BlockConfig, loop: Loop) -> Float[Array, "B T V"]:
+    return forward_blocks(computed(params, loop), part.tokens[:, :-1], config)
+
+
+def context_of(part: Parts, loop: Loop, encoder: Frozen | None) -> Keys | None:
+    """What an encoder makes of the first `loop.context` tokens of every row."""
+    if encoder is None:
+        return None
+    return encode(computed(encoder.params, loop), part.tokens[:, : loop.context], encoder.config)
 
 
 def make_step(
-    config: Config,
+    config: Config | BlockConfig,
     loop: Loop,
     optimiser: optax.GradientTransformation,
-    taught_by: Config | None = None,
     on: OnMesh | None = None,
 ) -> Callable[..., tuple[TrainState, Found]]:
-    """The jitted step (state, parts, teacher's parameters or None, what does not learn or None).
+    """The jitted step (state, parts, what stands beside the model, what does not learn or None).
 
     It donates its state. A loss or gradient of NaN or inf changes no weight.
     """
 
     def step(
-        state: TrainState, parts: Parts, theirs: Params | None = None, fixed: Fixed | None = None
+        state: TrainState, parts: Parts, beside: Beside = ALONE, fixed: Fixed | None = None
     ) -> tuple[TrainState, Found]:
-        count = jnp.maximum(parts.weights[:, :, 1:].sum(), 1.0)
-        teacher = None if theirs is None or taught_by is None else Teacher(theirs, taught_by)
+        count = jnp.maximum(told(parts, loop).weights[:, :, 1:].sum(), 1.0)
 
         def loss_of(trained: Any, part: Parts) -> Float[Array, ""]:
-            return learned_loss(joined(trained, fixed), part, config, loop, teacher, on)
+            return learned_loss(joined(trained, fixed), part, config, loop, beside, on)
 
         def add(carry: Any, part: Parts) -> tuple[Any, None]:
             found = jax.value_and_grad(loss_of)(state.params, part)
@@ -174,6 +236,7 @@ def make_step(
         new = TrainState(params, kept, state.step + 1)
         new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
         if on is not None:
+            assert isinstance(config, Config)
             where = places(new, joined(state.params, fixed), config, on)
             new = jax.lax.with_sharding_constraint(new, where)
         return new, Found(loss, norm, finite)
@@ -181,14 +244,21 @@ def make_step(
     return jax.jit(step, donate_argnums=0)
 
 
-def fault(params: Params, parts: Parts, config: Config, loop: Loop) -> str:
+def fault(
+    params: Params, parts: Parts, config: Config | BlockConfig, loop: Loop, beside: Beside = ALONE
+) -> str:
     """What is no number first, in words: the output of a layer, the logits, or a gradient."""
     for a in range(parts.tokens.shape[0]):
         part = jax.tree.map(lambda x, a=a: x[a], parts)
-        tokens, low = part.tokens[:, :-1], computed(params, loop)
-        segments = None if part.segments is None else part.segments[:, :-1]
+        if isinstance(config, BlockConfig):
+            if not bool(jnp.isfinite(_said(params, part, config, loop)).all()):
+                return "the logits"
+            continue
+        read, low = told(part, loop), computed(params, loop)
+        segments = None if read.segments is None else read.segments[:, :-1]
+        context = context_of(part, loop, beside.encoder)
         ran = run_layers(
-            low, tokens, config, segments=segments, passes=loop.passes,
+            low, read.tokens[:, :-1], config, None, context, segments=segments, passes=loop.passes,
             look=lambda x: jnp.isfinite(x.out).all(),
         )  # fmt: skip
         layers = [bool(ok) for group in ran.collected for ok in group]
@@ -196,7 +266,7 @@ def fault(params: Params, parts: Parts, config: Config, loop: Loop) -> str:
             return f"the output of layer {layers.index(False)}"
         if not bool(jnp.isfinite(unembed(low, ran.x, config)).all()):
             return "the logits"
-        gradient = jax.grad(learned_loss)(params, part, config, loop)
+        gradient = jax.grad(learned_loss)(params, part, config, loop, Beside(None, beside.encoder))
         names = [
             jax.tree_util.keystr(path, simple=True, separator=".")
             for path, x in jax.tree.leaves_with_path(gradient)

@@ -23,6 +23,8 @@ class DeltaFormer(KeptTokens):
     was not at hand; keys that read keys, and the gate, are those of flash-linear-attention's layer.
     """
 
+    in_segments = True
+
     def check(self, config: Config) -> None:
         if self.groups not in (None, self.heads):
             raise ValueError(f"every head solves a system of its own: leave groups out, got {self.groups}")
@@ -39,7 +41,9 @@ class DeltaFormer(KeptTokens):
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             held = None if past is None else past | {"u": past["v"]}
-            out, new = deltaformer(q, k, v, beta, r=k, mask=mask, **kept_of(held, ("k", "u")))
+            out, new = deltaformer(
+                q, k, v, beta, r=k, mask=mask, segments=memory.segments, **kept_of(held, ("k", "u"))
+            )
             left = state_of(new, {"k": x.dtype, "u": x.dtype})
             return out, {"k": left["k"], "v": left["u"], "count": left["count"]}
 

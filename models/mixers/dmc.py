@@ -27,6 +27,7 @@ class DynamicMerging(KeptTokens):
     """
 
     offset: float = 5.0
+    in_segments = True
 
     def state(self, config: Config) -> Shapes:
         heads = (self.key_heads,)
@@ -47,7 +48,17 @@ class DynamicMerging(KeptTokens):
                 opened = jnp.zeros_like(past["count"])
                 start = Merged(past["k"], past["v"], past["weight"], opened, past["count"])
                 capacity = past["k"].shape[1]
-            out, _, new = dmc(q, k, v, merge, weight, initial_state=start, capacity=capacity, mask=mask)
+            out, _, new = dmc(
+                q,
+                k,
+                v,
+                merge,
+                weight,
+                initial_state=start,
+                capacity=capacity,
+                mask=mask,
+                segments=memory.segments,
+            )
             kept = {"k": new.k.astype(x.dtype), "v": new.v.astype(x.dtype)}
             return out, kept | {"count": new.count, "weight": new.weight}
 

@@ -29,6 +29,8 @@ from kvjax.ops.recurrent.slot_memory import LogSum
 class _ByFeatures(Recurrent):
     """q, k and v, what `attended` makes of them, and an output matrix; sums of features are its state."""
 
+    in_segments = True
+
     def shapes(self, config: Config) -> Shapes:
         return {name: shape for name, shape in super().shapes(config).items() if name != "out_norm"}
 
@@ -38,15 +40,15 @@ class _ByFeatures(Recurrent):
         q, k, v = self.split(*(linear(p, name, x) for name in "qkv"))
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
-            return self.attended(q, k, v, past, mask)
+            return self.attended(q, k, v, past, dict(mask=mask, segments=memory.segments))
 
         out, state, left = memory.recur(layer, step, state)
         return linear(p, "o", out.astype(x.dtype).reshape(*x.shape[:2], -1)), state, left
 
     def attended(
-        self, q: Array, k: Array, v: Array, past: RecurrentState | None, mask: Array
+        self, q: Array, k: Array, v: Array, past: RecurrentState | None, tokens: dict[str, Any]
     ) -> tuple[Float[Array, "B T H V"], RecurrentState]:
-        """(o, new state)."""
+        """(o, new state); tokens: the arguments of an op that say which tokens count, and whose they are."""
         raise NotImplementedError
 
 
@@ -61,11 +63,11 @@ class LinearAttention(_ByFeatures):
         return {"S": (self.heads, self.key_dim, self.value_dim + 1)}
 
     def attended(
-        self, q: Array, k: Array, v: Array, past: RecurrentState | None, mask: Array
+        self, q: Array, k: Array, v: Array, past: RecurrentState | None, tokens: dict[str, Any]
     ) -> tuple[Float[Array, "B T H V"], RecurrentState]:
         start = None if past is None else past["S"]
         phi_q, phi_k = (jax.nn.elu(x.astype(jnp.float32)) + 1 for x in (q, k))
-        out, new = normalised(phi_q, phi_k, v, epsilon=1e-6, initial_state=start, mask=mask)
+        out, new = normalised(phi_q, phi_k, v, epsilon=1e-6, initial_state=start, **tokens)
         return out, {"S": new}
 
 
@@ -82,10 +84,10 @@ class Based(_ByFeatures):
         return {"S": (self.heads, features, self.value_dim + 1)}
 
     def attended(
-        self, q: Array, k: Array, v: Array, past: RecurrentState | None, mask: Array
+        self, q: Array, k: Array, v: Array, past: RecurrentState | None, tokens: dict[str, Any]
     ) -> tuple[Float[Array, "B T H V"], RecurrentState]:
         start = None if past is None else past["S"]
-        out, new = based_attention(q, k, v, initial_state=start, mask=mask)
+        out, new = based_attention(q, k, v, initial_state=start, **tokens)
         return out, {"S": new}
 
 
@@ -109,7 +111,7 @@ class Performer(_ByFeatures):
         return {"means": (*sums, self.value_dim), "top": sums, "total": sums}
 
     def attended(
-        self, q: Array, k: Array, v: Array, past: RecurrentState | None, mask: Array
+        self, q: Array, k: Array, v: Array, past: RecurrentState | None, tokens: dict[str, Any]
     ) -> tuple[Float[Array, "B T H V"], RecurrentState]:
         start = None
         if past is not None:
@@ -117,7 +119,7 @@ class Performer(_ByFeatures):
             top = jnp.where(past["total"] > 0, past["top"], -jnp.inf)
             start = RandomSums(past["means"], LogSum(top, past["total"]))
         projection = jnp.asarray(_projection(self.seed, self.features, self.key_dim))
-        out, new = performer_attention(q, k, v, projection, initial_state=start, mask=mask)
+        out, new = performer_attention(q, k, v, projection, initial_state=start, **tokens)
         return out, {"means": new.v, "top": new.weight.top, "total": new.weight.total}
 
 

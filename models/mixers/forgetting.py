@@ -28,6 +28,7 @@ class Forgetting(KeptTokens):
 
     norm: bool = False
     grows = frozenset({"k", "v", "since"})
+    in_segments = True
 
     def shapes(self, config: Config) -> Shapes:
         gates: Shapes = {"forget_gate": (config.d_model, self.heads), "forget_gate_bias": (self.heads,)}
@@ -46,7 +47,9 @@ class Forgetting(KeptTokens):
         g = jax.nn.log_sigmoid(linear(p, "forget_gate", x).astype(jnp.float32))
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
-            out, new = forgetting_attention(q, k, v, g, mask=mask, **kept_of(past, ("k", "v", "since")))
+            out, new = forgetting_attention(
+                q, k, v, g, mask=mask, segments=memory.segments, **kept_of(past, ("k", "v", "since"))
+            )
             return out, state_of(new, {"k": x.dtype, "v": x.dtype})
 
         out, state, left = memory.recur(layer, step, state)
@@ -67,6 +70,7 @@ class Path(KeptTokens):
     conv: int = 3
     forgets: bool = False
     grows = frozenset({"k", "v", "since"})
+    in_segments = True
 
     def check(self, config: Config) -> None:
         if self.groups not in (None, self.heads):
@@ -93,9 +97,11 @@ class Path(KeptTokens):
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             tail = None if past is None else past["tail"]
-            y, tail = short_conv(low, p["conv"], tail=tail, mask=mask)
+            y, tail = short_conv(low, p["conv"], tail=tail, mask=mask, segments=memory.segments)
             w = l2_norm(jax.nn.silu(y).astype(jnp.float32).reshape(q.shape))
-            out, new = path_attention(q, k, v, w, beta, g, mask=mask, **kept_of(past, ("k", "v", "since")))
+            out, new = path_attention(
+                q, k, v, w, beta, g, mask=mask, segments=memory.segments, **kept_of(past, ("k", "v", "since"))
+            )
             return out, state_of(new, {"v": x.dtype}) | {"tail": tail}
 
         out, state, left = memory.recur(layer, step, state)

@@ -29,6 +29,7 @@ class GatedUnit(Mixer):
     width: int
     key_dim: int = 128
     chunk: int = 256
+    in_segments = True
 
     def check(self, config: Config) -> None:
         if self.chunk < 1 or self.key_dim % 2:
@@ -75,7 +76,15 @@ class GatedUnit(Mixer):
                 slots = (past[n] for n in ("quad_k", "lin_k", "values", "length"))
                 start = GAUState(past["total"][:, 0], *slots)
             out, new = mixed_chunk_attention(
-                quad_q, quad_k, lin_q, lin_k, v, chunk=self.chunk, initial_state=start, mask=mask
+                quad_q,
+                quad_k,
+                lin_q,
+                lin_k,
+                v,
+                chunk=self.chunk,
+                initial_state=start,
+                mask=mask,
+                segments=memory.segments,
             )
             y = (gate * out.astype(x.dtype)) @ p["unit_out"]
             # A chunk that is full has gone into the sum, and its last token could not be asked again.

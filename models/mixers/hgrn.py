@@ -26,6 +26,7 @@ class Hgrn(Mixer):
 
     width: int
     lower_bound: float = 0.0
+    in_segments = True
 
     def check(self, config: Config) -> None:
         if not 0 <= self.lower_bound < 1:
@@ -50,7 +51,7 @@ class Hgrn(Mixer):
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             start = None if past is None else past["h"]
-            out, last = hgrn(new, g, initial_state=start, mask=mask)
+            out, last = hgrn(new, g, initial_state=start, mask=mask, segments=memory.segments)
             return out, {"h": last}
 
         out, state, left = memory.recur(layer, step, state)

@@ -25,6 +25,8 @@ class Lattice(Recurrent):
     the norm of every head are ours.
     """
 
+    in_segments = True
+
     def check(self, config: Config) -> None:
         if self.groups not in (None, self.heads):
             raise ValueError(f"every head has slots of its own: leave groups out, got {self.groups}")
@@ -46,7 +48,9 @@ class Lattice(Recurrent):
                 # A row that was emptied has zeros, which have no direction: it starts anew.
                 used = (past["S"] != 0).any((1, 2, 3))[:, None, None, None]
                 start = jnp.where(used, past["S"], start)
-            out, new = lattice(q, k, v, size, initial_state=start, mask=mask)
+            out, new = lattice(
+                q, k, v, size, initial_state=start, slots=p["slots"], mask=mask, segments=memory.segments
+            )
             return out, {"S": new}
 
         out, state, left = memory.recur(layer, step, state)

@@ -29,6 +29,7 @@ class LocalLinear(KeptTokens):
     ridge: float = 0.1
     iterations: int | None = None
     learned: bool = False
+    in_segments = True
 
     def check(self, config: Config) -> None:
         super().check(config)
@@ -50,9 +51,11 @@ class LocalLinear(KeptTokens):
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             held = kept_of(past, ("k", "v"))
             before, capacity = held.get("initial_state"), held.get("capacity")
-            slots, at = cache.append({"k": k, "v": v}, before, None, mask, capacity)
+            slots, at = cache.append({"k": k, "v": v}, before, memory.segments, mask, capacity)
             where: dict[str, Any] = dict(
-                q_pos=at.slot, k_pos=jnp.where(_used(slots), _numbers(slots), -1)[:, None]
+                q_pos=at.slot,
+                k_pos=jnp.where(_used(slots), _numbers(slots), -1)[:, None],
+                segments=memory.segments,
             )
             new = slots.kept["k"], slots.kept["v"]
             if self.learned:

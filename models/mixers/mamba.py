@@ -30,6 +30,7 @@ class Mamba(Mixer):
     rank: int | None = None
     conv: int = 4
     normed: bool = False
+    in_segments = True
 
     def dt_rank(self, config: Config) -> int:
         return self.rank or -(-config.d_model // 16)
@@ -63,7 +64,9 @@ class Mamba(Mixer):
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             start, tail = (None, None) if past is None else (past["h"], past["tail"])
-            y, tail = short_conv(inner, p["conv"], p["conv_bias"], tail=tail, mask=mask)
+            y, tail = short_conv(
+                inner, p["conv"], p["conv_bias"], tail=tail, mask=mask, segments=memory.segments
+            )
             y = jax.nn.silu(y)
             parts = jnp.split(y @ p["selection"], [rank, rank + self.states], axis=-1)
             if self.normed:
@@ -71,7 +74,15 @@ class Mamba(Mixer):
                 parts = [rms_norm(z, p[n], config.norm_eps) for z, n in zip(parts, names, strict=True)]
             dt = jax.nn.softplus((parts[0] @ p["dt_up"]).astype(jnp.float32) + bias[None, None])
             out, new = selective_scan(
-                y, dt, -jnp.exp(rates).T, parts[1], parts[2], skip, initial_state=start, mask=mask
+                y,
+                dt,
+                -jnp.exp(rates).T,
+                parts[1],
+                parts[2],
+                skip,
+                initial_state=start,
+                mask=mask,
+                segments=memory.segments,
             )
             return out, {"h": new, "tail": tail}
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, RecurrentState
+from kvjax.ops.base.packed_sequences import segment_offsets
 from kvjax.ops.recurrent.hgrn import hgrn
 
 
@@ -30,6 +31,7 @@ class SlopeDecay(Mixer):
     """
 
     width: int
+    in_segments = True
 
     def shapes(self, config: Config) -> Shapes:
         into: Shapes = {name: (config.d_model, 2 * self.width) for name in ("token", "history")}
@@ -45,12 +47,19 @@ class SlopeDecay(Mixer):
         y = (x @ p["history"]).astype(jnp.float32)
         g = jnp.broadcast_to(jnp.asarray(rates)[None, None], y.shape)
         # A sum of the weights of t + 1 tokens, in closed form.
-        tokens = jnp.maximum(memory.pos, 0)[..., None].astype(jnp.float32) + 1
+        place = memory.pos if memory.segments is None else segment_offsets(memory.segments)
+        tokens = jnp.maximum(place, 0)[..., None].astype(jnp.float32) + 1
         total = jnp.expm1(-jnp.asarray(slopes)[None, None] * tokens) / np.expm1(-slopes)[None, None]
         total = jnp.concatenate([total, jnp.ones_like(total)], -1)
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
-            out, last = hgrn(y, g, initial_state=None if past is None else past["sums"], mask=mask)
+            out, last = hgrn(
+                y,
+                g,
+                initial_state=None if past is None else past["sums"],
+                mask=mask,
+                segments=memory.segments,
+            )
             return out, {"sums": last}
 
         out, state, left = memory.recur(layer, step, state)

@@ -29,6 +29,7 @@ class Mesa(Recurrent):
     conv: int = 4
     iterations: int | None = None
     least: float = 0.25
+    in_segments = True
 
     def check(self, config: Config) -> None:
         if self.groups not in (None, self.heads):
@@ -58,13 +59,19 @@ class Mesa(Recurrent):
         ridge = self.least + jax.nn.softplus(p["ridge"].astype(jnp.float32)).reshape(self.heads, -1)
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
-            y, tail = short_conv(flat, p["conv"], tail=None if past is None else past["tail"], mask=mask)
+            y, tail = short_conv(
+                flat,
+                p["conv"],
+                tail=None if past is None else past["tail"],
+                mask=mask,
+                segments=memory.segments,
+            )
             y = jax.nn.silu(y)
             q, k, values = self.split(y[..., :keys], y[..., keys:], v)
             start = None if past is None else MesaState(past["kk"], past["kv"])
             out, new = mesa(
                 l2_norm(q), l2_norm(k), values, g, beta, ridge,
-                initial_state=start, mask=mask, iterations=self.iterations,
+                initial_state=start, mask=mask, segments=memory.segments, iterations=self.iterations,
             )  # fmt: skip
             # The op makes what it continues symmetric: a state that is changes by nothing then.
             kk = (new.kk + jnp.swapaxes(new.kk, 2, 3)) / 2

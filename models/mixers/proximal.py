@@ -29,6 +29,7 @@ class SharedKeys(KeptTokens):
     sinks: int = 16
     recent: int = 4080
     source: int | None = None
+    in_segments = True
 
     @property
     def grows(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -77,7 +78,7 @@ class SharedKeys(KeptTokens):
         def lowest(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             held = kept_of(past, ("k", "v"))
             before, capacity = held.get("initial_state"), held.get("capacity")
-            slots, at = cache.append({"k": k, "v": v}, before, None, mask, capacity)
+            slots, at = cache.append({"k": k, "v": v}, before, memory.segments, mask, capacity)
             published.append(slots.kept["k"])
 
             def body(q: Array, at: cache.Places) -> Array:
@@ -92,7 +93,7 @@ class SharedKeys(KeptTokens):
             start = None if past is None else Proximal(past["k"], past["v"], past["count"])
             out, new = proximal_attention(
                 q, k, v, layer.taken["keys"], sinks=self.sinks, recent=self.recent,
-                initial_state=start, mask=mask,
+                initial_state=start, mask=mask, segments=memory.segments,
             )  # fmt: skip
             return out, {"k": new.k.astype(x.dtype), "v": new.v.astype(x.dtype), "count": new.count}
 

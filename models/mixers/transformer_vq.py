@@ -13,7 +13,7 @@ from kvjax.models.layers import Params, Shapes, l2_norm, linear
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, RecurrentState
 from kvjax.models.mixers.recurrent import Recurrent
 from kvjax.ops.recurrent.convolution import answered
-from kvjax.ops.recurrent.transformer_vq import VQState, transformer_vq
+from kvjax.ops.recurrent.transformer_vq import VQState, quantise, transformer_vq
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +21,17 @@ class VectorQuantised(Recurrent):
     """Transformer-VQ's layer (Lingle, 2023, arXiv:2309.16354): softmax over `codes` codes and two blocks.
 
     q and k have length sqrt(key_dim), so logits are sqrt(key_dim) times their cosine; the output is gated by
-    silu(x W_g). The codebook [heads, key_dim, codes] gets no gradient (`untaught`): the paper moves each code
-    to the mean of the keys that are nearest to it. Deviation: no relative position bias, and queries and keys
-    are normalised without the paper's temperature.
+    silu(x W_g). Attention sends no gradient to the codebook [heads, key_dim, codes] (`untaught`), and what it
+    sends to codes goes straight through to the keys; `apart` draws keys and codes together in training.
+    Deviations: no relative position bias, queries and keys are normalised without the paper's temperature,
+    and codes move by the gradient of `apart`, as in VQ-VAE (arXiv:1711.00937, equation 3), where the paper
+    moves each to a running mean of the keys that are nearest to it.
     """
 
     codes: int = 512
     block: int = 512
     untaught = frozenset({"codebook"})
+    in_segments = True
 
     def check(self, config: Config) -> None:
         if self.groups not in (None, self.heads) or self.block < 1 or self.codes < 1:
@@ -56,16 +59,15 @@ class VectorQuantised(Recurrent):
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         q, k, v = self.split(*(linear(p, name, x) for name in "qkv"))
-        size = self.key_dim**0.5
-        q, k = (l2_norm(y.astype(jnp.float32)) * size for y in (q, k))
-        book = jnp.swapaxes(p["codebook"].astype(jnp.float32), 1, 2)
-        book = l2_norm(book) * size
+        q, k, book = self._sized(q), self._sized(k), self._book(p)
         gate = jax.nn.silu(x @ p["out_gate"])
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             names = ("counts", "means", "near_codes", "near_values", "length")
             start = None if past is None else VQState(*(past[n] for n in names))
-            out, new = transformer_vq(q, k, v, book, block=self.block, initial_state=start, mask=mask)
+            out, new = transformer_vq(
+                q, k, v, book, block=self.block, initial_state=start, mask=mask, segments=memory.segments
+            )
             y = linear(p, "o", out.astype(x.dtype).reshape(*x.shape[:2], -1) * gate)
             # A block that is full has become counts, and its last token could not be asked again.
             y, answer = answered(y, jnp.zeros_like(x[:, 0]) if past is None else past["answer"], mask)
@@ -73,3 +75,20 @@ class VectorQuantised(Recurrent):
             return y, dict(zip(names, new, strict=True)) | {"answer": answer}
 
         return memory.recur(layer, step, state)
+
+    def apart(self, p: Params, x: Float[Array, "B T D"]) -> Float[Array, ""]:
+        """How far keys are from the codes that stand for them: the mean of |k - c|^2 / key_dim, from 0 to 4.
+
+        Its gradient draws codes to their keys and keys to their codes. x: what the layer was given.
+        """
+        k = self._sized(linear(p, "k", x).reshape(*x.shape[:2], self.heads, self.key_dim))
+        book = self._book(p)
+        codes, _ = quantise(k, book)
+        nearest = jax.vmap(lambda of_head, code: of_head[code], (0, 2), 2)(book, codes)
+        return jnp.square(k - nearest).mean()
+
+    def _sized(self, x: Float[Array, "*s K"]) -> Float[Array, "*s K"]:
+        return l2_norm(x.astype(jnp.float32)) * self.key_dim**0.5
+
+    def _book(self, p: Params) -> Float[Array, "H C K"]:
+        return self._sized(jnp.swapaxes(p["codebook"], 1, 2))

@@ -78,18 +78,34 @@ def test_what_loses_nothing_is_exact():
         assert difference(model, convert(model, spec), TEXTS).divergence == pytest.approx(0, abs=1e-6)
 
 
-def test_searched_groups_of_equal_heads_lose_nothing_where_neighbours_would():
+def with_equal_heads():
+    """The model with key and value heads 0, 2 and 1, 3 alike."""
     params = init(CONFIG, jax.random.key(1))
     for layer in params["layers"]:
         for name in ("k", "v"):
             heads = layer[name].reshape(1, 16, 4, 4)
             layer[name] = heads[:, :, jnp.asarray([0, 1, 0, 1])].reshape(1, 16, 16)
-    model = Model(CONFIG, params)
-    for spec in ("asymgqa:kv_heads=2", "dha:heads=16"):
+    return Model(CONFIG, params)
+
+
+def test_searched_groups_of_equal_heads_lose_nothing_where_neighbours_would():
+    model = with_equal_heads()
+    for spec in ("asymgqa:kv_heads=2", "dha:heads=16,steps=0"):
         assert difference(model, convert(model, spec, TEXTS), TEXTS).divergence == pytest.approx(0, abs=1e-6)
     assert difference(model, convert(model, "gqa:kv_heads=2"), TEXTS).divergence > 1e-3
     read = convert(model, "kdgqa:kv_heads=2", TEXTS).config.mixers[0]
     assert len(read.k_of) == 4 and set(read.k_of) == {0, 1}
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("spec", ["dha:heads=16,steps=4", "qcqa:heads=8", "qcqa:heads=11"])
+def test_fused_and_evolved_groups_of_equal_heads_lose_nothing(spec):
+    model = with_equal_heads()
+    made = convert(model, spec, TEXTS)
+    assert difference(model, made, TEXTS).divergence == pytest.approx(0, abs=1e-6)
+    if spec.startswith("qcqa"):
+        # Once nothing is lost, more heads are not asked for.
+        assert sum(len(set(m.k_of)) for m in made.config.mixers) == 8
 
 
 def test_attention_is_dropped_where_it_turns_its_input_least():
@@ -112,7 +128,7 @@ def test_the_command_writes_a_model_and_says_what_it_costs(tmp_path, capsys):
     out = tmp_path / "mqa"
     assert main(["convert", "--to", "mqa", "recall-tiny", str(out), "--rows", "2", "--length", "64"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "nats from the original's" in said and f"model.start={out}" in said
+    assert "nats from the original's" in said and f"kvjax uptrain {out} --teacher recall-tiny" in said
     assert kvjax.load(str(out)).config.kv_heads == 1
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvjax.cli import main
 from kvjax.errors import InputError
 from kvjax.gin_bindings import load_training, training_files
-from kvjax.models.params import init
+from kvjax.models.block_transformer import layout_of
 from kvjax.train.optimiser import optimiser
 from kvjax.train.settings import training
 from kvjax.train.step import Parts, TrainState, make_step
@@ -22,7 +22,7 @@ TINY = ("model.layers=1", "model.d_model=16", "model.heads=2", "model.kv_heads=1
 @pytest.mark.parametrize("name", sweep(training_files(), "bytes", "bytes-kimi-linear"))
 def test_every_shipped_file_is_a_run_of_about_a_million_parameters(name):
     run = training(load_training(name), vocab=257)
-    params = jax.eval_shape(lambda: init(run.config, jax.random.key(0)))
+    params = jax.eval_shape(lambda: layout_of(run.config).init(run.config, jax.random.key(0)))
     assert 0.5e6 < sum(x.size for x in jax.tree.leaves(params)) < 1.5e6
     steps = optimiser(run.optimiser, run.loop)
     state = jax.eval_shape(lambda p: TrainState(p, steps.init(p), jnp.zeros((), jnp.int32)), params)

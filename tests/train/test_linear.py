@@ -80,7 +80,7 @@ def test_what_stands_behind_a_text_teaches_nothing():
         rows = np.random.default_rng(seed).integers(0, 32, (2, 20)).astype(np.int32)
         for row, text in zip(rows, texts, strict=True):
             row[: len(text)] = text
-        seen = linear._seen(params, jnp.asarray(rows), lengths, CONFIG)
+        seen = linear.seen_by(params, jnp.asarray(rows), lengths, CONFIG)
         learnt.append(linear._taught(params["layers"][0], CONFIG, GatedDelta(4, 4, 4), 0, seen, 2))
     for a, b in zip(*map(jax.tree.leaves, learnt), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)

@@ -21,7 +21,7 @@ from kvjax.train.recall_init import CONFIG
 from kvjax.train.rows import Rows
 from kvjax.train.settings import training
 from kvjax.train.sources import Recall
-from kvjax.train.step import Parts, Teacher, TrainState, fault, learned_loss, make_step
+from kvjax.train.step import Beside, Frozen, Parts, TrainState, fault, learned_loss, make_step
 
 MODEL = dict(layers=2, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=24)
 CIRCUIT = dict(d_model=64, mixer={"word": "Attention", "gate": True})
@@ -243,7 +243,7 @@ def test_a_run_learns_from_a_teacher_as_much_as_it_is_told(texts, tmp_path):
     of_text = -np.log(np.take_along_axis(q, tokens[:, 1:, None], -1)).sum()
     for share in (0.0, 0.3, 1.0):
         loop = dataclasses.replace(run.loop, distil=share)
-        found = learned_loss(student, part, run.config, loop, Teacher(teacher, run.config))
+        found = learned_loss(student, part, run.config, loop, Beside(Frozen(teacher, run.config)))
         assert float(found) == pytest.approx((1 - share) * of_text + share * divergence, rel=1e-5)
     other = settings(texts, model={"vocab": 300}, steps=1)
     first = train(settings(texts, steps=1), tmp_path / "first")

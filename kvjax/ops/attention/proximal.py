@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.ops.attention import token_cache as cache
-from kvjax.ops.attention.token_cache import QUERIES, Mask, Places, TokenCache
+from kvjax.ops.attention.token_cache import QUERIES, Mask, Places, Segments, TokenCache
 from kvjax.ops.base.dtypes import wide
 
 
@@ -30,6 +30,7 @@ def proximal_attention(
     sinks: int,
     recent: int,
     initial_state: Proximal | None = None,
+    segments: Segments = None,
     mask: Mask = None,
     scale: float | None = None,
 ) -> tuple[Float[Array, "B T N V"], Proximal]:
@@ -39,7 +40,8 @@ def proximal_attention(
     exponentials in the sum of all, makes two attentions the one softmax that this is. `shared` are the keys
     of the lowest layer of a block, of every slot, those of the new tokens among them. scale is K^-0.5 unless
     given. With `initial_state` the values have the room that its own have; a token beyond it is not kept and
-    its output is NaN. Tokens that mask leaves out are not kept.
+    its output is NaN. Tokens that mask leaves out are not kept. Where `segments` changes, s
+    counts from 0 again; what is left continues rows of one segment alone.
 
     >>> x, v = jnp.ones((1, 3, 1, 1)), jnp.arange(3.0).reshape(1, 3, 1, 1)
     >>> o, state = proximal_attention(x, x, v, 0 * x, sinks=0, recent=1)
@@ -56,14 +58,14 @@ def proximal_attention(
         ring, count = initial_state.k.astype(dtype), initial_state.count
         before = TokenCache({"v": initial_state.v.astype(dtype)}, jnp.zeros_like(count), count)
         capacity = before.capacity
-    slots, at = cache.append({"v": v}, before, None, mask, capacity)
+    slots, at = cache.append({"v": v}, before, segments, mask, capacity)
     near_keys = jnp.concatenate([ring, k], 1)
     number = jnp.concatenate([_numbers(count, sinks, recent), jnp.where(at.real, at.slot, slots.capacity)], 1)
 
     def body(q: Array, at: Places) -> Array:
         near = _spread(cache.products(q, near_keys), number, slots.capacity)
         index = jnp.arange(slots.capacity, dtype=jnp.int32)[None, None]
-        close = (index < sinks) | (at.slot[..., None] - index < recent)
+        close = (index - at.first[..., None] < sinks) | (at.slot[..., None] - index < recent)
         scores = jnp.where(close[:, None], near, cache.products(q, shared)) * factor
         p, _ = cache.softmax(scores, cache.seen(at, cache.stored(slots)))
         return cache.mix(p, slots.kept["v"])

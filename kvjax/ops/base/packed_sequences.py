@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -25,3 +26,14 @@ def segment_numbers(segments: Int[Array, "B T"] | None, shape: tuple[int, ...]) 
     [[0, 0, 1]]
     """
     return jnp.cumsum(segment_starts(segments, shape), 1, dtype=jnp.int32)
+
+
+def segment_offsets(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """How many tokens of its segment stand before each token of a row.
+
+    >>> segment_offsets(jnp.asarray([[7, 7, 7, 4, 4]])).tolist()
+    [[0, 1, 2, 0, 1]]
+    """
+    index = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], segments.shape)
+    starts = segment_starts(segments, segments.shape)
+    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)

@@ -33,8 +33,8 @@ def dha(
     forms its groups and the layers' budgets by that, and draws the heads of a group together as it trains on.
     Its observation, that like heads fuse at little loss, is the measure here. Between layers it says little:
     in `recall-tiny` with 12 of 16 heads, budgets by weights alone lose as much as the median of all 70, or
-    more, and those by `losses` are among the ten best. The paper's equations were out of reach. Weights of
-    the heads in their group are trained through `group_heads`.
+    more, and those by `losses` are among the ten best. The paper's equations were out of reach.
+    `kvjax.train.fusion.fused_groups` draws the heads of these groups together.
 
     Raises ValueError where `heads` is less than one key and one value head per layer, or more than there are.
 

@@ -1,0 +1,72 @@
+"""Models that stand beside the one that learns: a teacher, and an encoder of contexts."""
+
+from __future__ import annotations
+
+from kvjax.errors import InputError
+from kvjax.loading import load
+from kvjax.models.block_transformer import BlockConfig
+from kvjax.models.config import Config
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.mixers.cross_attention import CrossAttention
+from kvjax.models.model import Model
+from kvjax.train.settings import Training
+from kvjax.train.sources import Words
+from kvjax.train.step import Beside, Frozen
+
+
+def beside(run: Training, config: Config | BlockConfig, words: Words) -> Beside:
+    """What a run's settings name; InputError where it does not fit the model or its tokenizer."""
+    teacher = None if run.teacher is None else _teacher(run, run.teacher, config, words)
+    return Beside(teacher, _encoder(run, config, words))
+
+
+def check_tokenizer(path: str, model: Model, words: Words, run: Training) -> None:
+    """InputError where a model reads other ids than the run's texts become."""
+    if model.tokenizer is not None and model.tokenizer.get_vocab() != words.tokenizer.get_vocab():
+        texts = "data.kind is" if run.data.kind == "recall" else "data.tokenizer is"
+        read = run.data.kind if run.data.kind == "recall" else run.data.tokenizer
+        raise InputError(
+            f"{texts} {read!r}, and {path} has another tokenizer: give texts of its language, and "
+            f"data.tokenizer={path}"
+        )
+
+
+def _teacher(run: Training, path: str, config: Config | BlockConfig, words: Words) -> Frozen:
+    model = load(path, mesh=run.devices.mesh, rules=run.devices.rules)
+    if not isinstance(model.config, Config) or model.config.vocab != config.vocab:
+        raise InputError(
+            f"the teacher {path} is no decoder of {config.vocab} ids, as the model is: teach with one "
+            "that has the same tokenizer"
+        )
+    check_tokenizer(path, model, words, run)
+    asked = run.loop.distil_hidden or run.loop.distil_attention
+    if asked and isinstance(config, Config) and model.config.d_model != config.d_model:
+        raise InputError(
+            f"the teacher {path} has {model.config.d_model} channels and the model {config.d_model}: set "
+            "train.distil_hidden and train.distil_attention to 0, or teach with one as wide"
+        )
+    return Frozen(model.params, model.config)
+
+
+def _encoder(run: Training, config: Config | BlockConfig, words: Words) -> Frozen | None:
+    if isinstance(config, BlockConfig):
+        return None
+    widths = {m.width for i in range(config.layers) if isinstance(m := mixer_of(config, i), CrossAttention)}
+    if run.encoder is None and not widths and not run.loop.context:
+        return None
+    if run.encoder is None or not widths or not 1 <= run.loop.context < run.loop.length:
+        raise InputError(
+            "layers of cross-attention read what an encoder made of the start of every row: model.encoder "
+            f"is {run.encoder}, train.context {run.loop.context} of {run.loop.length} tokens, and the model "
+            f"has {'such' if widths else 'no such'} layers (kvjax convert --to xc-cache makes them): give all"
+        )
+    if run.teacher is not None:
+        raise InputError("a teacher reads whole rows, and a context is apart: leave one of them out")
+    model = load(run.encoder, mesh=run.devices.mesh, rules=run.devices.rules)
+    if not isinstance(model.config, Config) or widths != {model.config.d_model}:
+        raise InputError(
+            f"the encoder {run.encoder} is no model of {', '.join(map(str, sorted(widths)))} channels, which "
+            "the layers of cross-attention read"
+        )
+    check_tokenizer(run.encoder, model, words, run)
+    return Frozen(model.params, model.config)

@@ -1,0 +1,72 @@
+"""Training a Block Transformer: its loss, its restart, and what is refused."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.block_transformer import BlockTransformer
+from kvjax.errors import InputError
+from kvjax.models.block_transformer import BlockConfig, forward, init
+from kvjax.train.loop import train
+from kvjax.train.settings import training
+from kvjax.train.step import Parts, total_loss
+
+SIZES = dict(layers=1, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=24)
+MODEL = {"blocks": SIZES, "tokens": SIZES, "length": 4, "prefix": 2}
+LOOP = dict(steps=4, batch=2, length=24, compute="float32", log_every=1, evaluate_rows=2, save_seconds=0.0)
+
+
+def settings(text, **change):
+    data = {"kind": "text", "files": [str(text)], "held_out": 0.0}
+    return training({"model": MODEL, "data": data, "train": LOOP} | change, vocab=257)
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "a.txt").write_text("a text about nothing at all. " * 60)
+    return tmp_path / "a.txt"
+
+
+def test_its_loss_is_that_of_its_logits(text):
+    run = settings(text)
+    assert isinstance(run.config, BlockConfig) and run.config.blocks.vocab == 32 and run.config.vocab == 257
+    params = init(run.config, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 257, (2, 25)).astype(np.int32)
+    part = Parts(jnp.asarray(tokens), jnp.ones((2, 25), jnp.float32), None)
+    logits = np.asarray(forward(params, part.tokens[:, :-1], run.config), np.float64)
+    picked = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+    want = (np.log(np.exp(logits).sum(-1)) - picked).sum()
+    assert float(total_loss(params, part, run.config, run.loop)) == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_run_learns_goes_on_and_its_model_answers(text, tmp_path, name):
+    run = settings(text, optimiser={"name": name, "peak": 1e-2, "warmup": 1}, train=LOOP | {"steps": 12})
+    model = kvjax.load(train(run, tmp_path / "run"))
+    assert isinstance(model, BlockTransformer)
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["loss"] < log[0]["loss"] - 0.5
+    assert kvjax.generate(model, [[5, 6, 7]], max_new_tokens=3).tokens.shape == (1, 3)
+    on = settings(text, model={"start": str(tmp_path / "run" / "model")})
+    train(on, tmp_path / "on")
+    first = json.loads((tmp_path / "on" / "log.jsonl").read_text().splitlines()[0])
+    assert first["loss"] < log[1]["loss"]
+
+
+def test_what_two_decoders_cannot_is_said(text, tmp_path):
+    for change, message in (
+        ({"tune": {"frozen": ["embed"]}}, "trains whole and on one device"),
+        ({"model": MODEL | {"init": "circuit"}}, "which is of one decoder"),
+    ):
+        with pytest.raises(InputError, match=message):
+            train(settings(text, **change), tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+    with pytest.raises(InputError, match="unknown setting of a model of two decoders 'layers'"):
+        settings(text, model=MODEL | {"layers": 2})
+    with pytest.raises(InputError, match="no concatenation of 3 tokens"):
+        settings(text, model=MODEL | {"length": 3})
