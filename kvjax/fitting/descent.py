@@ -45,6 +45,6 @@ def descended(
 
 
 def uniform(key: Array, shape: tuple[int, ...], fan_in: int) -> Float[Array, "*_"]:
-    """Weights or biases of a linear map of `fan_in` inputs as they are drawn first, within 1 / sqrt(fan_in)."""
+    """Weights or biases of a linear map as they are drawn first: within 1 / sqrt(its inputs)."""
     most = fan_in**-0.5
     return jax.random.uniform(key, shape, minval=-most, maxval=most)

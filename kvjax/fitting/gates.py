@@ -1,4 +1,4 @@
-"""Gates that guess KVzip's scores from a layer's input: KVzap's (arXiv:2601.07891), Fast KVzip's (2601.17668)."""
+"""Gates that guess KVzip's scores from a layer's input (KVzap, arXiv:2601.07891, and Fast KVzip)."""
 
 from __future__ import annotations
 
@@ -108,9 +108,7 @@ def fit_sink_gate(
         "sinks": uniform(keys[3], (c.layers, c.kv_heads, sink_keys, rank), rank),
         "bias": jnp.zeros((c.layers, c.kv_heads, group)),
     }
-    found = descended(
-        guessed, arrays, read(model, batches, epochs, progress), (), rate=rate, steps=steps
-    )
+    found = descended(guessed, arrays, read(model, batches, epochs, progress), (), rate=rate, steps=steps)
     return Fitted(found, "SinkGate", model.signature)
 
 
@@ -127,9 +125,7 @@ def _mean(x: Float[Array, "L B K T"], live: Bool[Array, "B T"]) -> Float[Array, 
     return jnp.where(live[None, :, None], x, 0.0).sum() / count
 
 
-def read(
-    model: Model, batches: list[list[list[int]]], epochs: int, progress: Progress
-) -> Iterator[Batch]:
+def read(model: Model, batches: list[list[list[int]]], epochs: int, progress: Progress) -> Iterator[Batch]:
     """What the model saw of every batch of texts, `epochs` times, and KVzip's scores."""
     check_whole(model, "gates")
     run = Run(model.config, bind(build_method("kvzip", budget=1.0, sinks=0), model))

@@ -23,9 +23,7 @@ from kvjax.steps.run import held
 
 # (the layer, what it computed of its tokens, keys and values, logits [B, K, G, T, S]) -> (out [B, N, T, V],
 # what is collected of the layer).
-Attention = Callable[
-    [Layer, Inputs, Keys, Float[Array, "B K G T S"]], tuple[Float[Array, "B N T V"], Any]
-]
+Attention = Callable[[Layer, Inputs, Keys, Float[Array, "B K G T S"]], tuple[Float[Array, "B N T V"], Any]]
 
 
 def check_whole(model: Model, what: str) -> None:

@@ -38,7 +38,7 @@ def fit_write_gate(
     recent: int = 256,
     penalty: float = 0.04,
     rate: float = 1e-3,
-    epochs: int = 16,
+    epochs: int = 8,
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
@@ -79,7 +79,7 @@ def drawn(config: Config, hidden: int, seed: int) -> Arrays:
 def distilled(
     config: Config, recent: int, params: Params, arrays: Arrays, batch: Texts
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """What gates change of the last normalised hidden states, in the mean square, and what they let through."""
+    """What gates change of the last normalised hidden states (its mean square), and what they let through."""
     whole, _ = _hidden(config, recent, params, None, batch)
     gated, through = _hidden(config, recent, params, arrays, batch)
     live = jnp.arange(batch.tokens.shape[1])[None] < batch.lengths[:, None]
