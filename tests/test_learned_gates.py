@@ -13,10 +13,15 @@ from kvjax.commands.texts import read_texts
 from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import ForcedSample
 from kvjax.fitted import SHIPPED, as_fitted, shipped_for
-from kvjax.fitting.gates import Batch, guessed
+from kvjax.fitting.gates import Batch, guessed, read
 from kvjax.fitting.head_gates import answers
 from kvjax.fitting.retaining import looked_at, missed
 from kvjax.fitting.write_gates import Texts, distilled, kept
+from kvjax.grammar import Budget, Keep, Method
+from kvjax.keep.budget import AcrossLayers, Uniform
+from kvjax.keep.gate import Gated
+from kvjax.keep.gate_forms import RetainingHead, SinkGate, WriteGate
+from kvjax.keep.patterns import Recent
 from kvjax.methods import takes_budget
 from tests.methods import learned
 from tests.methods.battery import MAIN, decoder, model
@@ -155,10 +160,8 @@ def test_the_signature_of_a_model_is_that_of_its_weights_in_any_dtype(tiny):
     assert kvjax.load(TINY, dtype=jnp.float16).signature == tiny.signature
 
 
-def found(m, name, fitted, hyper):
+def found(m, method):
     """The share of records that a method finds in contexts of the task "get"."""
-    hyper = hyper | (dict(budget=0.25) if takes_budget(name) else {})
-    method = kvjax.method(name, fitted=fitted, **hyper)
     samples = read_texts(m, text=None, tasks=["get"], rows=24, length=256, seed=99, questions=True)
     right = 0
     for one in samples:
@@ -168,52 +171,50 @@ def found(m, name, fitted, hyper):
     return right / len(samples)
 
 
-# Options of a fit, hyper-parameters, and how many records of 24 more are found than before.
+# Options of a fit, and a keep of a quarter of all slots by what was fitted.
 WORTH = {
-    "fast-kvzip": (dict(rank=8, sink_keys=8, epochs=2), dict(window=16, page=16)),
-    "locret": (dict(hidden=32), dict(newest=16)),
-    "wg-kv": (dict(hidden=32, recent=16, epochs=4), dict(window=16, page=16)),
+    "fast-kvzip": dict(rank=8, sink_keys=8, epochs=2),
+    "locret": dict(hidden=32),
+    "wg-kv": dict(hidden=32, recent=16),
 }
+GATES = {"fast-kvzip": SinkGate, "locret": RetainingHead, "wg-kv": WriteGate}
+
+
+def quarter(name, fitted):
+    across = Uniform() if name == "locret" else AcrossLayers()
+    return Method(Keep(Gated(GATES[name](fitted)), Budget(0.25), across, (Recent(16),), page=16))
+
+
+def losses(name, m, rows):
+    """The loss of a fit on texts that it may not have seen."""
+    if name == "locret":
+        seen = looked_at(m.config, m.params, answers(m, rows))
+        return lambda fitted: missed(arrays_of(fitted), seen, 0.0)
+    rows = [list(row) for row in rows]
+    if name == "fast-kvzip":
+        (scored,) = read(m, [rows], 1, iter)
+        return lambda fitted: guessed(arrays_of(fitted), scored)
+    tokens = jnp.asarray([r + [0] * (256 - len(r)) for r in rows], jnp.int32)
+    batch = Texts(tokens, jnp.asarray([len(r) for r in rows], jnp.int32))
+
+    def loss(fitted):
+        off, through = distilled(m.config, 16, m.params, arrays_of(fitted), batch)
+        return off + 0.04 * through
+
+    return loss
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fitted_gate_finds_what_an_unfitted_one_loses(name, tiny):
-    options, hyper = WORTH[name]
-    asks = name == "locret"
-    rows = read_texts(tiny, text=None, tasks=None, rows=32, length=256, seed=1, questions=asks)
-    start, end = (kvjax.fit(tiny, name, rows, **options, **more) for more in (dict(rate=0.0), {}))
-    if name == "wg-kv":
-        # Gates that were not fitted admit nearly everything: they are held to what the fitted ones keep.
-        first, last = (bytes_of(tiny, name, one, hyper, rows[0]) for one in (start, end))
-        assert last < 0.7 * first and found(tiny, name, end, hyper) > 0.9
-    else:
-        assert found(tiny, name, end, hyper) > found(tiny, name, start, hyper) + 0.25
-
-
-def bytes_of(m, name, fitted, hyper, row):
-    method = kvjax.method(name, fitted=fitted, **hyper)
-    return kvjax.nbytes(kvjax.prefill(m, [list(row)], method=method, room=1)[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["fast-kvzip", "locret"])
-def test_fitting_lowers_the_loss_on_other_texts(name, tiny):
-    from kvjax.fitting.gates import read
-
-    options = WORTH[name][0]
+def test_a_fit_lowers_the_loss_on_other_texts_and_finds_what_an_unfitted_gate_loses(name, tiny):
     seen, other = (
-        read_texts(tiny, text=None, tasks=None, rows=16, length=256, seed=s, questions=name == "locret")
-        for s in (1, 2)
+        read_texts(tiny, text=None, tasks=None, rows=n, length=256, seed=n, questions=name == "locret")
+        for n in (32, 8)
     )
-    start, end = (kvjax.fit(tiny, name, seen, **options, **more) for more in (dict(rate=0.0), {}))
-    if name == "locret":
-        batch = looked_at(tiny.config, tiny.params, answers(tiny, other))
-        loss = lambda fitted: missed(arrays_of(fitted), batch, 0.0)  # noqa: E731
-    else:
-        (batch,) = read(tiny, [[list(row) for row in other]], 1, iter)
-        loss = lambda fitted: guessed(arrays_of(fitted), batch)  # noqa: E731
-    assert loss(end) < 0.7 * loss(start)
+    start, end = (kvjax.fit(tiny, name, seen, **WORTH[name], **more) for more in (dict(rate=0.0), {}))
+    loss = losses(name, tiny, other)
+    assert loss(end) < 0.8 * loss(start)
+    assert found(tiny, quarter(name, end)) > found(tiny, quarter(name, start)) + 0.25
 
 
 def test_names_of_files_are_not_mistaken_for_what_comes_with_kvjax(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import numpy as np
 from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted, fitted_words
+from kvjax.fitting.convolutions import fit_convolutions
 from kvjax.fitting.gates import fit_gate, fit_sink_gate
 from kvjax.fitting.head_gates import fit_head_gates
 from kvjax.fitting.levels import fit_levels
@@ -31,6 +32,7 @@ from kvjax.keep.expected import QueryStatistics
 from kvjax.keep.filters import QueryFilters
 from kvjax.keep.gate import HiddenGate
 from kvjax.keep.gate_forms import RetainingHead, SinkGate, WriteGate
+from kvjax.keep.merge_conv import ConvMerge
 from kvjax.keep.profile import CopyProfile, Profile
 from kvjax.keep.residue import Residue
 from kvjax.keep.retrieval import HeadGates, RepeatingHeads
@@ -68,6 +70,7 @@ FITS: dict[type, Fitter] = {
     SemanticHeads: Fitter(fit_semantic_heads, asks=True),
     HeadGates: Fitter(fit_head_gates, asks=True),
     Residue: Fitter(fit_residue, acts=True),
+    ConvMerge: Fitter(fit_convolutions, acts=True),
     ByChannel: Fitter(fit_levels, acts=True),
     Levels: Fitter(fit_levels, acts=True),
     GroupedLowRank: Fitter(fit_projections),
@@ -136,6 +139,8 @@ _WHOLE = {
     "repeats": (2, "times that they are written"),
     "sink_keys": (1, "learned sinks"),
     "steps": (1, "steps on a batch"),
+    "slots": (1, "slots that are mixtures"),
+    "neighbours": (1, "neighbours of a convolution"),
 }
 
 

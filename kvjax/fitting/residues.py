@@ -62,42 +62,42 @@ def fit_residue(
     unequal heads, and for a budget under which nothing leaves.
     """
     check_whole(model, "kernels")
-    _check(method, hidden, max(len(row) for rows in batches for row in rows))
-    run, draw = Run(model.config, _without_residue(method, model)), np.random.default_rng(seed)
-
-    def batch(rows: list[list[int]]) -> Batch:
-        given = padded(model, rows, None)
-        lengths = np.asarray(given.lengths)
-        share = draw.uniform(0.25, 0.75, len(lengths))
-        cuts = jnp.asarray(np.maximum((lengths * share).astype(np.int32), 1))
-        tokens = jnp.asarray(given.tokens)
-        return Batch(tokens, jnp.asarray(lengths), cuts, _kept(run, model.params, tokens, cuts))
+    if hidden < 1:
+        raise InputError(f"hidden is {hidden}, expected at least 1: kernels have a hidden layer")
+    run, draw = kept_before(model, method, batches), np.random.default_rng(seed)
 
     def loss(arrays: dict[str, Array], batch: Batch, params: Params) -> Float[Array, ""]:
         return missed(run, params, arrays, batch).sum()
 
-    read = (batch(rows) for rows in progress([rows for _ in range(epochs) for rows in batches]))
+    read = (cut(model, run, rows, draw) for rows in progress([x for _ in range(epochs) for x in batches]))
     arrays = descended(loss, _drawn(model, rank, hidden, seed), read, model.params, rate=rate)
     return Fitted(arrays, "Residue", model.signature)
 
 
-def _check(method: Method, hidden: int, longest: int) -> None:
+def kept_before(model: Model, method: Method, batches: list[list[list[int]]]) -> Run:
+    """What a method keeps of what is before cuts, whatever becomes of the rest.
+
+    Raises InputError for a keep of unequal heads, and for a budget under which nothing leaves.
+    """
     keep = method.keep
     assert keep is not None
-    most = max(longest * 3 // 4, 1)
+    most = max(max(len(row) for rows in batches for row in rows) * 3 // 4, 1)
     if not keep.allocate.uniform or keep.budget.capacity(most) >= most:
         raise InputError(
-            f"{method.id} has the budget {keep.budget.amount!r} and {keep.allocate!r}, and its kernels learn "
+            f"{method.id} has the budget {keep.budget.amount!r} and {keep.allocate!r}, and its fit learns "
             f"from what leaves heads of equal budgets, of {most} tokens at most: give less, as in budget=0.25"
         )
-    if hidden < 1:
-        raise InputError(f"hidden is {hidden}, expected at least 1: kernels have a hidden layer")
+    return Run(model.config, bind(Method(dataclasses.replace(keep, merge=None, when=PREFILL_END)), model))
 
 
-def _without_residue(method: Method, model: Model) -> Method:
-    """What the method keeps of a prompt, whatever becomes of the rest."""
-    assert method.keep is not None
-    return bind(Method(dataclasses.replace(method.keep, merge=None, when=PREFILL_END)), model)
+def cut(model: Model, run: Run, rows: list[list[int]], draw: np.random.Generator) -> Batch:
+    """Texts, each cut at a place between a quarter and three quarters, and what stays before it."""
+    given = padded(model, rows, None)
+    lengths = np.asarray(given.lengths)
+    share = draw.uniform(0.25, 0.75, len(lengths))
+    cuts = jnp.asarray(np.maximum((lengths * share).astype(np.int32), 1))
+    tokens = jnp.asarray(given.tokens)
+    return Batch(tokens, jnp.asarray(lengths), cuts, _kept(run, model.params, tokens, cuts))
 
 
 def _drawn(model: Model, rank: int, hidden: int, seed: int) -> dict[str, Array]:

@@ -52,9 +52,10 @@ def fit_retaining_heads(
     the largest logit q k / sqrt(H) that it gets, over the queries of the answer and a group's heads. What
     becomes small is the smooth L1 loss, plus `smooth` times the mean square of what the guesses of
     neighbours differ by, summed over layers; by `steps` steps of Adam (arXiv:1412.6980) at learning rate
-    `rate` on every batch, in `epochs` readings. Deviations: the answer's queries are those at which the model says its tokens, so that
-    of the token before it counts and that of its last one does not; and the authors' AdamW warms up. Raises
-    InputError for a model whose layers are not all plain attention that keeps all tokens.
+    `rate` on every batch, in `epochs` readings. Deviations: the answer's queries are those at which the model
+    says its tokens, so that of the token before it counts and that of its last one does not; and the authors'
+    AdamW warms up. Raises InputError for a model whose layers are not all plain attention that keeps all
+    tokens.
     """
     check_whole(model, "retaining heads")
     c, keys = model.config, jax.random.split(jax.random.key(seed))
