@@ -36,7 +36,7 @@ def fit_convolutions(
     slots: int = 64,
     neighbours: int = 21,
     rate: float = 1e-2,
-    epochs: int = 8,
+    epochs: int = 4,
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:

@@ -80,7 +80,7 @@ def mixed(
     gone: Bool[Array, "B K S"],
     mass: Float[Array, "B K S"],
 ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"], Bool[Array, "B K S"]]:
-    """Unrotated keys and values in which the slots of least mass among `old` are mixtures; and which they are."""
+    """Unrotated keys and values, of which the slots of least mass among `old` are mixtures, and which are."""
     many = arrays["conv_bias"].shape[-1]
     least = ranks(jnp.where(old, -mass, -jnp.inf)) < many
     takes = least & old & gone.any(-1, keepdims=True)
@@ -113,4 +113,4 @@ def _convolved(arrays: dict[str, Array], x: Float[Array, "B K S C"]) -> Float[Ar
         x.reshape(b * heads, slots, channels), arrays["conv"], (1,), "SAME",
         dimension_numbers=("NWC", "WIO", "NWC"), precision="highest",
     )  # fmt: skip
-    return out.reshape(b, heads, slots, -1) + arrays["conv_bias"]
+    return out.reshape(b, heads, slots, -1) + arrays["conv_bias"][None, None, None]

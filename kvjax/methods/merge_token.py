@@ -156,9 +156,7 @@ def kvmerger(budget: Amount, *, threshold: Cosine = 0.75, sinks: Tokens = 4, win
     family="merge-token",
     exact="deviates",
 )
-def lococo(
-    budget: Amount, *, newest: Tokens = 0, segment: Window = 512, fitted: Fit | None = None
-) -> Method:
+def lococo(budget: Amount, *, newest: Tokens = 0, segment: Window = 512, fitted: Fit | None = None) -> Method:
     """LoCoCo (Cai et al., 2024, arXiv:2406.05317): a convolution mixes what leaves into a few slots.
 
     The slots of the most attention so far stay, and the `newest` tokens; those that stay with the least of it
@@ -167,6 +165,10 @@ def lococo(
     convolutions, as `kvjax fit lococo` writes them; they say how many slots are mixtures (half of them in the
     authors' code). Deviations: slots stay at the positions of their tokens, where the authors number the
     slots of a cache anew; attention is summed over the heads of a group.
+
+    On the shipped model it wins back next to nothing of what dropping costs: with an eighth kept of half a
+    text, the rest of it takes 2.344 nats a token with all slots, 2.432 where the others are dropped, 2.479
+    where they are mixed by convolutions that were not fitted, and 2.431 behind the fit.
     """
     merge = ConvMerge(newest, as_fitted(fitted))
     keep = Keep(

@@ -10,6 +10,7 @@ import numpy as np
 from scipy.special import erf
 
 from kvjax.fitted import Fitted
+from tests.merges import stays_and_leaves
 from tests.methods.expected import ends
 from tests.methods.rows import THETA, WINDOW, count
 from tests.reference import best, rms_norm, rope
@@ -113,3 +114,48 @@ def wg_kv_leaves(lists, length, queries):
         return slot["pos"] < length - WINDOW and not admitted
 
     return [[j for j, slot in enumerate(slots) if leaves(slot, i)] for i, slots in enumerate(lists)]
+
+
+MIXTURES, NEIGHBOURS, NEWEST = 3, 5, 2
+CONV = made_up(
+    "ConvMerge", {"conv": (NEIGHBOURS, 2 * CHANNELS, MIXTURES), "conv_bias": (MIXTURES,), "share": ()}, 14
+)
+
+
+def by_attention(held):
+    """LoCoCo's heavy hitters, behind the newest tokens."""
+    return np.where(held.pos >= held.length - NEWEST, np.inf, held.mass)
+
+
+def mix(rows, takes, layer):
+    """Rows [R, 2 H] of which those at `takes` are mixtures: a convolution by loops."""
+    a, half = of_layer(CONV, layer), NEIGHBOURS // 2
+    logits = np.zeros((MIXTURES, len(rows)))
+    for s in range(len(rows)):
+        near = [(w, s + w - half) for w in range(NEIGHBOURS) if 0 <= s + w - half < len(rows)]
+        logits[:, s] = sum(rows[at] @ a["conv"][w] for w, at in near) + a["conv_bias"]
+    logits = np.maximum(logits, 0)
+    weight = np.exp(logits - logits.max(-1, keepdims=True))
+    weight /= weight.sum(-1, keepdims=True)
+    new = rows.copy()
+    for i, at in enumerate(takes):
+        new[at] += a["share"] * (weight[i] @ rows - rows[at])
+    return new
+
+
+def conv_leave(memory, lists, gone):
+    """The slots of the least attention become mixtures of themselves and what leaves."""
+    for slots, some in zip(lists, gone, strict=True):
+        stay, old = stays_and_leaves(slots, some)
+        if not old:
+            continue
+        length = 1 + max(slot["pos"] for slot in slots)
+        able = sorted((s for s in stay if s["pos"] < length - NEWEST), key=lambda s: s["mass"])
+        taking = able[:MIXTURES]
+        each = sorted([*taking, *old], key=lambda s: s["pos"])
+        rows = np.stack([np.concatenate([s["k"], s["v"]]) for s in each])
+        takes = [i for i, s in enumerate(each) if any(s is t for t in taking)]
+        new = mix(rows, takes, each[0]["layer"])
+        for i in takes:
+            each[i]["k"], each[i]["v"] = new[i, :CHANNELS], new[i, CHANNELS:]
+            memory[True] = memory.get(True, 0) + 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.methods import learned
-from tests.methods.expected import each_layer, ends
-from tests.methods.rows import PAGE, WINDOW, count, dense, half, paged, plain, row
+from tests.methods.expected import chooses, each_layer, ends
+from tests.methods.rows import PAGE, WINDOW, count, dense, due_by_2, half, paged, plain, row
 
 LEARNED = [
     row(
@@ -22,5 +22,10 @@ LEARNED = [
         ),
         hyper=dict(fitted=learned.WRITE_GATE, threshold=learned.ADMITS, window=WINDOW, page=PAGE),
         kept=learned.wg_kv_kept, victim=learned.wg_kv_leaves, counted=True,
+    ),
+    row(
+        "lococo", dense(due_by_2, extra=4),
+        hyper=dict(newest=learned.NEWEST, segment=2, fitted=learned.CONV), leave=learned.conv_leave,
+        **chooses(learned.by_attention, due=2),
     ),
 ]  # fmt: skip

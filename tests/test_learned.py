@@ -1,4 +1,4 @@
-"""Fits of learned gates against float64 numpy, and what they are worth on the task that they are for."""
+"""Fits of learned gates and convolutions against float64 numpy, and what they are worth."""
 
 import dataclasses
 from pathlib import Path
@@ -12,9 +12,13 @@ import kvjax
 from kvjax.commands.texts import read_texts
 from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import ForcedSample
-from kvjax.fitted import SHIPPED, as_fitted, shipped_for
+from kvjax.fitted import SHIPPED, as_fitted, fitted_words, shipped_for
+from kvjax.fitting.convolutions import drawn, surprise
 from kvjax.fitting.gates import Batch, guessed, read
 from kvjax.fitting.head_gates import answers
+from kvjax.fitting.residues import Batch as Cut
+from kvjax.fitting.residues import cut as cut_texts
+from kvjax.fitting.residues import kept_before
 from kvjax.fitting.retaining import looked_at, missed
 from kvjax.fitting.write_gates import Texts, distilled, kept
 from kvjax.grammar import Budget, Keep, Method
@@ -26,10 +30,16 @@ from kvjax.methods import takes_budget
 from tests.methods import learned
 from tests.methods.battery import MAIN, decoder, model
 from tests.reference import Prompt, rms_norm, rope, softmax
+from tests.sweep import sweep
 
 TINY = "recall-tiny"
 NAMES = ["fast-kvzip", "locret", "wg-kv"]
-SHORT = {"fast-kvzip": dict(rank=4, sink_keys=3), "locret": dict(hidden=8), "wg-kv": dict(hidden=8, recent=4)}
+SHORT = {
+    "fast-kvzip": dict(rank=4, sink_keys=3),
+    "locret": dict(hidden=8),
+    "wg-kv": dict(hidden=8, recent=4),
+    "lococo": dict(budget=0.25, slots=2, neighbours=3),
+}
 
 
 def arrays_of(fitted):
@@ -113,13 +123,56 @@ def test_what_write_gates_change_and_let_through_is_what_it_is_by_hand():
     assert kept(jnp.ones((1, 2, 5)), jnp.asarray([5]), 2) == 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+def surprise_by_hand(tokens, cut, kept):
+    """What is behind a cut is unlikely when what is before it was mixed; kept: per layer, [K, cut]."""
+    d, pos = decoder("4/2"), np.arange(len(tokens))
+    x = d.rest["embed"][np.asarray(tokens)]
+    for layer, weights in enumerate(d.layers):
+        raw_q, raw_k, v = d.project(weights, x)
+        q, k = (rope(y, pos, d.config.rope.theta) for y in (raw_q, raw_k))
+        s = q @ np.repeat(k, 2, 0).swapaxes(1, 2) / np.sqrt(d.config.head_dim)
+        p = softmax(np.where(pos[None] > pos[:, None], -np.inf, s))
+        out = p @ np.repeat(v, 2, 0)
+        for head in range(4):
+            stays, mass = kept[layer][head // 2], p[head // 2 * 2 : head // 2 * 2 + 2, :cut, :cut].sum((0, 1))
+            able = [i for i in np.argsort(mass) if stays[i] and i < cut - learned.NEWEST]
+            takes = able[: learned.MIXTURES]
+            at = sorted([*takes, *np.flatnonzero(~stays)])
+            rows = np.concatenate([raw_k[head // 2][at], v[head // 2][at]], 1)
+            new = learned.mix(rows, [i for i, slot in enumerate(at) if slot in takes], layer)
+            keys, values = k[head // 2].copy(), v[head // 2].copy()
+            for i, slot in enumerate(at):
+                if slot in takes:
+                    keys[slot] = rope(new[i : i + 1, :16], [slot], d.config.rope.theta)[0]
+                    values[slot] = new[i, 16:]
+            for t in range(cut, len(tokens)):
+                see = [*np.flatnonzero(stays), *range(cut, t + 1)]
+                out[head, t] = softmax(q[head, t] @ keys[see].T / np.sqrt(d.config.head_dim)) @ values[see]
+        x = d.finish(weights, x, out)
+    said = softmax(d.logits(x))[np.arange(cut, len(tokens) - 1), tokens[cut + 1 :]]
+    return -np.log(said).mean()
+
+
+def test_how_unlikely_a_text_is_behind_what_was_mixed_is_what_it_is_by_hand():
+    tokens, cut, m = [*MAIN.first[0], *MAIN.second[0]][:24], 13, model("4/2")
+    kept = np.random.default_rng(3).random((2, 1, 2, len(tokens))) < 0.5
+    batch = Cut(
+        jnp.asarray([tokens], jnp.int32), jnp.asarray([len(tokens)], jnp.int32),
+        jnp.asarray([cut], jnp.int32), jnp.asarray(kept),
+    )  # fmt: skip
+    got = jax.jit(surprise, static_argnums=(0, 1))(
+        m.config, learned.NEWEST, m.params, arrays_of(learned.CONV), batch
+    )
+    assert abs(got / surprise_by_hand(tokens, cut, kept[:, 0, :, :cut]) - 1) < 1e-4
+
+
+@pytest.mark.parametrize("name", sweep([*NAMES, "lococo"], "fast-kvzip", "locret"))
 def test_a_fit_moves_from_where_it_starts(name):
     m, options = model("4/2"), SHORT[name] | dict(epochs=2)
     start, end = (kvjax.fit(m, name, texts(name), rate=rate, **options) for rate in (0.0, 1e-2))
     assert start != end and end.model == m.signature
     method = kvjax.method(name, fitted=end, **(dict(budget=0.5) if takes_budget(name) else {}))
-    assert method.keep.score.gate.fitted == end
+    assert {word.fitted for word in fitted_words(method)} == {end}
 
 
 def test_what_comes_with_kvjax_is_small_and_of_the_shipped_model():
@@ -171,7 +224,7 @@ def found(m, method):
     return right / len(samples)
 
 
-# Options of a fit, and a keep of a quarter of all slots by what was fitted.
+# Options of a fit, and a keep of a part of all slots by what was fitted.
 WORTH = {
     "fast-kvzip": dict(rank=8, sink_keys=8, epochs=2),
     "locret": dict(hidden=32),
@@ -180,9 +233,9 @@ WORTH = {
 GATES = {"fast-kvzip": SinkGate, "locret": RetainingHead, "wg-kv": WriteGate}
 
 
-def quarter(name, fitted):
-    across = Uniform() if name == "locret" else AcrossLayers()
-    return Method(Keep(Gated(GATES[name](fitted)), Budget(0.25), across, (Recent(16),), page=16))
+def by_gates(name, fitted):
+    across, budget = (Uniform() if name == "locret" else AcrossLayers()), (0.5 if name == "wg-kv" else 0.25)
+    return Method(Keep(Gated(GATES[name](fitted)), Budget(budget), across, (Recent(16),), page=16))
 
 
 def losses(name, m, rows):
@@ -214,7 +267,22 @@ def test_a_fit_lowers_the_loss_on_other_texts_and_finds_what_an_unfitted_gate_lo
     start, end = (kvjax.fit(tiny, name, seen, **WORTH[name], **more) for more in (dict(rate=0.0), {}))
     loss = losses(name, tiny, other)
     assert loss(end) < 0.8 * loss(start)
-    assert found(tiny, quarter(name, end)) > found(tiny, quarter(name, start)) + 0.25
+    assert found(tiny, by_gates(name, end)) > found(tiny, by_gates(name, start)) + 0.25
+
+
+@pytest.mark.slow
+def test_fitted_convolutions_make_the_rest_of_a_text_likelier_than_others_do(tiny):
+    def rows(seed, many):
+        texts = read_texts(tiny, text=None, tasks=None, rows=many, length=256, seed=seed, questions=False)
+        return [list(row) for row in texts]
+
+    method, options = kvjax.method("lococo", budget=0.125), dict(slots=16, neighbours=5)
+    found = kvjax.fit(tiny, method, rows(0, 64), epochs=8, **options)
+    other, first = rows(5, 16), drawn(tiny.config, *options.values(), seed=0)
+    batch = cut_texts(tiny, kept_before(tiny, method, [other]), other, np.random.default_rng(0))
+    of = jax.jit(lambda arrays: surprise(tiny.config, 0, tiny.params, arrays, batch))
+    dropped = surprise(tiny.config, 0, tiny.params, None, batch)
+    assert of(arrays_of(found)) < min(of(first) - 0.03, dropped)
 
 
 def test_names_of_files_are_not_mistaken_for_what_comes_with_kvjax(tmp_path, monkeypatch):
