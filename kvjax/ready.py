@@ -47,8 +47,9 @@ def _filled(word: Any, names: dict[str, str]) -> Any:
         return word
     old = {f.name: getattr(word, f.name) for f in dataclasses.fields(word) if f.init and f.name != "spec"}
     changed = {name: new for name, x in old.items() if (new := _filled(x, names)) is not x}
-    if "fitted" in old and lacks_fit(word) and word.by in names:
-        changed["fitted"] = as_fitted(names[word.by])
+    by = getattr(word, "by", "")
+    if "fitted" in old and lacks_fit(word) and by in names:
+        changed["fitted"] = as_fitted(names[by])
     return dataclasses.replace(word, **changed) if changed else word
 
 

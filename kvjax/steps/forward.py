@@ -102,7 +102,7 @@ class _Reading(NamedTuple):
             mass=tuple(o.reduction for o in self.asked.masses), on=self._mesh(),
         )  # fmt: skip
         taught = of_layer(self.params, layer.number)
-        raw, met = (new.k, new.k) if stored is None else (x.k, stored)
+        raw, met = (new.k if y is None else y for y in (x.k, stored))
         met = rotary(layer, met, pos, at.length) if run.unrotated else met
         inputs = Inputs(q, x.q, raw, x.hidden, pos, at.length, taught, self._ids(pos), met, x.v)
         fresh = self._observed(layer, state, inputs, found, [*past, new])._replace(k=stored, v=x.v)

@@ -52,9 +52,9 @@ def test_without_methods_well_known_ones_of_every_family_run(model):
 def test_all_goes_with_other_texts_and_says_what_is_wrong_with_a_named_one(model):
     labels = [e.label for e in plan_cells(model, ["snapkv:window=16", "all"], [0.5], "short")]
     assert {"snapkv", "snapkv:window=16"} < {*labels} and len({*labels}) == len(labels)
-    assert "kvzap" not in labels
+    assert "headkv" not in labels
     with pytest.raises(InputError, match="fit"):
-        plan_cells(model, ["kvzap", "all"], [0.5], "short")
+        plan_cells(model, ["headkv", "all"], [0.5], "short")
 
 
 def test_all_leaves_out_what_rewrites_weights_where_a_model_has_others(model):
