@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +20,15 @@ from kvjax.errors import InputError
 from kvjax.files import write_atomic
 
 KIND = "kvjax fitted arrays"
+# What comes with kvjax, one folder for each model: arrays by the method that they are for.
+SHIPPED = Path(__file__).parent / "fits"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fitted:
     """Arrays [layers, ...] by name, of one word and one model; equal where every bit is equal.
 
-    word: the name of the word's class. model: the fingerprint of the model.
+    word: the name of the word's class. model: the signature of the model; "" is any.
     """
 
     arrays: Mapping[str, Shaped[np.ndarray, "L *_"]]
@@ -146,5 +148,31 @@ def load_fitted(path: str | Path) -> Fitted:
 
 
 def as_fitted(given: str | Fitted | None) -> Fitted | None:
-    """What a method's hyper-parameter `fitted` stands for: arrays, or the file that holds them."""
-    return load_fitted(given) if isinstance(given, str) else given
+    """What a method's hyper-parameter `fitted` stands for: arrays, or the file that holds them.
+
+    A name such as "recall-tiny/locret" is what comes with kvjax, unless there is a file of that name.
+
+    >>> as_fitted("recall-tiny/locret").word
+    'RetainingHead'
+    """
+    if not isinstance(given, str):
+        return given
+    shipped = SHIPPED / f"{given}.safetensors"
+    return _shipped(shipped) if not Path(given).exists() and shipped.is_file() else load_fitted(given)
+
+
+@cache
+def _shipped(path: Path) -> Fitted:
+    return load_fitted(path)
+
+
+@cache
+def shipped_for(signature: str) -> dict[str, str]:
+    """The names of what comes with kvjax for a model of this signature, by the methods that they are for."""
+    found = {file.stem: f"{file.parent.name}/{file.stem}" for file in sorted(SHIPPED.glob("*/*.safetensors"))}
+    return {by: name for by, name in found.items() if _model_of(SHIPPED / f"{name}.safetensors") == signature}
+
+
+def _model_of(path: Path) -> str:
+    with safe_open(path, framework="np") as file:
+        return (file.metadata() or {})["model"]

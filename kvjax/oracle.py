@@ -27,6 +27,7 @@ from kvjax.models.layers import Params
 from kvjax.models.model import Model, check_single
 from kvjax.prefilling import bare_cache, padded, prefill
 from kvjax.pure import bind
+from kvjax.ready import ready
 from kvjax.steps import Run
 from kvjax.verbs import Lengths, TokenIds
 
@@ -77,7 +78,7 @@ def scores(
     True
     """
     check_single(model, "scores are those of one decoder's layers")
-    chosen = as_method(method)
+    chosen = ready(model, as_method(method))
     if chosen.reread is not None:
         raise InputError(
             f"{chosen.id} reads some tokens of a prompt as a text of their own, expected a method that "

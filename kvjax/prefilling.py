@@ -37,6 +37,7 @@ from kvjax.place.common import apart, has_common, is_shared
 from kvjax.place.rollback import Added, more_added
 from kvjax.place.trim import counted, trimmed
 from kvjax.pure import bind
+from kvjax.ready import ready
 from kvjax.steps import Run
 from kvjax.suits import check_budget, last_position
 from kvjax.verbs import Lengths, TokenIds, has_verbs, refuse
@@ -294,6 +295,7 @@ def live(cache: Cache) -> int:
 def method_of(model: Model, method: Method | str | None, cache: Cache | None) -> Method:
     """The method of a prefill: the given one, or that of the cache it continues."""
     given = None if method is None else as_method(method)
+    given = None if given is None else ready(model, given)
     if cache is None:
         return given or Method()
     check_cache(model, cache)

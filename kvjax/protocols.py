@@ -42,9 +42,10 @@ class View(NamedTuple):
 class Inputs(NamedTuple):
     """What a layer computed for its new tokens; observations are functions of it.
 
-    q is rotated, q_raw and k_raw are not; pos is -1 on padding; length counts each row's tokens so far, these
-    included. fitted: the layer's arrays of words that were fitted (`kvjax.fitted`), by digest and name.
-    tokens: their ids; None where vectors were given in their place.
+    q and k are rotated, q_raw and k_raw are not; pos is -1 on padding; length counts each row's tokens so
+    far, these included. fitted: the layer's arrays of words that were fitted (`kvjax.fitted`), by digest and
+    name. tokens: their ids; None where vectors were given in their place. v: None where a layer makes no
+    values of its own.
     """
 
     q: Float[Array, "B N T H"]
@@ -55,6 +56,8 @@ class Inputs(NamedTuple):
     length: Int[Array, "B"]
     fitted: dict[str, dict[str, Array]] = {}  # noqa: RUF012 (never written to)
     tokens: Int[Array, "B T"] | None = None
+    k: Float[Array, "B K T H"] | None = None
+    v: Float[Array, "B K T V"] | None = None
 
 
 class Seen(NamedTuple):

@@ -23,6 +23,7 @@ from kvjax.methods import as_method
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.model import Model, check_single
+from kvjax.ready import ready
 from kvjax.steps import Run
 from kvjax.steps.decode import step_fn
 from kvjax.suits import check_fit
@@ -43,7 +44,7 @@ def static(model: Model, method: Method | str | None = None, *, implementation: 
     Raises InputError where the method does not fit the model, or the model is of two decoders.
     """
     check_single(model, "call its verbs, which kvjax.prefill and kvjax.step call, outside jit")
-    chosen = as_method(method)
+    chosen = ready(model, as_method(method))
     reading = Run(model.config, bind(chosen, model), implementation, mesh_for(chosen, model.on_mesh))
     return Static(chosen, reading, decoding(model, chosen, implementation))
 

@@ -59,6 +59,16 @@ class Model:
         return fingerprint(self.config, self.params)
 
     @functools.cached_property
+    def signature(self) -> str:
+        """What fitted arrays say they belong to: the config, and the signs of the embedding's first 256 rows.
+
+        Unlike the fingerprint it is the same in every dtype and however layers are stacked; weights that were
+        trained on have another one, as long as their embedding moved.
+        """
+        signs = np.signbit(np.asarray(self.params["embed"][:256].astype("float32")))
+        return hashlib.sha256(repr(self.config).encode() + np.packbits(signs).tobytes()).hexdigest()[:16]
+
+    @functools.cached_property
     def models_made(self) -> dict[Any, Model]:
         """The models that methods made of this one, by their `make` or by the groups of their layers.
 

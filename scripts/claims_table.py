@@ -93,6 +93,10 @@ CLAIMS = (
     ),
     Claim("q-filters", "better than StreamingLLM in generation, without attention", Better("streamingllm")),
     Claim("kvzap", "two to four times less cache with negligible loss", Near(protocol=AGNOSTIC)),
+    Claim("fast-kvzip", "most of the cache leaves with next to no loss", Near((0.5,), protocol=AGNOSTIC)),
+    Claim("locret", "better than SirLLM at equal budgets", Better("sirllm", protocol=AGNOSTIC)),
+    Claim("wg-kv", "half of the memory is saved with negligible loss", Near(protocol=AGNOSTIC)),
+    Claim("lococo", "better than dropping what has the least attention", Better("h2o")),
     Claim("lagkv", "far better than H2O in retrieval, without attention", Better("h2o", protocol=AGNOSTIC)),
     Claim("lagkv", "half of the cache costs next to nothing", Near((0.5,), protocol=AGNOSTIC)),
     Claim(

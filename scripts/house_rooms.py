@@ -157,6 +157,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/not_numbers.py",
                 "kvjax/pure.py",
                 "kvjax/making.py",
+                "kvjax/ready.py",
                 "kvjax/context.py",
                 "kvjax/sampling.py",
                 "kvjax/samples.py",

@@ -16,6 +16,8 @@ EXAMPLE = """examples:
   kvjax fit q-filters --text book.txt --out q-filters.safetensors
   kvjax fit palu --text book.txt --out palu.safetensors
   kvjax fit less --budget 0.25 --hidden 64 --out less.safetensors
+  kvjax fit locret --rows 64 --hidden 256 --out locret.safetensors
+  kvjax fit wg-kv --set recent=64 penalty=0.02 --out wg-kv.safetensors
   kvjax fit kvquant --text book.txt --set bits=4 --out kvquant.safetensors
   kvjax compare --methods kvzap:fitted=kvzap.safetensors headkv:fitted=headkv.safetensors snapkv"""
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from kvjax.commands.methods_written import written
 from kvjax.eval.report.leaderboard import Line, lines_of
+from kvjax.fitted import SHIPPED
 from kvjax.grammar import Method, chain
 from kvjax.methods import METHODS, MethodInfo, method, methods, takes_budget
 from kvjax.methods.parameters import types_of, values_of
@@ -47,6 +48,7 @@ class Card(NamedTuple):
 
     about and deviations: its docstring in two. chains: ids of those that it chains with, by what they decide.
     refused: ids of those that it does not, by the reason; that a sentence has one keep is not among them.
+    fit: the command that fits it; fits: the models for which that comes with kvjax.
     lines: its lines of the leaderboard.
     """
 
@@ -59,6 +61,7 @@ class Card(NamedTuple):
     sentence: str
     hyper: tuple[Hyper, ...]
     fit: str
+    fits: tuple[str, ...]
     chains: dict[str, list[str]]
     refused: dict[str, list[str]]
     lines: tuple[Line, ...]
@@ -85,6 +88,7 @@ def card(id: str) -> Card:
         sentence=written(built),
         hyper=_hyper(function),
         fit=f"kvjax fit {id} --out {id}.safetensors" if info.training else "",
+        fits=tuple(sorted(file.parent.name for file in SHIPPED.glob(f"*/{id}.safetensors"))),
         chains=chains,
         refused=refused,
         lines=lines_of(id),

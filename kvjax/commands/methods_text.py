@@ -97,7 +97,7 @@ def print_card(found: Card) -> None:
         out.print(table)
     if found.fit:
         out.print()
-        print_text(out, Text.assemble(("Fitted to a model by ", "bold"), found.fit))
+        print_text(out, Text.assemble(("Fitted to a model by ", "bold"), found.fit, _shipped(found)))
     if rows := company(found):
         out.print()
         width = min(out.width, 140)
@@ -113,6 +113,11 @@ def print_card(found: Card) -> None:
         for row in score_rows(found.lines):
             table.add_row(*row)
         out.print(table)
+
+
+def _shipped(found: Card) -> str:
+    """For which models a fit comes with kvjax, behind the command that makes one for others."""
+    return f"; for {' and '.join(found.fits)} it comes with kvjax" if found.fits else ""
 
 
 def _unwrapped(text: str) -> list[str]:
@@ -193,7 +198,7 @@ def _section(found: Card) -> list[str]:
         ]
         parts.append(_table(("hyper-parameter", "default", "values"), rows))
     if found.fit:
-        parts.append(f"Fitted to a model by `{found.fit}`.")
+        parts.append(f"Fitted to a model by `{found.fit}`{_shipped(found)}.")
     parts += ["  \n".join(f"**{head}**: {_escaped(text)}" for head, text in company(found))]
     if found.lines:
         parts.append(_table(SCORE_HEADS, score_rows(found.lines)))

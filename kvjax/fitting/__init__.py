@@ -14,7 +14,8 @@ import numpy as np
 from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted, fitted_words
-from kvjax.fitting.gates import fit_gate
+from kvjax.fitting.convolutions import fit_convolutions
+from kvjax.fitting.gates import fit_gate, fit_sink_gate
 from kvjax.fitting.head_gates import fit_head_gates
 from kvjax.fitting.levels import fit_levels
 from kvjax.fitting.profiles import fit_copies, fit_profile, fit_semantic_heads
@@ -22,12 +23,16 @@ from kvjax.fitting.projections import fit_projections
 from kvjax.fitting.queries import fit_filters, fit_statistics
 from kvjax.fitting.repeats import fit_repeating_heads
 from kvjax.fitting.residues import fit_residue
+from kvjax.fitting.retaining import fit_retaining_heads
 from kvjax.fitting.sharing import fit_sharing
+from kvjax.fitting.write_gates import fit_write_gate
 from kvjax.grammar import Method
 from kvjax.inputs import finite_number, whole_number
 from kvjax.keep.expected import QueryStatistics
 from kvjax.keep.filters import QueryFilters
 from kvjax.keep.gate import HiddenGate
+from kvjax.keep.gate_forms import RetainingHead, SinkGate, WriteGate
+from kvjax.keep.merge_conv import ConvMerge
 from kvjax.keep.profile import CopyProfile, Profile
 from kvjax.keep.residue import Residue
 from kvjax.keep.retrieval import HeadGates, RepeatingHeads
@@ -54,6 +59,9 @@ class Fitter(NamedTuple):
 
 FITS: dict[type, Fitter] = {
     HiddenGate: Fitter(fit_gate),
+    SinkGate: Fitter(fit_sink_gate),
+    RetainingHead: Fitter(fit_retaining_heads, asks=True),
+    WriteGate: Fitter(fit_write_gate),
     QueryFilters: Fitter(fit_filters),
     QueryStatistics: Fitter(fit_statistics),
     Profile: Fitter(fit_profile, asks=True),
@@ -62,6 +70,7 @@ FITS: dict[type, Fitter] = {
     SemanticHeads: Fitter(fit_semantic_heads, asks=True),
     HeadGates: Fitter(fit_head_gates, asks=True),
     Residue: Fitter(fit_residue, acts=True),
+    ConvMerge: Fitter(fit_convolutions, acts=True),
     ByChannel: Fitter(fit_levels, acts=True),
     Levels: Fitter(fit_levels, acts=True),
     GroupedLowRank: Fitter(fit_projections),
@@ -128,6 +137,10 @@ _WHOLE = {
     "tokens": (2, "tokens of a text"),
     "layers": (1, "layers"),
     "repeats": (2, "times that they are written"),
+    "sink_keys": (1, "learned sinks"),
+    "steps": (1, "steps on a batch"),
+    "slots": (1, "slots that are mixtures"),
+    "neighbours": (1, "neighbours of a convolution"),
 }
 
 

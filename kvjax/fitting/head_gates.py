@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted
+from kvjax.fitting.descent import descended
 from kvjax.fitting.whole import check_whole, read_whole
 from kvjax.keep.score import probabilities
 from kvjax.models.config import Config
@@ -23,6 +22,7 @@ from kvjax.models.model import Model
 from kvjax.models.transformer import positions
 from kvjax.ops.attention.union import Keys
 from kvjax.prefilling import padded
+from kvjax.protocols import Inputs
 
 
 def fit_head_gates(
@@ -46,44 +46,33 @@ def fit_head_gates(
     not all plain attention that keeps all tokens.
     """
     check_whole(model, "gates of heads")
-    heads = model.config.kv_heads
-    gates, optimiser = jnp.ones((model.config.layers, heads), jnp.float32), optax.adam(rate)
-    state = optimiser.init(gates)
-    for samples in progress([one for _ in range(epochs) for one in batches]):
-        rows = [[*s.context, *s.question, *s.answer[:-1]] for s in samples]
-        given = padded(model, rows, None)
-        ends, answers = np.asarray(given.lengths)[:, None], np.array([[len(s.answer)] for s in samples])
-        at = np.arange(given.tokens.shape[1])[None]
-        said = (at >= ends - answers) & (at < ends)
-        gates, state = _improved(
-            optimiser, model.config, (sinks, recent), penalty, model.params, gates, state,
-            jnp.asarray(given.tokens), jnp.asarray(given.lengths), jnp.asarray(said),
-        )  # fmt: skip
-    return Fitted({"gates": np.asarray(gates)}, "HeadGates", model.fingerprint)
+    gates = jnp.ones((model.config.layers, model.config.kv_heads), jnp.float32)
+
+    def loss(arrays: dict[str, Array], batch: Answers, params: Params) -> Float[Array, ""]:
+        missed = distilled(model.config, (sinks, recent), params, arrays["gates"], *batch)
+        return missed + penalty * arrays["gates"].mean()
+
+    read = (answers(model, one) for one in progress([one for _ in range(epochs) for one in batches]))
+    within = lambda arrays: {"gates": jnp.clip(arrays["gates"], 0.0, 1.0)}  # noqa: E731
+    found = descended(loss, {"gates": gates}, read, model.params, rate=rate, within=within)
+    return Fitted(found, "HeadGates", model.signature)
 
 
-@partial(jax.jit, static_argnames=("optimiser", "config", "window", "penalty"))
-def _improved(
-    optimiser: optax.GradientTransformation,
-    config: Config,
-    window: tuple[int, int],
-    penalty: float,
-    params: Params,
-    gates: Float[Array, "L K"],
-    state: Any,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    said: Bool[Array, "B T"],
-) -> tuple[Float[Array, "L K"], Any]:
-    """One step on a batch; gates stay between 0 and 1."""
+class Answers(NamedTuple):
+    """Contexts, questions and answers as texts, and the tokens at which the model says the answers."""
 
-    def loss(gates: Float[Array, "L K"]) -> Float[Array, ""]:
-        return distilled(config, window, params, gates, tokens, lengths, said) + penalty * gates.mean()
+    tokens: Int[Array, "B T"]
+    lengths: Int[Array, "B"]
+    said: Bool[Array, "B T"]
 
-    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of an integer step
-        updates, state = optimiser.update(jax.grad(loss)(gates), state, gates)
-    improved: Any = optax.apply_updates(gates, updates)
-    return jnp.clip(improved, 0.0, 1.0), state
+
+def answers(model: Model, samples: list[Sample]) -> Answers:
+    """A batch of samples as texts; the last token of an answer is said and not read."""
+    given = padded(model, [[*s.context, *s.question, *s.answer[:-1]] for s in samples], None)
+    ends, many = np.asarray(given.lengths)[:, None], np.array([[len(s.answer)] for s in samples])
+    at = np.arange(given.tokens.shape[1])[None]
+    said = (at >= ends - many) & (at < ends)
+    return Answers(jnp.asarray(given.tokens), jnp.asarray(given.lengths), jnp.asarray(said))
 
 
 def distilled(
@@ -120,12 +109,12 @@ def _hidden(
     apart = at.pos[:, :, None] - at.pos[:, None]
     far = (apart >= recent) & (at.pos[:, None] >= sinks)
 
-    def attention(layer: Layer, q: Array, keys: Keys, s: Array) -> tuple[Array, None]:
+    def attention(layer: Layer, inputs: Inputs, keys: Keys, s: Array) -> tuple[Array, None]:
         near = jnp.where(far[:, None, None], -jnp.inf, s)
         values = keys.v.astype(s.dtype)
         whole, part = (jnp.einsum("bkgts,bksv->bkgtv", probabilities(y), values) for y in (s, near))
         out = part + gates[layer.number][None, :, None, None, None] * (whole - part)
-        return out.reshape(*q.shape[:3], -1), None
+        return out.reshape(*inputs.q.shape[:3], -1), None
 
     x = read_whole(config, params, tokens, at, attention, "gates of heads").x
     return rms_norm(x, params["norm"], config.norm_eps, config.norm_offset).astype(jnp.float32)

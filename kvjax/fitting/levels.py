@@ -89,7 +89,7 @@ def fit_levels(
     }
     arrays = {"key centre": centre, "key range": size}
     arrays |= {"key levels": levels["k"].astype(np.float32), "value levels": levels["v"].astype(np.float32)}
-    return Fitted(arrays, "Levels", model.fingerprint)
+    return Fitted(arrays, "Levels", model.signature)
 
 
 class Plan(NamedTuple):

@@ -44,7 +44,7 @@ def fit_profile(
     """
     each = _over_samples(model, batches, progress, "profiles", "best")
     grouped = each.reshape(len(each), model.config.kv_heads, -1).mean(2)
-    return Fitted({"importance": np.asarray(grouped, np.float32)}, "Profile", model.fingerprint)
+    return Fitted({"importance": np.asarray(grouped, np.float32)}, "Profile", model.signature)
 
 
 def fit_semantic_heads(
@@ -60,7 +60,7 @@ def fit_semantic_heads(
     in what they keep.
     """
     each = _over_samples(model, batches, progress, "heads", "all")
-    return Fitted({"attention": np.asarray(each, np.float32)}, "SemanticHeads", model.fingerprint)
+    return Fitted({"attention": np.asarray(each, np.float32)}, "SemanticHeads", model.signature)
 
 
 def fit_copies(
@@ -78,7 +78,7 @@ def fit_copies(
     """
     each = _over_samples(model, batches, progress, "profiles", "copies")
     grouped = each.reshape(len(each), model.config.kv_heads, -1).max(2)
-    return Fitted({"importance": np.asarray(grouped, np.float32)}, "CopyProfile", model.fingerprint)
+    return Fitted({"importance": np.asarray(grouped, np.float32)}, "CopyProfile", model.signature)
 
 
 def _over_samples(

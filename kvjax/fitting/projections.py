@@ -59,7 +59,7 @@ def fit_projections(
     arrays = {"keys": total.keys / tokens, "values": total.values / tokens}
     arrays["fisher"] = jnp.stack([root["k"], root["v"]], 1)
     found = {n: np.asarray(x, np.float32) for n, x in arrays.items()}
-    return Fitted(found, "GroupedLowRank", model.fingerprint)
+    return Fitted(found, "GroupedLowRank", model.signature)
 
 
 @partial(jax.jit, static_argnames="config")

@@ -61,7 +61,7 @@ def fit_filters(
     layers, heads, width = first.shape
     grouped = (sign * first).reshape(layers, model.config.kv_heads, -1, width)
     filters = grouped.mean(2).astype(np.float32)
-    return Fitted({"filters": filters}, "QueryFilters", model.fingerprint)
+    return Fitted({"filters": filters}, "QueryFilters", model.signature)
 
 
 def fit_statistics(
@@ -82,7 +82,7 @@ def fit_statistics(
     spread = moments - many[..., None] * mean[..., :, None] * mean[..., None, :]
     arrays = {"mean": mean, "covariance": spread / (many[..., None] - 1)}
     arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
-    return Fitted(arrays, "QueryStatistics", model.fingerprint)
+    return Fitted(arrays, "QueryStatistics", model.signature)
 
 
 def _summed(

@@ -21,6 +21,7 @@ from kvjax.models.model import Model
 from kvjax.models.transformer import positions
 from kvjax.ops.attention.union import Keys
 from kvjax.prefilling import padded
+from kvjax.protocols import Inputs
 
 
 def fit_repeating_heads(
@@ -52,7 +53,7 @@ def fit_repeating_heads(
         )  # fmt: skip
         total, count = total + np.asarray(found, np.float64).sum(2), count + len(texts)
     echo, induction = (np.asarray(x / count, np.float32) for x in total)
-    return Fitted({"echo": echo, "induction": induction}, "RepeatingHeads", model.fingerprint)
+    return Fitted({"echo": echo, "induction": induction}, "RepeatingHeads", model.signature)
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -71,12 +72,12 @@ def _looked_back(
     repeated = (at.pos >= periods[:, None])[:, None, None]
     queries = jnp.maximum(repeated.sum(-1), 1).astype(jnp.float32)
 
-    def attention(layer: Layer, q: Array, keys: Keys, s: Array) -> tuple[Array, Array]:
+    def attention(layer: Layer, inputs: Inputs, keys: Keys, s: Array) -> tuple[Array, Array]:
         p = probabilities(s)
-        out = jnp.einsum("bkgts,bksv->bkgtv", p, keys.v.astype(s.dtype)).reshape(*q.shape[:3], -1)
+        out = jnp.einsum("bkgts,bksv->bkgtv", p, keys.v.astype(s.dtype)).reshape(*inputs.q.shape[:3], -1)
         each = [jnp.where(x[:, None, None], p, 0.0).sum(-1) for x in (echoes, follows)]
         found = [jnp.where(repeated, x, 0.0).sum(-1) / queries for x in each]
-        return out, jnp.stack([x.reshape(*q.shape[:2]) for x in found])
+        return out, jnp.stack([x.reshape(*inputs.q.shape[:2]) for x in found])
 
     ran = read_whole(config, params, tokens, at, attention, "repeating heads")
     return jnp.moveaxis(jnp.concatenate(ran.collected), 0, 1)

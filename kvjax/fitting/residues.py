@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import steps
 from kvjax.errors import InputError
 from kvjax.fitted import Fitted
+from kvjax.fitting.descent import descended
 from kvjax.fitting.whole import check_whole, read_whole
 from kvjax.grammar import Method
 from kvjax.keep.residue import asked, summed
@@ -25,6 +25,7 @@ from kvjax.models.model import Model
 from kvjax.models.transformer import positions
 from kvjax.ops.attention.union import Keys, merge, weigh
 from kvjax.prefilling import padded
+from kvjax.protocols import Inputs
 from kvjax.pure import bind
 from kvjax.steps.run import Run
 from kvjax.when import PREFILL_END
@@ -61,39 +62,42 @@ def fit_residue(
     unequal heads, and for a budget under which nothing leaves.
     """
     check_whole(model, "kernels")
-    _check(method, hidden, max(len(row) for rows in batches for row in rows))
-    run, optimiser = Run(model.config, _without_residue(method, model)), optax.adam(rate)
-    arrays, draw = _drawn(model, rank, hidden, seed), np.random.default_rng(seed)
-    state = optimiser.init(arrays)
-    for rows in progress([rows for _ in range(epochs) for rows in batches]):
-        given = padded(model, rows, None)
-        lengths = np.asarray(given.lengths)
-        share = draw.uniform(0.25, 0.75, len(lengths))
-        cuts = jnp.asarray(np.maximum((lengths * share).astype(np.int32), 1))
-        tokens = jnp.asarray(given.tokens)
-        kept = _kept(run, model.params, tokens, cuts)
-        batch = Batch(tokens, jnp.asarray(lengths), cuts, kept)
-        arrays, state = _improved(optimiser, run, model.params, arrays, state, batch)
-    return Fitted({n: np.asarray(x) for n, x in arrays.items()}, "Residue", model.fingerprint)
-
-
-def _check(method: Method, hidden: int, longest: int) -> None:
-    keep = method.keep
-    assert keep is not None
-    most = max(longest * 3 // 4, 1)
-    if not keep.allocate.uniform or keep.budget.capacity(most) >= most:
-        raise InputError(
-            f"{method.id} has the budget {keep.budget.amount!r} and {keep.allocate!r}, and its kernels learn "
-            f"from what leaves heads of equal budgets, of {most} tokens at most: give less, as in budget=0.25"
-        )
     if hidden < 1:
         raise InputError(f"hidden is {hidden}, expected at least 1: kernels have a hidden layer")
+    run, draw = kept_before(model, method, batches), np.random.default_rng(seed)
+
+    def loss(arrays: dict[str, Array], batch: Batch, params: Params) -> Float[Array, ""]:
+        return missed(run, params, arrays, batch).sum()
+
+    read = (cut(model, run, rows, draw) for rows in progress([x for _ in range(epochs) for x in batches]))
+    arrays = descended(loss, _drawn(model, rank, hidden, seed), read, model.params, rate=rate)
+    return Fitted(arrays, "Residue", model.signature)
 
 
-def _without_residue(method: Method, model: Model) -> Method:
-    """What the method keeps of a prompt, whatever becomes of the rest."""
-    assert method.keep is not None
-    return bind(Method(dataclasses.replace(method.keep, merge=None, when=PREFILL_END)), model)
+def kept_before(model: Model, method: Method, batches: list[list[list[int]]]) -> Run:
+    """What a method keeps of what is before cuts, whatever becomes of the rest.
+
+    Raises InputError for a keep of unequal heads, and for a budget under which nothing leaves.
+    """
+    keep = method.keep
+    assert keep is not None
+    most = max(max(len(row) for rows in batches for row in rows) * 3 // 4, 1)
+    if not keep.allocate.uniform or keep.budget.capacity(most) >= most:
+        raise InputError(
+            f"{method.id} has the budget {keep.budget.amount!r} and {keep.allocate!r}, and its fit learns "
+            f"from what leaves heads of equal budgets, of {most} tokens at most: give less, as in budget=0.25"
+        )
+    return Run(model.config, bind(Method(dataclasses.replace(keep, merge=None, when=PREFILL_END)), model))
+
+
+def cut(model: Model, run: Run, rows: list[list[int]], draw: np.random.Generator) -> Batch:
+    """Texts, each cut at a place between a quarter and three quarters, and what stays before it."""
+    given = padded(model, rows, None)
+    lengths = np.asarray(given.lengths)
+    share = draw.uniform(0.25, 0.75, len(lengths))
+    cuts = jnp.asarray(np.maximum((lengths * share).astype(np.int32), 1))
+    tokens = jnp.asarray(given.tokens)
+    return Batch(tokens, jnp.asarray(lengths), cuts, _kept(run, model.params, tokens, cuts))
 
 
 def _drawn(model: Model, rank: int, hidden: int, seed: int) -> dict[str, Array]:
@@ -132,23 +136,6 @@ def _kept(
     return jax.vmap(jax.vmap(jax.vmap(mark)))(at)
 
 
-@partial(jax.jit, static_argnames=("optimiser", "run"))
-def _improved(
-    optimiser: optax.GradientTransformation,
-    run: Run,
-    params: Params,
-    arrays: dict[str, Array],
-    state: Any,
-    batch: Batch,
-) -> tuple[dict[str, Array], Any]:
-    """One step on a batch, of all layers at once."""
-    loss = lambda arrays: missed(run, params, arrays, batch).sum()  # noqa: E731
-    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of an integer step
-        updates, state = optimiser.update(jax.grad(loss)(arrays), state, arrays)
-    improved: Any = optax.apply_updates(arrays, updates)
-    return improved, state
-
-
 def missed(run: Run, params: Params, arrays: dict[str, Array], batch: Batch) -> Float[Array, "L"]:
     """The mean square of what every layer's output misses behind the cuts, when the rest is asked by kernels.
 
@@ -158,12 +145,12 @@ def missed(run: Run, params: Params, arrays: dict[str, Array], batch: Batch) -> 
     old = (at.pos >= 0) & (at.pos < batch.cuts[:, None])
     asking = at.pos >= batch.cuts[:, None]
 
-    def attention(layer: Layer, q: Array, keys: Keys, s: Array) -> tuple[Array, Array]:
+    def attention(layer: Layer, inputs: Inputs, keys: Keys, s: Array) -> tuple[Array, Array]:
         whole, *_ = weigh([s], [keys])
         mine = jax.tree.map(lambda y: y[layer.number], arrays)
         gone = old[:, None] & ~batch.kept[layer.number]
         near = jnp.where((gone[:, :, None] & asking[:, None, :, None])[:, :, None], -jnp.inf, s)
-        out = merge([weigh([near], [keys])[:2], asked(mine, summed(mine, keys.k, keys.v, gone), q)])[0]
+        out = merge([weigh([near], [keys])[:2], asked(mine, summed(mine, keys.k, keys.v, gone), inputs.q)])[0]
         error = jnp.moveaxis(out - whole, 1, 2).reshape(*at.pos.shape, -1)
         w = params["layers"][layer.group]["o"][layer.index].astype(jnp.float32)
         square = jnp.square(error @ w).mean(-1)

@@ -62,12 +62,12 @@ def fit_sharing(
             continue
         tried = source.copy()
         tried[i] = source[j]
-        word = SharedLayers(Fitted({"source": tried.astype(np.int32)}, "SharedLayers", model.fingerprint))
+        word = SharedLayers(Fitted({"source": tried.astype(np.int32)}, "SharedLayers", model.signature))
         config = word.config(model.config)
         mine = _hidden(config, word.params(model.params, model.config), ids, lengths)
         if np.mean([a @ b / np.sqrt(a @ a * (b @ b)) for a, b in zip(whole, mine, strict=True)]) > least:
             source = tried
-    return Fitted({"source": source.astype(np.int32)}, "SharedLayers", model.fingerprint)
+    return Fitted({"source": source.astype(np.int32)}, "SharedLayers", model.signature)
 
 
 def _mean_slots(

@@ -17,14 +17,13 @@ from kvjax.models.mixer import Layer, Memory, Projected
 from kvjax.models.model import Model
 from kvjax.models.transformer import Positions, Ran, decode_layers
 from kvjax.ops.attention.union import Keys, logits
+from kvjax.protocols import Inputs
 from kvjax.steps import Run
 from kvjax.steps.run import held
 
-# (the layer, its rotated queries, keys and values, logits [B, K, G, T, S]) -> (out [B, N, T, V], what is
-# collected of the layer).
-Attention = Callable[
-    [Layer, Float[Array, "B N T H"], Keys, Float[Array, "B K G T S"]], tuple[Float[Array, "B N T V"], Any]
-]
+# (the layer, what it computed of its tokens, keys and values, logits [B, K, G, T, S]) -> (out [B, N, T, V],
+# what is collected of the layer).
+Attention = Callable[[Layer, Inputs, Keys, Float[Array, "B K G T S"]], tuple[Float[Array, "B N T V"], Any]]
 
 
 def check_whole(model: Model, what: str) -> None:
@@ -54,7 +53,8 @@ def read_whole(
         q, k = (rotary(layer, y, at.pos, at.length) for y in (x.q, x.k))
         keys = new_keys(layer, k, x.v, at.pos)
         s = logits(q, keys, at.pos, scale=layer.scale, softcap=config.attention_softcap)
-        out, found = attention(layer, q, keys, s)
+        inputs = Inputs(q, x.q, x.k, x.hidden, at.pos, at.length, k=k, v=x.v)
+        out, found = attention(layer, inputs, keys, s)
         left = published_by(layer, state, k, x.v, None) | {"collected": found}
         return out.astype(q.dtype), state, left
 

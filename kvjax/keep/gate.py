@@ -1,4 +1,4 @@
-"""Gates: small networks that say how much a token will matter, from its hidden state alone."""
+"""Gates: small networks that say how much a token will matter, when it is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,34 @@ from kvjax.protocols import Inputs, Seen, Trace, View
 
 
 @dataclasses.dataclass(frozen=True)
-class HiddenGate:
+class Gate:
+    """The base of all gates: one number per KV head for every token, from what its layer computed of it.
+
+    A subclass says which arrays it was fitted to and what it makes of them (`of`). looks: whether it looks at
+    keys or values, as plain attention has them.
+    """
+
+    fitted: Fitted | None = None
+    by = ""
+    looks = False
+    phases = BOTH
+
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model."""
+        raise NotImplementedError
+
+    def of(self, arrays: dict[str, Array], inputs: Inputs) -> Float[Array, "B K T"]:
+        """The gate of one layer, with its arrays in float32."""
+        raise NotImplementedError
+
+    def __call__(self, inputs: Inputs) -> Float[Array, "B K T"]:
+        assert self.fitted is not None
+        arrays = inputs.fitted[self.fitted.digest]
+        return self.of({name: x.astype(jnp.float32) for name, x in arrays.items()}, inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class HiddenGate(Gate):
     """log of a token's importance to each head, from the layer's input (KVzap, arXiv:2601.07891).
 
     A linear map or, where the arrays have a hidden layer, a network with one layer of GELUs. fitted: "out"
@@ -24,9 +51,7 @@ class HiddenGate:
     [L, X] before them.
     """
 
-    fitted: Fitted | None = None
     by = "kvzap"
-    phases = BOTH
 
     def check(self, model: ModelSizes) -> None:
         """InputError where the arrays are those of another kind of model."""
@@ -35,10 +60,8 @@ class HiddenGate:
         check_sizes(self, "gate", "layers, width", first, (model.layers, model.width))
         check_sizes(self, "gate", "layers, KV heads", "out_bias", (model.layers, model.kv_heads))
 
-    def __call__(self, inputs: Inputs) -> Float[Array, "B K T"]:
-        assert self.fitted is not None
-        arrays, x = inputs.fitted[self.fitted.digest], inputs.hidden.astype(jnp.float32)
-        return jnp.moveaxis(gated(arrays, x), 2, 1)
+    def of(self, arrays: dict[str, Array], inputs: Inputs) -> Float[Array, "B K T"]:
+        return jnp.moveaxis(gated(arrays, inputs.hidden.astype(jnp.float32)), 2, 1)
 
 
 def gated(arrays: dict[str, Array], x: Float[Array, "*b D"]) -> Float[Array, "*b K"]:
@@ -57,8 +80,11 @@ def gated(arrays: dict[str, Array], x: Float[Array, "*b D"]) -> Float[Array, "*b
 class Gated(Word):
     """What a gate said of a token when it was read."""
 
-    gate: HiddenGate
-    looks = False
+    gate: Gate
+
+    @property
+    def looks(self) -> bool:  # type: ignore[override]
+        return self.gate.looks
 
     @property
     def traces(self) -> frozenset[Trace]:

@@ -36,6 +36,7 @@ from kvjax.methods import (
     selection_dynamic_position,
     selection_static_attention,
     selection_static_keys,
+    selection_static_learned,
     selection_static_passages,
 )
 from kvjax.methods.papers import MethodFunction, Press, collect, paper
@@ -48,6 +49,7 @@ _FAMILIES = (
     selection_dynamic_position,
     selection_dynamic_attention,
     selection_static_keys,
+    selection_static_learned,
     selection_static_attention,
     selection_static_passages,
     budget_layer,

@@ -7,10 +7,9 @@ from typing import Annotated
 from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Pool, standardised
-from kvjax.keep.budget import Threshold, Uniform
+from kvjax.keep.budget import Uniform
 from kvjax.keep.expected import ExpectedAttention, QueryStatistics
 from kvjax.keep.filters import Filtered, QueryFilters
-from kvjax.keep.gate import Gated, HiddenGate
 from kvjax.keep.geometry import Capacity, KeyDistinctness, Leverage, LocalNorms
 from kvjax.keep.lag import LagRelative
 from kvjax.keep.non_causal import NonCausalAttention
@@ -18,8 +17,8 @@ from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.score import KeyNorm
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Fit, Layers, Page, Rank, Seed, Tokens, Window
-from kvjax.when import STEP, Every
+from kvjax.methods.shared import Amount, Fit, Layers, Rank, Seed, Tokens, Window
+from kvjax.when import Every
 
 
 @paper(
@@ -187,33 +186,6 @@ def q_filters(budget: Amount, *, fitted: Fit | None = None, newest: Tokens = 64)
     """
     score = Filtered(QueryFilters(as_fitted(fitted)))
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(newest),)))
-
-
-@paper(
-    "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning",
-    arxiv="2601.07891",
-    family="selection-static",
-    exact="deviates",
-    kvpress=Press("DMSPress(KVzapPress)", same="no: kvpress takes the authors' gates of other models"),
-)
-def kvzap(
-    *,
-    fitted: Fit | None = None,
-    threshold: Annotated[float, Range(-100, 100)] = -4.0,
-    window: Window = 128,
-    page: Page = 128,
-) -> Method:
-    """KVzap (Jegou and Jeblick, 2026, arXiv:2601.07891): a gate guesses KVzip's scores, and low ones leave.
-
-    A network on the layer's input gives log of the score of each head; a token leaves a head when it is older
-    than the `window` newest ones and its score is below `threshold`, in the prompt and while decoding, so how
-    much stays follows from the text. fitted: the gate, as `kvjax fit kvzap` writes it. Deviation: the gate is
-    fitted to the scores of our KVzip, without the paper's division by the norm of the hidden state; the
-    published gates are of that score.
-    """
-    gate = HiddenGate(as_fitted(fitted))
-    keep = Keep(Gated(gate), Budget(1.0), Threshold(threshold), (Recent(window),), when=STEP, page=page)
-    return Method(keep)
 
 
 @paper(

@@ -147,8 +147,10 @@ def _inputs(
     params: Params, layer: Layer, x: Projected, at: Int[Array, "B"], length: Int[Array, "B"], append: Array
 ) -> Inputs:
     """What observations look at. Where layers read others' slots, the keys are not theirs."""
-    k, pos = x.q if x.k is None else x.k, jnp.where(append, at, -1)[:, None]
-    return Inputs(x.q, x.q, k, x.hidden, pos, length, of_layer(params, layer.number))
+    raw, pos = x.q if x.k is None else x.k, jnp.where(append, at, -1)[:, None]
+    k = raw if x.k is None else rotary(layer, x.k, at[:, None], length)
+    taught = of_layer(params, layer.number)
+    return Inputs(x.q, x.q, raw, x.hidden, pos, length, taught, k=k, v=x.v)
 
 
 def _append(

@@ -102,8 +102,9 @@ class _Reading(NamedTuple):
             mass=tuple(o.reduction for o in self.asked.masses), on=self._mesh(),
         )  # fmt: skip
         taught = of_layer(self.params, layer.number)
-        mine = new.k if x.k is None else x.k
-        inputs = Inputs(q, x.q, mine, x.hidden, pos, at.length, taught, self._ids(pos))
+        raw, met = (new.k if y is None else y for y in (x.k, stored))
+        met = rotary(layer, met, pos, at.length) if run.unrotated else met
+        inputs = Inputs(q, x.q, raw, x.hidden, pos, at.length, taught, self._ids(pos), met, x.v)
         fresh = self._observed(layer, state, inputs, found, [*past, new])._replace(k=stored, v=x.v)
         return out, state, published_by(layer, state, k, v, scores) | {"collected": fresh}
 

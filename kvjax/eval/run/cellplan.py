@@ -16,6 +16,7 @@ from kvjax.methods import METHODS
 from kvjax.methods.parse import parse_method
 from kvjax.models.model import Model
 from kvjax.pure import bind
+from kvjax.ready import ready
 from kvjax.suits import check_fit
 
 # Always there: a method that does not beat these at equal bytes has not shown anything.
@@ -45,11 +46,13 @@ Custom = tuple[str, bool, Callable[[float | int | None], Method]]
 
 def _bound(method: Method, model: Model) -> Method:
     """The method as it runs on the model, or on what it makes of it; InputError where it does not fit."""
+    method = ready(model, method)
     return bind(method, made(model, method))
 
 
 def _runs(method: Method, model: Model) -> bool:
-    """Whether a method needs no fit and can rewrite such a model, if that is what it does."""
+    """Whether a method needs no further fit and can rewrite such a model, if that is what it does."""
+    method = ready(model, method)
     if method.make is None:
         return is_fitted(method)
     try:
@@ -80,9 +83,9 @@ def plan_cells(
     """Every (method, budget) of a comparison, the anchors first.
 
     Methods are texts as `parse_method` reads them, or Custom. None stands for WELL_KNOWN, and "all" for every
-    method that need not be fitted first; both leave out what rewrites weights which the model does not have.
-    Given budgets hold for every method that has none written in its text; without them, a preset's budget of
-    a method holds before the default ones.
+    method that need not be fitted first or comes with its fit for this model; both leave out what rewrites
+    weights which the model does not have. Given budgets hold for every method that has none written in its
+    text; without them, a preset's budget of a method holds before the default ones.
     ValueError for unknown names, hyper-parameters or budgets.
     """
     hyper = load_preset(preset)

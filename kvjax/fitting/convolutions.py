@@ -1,0 +1,108 @@
+"""Convolutions that mix what leaves into a few slots (LoCoCo, arXiv:2406.05317)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+from kvjax.fitted import Fitted
+from kvjax.fitting.descent import Arrays, descended, uniform
+from kvjax.fitting.residues import Batch, cut, kept_before
+from kvjax.fitting.whole import check_whole, read_whole
+from kvjax.grammar import Method
+from kvjax.keep.merge_conv import mixed
+from kvjax.keep.score import probabilities
+from kvjax.models.attending import rotary
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.mixer import Layer
+from kvjax.models.model import Model
+from kvjax.models.transformer import positions, unembed
+from kvjax.ops.attention.union import Keys, logits, weigh
+from kvjax.protocols import Inputs
+
+
+def fit_convolutions(
+    model: Model,
+    batches: list[list[list[int]]],
+    *,
+    method: Method,
+    slots: int = 64,
+    neighbours: int = 21,
+    rate: float = 1e-2,
+    epochs: int = 4,
+    seed: int = 0,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Fitted:
+    """The convolution of every layer, which makes `slots` mixtures and sees so many `neighbours`.
+
+    Every text is cut at a place between a quarter and three quarters, which differs from epoch to epoch; what
+    is before it is compressed by the method, and what becomes small is the negative log-likelihood of what
+    stands behind it. By Adam (arXiv:1412.6980) at learning rate `rate`, one step per batch, in `epochs`
+    readings, with the model as it is. Raises InputError for a model whose layers are not all plain attention
+    that keeps all tokens, for a keep of unequal heads, and for a budget under which nothing leaves.
+    """
+    check_whole(model, "convolutions")
+    assert method.keep is not None
+    run, draw = kept_before(model, method, batches), np.random.default_rng(seed)
+    newest = method.keep.merge.newest
+
+    def loss(arrays: Arrays, batch: Batch, params: Params) -> Float[Array, ""]:
+        return surprise(model.config, newest, params, arrays, batch)
+
+    read = (cut(model, run, rows, draw) for rows in progress([x for _ in range(epochs) for x in batches]))
+    arrays = drawn(model.config, slots, neighbours, seed)
+    return Fitted(descended(loss, arrays, read, model.params, rate=rate), "ConvMerge", model.signature)
+
+
+def drawn(config: Config, slots: int, neighbours: int, seed: int) -> Arrays:
+    """Convolutions before they are fitted: half of a slot is its mixture."""
+    keys, width = jax.random.split(jax.random.key(seed)), 2 * config.head_dim
+    return {
+        "conv": uniform(keys[0], (config.layers, neighbours, width, slots), neighbours * width),
+        "conv_bias": uniform(keys[1], (config.layers, slots), neighbours * width),
+        "share": jnp.full((config.layers,), 0.5),
+    }
+
+
+def surprise(
+    config: Config, newest: int, params: Params, arrays: Arrays | None, batch: Batch
+) -> Float[Array, ""]:
+    """The mean negative log-likelihood of the tokens behind the cuts, over what is left of those before.
+
+    arrays: None where nothing is mixed, so that what leaves is dropped.
+    """
+    at = positions(batch.tokens, batch.lengths, jnp.zeros_like(batch.lengths))
+    before = (at.pos >= 0) & (at.pos < batch.cuts[:, None])
+    behind = at.pos >= batch.cuts[:, None]
+
+    def attention(layer: Layer, inputs: Inputs, keys: Keys, s: Array) -> tuple[Array, None]:
+        whole, *_ = weigh([s], [keys])
+        kept = batch.kept[layer.number]
+        gone = before[:, None] & ~kept
+        k, v = keys.k, keys.v
+        if arrays is not None:
+            assert inputs.k_raw is not None and inputs.v is not None
+            received = jnp.where(before[:, None, None, :, None], probabilities(s), 0.0).sum((2, 3))
+            mine = {n: x[layer.number] for n, x in arrays.items()}
+            pos = jnp.broadcast_to(at.pos[:, None], gone.shape)
+            old = kept & (at.pos < batch.cuts[:, None] - newest)[:, None]
+            raw, v, takes = mixed(mine, inputs.k_raw, inputs.v, pos, old, gone, received)
+            k = jnp.where(takes[..., None], rotary(layer, raw, at.pos, at.length), k)
+        left = Keys(k, v, keys.pos)
+        near = logits(inputs.q, left, at.pos, scale=layer.scale, softcap=config.attention_softcap)
+        near = jnp.where((gone[:, :, None] & behind[:, None, :, None])[:, :, None], -jnp.inf, near)
+        part, *_ = weigh([near], [left])
+        return jnp.where(behind[:, None, :, None], part, whole), None
+
+    x = read_whole(config, params, batch.tokens, at, attention, "convolutions").x
+    said = unembed(params, x, config)[:, :-1].astype(jnp.float32)
+    each = optax.softmax_cross_entropy_with_integer_labels(said, batch.tokens[:, 1:])
+    counts = behind[:, :-1] & (at.pos[:, 1:] >= 0)
+    return jnp.where(counts, each, 0.0).sum() / jnp.maximum(counts.sum(), 1).astype(jnp.float32)

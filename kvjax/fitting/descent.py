@@ -1,0 +1,50 @@
+"""The loop by which words learn what has no closed form: Adam, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jaxtyping import Array, Float, PyTree
+
+Arrays = dict[str, Array]
+
+
+def descended(
+    loss: Callable[[Arrays, Any, Any], Float[Array, ""]],
+    arrays: Arrays,
+    batches: Iterable[Any],
+    fixed: PyTree,
+    *,
+    rate: float,
+    steps: int = 1,
+    within: Callable[[Arrays], Arrays] | None = None,
+) -> dict[str, np.ndarray]:
+    """The arrays that Adam (arXiv:1412.6980) finds at learning rate `rate`, by `steps` steps on every batch.
+
+    loss: (arrays, batch, fixed) -> what becomes small; fixed: what it needs besides, such as the parameters
+    of a model. within: brings the arrays back to where they may be, behind every step.
+    """
+    optimiser = optax.adam(rate)
+
+    @jax.jit
+    def improved(arrays: Arrays, state: Any, batch: Any, fixed: PyTree) -> tuple[Arrays, Any]:
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of an integer step
+            updates, state = optimiser.update(jax.grad(loss)(arrays, batch, fixed), state, arrays)
+        new: Any = optax.apply_updates(arrays, updates)
+        return new if within is None else within(new), state
+
+    state = optimiser.init(arrays)
+    for batch in batches:
+        for _ in range(steps):
+            arrays, state = improved(arrays, state, batch, fixed)
+    return {name: np.asarray(x) for name, x in arrays.items()}
+
+
+def uniform(key: Array, shape: tuple[int, ...], fan_in: int) -> Float[Array, "*_"]:
+    """Weights or biases of a linear map as they are drawn first: within 1 / sqrt(its inputs)."""
+    most = fan_in**-0.5
+    return jax.random.uniform(key, shape, minval=-most, maxval=most)

@@ -1,0 +1,121 @@
+"""Selection by gates that were taught, on texts or on questions, how much a token will matter."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from kvjax.fitted import as_fitted
+from kvjax.grammar import Budget, Keep, Method
+from kvjax.keep.budget import AcrossLayers, Threshold, Uniform
+from kvjax.keep.gate import Gated, HiddenGate
+from kvjax.keep.gate_forms import RetainingHead, SinkGate, WriteGate
+from kvjax.keep.patterns import Recent, Sink
+from kvjax.methods.papers import Press, paper
+from kvjax.methods.parameters import Range
+from kvjax.methods.shared import Amount, Fit, Page, Share, Tokens, Window
+from kvjax.when import STEP
+
+
+@paper(
+    "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning",
+    arxiv="2601.07891",
+    family="selection-static",
+    exact="deviates",
+    kvpress=Press("DMSPress(KVzapPress)", same="no: kvpress takes the authors' gates of other models"),
+)
+def kvzap(
+    *,
+    fitted: Fit | None = None,
+    threshold: Annotated[float, Range(-100, 100)] = -4.0,
+    window: Window = 128,
+    page: Page = 128,
+) -> Method:
+    """KVzap (Jegou and Jeblick, 2026, arXiv:2601.07891): a gate guesses KVzip's scores, and low ones leave.
+
+    A network on the layer's input gives log of the score of each head; a token leaves a head when it is older
+    than the `window` newest ones and its score is below `threshold`, in the prompt and while decoding, so how
+    much stays follows from the text. fitted: the gate, as `kvjax fit kvzap` writes it. Deviation: the gate is
+    fitted to the scores of our KVzip, without the paper's division by the norm of the hidden state; the
+    published gates are of that score.
+    """
+    gate = HiddenGate(as_fitted(fitted))
+    keep = Keep(Gated(gate), Budget(1.0), Threshold(threshold), (Recent(window),), when=STEP, page=page)
+    return Method(keep)
+
+
+@paper(
+    "Fast KVzip: Efficient and Accurate LLM Inference with Gated KV Eviction",
+    arxiv="2601.17668",
+    family="selection-static",
+    exact="deviates",
+    kvpress=Press("FastKVzipPress", same="no: kvpress takes the authors' gates of other models"),
+)
+def fast_kvzip(
+    budget: Amount,
+    *,
+    fitted: Fit | None = None,
+    window: Window = 4096,
+    sinks: Tokens = 4,
+    page: Page = 128,
+) -> Method:
+    """Fast KVzip (Kim et al., 2026, arXiv:2601.17668): gates with learned sinks guess KVzip's scores.
+
+    A gate on the layer's input says of each head how much a token attends to itself beside sinks (`SinkGate`,
+    section 3.2). The L K n best slots of the whole stack stay; the first `sinks` tokens and the `window`
+    newest ones always do. A score stays what it was when its token was read, so a prompt in chunks
+    (`prefill(..., chunk=)`) is compressed as it comes. fitted: the gates, as `kvjax fit fast-kvzip` writes
+    them. Deviation: decoding evicts nothing, where the authors' evicts after every 128 tokens; and `window`
+    is a number of tokens, where theirs keeps the last 2 % of a short prompt.
+    """
+    gate = SinkGate(as_fitted(fitted))
+    keep = Keep(Gated(gate), Budget(budget), AcrossLayers(), (Sink(sinks), Recent(window)), page=page)
+    return Method(keep)
+
+
+@paper(
+    "Locret: Enhancing Eviction in Long-Context LLM Inference with Trained Retaining Heads on "
+    "Consumer-Grade Devices",
+    arxiv="2410.01805",
+    family="selection-static",
+    exact="deviates",
+)
+def locret(budget: Amount, *, fitted: Fit | None = None, newest: Tokens = 100) -> Method:
+    """Locret (Huang et al., 2024, arXiv:2410.01805): heads guess how much answers will look at a token.
+
+    A network on a token's queries, keys and values says for each head how large a logit the answer's queries
+    will give it (`RetainingHead`, section 3.2); the best stay, and the `newest` tokens. A score stays what it
+    was when its token was read, so a prompt in chunks, `prefill(..., chunk=3072)` in the paper, is compressed
+    as it comes. fitted: the heads, as `kvjax fit locret` writes them. Deviation: the `newest` tokens stay
+    behind every chunk, where the authors keep more of them (2500) until the last chunk and read the last 100
+    by themselves.
+    """
+    score = Gated(RetainingHead(as_fitted(fitted)))
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(newest),)))
+
+
+@paper(
+    "KV Admission: Learning What to Write for Efficient Long-Context Inference",
+    arxiv="2512.17452",
+    family="selection-static",
+    exact="deviates",
+    aliases=("write-gated-kv",),
+)
+def wg_kv(
+    *,
+    fitted: Fit | None = None,
+    threshold: Share = 0.1,
+    window: Window = 256,
+    page: Page = 128,
+) -> Method:
+    """Write-Gated KV (Huang et al., 2025, arXiv:2512.17452): a gate admits what is worth being remembered.
+
+    A network of each head on a token's key says how useful the token will be (`WriteGate`, section 3.2). It
+    leaves the head when it is older than the `window` newest tokens and its gate is below `threshold`, in the
+    prompt and while decoding, so how much stays follows from the text. fitted: the gates, as `kvjax fit
+    wg-kv` writes them. Deviation: the tokens of a prompt still attend to all of it, and what is not admitted
+    leaves behind it, or behind each of its chunks (`prefill(..., chunk=)`); in the paper tokens beyond the
+    window see admitted ones alone.
+    """
+    gate = WriteGate(as_fitted(fitted))
+    keep = Keep(Gated(gate), Budget(1.0), Threshold(threshold), (Recent(window),), when=STEP, page=page)
+    return Method(keep)

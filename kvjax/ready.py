@@ -1,0 +1,63 @@
+"""Methods made ready for a model: with arrays that come with kvjax, and none that belong to another model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvjax.errors import InputError
+from kvjax.fitted import as_fitted, fitted_words, lacks_fit, shipped_for
+from kvjax.grammar import Method
+from kvjax.methods import METHODS, takes
+from kvjax.models.model import Model
+
+
+def ready(model: Model, method: Method) -> Method:
+    """The method with what comes with kvjax for this model (`kvjax/fits`), where a word lacks its fit.
+
+    Raises InputError for a word that was fitted to another model. On what a method made of a model, fits of
+    that one count.
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> ready(model, kvjax.method("locret", budget=0.5)).spec
+    ('locret', (('budget', 0.5), ('fitted', 'recall-tiny/locret')))
+    """
+    words = list(fitted_words(method))
+    if not words or not isinstance(model, Model) or model.made_by is not None:
+        return method
+    for word in words:
+        if word.fitted is not None and word.fitted.model not in ("", model.signature):
+            raise InputError(
+                f"{method.id}: it was fitted to another model (of the signature {word.fitted.model}, this "
+                f"model's is {model.signature}): run `kvjax fit {word.by}` on this model"
+            )
+    names = shipped_for(model.signature)
+    if not any(lacks_fit(word) and word.by in names for word in words):
+        return method
+    return dataclasses.replace(_filled(method, names), spec=_named(method.spec, names))
+
+
+def _filled(word: Any, names: dict[str, str]) -> Any:
+    """The word, in which whatever lacks its fit has the arrays named here, by the methods they are for."""
+    if isinstance(word, tuple):
+        new = tuple(_filled(one, names) for one in word)
+        return word if all(a is b for a, b in zip(word, new, strict=True)) else new
+    if not dataclasses.is_dataclass(word) or isinstance(word, type):
+        return word
+    old = {f.name: getattr(word, f.name) for f in dataclasses.fields(word) if f.init and f.name != "spec"}
+    changed = {name: new for name, x in old.items() if (new := _filled(x, names)) is not x}
+    by = getattr(word, "by", "")
+    if "fitted" in old and lacks_fit(word) and by in names:
+        changed["fitted"] = as_fitted(names[by])
+    return dataclasses.replace(word, **changed) if changed else word
+
+
+def _named(spec: tuple[Any, ...], names: dict[str, str]) -> tuple[Any, ...]:
+    """How to build the filled method again: what was left out of its hyper-parameters is named."""
+    match spec:
+        case (str() as id, ("chain", *parts)):
+            return id, ("chain", *(_named(part, names) for part in parts))
+        case (str() as id, tuple() as hyper) if id in names and id in METHODS and takes(id, "fitted"):
+            return id, tuple(sorted({"fitted": names[id], **dict(hyper)}.items()))
+    return spec

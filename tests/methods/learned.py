@@ -1,0 +1,161 @@
+"""What methods with learned gates leave of a prompt, and what leaves in steps, in float64 numpy.
+
+Nobody fitted their arrays. They are for the model "4/2" of `tests.methods.battery`: 2 layers of width 32,
+with 4 query heads and 2 KV heads of 16 channels.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.special import erf
+
+from kvjax.fitted import Fitted
+from tests.merges import stays_and_leaves
+from tests.methods.expected import ends
+from tests.methods.rows import THETA, WINDOW, count
+from tests.reference import best, rms_norm, rope
+
+LAYERS, WIDTH, HEADS, KV_HEADS, CHANNELS = 2, 32, 4, 2, 16
+
+
+def made_up(word, shapes, seed):
+    rng = np.random.default_rng(seed)
+    arrays = {name: rng.normal(size=(LAYERS, *shape)).astype(np.float32) for name, shape in shapes.items()}
+    return Fitted(arrays, word, "")
+
+
+def of_layer(fitted, layer):
+    return {name: x[layer].astype(np.float64) for name, x in fitted.arrays.items()}
+
+
+RETAINING = made_up("RetainingHead", {"in": ((HEADS + 2 * KV_HEADS) * CHANNELS, 6), "out": (6, KV_HEADS)}, 11)
+
+
+def retaining_score(prompt, layer):
+    """silu([q, k, v] W1) W2 of unrotated queries and keys, all heads of a token in a row."""
+    a = of_layer(RETAINING, layer)
+    each = [x.swapaxes(0, 1).reshape(prompt.length, -1) for x in (
+        prompt.raw_q[layer], prompt.raw_k[layer], prompt.v[layer]
+    )]  # fmt: skip
+    x = np.concatenate(each, 1) @ a["in"]
+    return (x / (1 + np.exp(-x)) @ a["out"]).T
+
+
+RANK, SINKS = 5, 3
+SINK_GATE = made_up(
+    "SinkGate",
+    {
+        "q": (WIDTH, KV_HEADS, HEADS // KV_HEADS, RANK), "q_bias": (KV_HEADS, HEADS // KV_HEADS, RANK),
+        "q_norm": (RANK,), "k": (WIDTH, KV_HEADS, RANK), "k_norm": (RANK,),
+        "sinks": (KV_HEADS, SINKS, RANK), "bias": (KV_HEADS, HEADS // KV_HEADS),
+    },
+    12,
+)  # fmt: skip
+FAST = dict(window=3, sinks=1)
+
+
+def sink_gate(x, layer):
+    """The gate on hidden states [T, D], head by head: [K, T]."""
+    a, found = of_layer(SINK_GATE, layer), []
+    for head in range(KV_HEADS):
+        each = []
+        for i in range(HEADS // KV_HEADS):
+            q = rms_norm(x @ a["q"][:, head, i] + a["q_bias"][head, i], a["q_norm"], 1e-6)
+            k = rms_norm(x @ a["k"][:, head], a["k_norm"], 1e-6)
+            mine = (q * k).sum(-1) / np.sqrt(RANK) + a["bias"][head, i]
+            sinks = q @ a["sinks"][head].T / np.sqrt(RANK)
+            each.append(1 / (1 + np.exp(sinks - mine[:, None]).sum(-1)))
+        found.append(np.mean(each, 0))
+    return np.stack(found)
+
+
+def fast_kvzip_kept(prompt):
+    """The best of the whole stack, behind what stays anyway."""
+    stays = ends(FAST["sinks"], FAST["window"])(prompt)
+    scores = np.stack([np.where(stays, np.inf, sink_gate(x, i)) for i, x in enumerate(prompt.hidden)])
+    flat = scores.reshape(1, -1)
+    return list(best(flat, [len(scores) * KV_HEADS * count(prompt.length)]).reshape(scores.shape))
+
+
+WRITE_GATE = made_up(
+    "WriteGate",
+    {
+        "norm": (2, CHANNELS), "in": (KV_HEADS, 2 * CHANNELS, 7), "in_bias": (KV_HEADS, 7),
+        "out": (KV_HEADS, 7), "out_bias": (KV_HEADS,),
+    },
+    13,
+)  # fmt: skip
+ADMITS = 0.3
+
+
+def write_gate(raw, pos, layer, head):
+    """The gate on the unrotated keys [T, H] of one head, at their positions."""
+    a = of_layer(WRITE_GATE, layer)
+    keys = zip((raw, rope(raw, pos, THETA)), a["norm"], strict=True)
+    x = np.concatenate([rms_norm(k, w, 1e-6) for k, w in keys], -1) @ a["in"][head] + a["in_bias"][head]
+    x = x * (1 + erf(x / np.sqrt(2))) / 2
+    return np.maximum(1 / (1 + np.exp(-(x @ a["out"][head] + a["out_bias"][head]))), 1e-3)
+
+
+def wg_kv_kept(prompt):
+    recent, at = ends(0, WINDOW)(prompt), np.arange(prompt.length)
+    each = [
+        [write_gate(raw, at, layer, head) for head, raw in enumerate(keys)]
+        for layer, keys in enumerate(prompt.raw_k)
+    ]
+    return [recent | (np.stack(g) >= ADMITS) for g in each]
+
+
+def wg_kv_leaves(lists, length, queries):
+    """What is older than the window and was not admitted leaves, as many as there are."""
+
+    def leaves(slot, head):
+        admitted = write_gate(slot["k"][None], [slot["pos"]], slot["layer"], head)[0] >= ADMITS
+        return slot["pos"] < length - WINDOW and not admitted
+
+    return [[j for j, slot in enumerate(slots) if leaves(slot, i)] for i, slots in enumerate(lists)]
+
+
+MIXTURES, NEIGHBOURS, NEWEST = 3, 5, 2
+CONV = made_up(
+    "ConvMerge", {"conv": (NEIGHBOURS, 2 * CHANNELS, MIXTURES), "conv_bias": (MIXTURES,), "share": ()}, 14
+)
+
+
+def by_attention(held):
+    """LoCoCo's heavy hitters, behind the newest tokens."""
+    return np.where(held.pos >= held.length - NEWEST, np.inf, held.mass)
+
+
+def mix(rows, takes, layer):
+    """Rows [R, 2 H] of which those at `takes` are mixtures: a convolution by loops."""
+    a, half = of_layer(CONV, layer), NEIGHBOURS // 2
+    logits = np.zeros((MIXTURES, len(rows)))
+    for s in range(len(rows)):
+        near = [(w, s + w - half) for w in range(NEIGHBOURS) if 0 <= s + w - half < len(rows)]
+        logits[:, s] = sum(rows[at] @ a["conv"][w] for w, at in near) + a["conv_bias"]
+    logits = np.maximum(logits, 0)
+    weight = np.exp(logits - logits.max(-1, keepdims=True))
+    weight /= weight.sum(-1, keepdims=True)
+    new = rows.copy()
+    for i, at in enumerate(takes):
+        new[at] += a["share"] * (weight[i] @ rows - rows[at])
+    return new
+
+
+def conv_leave(memory, lists, gone):
+    """The slots of the least attention become mixtures of themselves and what leaves."""
+    for slots, some in zip(lists, gone, strict=True):
+        stay, old = stays_and_leaves(slots, some)
+        if not old:
+            continue
+        length = 1 + max(slot["pos"] for slot in slots)
+        able = sorted((s for s in stay if s["pos"] < length - NEWEST), key=lambda s: s["mass"])
+        taking = able[:MIXTURES]
+        each = sorted([*taking, *old], key=lambda s: s["pos"])
+        rows = np.stack([np.concatenate([s["k"], s["v"]]) for s in each])
+        takes = [i for i, s in enumerate(each) if any(s is t for t in taking)]
+        new = mix(rows, takes, each[0]["layer"])
+        for i in takes:
+            each[i]["k"], each[i]["v"] = new[i, :CHANNELS], new[i, CHANNELS:]
+            memory[True] = memory.get(True, 0) + 1

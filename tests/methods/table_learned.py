@@ -1,0 +1,31 @@
+"""Rows of methods with learned gates; see `table.py`."""
+
+from __future__ import annotations
+
+from tests.methods import learned
+from tests.methods.expected import chooses, each_layer, ends
+from tests.methods.rows import PAGE, WINDOW, count, dense, due_by_2, half, paged, plain, row
+
+LEARNED = [
+    row(
+        "fast-kvzip", paged(lambda s, i: s.k * count(s.tokens), slot=lambda s: plain(s) + 4, one_pool=True),
+        hyper=learned.FAST | dict(fitted=learned.SINK_GATE, page=PAGE),
+        kept=learned.fast_kvzip_kept,
+    ),
+    row(
+        "locret", dense(half, extra=4), hyper=dict(fitted=learned.RETAINING, newest=3),
+        kept=each_layer(learned.retaining_score, ends(0, 3)),
+    ),
+    row(
+        "wg-kv", lambda s: paged(lambda s, i: s.k * s.tokens, slot=lambda s: plain(s) + 4)(
+            s._replace(room=s.room + WINDOW)
+        ),
+        hyper=dict(fitted=learned.WRITE_GATE, threshold=learned.ADMITS, window=WINDOW, page=PAGE),
+        kept=learned.wg_kv_kept, victim=learned.wg_kv_leaves, counted=True,
+    ),
+    row(
+        "lococo", dense(due_by_2, extra=4),
+        hyper=dict(newest=learned.NEWEST, segment=2, fitted=learned.CONV), leave=learned.conv_leave,
+        **chooses(learned.by_attention, due=2),
+    ),
+]  # fmt: skip
