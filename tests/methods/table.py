@@ -119,6 +119,7 @@ from tests.methods.rows import (
     split,
     turboquant_bytes,
 )
+from tests.methods.table_reads import READS
 from tests.methods.table_selection import SELECTION
 from tests.reference import h2o_victim, rkv_kept, rkv_victims, sink_victim, tova_victim, window_score
 
@@ -404,6 +405,7 @@ ROWS = [
         kept=each_layer(received, recent_half), error=0.02, victim=h2o_victim(count),
     ),
     *SELECTION,
+    *READS,
 ]  # fmt: skip
 
 BY_LABEL = {r.label: r for r in ROWS}
