@@ -66,7 +66,8 @@ WRONG = {
     "planes": (0, 33, 2.5, True),
     "tables": (1, 4097, 2.5, None),
     "prefix": ((-1,), (0.5,), 5, "abc", (1, True)),
-    "uniform": (1, "yes"),
+    "normalised": (1, "yes"),
+    "over": ("all", 1),
     "covariance": (0,),
     "value_norm": (1.0,),
 }  # fmt: skip
@@ -124,7 +125,7 @@ def test_the_defaults_are_values_that_are_taken(id):
         ("adakv:floor=2", "adakv: floor must be a number from 0 to 1, got 2"),
         ("int4:group=0", "int4: group must be a whole number >= 1, or None, got 0"),
         ("kvzip:prefix=5", "kvzip: prefix must be a tuple of whole numbers >= 0, or None, got 5"),
-        ("kvzip:uniform=1", "kvzip: uniform must be True or False, got 1"),
+        ("kvzip:normalised=1", "kvzip: normalised must be True or False, got 1"),
         ("snapkv:budget=x", "snapkv: budget must be a fraction .*, got 'x'"),
     ],
 )

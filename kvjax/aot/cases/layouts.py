@@ -120,6 +120,8 @@ SENTENCES = {
     "infllm": _one("infllm", budget=1024, newest=1024),
     "sparq": _one("sparq", budget=1024),
     "magicpig": _one("magicpig", budget=1024, skip_layers=0),
+    "loki": _one("loki", budget=1024),
+    "rocketkv": _one("rocketkv", budget=256),
 }
 
 
