@@ -292,3 +292,32 @@ def kvmerger_score(prompt, layer):
 
 
 OWN_LAYERS = Fitted({"source": np.arange(3, dtype=np.int32)}, "SharedLayers", "")
+
+
+COMPRESSIVE = merges.Compressive(count, THETA, rate=3, recent=0.4)
+GATED = dict(chunk=5, few=2)
+
+
+def gated_kept(prompt):
+    """The entropy gate's greedy pass over chunks, behind the window, which stays."""
+    found, t, size = [], prompt.length, GATED["chunk"]
+    for layer in range(len(prompt.p)):
+        given = prompt.p[layer][:, -WINDOW:].mean(1).reshape(-1, prompt.group, t).mean(1)
+        given[:, -WINDOW:] = 0
+        score = pool(given, KERNEL, "mean").sum(0)
+        chunks = [np.arange(at, min(at + size, t)) for at in range(0, t, size)]
+        means = np.array([score[c].mean() for c in chunks])
+        shares = [score[c] / (score[c].sum() + 1e-8) for c in chunks]
+        spread = [-(p * np.log(p + 1e-8)).sum() / np.log(max(len(p), 2)) for p in shares]
+        spread = np.array([np.clip(e, 0, 1) if len(c) > 1 else 0 for e, c in zip(spread, chunks, strict=True)])
+        lower = lambda x: np.sort(x)[(len(x) - 1) // 2]  # noqa: E731
+        spiky, order, rest = (means >= lower(means)) & (spread < lower(spread)), [], []
+        for i in np.argsort(-means, kind="stable"):
+            best_first = chunks[i][np.argsort(-score[chunks[i]], kind="stable")]
+            most = GATED["few"] if spiky[i] else len(best_first)
+            order, rest = order + best_first[:most].tolist(), rest + best_first[most:].tolist()
+        order += sorted(rest, key=lambda j: (-score[j], j))
+        window = range(t - WINDOW, t)
+        stays = [*window, *[j for j in order if j not in window][: count(t) - WINDOW]]
+        found.append(np.tile(np.isin(np.arange(t), stays), (kv_lists(prompt), 1)))
+    return found

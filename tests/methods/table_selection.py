@@ -114,4 +114,12 @@ SELECTION = [
         hyper=selection.RAZOR | dict(fitted=selection.LOOKS_BACK, page=PAGE), kept=selection.razor_kept,
         leave=merges.Compensated(THETA), counted=True,
     ),
+    row(
+        "compressive-transformer", lambda s: dense(lambda s: count(s.tokens + s.room) + 3)(s),
+        hyper=dict(rate=3, recent=0.4), whole=dict(recent=1.0), counted=True, kept=selection.COMPRESSIVE.kept,
+        victim=selection.COMPRESSIVE.victims, leave=selection.COMPRESSIVE.leave,
+    ),
+    row(
+        "entropy-gated-chunkkv", dense(half), hyper=SNAP | selection.GATED, kept=selection.gated_kept,
+    ),
 ]  # fmt: skip
