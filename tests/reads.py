@@ -224,7 +224,7 @@ def rocket(count, *, page, channels):
 
     def attends(q, k, v, pos, at):
         order = np.argsort(pos)
-        full = len(pos) // page
+        full = (pos < at.stored).sum() // page
         c = np.argsort(-np.abs(q).sum(0), kind="stable")[:channels]
         pages = k[order[: full * page]].reshape(full, page, -1)[:, :, c]
         ends = np.stack([pages.min(1), pages.max(1)])

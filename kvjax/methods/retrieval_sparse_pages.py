@@ -9,7 +9,7 @@ from kvjax.keep.budget import Uniform
 from kvjax.keep.patterns import Recent
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Kernel, Layers, Page, Share, Tokens, Window, window_score
+from kvjax.methods.shared import Amount, Kernel, Layers, Page, Ratio, Share, Tokens, Window, window_score
 from kvjax.place.host import Host
 from kvjax.read.blocks import RepresentativeKeys
 from kvjax.read.pages import FewBounds, PageBounds
@@ -74,18 +74,21 @@ def infllm(
     exact="deviates",
 )
 def rocketkv(
-    budget: Amount, *, window: Window = 32, kernel: Kernel = 63, page: Page = 4, channels: Channels = 32
+    budget: Amount,
+    *,
+    read: Ratio = 0.25,
+    window: Window = 32,
+    kernel: Kernel = 63,
+    page: Page = 4,
+    channels: Channels = 32,
 ) -> Method:
     """RocketKV (Behnam et al., 2025, arXiv:2502.14051), section 3: what stays is read in part.
 
-    Of a prompt, SnapKV's choice stays; each query then attends to the pages that may matter to it, by bounds
-    in its `channels` largest channels alone (`FewBounds`). The compression is split evenly: a budget of b
-    keeps and reads sqrt(b) of what there is; as a number of slots it says what a query reads, of four times
-    as many that stay. Deviation: the paper sets page and channels by the compression that is asked for, and
-    scales the kernel with the prompt, which here are given; pages of the second stage are ranked for all
-    heads of a group at once, by the largest bound among them.
+    Of a prompt SnapKV's choice stays, `budget` of it, and each query attends to the share `read` of what is
+    there, in pages that may matter to it by bounds in its `channels` largest channels alone (`FewBounds`).
+    The paper splits a compression evenly: `read` is then as large as the budget. Deviation: the paper sets
+    page and channels by the compression that is asked for, and scales the kernel with the prompt, which here
+    are given; pages are ranked for all heads of a group at once, by the largest bound among them.
     """
-    kept = 4 * budget if isinstance(budget, int) else round(budget**0.5, 3)
-    keep = Keep(window_score(window, kernel, "grouped"), Budget(kept), Uniform(), (Recent(window),))
-    read = Budget(budget) if isinstance(budget, int) else Budget(kept)
-    return Method(keep, read=FewBounds(read, page, 0, channels))
+    keep = Keep(window_score(window, kernel, "grouped"), Budget(budget), Uniform(), (Recent(window),))
+    return Method(keep, read=FewBounds(Budget(read), page, 0, channels))

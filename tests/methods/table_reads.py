@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from tests import reads
-from tests.methods.expected import snap
-from tests.methods.rows import KERNEL, WINDOW, count, everything, plain, row, split
-from tests.reference import best
+from tests.methods.expected import each_layer, snap
+from tests.methods.rows import KERNEL, WINDOW, count, everything, half, plain, row, split
 
 CODES = dict(parts=2, bits=2, turns=3)
 GROUPS = dict(clusters=4, turns=3, sinks=2)
@@ -28,17 +27,11 @@ def cluster_bytes(s):
     return split(everything, 1, 4, lambda s: 2, plain)(s) + s.layers * s.b * s.k * 4 * s.h * 4
 
 
-def more(length):
-    """Slots that RocketKV keeps, and reads, of so many: sqrt(0.5) of them."""
-    return max(1, length * 707 // 1000)
-
-
 READS = [
     row(
-        "rocketkv", split(lambda s: more(s.tokens) + s.room, 4, 0, lambda s: 2 * s.h * 4, plain),
-        hyper=dict(window=WINDOW, kernel=KERNEL, page=4, channels=5), moves=False,
-        kept=lambda p: [best(snap()(p, i), [more(p.length)] * len(p.k[i])) for i in range(len(p.k))],
-        attends=reads.rocket(more, page=4, channels=5),
+        "rocketkv", split(half, 4, 0, lambda s: 2 * s.h * 4, plain),
+        hyper=dict(read=0.5, window=WINDOW, kernel=KERNEL, page=4, channels=5), moves=False,
+        whole=dict(read=1.0), kept=each_layer(snap()), attends=reads.rocket(count, page=4, channels=5),
     ),
     row(
         "tokenselect", split(everything, 1, 4, lambda s: 0, plain), hyper=dict(sinks=2, newest=4),
