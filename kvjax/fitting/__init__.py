@@ -19,19 +19,21 @@ from kvjax.fitting.head_gates import fit_head_gates
 from kvjax.fitting.levels import fit_levels
 from kvjax.fitting.profiles import fit_copies, fit_profile, fit_semantic_heads
 from kvjax.fitting.projections import fit_projections
-from kvjax.fitting.queries import fit_filters, fit_statistics
+from kvjax.fitting.queries import fit_centres, fit_filters, fit_statistics
 from kvjax.fitting.repeats import fit_repeating_heads
 from kvjax.fitting.residues import fit_residue
+from kvjax.fitting.search import fit_budgets
 from kvjax.fitting.sharing import fit_sharing
 from kvjax.grammar import Method
 from kvjax.inputs import finite_number, whole_number
 from kvjax.keep.expected import QueryStatistics
 from kvjax.keep.filters import QueryFilters
 from kvjax.keep.gate import HiddenGate
-from kvjax.keep.profile import CopyProfile, Profile
+from kvjax.keep.profile import CopyProfile, Profile, SearchedProfile
 from kvjax.keep.residue import Residue
 from kvjax.keep.retrieval import HeadGates, RepeatingHeads
 from kvjax.keep.semantic import SemanticHeads
+from kvjax.keep.trigonometric import QueryCentres
 from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods import method as build_method
@@ -56,8 +58,10 @@ FITS: dict[type, Fitter] = {
     HiddenGate: Fitter(fit_gate),
     QueryFilters: Fitter(fit_filters),
     QueryStatistics: Fitter(fit_statistics),
+    QueryCentres: Fitter(fit_centres),
     Profile: Fitter(fit_profile, asks=True),
     CopyProfile: Fitter(fit_copies, asks=True),
+    SearchedProfile: Fitter(fit_budgets, asks=True, acts=True),
     RepeatingHeads: Fitter(fit_repeating_heads),
     SemanticHeads: Fitter(fit_semantic_heads, asks=True),
     HeadGates: Fitter(fit_head_gates, asks=True),
@@ -88,7 +92,8 @@ def fit(
     iterated over, as `rich.progress.track` does. options: of the word's own fit
     (`kvjax.fitting.gates.fit_gate`, `kvjax.fitting.profiles.fit_profile`,
     `kvjax.fitting.head_gates.fit_head_gates`, `kvjax.fitting.residues.fit_residue`,
-    `kvjax.fitting.queries.fit_statistics`, `kvjax.fitting.levels.fit_levels`).
+    `kvjax.fitting.queries.fit_statistics`, `kvjax.fitting.levels.fit_levels`,
+    `kvjax.fitting.search.fit_budgets`).
 
     Raises InputError where the method has no word that can be fitted, its fit has no such option, or nothing
     is given that it can learn from.

@@ -48,6 +48,16 @@ class CopyProfile(Profile):
 
 
 @dataclasses.dataclass(frozen=True)
+class SearchedProfile(Profile):
+    """How much every layer should keep, as a search found it (EvolKV, arXiv:2509.08315).
+
+    fitted: "importance" [L, K], alike for the heads of a layer, as `kvjax fit evolkv` writes it.
+    """
+
+    by = "evolkv"
+
+
+@dataclasses.dataclass(frozen=True)
 class ByProfile:
     """HeadKV (arXiv:2410.19258, section 4.2): heads get a base, and shares of a pool by their importance.
 

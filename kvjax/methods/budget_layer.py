@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Pool
 from kvjax.keep.budget import Pyramid, Threshold
@@ -14,11 +15,13 @@ from kvjax.keep.lazy import Lookback
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.preference import ByAttention
 from kvjax.keep.probe import ProbeAttention, RepeatContext
+from kvjax.keep.profile import ByProfile, SearchedProfile
 from kvjax.keep.score import AccumulatedAttention, MeanAndVariance
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import (
     Amount,
+    Fit,
     Kernel,
     Page,
     Ratio,
@@ -239,3 +242,31 @@ def dbudgetkv(*, loss: Share = 0.01, sinks: Tokens = 4, page: Page = 128) -> Met
     """
     protect = (Sink(sinks), Recent(1))
     return Method(Keep(EndsEnough(sinks, loss), Budget(1.0), Threshold(0.0), protect, page=page))
+
+
+@paper(
+    "EvolKV: Evolutionary KV Cache Compression for LLM Inference",
+    arxiv="2509.08315",
+    family="budget-layer",
+    exact="deviates",
+)
+def evolkv(
+    budget: Amount,
+    *,
+    fitted: Fit | None = None,
+    window: Window = 32,
+    kernel: Kernel = 5,
+    page: Page = 128,
+) -> Method:
+    """EvolKV (Yu and Chai, 2025, arXiv:2509.08315), section 3: budgets of layers are searched for by tasks.
+
+    A layer keeps the window and a share of what the stack keeps beside it, in proportion to an importance
+    that an evolutionary search has found: group by group of layers, CMA-ES looks for what answers most
+    questions right. Within a layer, SnapKV's scores choose. fitted: the importances, as `kvjax fit evolkv`
+    writes them. Deviation: what is right is counted by the tokens of an answer, each behind the right ones;
+    the whole budget is always shared, so the paper's factor for budgets near the one that was asked for is 1,
+    and its completion of a smaller total is not needed.
+    """
+    allocate = ByProfile(SearchedProfile(as_fitted(fitted)), window, 1.0)
+    score = window_score(window, kernel, "grouped")
+    return Method(Keep(score, Budget(budget), allocate, (Recent(window),), page=page))

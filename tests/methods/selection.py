@@ -7,7 +7,15 @@ import numpy as np
 
 from kvjax.fitted import Fitted
 from tests import dynamic, merges
-from tests.methods.expected import ends, finch_score, flat_counts, kv_lists, last_score, received
+from tests.methods.expected import (
+    ends,
+    finch_score,
+    flat_counts,
+    headkv_kept,
+    kv_lists,
+    last_score,
+    received,
+)
 from tests.methods.rows import KERNEL, THETA, WINDOW, count, paged
 from tests.reference import Prompt, best, pool, rope, softmax
 
@@ -291,6 +299,16 @@ def kvmerger_score(prompt, layer):
     return t * (pivots == np.arange(t)) - rank
 
 
+SEARCHED = Fitted(
+    {"importance": np.array([[0.3, 0.3], [1.0, 1.0]], np.float32)}, "SearchedProfile", ""
+)
+
+
+def evolkv_kept(prompt):
+    """The window, and what the stack has beside it in proportion to what was searched for."""
+    return headkv_kept(prompt, beta=1.0, profile=SEARCHED)
+
+
 OWN_LAYERS = Fitted({"source": np.arange(3, dtype=np.int32)}, "SharedLayers", "")
 
 
@@ -321,3 +339,36 @@ def gated_kept(prompt):
         stays = [*window, *[j for j in order if j not in window][: count(t) - WINDOW]]
         found.append(np.tile(np.isin(np.arange(t), stays), (kv_lists(prompt), 1)))
     return found
+
+
+CENTRES = Fitted(
+    {
+        "mean": (rng := np.random.default_rng(11)).normal(size=(2, 4, 16)).astype(np.float32),
+        "size": rng.uniform(1.5, 3, (2, 4, 8)).astype(np.float32),
+    },
+    "QueryCentres",
+    "",
+)
+
+
+def triattention(farthest):
+    """TriAttention: a cosine series in the distances to come, and what the lengths of queries add."""
+    omega, ahead = THETA ** (-np.arange(8) / 8), 2 ** np.arange(farthest.bit_length())
+    pairs = lambda x: x[..., :8] + 1j * x[..., 8:]  # noqa: E731
+
+    def rule(held):
+        group, head = len(held.q), held.head
+        k = pairs(rope(held.k, -held.pos, THETA))
+        each = []
+        for n in range(head * group, (head + 1) * group):
+            centre = pairs(CENTRES.arrays["mean"][held.layer][n].astype(float))
+            phase = np.angle(centre * k.conj())
+            apart = (held.length - held.pos)[:, None] + ahead[None]
+            waves = np.cos(apart[..., None] * omega + phase[:, None])
+            series = (np.abs(centre) * np.abs(k))[:, None] * waves
+            beside = (CENTRES.arrays["size"][held.layer][n] - np.abs(centre)) * np.abs(k)
+            score = series.sum(-1).mean(1) + beside.sum(-1)
+            each.append((score - score.mean()) / score.std())
+        return np.max(each, 0)
+
+    return rule

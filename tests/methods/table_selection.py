@@ -122,4 +122,12 @@ SELECTION = [
     row(
         "entropy-gated-chunkkv", dense(half), hyper=SNAP | selection.GATED, kept=selection.gated_kept,
     ),
+    row(
+        "evolkv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
+        hyper=SNAP | dict(page=PAGE, fitted=selection.SEARCHED), kept=selection.evolkv_kept,
+    ),
+    row(
+        "triattention", dense(due_by_2), hyper=dict(fitted=selection.CENTRES, every=2, farthest=64),
+        **chooses(selection.triattention(64), due=2),
+    ),
 ]  # fmt: skip
