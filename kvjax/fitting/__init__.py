@@ -14,6 +14,7 @@ import numpy as np
 from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted, fitted_words
+from kvjax.fitting.drift import fit_drift
 from kvjax.fitting.gates import fit_gate
 from kvjax.fitting.head_gates import fit_head_gates
 from kvjax.fitting.levels import fit_levels
@@ -29,7 +30,7 @@ from kvjax.inputs import finite_number, whole_number
 from kvjax.keep.expected import QueryStatistics
 from kvjax.keep.filters import QueryFilters
 from kvjax.keep.gate import HiddenGate
-from kvjax.keep.profile import CopyProfile, Profile, SearchedProfile
+from kvjax.keep.profile import CopyProfile, DriftProfile, Profile, SearchedProfile
 from kvjax.keep.residue import Residue
 from kvjax.keep.retrieval import HeadGates, RepeatingHeads
 from kvjax.keep.semantic import SemanticHeads
@@ -61,6 +62,7 @@ FITS: dict[type, Fitter] = {
     QueryCentres: Fitter(fit_centres),
     Profile: Fitter(fit_profile, asks=True),
     CopyProfile: Fitter(fit_copies, asks=True),
+    DriftProfile: Fitter(fit_drift),
     SearchedProfile: Fitter(fit_budgets, asks=True, acts=True),
     RepeatingHeads: Fitter(fit_repeating_heads),
     SemanticHeads: Fitter(fit_semantic_heads, asks=True),

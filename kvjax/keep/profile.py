@@ -58,6 +58,23 @@ class SearchedProfile(Profile):
 
 
 @dataclasses.dataclass(frozen=True)
+class DriftProfile(Profile):
+    """How far every layer's keys drift where a text is read by blocks (EpiCache, arXiv:2509.17396).
+
+    fitted: "importance" [L, K], alike for the heads of a layer, as `kvjax fit epicache` writes it.
+    """
+
+    by = "epicache"
+    # Without it, all layers keep as many.
+    fit_first = False
+
+    def __call__(self, inputs: Inputs) -> Float[Array, "B K"]:
+        if self.fitted is None:
+            return jnp.ones((inputs.pos.shape[0], inputs.k_raw.shape[1]))
+        return super().__call__(inputs)
+
+
+@dataclasses.dataclass(frozen=True)
 class ByProfile:
     """HeadKV (arXiv:2410.19258, section 4.2): heads get a base, and shares of a pool by their importance.
 

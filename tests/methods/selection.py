@@ -7,6 +7,7 @@ import numpy as np
 
 from kvjax.fitted import Fitted
 from tests import dynamic, merges
+from tests.layers import shared_out
 from tests.methods.expected import (
     ends,
     finch_score,
@@ -338,6 +339,41 @@ def gated_kept(prompt):
         window = range(t - WINDOW, t)
         stays = [*window, *[j for j in order if j not in window][: count(t) - WINDOW]]
         found.append(np.tile(np.isin(np.arange(t), stays), (kv_lists(prompt), 1)))
+    return found
+
+
+DRIFTS = Fitted({"importance": np.array([[0.9, 0.9], [0.2, 0.2]], np.float32)}, "DriftProfile", "")
+EPISODE = (9, 2, 30)
+
+
+def epicache_kept(prompt):
+    """A quarter of the budget for every layer, the rest by how far keys drift; the best by an episode."""
+    t, sinks = prompt.length, 2
+    given = int((n := count(t)) / 1.333 + 1e-9)
+    importance = DRIFTS.arrays["importance"].astype(float)
+    more = shared_out(importance.ravel(), importance.size * given, t - (n - given)).reshape(2, 2)
+    found, again = [], Prompt(prompt.decoder, [*prompt.tokens, *EPISODE])
+    for layer, p in enumerate(again.p):
+        score = p[:, t:, :t].reshape(-1, prompt.group, len(EPISODE), t).max((1, 2))
+        score[:, :sinks] = np.inf
+        found.append(best(score, n - given + more[layer]))
+    return found
+
+
+PYRAMID = dict(window=WINDOW, decay=0.6, recency=1.5, sinks=1)
+
+
+def pyramidinfer_kept(prompt):
+    """What the newest queries attend to, newer ones weighing more; fewer tokens in every layer."""
+    t, layers = prompt.length, len(prompt.p)
+    rates = [0.6 + 0.4 * (np.cos(np.pi * i / layers) + 1) / 2 for i in range(layers)]
+    base, left = min(WINDOW + 1, count(t)), np.cumprod([1.0, *rates[:-1]])
+    counts = base + shared_out(left, layers * (count(t) - base), t - base)
+    weight, found = np.linspace(1, 1.5, WINDOW), []
+    for layer, n in enumerate(counts):
+        given = np.einsum("nwt,w->t", prompt.p[layer][:, -WINDOW:], weight)
+        given[ends(1, WINDOW)(prompt)] = np.inf
+        found.append(best(np.tile(given, (kv_lists(prompt), 1)), np.full(kv_lists(prompt), n)))
     return found
 
 

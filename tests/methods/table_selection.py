@@ -130,4 +130,13 @@ SELECTION = [
         "triattention", dense(due_by_2), hyper=dict(fitted=selection.CENTRES, every=2, farthest=64),
         **chooses(selection.triattention(64), due=2),
     ),
+    row(
+        "pyramidinfer", paged(lambda s, i: s.k * count(s.tokens), one_pool=True), model="deep",
+        hyper=selection.PYRAMID | dict(page=PAGE), kept=selection.pyramidinfer_kept,
+    ),
+    row(
+        "epicache", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
+        hyper=dict(episode=selection.EPISODE, fitted=selection.DRIFTS, sinks=2, page=PAGE),
+        kept=selection.epicache_kept,
+    ),
 ]  # fmt: skip
