@@ -14,6 +14,7 @@ import numpy as np
 from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted, fitted_words
+from kvjax.fitting.curves import fit_curves
 from kvjax.fitting.drift import fit_drift
 from kvjax.fitting.gates import fit_gate
 from kvjax.fitting.head_gates import fit_head_gates
@@ -30,7 +31,7 @@ from kvjax.inputs import finite_number, whole_number
 from kvjax.keep.expected import QueryStatistics
 from kvjax.keep.filters import QueryFilters
 from kvjax.keep.gate import HiddenGate
-from kvjax.keep.profile import CopyProfile, DriftProfile, Profile, SearchedProfile
+from kvjax.keep.profile import CopyProfile, CurveProfile, DriftProfile, Profile, SearchedProfile
 from kvjax.keep.residue import Residue
 from kvjax.keep.retrieval import HeadGates, RepeatingHeads
 from kvjax.keep.semantic import SemanticHeads
@@ -62,6 +63,7 @@ FITS: dict[type, Fitter] = {
     QueryCentres: Fitter(fit_centres),
     Profile: Fitter(fit_profile, asks=True),
     CopyProfile: Fitter(fit_copies, asks=True),
+    CurveProfile: Fitter(fit_curves, acts=True),
     DriftProfile: Fitter(fit_drift),
     SearchedProfile: Fitter(fit_budgets, asks=True, acts=True),
     RepeatingHeads: Fitter(fit_repeating_heads),
@@ -173,7 +175,8 @@ def _fitter(method: Method | str, budget: float | int | None) -> tuple[Method, F
     words = [word for word in fitted_words(chosen) if type(word) in FITS]
     if not words:
         raise InputError(f"{chosen.id} has no word that is fitted, expected a method such as kvzap")
-    found = FITS[type(words[0])]
+    # Before all others, what the method cannot do without.
+    found = FITS[type(min(words, key=lambda word: not getattr(word, "fit_first", True)))]
     if budget is not None and not (needs and found.acts):
         raise InputError(f"what is fitted for {chosen.id} does not depend on a budget: leave budget= out")
     return chosen, found

@@ -10,6 +10,7 @@ from tests import dynamic, merges
 from tests.layers import shared_out
 from tests.methods.expected import (
     ends,
+    expected_score,
     finch_score,
     flat_counts,
     headkv_kept,
@@ -357,6 +358,27 @@ def epicache_kept(prompt):
         score = p[:, t:, :t].reshape(-1, prompt.group, len(EPISODE), t).max((1, 2))
         score[:, :sinks] = np.inf
         found.append(best(score, n - given + more[layer]))
+    return found
+
+
+CURVES = Fitted(
+    {"kept": np.linspace([[0.9, 0.6], [1.0, 0.8]], [[0.1, 0.0], [0.3, 0.1]], 99, axis=-1).astype(np.float32)},
+    "CurveProfile",
+    "",
+)
+
+
+def lukv_kept(prompt):
+    """Of Expected Attention's best, the shares of a curve at the percentage that leaves."""
+    t, n = prompt.length, count(prompt.length)
+    shares = CURVES.arrays["kept"][..., round(100 - 100 * n / t) - 1].astype(float)
+    counts = shared_out(shares.ravel(), shares.size * n, t).reshape(shares.shape)
+    found = []
+    for layer, c in enumerate(counts):
+        size = np.linalg.norm(prompt.v[layer], axis=-1)
+        score = expected_score(prompt, layer, future=64) + 0.05 * size
+        score[:, ends(4, 1)(prompt)] = np.inf
+        found.append(best(score, c))
     return found
 
 

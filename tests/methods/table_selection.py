@@ -139,4 +139,8 @@ SELECTION = [
         hyper=dict(episode=selection.EPISODE, fitted=selection.DRIFTS, sinks=2, page=PAGE),
         kept=selection.epicache_kept,
     ),
+    row(
+        "lukv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
+        hyper=dict(fitted=selection.CURVES, future=64, epsilon=0.05, page=PAGE), kept=selection.lukv_kept,
+    ),
 ]  # fmt: skip
