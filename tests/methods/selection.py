@@ -372,7 +372,8 @@ def lukv_kept(prompt):
     """Of Expected Attention's best, the shares of a curve at the percentage that leaves."""
     t, n = prompt.length, count(prompt.length)
     shares = CURVES.arrays["kept"][..., round(100 - 100 * n / t) - 1].astype(float)
-    counts = shared_out(shares.ravel(), shares.size * n, t).reshape(shares.shape)
+    more = shared_out(shares.ravel(), shares.size * (n - 5), t - 5)
+    counts = 5 + more.reshape(shares.shape)
     found = []
     for layer, c in enumerate(counts):
         size = np.linalg.norm(prompt.v[layer], axis=-1)
