@@ -14,6 +14,7 @@ import numpy as np
 from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted, fitted_words
+from kvjax.fitting.clusters import fit_clusters
 from kvjax.fitting.curves import fit_curves
 from kvjax.fitting.drift import fit_drift
 from kvjax.fitting.gates import fit_gate
@@ -36,6 +37,7 @@ from kvjax.keep.residue import Residue
 from kvjax.keep.retrieval import HeadGates, RepeatingHeads
 from kvjax.keep.semantic import SemanticHeads
 from kvjax.keep.trigonometric import QueryCentres
+from kvjax.make.clustered_heads import ClusteredHeads
 from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods import method as build_method
@@ -74,6 +76,7 @@ FITS: dict[type, Fitter] = {
     Levels: Fitter(fit_levels, acts=True),
     GroupedLowRank: Fitter(fit_projections),
     SharedLayers: Fitter(fit_sharing),
+    ClusteredHeads: Fitter(fit_clusters),
 }
 
 

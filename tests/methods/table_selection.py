@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from tests import dynamic, merges
 from tests.methods import selection
 from tests.methods.expected import chooses, each_layer, ends, headkv_kept, received, recent_half
@@ -142,5 +144,10 @@ SELECTION = [
     row(
         "lukv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
         hyper=dict(fitted=selection.CURVES, future=64, epsilon=0.05, page=PAGE), kept=selection.lukv_kept,
+    ),
+    # Where every head attends for itself; tests/test_clustered_heads.py has others. All heads are one list.
+    row(
+        "chai", lambda s: dense(everything, 1, lambda s: s.k * 2 * s.h * 4 + 4)(s), error=None,
+        hyper=dict(fitted=selection.OWN_HEADS), kept=lambda p: [np.ones((1, p.length), bool)] * len(p.k),
     ),
 ]  # fmt: skip
