@@ -74,3 +74,22 @@ def zipcache(count, theta, *, window, high, low, group):
         return softmax(q @ k.T / np.sqrt(k.shape[-1])) @ v
 
     return dict(stored=stored, attends=attends)
+
+
+def think(norms, share, granule, residual):
+    """ThinK (arXiv:2407.21018): of old tokens' keys the channels of the largest |q_c| |k_c|, granule by granule.
+
+    norms: |q_c| [L, K, H].
+    """
+
+    def attends(q, k, v, pos, at):
+        asked = norms[at.layer][at.number].astype(float)
+
+        def keys(x):
+            c = np.argsort(-asked * np.linalg.norm(x, axis=0), kind="stable")[: int(share * x.shape[-1])]
+            return np.where(np.isin(np.arange(x.shape[-1]), c), x, 0)
+
+        whole = lambda x: x  # noqa: E731
+        return coded(keys, whole, granule=granule, residual=residual)(q, k, v, pos, at)
+
+    return attends

@@ -22,7 +22,7 @@ from kvjax.fitting.head_gates import fit_head_gates
 from kvjax.fitting.levels import fit_levels
 from kvjax.fitting.profiles import fit_copies, fit_profile, fit_semantic_heads
 from kvjax.fitting.projections import fit_projections
-from kvjax.fitting.queries import fit_centres, fit_filters, fit_statistics
+from kvjax.fitting.queries import fit_centres, fit_filters, fit_norms, fit_statistics
 from kvjax.fitting.repeats import fit_repeating_heads
 from kvjax.fitting.residues import fit_residue
 from kvjax.fitting.search import fit_budgets
@@ -43,6 +43,7 @@ from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods import method as build_method
 from kvjax.methods import takes_budget
 from kvjax.models.model import Model, check_single
+from kvjax.store.channels import AskedChannels
 from kvjax.store.levels import ByChannel, Levels
 
 
@@ -72,6 +73,7 @@ FITS: dict[type, Fitter] = {
     SemanticHeads: Fitter(fit_semantic_heads, asks=True),
     HeadGates: Fitter(fit_head_gates, asks=True),
     Residue: Fitter(fit_residue, acts=True),
+    AskedChannels: Fitter(fit_norms),
     ByChannel: Fitter(fit_levels, acts=True),
     Levels: Fitter(fit_levels, acts=True),
     GroupedLowRank: Fitter(fit_projections),

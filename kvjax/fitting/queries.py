@@ -57,6 +57,23 @@ class QueryLengths:
         return counts.sum().astype(jnp.float32), q.sum((0, 2)), sizes.sum((0, 2))
 
 
+def fit_norms(
+    model: Model,
+    batches: list[list[list[int]]],
+    *,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Fitted:
+    """The norms [L, K, H] of the channels of a group's rotated queries (arXiv:2407.21018), in one reading.
+
+    The root of the mean square over all tokens, summed over the heads of the group. Raises InputError for a
+    model whose layers are not all alike in what they keep.
+    """
+    count, _, moments = _summed(model, batches, QuerySums(rotated=True), progress, "norms")
+    square = np.einsum("lnhh->lnh", moments) / np.maximum(count, 1.0)[:, None, None]
+    grouped = square.reshape(len(square), model.config.kv_heads, -1, square.shape[-1]).sum(2)
+    return Fitted({"norms": np.sqrt(grouped).astype(np.float32)}, "AskedChannels", model.fingerprint)
+
+
 def fit_centres(
     model: Model,
     batches: list[list[list[int]]],

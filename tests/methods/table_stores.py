@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.codes import affine, coded, sketch, zipcache
+import numpy as np
+
+from kvjax.fitted import Fitted
+from tests.codes import affine, coded, sketch, think, zipcache
 from tests.methods.expected import each_layer, received, recent_half
 from tests.methods.rows import SNAP, THETA, WINDOW, chained, count, dense, everything, half, kivi_bytes, plain, row, split
 
@@ -40,7 +43,21 @@ def mini_bytes(s):
     return kivi_bytes(2, slots=half, residual=4)(s) + masses
 
 
+NORMS = Fitted(
+    {"norms": np.random.default_rng(12).uniform(0.2, 3, (2, 2, 16)).astype(np.float32)}, "AskedChannels", ""
+)
+
+
+def think_bytes(s):
+    """Behind 4 whole tokens and 4 more: 8 of a key's 16 numbers, which 8 these are for every 4 tokens."""
+    return split(everything, 4, 4, lambda s: s.h // 2, lambda s: s.h // 2 * 4 + s.h * 4 + 4)(s)
+
+
 STORES = [
+    row(
+        "think", think_bytes, hyper=dict(keys=0.5, group=4, residual=4, fitted=NORMS), moves=False,
+        attends=think(NORMS.arrays["norms"], 0.5, 4, 4), whole=(("think", dict(keys=1.0)),),
+    ),
     row(
         "qjl", split(everything, 1, 4, lambda s: 0, lambda s: 2 * s.h // 8 + 2 + codes(2, 1) + 4),
         hyper=dict(group=16, residual=4), moves=False, error=FLIPS,
