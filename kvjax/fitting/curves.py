@@ -92,7 +92,8 @@ def best_shares(worth: Float[np.ndarray, "L K 101"]) -> Float[np.ndarray, "L K 9
     # Of a concave curve the first percents are worth most, so the best ones are its first ones.
     order = np.argsort(-gains, axis=None, kind="stable") // PERCENT
     kept = [
-        np.bincount(order[: (PERCENT - leave) * len(heads)], minlength=len(heads)) for leave in range(1, PERCENT)
+        np.bincount(order[: (PERCENT - leave) * len(heads)], minlength=len(heads))
+        for leave in range(1, PERCENT)
     ]
     return (np.stack(kept, -1) / PERCENT).reshape(*worth.shape[:-1], -1).astype(np.float32)
 

@@ -57,7 +57,9 @@ def fit_drift(
             total += _likeness(whole[:, i, :, : len(row)], blocks[:, i, :, : len(row)], tokens)
         count += len(rows)
     if not count:
-        raise InputError(f"no text has more than {tokens} tokens, expected some: give longer texts, or lower tokens=")
+        raise InputError(
+            f"no text has more than {tokens} tokens, expected some: give longer texts, or lower tokens="
+        )
     likeness = total / count
     apart = likeness.max() - likeness.min()
     weight = ((likeness.max() - likeness) / apart) ** power if apart > 0 else np.ones(len(likeness))
@@ -78,7 +80,12 @@ def _likeness(
 
 @partial(jax.jit, static_argnames=("config", "block", "sinks"))
 def _keys(
-    config: Config, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], block: int, sinks: int
+    config: Config,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    block: int,
+    sinks: int,
 ) -> Float[Array, "L B K T H"]:
     """The rotated keys of all layers; block: how much of a text its tokens see, 0 for all of it."""
     at = positions(tokens, lengths, jnp.zeros_like(lengths))

@@ -156,7 +156,11 @@ def _summed(
 
 @partial(jax.jit, static_argnames=("run", "sums"))
 def _sums(
-    run: Run, sums: QuerySums | QueryLengths, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    run: Run,
+    sums: QuerySums | QueryLengths,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
 ) -> tuple[Float[Array, "L"], Float[Array, "L N H"], Float[Array, "L N *_"]]:
     prompt = steps.observe(run, params, tokens, lengths, None, frozenset({sums}))
     each = [f.observed[repr(sums)] for f in prompt.fresh if isinstance(f, Fresh)]

@@ -61,7 +61,9 @@ def fit_budgets(
     check_whole(model, "budgets")
     count = model.config.layers
     if count < 2:
-        raise InputError("budgets are searched for between layers, and this model has one: use another method")
+        raise InputError(
+            "budgets are searched for between layers, and this model has one: use another method"
+        )
     run, placeholder = _run(model, method)
     asked = [_asked(model, samples) for samples in batches]
     longest = max(int(one.lengths.max()) for one in asked)

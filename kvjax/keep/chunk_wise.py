@@ -98,7 +98,9 @@ class EntropyGated(Made):
     def __post_init__(self):
         check_tokens("EntropyGated", self.tokens)
         if not 0 < self.few < self.tokens:
-            raise ValueError(f"of {self.tokens} tokens a spiky chunk keeps 1 or more, and not all: got {self.few!r}")
+            raise ValueError(
+                f"of {self.tokens} tokens a spiky chunk keeps 1 or more, and not all: got {self.few!r}"
+            )
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         live, slots = view.pos >= 0, view.pos.shape[-1]

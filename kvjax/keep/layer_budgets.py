@@ -174,7 +174,9 @@ class ByDecay:
         >>> [round(x, 3) for x in ByDecay(4, 0.5).left(2)]
         [1.0, 1.0]
         """
-        rates = [self.decay + (1 - self.decay) * (math.cos(math.pi * i / layers) + 1) / 2 for i in range(layers)]
+        rates = [
+            self.decay + (1 - self.decay) * (math.cos(math.pi * i / layers) + 1) / 2 for i in range(layers)
+        ]
         return list(itertools.accumulate(rates[:-1], operator.mul, initial=1.0))
 
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:

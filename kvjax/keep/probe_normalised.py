@@ -81,9 +81,7 @@ class NormalisedProbeAttention(Word):
             Keys(asked.k, asked.k, asked.q_pos[:, None]),
         )
         pad = [(0, 0), (0, -many % strip)]
-        q_pos, size = (
-            jnp.pad(x, pad, constant_values=c) for x, c in ((asked.q_pos, -1), (asked.size, 1.0))
-        )
+        q_pos, size = (jnp.pad(x, pad, constant_values=c) for x, c in ((asked.q_pos, -1), (asked.size, 1.0)))
         q = jnp.pad(asked.q, [(0, 0), *pad, (0, 0)])
 
         def more(i: int | Array, best: Float[Array, "B K G S"]) -> Float[Array, "B K G S"]:

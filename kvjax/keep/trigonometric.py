@@ -54,7 +54,9 @@ class QueryCentres:
         self, fitted: dict[str, dict[str, Array]], rows: int
     ) -> tuple[Float[Array, "B N H"], Float[Array, "B N F"]]:
         assert self.fitted is not None
-        mean, size = (jnp.repeat(fitted[self.fitted.digest][name][None], rows, 0) for name in ("mean", "size"))
+        mean, size = (
+            jnp.repeat(fitted[self.fitted.digest][name][None], rows, 0) for name in ("mean", "size")
+        )
         return mean, size
 
 

@@ -44,7 +44,9 @@ class ClusteredHeads:
                     f"heads of plain attention to all tokens attend for each other, and layer {layer} is "
                     f"{mixer!r} with the window {config.window(layer)}"
                 )
-        return dataclasses.replace(config, mixers=tuple(map(self._maps, range(config.layers), [config] * config.layers)))
+        return dataclasses.replace(
+            config, mixers=tuple(map(self._maps, range(config.layers), [config] * config.layers))
+        )
 
     def params(self, params: Params, config: Config) -> Params:
         """The parameters of the model that is made: what queries and keys nobody asks for is left out."""
@@ -54,7 +56,9 @@ class ClusteredHeads:
         def layer(i: int, p: Any) -> Any:
             asks = np.unique(self._source(i))
             heads = {"q": asks, "k": np.unique(asks // group)}
-            return {n: _columns(x, heads[n[0]], config.head_dim) if n in _BY_HEADS else x for n, x in p.items()}
+            return {
+                n: _columns(x, heads[n[0]], config.head_dim) if n in _BY_HEADS else x for n, x in p.items()
+            }
 
         layers = tuple(layer(i, p) for i, p in enumerate(old))
         return regroup({**params, "layers": layers}, plan(made))

@@ -58,7 +58,9 @@ def merging(method: Method, threshold: float = 0.0) -> Method:
     _score(method)
     assert method.keep is not None
     if method.keep.merge is not None:
-        raise InputError(f"{method.id} merges by {method.keep.merge!r} already: give a method that drops slots")
+        raise InputError(
+            f"{method.id} merges by {method.keep.merge!r} already: give a method that drops slots"
+        )
     return _around(method, merge=ValueBlend(float(threshold)))
 
 

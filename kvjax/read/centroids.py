@@ -30,7 +30,9 @@ def k_means(
     start = jnp.take_along_axis(x, (odd * many // (2 * count))[..., None], axis=-2)
 
     def turn(_: int | Array, centroids: Float[Array, "*b C H"]) -> Float[Array, "*b C H"]:
-        mine = jax.nn.one_hot(nearest_centroid(x, centroids), count, dtype=x.dtype) * live[..., None].astype(x.dtype)
+        mine = jax.nn.one_hot(nearest_centroid(x, centroids), count, dtype=x.dtype) * live[..., None].astype(
+            x.dtype
+        )
         held = mine.sum(-2)[..., None]
         total = jnp.einsum("...sc,...sh->...ch", mine, x, precision="highest")
         return jnp.where(held > 0, total / jnp.maximum(held, 1), centroids)

@@ -29,7 +29,9 @@ class NarrowKeys(RankedSlots):
         """What keys are in these directions, in their own dtype; of none, where none was learnt."""
         if learnt is None:
             return {"narrow": jnp.zeros((*k.shape[:-1], min(self.rank, k.shape[-1])), k.dtype)}
-        narrow = jnp.einsum("...sh,...hr->...sr", k.astype(wide(k)), learnt["directions"], precision="highest")
+        narrow = jnp.einsum(
+            "...sh,...hr->...sr", k.astype(wide(k)), learnt["directions"], precision="highest"
+        )
         return {"narrow": narrow.astype(k.dtype)}
 
     def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:

@@ -29,9 +29,7 @@ class RankedSlots:
         """Nothing, unless a read says otherwise."""
         return {}
 
-    def score(
-        self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array
-    ) -> Float[Array, "B K S"]:
+    def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:
         """How much the slots of a layer of `body` may matter to these queries; of empty ones anything."""
         raise NotImplementedError
 

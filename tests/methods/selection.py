@@ -301,9 +301,7 @@ def kvmerger_score(prompt, layer):
     return t * (pivots == np.arange(t)) - rank
 
 
-SEARCHED = Fitted(
-    {"importance": np.array([[0.3, 0.3], [1.0, 1.0]], np.float32)}, "SearchedProfile", ""
-)
+SEARCHED = Fitted({"importance": np.array([[0.3, 0.3], [1.0, 1.0]], np.float32)}, "SearchedProfile", "")
 
 
 def evolkv_kept(prompt):
@@ -329,7 +327,9 @@ def gated_kept(prompt):
         means = np.array([score[c].mean() for c in chunks])
         shares = [score[c] / (score[c].sum() + 1e-8) for c in chunks]
         spread = [-(p * np.log(p + 1e-8)).sum() / np.log(max(len(p), 2)) for p in shares]
-        spread = np.array([np.clip(e, 0, 1) if len(c) > 1 else 0 for e, c in zip(spread, chunks, strict=True)])
+        spread = np.array(
+            [np.clip(e, 0, 1) if len(c) > 1 else 0 for e, c in zip(spread, chunks, strict=True)]
+        )
         lower = lambda x: np.sort(x)[(len(x) - 1) // 2]  # noqa: E731
         spiky, order, rest = (means >= lower(means)) & (spread < lower(spread)), [], []
         for i in np.argsort(-means, kind="stable"):
@@ -431,4 +431,6 @@ def triattention(farthest):
         return np.max(each, 0)
 
     return rule
+
+
 OWN_HEADS = Fitted({"source": np.tile(np.arange(4, dtype=np.int32), (2, 1))}, "ClusteredHeads", "")

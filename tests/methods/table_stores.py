@@ -7,7 +7,20 @@ import numpy as np
 from kvjax.fitted import Fitted
 from tests.codes import affine, coded, sketch, think, zipcache
 from tests.methods.expected import each_layer, received, recent_half
-from tests.methods.rows import SNAP, THETA, WINDOW, chained, count, dense, everything, half, kivi_bytes, plain, row, split
+from tests.methods.rows import (
+    SNAP,
+    THETA,
+    WINDOW,
+    chained,
+    count,
+    dense,
+    everything,
+    half,
+    kivi_bytes,
+    plain,
+    row,
+    split,
+)
 
 HALF = dict(budget=0.5)
 # In float32, a number between two codes may become the other one.

@@ -275,7 +275,13 @@ def decided(press: str) -> np.ndarray:
     error = np.abs(np.where(free, ours - theirs, 0)).max()
     theirs = np.where(free, theirs, np.inf)
     # The cut lies within a head, a layer or the stack, as the method chooses.
-    axes = {"adakv_snapkv": (1, 2), "adakv_knorm": (1, 2), "kvzip": (0, 1, 2), "kvzip_plus": (0, 1, 2), "kvzip_layerwise": (1, 2)}.get(press, (2,))
+    axes = {
+        "adakv_snapkv": (1, 2),
+        "adakv_knorm": (1, 2),
+        "kvzip": (0, 1, 2),
+        "kvzip_plus": (0, 1, 2),
+        "kvzip_layerwise": (1, 2),
+    }.get(press, (2,))
     worst_kept = np.where(keep, theirs, np.inf).min(axes, keepdims=True)
     best_gone = np.where(keep, -np.inf, theirs).max(axes, keepdims=True)
     return (theirs > best_gone + 2 * error) | (theirs < worst_kept - 2 * error)
