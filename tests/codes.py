@@ -1,4 +1,4 @@
-"""Slots that are held in codes, in float64 numpy: what comes back of them, as `tests.reference.Row` takes it."""
+"""Slots in codes, in float64 numpy: what comes back of them, as `tests.reference.Row` takes it."""
 
 import copy
 
@@ -13,7 +13,7 @@ def float16(x):
 
 
 def affine(bits, group, channel=False):
-    """Codes of rows [g, H] between the least and the largest of `group` channels, or of a channel's g tokens."""
+    """Codes of rows [g, H] between the ends of `group` channels of a token, or of a channel's g tokens."""
 
     def code(x):
         rows = x if channel else x.reshape(*x.shape[:-1], -1, group)
@@ -52,7 +52,7 @@ def coded(keys, values, *, granule=1, residual=0, sinks=0):
 
 
 def zipcache(count, theta, *, window, high, low, group):
-    """What a prompt's slots hold: salient ones by many bits, the others by few; and what steps add, by many."""
+    """What a prompt's slots hold: salient ones many bits, the others few; and what steps add, many."""
 
     def stored(prompt):
         out, at = copy.copy(prompt), np.arange(prompt.length)
@@ -77,7 +77,7 @@ def zipcache(count, theta, *, window, high, low, group):
 
 
 def think(norms, share, granule, residual):
-    """ThinK (arXiv:2407.21018): of old tokens' keys the channels of the largest |q_c| |k_c|, granule by granule.
+    """ThinK (arXiv:2407.21018): of keys the channels of the largest |q_c| |k_c|, granule by granule.
 
     norms: |q_c| [L, K, H].
     """

@@ -153,7 +153,7 @@ def principal(rank):
 
 
 def heavy(channels):
-    """Double Sparsity (arXiv:2408.07092): q and keys in the channels in which the prompt's keys are largest."""
+    """Double Sparsity (arXiv:2408.07092): q and keys where the prompt's keys are largest."""
 
     def score(q, k, of_prompt):
         c = np.argsort(-(of_prompt**2).sum(0), kind="stable")[:channels]

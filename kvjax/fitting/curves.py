@@ -41,11 +41,11 @@ def fit_curves(
     """The share [L, K, 99] of its slots that every head keeps where 1 to 99 percent of all slots leave.
 
     Half of every text is scored by the method's score, and what the tokens of the other half give each of its
-    tokens, the mean over these and the heads of a group, is what that token is good for. A head's curve is what
-    its best tokens by score are good for together, by their share, the mean over texts; of its concave hull
-    each percent is worth less than the one before, so that the percents of all heads that are worth most are
-    the best budgets (arXiv:2602.08585, section 4). Raises InputError for texts of fewer than 100 tokens, and a
-    model whose layers are not all plain attention that keeps all tokens.
+    tokens, the mean over these and the heads of a group, is what that token is good for. A head's curve is
+    what its best tokens by score are good for together, by their share, the mean over texts; of its concave
+    hull each percent is worth less than the one before, so that the percents of all heads that are worth most
+    are the best budgets (arXiv:2602.08585, section 4). Raises InputError for texts of fewer than 100 tokens,
+    and a model whose layers are not all plain attention that keeps all tokens.
     """
     check_whole(model, "budgets of heads")
     assert method.keep is not None and method.keep.score is not None

@@ -46,7 +46,7 @@ class QuerySums:
 
 @dataclasses.dataclass(frozen=True)
 class QueryLengths:
-    """How many queries there are, sum q [N, H] before rotation, and sum |q_f| [N, F] of their turning pairs."""
+    """How many queries there are, sum q [N, H] before rotation, and sum |q_f| [N, F] of turning pairs."""
 
     rope: Rope
 

@@ -70,8 +70,8 @@ def fit_budgets(
     assert method.keep is not None
     if method.keep.budget.capacity(longest) >= longest:
         raise InputError(
-            f"the budget {method.keep.budget.amount!r} keeps all of {longest} tokens, and budgets are searched "
-            "for by what goes wrong with less: give less, as in budget=0.25"
+            f"the budget {method.keep.budget.amount!r} keeps all of {longest} tokens, and budgets are "
+            "searched for by what goes wrong with less: give less, as in budget=0.25"
         )
 
     def right(logs: Float[np.ndarray, "L"]) -> float:
@@ -110,7 +110,8 @@ def _cma() -> Any:
         return importlib.import_module("cmaes").CMA
     except ImportError as error:
         raise InputError(
-            "budgets are searched for with the package cmaes, which is not installed: run pip install 'kvjax[fit]'"
+            "budgets are searched for with the package cmaes, which is not installed: run "
+            "pip install 'kvjax[fit]'"
         ) from error
 
 

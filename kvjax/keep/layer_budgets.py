@@ -152,8 +152,9 @@ class ByPrefix:
 class ByDecay:
     """PyramidInfer (arXiv:2405.12532): of what a layer keeps, the one above keeps the part r_l.
 
-    r_l = decay + (1 - decay) (cos(pi l / L) + 1) / 2 behind layer l, as in the authors' code. Every layer keeps
-    `window` slots; what the stack has beyond them is shared in proportion to what is left, r_0 ... r_(l-1).
+    r_l = decay + (1 - decay) (cos(pi l / L) + 1) / 2 behind layer l, as in the authors' code. Every layer
+    keeps `window` slots; what the stack has beyond them is shared in proportion to what is left, r_0 ...
+    r_(l-1).
     """
 
     window: int

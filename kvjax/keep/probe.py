@@ -136,8 +136,8 @@ class Episode(Catalyst):
 class ProbeAttention(Word):
     """What slots receive of a probe's queries i and the heads of a group, as the probe says.
 
-    score[j] = max_i p_ij for `RepeatContext` and `Episode`, sum_i p_ij for `Catalyst`. The softmax behind p runs over the
-    slots of the cache and the tokens of the probe.
+    score[j] = max_i p_ij for `RepeatContext` and `Episode`, sum_i p_ij for `Catalyst`. The softmax behind p
+    runs over the slots of the cache and the tokens of the probe.
     """
 
     looks = False

@@ -65,9 +65,9 @@ class Trigonometric(Word):
     """score[j] = max_n z_j(mean_d <turn(c_n, t + d), k_j> + sum_f (s_nf - |c_nf|) |k_jf|) (arXiv:2604.04921).
 
     c is a query head's mean query, turned to the positions t + d behind a row's t tokens with d = 1, 2, 4 and
-    so on up to `farthest`; this is sum_f |c_f| |k_f| cos(w_f D + phi_f) at the distances D to come. The second
-    term is what queries off their mean can give: s_f is the mean length of their pair f. z makes the mean over
-    a head's slots 0 and the variance 1; the best of a group's heads n counts.
+    so on up to `farthest`; this is sum_f |c_f| |k_f| cos(w_f D + phi_f) at the distances D to come. The
+    second term is what queries off their mean can give: s_f is the mean length of their pair f. z makes the
+    mean over a head's slots 0 and the variance 1; the best of a group's heads n counts.
     """
 
     centres: QueryCentres

@@ -68,8 +68,8 @@ class ClusteredHeads:
         for head, other in enumerate(source):
             if not (0 <= other < config.heads and source[other] == other):
                 raise ValueError(
-                    f"head {head} of layer {layer} cannot attend as head {other} does, expected one that stands "
-                    "for itself"
+                    f"head {head} of layer {layer} cannot attend as head {other} does, expected one that "
+                    "stands for itself"
                 )
         asks = np.unique(source)
         keys = np.unique(asks // group)

@@ -179,11 +179,11 @@ def lukv(
     """LU-KV (2026, arXiv:2602.08585), section 4: budgets of heads by what their best tokens are good for.
 
     A head keeps the first `sinks` tokens and the newest one, and of the largest scores of Expected Attention
-    the share that curves say for this budget (`CurveProfile`). The curves are fitted to texts: what a head's best
-    tokens by this score are good for later, for every share of them, and the shares of all heads that are good
-    for most together. fitted: the curves, as `kvjax fit lukv` writes them. Deviation: shares are of
-    what the stack keeps beside those tokens, and rounded so that it keeps the whole budget; what a token is good for is what half of a text gives the tokens
-    of its other half.
+    the share that curves say for this budget (`CurveProfile`). The curves are fitted to texts: what a head's
+    best tokens by this score are good for later, for every share of them, and the shares of all heads that
+    are good for most together. fitted: the curves, as `kvjax fit lukv` writes them. Deviation: shares are of
+    what the stack keeps beside those tokens, and rounded so that it keeps the whole budget; what a token is
+    good for is what half of a text gives the tokens of its other half.
     """
     score = ExpectedAttention(future, sinks, epsilon=epsilon)
     profile = CurveProfile(as_fitted(fitted), Budget(budget))

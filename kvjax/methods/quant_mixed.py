@@ -202,8 +202,8 @@ def more_tokens_lower_precision(
 ) -> Method:
     """QPruningKV (Zhang et al., 2024, arXiv:2412.12706), section 3: of a memory, bits are traded for tokens.
 
-    `budget` is the memory, as tokens of 16 bits: with `bits` bits, 16 / `bits` as many stay, at most all. They
-    are SnapKV's choice, stored as in KIVI in groups of `group`, behind the newest `residual` tokens.
+    `budget` is the memory, as tokens of 16 bits: with `bits` bits, 16 / `bits` as many stay, at most all.
+    They are SnapKV's choice, stored as in KIVI in groups of `group`, behind the newest `residual` tokens.
     Deviation: scales and zeros of the codes, and the residual, come on top of the budget.
     """
     more = budget * (16 // bits) if isinstance(budget, int) else min(budget * 16 / bits, 1.0)

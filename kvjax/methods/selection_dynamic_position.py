@@ -201,7 +201,7 @@ def triattention(
     every: Window = 128,
     farthest: Annotated[int, Range(1, 2**20)] = 65536,
 ) -> Method:
-    """TriAttention (Mao et al., 2026, arXiv:2604.04921): keys are judged by where queries are before rotation.
+    """TriAttention (Mao et al., 2026, arXiv:2604.04921): keys by where queries are before they turn.
 
     Queries and keys are concentrated about centres before RoPE, so what a key will get is a trigonometric
     series in its distance to the queries to come (`Trigonometric`). After every `every` tokens, and at the

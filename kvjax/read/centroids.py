@@ -1,4 +1,4 @@
-"""Reading by centroids: keys that are near each other, whole or in parts, are ranked by what is between them."""
+"""Reading by centroids: keys that are near each other, whole or in parts, are ranked alike."""
 
 from __future__ import annotations
 

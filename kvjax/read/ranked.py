@@ -74,7 +74,7 @@ class SoftVotes(RankedSlots):
 
     def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:
         k, pos = dense(jax.tree.map(lambda x: x[layer], body.k)), body.pos[layer]
-        (b, n, t, h), heads = q.shape, k.shape[1]
+        b, h, heads = q.shape[0], q.shape[-1], k.shape[1]
         rows = q.reshape(b, heads, -1, h).astype(wide(q)) / h**0.5
         s = jnp.einsum("bkrh,bksh->bkrs", rows, k.astype(rows.dtype))
         votes = _shares(jnp.where((pos >= 0)[:, :, None], s, -jnp.inf)).sum((1, 2))

@@ -16,11 +16,11 @@ from kvjax.fitted import Fitted, ModelSizes, check_sizes
 class AskedChannels:
     """Of every `tokens` tokens of a head the floor(share * H) channels that count most, and 0 for the others.
 
-    A channel counts |q_c| |k_c|: the root of the mean square of a head's queries there, summed over its group,
-    times the norm of these tokens' keys (ThinK, arXiv:2407.21018, section 3.2). fitted: "norms" [L, K, H] of
-    queries, as `kvjax fit think` writes them; without them all channels of queries count alike. Stored are
-    "values" [*b, S, m] in the order of their channels, in the dtype of the rows, and "at" [*b, S / tokens, m],
-    which channels these are. Raises ValueError for a share outside (0, 1], or no tokens.
+    A channel counts |q_c| |k_c|: the root of the mean square of a head's queries there, summed over its
+    group, times the norm of these tokens' keys (ThinK, arXiv:2407.21018, section 3.2). fitted: "norms" [L, K,
+    H] of queries, as `kvjax fit think` writes them; without them all channels of queries count alike. Stored
+    are "values" [*b, S, m] in the order of their channels, in the dtype of the rows, and "at" [*b, S /
+    tokens, m], which channels these are. Raises ValueError for a share outside (0, 1], or no tokens.
 
     >>> codec = AskedChannels(0.5, 2)
     >>> codec.decode(codec.encode(jnp.array([[1.0, 3.0], [1.0, 0.0]])), 2, jnp.float32).tolist()
@@ -78,7 +78,7 @@ class AskedChannels:
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
         channel = jnp.arange(width, dtype=jnp.int32)
         at = data["at"].astype(jnp.int32)[..., None]
-        # Where every channel lies among those that stay; a comparison, of which a TPU makes no gather of rows.
+        # Which of those that stay every channel is, by comparing: a TPU would gather padded rows.
         there = at == channel.reshape(*(1,) * (at.ndim - 1), -1)
         rows = data["values"].reshape(*at.shape[:-2], self.tokens, at.shape[-2])
         picked = jnp.einsum("...tm,...mh->...th", rows, there.astype(rows.dtype), precision="highest")

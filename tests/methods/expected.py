@@ -17,7 +17,6 @@ from tests.methods.rows import (
 )
 from tests.reference import Lag, Prompt, best, pool, rope, softmax, window_score
 
-
 # What a score gives to slots that it wants at any price: less than the infinity of what is protected.
 STAYS = 1e30
 
