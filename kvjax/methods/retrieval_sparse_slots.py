@@ -174,21 +174,21 @@ def pqcache(
     budget: Amount,
     *,
     parts: Parts = 2,
-    bits: CodeBits = 6,
+    code_bits: CodeBits = 6,
     turns: Turns = 10,
     newest: Window = 32,
     skip_layers: Layers = 0,
 ) -> Method:
     """PQCache (Zhang et al., 2024, arXiv:2407.12820), section 3: a product quantiser finds the tokens.
 
-    Keys are cut into `parts`, each of which has a code of `bits` bits for the nearest centroid of the
+    Keys are cut into `parts`, each of which has a code of `code_bits` bits for the nearest centroid of the
     prompt's (`ProductCodes`). Products with centroids stand for those with keys, and the tokens of the
     largest are attended to. budget is the share (or number) of older tokens that a query reads. Deviation:
     all lies in one memory, where the paper has keys and values on the host and fetches them ahead; codes take
     a byte; centroids start from evenly spaced tokens; the query heads of a group share tokens, by the sum of
     their products. Prompts and several tokens at once are read in full.
     """
-    return Method(read=ProductCodes(Budget(budget), newest, skip_layers, parts, bits, turns))
+    return Method(read=ProductCodes(Budget(budget), newest, skip_layers, parts, code_bits, turns))
 
 
 @paper(

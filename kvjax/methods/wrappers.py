@@ -72,7 +72,7 @@ def while_decoding(method: Method, every: int = 1) -> Method:
 
     >>> import kvjax
     >>> kvjax.while_decoding(kvjax.method("keydiff", budget=256), every=64).keep.when
-    Every(steps=64)
+    Every(tokens=64)
     """
     _score(method)
     return _around(method, when=Every(_at_least_1("every", every)))

@@ -46,7 +46,7 @@ READS = [
         attends=reads.ranked(reads.heavy(5), count, 4),
     ),
     row(
-        "pqcache", product_bytes, hyper=CODES | dict(newest=4), moves=False,
+        "pqcache", product_bytes, hyper=dict(parts=2, code_bits=2, turns=3, newest=4), moves=False,
         attends=reads.ranked(reads.product_codes(**CODES), count, 4),
     ),
     row(
