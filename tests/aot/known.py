@@ -20,7 +20,8 @@ KNOWN = {
     "cpu": IN_STEPS | AT_PREFILL | {"kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED} | POOLED,
     "v5e:2x2": IN_STEPS | AT_PREFILL | {
         "kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED, "less": TAKEN,
-        "int4": DECODED, "mikv": DECODED, "adakv-int4": DECODED, "magicpig": RELAID,
+        "int4": DECODED, "intactkv": DECODED, "think": DECODED, "mikv": DECODED, "zipcache": DECODED,
+        "adakv-int4": DECODED, "magicpig": RELAID,
     } | POOLED,
     "h100": IN_STEPS | {"kvquant": TURNED, "r-kv": ORDERED} | POOLED,
 }  # fmt: skip
