@@ -54,7 +54,8 @@ class RepeatWithSizes(RepeatContext):
     ) -> Repeated:
         """The queries, what they came from, and the probe's own keys."""
         assert keys is not None
-        return Repeated(*observed[repr(SizedQueries())], keys)
+        q, q_pos, size = observed[repr(SizedQueries())]
+        return Repeated(q, q_pos, size, keys)
 
 
 @dataclasses.dataclass(frozen=True)
