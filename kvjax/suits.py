@@ -364,7 +364,8 @@ def _check_codecs(method: Method, config: Config) -> None:
         if codec is None:
             continue
         words = [*fitted_words(codec)]
-        arrays = {w.fitted.digest: {n: jnp.asarray(x[0]) for n, x in w.fitted.arrays.items()} for w in words}
+        known = [w.fitted for w in words if w.fitted is not None]
+        arrays = {f.digest: {n: jnp.asarray(x[0]) for n, x in f.arrays.items()} for f in known}
         codec = taught(codec, arrays)
         for width in _stored_widths(config, name, states=not words):
             # What was fitted is of the heads that lead a row's tokens.

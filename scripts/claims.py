@@ -1,4 +1,5 @@
-"""Which claims of papers hold here: docs/claims.md, from the leaderboard's data and scripts/claims_table.py.
+"""Which claims of papers hold here: docs/claims.md, from the leaderboard's data, scripts/claims_table.py and
+scripts/surprises_table.py.
 
     python scripts/claims.py            # prints the page
     python scripts/claims.py --write    # writes it
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from claims_table import CLAIMS, Better, Claim, Faster, Near, Untestable
+from surprises_table import SURPRISES
 
 from kvjax.eval.report.cells import budget_label
 from kvjax.eval.report.leaderboard import Leaderboard, Line, read_leaderboard
@@ -167,6 +169,9 @@ def page(board: Leaderboard) -> str:
         how = f"`{command(claim)}`" if command(claim) else "–"
         row = (link, claim.says, said(claim.test), f"**{one.verdict}**", one.numbers or "–", how)
         lines.append("| " + " | ".join(row) + " |")
+    lines += ["", "## Below random, and why", ""]
+    for surprise in SURPRISES:
+        lines += [f"* **{', '.join(surprise.methods)}**. {surprise.found} `{surprise.command}`"]
     if without:
         lines += ["", f"No claim was put into a test yet of: {', '.join(without)}."]
     return "\n".join(lines) + "\n"

@@ -36,6 +36,13 @@ PREFILL = (
     "expected_attention_nocov",
     "expected_attention_stats",
     "kvzip",
+    "kvzip_layerwise",
+    "kvzip_plus",
+    "per_layer_knorm",
+    "chunk_knorm",
+    "block_keydiff",
+    "merging_knorm",
+    "entropy_chunkkv_snapkv",
 )
 DECODING = ("dec_knorm", "dec_tova", "prefill_dec_snapkv_knorm")
 # Per press; a press has those that apply to it.

@@ -17,7 +17,7 @@ class Held(NamedTuple):
     """A list's slots, in position order.
 
     pos [S]; k, v [S, H], keys rotated; q [G, T, H], all queries; mass, squares [S]: sums of p and of p^2 over
-    the heads of a group and all queries since the slot came. n: slots that stay. layer: of the list.
+    the heads of a group and all queries since the slot came. n: slots that stay. layer, head: of the list.
     """
 
     pos: np.ndarray
@@ -28,6 +28,7 @@ class Held(NamedTuple):
     squares: np.ndarray
     n: int
     layer: int
+    head: int
 
     @property
     def length(self):
@@ -52,7 +53,7 @@ def kept(count, rule):
             for head, q in enumerate(prompt.q[i].reshape(len(k), -1, *prompt.q[i].shape[1:])):
                 held = Held(
                     np.arange(prompt.length), k[head], prompt.v[i][head], q,
-                    p[head].sum((0, 1)), (p[head] ** 2).sum((0, 1)), count(prompt.length), i,
+                    p[head].sum((0, 1)), (p[head] ** 2).sum((0, 1)), count(prompt.length), i, head,
                 )  # fmt: skip
                 score = rule(held)
                 lists.append(best(score, held.n) & (score > -np.inf))
@@ -67,14 +68,15 @@ def victims(count, rule, theta, due=1):
 
     def victim(lists, length, queries):
         out = []
-        for slots, q in zip(lists, queries.reshape(len(lists), -1, *queries.shape[1:]), strict=True):
+        groups = queries.reshape(len(lists), -1, *queries.shape[1:])
+        for head, (slots, q) in enumerate(zip(lists, groups, strict=True)):
             order = np.argsort([s["pos"] for s in slots])
             each = [slots[i] for i in order]
             pos = np.array([s["pos"] for s in each])
             held = Held(
                 pos, rope(np.stack([s["k"] for s in each]), pos, theta), np.stack([s["v"] for s in each]), q,
                 *(np.array([s[name] for s in each]) for name in ("mass", "squares")),
-                count(length), each[0]["layer"],
+                count(length), each[0]["layer"], head,
             )  # fmt: skip
             score = rule(held)
             stays = best(score, held.n) if len(slots) >= held.n + due else np.ones(len(slots), bool)

@@ -208,3 +208,41 @@ def kvmerger(theta, threshold, sinks, window):
                 memory["joined"] = memory.get("joined", 0) + len(mine)
 
     return leave
+
+
+class Compressive:
+    """Compressive Transformer (arXiv:1911.05507): older slots become the mean of `rate` of them, in place."""
+
+    def __init__(self, count, theta, *, rate, recent):
+        self.count, self.theta, self.rate, self.recent = count, theta, rate, recent
+
+    def stays(self, pos, length):
+        """Which of these positions stay: the newest, then the newest ends of groups."""
+        n = self.count(length)
+        first = max(length - int(n * self.recent), 0) // self.rate * self.rate
+        able = (pos >= first) | (pos % self.rate == self.rate - 1)
+        newest = np.sort(pos[able])[::-1][:n]
+        return np.isin(pos, newest)
+
+    def kept(self, prompt):
+        stays = self.stays(np.arange(prompt.length), prompt.length)
+        return [np.tile(stays, (len(k), 1)) for k in prompt.k]
+
+    def victims(self, lists, length, queries):
+        out = []
+        for slots in lists:
+            due = len(slots) >= self.count(length) + self.rate
+            stays = self.stays(np.array([s["pos"] for s in slots]), length)
+            out.append(np.flatnonzero(~stays) if due else None)
+        return out
+
+    def leave(self, memory, lists, gone):
+        for slots, some in zip(lists, gone, strict=True):
+            stay, old = stays_and_leaves(slots, some)
+            for slot in stay:
+                mine = [s for s in old if s["pos"] // self.rate == slot["pos"] // self.rate]
+                if mine:
+                    both = [slot, *mine]
+                    memory[True] = memory.get(True, 0) + len(mine)
+                    slot["v"] = np.mean([s["v"] for s in both], 0)
+                    slot["k"] = rope(turned(both, self.theta).mean(0)[None], [-slot["pos"]], self.theta)[0]

@@ -126,3 +126,112 @@ def tidal(count, *, picks, newest, skip=0, seen=None):
         return softmax(logits[read].T) @ v[read]
 
     return attends
+
+
+def ranked(score, count, newest, *, sinks=0):
+    """Reads of the newest tokens and of the `count` best older ones by score(q [G, H], k, prompt's keys)."""
+
+    def attends(q, k, v, pos, at):
+        old = pos < at.stored - newest
+        s = score(q, k, k[pos < at.prompt - newest])
+        chosen = ~old
+        if old.any():
+            chosen = chosen | best(np.where(old, np.where(pos < sinks, np.inf, s), -np.inf), count(old.sum()))
+        return softmax(q @ k[chosen].T / np.sqrt(k.shape[-1])) @ v[chosen]
+
+    return attends
+
+
+def principal(rank):
+    """Loki (arXiv:2406.02542): q and keys in the largest principal components of the prompt's keys."""
+
+    def score(q, k, of_prompt):
+        _, _, components = np.linalg.svd(of_prompt - of_prompt.mean(0))
+        return (k @ components[:rank].T) @ (q.sum(0) @ components[:rank].T)
+
+    return score
+
+
+def heavy(channels):
+    """Double Sparsity (arXiv:2408.07092): q and keys where the prompt's keys are largest."""
+
+    def score(q, k, of_prompt):
+        c = np.argsort(-(of_prompt**2).sum(0), kind="stable")[:channels]
+        return k[:, c] @ q[:, c].sum(0)
+
+    return score
+
+
+def lloyd(x, count, turns):
+    """Centroids after some turns of Lloyd's algorithm, from evenly spaced rows on."""
+    centroids = x[(2 * np.arange(count) + 1) * len(x) // (2 * count)].copy()
+    for _ in range(turns):
+        mine = np.linalg.norm(x[:, None] - centroids[None], axis=-1).argmin(1)
+        for i in np.unique(mine):
+            centroids[i] = x[mine == i].mean(0)
+    return centroids
+
+
+def product_codes(parts, bits, turns):
+    """PQCache (arXiv:2407.12820): every part of a key counts as the nearest centroid of the prompt's."""
+
+    def score(q, k, of_prompt):
+        found = 0.0
+        for mine, part, prompt in zip(*(np.split(x, parts, -1) for x in (q, k, of_prompt)), strict=True):
+            centroids = lloyd(prompt, 2**bits, turns)
+            nearest = np.linalg.norm(part[:, None] - centroids[None], axis=-1).argmin(1)
+            found = found + centroids[nearest] @ mine.sum(0)
+        return found
+
+    return score
+
+
+def clusters(count, turns):
+    """ClusterKV (arXiv:2412.03213): a key counts as the centroid of its cluster of directions."""
+
+    def score(q, k, of_prompt):
+        unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
+        centroids = lloyd(unit(of_prompt), count, turns)
+        nearest = np.linalg.norm(unit(k)[:, None] - centroids[None], axis=-1).argmin(1)
+        return centroids[nearest] @ q.sum(0)
+
+    return score
+
+
+class Elected:
+    """TokenSelect (arXiv:2411.02886): all lists of a layer read the older tokens with the most votes."""
+
+    def __init__(self, count, *, newest, sinks):
+        self.count, self.newest, self.sinks = count, newest, sinks
+
+    def of_layer(self, lists):
+        """What the queries of all lists get; lists: (q, k, v, pos, at) of each."""
+        q, k, _, pos, at = lists[0]
+        old = pos < at.stored - self.newest
+        chosen = ~old
+        if old.any():
+            votes = sum(softmax(q @ k[old].T / np.sqrt(k.shape[-1])).sum(0) for q, k, *_ in lists)
+            votes[pos[old] < self.sinks] = np.inf
+            chosen[np.flatnonzero(old)[best(votes, self.count(old.sum()))]] = True
+        return [softmax(q @ k[chosen].T / np.sqrt(k.shape[-1])) @ v[chosen] for q, k, v, *_ in lists]
+
+
+def rocket(count, *, page, channels):
+    """RocketKV (arXiv:2502.14051): of the slots that stay, the pages with the best bounds in few channels.
+
+    count: of slots in whole pages, how many are read.
+    """
+
+    def attends(q, k, v, pos, at):
+        order = np.argsort(pos)
+        full = (pos < at.stored).sum() // page
+        c = np.argsort(-np.abs(q).sum(0), kind="stable")[:channels]
+        pages = k[order[: full * page]].reshape(full, page, -1)[:, :, c]
+        ends = np.stack([pages.min(1), pages.max(1)])
+        bounds = np.maximum(*(q[:, None, c] * ends[:, None])).sum(-1).max(0) if full else np.zeros(0)
+        read = np.flatnonzero(best(bounds, -(-count(full * page) // page))) if full else []
+        slots = [j for p in read for j in range(p * page, (p + 1) * page)] + [*range(full * page, len(pos))]
+        chosen = order[slots]
+        return softmax(q @ k[chosen].T / np.sqrt(k.shape[-1])) @ v[chosen]
+
+    return attends

@@ -204,7 +204,7 @@ class Row:
                 q = rope(raw_q[i * group : (i + 1) * group], [mine], c.rope.theta)[:, 0]
                 if self.attends is not None:
                     where = At(self.next, self.prompt_tokens, i, len(lists), number)
-                    outs.append(self.attends(q, k, np.stack([s["v"] for s in slots]), pos, where))
+                    outs.append((q, k, np.stack([s["v"] for s in slots]), pos, where))
                     continue
                 s = q @ k.T / np.sqrt(c.head_dim) + np.log([slot.get("votes", 1) for slot in slots])
                 if window is not None:
@@ -221,6 +221,9 @@ class Row:
                     slot["mass"] += slot["now"] if append else 0.0
                     slot["squares"] += (each**2).sum() if append else 0.0
                     slot["given"] += [slot["now"]] * append
+            if self.attends is not None:
+                together = getattr(self.attends, "of_layer", None)
+                outs = together(outs) if together else [self.attends(*one) for one in outs]
             if append and victim is not None:
                 found = victim(lists, at + 1, self.queries[number])
                 self.remove(number, [np.atleast_1d([] if x is None else x).astype(int) for x in found])

@@ -14,16 +14,20 @@ import numpy as np
 from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted, fitted_words
+from kvjax.fitting.clusters import fit_clusters
 from kvjax.fitting.convolutions import fit_convolutions
+from kvjax.fitting.curves import fit_curves
+from kvjax.fitting.drift import fit_drift
 from kvjax.fitting.gates import fit_gate, fit_sink_gate
 from kvjax.fitting.head_gates import fit_head_gates
 from kvjax.fitting.levels import fit_levels
 from kvjax.fitting.profiles import fit_copies, fit_profile, fit_semantic_heads
 from kvjax.fitting.projections import fit_projections
-from kvjax.fitting.queries import fit_filters, fit_statistics
+from kvjax.fitting.queries import fit_centres, fit_filters, fit_norms, fit_statistics
 from kvjax.fitting.repeats import fit_repeating_heads
 from kvjax.fitting.residues import fit_residue
 from kvjax.fitting.retaining import fit_retaining_heads
+from kvjax.fitting.search import fit_budgets
 from kvjax.fitting.sharing import fit_sharing
 from kvjax.fitting.write_gates import fit_write_gate
 from kvjax.grammar import Method
@@ -33,15 +37,18 @@ from kvjax.keep.filters import QueryFilters
 from kvjax.keep.gate import HiddenGate
 from kvjax.keep.gate_forms import RetainingHead, SinkGate, WriteGate
 from kvjax.keep.merge_conv import ConvMerge
-from kvjax.keep.profile import CopyProfile, Profile
+from kvjax.keep.profile import CopyProfile, CurveProfile, DriftProfile, Profile, SearchedProfile
 from kvjax.keep.residue import Residue
 from kvjax.keep.retrieval import HeadGates, RepeatingHeads
 from kvjax.keep.semantic import SemanticHeads
+from kvjax.keep.trigonometric import QueryCentres
+from kvjax.make.clustered_heads import ClusteredHeads
 from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods import method as build_method
 from kvjax.methods import takes_budget
 from kvjax.models.model import Model, check_single
+from kvjax.store.channels import AskedChannels
 from kvjax.store.levels import ByChannel, Levels
 
 
@@ -64,17 +71,23 @@ FITS: dict[type, Fitter] = {
     WriteGate: Fitter(fit_write_gate),
     QueryFilters: Fitter(fit_filters),
     QueryStatistics: Fitter(fit_statistics),
+    QueryCentres: Fitter(fit_centres),
     Profile: Fitter(fit_profile, asks=True),
     CopyProfile: Fitter(fit_copies, asks=True),
+    CurveProfile: Fitter(fit_curves, acts=True),
+    DriftProfile: Fitter(fit_drift),
+    SearchedProfile: Fitter(fit_budgets, asks=True, acts=True),
     RepeatingHeads: Fitter(fit_repeating_heads),
     SemanticHeads: Fitter(fit_semantic_heads, asks=True),
     HeadGates: Fitter(fit_head_gates, asks=True),
     Residue: Fitter(fit_residue, acts=True),
     ConvMerge: Fitter(fit_convolutions, acts=True),
+    AskedChannels: Fitter(fit_norms),
     ByChannel: Fitter(fit_levels, acts=True),
     Levels: Fitter(fit_levels, acts=True),
     GroupedLowRank: Fitter(fit_projections),
     SharedLayers: Fitter(fit_sharing),
+    ClusteredHeads: Fitter(fit_clusters),
 }
 
 
@@ -97,7 +110,8 @@ def fit(
     iterated over, as `rich.progress.track` does. options: of the word's own fit
     (`kvjax.fitting.gates.fit_gate`, `kvjax.fitting.profiles.fit_profile`,
     `kvjax.fitting.head_gates.fit_head_gates`, `kvjax.fitting.residues.fit_residue`,
-    `kvjax.fitting.queries.fit_statistics`, `kvjax.fitting.levels.fit_levels`).
+    `kvjax.fitting.queries.fit_statistics`, `kvjax.fitting.levels.fit_levels`,
+    `kvjax.fitting.search.fit_budgets`).
 
     Raises InputError where the method has no word that can be fitted, its fit has no such option, or nothing
     is given that it can learn from.
@@ -179,7 +193,8 @@ def _fitter(method: Method | str, budget: float | int | None) -> tuple[Method, F
     words = [word for word in fitted_words(chosen) if type(word) in FITS]
     if not words:
         raise InputError(f"{chosen.id} has no word that is fitted, expected a method such as kvzap")
-    found = FITS[type(words[0])]
+    # Before all others, what the method cannot do without.
+    found = FITS[type(min(words, key=lambda word: not getattr(word, "fit_first", True)))]
     if budget is not None and not (needs and found.acts):
         raise InputError(f"what is fitted for {chosen.id} does not depend on a budget: leave budget= out")
     return chosen, found

@@ -17,8 +17,10 @@ from kvjax.choose import Fresh
 from kvjax.fitted import Fitted
 from kvjax.fitting.whole import check_whole
 from kvjax.grammar import Method
+from kvjax.keep.trigonometric import pair_sizes
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
+from kvjax.ops.base.rope import Rope
 from kvjax.prefilling import padded
 from kvjax.protocols import Inputs
 from kvjax.steps import Run
@@ -40,6 +42,54 @@ class QuerySums:
         q = jnp.where(counts[:, None, :, None], q, 0.0)
         moments = jnp.einsum("bnth,bntj->nhj", q, q, precision="highest")
         return counts.sum().astype(jnp.float32), q.sum((0, 2)), moments
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryLengths:
+    """How many queries there are, sum q [N, H] before rotation, and sum |q_f| [N, F] of turning pairs."""
+
+    rope: Rope
+
+    def __call__(self, inputs: Inputs) -> tuple[Float[Array, ""], Float[Array, "N H"], Float[Array, "N F"]]:
+        counts = inputs.pos >= 0
+        q = jnp.where(counts[:, None, :, None], inputs.q_raw.astype(jnp.float32), 0.0)
+        sizes = jnp.where(counts[:, None, :, None], pair_sizes(q, self.rope), 0.0)
+        return counts.sum().astype(jnp.float32), q.sum((0, 2)), sizes.sum((0, 2))
+
+
+def fit_norms(
+    model: Model,
+    batches: list[list[list[int]]],
+    *,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Fitted:
+    """The norms [L, K, H] of the channels of a group's rotated queries (arXiv:2407.21018), in one reading.
+
+    The root of the mean square over all tokens, summed over the heads of the group. Raises InputError for a
+    model whose layers are not all alike in what they keep.
+    """
+    count, _, moments = _summed(model, batches, QuerySums(rotated=True), progress, "norms")
+    square = np.einsum("lnhh->lnh", moments) / np.maximum(count, 1.0)[:, None, None]
+    grouped = square.reshape(len(square), model.config.kv_heads, -1, square.shape[-1]).sum(2)
+    return Fitted({"norms": np.sqrt(grouped).astype(np.float32)}, "AskedChannels", model.fingerprint)
+
+
+def fit_centres(
+    model: Model,
+    batches: list[list[list[int]]],
+    *,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Fitted:
+    """The mean [L, N, H] of unrotated queries, and the mean length [L, N, F] of their turning pairs.
+
+    In one reading of texts (arXiv:2604.04921, section 4). Raises InputError for a model whose layers are not
+    all alike in what they keep.
+    """
+    asked = QueryLengths(Run(model.config, Method()).attention_spec(0).rope)
+    count, total, sizes = _summed(model, batches, asked, progress, "centres")
+    many = np.maximum(count, 1.0)[:, None, None]
+    arrays = {"mean": (total / many).astype(np.float32), "size": (sizes / many).astype(np.float32)}
+    return Fitted(arrays, "QueryCentres", model.fingerprint)
 
 
 def fit_filters(
@@ -88,7 +138,7 @@ def fit_statistics(
 def _summed(
     model: Model,
     batches: list[list[list[int]]],
-    sums: QuerySums,
+    sums: QuerySums | QueryLengths,
     progress: Callable[[Iterable[Any]], Iterable[Any]],
     what: str,
 ) -> list[np.ndarray]:
@@ -106,8 +156,12 @@ def _summed(
 
 @partial(jax.jit, static_argnames=("run", "sums"))
 def _sums(
-    run: Run, sums: QuerySums, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
-) -> tuple[Float[Array, "L"], Float[Array, "L N H"], Float[Array, "L N H H"]]:
+    run: Run,
+    sums: QuerySums | QueryLengths,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+) -> tuple[Float[Array, "L"], Float[Array, "L N H"], Float[Array, "L N *_"]]:
     prompt = steps.observe(run, params, tokens, lengths, None, frozenset({sums}))
     each = [f.observed[repr(sums)] for f in prompt.fresh if isinstance(f, Fresh)]
     return jax.tree.map(lambda *xs: jnp.concatenate(xs), *each)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +146,46 @@ class ByPrefix:
         room, left = count < most, total - count.sum(0)
         extra = room & (jnp.cumsum(room, 0, dtype=jnp.int32) <= left[None])
         return jnp.broadcast_to((base + count + extra.astype(jnp.int32))[..., None], scores.shape[:3])
+
+
+@dataclasses.dataclass(frozen=True)
+class ByDecay:
+    """PyramidInfer (arXiv:2405.12532): of what a layer keeps, the one above keeps the part r_l.
+
+    r_l = decay + (1 - decay) (cos(pi l / L) + 1) / 2 behind layer l, as in the authors' code. Every layer
+    keeps `window` slots; what the stack has beyond them is shared in proportion to what is left, r_0 ...
+    r_(l-1).
+    """
+
+    window: int
+    decay: float = 0.9
+    uniform = False
+    across_layers = True
+
+    def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
+        return [heads * n] * layers
+
+    def fewest(self, n: int) -> int:
+        """Slots that a layer keeps in every head, however high it lies."""
+        return min(n, self.window)
+
+    def left(self, layers: int) -> list[float]:
+        """What is left of a prompt in every layer, of so many.
+
+        >>> [round(x, 3) for x in ByDecay(4, 0.5).left(2)]
+        [1.0, 1.0]
+        """
+        rates = [
+            self.decay + (1 - self.decay) * (math.cos(math.pi * i / layers) + 1) / 2 for i in range(layers)
+        ]
+        return list(itertools.accumulate(rates[:-1], operator.mul, initial=1.0))
+
+    def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
+        live = (scores > -jnp.inf).sum(-1, dtype=jnp.int32).max(2)
+        base = jnp.minimum(n, self.window)
+        left = jnp.broadcast_to(jnp.asarray(self.left(len(scores)), jnp.float32)[:, None], live.shape)
+        more = apportioned(left, len(scores) * (n - base), jnp.maximum(live - base[None], 0))
+        return jnp.broadcast_to((base[None] + more)[..., None], scores.shape[:3])
 
 
 def _kept_and_live(scores: Float[Array, "L B K S"]) -> tuple[Int[Array, "L B"], Int[Array, "L B"]]:

@@ -112,11 +112,32 @@ class Catalyst(Probe):
 
 
 @dataclasses.dataclass(frozen=True)
+class Episode(Catalyst):
+    """A piece of a conversation, read behind every prompt and chunk (EpiCache, arXiv:2509.17396, section 3).
+
+    What it attends to most is what questions about its episode will ask for. prefix: its token ids; text: the
+    instruction that stands for one where there are none.
+    """
+
+    text: str = "\n\nCollect who speaks, what happened and when, in this part of the conversation."
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({Mass("max")})
+
+    def seen(
+        self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
+    ) -> Float[Array, "Lg B K S"]:
+        """The largest attention that slots receive of one of its queries."""
+        return received[repr(Mass("max"))]
+
+
+@dataclasses.dataclass(frozen=True)
 class ProbeAttention(Word):
     """What slots receive of a probe's queries i and the heads of a group, as the probe says.
 
-    score[j] = max_i p_ij for `RepeatContext`, sum_i p_ij for `Catalyst`. The softmax behind p runs over the
-    slots of the cache and the tokens of the probe.
+    score[j] = max_i p_ij for `RepeatContext` and `Episode`, sum_i p_ij for `Catalyst`. The softmax behind p
+    runs over the slots of the cache and the tokens of the probe.
     """
 
     looks = False

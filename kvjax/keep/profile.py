@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar import Budget
 from kvjax.keep.budget import rest_of_mean
 from kvjax.keep.preference import apportioned
 from kvjax.protocols import Inputs, Observation, Seen, View
@@ -45,6 +46,56 @@ class CopyProfile(Profile):
     """
 
     by = "retrieval-head"
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchedProfile(Profile):
+    """How much every layer should keep, as a search found it (EvolKV, arXiv:2509.08315).
+
+    fitted: "importance" [L, K], alike for the heads of a layer, as `kvjax fit evolkv` writes it.
+    """
+
+    by = "evolkv"
+
+
+@dataclasses.dataclass(frozen=True)
+class DriftProfile(Profile):
+    """How far every layer's keys drift where a text is read by blocks (EpiCache, arXiv:2509.17396).
+
+    fitted: "importance" [L, K], alike for the heads of a layer, as `kvjax fit epicache` writes it.
+    """
+
+    by = "epicache"
+    # Without it, all layers keep as many.
+    fit_first = False
+
+    def __call__(self, inputs: Inputs) -> Float[Array, "B K"]:
+        if self.fitted is None:
+            return jnp.ones((inputs.pos.shape[0], inputs.k_raw.shape[1]))
+        return super().__call__(inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class CurveProfile(Profile):
+    """What every head should keep at a budget, by what it loses otherwise (LU-KV, arXiv:2602.08585).
+
+    fitted: "kept" [L, K, 99], the shares where 1 to 99 percent of all slots leave, as `kvjax fit lukv` writes
+    them; the percentage that is nearest to the budget counts.
+    """
+
+    budget: Budget = Budget(1.0)
+    by = "lukv"
+
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model."""
+        check_sizes(self, "curves", "layers, KV heads", "kept", (model.layers, model.kv_heads))
+
+    def __call__(self, inputs: Inputs) -> Float[Array, "B K"]:
+        assert self.fitted is not None
+        kept = inputs.fitted[self.fitted.digest]["kept"]
+        length = jnp.maximum(inputs.length, 1)
+        leaves = jnp.rint(100 - 100 * self.budget.count(length) / length).astype(jnp.int32)
+        return jnp.take(kept, jnp.clip(leaves - 1, 0, kept.shape[-1] - 1), axis=-1).T
 
 
 @dataclasses.dataclass(frozen=True)

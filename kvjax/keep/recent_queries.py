@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from kvjax.keep.algebra import Word
 from kvjax.keep.observe import Queries
-from kvjax.keep.score import probabilities, window_logits
+from kvjax.keep.score import attention_to_older, probabilities, window_logits
 from kvjax.keep.select import ranks
 from kvjax.protocols import Observation, Seen, View
 
@@ -83,3 +83,27 @@ class Neglect(Word):
         share = 1 / jnp.maximum(q_pos + 1, 1).astype(jnp.float32)[:, None, None, :, None]
         sees = (view.pos[:, :, None] <= q_pos[:, None, :, None])[:, :, None]
         return -((p < share) & sees).astype(jnp.float32).sum(3).mean(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecencyWeighted(Word):
+    """score[j] = mean_i w_i p_ij over the last `last` queries i and all heads of a layer (arXiv:2405.12532).
+
+    w rises evenly from 1 for the oldest of these queries to `most` for the newest. The window's own slots
+    score 0 (protect them).
+    """
+
+    last: int
+    most: float = 1.2
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return frozenset({Queries(self.last)})
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        _, q_pos = seen.of(Queries(self.last))
+        weight = jnp.linspace(1.0, self.most, self.last).reshape(1, 1, 1, -1, 1)
+        p = attention_to_older(view, seen, self.last) * weight
+        count = jnp.maximum((q_pos >= 0).sum(-1), 1).astype(p.dtype)[:, None, None]
+        score = p.mean(2).sum(2).mean(1, keepdims=True) / count
+        return jnp.broadcast_to(score, view.pos.shape)

@@ -223,19 +223,28 @@ class OutputNorm(Word):
     weights = True
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        assert seen.weights is not None
-        b, heads, slots, width = view.v.shape
-        out = seen.weights["o"].astype(jnp.float32).reshape(heads, -1, width, seen.weights["o"].shape[-1])
-        strip = min(STRIP, slots)
-        values = jnp.pad(view.v.astype(jnp.float32), ((0, 0), (0, 0), (0, -slots % strip), (0, 0)))
-        strips = jnp.moveaxis(values.reshape(b, heads, -1, strip, width), 2, 0)
+        return output_norms(view, seen, order=1).mean(2)
 
-        def norms(v: Float[Array, "B K T V"]) -> Float[Array, "B K T"]:
-            # One head of each group at a time: what all of them write is as large as the hidden states.
-            each = [jnp.abs(jnp.einsum("bktv,kvd->bktd", v, out[:, i])).sum(-1) for i in range(out.shape[1])]
-            return jnp.stack(each).mean(0)
 
-        return jnp.moveaxis(jax.lax.map(norms, strips), 0, 2).reshape(b, heads, -1)[..., :slots]
+def output_norms(view: View, seen: Seen, order: int) -> Float[Array, "B K G S"]:
+    """||W_O[n]' v_j||_order of every slot for the heads n of its group, in strips of slots."""
+    assert seen.weights is not None
+    b, heads, slots, width = view.v.shape
+    out = seen.weights["o"].astype(jnp.float32).reshape(heads, -1, width, seen.weights["o"].shape[-1])
+    strip = min(STRIP, slots)
+    values = jnp.pad(view.v.astype(jnp.float32), ((0, 0), (0, 0), (0, -slots % strip), (0, 0)))
+    strips = jnp.moveaxis(values.reshape(b, heads, -1, strip, width), 2, 0)
+
+    def norms(v: Float[Array, "B K T V"]) -> Float[Array, "B K G T"]:
+        # One head of each group at a time: what all of them write is as large as the hidden states.
+        each = [
+            jnp.linalg.norm(jnp.einsum("bktv,kvd->bktd", v, out[:, i]), order, axis=-1)
+            for i in range(out.shape[1])
+        ]
+        return jnp.stack(each, 2)
+
+    found = jnp.moveaxis(jax.lax.map(norms, strips), 0, 3)
+    return found.reshape(b, heads, out.shape[1], -1)[..., :slots]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,9 @@ from kvjax.keep.algebra import stage
 from kvjax.keep.budget import AcrossHeads, AcrossLayers, Threshold, Uniform
 from kvjax.keep.compensation import Compensation
 from kvjax.keep.enough import Covering
+from kvjax.keep.expected import ExpectedAttention
 from kvjax.keep.patterns import Recent, Sink
-from kvjax.keep.profile import ByProfile, CopyProfile, Profile
+from kvjax.keep.profile import ByProfile, CopyProfile, CurveProfile, Profile
 from kvjax.keep.retrieval import HeadGates, RepeatingHeads, Retrieving
 from kvjax.keep.score import OutputNorm, WindowAttention
 from kvjax.keep.tokens import PolicyLadder, TokensOf
@@ -156,6 +157,38 @@ def retrieval_head(
     profile = CopyProfile(as_fitted(fitted))
     score, allocate = window_score(window, kernel, "grouped"), ByProfile(profile, window, beta)
     return Method(Keep(score, Budget(budget), allocate, (Recent(window),), page=page))
+
+
+@paper(
+    "Predicting Future Utility: Global Combinatorial Optimization for Task-Agnostic KV Cache Eviction",
+    arxiv="2602.08585",
+    family="budget-head",
+    exact="deviates",
+    kvpress=Press("LUKVPress", same="no: kvpress takes the authors' curves, and rounds in every layer"),
+    aliases=("lu-kv",),
+)
+def lukv(
+    budget: Amount,
+    *,
+    fitted: Fit | None = None,
+    future: Window = 512,
+    sinks: Tokens = 4,
+    epsilon: Share = 0.02,
+    page: Page = 128,
+) -> Method:
+    """LU-KV (2026, arXiv:2602.08585), section 4: budgets of heads by what their best tokens are good for.
+
+    A head keeps the first `sinks` tokens and the newest one, and of the largest scores of Expected Attention
+    the share that curves say for this budget (`CurveProfile`). The curves are fitted to texts: what a head's
+    best tokens by this score are good for later, for every share of them, and the shares of all heads that
+    are good for most together. fitted: the curves, as `kvjax fit lukv` writes them. Deviation: shares are of
+    what the stack keeps beside those tokens, and rounded so that it keeps the whole budget; what a token is
+    good for is what half of a text gives the tokens of its other half.
+    """
+    score = ExpectedAttention(future, sinks, epsilon=epsilon)
+    profile = CurveProfile(as_fitted(fitted), Budget(budget))
+    protect = (Sink(sinks), Recent(1))
+    return Method(Keep(score, Budget(budget), ByProfile(profile, sinks + 1, 1.0), protect, page=page))
 
 
 @paper(

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Pool
 from kvjax.keep.budget import Pyramid, Threshold
 from kvjax.keep.composite import Agreed, Composite
 from kvjax.keep.enough import EndsEnough
-from kvjax.keep.layer_budgets import ByHits, ByPrefix, ByUncertainty, Together
+from kvjax.keep.layer_budgets import ByDecay, ByHits, ByPrefix, ByUncertainty, Together
 from kvjax.keep.lazy import Lookback
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.preference import ByAttention
-from kvjax.keep.probe import ProbeAttention, RepeatContext
+from kvjax.keep.probe import Episode, ProbeAttention, RepeatContext
+from kvjax.keep.profile import ByProfile, DriftProfile, SearchedProfile
+from kvjax.keep.recent_queries import RecencyWeighted
 from kvjax.keep.score import AccumulatedAttention, MeanAndVariance
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import (
     Amount,
+    Fit,
     Kernel,
     Page,
     Ratio,
     Share,
+    TokenIds,
     Tokens,
     Variant,
     Window,
@@ -239,3 +244,90 @@ def dbudgetkv(*, loss: Share = 0.01, sinks: Tokens = 4, page: Page = 128) -> Met
     """
     protect = (Sink(sinks), Recent(1))
     return Method(Keep(EndsEnough(sinks, loss), Budget(1.0), Threshold(0.0), protect, page=page))
+
+
+@paper(
+    "EvolKV: Evolutionary KV Cache Compression for LLM Inference",
+    arxiv="2509.08315",
+    family="budget-layer",
+    exact="deviates",
+)
+def evolkv(
+    budget: Amount,
+    *,
+    fitted: Fit | None = None,
+    window: Window = 32,
+    kernel: Kernel = 5,
+    page: Page = 128,
+) -> Method:
+    """EvolKV (Yu and Chai, 2025, arXiv:2509.08315), section 3: budgets of layers are searched for by tasks.
+
+    A layer keeps the window and a share of what the stack keeps beside it, in proportion to an importance
+    that an evolutionary search has found: group by group of layers, CMA-ES looks for what answers most
+    questions right. Within a layer, SnapKV's scores choose. fitted: the importances, as `kvjax fit evolkv`
+    writes them. Deviation: what is right is counted by the tokens of an answer, each behind the right ones;
+    the whole budget is always shared, so the paper's factor for budgets near the one that was asked for is 1,
+    and its completion of a smaller total is not needed.
+    """
+    allocate = ByProfile(SearchedProfile(as_fitted(fitted)), window, 1.0)
+    score = window_score(window, kernel, "grouped")
+    return Method(Keep(score, Budget(budget), allocate, (Recent(window),), page=page))
+
+
+@paper(
+    "PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference",
+    arxiv="2405.12532",
+    family="budget-layer",
+    exact="deviates",
+)
+def pyramidinfer(
+    budget: Amount,
+    *,
+    window: Window = 64,
+    decay: Ratio = 0.9,
+    recency: Annotated[float, Range(1, 100)] = 1.2,
+    sinks: Tokens = 4,
+    page: Page = 128,
+) -> Method:
+    """PyramidInfer (Yang et al., 2024, arXiv:2405.12532), section 3: the higher the layer, the fewer tokens.
+
+    All heads of a layer keep what the last `window` queries attend to most, newer queries weighing up to
+    `recency` times as much (`RecencyWeighted`), the first `sinks` tokens, and the window. Of what one layer
+    keeps, the next one keeps less and less, down to the share `decay` of it (`ByDecay`). Deviation: a layer
+    chooses among all tokens, and those that leave it are read by the layers above, where the paper computes
+    these no more, so that this saves memory and no time; shares are such that the stack keeps L * budget; the
+    window is a number of tokens, where the paper's is a fifth of the prompt; decode steps evict nothing.
+    """
+    score, protect = RecencyWeighted(window, recency), (Sink(sinks), Recent(window))
+    return Method(Keep(score, Budget(budget), ByDecay(window + sinks, decay), protect, page=page))
+
+
+@paper(
+    "EpiCache: Episodic KV Cache Management for Long Conversational Question Answering",
+    arxiv="2509.17396",
+    family="budget-layer",
+    exact="deviates",
+)
+def epicache(
+    budget: Amount,
+    *,
+    episode: TokenIds | None = None,
+    fitted: Fit | None = None,
+    sinks: Tokens = 4,
+    page: Page = 128,
+) -> Method:
+    """EpiCache (Kim et al., 2025, arXiv:2509.17396), section 3: what one episode of a conversation asks for.
+
+    A piece of the conversation that stands for an episode, `episode`, is read behind every prompt and chunk;
+    what one of its queries attends to most stays (`Episode`), with the first `sinks` tokens. So each episode
+    has a cache of its own: `prefill(..., chunk=block)` for each of them, and the one that is nearest to a
+    question answers it. fitted: how far layers' keys drift under reading by blocks, as `kvjax fit epicache`
+    writes it; a layer then keeps a quarter of the budget, and shares the rest in proportion. Without, all
+    layers keep as many. Deviation: the caller cuts the conversation, clusters its pieces and names the one
+    that stands for each cluster; the heads of a layer keep as many, where the authors' code also lets them
+    differ; by default, an instruction stands for the episode.
+    """
+    probe = Episode(episode)
+    allocate = ByProfile(DriftProfile(as_fitted(fitted)), 0, 4 / 3)
+    score = ProbeAttention(probe)
+    return Method(Keep(score, Budget(budget), allocate, (Sink(sinks),), probe=probe, page=page))

@@ -14,12 +14,15 @@ from kvjax.keep.merge_conv import ConvMerge
 from kvjax.keep.merge_counted import CountedMerge, GaussianMerge, Pivots, Runs
 from kvjax.keep.merge_d2o import SimilarMerge
 from kvjax.keep.patterns import Recent, Sink
+from kvjax.keep.pooled import LastOfEach, MeanOfEach
 from kvjax.keep.score import AccumulatedAttention, WindowAttention
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Fit, Kernel, Seed, Share, Tokens, Window
 from kvjax.when import STEP, Every
 
+# How many tokens become one.
+Together = Annotated[int, Range(2)]
 # A cosine of two keys.
 Cosine = Annotated[float, Range(-1, 1)]
 
@@ -175,3 +178,22 @@ def lococo(budget: Amount, *, newest: Tokens = 0, segment: Window = 512, fitted:
         AccumulatedAttention(), Budget(budget), Uniform(), (Recent(newest),), when=Every(segment), merge=merge
     )
     return Method(keep)
+
+
+@paper(
+    "Compressive Transformers for Long-Range Sequence Modelling",
+    arxiv="1911.05507",
+    family="merge-token",
+    exact="deviates",
+)
+def compressive_transformer(budget: Amount, *, rate: Together = 3, recent: Share = 0.5) -> Method:
+    """Compressive Transformer (Rae et al., 2019, arXiv:1911.05507), section 3.1: an older memory is pooled.
+
+    The newest tokens stay as they are, the share `recent` of the budget and up to `rate` - 1 more. Of those
+    before them every `rate` of a text become one, of their mean key and value, which stands where the last of
+    them stood; the oldest of these leave where the budget is full. In steps, `rate` tokens are pooled at a
+    time. Deviation: keys and values are pooled, keys as they are rotated, where the paper pools hidden states
+    of a model that was trained to read them; of its ways of pooling this is the mean.
+    """
+    score, merge = LastOfEach(rate, recent), MeanOfEach(rate)
+    return Method(Keep(score, Budget(budget), Uniform(), when=Every(rate), merge=merge))

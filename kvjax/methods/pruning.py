@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from kvjax.fitted import as_fitted
 from kvjax.grammar import Method, Store
-from kvjax.methods.papers import paper
-from kvjax.methods.shared import Ratio, Tokens
+from kvjax.methods.papers import Press, paper
+from kvjax.methods.shared import Fit, Group, Ratio, Tokens
+from kvjax.store.channels import AskedChannels
 from kvjax.store.pruned import Pruned
 
 
@@ -23,3 +25,26 @@ def mustafar(*, keys: Ratio = 0.5, values: Ratio = 0.5, residual: Tokens = 32) -
     multiple of eight; and attention reads rows that are decoded, without the paper's kernel.
     """
     return Method(store=Store(Pruned(keys), Pruned(values), residual=residual))
+
+
+@paper(
+    "ThinK: Thinner Key Cache by Query-Driven Pruning",
+    arxiv="2407.21018",
+    family="pruning",
+    exact="deviates",
+    kvpress=Press(
+        "ThinKPress", same="no: there, channels are chosen for a prompt and set to zero, which frees nothing"
+    ),
+)
+def think(
+    *, keys: Ratio = 0.6, group: Group = 128, residual: Tokens = 32, fitted: Fit | None = None
+) -> Method:
+    """ThinK (Xu et al., 2024, arXiv:2407.21018), section 3: of keys, the channels that queries ask for stay.
+
+    Behind the newest `residual` tokens, which are whole, every `group` tokens of a head keep the share `keys`
+    of the channels of their keys, those of the largest |q_c| |k_c| (`AskedChannels`); values are whole. It
+    chains with any keep. fitted: |q_c|, as `kvjax fit think` writes them; without, keys alone decide.
+    Deviation: channels are chosen anew for every `group` tokens, by queries of texts, where the paper chooses
+    once, by the last queries of a prompt, and leaves what is written later whole.
+    """
+    return Method(store=Store(AskedChannels(keys, group, as_fitted(fitted)), residual=residual))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from kvjax.grammar import Method, Store
 from kvjax.methods.papers import paper
-from kvjax.methods.shared import Bits, Group, Ratio, Seed
+from kvjax.methods.parameters import Range
+from kvjax.methods.shared import Bits, Group, Ratio, Seed, Tokens
 from kvjax.store.affine import Affine
 from kvjax.store.residual import Residual
 from kvjax.store.rotate import Rotate
@@ -52,3 +53,28 @@ def quarot(*, bits: Bits = 4, group: Group | None = None, clip: Ratio = 0.95, se
     """
     rotated = Rotate("hadamard", seed) >> Affine(bits, group=group, clip=clip)
     return Method(store=Store(rotated, rotated))
+
+
+@paper(
+    "QJL: 1-Bit Quantized JL Transform for KV Cache Quantization with Zero Overhead",
+    arxiv="2406.03482",
+    family="quant",
+    exact="deviates",
+)
+def qjl(
+    *,
+    signs: Annotated[int, Range(1, 64)] = 2,
+    bits: Bits = 2,
+    group: Group | None = 32,
+    residual: Tokens = 0,
+    seed: Seed = 0,
+) -> Method:
+    """QJL (Zandieh et al., 2024, arXiv:2406.03482), section 3: keys are the signs of a random projection.
+
+    <q, k> ~ sqrt(pi / 2) / m ||k|| <S q, sign(S k)> for a Gaussian S of m = `signs` rows for every channel,
+    which is right on average; a key is m bits and its length, without scales or zeros (`SignSketch`). Values
+    have `bits` bits, token by token, in groups of `group` channels, and the newest `residual` tokens stay as
+    computed. Deviation: channels of outliers are sketched with all others, where the authors' code gives them
+    a sketch of their own; S has no orthogonal rows, which the code also offers.
+    """
+    return Method(store=Store(SignSketch(seed, signs), Affine(bits, group=group), residual))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from kvjax.grammar import Budget, Method
+from kvjax.grammar import Budget, Keep, Method
+from kvjax.keep.budget import Uniform
+from kvjax.keep.patterns import Recent
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Layers, Page, Share, Tokens, Window
+from kvjax.methods.shared import Amount, Kernel, Layers, Page, Ratio, Share, Tokens, Window, window_score
 from kvjax.place.host import Host
 from kvjax.read.blocks import RepresentativeKeys
-from kvjax.read.pages import PageBounds
+from kvjax.read.pages import FewBounds, PageBounds
 
-# How many keys stand for a block.
+# How many keys stand for a block, and how many channels of a query rank blocks.
 Representatives = Annotated[int, Range(1)]
+Channels = Annotated[int, Range(1)]
 
 
 @paper(
@@ -62,3 +65,30 @@ def infllm(
     """
     read = RepresentativeKeys(Budget(budget), page, newest, sinks, keys, skip_layers)
     return Method(read=read, host=Host(resident))
+
+
+@paper(
+    "RocketKV: Accelerating Long-Context LLM Inference via Two-Stage KV Cache Compression",
+    arxiv="2502.14051",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def rocketkv(
+    budget: Amount,
+    *,
+    read: Ratio = 0.25,
+    window: Window = 32,
+    kernel: Kernel = 63,
+    page: Page = 4,
+    channels: Channels = 32,
+) -> Method:
+    """RocketKV (Behnam et al., 2025, arXiv:2502.14051), section 3: what stays is read in part.
+
+    Of a prompt SnapKV's choice stays, `budget` of it, and each query attends to the share `read` of what is
+    there, in pages that may matter to it by bounds in its `channels` largest channels alone (`FewBounds`).
+    The paper splits a compression evenly: `read` is then as large as the budget. Deviation: the paper sets
+    page and channels by the compression that is asked for, and scales the kernel with the prompt, which here
+    are given; pages are ranked for all heads of a group at once, by the largest bound among them.
+    """
+    keep = Keep(window_score(window, kernel, "grouped"), Budget(budget), Uniform(), (Recent(window),))
+    return Method(keep, read=FewBounds(Budget(read), page, 0, channels))

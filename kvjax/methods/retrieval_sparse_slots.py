@@ -7,10 +7,13 @@ from typing import Annotated
 from kvjax.grammar import Budget, Method
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Depth, Layers, Seed, Tokens, Window
+from kvjax.methods.shared import Amount, Depth, Layers, Rank, Seed, Tokens, Turns, Window
+from kvjax.read.centroids import Clusters, ProductCodes
 from kvjax.read.channels import LargestChannels
 from kvjax.read.hashed import HashSampling
+from kvjax.read.narrow_keys import HeavyChannels, PrincipalKeys
 from kvjax.read.persistent import PersistentSlots
+from kvjax.read.ranked import SoftVotes
 
 # How many channels of every key are looked at.
 Channels = Annotated[int, Range(1)]
@@ -18,6 +21,10 @@ Channels = Annotated[int, Range(1)]
 # have a token.
 Planes = Annotated[int, Range(1, 32)]
 Tables = Annotated[int, Range(2, 4096)]
+# Centroids of a head's keys, whose number has 16 bits; parts of a key, and the bits of a part's code.
+Many = Annotated[int, Range(1, 65536)]
+Parts = Annotated[int, Range(1)]
+CodeBits = Annotated[int, Range(1, 8)]
 
 
 @paper(
@@ -94,3 +101,119 @@ def magicpig(
     read in full.
     """
     return Method(read=HashSampling(Budget(budget), planes, tables, sinks, newest, skip_layers, seed))
+
+
+@paper(
+    "TokenSelect: Efficient Long-Context Inference and Length Extrapolation for LLMs via Dynamic Token-Level "
+    "KV Cache Selection",
+    arxiv="2411.02886",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def tokenselect(
+    budget: Amount, *, sinks: Tokens = 128, newest: Window = 512, skip_layers: Layers = 0
+) -> Method:
+    """TokenSelect (Wu et al., 2024, arXiv:2411.02886), section 4: the heads of a layer elect what it reads.
+
+    Every query head votes for older tokens by its softmax over them, the votes of all heads of a layer are
+    added, and all heads attend to the tokens with the most (`SoftVotes`), of which the first `sinks` are, and
+    to the `newest` ones. budget is the share (or number) of older tokens that are read. Deviation: every
+    token is elected for anew, where the paper keeps an election for queries that are alike; prompts and
+    several tokens at once are read in full, where the paper reads chunks of a prompt by the same rule.
+    """
+    return Method(read=SoftVotes(Budget(budget), newest, skip_layers, sinks))
+
+
+@paper(
+    "Loki: Low-rank Keys for Efficient Sparse Attention",
+    arxiv="2406.02542",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def loki(budget: Amount, *, rank: Rank = 32, newest: Window = 32, skip_layers: Layers = 0) -> Method:
+    """Loki (Singhania et al., 2024, arXiv:2406.02542), section 4: keys are of few dimensions.
+
+    Tokens are ranked by <q, k> in the `rank` largest principal components of a head's keys, and the best are
+    attended to with whole keys. budget is the share (or number) of older tokens that a query reads.
+    Deviation: components are those of the prompt's own keys (`PrincipalKeys`), where the paper fits them to
+    other texts; keys stay as they are, and the ranked numbers lie beside them, where the paper stores keys in
+    the basis of the components; the `newest` tokens are read beside the budget; the query heads of a group
+    share tokens, by the sum of their products. Prompts and several tokens at once are read in full.
+    """
+    return Method(read=PrincipalKeys(Budget(budget), newest, skip_layers, rank))
+
+
+@paper(
+    "Post-Training Sparse Attention with Double Sparsity",
+    arxiv="2408.07092",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def double_sparsity(
+    budget: Amount, *, channels: Channels = 32, newest: Window = 32, skip_layers: Layers = 0
+) -> Method:
+    """Double Sparsity (Yang et al., 2024, arXiv:2408.07092), section 3: heavy channels rank the tokens.
+
+    The `channels` heaviest channels of a head's keys lie by themselves (the paper's label cache); <q, k> in
+    these says which tokens are attended to. budget is the share (or number) of older tokens that a query
+    reads. Deviation: heavy channels are those of the prompt's own keys (`HeavyChannels`), where the paper
+    fits them to other texts, by keys or by products with queries; labels have all bits, the paper's 4; the
+    `newest` tokens are read beside the budget; the query heads of a group share tokens, by the sum of their
+    products. Prompts and several tokens at once are read in full.
+    """
+    return Method(read=HeavyChannels(Budget(budget), newest, skip_layers, channels))
+
+
+@paper(
+    "PQCache: Product Quantization-based KVCache for Long Context LLM Inference",
+    arxiv="2407.12820",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def pqcache(
+    budget: Amount,
+    *,
+    parts: Parts = 2,
+    code_bits: CodeBits = 6,
+    turns: Turns = 10,
+    newest: Window = 32,
+    skip_layers: Layers = 0,
+) -> Method:
+    """PQCache (Zhang et al., 2024, arXiv:2407.12820), section 3: a product quantiser finds the tokens.
+
+    Keys are cut into `parts`, each of which has a code of `code_bits` bits for the nearest centroid of the
+    prompt's (`ProductCodes`). Products with centroids stand for those with keys, and the tokens of the
+    largest are attended to. budget is the share (or number) of older tokens that a query reads. Deviation:
+    all lies in one memory, where the paper has keys and values on the host and fetches them ahead; codes take
+    a byte; centroids start from evenly spaced tokens; the query heads of a group share tokens, by the sum of
+    their products. Prompts and several tokens at once are read in full.
+    """
+    return Method(read=ProductCodes(Budget(budget), newest, skip_layers, parts, code_bits, turns))
+
+
+@paper(
+    "ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression",
+    arxiv="2412.03213",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def clusterkv(
+    budget: Amount,
+    *,
+    clusters: Many = 64,
+    turns: Turns = 10,
+    sinks: Tokens = 16,
+    newest: Window = 32,
+    skip_layers: Layers = 2,
+) -> Method:
+    """ClusterKV (Liu et al., 2024, arXiv:2412.03213), section 3: tokens are recalled by clusters of keys.
+
+    Keys are clustered by their directions, and clusters are read in the order of <q, centroid> until the
+    budget is filled (`Clusters`), behind the first `sinks` tokens. budget is the share (or number) of older
+    tokens that a query reads; the first `skip_layers` layers read all. Deviation: there are `clusters` of
+    them, where the paper has one for every 80 tokens of a prompt; tokens that are written join the cluster of
+    the nearest centroid, where the paper makes clusters of every 320; all lies in one memory; the query heads
+    of a group share clusters, by the sum of their products. Prompts and several tokens at once are read in
+    full.
+    """
+    return Method(read=Clusters(Budget(budget), newest, skip_layers, clusters, turns, sinks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from kvjax.errors import InputError
+from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Aged
 from kvjax.keep.budget import Uniform
@@ -16,9 +17,10 @@ from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.phases import Phased
 from kvjax.keep.score import KeyNorm, Novelty, Position
 from kvjax.keep.tokens import SeparatorsFirst, TokensOf
+from kvjax.keep.trigonometric import QueryCentres, Trigonometric
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Page, Planes, Seed, TokenIds, Tokens, Window
+from kvjax.methods.shared import Amount, Fit, Page, Planes, Seed, TokenIds, Tokens, Window
 from kvjax.phase import ByRank, Clamped
 from kvjax.when import STEP, Every
 
@@ -184,3 +186,28 @@ def sirllm(
     """
     score, protect = Aged(Novelty(), decay, turn), (Sink(sinks), Recent(window))
     return Method(Keep(score, Budget(budget), Uniform(), protect, phase=ByRank()))
+
+
+@paper(
+    "TriAttention: Efficient Long Reasoning with Trigonometric KV Compression",
+    arxiv="2604.04921",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def triattention(
+    budget: Amount,
+    *,
+    fitted: Fit | None = None,
+    every: Window = 128,
+    farthest: Annotated[int, Range(1, 2**20)] = 65536,
+) -> Method:
+    """TriAttention (Mao et al., 2026, arXiv:2604.04921): keys by where queries are before they turn.
+
+    Queries and keys are concentrated about centres before RoPE, so what a key will get is a trigonometric
+    series in its distance to the queries to come (`Trigonometric`). After every `every` tokens, and at the
+    end of prompts, each head comes back to its budget. fitted: the centres, as `kvjax fit triattention`
+    writes them. Deviation: every head chooses for itself from its own group's scores, which the authors' code
+    offers beside one choice for all heads and layers; a prompt's tokens compete with those that are written.
+    """
+    score = Trigonometric(QueryCentres(as_fitted(fitted)), farthest)
+    return Method(Keep(score, Budget(budget), Uniform(), when=Every(every)))

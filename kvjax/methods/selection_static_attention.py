@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import InChunks, Pool, stage
-from kvjax.keep.budget import AcrossLayers, Uniform
+from kvjax.keep.budget import AcrossHeads, AcrossLayers, Uniform
 from kvjax.keep.crush import Representatives
 from kvjax.keep.drawn import Drawn
 from kvjax.keep.narrow import Narrow
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.probe import Catalyst, ProbeAttention, RepeatContext
+from kvjax.keep.probe_normalised import NormalisedProbeAttention, RepeatWithSizes
 from kvjax.keep.question import Question, QuestionAttention
 from kvjax.keep.reread import Reread
 from kvjax.keep.score import LastLogits, Novelty, WindowAttention
@@ -32,6 +33,7 @@ from kvjax.methods.shared import (
     Variant,
     Window,
     per_query_head,
+    pick,
     window_score,
 )
 from kvjax.phase import ByRank
@@ -201,22 +203,24 @@ def kvzip(
     budget: Amount,
     *,
     sinks: Tokens = 4,
-    uniform: bool = False,
+    over: Literal["stack", "layer", "head"] = "stack",
+    normalised: bool = False,
     page: Page = 128,
     prefix: TokenIds | None = None,
 ) -> Method:
     """KVzip (Kim et al., 2025, arXiv:2505.23416), section 3: what the model needs to repeat its context.
 
     The prompt is read a second time over the full cache behind an instruction to repeat it; a slot's score
-    is the largest attention it receives. The best slots of the whole stack stay (uniform=True: of every
-    head). prefix: token ids of the instruction, by default encoded with the model's tokenizer. Deviation:
-    one pass whatever the length, where the paper repeats 2048 tokens at a time; `sinks` stay as in kvpress.
+    is the largest attention it receives. The best slots of the whole stack stay (over="layer": of every
+    layer; over="head": of every head). normalised: KVzip+ (arXiv:2601.07891), in which attention counts by
+    what the value writes, compared with the input of the layer (`NormalisedProbeAttention`). prefix: token
+    ids of the instruction, by default encoded with the model's tokenizer. Deviation: one pass whatever the
+    length, where the paper repeats 2048 tokens at a time; `sinks` stay as in kvpress.
     """
-    probe = RepeatContext(prefix)
-    allocate = Uniform() if uniform else AcrossLayers()
-    return Method(
-        Keep(ProbeAttention(probe), Budget(budget), allocate, (Sink(sinks),), probe=probe, page=page)
-    )
+    probe = RepeatWithSizes(prefix) if normalised else RepeatContext(prefix)
+    score = NormalisedProbeAttention(probe) if normalised else ProbeAttention(probe)
+    allocate = pick(over, stack=AcrossLayers(), layer=AcrossHeads(0.0, blend=False), head=Uniform())
+    return Method(Keep(score, Budget(budget), allocate, (Sink(sinks),), probe=probe, page=page))
 
 
 @paper(

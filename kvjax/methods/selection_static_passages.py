@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Pool, stage
 from kvjax.keep.budget import Uniform
+from kvjax.keep.chunk_wise import EntropyGated
 from kvjax.keep.lookahead import Lookahead, LookaheadAttention
 from kvjax.keep.narrow import Narrow
 from kvjax.keep.passages import InPassages
@@ -15,9 +16,9 @@ from kvjax.keep.phases import InPhases
 from kvjax.keep.question import Question, QuestionAttention
 from kvjax.keep.score import Position, WindowAttention
 from kvjax.keep.tokens import TokensOf
-from kvjax.methods.papers import paper
+from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Depth, Kernel, Share, TokenIds, Window
+from kvjax.methods.shared import Amount, Depth, Kernel, Share, TokenIds, Window, window_score
 from kvjax.when import STEP
 
 # Tokens of a text, or layers of a model, that belong together.
@@ -51,6 +52,32 @@ def windowkv(
     best = max(size // 2, 1) if task == "localization" else 0
     score = InPassages(WindowAttention(window, heads="layer"), size, best)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), reuse=reuse))
+
+
+@paper(
+    "Entropy-gated ChunkKV",
+    family="selection-static",
+    kvpress=Press(
+        "EntropyGatedChunkKVPress(SnapKVPress)", same="no: there, the window counts among the chunks"
+    ),
+)
+def entropy_gated_chunkkv(
+    budget: Amount,
+    *,
+    chunk: Annotated[int, Range(2)] = 10,
+    few: Together = 4,
+    window: Window = 64,
+    kernel: Kernel = 5,
+) -> Method:
+    """Entropy-gated ChunkKV (kvpress 0.5.5; no paper): chunks stay whole, but for those of a single peak.
+
+    Chunks of `chunk` tokens are chosen by the mean of SnapKV's scores, for all heads of a layer alike. Of one
+    whose mean is high and whose scores have a low entropy only the `few` best tokens stay, and what that
+    frees goes to other chunks (`EntropyGated`). The window itself stays.
+    """
+    few = min(few, chunk - 1)
+    score = EntropyGated(window_score(window, kernel, "kvpress"), chunk, few)
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),)))
 
 
 @paper(

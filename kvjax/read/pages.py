@@ -57,6 +57,35 @@ class PageBounds:
         return pages, jnp.minimum(full, wanted[:, None])
 
 
+@dataclasses.dataclass(frozen=True)
+class FewBounds(PageBounds):
+    """RocketKV (arXiv:2502.14051, section 3.3): Quest's bounds in the largest channels of the queries alone.
+
+    A page's bound is summed over the `channels` channels in which |q|, summed over the heads of a group, is
+    largest.
+
+    >>> q = jnp.asarray([[[[3.0, -1.0, 2.0]], [[1.0, 1.0, 5.0]]]])
+    >>> FewBounds(Budget(8), channels=1).few(q, 1)[0, :, 0].tolist()
+    [[0.0, 0.0, 2.0], [0.0, 0.0, 5.0]]
+    """
+
+    channels: int = 32
+
+    def few(self, q: Float[Array, "B N T H"], heads: int) -> Float[Array, "B N T H"]:
+        """Queries with zeros but in the largest channels of their group."""
+        groups = q.reshape(q.shape[0], heads, -1, *q.shape[2:])
+        size = jnp.abs(groups).astype(jnp.float32).sum((2, 3))
+        _, index = jax.lax.top_k(size, min(self.channels, q.shape[-1]))
+        largest = jax.nn.one_hot(index, q.shape[-1], dtype=bool).any(-2)
+        return jnp.where(largest[:, :, None, None], groups, 0).reshape(q.shape)
+
+    def select(
+        self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
+        implementation: str | None = None,
+    ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
+        return super().select(self.few(q, body.kv_heads), body, layer, length, implementation)
+
+
 def visited(
     body: Slots, layer: int | Array, page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"]
 ) -> Slots:

@@ -85,31 +85,37 @@ class Signs:
 
 
 @lru_cache(maxsize=64)
-def gaussian(width: int, seed: int) -> Float[np.ndarray, "H H"]:
-    """A matrix of independent N(0, 1) numbers."""
-    return constant(draw(seed, SKETCH).standard_normal((width, width)))
+def gaussian(width: int, seed: int, signs: int = 1) -> Float[np.ndarray, "m H"]:
+    """A matrix of independent N(0, 1) numbers, of `signs` rows for every column."""
+    return constant(draw(seed, SKETCH).standard_normal((signs * width, width)))
 
 
 @dataclasses.dataclass(frozen=True)
 class SignSketch:
-    """x ~ ||x|| sqrt(pi / 2) / H S' sign(S x) with a Gaussian S: <q, x> is right on average over S.
+    """x ~ ||x|| sqrt(pi / 2) / m S' sign(S x) with a Gaussian S: <q, x> is right on average over S.
 
-    QJL (arXiv:2406.03482, definition 3.1) with as many rows of S as channels. It estimates inner products; a
-    row by itself comes back with an error larger than it is.
+    QJL (arXiv:2406.03482, definition 3.1) with m = `signs` rows of S for every channel. It estimates inner
+    products; a row by itself comes back with an error larger than it is. Raises ValueError for no signs.
     """
 
     seed: int = 0
+    signs: int = 1
 
     granule = 1
     steady = False
 
+    def __post_init__(self):
+        if isinstance(self.signs, bool) or not isinstance(self.signs, int) or self.signs < 1:
+            raise ValueError(f"a sketch has at least one sign for every channel, got {self.signs!r}")
+
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        sketch = times(x.astype(jnp.float32), gaussian(x.shape[-1], self.seed).T)
+        sketch = times(x.astype(jnp.float32), gaussian(x.shape[-1], self.seed, self.signs).T)
         return {"signs": _bits(sketch >= 0), "size": _length(x)}
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
         codec, matrix = self.span(width)
-        return times(codec.decode(data, width, jnp.float32), matrix).astype(dtype)
+        return times(codec.decode(data, len(matrix), jnp.float32), matrix).astype(dtype)
 
     def span(self, width: int) -> Span:
-        return Span(Signs(), math.sqrt(math.pi / 2) / width * gaussian(width, self.seed))
+        rows = self.signs * width
+        return Span(Signs(), math.sqrt(math.pi / 2) / rows * gaussian(width, self.seed, self.signs))

@@ -14,14 +14,16 @@ DECODED = "codes without a kernel are taken out of their stack to be decoded, a 
 TAKEN = "a layer is taken out of its stack for the slot of each list that leaves it"
 RELAID = "hash codes are read with their slots on the lanes, and laid out anew where new ones are flushed"
 IN_STEPS = dict.fromkeys(("streamingllm", "lm-infinite", "lacache"), TURNED)
+POOLED = {"compressive-transformer": MERGED}
 AT_PREFILL = dict.fromkeys(("snapkv-renumbered", "finch", "adakv-renumbered"), TURNED)
 KNOWN = {
-    "cpu": IN_STEPS | AT_PREFILL | {"kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED},
+    "cpu": IN_STEPS | AT_PREFILL | {"kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED} | POOLED,
     "v5e:2x2": IN_STEPS | AT_PREFILL | {
         "kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED, "less": TAKEN,
-        "int4": DECODED, "mikv": DECODED, "adakv-int4": DECODED, "magicpig": RELAID,
-    },
-    "h100": IN_STEPS | {"kvquant": TURNED, "r-kv": ORDERED},
+        "int4": DECODED, "intactkv": DECODED, "think": DECODED, "mikv": DECODED, "zipcache": DECODED,
+        "adakv-int4": DECODED, "magicpig": RELAID,
+    } | POOLED,
+    "h100": IN_STEPS | {"kvquant": TURNED, "r-kv": ORDERED} | POOLED,
 }  # fmt: skip
 
 

@@ -404,9 +404,9 @@ PREFIXES = dict(sinks=2, newest=2)
 PROFILE = Fitted({"importance": np.array([[0.1, 0.7], [0.0, 0.4]], np.float32)}, "Profile", "")
 
 
-def headkv_kept(prompt, beta=1.2):
+def headkv_kept(prompt, beta=1.2, profile=PROFILE):
     """A window and a base for every head; the pool that they leave, in proportion to the profile."""
-    importance = PROFILE.arrays["importance"].astype(float)
+    importance = profile.arrays["importance"].astype(float)
     spare = count(prompt.length) - WINDOW
     given = int(spare / beta + 1e-9)
     base = count(prompt.length) - given

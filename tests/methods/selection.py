@@ -7,7 +7,17 @@ import numpy as np
 
 from kvjax.fitted import Fitted
 from tests import dynamic, merges
-from tests.methods.expected import ends, finch_score, flat_counts, kv_lists, last_score, received
+from tests.layers import shared_out
+from tests.methods.expected import (
+    ends,
+    expected_score,
+    finch_score,
+    flat_counts,
+    headkv_kept,
+    kv_lists,
+    last_score,
+    received,
+)
 from tests.methods.rows import KERNEL, THETA, WINDOW, count, paged
 from tests.reference import Prompt, best, pool, rope, softmax
 
@@ -291,4 +301,136 @@ def kvmerger_score(prompt, layer):
     return t * (pivots == np.arange(t)) - rank
 
 
+SEARCHED = Fitted({"importance": np.array([[0.3, 0.3], [1.0, 1.0]], np.float32)}, "SearchedProfile", "")
+
+
+def evolkv_kept(prompt):
+    """The window, and what the stack has beside it in proportion to what was searched for."""
+    return headkv_kept(prompt, beta=1.0, profile=SEARCHED)
+
+
 OWN_LAYERS = Fitted({"source": np.arange(3, dtype=np.int32)}, "SharedLayers", "")
+
+
+COMPRESSIVE = merges.Compressive(count, THETA, rate=3, recent=0.4)
+GATED = dict(chunk=5, few=2)
+
+
+def gated_kept(prompt):
+    """The entropy gate's greedy pass over chunks, behind the window, which stays."""
+    found, t, size = [], prompt.length, GATED["chunk"]
+    for layer in range(len(prompt.p)):
+        given = prompt.p[layer][:, -WINDOW:].mean(1).reshape(-1, prompt.group, t).mean(1)
+        given[:, -WINDOW:] = 0
+        score = pool(given, KERNEL, "mean").sum(0)
+        chunks = [np.arange(at, min(at + size, t)) for at in range(0, t, size)]
+        means = np.array([score[c].mean() for c in chunks])
+        shares = [score[c] / (score[c].sum() + 1e-8) for c in chunks]
+        spread = [-(p * np.log(p + 1e-8)).sum() / np.log(max(len(p), 2)) for p in shares]
+        spread = np.array(
+            [np.clip(e, 0, 1) if len(c) > 1 else 0 for e, c in zip(spread, chunks, strict=True)]
+        )
+        lower = lambda x: np.sort(x)[(len(x) - 1) // 2]  # noqa: E731
+        spiky, order, rest = (means >= lower(means)) & (spread < lower(spread)), [], []
+        for i in np.argsort(-means, kind="stable"):
+            best_first = chunks[i][np.argsort(-score[chunks[i]], kind="stable")]
+            most = GATED["few"] if spiky[i] else len(best_first)
+            order, rest = order + best_first[:most].tolist(), rest + best_first[most:].tolist()
+        order += sorted(rest, key=lambda j: (-score[j], j))
+        window = range(t - WINDOW, t)
+        stays = [*window, *[j for j in order if j not in window][: count(t) - WINDOW]]
+        found.append(np.tile(np.isin(np.arange(t), stays), (kv_lists(prompt), 1)))
+    return found
+
+
+DRIFTS = Fitted({"importance": np.array([[0.9, 0.9], [0.2, 0.2]], np.float32)}, "DriftProfile", "")
+EPISODE = (9, 2, 30)
+
+
+def epicache_kept(prompt):
+    """A quarter of the budget for every layer, the rest by how far keys drift; the best by an episode."""
+    t, sinks = prompt.length, 2
+    given = int((n := count(t)) / 1.333 + 1e-9)
+    importance = DRIFTS.arrays["importance"].astype(float)
+    more = shared_out(importance.ravel(), importance.size * given, t - (n - given)).reshape(2, 2)
+    found, again = [], Prompt(prompt.decoder, [*prompt.tokens, *EPISODE])
+    for layer, p in enumerate(again.p):
+        score = p[:, t:, :t].reshape(-1, prompt.group, len(EPISODE), t).max((1, 2))
+        score[:, :sinks] = np.inf
+        found.append(best(score, n - given + more[layer]))
+    return found
+
+
+CURVES = Fitted(
+    {"kept": np.linspace([[0.9, 0.6], [1.0, 0.8]], [[0.1, 0.0], [0.3, 0.1]], 99, axis=-1).astype(np.float32)},
+    "CurveProfile",
+    "",
+)
+
+
+def lukv_kept(prompt):
+    """Of Expected Attention's best, the shares of a curve at the percentage that leaves."""
+    t, n = prompt.length, count(prompt.length)
+    shares = CURVES.arrays["kept"][..., round(100 - 100 * n / t) - 1].astype(float)
+    more = shared_out(shares.ravel(), shares.size * (n - 5), t - 5)
+    counts = 5 + more.reshape(shares.shape)
+    found = []
+    for layer, c in enumerate(counts):
+        size = np.linalg.norm(prompt.v[layer], axis=-1)
+        score = expected_score(prompt, layer, future=64) + 0.05 * size
+        score[:, ends(4, 1)(prompt)] = np.inf
+        found.append(best(score, c))
+    return found
+
+
+PYRAMID = dict(window=WINDOW, decay=0.6, recency=1.5, sinks=1)
+
+
+def pyramidinfer_kept(prompt):
+    """What the newest queries attend to, newer ones weighing more; fewer tokens in every layer."""
+    t, layers = prompt.length, len(prompt.p)
+    rates = [0.6 + 0.4 * (np.cos(np.pi * i / layers) + 1) / 2 for i in range(layers)]
+    base, left = min(WINDOW + 1, count(t)), np.cumprod([1.0, *rates[:-1]])
+    counts = base + shared_out(left, layers * (count(t) - base), t - base)
+    weight, found = np.linspace(1, 1.5, WINDOW), []
+    for layer, n in enumerate(counts):
+        given = np.einsum("nwt,w->t", prompt.p[layer][:, -WINDOW:], weight)
+        given[ends(1, WINDOW)(prompt)] = np.inf
+        found.append(best(np.tile(given, (kv_lists(prompt), 1)), np.full(kv_lists(prompt), n)))
+    return found
+
+
+CENTRES = Fitted(
+    {
+        "mean": (rng := np.random.default_rng(11)).normal(size=(2, 4, 16)).astype(np.float32),
+        "size": rng.uniform(1.5, 3, (2, 4, 8)).astype(np.float32),
+    },
+    "QueryCentres",
+    "",
+)
+
+
+def triattention(farthest):
+    """TriAttention: a cosine series in the distances to come, and what the lengths of queries add."""
+    omega, ahead = THETA ** (-np.arange(8) / 8), 2 ** np.arange(farthest.bit_length())
+    pairs = lambda x: x[..., :8] + 1j * x[..., 8:]  # noqa: E731
+
+    def rule(held):
+        group, head = len(held.q), held.head
+        k = pairs(rope(held.k, -held.pos, THETA))
+        each = []
+        for n in range(head * group, (head + 1) * group):
+            centre = pairs(CENTRES.arrays["mean"][held.layer][n].astype(float))
+            phase = np.angle(centre * k.conj())
+            apart = (held.length - held.pos)[:, None] + ahead[None]
+            waves = np.cos(apart[..., None] * omega + phase[:, None])
+            series = (np.abs(centre) * np.abs(k))[:, None] * waves
+            beside = (CENTRES.arrays["size"][held.layer][n] - np.abs(centre)) * np.abs(k)
+            score = series.sum(-1).mean(1) + beside.sum(-1)
+            each.append((score - score.mean()) / score.std())
+        return np.max(each, 0)
+
+    return rule
+
+
+OWN_HEADS = Fitted({"source": np.tile(np.arange(4, dtype=np.int32), (2, 1))}, "ClusteredHeads", "")

@@ -120,7 +120,9 @@ from tests.methods.rows import (
     turboquant_bytes,
 )
 from tests.methods.table_learned import LEARNED
+from tests.methods.table_reads import READS
 from tests.methods.table_selection import SELECTION
+from tests.methods.table_stores import STORES
 from tests.reference import h2o_victim, rkv_kept, rkv_victims, sink_victim, tova_victim, window_score
 
 ROWS = [
@@ -406,6 +408,8 @@ ROWS = [
     ),
     *SELECTION,
     *LEARNED,
+    *READS,
+    *STORES,
 ]  # fmt: skip
 
 BY_LABEL = {r.label: r for r in ROWS}

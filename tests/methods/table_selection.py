@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from tests import dynamic, merges
 from tests.methods import selection
 from tests.methods.expected import chooses, each_layer, ends, headkv_kept, received, recent_half
@@ -113,5 +115,40 @@ SELECTION = [
         lambda s: paged(lambda s, i: s.k * s.tokens)(s) + s.layers * s.b * s.k * (2 * s.h + 1) * 4,
         hyper=selection.RAZOR | dict(fitted=selection.LOOKS_BACK, page=PAGE), kept=selection.razor_kept,
         leave=merges.Compensated(THETA), counted=True,
+    ),
+    row(
+        "compressive-transformer", lambda s: dense(lambda s: count(s.tokens + s.room) + 3)(s),
+        hyper=dict(rate=3, recent=0.4), whole=dict(recent=1.0), counted=True, kept=selection.COMPRESSIVE.kept,
+        victim=selection.COMPRESSIVE.victims, leave=selection.COMPRESSIVE.leave,
+    ),
+    row(
+        "entropy-gated-chunkkv", dense(half), hyper=SNAP | selection.GATED, kept=selection.gated_kept,
+    ),
+    row(
+        "evolkv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
+        hyper=SNAP | dict(page=PAGE, fitted=selection.SEARCHED), kept=selection.evolkv_kept,
+    ),
+    row(
+        "triattention", dense(due_by_2), hyper=dict(fitted=selection.CENTRES, every=2, farthest=64),
+        **chooses(selection.triattention(64), due=2),
+    ),
+    row(
+        "pyramidinfer", paged(lambda s, i: s.k * count(s.tokens), one_pool=True), model="deep",
+        hyper=selection.PYRAMID | dict(page=PAGE), kept=selection.pyramidinfer_kept,
+    ),
+    row(
+        "epicache", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
+        hyper=dict(episode=selection.EPISODE, fitted=selection.DRIFTS, sinks=2, page=PAGE),
+        kept=selection.epicache_kept,
+    ),
+    row(
+        "lukv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
+        hyper=dict(fitted=selection.CURVES, future=64, epsilon=0.05, page=PAGE), kept=selection.lukv_kept,
+    ),
+    # Where every head attends for itself; tests/test_clustered_heads.py has others. All heads are one list,
+    # of a mixer whose layers the test of stacks does not make.
+    row(
+        "chai", lambda s: dense(everything, 1, lambda s: s.k * 2 * s.h * 4 + 4)(s), error=None, stacks=False,
+        hyper=dict(fitted=selection.OWN_HEADS), kept=lambda p: [np.ones((1, p.length), bool)] * len(p.k),
     ),
 ]  # fmt: skip

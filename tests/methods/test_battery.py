@@ -16,6 +16,7 @@ import kvjax
 from kvjax import steps
 from kvjax.cache import Slots, nbytes
 from kvjax.fitted import with_fitted
+from kvjax.making import made
 from kvjax.models.params import init, plan, regroup
 from kvjax.steps import Run
 from tests.methods.battery import (
@@ -312,7 +313,7 @@ def test_reading_in_chunks_equals_reading_in_turns_and_leaves_ended_rows_alone(l
 @rows([r.label for r in ROWS if not r.counted])
 def test_bytes_are_planned_before_running(label):
     row, cache = BY_LABEL[label], talk(label).prompt[1]
-    m, shape = model(row.model), jax.ShapeDtypeStruct
+    m, shape = made(model(row.model), row.method()), jax.ShapeDtypeStruct
     _, planned = jax.eval_shape(
         lambda params, tokens, lengths: steps.prefill(
             Run(m.config, row.method()), params, tokens, lengths, None,

@@ -25,6 +25,7 @@ from kvjax.fitted import Fitted, with_fitted
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Word, standardised
 from kvjax.keep.budget import AcrossHeads, Uniform
+from kvjax.keep.chunk_wise import EntropyGated
 from kvjax.keep.geometry import Leverage
 from kvjax.keep.observe import Mass
 from kvjax.keep.patterns import Recent
@@ -32,6 +33,7 @@ from kvjax.keep.score import AccumulatedAttention, KeyNorm, WindowAttention
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.steps import Run
+from kvjax.steps.prompt import scored
 from tests.sweep import sweep
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "kvpress_tiny_llama.npz"
@@ -75,10 +77,12 @@ def model() -> Model:
 
 @dataclasses.dataclass(frozen=True)
 class Recorded(Word):
-    """The draws of kvpress' random press, position by position."""
+    """The scores of one of kvpress' presses, position by position."""
+
+    press: str = "random"
 
     def __call__(self, view, seen):
-        draws = jnp.asarray(recorded()["random/scores"])[seen.layer]
+        draws = jnp.asarray(recorded()[f"{self.press}/scores"])[seen.layer]
         return jnp.take_along_axis(draws, jnp.maximum(view.pos, 0), axis=-1)
 
 
@@ -98,10 +102,24 @@ def ea(**hyper) -> Method:
     return kvjax.method("expected-attention", budget=0.5, future=512, sinks=4, **hyper)
 
 
+def knorm() -> Method:
+    return kvjax.method("l2compress", budget=0.5, skip_layers=0)
+
+
+def kvzip(**hyper) -> Method:
+    return kvjax.method("kvzip", budget=0.5, sinks=4, page=16, prefix=repeat_prefix(), **hyper)
+
+
+def layer_shares() -> list[float]:
+    """What kvpress removes of each layer, as shares of a half that stay."""
+    removed = json.loads(str(recorded()["meta"]))["presses"]["per_layer_knorm"]["args"]["compression_ratios"]
+    return [2 * (1 - r) for r in removed]
+
+
 SNAP = dict(budget=0.5, kernel=5, variant="kvpress")
 PRESSES = {
     "random": lambda: half(Recorded()),
-    "knorm": lambda: kvjax.method("l2compress", budget=0.5, skip_layers=0),
+    "knorm": lambda: knorm(),
     "snapkv": lambda: kvjax.method("snapkv", window=64, **SNAP),
     # kvpress never drops the newest token; the paper does not say so.
     "tova": lambda: kvjax.method("tova", budget=0.5).protecting(Recent(1)),
@@ -120,13 +138,21 @@ PRESSES = {
     "leverage": lambda: half(standardised(Sketched())),
     "non_causal": lambda: kvjax.method("compactor", budget=0.5, blend=0.0, chunk=64, sinks=0, newest=0),
     "qfilter": lambda: kvjax.method("q-filters", budget=0.5, newest=0, fitted=filters()),
-    "kvzip": lambda: kvjax.method("kvzip", budget=0.5, sinks=4, page=16, prefix=repeat_prefix()),
+    "kvzip": lambda: kvzip(),
+    "kvzip_layerwise": lambda: kvzip(over="layer"),
+    "kvzip_plus": lambda: kvzip(normalised=True),
+    "per_layer_knorm": lambda: kvjax.per_layer(knorm(), layer_shares(), page=16),
+    "chunk_knorm": lambda: kvjax.in_chunks(knorm(), T // 4),
+    "block_keydiff": lambda: kvjax.in_blocks(kvjax.method("keydiff", budget=0.5), T // 8),
+    "merging_knorm": lambda: kvjax.merging(knorm()),
+    "entropy_chunkkv_snapkv": lambda: half(EntropyGated(Recorded("entropy_chunkkv_snapkv"))),
 }
 # kvpress averages over a group where we sum, or over what we leave as 0 and 1.
 SCALE = {"observed_attention": lambda c: c.kv_heads / c.heads}
 # Here ours is the position and theirs is 1 or 0: the same set, other numbers.
-UNSCORED = {"streaming_llm"}
-each = pytest.mark.parametrize("press", PRESSES)
+UNSCORED = {"streaming_llm", "chunk_knorm", "block_keydiff", "entropy_chunkkv_snapkv"}
+TIED = "entropy_chunkkv_snapkv"
+each = pytest.mark.parametrize("press", [press for press in PRESSES if press != TIED])
 
 
 def repeat_prefix() -> tuple[int, ...]:
@@ -151,7 +177,7 @@ def scores(press: str) -> np.ndarray:
     """Our scores [L, K, T]; infinite where a pattern protects."""
     run, m = Run(model().config, PRESSES[press]()), model()
     if run.method.keep.probe is not None:
-        return probe_scores(run)
+        return normalised_scores(run) if press == "kvzip_plus" else probe_scores(run)
 
     @jax.jit
     def go(params, tokens, lengths):
@@ -181,6 +207,18 @@ def probe_scores(run: Run) -> np.ndarray:
     found = np.concatenate(reading)[:, 0]
     found[..., :4] = np.inf  # sinks
     return found
+
+
+def normalised_scores(run: Run) -> np.ndarray:
+    """The same by the method's own words, which see what the probe's queries came from."""
+
+    @jax.jit
+    def go(params, tokens):
+        prompt = steps.observe(run, params, tokens, jnp.full(1, T), None, steps.needs_of(run, params))
+        return scored(run, params, prompt)
+
+    found = go(model().params, jnp.asarray(recorded()["ids"], jnp.int32))
+    return np.concatenate([found[i] for i in sorted(found)])[:, 0]
 
 
 @cache
@@ -218,7 +256,7 @@ def test_scores_equal_those_of_kvpress(press):
     ours, theirs = scores(press), recorded()[f"{press}/scores"][:, 0]
     free = np.isfinite(ours)
     # What we protect without a score, kvpress scores above everything.
-    protected = theirs[~free] if press != "kvzip" else theirs[:0]
+    protected = theirs[:0] if press.startswith("kvzip") else theirs[~free]
     assert not protected.size or protected.min() >= theirs[free].max()
     ours = ours * SCALE.get(press, lambda c: 1)(model().config)
     assert free.mean() > 0.7
@@ -227,15 +265,23 @@ def test_scores_equal_those_of_kvpress(press):
 
 def decided(press: str) -> np.ndarray:
     """Boolean [L, K, T]: tokens that lie further from their cut than our scores are off."""
-    theirs, keep = recorded()[f"{press}/scores"][:, 0].astype(np.float64), recorded()[f"{press}/keep"][:, 0]
+    keep = recorded()[f"{press}/keep"][:, 0]
     if press in UNSCORED:
-        return np.ones_like(keep)
+        # SnapKV's window has one score for all, of which torch keeps any.
+        return np.arange(T)[None, None] + 0 * keep < (T - 64 if press == TIED else T)
+    theirs = recorded()[f"{press}/scores"][:, 0].astype(np.float64)
     ours = scores(press) * SCALE.get(press, lambda c: 1)(model().config)
     free = np.isfinite(ours)
     error = np.abs(np.where(free, ours - theirs, 0)).max()
     theirs = np.where(free, theirs, np.inf)
     # The cut lies within a head, a layer or the stack, as the method chooses.
-    axes = {"adakv_snapkv": (1, 2), "adakv_knorm": (1, 2), "kvzip": (0, 1, 2)}.get(press, (2,))
+    axes = {
+        "adakv_snapkv": (1, 2),
+        "adakv_knorm": (1, 2),
+        "kvzip": (0, 1, 2),
+        "kvzip_plus": (0, 1, 2),
+        "kvzip_layerwise": (1, 2),
+    }.get(press, (2,))
     worst_kept = np.where(keep, theirs, np.inf).min(axes, keepdims=True)
     best_gone = np.where(keep, -np.inf, theirs).max(axes, keepdims=True)
     return (theirs > best_gone + 2 * error) | (theirs < worst_kept - 2 * error)
@@ -246,7 +292,7 @@ def test_kept_sets_equal_those_of_kvpress(press):
     ours, theirs, sure = kept(compressed(press)[1]), recorded()[f"{press}/keep"][:, 0], decided(press)
     assert ours.sum() == theirs.sum()
     np.testing.assert_array_equal(ours[sure], theirs[sure])
-    assert sure.mean() > 0.99
+    assert sure.mean() > (0.7 if press == TIED else 0.99)
 
 
 @pytest.mark.rotating

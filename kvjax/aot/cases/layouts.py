@@ -77,6 +77,7 @@ LEVELS = _fitted(
         "key centre": (LISTS, WIDTH), "key range": (LISTS, WIDTH), "key levels": (16,), "value levels": (16,),
     },
 )  # fmt: skip
+NORMS = _fitted("AskedChannels", {"norms": (LISTS, WIDTH)})
 HALF: dict[str, Any] = dict(budget=0.5)
 SENTENCES = {
     "full": _one("full"),
@@ -96,6 +97,7 @@ SENTENCES = {
     "lacache": _one("lacache", **HALF),
     "keepkv": _one("keepkv", **HALF),
     "ems": _one("ems", **HALF),
+    "compressive-transformer": _one("compressive-transformer", **HALF),
     "less": _one("less", **HALF, fitted=KERNELS),
     "adakv": _one("adakv", **HALF),
     "adakv-renumbered": Sentence((("adakv", HALF), ("renumbered", {}))),
@@ -110,7 +112,10 @@ SENTENCES = {
     "int4": _one("int4"),
     "kivi": _one("kivi"),
     "kvquant": _one("kvquant", bits=4, fitted=LEVELS),
+    "intactkv": _one("intactkv"),
+    "think": _one("think", fitted=NORMS),
     "mikv": _one("mikv", **HALF),
+    "zipcache": _one("zipcache", **HALF),
     "snapkv-kivi": Sentence((("snapkv", HALF), ("kivi", {}))),
     "adakv-int4": Sentence((("adakv", HALF), ("int4", {}))),
     "h2o-int8": Sentence((("h2o", HALF), ("int8", {}))),
@@ -120,6 +125,8 @@ SENTENCES = {
     "infllm": _one("infllm", budget=1024, newest=1024),
     "sparq": _one("sparq", budget=1024),
     "magicpig": _one("magicpig", budget=1024, skip_layers=0),
+    "loki": _one("loki", budget=1024),
+    "rocketkv": _one("rocketkv", budget=256),
 }
 
 

@@ -1,0 +1,93 @@
+"""Heads of a layer that attend alike: one of them compares queries with keys for all, each has its values."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from kvjax.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.models.config import Config
+from kvjax.models.layers import Params
+from kvjax.models.mixers.attention import ATTENTION, mixer_of
+from kvjax.models.mixers.head_maps import HeadMaps
+from kvjax.models.params import plan, regroup
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusteredHeads:
+    """Query heads attend as the head that stands for their cluster does (CHAI, arXiv:2403.08058).
+
+    fitted: "source" [L, N], as `kvjax fit chai` writes it: for every query head the one whose attention it
+    has, its own number where it stands for itself or others.
+
+    The model that it makes has `HeadMaps` in every layer: queries of the heads that stand for clusters, the
+    keys that these ask, and the values of all. Raises ValueError for a model whose layers are not all plain
+    attention without windows, and for a source that does not stand for itself.
+    """
+
+    fitted: Fitted | None = None
+    by = "chai"
+
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model."""
+        check_sizes(self, "clusters", "layers, heads", "source", (model.layers, model.heads))
+
+    def config(self, config: Config) -> Config:
+        """The config of what is made."""
+        for layer in range(config.layers):
+            if (mixer := mixer_of(config, layer)) != ATTENTION or config.window(layer) is not None:
+                raise ValueError(
+                    f"heads of plain attention to all tokens attend for each other, and layer {layer} is "
+                    f"{mixer!r} with the window {config.window(layer)}"
+                )
+        return dataclasses.replace(
+            config, mixers=tuple(map(self._maps, range(config.layers), [config] * config.layers))
+        )
+
+    def params(self, params: Params, config: Config) -> Params:
+        """The parameters of the model that is made: what queries and keys nobody asks for is left out."""
+        made, group = self.config(config), config.heads // config.kv_heads
+        old = regroup(params, plan(config, stacked=False))["layers"]
+
+        def layer(i: int, p: Any) -> Any:
+            asks = np.unique(self._source(i))
+            heads = {"q": asks, "k": np.unique(asks // group)}
+            return {
+                n: _columns(x, heads[n[0]], config.head_dim) if n in _BY_HEADS else x for n, x in p.items()
+            }
+
+        layers = tuple(layer(i, p) for i, p in enumerate(old))
+        return regroup({**params, "layers": layers}, plan(made))
+
+    def _maps(self, layer: int, config: Config) -> HeadMaps:
+        source, group = self._source(layer), config.heads // config.kv_heads
+        for head, other in enumerate(source):
+            if not (0 <= other < config.heads and source[other] == other):
+                raise ValueError(
+                    f"head {head} of layer {layer} cannot attend as head {other} does, expected one that "
+                    "stands for itself"
+                )
+        asks = np.unique(source)
+        keys = np.unique(asks // group)
+        return HeadMaps(
+            tuple(int(i) for i in np.searchsorted(asks, source)),
+            tuple(int(i) for i in np.searchsorted(keys, source // group)),
+            tuple(i // group for i in range(config.heads)),
+        )
+
+    def _source(self, layer: int) -> np.ndarray:
+        assert self.fitted is not None
+        return np.asarray(self.fitted.arrays["source"][layer], np.int64)
+
+
+_BY_HEADS = ("q", "k", "q_bias", "k_bias")
+
+
+def _columns(x: Array, heads: np.ndarray, width: int) -> Array:
+    """Of a matrix or a bias [.., heads * width] the columns of these heads."""
+    split = x.reshape(*x.shape[:-1], -1, width)
+    return jnp.take(split, jnp.asarray(heads), axis=-2).reshape(*x.shape[:-1], -1)

@@ -1,0 +1,103 @@
+"""What stands around any method that chooses slots: chunks, blocks, a merge of values, a clock for steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvjax.errors import InputError
+from kvjax.grammar import Method, check
+from kvjax.keep.chunk_wise import BlockByBlock, WithinChunks
+from kvjax.keep.merge_values import ValueBlend
+from kvjax.when import Every
+
+
+def in_chunks(method: Method, tokens: int) -> Method:
+    """The method with every chunk of `tokens` tokens of a text keeping the same share of its slots.
+
+    Its score is that of the whole text; its budget, a share, holds in every chunk, so no part of a text goes
+    without. The sentence has no name of its own, as in all functions here: write it in a function of a file
+    (`kvjax.methods.user`) where its caches are to be saved. FINCH (arXiv:2408.00167) chooses so.
+
+    Raises InputError for a method that chooses no slots, and for a number of tokens below 1.
+
+    >>> import kvjax
+    >>> kvjax.in_chunks(kvjax.method("keydiff", budget=0.25), 128).keep.score.tokens
+    128
+    """
+    return _around(method, score=WithinChunks(_score(method), _at_least_1("tokens", tokens)))
+
+
+def in_blocks(method: Method, tokens: int) -> Method:
+    """The method choosing anew whenever `tokens` more tokens of a text are there, among what it still holds.
+
+    Layers read the whole text meanwhile, so this says what a choice by blocks keeps, and saves no memory
+    while it reads; `prefill(..., chunk=tokens)` does (KeyDiff, arXiv:2504.15364, section 4).
+
+    Raises InputError as `in_chunks` does.
+
+    >>> import kvjax
+    >>> kvjax.in_blocks(kvjax.method("keydiff", budget=64), 128).keep.score.tokens
+    128
+    """
+    return _around(method, score=BlockByBlock(_score(method), _at_least_1("tokens", tokens)))
+
+
+def merging(method: Method, threshold: float = 0.0) -> Method:
+    """The method with the values of what leaves blended into the most similar slots that stay (`ValueBlend`).
+
+    threshold: what has a lower cosine to all of them is dropped. Raises InputError for a method that chooses
+    no slots or merges already, and for a threshold outside [0, 1].
+
+    >>> import kvjax
+    >>> kvjax.merging(kvjax.method("snapkv", budget=0.25)).keep.merge
+    ValueBlend(threshold=0.0)
+    """
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
+        raise InputError(f"threshold is {threshold!r}, expected a cosine from 0 to 1, such as 0.0")
+    _score(method)
+    assert method.keep is not None
+    if method.keep.merge is not None:
+        raise InputError(
+            f"{method.id} merges by {method.keep.merge!r} already: give a method that drops slots"
+        )
+    return _around(method, merge=ValueBlend(float(threshold)))
+
+
+def while_decoding(method: Method, every: int = 1) -> Method:
+    """The method choosing anew after every `every` tokens that are written, and at the end of prompts.
+
+    A budget that is a share is one of all tokens so far; a number of slots holds the cache's size. Raises
+    InputError for a method that chooses no slots, whose words cannot act in steps, and for `every` below 1.
+
+    >>> import kvjax
+    >>> kvjax.while_decoding(kvjax.method("keydiff", budget=256), every=64).keep.when
+    Every(tokens=64)
+    """
+    _score(method)
+    return _around(method, when=Every(_at_least_1("every", every)))
+
+
+def _score(method: Method) -> Any:
+    if not isinstance(method, Method):
+        raise InputError(f"method is {method!r:.80}, expected a Method: build it with kvjax.method first")
+    if method.keep is None or method.keep.score is None:
+        raise InputError(f"{method.id} chooses no slots: give a method that does, such as snapkv")
+    return method.keep.score
+
+
+def _at_least_1(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} is {value!r}, expected a whole number of tokens, at least 1")
+    return value
+
+
+def _around(method: Method, **parts: Any) -> Method:
+    """The method with other parts of its keep; InputError where these do not go together."""
+    assert method.keep is not None
+    try:
+        made = dataclasses.replace(method, keep=dataclasses.replace(method.keep, **parts), spec=())
+        check(made)
+    except ValueError as error:
+        raise InputError(f"{method.id} cannot be changed so: {error}") from error
+    return made

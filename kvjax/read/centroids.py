@@ -1,0 +1,131 @@
+"""Reading by centroids: keys that are near each other, whole or in parts, are ranked alike."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import Slots
+from kvjax.ops.base.dtypes import wide
+from kvjax.read.ranked import RankedSlots, summed
+
+
+def k_means(
+    x: Float[Array, "*b S H"], live: Bool[Array, "*b S"], count: int, turns: int
+) -> Float[Array, "*b C H"]:
+    """Centroids of the live rows of x after `turns` turns of Lloyd's algorithm (1982).
+
+    The first ones are evenly spaced live rows, which lie in front of all others. A centroid that no row is
+    nearest to stays where it is.
+
+    >>> x = jnp.asarray([[0.0], [1.0], [9.0], [11.0], [5.0]])
+    >>> k_means(x, jnp.arange(5) < 4, 2, 3).tolist()
+    [[0.5], [10.0]]
+    """
+    many = live.sum(-1, dtype=jnp.int32)[..., None]
+    odd = (2 * jnp.arange(count, dtype=jnp.int32) + 1).reshape(*(1,) * (many.ndim - 1), -1)
+    start = jnp.take_along_axis(x, (odd * many // (2 * count))[..., None], axis=-2)
+
+    def turn(_: int | Array, centroids: Float[Array, "*b C H"]) -> Float[Array, "*b C H"]:
+        mine = jax.nn.one_hot(nearest_centroid(x, centroids), count, dtype=x.dtype) * live[..., None].astype(
+            x.dtype
+        )
+        held = mine.sum(-2)[..., None]
+        total = jnp.einsum("...sc,...sh->...ch", mine, x, precision="highest")
+        return jnp.where(held > 0, total / jnp.maximum(held, 1), centroids)
+
+    return jax.lax.fori_loop(0, turns, turn, start)
+
+
+def nearest_centroid(x: Float[Array, "*b S H"], centroids: Float[Array, "*b C H"]) -> Int[Array, "*b S"]:
+    """The number of the centroid of least distance, the first one of equals."""
+    product = jnp.einsum("...sh,...ch->...sc", x, centroids, precision="highest")
+    return jnp.argmin((centroids**2).sum(-1)[..., None, :] - 2 * product, -1).astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductCodes(RankedSlots):
+    """PQCache (arXiv:2407.12820, section 3): the codes of a product quantiser guess the logits of all keys.
+
+    A key's channels are cut into `parts` equal ones, and each has the number of the nearest of 2^bits
+    centroids, which are those of the keys at the end of the last prefill (`k_means`). A key counts as its
+    centroids. Raises ValueError for bits outside 1 to 8.
+    """
+
+    parts: int = 2
+    bits: int = 6
+    turns: int = 10
+
+    def __post_init__(self):
+        if not 1 <= self.bits <= 8:
+            raise ValueError(f"a part's code has 1 to 8 bits, got {self.bits!r}")
+
+    def _cut(self, x: Float[Array, "*b H"]) -> Float[Array, "*b m w"]:
+        if x.shape[-1] % self.parts:
+            raise ValueError(f"parts={self.parts} must divide the {x.shape[-1]} channels of a head")
+        return x.reshape(*x.shape[:-1], self.parts, -1)
+
+    def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
+        """The centroids [*b, parts, C, H / parts], in promote(float32, k)."""
+        x = jnp.moveaxis(self._cut(jax.lax.stop_gradient(k.astype(wide(k)))), -2, -3)
+        live = jnp.broadcast_to((pos >= 0)[..., None, :], x.shape[:-1])
+        return {"centroids": k_means(x, live, 2**self.bits, self.turns)}
+
+    def summarise(
+        self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
+    ) -> dict[str, Array]:
+        """A byte for every part of a key."""
+        if learnt is None:
+            return {"codes": jnp.zeros((*k.shape[:-1], self.parts), jnp.uint8)}
+        x = jnp.moveaxis(self._cut(k.astype(wide(k))), -2, -3)
+        codes = nearest_centroid(x, learnt["centroids"])
+        return {"codes": jnp.swapaxes(codes, -1, -2).astype(jnp.uint8)}
+
+    def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:
+        codes, centroids = body.summary["codes"][layer], body.sums["centroids"][layer]
+        mine = self._cut(summed(q, codes.shape[1]))
+        table = jnp.einsum("bkmw,bkmcw->bkmc", mine, centroids, precision="highest")
+        return jnp.take_along_axis(table, jnp.swapaxes(codes, -1, -2).astype(jnp.int32), -1).sum(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clusters(RankedSlots):
+    """ClusterKV (arXiv:2412.03213, section 3): the clusters whose centroids these queries meet most.
+
+    Keys of one direction are of one cluster: `clusters` centroids are those of the unit keys at the end of
+    the last prefill (`k_means`), and a newer key belongs to the nearest. Slots are read in the order of <q,
+    centroid>, cluster by cluster, and of the last one that fits in part the older ones. The first `sinks`
+    tokens are always read.
+    """
+
+    clusters: int = 64
+    turns: int = 10
+    sinks: int = 16
+
+    def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
+        """The centroids [*b, C, H], in promote(float32, k)."""
+        unit = _unit(jax.lax.stop_gradient(k.astype(wide(k))))
+        return {"centroids": k_means(unit, pos >= 0, self.clusters, self.turns)}
+
+    def summarise(
+        self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
+    ) -> dict[str, Array]:
+        """The number of every key's cluster."""
+        if learnt is None:
+            return {"cluster": jnp.zeros(k.shape[:-1], jnp.uint16)}
+        cluster = nearest_centroid(_unit(k.astype(wide(k))), learnt["centroids"])
+        return {"cluster": cluster.astype(jnp.uint16)}
+
+    def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:
+        cluster, centroids = body.summary["cluster"][layer].astype(jnp.int32), body.sums["centroids"][layer]
+        met = jnp.einsum("bkh,bkch->bkc", summed(q, cluster.shape[1]), centroids, precision="highest")
+        pos = body.pos[layer]
+        first = (pos >= 0) & (pos < self.sinks)
+        return jnp.where(first, jnp.inf, jnp.take_along_axis(met, cluster, -1))
+
+
+def _unit(x: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
+    return x * jax.lax.rsqrt(jnp.maximum((x * x).sum(-1, keepdims=True), 1e-24))

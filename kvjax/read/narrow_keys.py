@@ -1,0 +1,71 @@
+"""Reading by narrow keys: a few numbers beside every key, in directions that the prompt's keys say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import Slots
+from kvjax.ops.base.dtypes import wide
+from kvjax.read.ranked import RankedSlots, summed
+
+
+@dataclasses.dataclass(frozen=True)
+class NarrowKeys(RankedSlots):
+    """The base of reads that rank slots by <q, k> in `rank` directions of a head, learnt of its keys."""
+
+    rank: int = 32
+
+    def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
+        """The directions [*b, H, r], in promote(float32, k)."""
+        raise NotImplementedError
+
+    def summarise(
+        self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
+    ) -> dict[str, Float[Array, "*b S r"]]:
+        """What keys are in these directions, in their own dtype; of none, where none was learnt."""
+        if learnt is None:
+            return {"narrow": jnp.zeros((*k.shape[:-1], min(self.rank, k.shape[-1])), k.dtype)}
+        narrow = jnp.einsum(
+            "...sh,...hr->...sr", k.astype(wide(k)), learnt["directions"], precision="highest"
+        )
+        return {"narrow": narrow.astype(k.dtype)}
+
+    def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:
+        narrow, directions = body.summary["narrow"][layer], body.sums["directions"][layer]
+        mine = jnp.einsum("bkh,bkhr->bkr", summed(q, narrow.shape[1]), directions, precision="highest")
+        return jnp.einsum("bkr,bksr->bks", mine, narrow.astype(mine.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class PrincipalKeys(NarrowKeys):
+    """Loki (arXiv:2406.02542, section 4): the directions in which a head's keys vary most.
+
+    They are the `rank` largest principal components: eigenvectors of the keys' covariance at the end of the
+    last prefill.
+    """
+
+    def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
+        # Which slots are read has no gradient, and that of eigenvectors need not be finite.
+        x, live = jax.lax.stop_gradient(k.astype(wide(k))), (pos >= 0)[..., None]
+        count = jnp.maximum(live.sum(-2, keepdims=True), 1).astype(x.dtype)
+        apart = jnp.where(live, x - jnp.where(live, x, 0.0).sum(-2, keepdims=True) / count, 0.0)
+        covariance = jnp.einsum("...sh,...si->...hi", apart, apart, precision="highest") / count
+        vectors = jnp.linalg.eigh(covariance)[1]
+        return {"directions": vectors[..., ::-1][..., : min(self.rank, k.shape[-1])]}
+
+
+@dataclasses.dataclass(frozen=True)
+class HeavyChannels(NarrowKeys):
+    """Double Sparsity (arXiv:2408.07092, section 3.1): the channels in which a head's keys are largest.
+
+    They are the `rank` channels of the largest sums of squares over the keys at the end of the last prefill.
+    """
+
+    def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
+        x = jnp.where((pos >= 0)[..., None], jax.lax.stop_gradient(k.astype(wide(k))), 0.0)
+        _, channels = jax.lax.top_k((x * x).sum(-2), min(self.rank, k.shape[-1]))
+        return {"directions": jnp.swapaxes(jax.nn.one_hot(channels, k.shape[-1], dtype=x.dtype), -1, -2)}

@@ -1,0 +1,89 @@
+"""Reading by slots: what ranks slots one by one says which of them are attended to; the rest is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import Slots, dense
+from kvjax.grammar import Budget
+from kvjax.ops.base.dtypes import wide
+
+
+@dataclasses.dataclass(frozen=True)
+class RankedSlots:
+    """The base of reads that attend to the slots of the largest scores (`score`), of one KV head each.
+
+    The budget is a share of the slots before the `newest` tokens, which are always read.
+    """
+
+    budget: Budget
+    newest: int = 32
+    skip_layers: int = 0
+    granule = 1
+
+    def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]:
+        """Nothing, unless a read says otherwise."""
+        return {}
+
+    def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:
+        """How much the slots of a layer of `body` may matter to these queries; of empty ones anything."""
+        raise NotImplementedError
+
+    def pages_visited(self, slots: int) -> int:
+        """Most slots of a body of `slots` that a query visits (static)."""
+        return min(slots, self.budget.capacity(slots))
+
+    def select(
+        self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
+        implementation: str | None = None,
+    ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
+        """The slots of the largest scores, the first ones of equals, and how many of them count."""
+        live = body.pos[layer] >= 0
+        score = jax.lax.stop_gradient(self.score(q, body, layer))
+        _, slots = jax.lax.top_k(jnp.where(live, score, -jnp.inf), self.pages_visited(body.capacity))
+        full = live.sum(-1, dtype=jnp.int32)
+        return slots, jnp.minimum(full, self.budget.count(full.max(-1))[:, None])
+
+
+def summed(q: Float[Array, "B N T H"], heads: int) -> Float[Array, "B K H"]:
+    """The sum of queries over the heads of each group, in promote(float32, q).
+
+    Its product with a key is the sum of the group's products with it.
+    """
+    b, n, t, h = q.shape
+    return q.reshape(b, heads, n // heads * t, h).astype(wide(q)).sum(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftVotes(RankedSlots):
+    """TokenSelect (arXiv:2411.02886, section 4.2): heads vote for slots, and a layer reads the elected ones.
+
+    A query head votes for slot j with softmax_j(q k_j / sqrt(H)) over the body; the slots with the most votes
+    of all heads are read in every KV head. The first `sinks` tokens are always among them.
+    """
+
+    sinks: int = 4
+
+    def looks_at(self, width: int) -> int:
+        """Of how many of `width` channels of every key votes are made: of all."""
+        return width
+
+    def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:
+        k, pos = dense(jax.tree.map(lambda x: x[layer], body.k)), body.pos[layer]
+        b, h, heads = q.shape[0], q.shape[-1], k.shape[1]
+        rows = q.reshape(b, heads, -1, h).astype(wide(q)) / h**0.5
+        s = jnp.einsum("bkrh,bksh->bkrs", rows, k.astype(rows.dtype))
+        votes = _shares(jnp.where((pos >= 0)[:, :, None], s, -jnp.inf)).sum((1, 2))
+        elected = jnp.broadcast_to(votes[:, None], pos.shape)
+        return jnp.where((pos >= 0) & (pos < self.sinks), jnp.inf, elected)
+
+
+def _shares(s: Float[Array, "*b S"]) -> Float[Array, "*b S"]:
+    """Softmax; 0 where all logits are -inf."""
+    top = s.max(-1, keepdims=True)
+    w = jnp.exp(s - jnp.where(jnp.isneginf(top), 0.0, top))
+    return w / jnp.maximum(w.sum(-1, keepdims=True), 1e-30)

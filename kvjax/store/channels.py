@@ -1,0 +1,103 @@
+"""Rows of which some channels are stored, the same ones for tokens that are encoded together (ThinK)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import Codec, Taught
+from kvjax.fitted import Fitted, ModelSizes, check_sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class AskedChannels:
+    """Of every `tokens` tokens of a head the floor(share * H) channels that count most, and 0 for the others.
+
+    A channel counts |q_c| |k_c|: the root of the mean square of a head's queries there, summed over its
+    group, times the norm of these tokens' keys (ThinK, arXiv:2407.21018, section 3.2). fitted: "norms" [L, K,
+    H] of queries, as `kvjax fit think` writes them; without them all channels of queries count alike. Stored
+    are "values" [*b, S, m] in the order of their channels, in the dtype of the rows, and "at" [*b, S /
+    tokens, m], which channels these are. Raises ValueError for a share outside (0, 1], or no tokens.
+
+    >>> codec = AskedChannels(0.5, 2)
+    >>> codec.decode(codec.encode(jnp.array([[1.0, 3.0], [1.0, 0.0]])), 2, jnp.float32).tolist()
+    [[0.0, 3.0], [0.0, 0.0]]
+    """
+
+    share: float
+    tokens: int
+    fitted: Fitted | None = None
+
+    by = "think"
+    fit_first = False
+
+    def __post_init__(self):
+        if not 0 < self.share <= 1:
+            raise ValueError(f"what stays is a share of the channels in (0, 1], got {self.share!r}")
+        if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
+            raise ValueError(f"channels are chosen for a whole number of tokens >= 1, got {self.tokens!r}")
+
+    @property
+    def granule(self) -> int:
+        return self.tokens
+
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model."""
+        sizes = (model.layers, model.kv_heads, model.head_dim)
+        check_sizes(self, "norms", "layers, KV heads, channels", "norms", sizes)
+
+    def count(self, width: int) -> int:
+        """How many of `width` channels stay."""
+        # A product such as 0.29 * 100 lies below 29.
+        return max(1, int(round(self.share * width, 9)))
+
+    def taught(self, arrays: Taught) -> Codec:
+        if self.fitted is None or self.fitted.digest not in arrays:
+            return self
+        return _Asked(self, arrays[self.fitted.digest]["norms"])
+
+    def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
+        return self.encode_by(x, jnp.ones(()))
+
+    def encode_by(self, x: Float[Array, "*b S H"], norms: Array) -> dict[str, Array]:
+        """Codes by the norms of queries, of as many axes as granules have, or of none."""
+        if x.shape[-2] % self.tokens:
+            raise ValueError(f"{x.shape[-2]} tokens cannot be encoded {self.tokens} at a time")
+        rows = x.reshape(*x.shape[:-2], -1, self.tokens, x.shape[-1])
+        square = jnp.square(rows.astype(jnp.float32)).sum(-2) * jnp.square(norms)
+        # Sorts of rows stay on the devices that these lie on; XLA gathers all rows for a top_k.
+        best = jnp.argsort(-square, axis=-1, stable=True)[..., : self.count(x.shape[-1])]
+        at: Int[Array, "*b G m"] = jnp.sort(best, -1)
+        values = jnp.take_along_axis(rows, at[..., None, :], -1)
+        kind = jnp.uint8 if x.shape[-1] <= 256 else jnp.uint16
+        return {"values": values.reshape(*x.shape[:-1], -1), "at": at.astype(kind)}
+
+    def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
+        channel = jnp.arange(width, dtype=jnp.int32)
+        at = data["at"].astype(jnp.int32)[..., None]
+        # Which of those that stay every channel is, by comparing: a TPU would gather padded rows.
+        there = at == channel.reshape(*(1,) * (at.ndim - 1), -1)
+        rows = data["values"].reshape(*at.shape[:-2], self.tokens, at.shape[-2])
+        picked = jnp.einsum("...tm,...mh->...th", rows, there.astype(rows.dtype), precision="highest")
+        return picked.reshape(*data["values"].shape[:-1], width).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Asked:
+    """`AskedChannels` with the norms [*l, K, H] of its layers at hand, for rows [*l, B, K, S, H]."""
+
+    word: AskedChannels
+    norms: Float[Array, "*l K H"]
+
+    @property
+    def granule(self) -> int:
+        return self.word.granule
+
+    def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
+        return self.word.encode_by(x, self.norms[..., None, :, None, :])
+
+    def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
+        return self.word.decode(data, width, dtype)

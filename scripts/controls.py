@@ -1,0 +1,36 @@
+"""Methods of nobody that say why a method scores what it does, for the surprises of docs/claims.md.
+
+kvjax compare --methods random scripts/controls.py:random_alike --protocol agnostic --samples 30
+kvjax compare --methods snapkv 'scripts/controls.py:snapkv_layer:layer=1' --protocol agnostic --samples 30
+"""
+
+from __future__ import annotations
+
+from kvjax.grammar import Budget, Keep, Method
+from kvjax.keep.budget import PerLayer, Uniform
+from kvjax.keep.layer_budgets import Together
+from kvjax.keep.patterns import Recent
+from kvjax.keep.score import Uniformly, WindowAttention
+from kvjax.methods.shared import window_score
+
+
+def random_alike(budget: float) -> Method:
+    """Random eviction in which all heads of a layer drop the same tokens, as in TOVA."""
+    return Method(Keep(Together(Uniformly(0)), Budget(budget), Uniform()))
+
+
+def tova_apart(budget: float) -> Method:
+    """TOVA's score at the end of a prompt, by which every head drops its own tokens."""
+    return Method(Keep(WindowAttention(1, hide_window=False), Budget(budget), Uniform()))
+
+
+def tova_longer(budget: float, window: int = 16) -> Method:
+    """TOVA at the end of a prompt by several of its queries instead of the last one."""
+    return Method(Keep(WindowAttention(window, heads="layer"), Budget(budget), Uniform(), (Recent(window),)))
+
+
+def snapkv_layer(budget: float, layer: int = 0) -> Method:
+    """SnapKV on four layers, of which one keeps 1.9 times the mean, and the others 0.7 times."""
+    shares = tuple(1.9 if i == layer else 0.7 for i in range(4))
+    score = window_score(16, 5, "grouped")
+    return Method(Keep(score, Budget(budget), PerLayer(shares), (Recent(16),), page=16))

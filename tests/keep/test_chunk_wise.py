@@ -1,0 +1,36 @@
+"""Scores by which chunks choose for themselves, or one after the other."""
+
+import numpy as np
+import pytest
+
+from kvjax.keep.chunk_wise import BlockByBlock, EntropyGated, WithinChunks
+from kvjax.keep.score import KeyNorm
+from tests.keep.test_score import B, K, check, seen_by
+from tests.keep.test_score import view as view  # a fixture
+
+
+def test_within_a_chunk_a_score_is_minus_the_share_that_is_no_worse(view):
+    norm, pos = np.linalg.norm(np.asarray(view.k, np.float64), axis=-1), np.asarray(view.pos)
+    want = np.zeros(norm.shape)
+    for b, k in np.ndindex(B, K):
+        live = np.flatnonzero(pos[b, k] >= 0)
+        for number in np.unique(pos[b, k, live] // 3):
+            mine = live[pos[b, k, live] // 3 == number]
+            want[b, k, mine] = -(norm[b, k, mine][None] <= norm[b, k, mine][:, None]).mean(1)
+    check(WithinChunks(KeyNorm(), 3)(view, seen_by()), want, view)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: WithinChunks(KeyNorm(), 0), "WithinChunks needs a whole number of tokens >= 1, got 0"),
+        (lambda: BlockByBlock(KeyNorm(), -1), "BlockByBlock needs a whole number of tokens >= 1, got -1"),
+        (
+            lambda: EntropyGated(KeyNorm(), 4, 4),
+            "of 4 tokens a spiky chunk keeps 1 or more",
+        ),
+    ],
+)
+def test_pieces_of_no_tokens_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,56 @@
+"""Rows of methods that read some slots of all; see `table.py`."""
+
+from __future__ import annotations
+
+from tests import reads
+from tests.methods.expected import each_layer, snap
+from tests.methods.rows import KERNEL, WINDOW, count, everything, half, plain, row, split
+
+CODES = dict(parts=2, bits=2, turns=3)
+GROUPS = dict(clusters=4, turns=3, sinks=2)
+
+
+def narrow_bytes(rank):
+    """A tail of the newest 4 and one more, `rank` numbers beside every slot, and directions of every list."""
+    return lambda s: (
+        split(everything, 1, 4, lambda s: 4 * rank, plain)(s) + s.layers * s.b * s.k * s.h * rank * 4
+    )
+
+
+def product_bytes(s):
+    """A byte for each of two parts of a key, and 4 centroids of each part."""
+    return split(everything, 1, 4, lambda s: 2, plain)(s) + s.layers * s.b * s.k * 4 * s.h * 4
+
+
+def cluster_bytes(s):
+    """Two bytes for the cluster of a key, and 4 centroids."""
+    return split(everything, 1, 4, lambda s: 2, plain)(s) + s.layers * s.b * s.k * 4 * s.h * 4
+
+
+READS = [
+    row(
+        "rocketkv", split(half, 4, 0, lambda s: 2 * s.h * 4, plain),
+        hyper=dict(read=0.5, window=WINDOW, kernel=KERNEL, page=4, channels=5), moves=False,
+        whole=dict(read=1.0), kept=each_layer(snap()), attends=reads.rocket(count, page=4, channels=5),
+    ),
+    row(
+        "tokenselect", split(everything, 1, 4, lambda s: 0, plain), hyper=dict(sinks=2, newest=4),
+        moves=False, attends=reads.Elected(count, newest=4, sinks=2),
+    ),
+    row(
+        "loki", narrow_bytes(5), hyper=dict(rank=5, newest=4), moves=False,
+        attends=reads.ranked(reads.principal(5), count, 4),
+    ),
+    row(
+        "double-sparsity", narrow_bytes(5), hyper=dict(channels=5, newest=4), moves=False,
+        attends=reads.ranked(reads.heavy(5), count, 4),
+    ),
+    row(
+        "pqcache", product_bytes, hyper=dict(parts=2, code_bits=2, turns=3, newest=4), moves=False,
+        attends=reads.ranked(reads.product_codes(**CODES), count, 4),
+    ),
+    row(
+        "clusterkv", cluster_bytes, hyper=GROUPS | dict(newest=4, skip_layers=0), moves=False,
+        attends=reads.ranked(reads.clusters(4, 3), count, 4, sinks=2),
+    ),
+]  # fmt: skip

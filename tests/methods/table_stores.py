@@ -1,0 +1,98 @@
+"""Rows of methods that store what they keep in codes; see `table.py`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvjax.fitted import Fitted
+from tests.codes import affine, coded, sketch, think, zipcache
+from tests.methods.expected import each_layer, received, recent_half
+from tests.methods.rows import (
+    SNAP,
+    THETA,
+    WINDOW,
+    chained,
+    count,
+    dense,
+    everything,
+    half,
+    kivi_bytes,
+    plain,
+    row,
+    split,
+)
+
+HALF = dict(budget=0.5)
+# In float32, a number between two codes may become the other one.
+FLIPS = 2e-3
+ZIP = dict(window=WINDOW, high=4, low=2, group=16)
+KIVI = dict(granule=16, residual=4)
+
+
+def codes(bits, groups):
+    """Bytes of 16 channels in codes, with a float16 scale and zero per group."""
+    return 16 * bits // 8 + 4 * groups
+
+
+def zip_bytes(s):
+    """Half of the tokens, and room, in 4 bits; the others in 2."""
+    first, second = half(s) * (2 * codes(4, 1) + 4), (s.tokens - count(s.tokens)) * (2 * codes(2, 1) + 4)
+    return s.layers * s.b * s.k * (first + second) + 4 * s.b
+
+
+def intact_bytes(s):
+    """A row's first two tokens as they are; the others in 4 bits."""
+    return s.layers * s.b * s.k * (2 * plain(s) + (everything(s) - 2) * (2 * codes(4, 2) + 4)) + 4 * s.b
+
+
+def whole_bytes(s):
+    """SnapKV of a memory of half the tokens of 16 bits is all of them in 8."""
+    return kivi_bytes(8, slots=everything, residual=4)(s)
+
+
+def mini_bytes(s):
+    """KIVI's codes of 2 bits for half of the tokens, all slots with their masses."""
+    masses = s.layers * s.b * s.k * 4 * ((half(s) - 4) // 16 * 16 + 4 + 16)
+    return kivi_bytes(2, slots=half, residual=4)(s) + masses
+
+
+NORMS = Fitted(
+    {"norms": np.random.default_rng(12).uniform(0.2, 3, (2, 2, 16)).astype(np.float32)}, "AskedChannels", ""
+)
+
+
+def think_bytes(s):
+    """Behind 4 whole tokens and 4 more: 8 of a key's 16 numbers, which 8 these are for every 4 tokens."""
+    return split(everything, 4, 4, lambda s: s.h // 2, lambda s: s.h // 2 * 4 + s.h * 4 + 4)(s)
+
+
+STORES = [
+    row(
+        "think", think_bytes, hyper=dict(keys=0.5, group=4, residual=4, fitted=NORMS), moves=False,
+        attends=think(NORMS.arrays["norms"], 0.5, 4, 4), whole=(("think", dict(keys=1.0)),),
+    ),
+    row(
+        "qjl", split(everything, 1, 4, lambda s: 0, lambda s: 2 * s.h // 8 + 2 + codes(2, 1) + 4),
+        hyper=dict(group=16, residual=4), moves=False, error=FLIPS,
+        attends=coded(sketch(2), affine(2, 16), residual=4),
+    ),
+    row(
+        "intactkv", intact_bytes, hyper=dict(pivots=2, group=8), error=FLIPS,
+        attends=coded(affine(4, 8), affine(4, 8), sinks=2),
+    ),
+    chained("zipcache", zip_bytes, ("zipcache", ZIP | HALF), error=FLIPS, **zipcache(count, THETA, **ZIP)),
+    chained(
+        "minikv", mini_bytes, ("minikv", HALF | dict(group=16, residual=4)),
+        kept=each_layer(received, recent_half), moves=False, error=FLIPS,
+        attends=coded(affine(2, 16, channel=True), affine(2, 16), **KIVI),
+    ),
+    chained(
+        "more-tokens-lower-precision", whole_bytes,
+        ("more-tokens-lower-precision", HALF | SNAP | dict(bits=8, group=16, residual=4)),
+        moves=False, error=FLIPS, attends=coded(affine(8, 16, channel=True), affine(8, 16), **KIVI),
+    ),
+    row(
+        "kv-adaquant", dense(everything, slot=lambda s: codes(4, 1) + codes(2, 1) + 4), hyper=dict(group=16),
+        error=FLIPS, attends=coded(affine(4, 16), affine(2, 16)),
+    ),
+]  # fmt: skip

@@ -1,0 +1,68 @@
+"""What stands around methods that choose slots; kvpress has the same sets (`test_kvpress.py`)."""
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.grammar import Method
+from tests.methods.battery import MAIN, ROOM, model, positions, prompt_of
+from tests.methods.expected import keydiff_score
+
+KNORM = dict(budget=0.5, skip_layers=0)
+
+
+def knorm(**hyper):
+    return kvjax.method("l2compress", **KNORM | hyper)
+
+
+def keydiff():
+    return kvjax.method("keydiff", budget=0.5)
+
+
+@pytest.mark.rotating
+def test_every_chunk_of_a_text_keeps_its_share():
+    _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=kvjax.in_chunks(keydiff(), 6), room=ROOM)
+    for b, row in enumerate(MAIN.first):
+        for layer, lists in enumerate(positions(cache)):
+            score = keydiff_score(prompt_of("4/2", "main", b), layer)
+            for mine, held in zip(score, lists[b], strict=True):
+                chunks = [np.arange(at, min(at + 6, len(row))) for at in range(0, len(row), 6)]
+                # By the share of their chunk that is no worse; the first chunks have what rounding left.
+                share = {j: (r + 1) / len(c) for c in chunks for r, j in enumerate(c[np.argsort(-mine[c])])}
+                assert held == set(sorted(share, key=lambda j: (share[j], j))[: len(row) // 2])
+
+
+@pytest.mark.rotating
+def test_lists_come_back_to_their_budget_after_so_many_tokens():
+    method = kvjax.while_decoding(knorm(budget=10), every=3)
+    _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=method, room=ROOM)
+    held = []
+    for token in (*MAIN.steps, *MAIN.steps):
+        _, cache = kvjax.step(model("4/2"), cache, token)
+        held.append({len(s) for layer in positions(cache) for lists in layer for s in lists})
+    assert held == [{11}, {12}, {10}, {11}, {12}, {10}]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: kvjax.in_chunks(kvjax.method("int8"), 8), "int8 chooses no slots: give a method that does"),
+        (lambda: kvjax.in_blocks(knorm(), 0), "tokens is 0, expected a whole number of tokens, at least 1"),
+        (lambda: kvjax.merging(knorm(), 2.0), "threshold is 2.0, expected a cosine from 0 to 1"),
+        (lambda: kvjax.merging(kvjax.method("d2o", budget=0.5)), "d2o merges by .* already"),
+        (
+            lambda: kvjax.merging(kvjax.method("streamingllm", budget=0.5)),
+            "cannot be changed so",
+        ),
+        (lambda: kvjax.while_decoding(knorm(), 0), "every is 0, expected a whole number of tokens"),
+        (
+            lambda: kvjax.while_decoding(kvjax.method("kvzip", budget=0.5)),
+            "kvzip cannot be changed so: .* cannot work",
+        ),
+        (lambda: kvjax.in_chunks(Method(), 8), "full chooses no slots"),
+    ],
+)
+def test_what_cannot_be_changed_so_says_why(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
