@@ -13,9 +13,10 @@ from tests.methods.table import ROWS
 
 # Classes whose methods do different things in a step: so many programs over caches of one layout.
 SEVERAL = {
-    "dense, kv heads, evicts at prefill": 2,
+    "dense, kv heads, evicts at prefill": 3,
     "dense, kv heads, evicts at prefill, rotates by rank, reads twice": 2,
     "dense, kv heads, evicts every few steps": 6,
+    "dense, kv heads, evicts every few steps, merges into slots": 2,
     "dense, kv heads, evicts every step by mass": 4,
     "dense, kv heads, evicts every step by mass, merges into slots": 4,
     "dense, kv heads, evicts every step by query": 6,
@@ -24,12 +25,12 @@ SEVERAL = {
     "dense, kv heads, evicts never, reads pages": 4,
     "dense, kv heads, evicts never, reads pages, skips layers": 2,
     "dense, kv heads, evicts at prefill, granule codes": 2,
-    "one pool, kv heads, evicts at prefill": 2,
+    "one pool, kv heads, evicts at prefill": 3,
     "dense, kv heads, evicts at prefill, merges into slots": 2,
     "dense, kv heads, evicts at prefill, rotates by rank": 2,
     "dense, kv heads, evicts every step": 3,
     "pages, kv heads, evicts at prefill": 3,
-    "pages, kv heads, evicts every step": 2,
+    "pages, kv heads, evicts every step": 3,
 }
 
 
