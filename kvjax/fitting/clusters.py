@@ -23,6 +23,7 @@ from kvjax.models.model import Model
 from kvjax.models.transformer import positions
 from kvjax.ops.attention.union import Keys
 from kvjax.prefilling import padded
+from kvjax.protocols import Inputs
 
 
 def fit_clusters(
@@ -83,10 +84,10 @@ def _moments(
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
     pairs = (at.pos + 1).sum().astype(jnp.float32)
 
-    def attention(layer: Layer, q: Array, keys: Keys, s: Array) -> tuple[Array, Any]:
+    def attention(layer: Layer, inputs: Inputs, keys: Keys, s: Array) -> tuple[Array, Any]:
         p = probabilities(s)
-        out = jnp.einsum("bkgts,bksv->bkgtv", p, keys.v.astype(s.dtype)).reshape(*q.shape[:3], -1)
-        each = jnp.where((at.pos >= 0)[:, None, :, None], p.reshape(*q.shape[:3], -1), 0.0)
+        out = jnp.einsum("bkgts,bksv->bkgtv", p, keys.v.astype(s.dtype)).reshape(*inputs.q.shape[:3], -1)
+        each = jnp.where((at.pos >= 0)[:, None, :, None], p.reshape(*inputs.q.shape[:3], -1), 0.0)
         products = jnp.einsum("bnts,bmts->nm", each, each, precision="highest")
         return out, (pairs, each.sum((0, 2, 3)), products)
 

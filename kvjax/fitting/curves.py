@@ -25,6 +25,7 @@ from kvjax.models.model import Model
 from kvjax.models.transformer import positions
 from kvjax.ops.attention.union import Keys
 from kvjax.prefilling import padded
+from kvjax.protocols import Inputs
 from kvjax.steps import Run
 from kvjax.steps.prompt import scored
 
@@ -129,9 +130,9 @@ def _good_for(
     asks = (at.pos >= cuts[:, None])[:, None, None, :, None]
     many = jnp.maximum(lengths - cuts, 1).astype(jnp.float32)[:, None, None]
 
-    def attention(layer: Layer, q: Array, keys: Keys, s: Array) -> tuple[Array, Array]:
+    def attention(layer: Layer, inputs: Inputs, keys: Keys, s: Array) -> tuple[Array, Array]:
         p = probabilities(s)
-        out = jnp.einsum("bkgts,bksv->bkgtv", p, keys.v.astype(s.dtype)).reshape(*q.shape[:3], -1)
+        out = jnp.einsum("bkgts,bksv->bkgtv", p, keys.v.astype(s.dtype)).reshape(*inputs.q.shape[:3], -1)
         return out, jnp.where(asks, p, 0.0).sum(3).mean(2) / many
 
     return jnp.concatenate(read_whole(config, params, tokens, at, attention, "budgets of heads").collected)

@@ -22,6 +22,7 @@ from kvjax.models.model import Model
 from kvjax.models.transformer import positions
 from kvjax.ops.attention.union import Keys
 from kvjax.prefilling import padded
+from kvjax.protocols import Inputs
 
 
 def fit_drift(
@@ -95,9 +96,9 @@ def _keys(
         first = pos // block * block - block // 2
         sees = (pos[None, None] >= first[None, :, None]) | (pos[None, None] < sinks)
 
-    def attention(layer: Layer, q: Array, keys: Keys, s: Array) -> tuple[Array, Array]:
+    def attention(layer: Layer, inputs: Inputs, keys: Keys, s: Array) -> tuple[Array, Array]:
         p = probabilities(jnp.where(sees[:, None, None], s, -jnp.inf))
-        out = jnp.einsum("bkgts,bksv->bkgtv", p, keys.v.astype(s.dtype)).reshape(*q.shape[:3], -1)
+        out = jnp.einsum("bkgts,bksv->bkgtv", p, keys.v.astype(s.dtype)).reshape(*inputs.q.shape[:3], -1)
         return out, keys.k
 
     ran = read_whole(config, params, tokens, at, attention, "budgets by drift")
