@@ -53,7 +53,7 @@ def fit_clusters(
     spread = products / count[:, None, None] - mean[:, :, None] * mean[:, None]
     size = np.sqrt(np.maximum(np.einsum("lnn->ln", spread), 1e-30))
     source = np.stack([_clustered(c, least) for c in spread / size[:, :, None] / size[:, None]])
-    return Fitted({"source": source.astype(np.int32)}, "ClusteredHeads", model.fingerprint)
+    return Fitted({"source": source.astype(np.int32)}, "ClusteredHeads", model.signature)
 
 
 def _clustered(correlation: Float[np.ndarray, "N N"], least: float) -> Int[np.ndarray, "N"]:

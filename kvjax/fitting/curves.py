@@ -67,7 +67,7 @@ def fit_curves(
         count += len(rows)
     if not count:
         raise InputError(f"no text has {PERCENT} tokens, expected some: give longer texts")
-    return Fitted({"kept": best_shares(worth / count)}, "CurveProfile", model.fingerprint)
+    return Fitted({"kept": best_shares(worth / count)}, "CurveProfile", model.signature)
 
 
 def curves(

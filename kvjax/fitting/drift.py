@@ -65,7 +65,7 @@ def fit_drift(
     apart = likeness.max() - likeness.min()
     weight = ((likeness.max() - likeness) / apart) ** power if apart > 0 else np.ones(len(likeness))
     importance = np.repeat(weight[:, None], model.config.kv_heads, 1).astype(np.float32)
-    return Fitted({"importance": importance}, "DriftProfile", model.fingerprint)
+    return Fitted({"importance": importance}, "DriftProfile", model.signature)
 
 
 def _likeness(

@@ -71,7 +71,7 @@ def fit_norms(
     count, _, moments = _summed(model, batches, QuerySums(rotated=True), progress, "norms")
     square = np.einsum("lnhh->lnh", moments) / np.maximum(count, 1.0)[:, None, None]
     grouped = square.reshape(len(square), model.config.kv_heads, -1, square.shape[-1]).sum(2)
-    return Fitted({"norms": np.sqrt(grouped).astype(np.float32)}, "AskedChannels", model.fingerprint)
+    return Fitted({"norms": np.sqrt(grouped).astype(np.float32)}, "AskedChannels", model.signature)
 
 
 def fit_centres(
@@ -89,7 +89,7 @@ def fit_centres(
     count, total, sizes = _summed(model, batches, asked, progress, "centres")
     many = np.maximum(count, 1.0)[:, None, None]
     arrays = {"mean": (total / many).astype(np.float32), "size": (sizes / many).astype(np.float32)}
-    return Fitted(arrays, "QueryCentres", model.fingerprint)
+    return Fitted(arrays, "QueryCentres", model.signature)
 
 
 def fit_filters(

@@ -102,7 +102,7 @@ def fit_budgets(
                 best, score = tried, found
         search.tell(told)
     importance = np.repeat(np.exp(best - best.max())[:, None], model.config.kv_heads, 1)
-    return Fitted({"importance": importance.astype(np.float32)}, "SearchedProfile", model.fingerprint)
+    return Fitted({"importance": importance.astype(np.float32)}, "SearchedProfile", model.signature)
 
 
 def _cma() -> Any:
@@ -121,7 +121,7 @@ def _run(model: Model, method: Method) -> tuple[Run, Fitted]:
     if keep is None or not isinstance(keep.allocate, ByProfile):
         raise InputError(f"{method.id} has no budgets that follow from a profile: fit evolkv")
     shape = (model.config.layers, model.config.kv_heads)
-    placeholder = Fitted({"importance": np.ones(shape, np.float32)}, "SearchedProfile", model.fingerprint)
+    placeholder = Fitted({"importance": np.ones(shape, np.float32)}, "SearchedProfile", model.signature)
     allocate = dataclasses.replace(keep.allocate, profile=SearchedProfile(placeholder))
     acting = dataclasses.replace(method, keep=dataclasses.replace(keep, allocate=allocate), spec=())
     return Run(model.config, acting), placeholder
