@@ -33,7 +33,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ratio", type=float, default=0.5, help="share of the slots kept (default: 0.5)")
     parser.add_argument("--decode", type=int, default=24, help="tokens decoded per round (default: 24)")
     parser.add_argument("--threads", type=int, default=1, help="cores of each process (default: 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all seconds")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="where to write all seconds, after every round"
+    )
     args = parser.parse_args()
     if not (args.old / "scripts" / "bench.py").is_file():
         parser.error(f"--old {args.old} has no scripts/bench.py: give the root of a checkout of kvjax")
@@ -109,6 +111,7 @@ def main() -> None:
     from bench import print_rows
 
     from kvjax.eval.report.console import make_console
+    from kvjax.files import write_atomic
 
     sides = {"old": Side(args.old.resolve(), args), "new": Side(HERE, args)}
     seconds: dict[str, list[dict[str, dict[str, float]]]] = {method: [] for method in args.methods}
@@ -120,6 +123,8 @@ def main() -> None:
             for method in args.methods:
                 with console.status(f"round {i + 1} of {args.rounds}: {method}"):
                     seconds[method].append({side: sides[side].round(method) for side in order})
+            if args.json:
+                write_atomic(args.json, json.dumps(seconds, indent=1).encode())
     finally:
         for side in sides.values():
             side.process.terminate()
@@ -128,8 +133,6 @@ def main() -> None:
         for phase in PHASES:
             rows.append(row(method, phase, *([r[side][phase] for r in rounds] for side in ("old", "new"))))
     print_rows(rows)
-    if args.json:
-        args.json.write_text(json.dumps({"seconds": seconds, "rows": rows}, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python scripts/leaderboard.py run --samples 100 --out boards  # compares on every model; goes on if killed
     python scripts/leaderboard.py speed --out boards              # times every method's prefill beside none
     python scripts/leaderboard.py collect --out boards            # what both found becomes the data
+    python scripts/leaderboard.py collect --out boards --add      # beside what it has of other methods
     python scripts/leaderboard.py                                 # prints the page
     python scripts/leaderboard.py --write                         # writes docs/leaderboard.md, its pictures
 
@@ -17,14 +18,24 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from docs_tables import DOCS
 
-from kvjax.eval.report.cells import summarise
+from kvjax.eval.report.cells import Cell, summarise
 from kvjax.eval.report.folder import read_results
-from kvjax.eval.report.leaderboard import DATA, Run, Speed, about_of, leaderboard_text, read_leaderboard
+from kvjax.eval.report.leaderboard import (
+    DATA,
+    Leaderboard,
+    Run,
+    Speed,
+    about_of,
+    leaderboard_text,
+    read_leaderboard,
+)
+from kvjax.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 MODELS = tuple(sorted((ROOT / "tests" / "fixtures" / "recall_seeds").glob("[0-9]")))
@@ -46,6 +57,7 @@ def main() -> None:
         "--models", nargs="+", type=Path, default=MODELS, metavar="DIR", help="(default: 3 seeds)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where results of run and speed lie")
+    parser.add_argument("--add", action="store_true", help="with collect: keep other methods' cells")
     parser.add_argument("--write", action="store_true", help="write the page and its pictures")
     args = parser.parse_args()
     if args.what is not None and args.out is None:
@@ -57,7 +69,7 @@ def main() -> None:
     elif args.what == "speed":
         speed(args.models[0], args.methods, args.out)
     elif args.what == "collect":
-        DATA.write_text(collect(args.models, args.out))
+        DATA.write_text(collect(args.models, args.out, read_leaderboard() if args.add else None))
     else:
         from leaderboard_page import page, pictures
 
@@ -122,21 +134,23 @@ def speed(model: Path, methods: list[str], out: Path) -> None:
         print(f"{entry.label}: {found[entry.label][1] / found[entry.label][0]:.2f}x", flush=True)
 
 
-def collect(models: list[Path], out: Path) -> str:
-    """The data's text, of what `run` and `speed` left in a folder."""
+def collect(models: list[Path], out: Path, old: Leaderboard | None = None) -> str:
+    """The data's text, of what `run` and `speed` left in a folder, and what `old` has of other methods."""
     runs, decode = [], {}
     for model in models:
         found = read_results(out / model.name)
         named = {"model": f"{model.resolve().parent.name}/{model.name}"}
-        runs.append(Run(about_of(found.metrics) | named, tuple(summarise(found.rows))))
+        run = Run(about_of(found.metrics) | named, tuple(summarise(found.rows)))
+        runs.append(run if old is None else _added(run, old))
         full = _tokens_per_s(found.timings, "full", None)
         for method in {name for name, _ in found.timings}:
             mine = _tokens_per_s(found.timings, method, BUDGET) or _tokens_per_s(found.timings, method, None)
             if mine and full:
                 decode.setdefault(method, []).append(mine / full)
     file = out / "speed.json"
+    before = {} if old is None else old.speed
     timed = json.loads(file.read_text()) if file.exists() else {}
-    fast = {
+    fast = before | {
         method: Speed(
             round(mine / none, 3), round(statistics.median(decode[method]), 3) if method in decode else None
         )
@@ -150,6 +164,25 @@ def collect(models: list[Path], out: Path) -> str:
         "model": runs[0].about["model"],
     }
     return leaderboard_text(runs, fast, about if fast else {})
+
+
+def _added(run: Run, old: Leaderboard) -> Run:
+    """A run with the cells that `old` has of other methods, asked the same questions of the same model."""
+    same = ("model", "fingerprint", "samples", "length", "protocols", "seed")
+    asked = [run.about[name] for name in same]
+    before = next((r for r in old.runs if [r.about[name] for name in same] == asked), None)
+    if before is None:
+        sys.exit(f"the data has no run with {dict(zip(same, asked, strict=True))}: collect without --add")
+    mine = {cell.method for cell in run.cells}
+    order = {id: i for i, id in enumerate(METHODS)}
+    cells = sorted((*run.cells, *(c for c in before.cells if c.method not in mine)), key=_place(order))
+    revisions = dict.fromkeys([*before.about["git_revision"].split(", "), run.about["git_revision"]])
+    return Run(before.about | {"git_revision": ", ".join(revisions)}, tuple(cells))
+
+
+def _place(order: dict[str, int]) -> Callable[[Cell], tuple[str, int]]:
+    """Where a cell stands: by protocol, then in the order of the methods; a method's budgets as they are."""
+    return lambda cell: (cell.protocol, order[cell.method])
 
 
 def _tokens_per_s(timings: Any, method: str, budget: float | None) -> float | None:

@@ -61,7 +61,7 @@ def _about(board: Leaderboard) -> str:
     text = (
         f"All methods that need no fit, on the same {about['samples']} contexts of about {about['length']} "
         f"tokens per protocol, on {many}; {about['device']}, {about['dtype']}, revision "
-        f"{str(about['git_revision'])[:12]}. `{about['command']}` runs one of them; see "
+        f"{about['git_revision']}. `{about['command']}` runs one of them; see "
         "`scripts/leaderboard.py` for all."
     )
     if board.timed:
