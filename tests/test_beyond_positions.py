@@ -55,6 +55,7 @@ def test_texts_beyond_the_positions_are_read_in_pieces_and_gone_on_with(method):
     np.testing.assert_array_equal(*np.array(found))
 
 
+@pytest.mark.rotating
 def test_ranks_that_grow_with_what_is_written_end_at_the_last_position():
     m = model()
     with pytest.raises(InputError, match="17 new tokens would reach position 65, this model's last is 64"):

@@ -62,7 +62,11 @@ def test_an_optimizer_of_flax_trains_a_model_as_optax_trains_its_pytree():
     assert kvjax.generate(trained, [[1, 2, 3]], max_new_tokens=2).tokens.shape == (1, 2)
 
 
-@pytest.mark.parametrize("mixer", [ATTENTION, KimiDelta(2, 8, 8)], ids=["attention", "kda"])
+@pytest.mark.parametrize(
+    "mixer",
+    [pytest.param(ATTENTION, marks=pytest.mark.rotating), KimiDelta(2, 8, 8)],
+    ids=["attention", "kda"],
+)
 def test_steps_over_the_cache_give_what_a_call_gives_for_the_whole_text(mixer, rng):
     layer = kvjax.nnx.Attention(16, heads=2, kv_heads=1, head_dim=8, mixer=mixer, rngs=nnx.Rngs(0))
     x = jnp.asarray(rng.normal(size=(2, 9, 16)), jnp.float32)

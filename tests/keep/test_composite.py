@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kvjax.keep.algebra import Word
 from kvjax.keep.composite import Agreed, Composite
@@ -48,6 +49,7 @@ def test_layers_get_what_their_composite_tokens_deserve_and_the_stack_its_total(
         assert want.sum() == layers * n[b] and want.min() >= 1 and len(set(want)) > 1
 
 
+@pytest.mark.rotating
 def test_a_budget_of_everything_keeps_everything():
     scores = f32(np.where(np.arange(5) < 3, 1.0, -np.inf) * np.ones((2, 1, 2, 5)))
     np.testing.assert_array_equal(Composite().counts(scores, jnp.asarray([3])), np.full((2, 1, 2), 3))

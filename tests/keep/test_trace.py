@@ -136,6 +136,7 @@ def test_a_score_of_sum_and_largest_differs_from_both():
 @pytest.mark.parametrize(
     "score", sweep([AccumulatedAttention(), DecayedAttention(0.9)], AccumulatedAttention())
 )
+@pytest.mark.rotating
 def test_equal_budgets_in_pages_keep_what_dense_storage_keeps_over_turns_and_steps(score):
     """A step between the turns, and a turn that evicts nothing: traces in pages grow in all of them."""
     found = []

@@ -2,11 +2,13 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kvjax.ops.base.bit_packing import pair
 from kvjax.pallas_kernels.halves import halves
 
 
+@pytest.mark.rotating
 def test_every_finite_float16_comes_back():
     every = np.arange(2**16, dtype=np.uint16).view(np.float16)
     scales = np.abs(every[::-1])

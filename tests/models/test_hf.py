@@ -293,6 +293,7 @@ def test_saved_tensors_are_those_that_were_loaded(name, loaded, tmp_path):
     assert_same_params(again, model)
 
 
+@pytest.mark.rotating
 def test_large_models_are_saved_in_shards(tmp_path):
     folder, fixture = directory("llama", tmp_path)
     model = load_hf(folder, dtype=jnp.bfloat16, groups=(Group(0, 3),))

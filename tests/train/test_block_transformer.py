@@ -31,6 +31,7 @@ def text(tmp_path):
     return tmp_path / "a.txt"
 
 
+@pytest.mark.rotating
 def test_its_loss_is_that_of_its_logits(text):
     run = settings(text)
     assert isinstance(run.config, BlockConfig) and run.config.blocks.vocab == 32 and run.config.vocab == 257

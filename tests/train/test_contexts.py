@@ -37,6 +37,7 @@ def test_new_layers_change_nothing_at_first():
     assert difference(plain, made, [list(range(12))]).divergence == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.rotating
 def test_what_is_lost_is_the_loss_behind_the_context_and_the_new_layers_learn():
     plain, made = models()
     for name in ("o", "down"):

@@ -88,6 +88,7 @@ def with_equal_heads():
     return Model(CONFIG, params)
 
 
+@pytest.mark.rotating
 def test_searched_groups_of_equal_heads_lose_nothing_where_neighbours_would():
     model = with_equal_heads()
     for spec in ("asymgqa:kv_heads=2", "dha:heads=16,steps=0"):
@@ -108,6 +109,7 @@ def test_fused_and_evolved_groups_of_equal_heads_lose_nothing(spec):
         assert sum(len(set(m.k_of)) for m in made.config.mixers) == 8
 
 
+@pytest.mark.rotating
 def test_attention_is_dropped_where_it_turns_its_input_least():
     params = init(CONFIG, jax.random.key(1))
     for i, size in enumerate((1.0, 1e-3, 1.0, 1e-2)):

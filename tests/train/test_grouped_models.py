@@ -128,6 +128,7 @@ def close(params, config, smaller, less):
         lambda p, c: activation_products(p, c, TOKENS),
     ],
 )
+@pytest.mark.rotating
 def test_asymgqa_finds_planted_heads_and_the_logits_stay(params, measure):
     model = planted(params, SHARED)
     found = [Grouping(*(asymgqa(x, 3) for x in layer)) for layer in measure(model, CONFIG)]

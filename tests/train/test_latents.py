@@ -107,6 +107,7 @@ def test_biases_go_with_their_heads():
     np.testing.assert_allclose(logits(*made), logits(params, config), atol=3e-5)
 
 
+@pytest.mark.rotating
 def test_moments_are_those_of_what_layers_read_and_make_the_texts_count():
     model = kvjax.load("recall-tiny")
     texts = np.random.default_rng(0).integers(0, 200, (4, 48)).tolist()

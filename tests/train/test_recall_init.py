@@ -50,6 +50,7 @@ def params(request):
     return circuit_init(jax.random.key(request.param))
 
 
+@pytest.mark.rotating
 def test_layer_0_looks_back(params):
     tokens = sample("get", seed=0, index=0, tokens=256).context
     first = attention_maps(params, tokens)
