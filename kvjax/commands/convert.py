@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> None:
     from kvjax.checkpoint import save_checkpoint
     from kvjax.commands.sizes import Sizes
     from kvjax.commands.terminal import console, size
+    from kvjax.eval.tasks.reader import speaks_recall
     from kvjax.grammar import Method
     from kvjax.loading import load
     from kvjax.train.conversions import convert, difference
@@ -82,4 +83,7 @@ def run(args: argparse.Namespace) -> None:
         f"is the original's {found.agreement:.1%} of the time",
         soft_wrap=True,
     )
-    out.print(f"uptrain it with kvjax uptrain {args.out} --teacher {args.model} --out DIR", soft_wrap=True)
+    language = " --set data.kind=recall" if speaks_recall(model) else ""
+    out.print(
+        f"uptrain it with kvjax uptrain {args.out} --teacher {args.model}{language} --out DIR", soft_wrap=True
+    )

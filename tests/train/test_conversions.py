@@ -130,7 +130,8 @@ def test_the_command_writes_a_model_and_says_what_it_costs(tmp_path, capsys):
     out = tmp_path / "mqa"
     assert main(["convert", "--to", "mqa", "recall-tiny", str(out), "--rows", "2", "--length", "64"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "nats from the original's" in said and f"kvjax uptrain {out} --teacher recall-tiny" in said
+    assert "nats from the original's" in said
+    assert f"kvjax uptrain {out} --teacher recall-tiny --set data.kind=recall" in said
     assert kvjax.load(str(out)).config.kv_heads == 1
 
 
