@@ -114,14 +114,7 @@ def compare(
             "--scores was given with --text, expected questions, whose answers attend: remove one of both"
         )
     check_out(out)
-    if not isinstance(model, str) and (mesh is not None or rules is not None):
-        raise InputError("mesh= or rules= was given with a model, which has its own: leave them out")
-    loaded = load(model, mesh=mesh, rules=rules) if isinstance(model, str) else model
-    check_single(
-        loaded,
-        "compare cannot ask it, but kvjax inspect sizes its caches and kvjax generate runs it",
-    )
-    check_same("models", loaded.fingerprint)
+    loaded = _loaded(model, mesh, rules)
     folder = Path(out or by_first(lambda: f"kvjax-results/{time.strftime('%Y%m%d-%H%M%S')}"))
     if text is not None:
         length = length or LENGTH
@@ -143,6 +136,19 @@ def compare(
     metrics = {"settings": settings, "command": command}
     pictures = draw_pictures(loaded, plan.entries, protocols[0], batches[0].rows[0][0]) if scores else []
     return _report(plan, batches, log, metrics, pictures, folder, started, console)
+
+
+def _loaded(model: str | Model, mesh: Any, rules: Any) -> Model:
+    """The model that is asked, the same on all hosts; InputError for one that cannot be."""
+    if not isinstance(model, str) and (mesh is not None or rules is not None):
+        raise InputError("mesh= or rules= was given with a model, which has its own: leave them out")
+    loaded = load(model, mesh=mesh, rules=rules) if isinstance(model, str) else model
+    check_single(
+        loaded,
+        "compare cannot ask it, but kvjax inspect sizes its caches and kvjax generate runs it",
+    )
+    check_same("models", loaded.fingerprint)
+    return loaded
 
 
 def _settings(plan: Plan, preset: str) -> dict[str, Any]:

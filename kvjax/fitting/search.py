@@ -64,7 +64,7 @@ def fit_budgets(
         raise InputError(
             "budgets are searched for between layers, and this model has one: use another method"
         )
-    run, placeholder = _run(model, method)
+    run, any_importance = _run(model, method)
     asked = [_asked(model, samples) for samples in batches]
     longest = max(int(one.lengths.max()) for one in asked)
     assert method.keep is not None
@@ -78,7 +78,7 @@ def fit_budgets(
         """The share of answers' tokens that are right with these importances."""
         importance = np.exp(logs - logs.max()).astype(np.float32)
         each = np.repeat(importance[:, None], model.config.kv_heads, 1)
-        params = model.params | {"fitted": {placeholder.digest: {"importance": jnp.asarray(each)}}}
+        params = model.params | {"fitted": {any_importance.digest: {"importance": jnp.asarray(each)}}}
         found = [np.asarray(_right(run, params, one)) for one in asked]
         return float(np.sum([f[0] for f in found]) / np.sum([f[1] for f in found]))
 
@@ -121,10 +121,10 @@ def _run(model: Model, method: Method) -> tuple[Run, Fitted]:
     if keep is None or not isinstance(keep.allocate, ByProfile):
         raise InputError(f"{method.id} has no budgets that follow from a profile: fit evolkv")
     shape = (model.config.layers, model.config.kv_heads)
-    placeholder = Fitted({"importance": np.ones(shape, np.float32)}, "SearchedProfile", model.signature)
-    allocate = dataclasses.replace(keep.allocate, profile=SearchedProfile(placeholder))
+    any_importance = Fitted({"importance": np.ones(shape, np.float32)}, "SearchedProfile", model.signature)
+    allocate = dataclasses.replace(keep.allocate, profile=SearchedProfile(any_importance))
     acting = dataclasses.replace(method, keep=dataclasses.replace(keep, allocate=allocate), spec=())
-    return Run(model.config, acting), placeholder
+    return Run(model.config, acting), any_importance
 
 
 def _asked(model: Model, samples: list[Sample]) -> Asked:
