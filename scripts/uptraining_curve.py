@@ -32,7 +32,7 @@ from kvjax.train.loop import train
 from kvjax.train.settings import Training, training
 
 DATA, PICTURE = DOCS / "uptraining-curve.json", DOCS / "uptraining-curve.png"
-CONVERSIONS = {"GQA": "gqa:kv_heads=1", "MLA": "mla:rank=48", "CLA": "cla:every=2"}
+CONVERSIONS = {"MQA": "gqa:kv_heads=1", "MLA": "mla:rank=48", "CLA": "cla:every=2"}
 SHARES = (0, 1, 2, 5)
 # The rate of training on, a third of the usual one, as in configs/train/uptrain.gin.
 PEAK = 1e-3
