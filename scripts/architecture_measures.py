@@ -1,4 +1,4 @@
-"""What scripts/architecture_table.py measures of a trained model: state, recall, and how fast it decodes.
+"""What scripts/architecture_table.py measures of a model: state, recall, answers, and how fast it decodes.
 
 Speeds are per second of the process, which computes on one core: what else the core does is left out.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ import numpy as np
 from made_up_cache import noise, shapes
 
 import kvjax
-from kvjax import steps
+from kvjax import block_transformer, steps
+from kvjax.block_transformer import BlockConfig, BlockStep
 from kvjax.cache import Cache, GroupState, Slots, State, nbytes
 from kvjax.commands.sizes import abstract_params
+from kvjax.eval.tasks.recall_tasks import sample
 from kvjax.grammar import Method
 from kvjax.models.config import Config
 from kvjax.models.model import Model
-from kvjax.models.params import plan
 from kvjax.steps import Run
 from kvjax.train.losses import next_token
 from kvjax.train.settings import Data, Loop
@@ -33,18 +35,45 @@ from kvjax.train.sources import source_of, words_of
 STEPS = 32
 # Bytes that are read twice, and how many such texts.
 TWICE, TEXTS = 120, 64
+# Questions of the synthetic language, the tokens of their contexts, and a seed that no training has.
+SAMPLES, CONTEXT, HELD_OUT = 512, 64, 10_000
 
 
 def measured(model: Path, contexts: Sequence[int]) -> dict[str, Any]:
-    """Parameters, bytes of a row's state and decoded tokens per second, by the length of the context."""
-    loaded = kvjax.load(model, dtype="float32")
-    assert isinstance(loaded, Model)
+    """Parameters, bytes of a row's state by the length of the context, and bits of a text read twice."""
+    loaded = _loaded(model)
     return {
         "parameters": sum(x.size for x in jax.tree.leaves(loaded.params)),
         "state_bytes": {str(n): state_bytes(loaded.config, n) for n in contexts},
         "recall_bits": [round(x, 4) for x in recall(loaded)],
-        "decode_tokens_per_second": {str(n): round(decode_speed(loaded, n), 1) for n in contexts},
     }
+
+
+def speeds(model: Path, contexts: Sequence[int]) -> dict[str, Any]:
+    """Decoded tokens per second, by the length of the context."""
+    loaded = _loaded(model)
+    return {"decode_tokens_per_second": {str(n): round(decode_speed(loaded, n), 1) for n in contexts}}
+
+
+def _loaded(model: Path) -> Model:
+    loaded = kvjax.load(model, dtype="float32")
+    assert isinstance(loaded, Model)
+    return loaded
+
+
+def answered(model: Path, tokens: int = CONTEXT, samples: int = SAMPLES) -> float:
+    """The share of questions for the value of a key that a model answers whole, by its likeliest tokens.
+
+    The contexts are drawn from other seeds than those of training.
+    """
+    loaded, right = _loaded(model), 0
+    asked = [sample("get", seed=HELD_OUT, index=i, tokens=tokens) for i in range(samples)]
+    for some in (asked[i : i + 64] for i in range(0, samples, 64)):
+        rows = np.asarray([(*s.context, *s.question, *s.answer) for s in some])
+        # What comes behind a wrong token does not matter, so the right ones can be given all at once.
+        said = np.asarray(loaded(rows[:, :-1])).argmax(-1)[:, -len(some[0].answer) :]
+        right += int((said == rows[:, -len(some[0].answer) :]).all(1).sum())
+    return right / samples
 
 
 def recall(model: Model) -> tuple[float, float]:
@@ -64,25 +93,54 @@ def recall(model: Model) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def state_bytes(config: Config, tokens: int) -> int:
+def state_bytes(config: Config | BlockConfig, tokens: int) -> int:
     """All that a cache of one row holds behind so many tokens, without room for more; in bfloat16."""
     params = abstract_params(config, "bfloat16")
-    return nbytes(shapes(Run(config, Method()), params, 1, tokens, 0).groups)
+    return nbytes(_cache_of(config, params, tokens, 0).groups)
 
 
 def decode_speed(model: Model, tokens: int) -> float:
     """Tokens per second of one row behind so many tokens, in float32: the median step of a made-up cache."""
-    run, params = Run(model.config, Method()), model.params
-    assert len(params["layers"]) == len(plan(model.config))
-    cache = after(shapes(run, params, 1, tokens, STEPS + 2), tokens)
+    config, params = model.config, model.params
+    like = _cache_of(config, params, tokens, STEPS + 2)
+    cache = (
+        _blocks_after(like, config, params, tokens)
+        if isinstance(config, BlockConfig)
+        else after(like, tokens)
+    )
     token, append, times = jnp.zeros(1, jnp.int32), jnp.ones(1, bool), []
+    step = jax.jit(_stepping(config), donate_argnums=1)
     for _ in range(STEPS):
         began = time.process_time()
-        logits, cache = steps.step(run, params, cache, token, append)
+        logits, cache = step(params, cache, token, append)
         logits.block_until_ready()
         times.append(time.process_time() - began)
     # The first step compiles.
     return 1 / float(np.median(times[1:]))
+
+
+def _stepping(config: Config | BlockConfig) -> Callable[..., tuple[jax.Array, Cache]]:
+    if isinstance(config, BlockConfig):
+        return BlockStep(config, Method())
+    return partial(steps.step, Run(config, Method()))
+
+
+def _cache_of(config: Config | BlockConfig, params: Any, tokens: int, room: int) -> Cache:
+    """The shapes of a cache of one row behind so many tokens."""
+    if isinstance(config, Config):
+        return shapes(Run(config, Method()), params, 1, tokens, room)
+    ids, lengths = jax.ShapeDtypeStruct((1, tokens), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    of = partial(block_transformer.prefill, config=config, method=Method(), room=room)
+    return jax.eval_shape(of, params, ids, lengths)[1]
+
+
+def _blocks_after(like: Cache, config: BlockConfig, params: Any, tokens: int) -> Cache:
+    """`after` of both decoders of a Block Transformer: blocks below, and the inputs of one block above."""
+    below, (*inside, opened) = len(params["blocks"]["layers"]), like.groups
+    parts = after(Cache(tuple(inside[:below]), like.next), tokens // config.length)
+    above = after(Cache(tuple(inside[below:]), like.next), config.prefix + tokens % config.length)
+    opened = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), opened)
+    return Cache((*parts.groups, *above.groups, opened), jnp.full(like.next.shape, tokens, jnp.int32))
 
 
 def after(like: Cache, tokens: int) -> Cache:

@@ -2,13 +2,15 @@
 
     python scripts/architecture_table.py train --steps 4000     # all rows, two at a time, a core each
     python scripts/architecture_table.py train --seconds 1500 --rows mha gqa mla
+    python scripts/architecture_table.py recall                 # and each on the synthetic language
+    python scripts/architecture_table.py speed                  # on an idle machine: speeds that are missing
     python scripts/architecture_table.py write                  # table and picture in docs/architectures.md
 
 The text is the standard library's source. All rows get the same number of steps, so the same bytes. --seconds
 chooses it: every row trains a little first, and the budget is what the slowest of them does in that time.
-Runs lie in --out and go on where they were cut; a row whose results are in the data already, under the same
-budget, is left out. The data, docs/architecture-table.json, holds the settings with which any row can be
-repeated, its seeds among them.
+Runs lie in --out and go on where they were cut; what is in the data already, under the same budget, is left
+out. The data, docs/architecture-table.json, holds the settings with which any row can be repeated, its seeds
+among them. Speeds are of an architecture alone, so a short run of new weights measures them.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from architecture_measures import measured
+from architecture_measures import answered, measured, speeds
 from docs_tables import DOCS, write_table
 
 from kvjax.files import write_atomic
@@ -38,12 +40,19 @@ CONTEXTS = (1024, 8192, 65536)
 TRIAL = 8
 
 
+# On the synthetic language layers have half the channels.
+NARROW = ("model.d_model=64", "model.d_ff=128")
+
+_WIDTH = "'d_model': 64, 'heads': 4, 'kv_heads': 4, 'head_dim': 32, 'd_ff': 128"
+BLOCK_NARROW = (f"model.blocks={{'layers': 3, {_WIDTH}}}", f"model.tokens={{'layers': 2, {_WIDTH}}}")
+
+
 class Row(NamedTuple):
-    """A row of the table: its name there, the training file, and what is set otherwise in it."""
+    """A row of the table: its name there, the training file, and what makes it narrow."""
 
     name: str
     gin: str
-    changes: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = NARROW
 
 
 ROWS = {
@@ -56,6 +65,7 @@ ROWS = {
     "mlkv": Row("MLKV", "bytes-mlkv"),
     "lckv": Row("LCKV", "bytes-lckv"),
     "yoco": Row("YOCO", "bytes-yoco"),
+    "block": Row("Block Transformer", "bytes-block", BLOCK_NARROW),
     "mixattention": Row("MixAttention", "bytes-mixattention"),
     "svformer": Row("SVFormer", "bytes-svformer"),
     "pod": Row("PoD", "bytes-pod"),
@@ -78,42 +88,55 @@ ROWS = {
 }
 
 
+# The settings of a run on the synthetic language, behind those of the row's own file: questions for the value
+# of a key behind a short context, and layers of half the channels.
+RECALL = (
+    "data.kind=recall", "data.tasks=['get']", "train.length=96", "train.batch=32", "train.log_every=50",
+    "optimiser.name=muon", "optimiser.peak=1e-2", "optimiser.schedule=wsd", "optimiser.warmup=20",
+)  # fmt: skip
+
+
 def main(words: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(words)
     if args.what == "write":
         write(args.data)
         return
+    if args.what == "one":
+        print(json.dumps(KINDS[args.kind].measure(args.rows[0], args)))
+        return
     missing = [id for id in args.rows if ROWS[id].gin not in training_files()]
     if missing:
         print(f"left out, for want of a training file: {', '.join(missing)}")
     rows = [id for id in args.rows if id not in missing]
-    if args.what == "one":
-        one(rows[0], args)
-        return
-    args.steps = args.steps or _steps_in(args.seconds, rows, args)
-    budget = {"steps": args.steps, "set": args.set}
+    if args.steps is None and args.what == "train":
+        args.steps = _steps_in(args.seconds, rows, args)
+    kind = KINDS[args.what]
+    budget = kind.budget(args)
     found = read(args.data)
-    todo = [id for id in rows if found["rows"].get(id, {}).get("budget") != budget]
-    print(f"{len(rows) - len(todo)} rows are there; {len(todo)} to do, {args.steps} steps each", flush=True)
-    with ThreadPoolExecutor(args.jobs) as pool:
+    todo = [id for id in rows if found["rows"].get(id, {}).get(kind.name) != budget]
+    print(f"{len(rows) - len(todo)} rows are there; {len(todo)} to do", flush=True)
+    # Beside each other they would compete for memory.
+    with ThreadPoolExecutor(1 if args.what == "speed" else args.jobs) as pool:
         rows_of = {pool.submit(_apart, id, i, args): id for i, id in enumerate(todo)}
         # The parent alone writes the data, a row as soon as it is there.
         for done in as_completed(rows_of):
             id, result = rows_of[done], done.result()
             if result is None:
                 continue
-            found["rows"][id] = result | {"budget": budget}
+            row = found["rows"].get(id, {"name": ROWS[id].name, "gin": ROWS[id].gin})
+            found["rows"][id] = row | result | {kind.name: budget}
             write_atomic(args.data, (json.dumps(found, indent=1) + "\n").encode())
-            print(f"{id}: {result['bits_per_byte']} bits per byte", flush=True)
+            print(f"{id}: {kind.said.format(**result)}", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("train", "write", "one"), help="one: a row in this process")
+    parser.add_argument("what", choices=(*KINDS, "write", "one"), help="one: a row in this process")
+    parser.add_argument("--kind", choices=KINDS, default="train", help="of one: what is measured")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
-    parser.add_argument("--steps", type=int, help="steps of every row")
+    parser.add_argument("--steps", type=int, help=f"steps of every row (recall: {RECALL_STEPS})")
     parser.add_argument("--seconds", type=float, default=1500.0, help="or: the time of the slowest row")
     parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="rows at a time, a core each")
     parser.add_argument("--set", nargs="+", default=[], metavar="SECTION.NAME=VALUE", help="for all rows")
@@ -128,7 +151,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def _apart(id: str, place: int, args: argparse.Namespace) -> dict[str, Any] | None:
     """What `one` prints last, from a process on a core of its own; None, with a word, where it fails."""
-    words = ["one", "--rows", id, "--steps", str(args.steps), "--out", str(args.out)]
+    words = ["one", "--kind", args.what, "--rows", id, "--out", str(args.out)]
+    words += ["--steps", str(args.steps)] if args.steps else []
     words += ["--set", *args.set] if args.set else []
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     pin = None if len(cores) < 2 or args.jobs < 2 else {cores[place % len(cores)]}
@@ -144,50 +168,97 @@ def _apart(id: str, place: int, args: argparse.Namespace) -> dict[str, Any] | No
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def one(id: str, args: argparse.Namespace) -> None:
-    """Trains a row, or goes on with it, measures it and prints the results as JSON."""
+def trained(id: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Trains a row, or goes on with it, and measures quality and bytes."""
     folder = args.out / f"{id}-{args.steps}"
-    _train(id, folder, args.steps, args.set)
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    log = _train(id, folder, args.steps, args.set)
     run = json.loads((folder / "run.json").read_text())
     seeds = {"seeds": {"train": run["loop"]["seed"], "data": run["data"]["seed"]}}
-    print(json.dumps(_results(id, log, seeds | measured(folder / "model", CONTEXTS))))
+    found = {"bits_per_byte": log[-1]["bits_per_byte"], "tokens": log[-1]["tokens"]}
+    return found | seeds | measured(folder / "model", CONTEXTS)
 
 
-def _train(id: str, folder: Path, steps: int, changes: list[str]) -> None:
+def recalled(id: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The share of questions that a row answers whole, once it has learned on the synthetic language."""
+    steps, folder = args.steps or RECALL_STEPS, args.out / f"{id}-recall-{args.steps or RECALL_STEPS}"
+    log = _train(id, folder, steps, _recall_settings(id, args))
+    exact = {"exact_match": answered(folder / "model"), "recall_tokens": log[-1]["tokens"]}
+    return exact | {"recall_losses": [line["loss"] for line in log]}
+
+
+def _recall_settings(id: str, args: argparse.Namespace) -> list[str]:
+    return [*RECALL, *ROWS[id].narrow, *args.set]
+
+
+def timed(id: str, args: argparse.Namespace) -> dict[str, Any]:
+    """How fast a row trains and decodes, from a run that is too short to learn."""
+    folder = args.out / f"{id}-trial"
+    log = _trial(id, args)
+    return {"training_tokens_per_second": speed_of(log), **speeds(folder / "model", CONTEXTS)}
+
+
+def _train(id: str, folder: Path, steps: int, changes: list[str]) -> list[dict[str, Any]]:
+    """The log of a run that is trained to its end."""
     row = ROWS[id]
-    settings = [f"train.steps={steps}", *row.changes, *changes]
+    settings = [f"train.steps={steps}", *changes]
     words = ["train", "--gin", row.gin, "--out", str(folder), "--set", *settings]
     words += ["--resume"] if (folder / "run.json").exists() else []
     if not (folder / "model").is_dir():
         # What it prints is no part of this process's output, which is read.
         subprocess.run([sys.executable, "-m", "kvjax", *words], stdout=sys.stderr, check=True)
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-def _results(id: str, log: list[dict[str, Any]], measures: dict[str, Any]) -> dict[str, Any]:
-    """A row's results; how fast it trains, per second of its core, is the median of the lines of its log."""
-    speeds = [
+def speed_of(log: list[dict[str, Any]]) -> int:
+    """Tokens per second of a core: the median of the lines of a log, of which the first has the compiling."""
+    found = (
         (b["tokens"] - a["tokens"]) / (b["cpu_seconds"] - a["cpu_seconds"])
         for a, b in itertools.pairwise(log)
-    ]
-    return {
-        "name": ROWS[id].name,
-        "gin": ROWS[id].gin,
-        "bits_per_byte": log[-1]["bits_per_byte"],
-        "tokens": log[-1]["tokens"],
-        "training_tokens_per_second": round(statistics.median(speeds)),
-        **measures,
-    }
+    )
+    return round(statistics.median(found))
+
+
+class Kind(NamedTuple):
+    """What can be measured of a row: how it is called in the data, what it depends on, and what is said."""
+
+    name: str
+    measure: Callable[[str, argparse.Namespace], dict[str, Any]]
+    budget: Callable[[argparse.Namespace], Any]
+    said: str
+
+
+# Steps of a run on the synthetic language.
+RECALL_STEPS = 2000
+KINDS = {
+    "train": Kind(
+        "budget", trained,
+        lambda args: {"steps": args.steps, "set": args.set},
+        "{bits_per_byte} bits per byte",
+    ),
+    "recall": Kind(
+        "recall_budget", recalled,
+        lambda args: {"steps": args.steps or RECALL_STEPS, "set": [*RECALL, *args.set]},
+        "{exact_match:.1%} answered",
+    ),
+    "speed": Kind(
+        "speed_budget", timed, lambda args: {"steps": TRIAL, "set": args.set},
+        "{training_tokens_per_second} tokens per second in training",
+    ),
+}  # fmt: skip
+
+
+def _trial(id: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The log of a short run, made anew."""
+    folder = args.out / f"{id}-trial"
+    shutil.rmtree(folder, ignore_errors=True)
+    return _train(id, folder, TRIAL, ["train.log_every=2", "train.evaluate_rows=1", *args.set])
 
 
 def _steps_in(seconds: float, rows: list[str], args: argparse.Namespace) -> int:
     """How many steps the slowest of the rows does in that time, from a short run of each."""
     slowest = 0.0
     for id in rows:
-        folder = args.out / f"{id}-trial"
-        shutil.rmtree(folder, ignore_errors=True)
-        _train(id, folder, TRIAL, ["train.log_every=2", "train.evaluate_rows=1", *args.set])
-        log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        log = _trial(id, args)
         step = log[-1]["tokens"] / TRIAL
         slowest = max(slowest, step / statistics.median(line["tokens_per_second"] for line in log[1:]))
         print(f"{id}: {1 / slowest:.2f} steps per second or more", flush=True)

@@ -29,6 +29,8 @@ EXAMPLE = """conversions:
   yoco:window=256          the upper half reads one layer, below are windows
   swiftkv:layer=4          layers from there on project from its input
   xc-cache:before=[1,3]    layers that read what an encoder kept
+  cepe:width=64            every layer reads what an encoder that learns kept
+  block:length=4           lower layers read blocks, upper ones their tokens
   linear:keep=2,mixer=KimiDelta,steps=200
                            linear attentions that learn from the attention
 
@@ -53,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from kvjax.checkpoint import save_checkpoint
-    from kvjax.commands.sizes import Sizes
+    from kvjax.commands.sizes import sizes_of
     from kvjax.commands.terminal import console, size
     from kvjax.eval.tasks.reader import speaks_recall
     from kvjax.grammar import Method
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
     new, texts = convert(model, args.to, partial(some, args.seed + 1)), some(args.seed)
     found = difference(model, new, texts)
     before, after = (
-        Sizes(m.config, args.dtype, args.length, [Method()]).nbytes(Method()) for m in (model, new)
+        sizes_of(m.config, args.dtype, args.length, [Method()]).nbytes(Method()) for m in (model, new)
     )
     save_checkpoint(new, args.out)
     out.print(

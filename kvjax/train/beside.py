@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+
 from kvjax.errors import InputError
 from kvjax.loading import load
 from kvjax.models.block_transformer import BlockConfig
@@ -9,6 +11,7 @@ from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.model import Model
+from kvjax.models.params import init
 from kvjax.train.settings import Training
 from kvjax.train.sources import Words
 from kvjax.train.step import Beside, Frozen
@@ -52,21 +55,54 @@ def _encoder(run: Training, config: Config | BlockConfig, words: Words) -> Froze
     if isinstance(config, BlockConfig):
         return None
     widths = {m.width for i in range(config.layers) if isinstance(m := mixer_of(config, i), CrossAttention)}
-    if run.encoder is None and not widths and not run.loop.context:
+    if run.encoder is None and not widths and not run.loop.context and not run.tune.encoder:
         return None
     if run.encoder is None or not widths or not 1 <= run.loop.context < run.loop.length:
+        given = "sizes" if isinstance(run.encoder, Config) else run.encoder
         raise InputError(
             "layers of cross-attention read what an encoder made of the start of every row: model.encoder "
-            f"is {run.encoder}, train.context {run.loop.context} of {run.loop.length} tokens, and the model "
-            f"has {'such' if widths else 'no such'} layers (kvjax convert --to xc-cache makes them): give all"
+            f"is {given}, train.context {run.loop.context} of {run.loop.length} tokens, and the model has "
+            f"{'such' if widths else 'no such'} layers (kvjax convert --to xc-cache or cepe makes them): "
+            "give all"
         )
     if run.teacher is not None:
         raise InputError("a teacher reads whole rows, and a context is apart: leave one of them out")
-    model = load(run.encoder, mesh=run.devices.mesh, rules=run.devices.rules)
-    if not isinstance(model.config, Config) or widths != {model.config.d_model}:
+    if run.tune.encoder and run.devices.mesh is not None:
+        raise InputError("an encoder learns on one device: leave out devices, or tune.encoder")
+    encoder = _fresh(run, run.encoder, words) if isinstance(run.encoder, Config) else _known(run, words)
+    if widths != {encoder.config.d_model}:
         raise InputError(
-            f"the encoder {run.encoder} is no model of {', '.join(map(str, sorted(widths)))} channels, which "
-            "the layers of cross-attention read"
+            f"the encoder has {encoder.config.d_model} channels, and the layers of cross-attention read "
+            f"{', '.join(map(str, sorted(widths)))}"
         )
+    reads = run.loop.chunk or run.loop.context
+    if min(reads, run.loop.context) > encoder.config.max_positions:
+        raise InputError(
+            f"the encoder has {encoder.config.max_positions} positions and is to read {reads} tokens at "
+            "once: lower train.chunk"
+        )
+    return encoder
+
+
+def _fresh(run: Training, config: Config, words: Words) -> Frozen:
+    """An encoder that starts at random."""
+    if not run.tune.encoder:
+        raise InputError(
+            "model.encoder gives the sizes of an encoder that starts at random, and it does not learn: set "
+            "tune.encoder=True, or name the directory of one that has learned"
+        )
+    if config.vocab < words.vocab:
+        raise InputError(
+            f"the tokenizer has {words.vocab} ids and the encoder {config.vocab}: leave vocab out"
+        )
+    return Frozen(init(config, jax.random.key(run.loop.seed + 1)), config)
+
+
+def _known(run: Training, words: Words) -> Frozen:
+    """An encoder that was trained before."""
+    assert isinstance(run.encoder, str)
+    model = load(run.encoder, dtype="float32", mesh=run.devices.mesh, rules=run.devices.rules)
+    if not isinstance(model.config, Config):
+        raise InputError(f"the encoder {run.encoder} is a model of two decoders, expected one of one")
     check_tokenizer(run.encoder, model, words, run)
     return Frozen(model.params, model.config)

@@ -14,7 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.block_transformer import BlockTransformer
 from kvjax.errors import InputError
+from kvjax.models.block_transformer import BlockConfig
+from kvjax.models.block_transformer import forward as forward_blocks
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import ATTENTION, Attention, mixer_of
@@ -30,6 +33,7 @@ from kvjax.train.convert import (
     pool_heads,
     share_layers,
 )
+from kvjax.train.crossed import cross_behind_each
 from kvjax.train.fusion import fused_groups, weighted_groups
 from kvjax.train.grouping.asymgqa import asymgqa
 from kvjax.train.grouping.dha import dha
@@ -40,8 +44,9 @@ from kvjax.train.latents import Moments, input_moments, pool_by_values, to_laten
 from kvjax.train.linear import attention_changes, to_linear
 from kvjax.train.low_rank import columns, fitted_word, to_nested, to_progressive
 from kvjax.train.recur import to_recurrent_heads
+from kvjax.train.two_decoders import to_blocks
 
-Made = tuple[Params, Config]
+Made = tuple[Params, Config | BlockConfig]
 Texts = Sequence[Sequence[int]]
 
 
@@ -233,6 +238,18 @@ def _xc_cache(params: Params, config: Config, *, before: Sequence[int]) -> Made:
     return insert_cross_attention(params, config, before, word, jax.random.key(0))
 
 
+def _cepe(params: Params, config: Config, *, width: int) -> Made:
+    """Cross-attention behind every attention, over an encoder's `width` channels (CEPE, arXiv:2402.16617)."""
+    return cross_behind_each(params, config, width, jax.random.key(0))
+
+
+def _block(
+    params: Params, config: Config, *, length: int = 4, prefix: int = 2, layers: int | None = None
+) -> Made:
+    """The Block Transformer (arXiv:2406.02657), whose lower `layers` read blocks of `length` tokens."""
+    return to_blocks(params, config, length, prefix, layers)
+
+
 def _recurformer(
     params: Params,
     config: Config,
@@ -251,7 +268,7 @@ CONVERSIONS: dict[str, Callable[..., Made]] = {
     "dha": _dha, "eckvh": _eckvh, "mla": _mla, "low-rank": _low_rank, "lorc": _lorc,
     "matryoshkakv": _matryoshkakv, "cla": _cla, "mlkv": _mlkv, "lckv": _lckv, "yoco": _yoco,
     "swiftkv": _swiftkv, "drop": _drop, "linear": _linear, "recurformer": _recurformer,
-    "xc-cache": _xc_cache,
+    "xc-cache": _xc_cache, "cepe": _cepe, "block": _block,
 }  # fmt: skip
 
 
@@ -280,7 +297,8 @@ def convert(model: Model, spec: str, texts: Texts | Callable[[], Texts] | None =
         params, config = CONVERSIONS[name](model.params, model.config, **options)
     except (ValueError, TypeError) as error:
         raise InputError(f"{model.name} cannot be converted to {spec}: {error}") from error
-    return Model(
+    of: Any = BlockTransformer if isinstance(config, BlockConfig) else Model
+    return of(
         config, params, tokenizer=model.tokenizer, chat_template=model.chat_template, stop_ids=model.stop_ids,
         special_tokens=model.special_tokens, name=f"{model.name}-{name}",
     )  # fmt: skip
@@ -339,10 +357,11 @@ def difference(model: Model, other: Model, texts: Sequence[Sequence[int]]) -> Di
 
 
 def _compare(
-    params: Params, others: Params, tokens: Int[jax.Array, "B T"], config: Config, other: Config
+    params: Params, others: Params, tokens: Int[jax.Array, "B T"], config: Config, other: Config | BlockConfig
 ) -> tuple[jax.Array, jax.Array, int]:
     a = jax.nn.log_softmax(forward(params, tokens, config).astype(jnp.float32))
-    b = jax.nn.log_softmax(forward(others, tokens, other).astype(jnp.float32))
+    of: Any = forward_blocks if isinstance(other, BlockConfig) else forward
+    b = jax.nn.log_softmax(of(others, tokens, other).astype(jnp.float32))
     same = (a.argmax(-1) == b.argmax(-1)).sum()
     return jnp.sum(jnp.exp(a) * (a - b)), same, tokens.size
 

@@ -51,7 +51,19 @@ from kvjax.train.run_folder import LOG, clock, open_run, trim_log
 from kvjax.train.saving import Saver
 from kvjax.train.settings import Training
 from kvjax.train.sources import Source, Words, source_of, words_of
-from kvjax.train.step import Beside, Found, Parts, TrainState, fault, make_step, told, total_loss
+from kvjax.train.step import (
+    Beside,
+    Found,
+    Frozen,
+    Pair,
+    Parts,
+    TrainState,
+    fault,
+    make_step,
+    parted,
+    told,
+    total_loss,
+)
 from kvjax.train.trained import Fixed, groups_of, joined, kinds, split
 
 AnyConfig = Config | BlockConfig
@@ -81,7 +93,8 @@ def train(
     source, held = source_of(run.data, words, run.loop, segments=segments)
     _open(folder, run, config, resume)
     steps = optimiser(run.optimiser, run.loop)
-    state, fixed = begin(start(), run, config, steps, on)
+    learns = others.encoder if run.tune.encoder else None
+    state, fixed = begin(start(), run, config, steps, on, learns)
     saver, before = Saver(folder), {}
     check_same("the newest checkpoints", saver.latest)
     if resume and saver.latest is not None:
@@ -95,13 +108,21 @@ def train(
     step = make_step(config, run.loop, steps, on)
     learn = partial(step, beside=others, fixed=fixed)
     state = session.go(state, source.next, lambda: source.place.as_json(), learn)
-    of = BlockTransformer if isinstance(config, BlockConfig) else Model
-    model = of(
-        config, joined(state.params, fixed), tokenizer=words.tokenizer, special_tokens=words.special,  # pyright: ignore
-        stop_ids=(words.end,), name=folder.name,
-    )  # fmt: skip
-    save_checkpoint(model, folder / "model")
+    trained, others = parted(state.params, others)
+    if run.tune.encoder:
+        assert others.encoder is not None
+        _save(folder / "encoder", others.encoder.config, others.encoder.params, words)
+    _save(folder / "model", config, joined(trained, fixed), words)
     return folder / "model"
+
+
+def _save(path: Path, config: AnyConfig, params: Params, words: Words) -> None:
+    of: Any = BlockTransformer if isinstance(config, BlockConfig) else Model
+    model = of(
+        config, params, tokenizer=words.tokenizer, special_tokens=words.special, stop_ids=(words.end,),
+        name=path.parent.name,
+    )  # fmt: skip
+    save_checkpoint(model, path)
 
 
 def _carrying(config: AnyConfig) -> bool:
@@ -170,9 +191,17 @@ def _check(run: Training, config: AnyConfig, on: OnMesh | None) -> None:
 
 
 def begin(
-    params: Params, run: Training, config: AnyConfig, steps: optax.GradientTransformation, on: OnMesh | None
+    params: Params,
+    run: Training,
+    config: AnyConfig,
+    steps: optax.GradientTransformation,
+    on: OnMesh | None,
+    encoder: Frozen | None = None,
 ) -> tuple[TrainState, Fixed | None]:
-    """The state before the first step, in float32 and where the mesh has it, and what does not learn."""
+    """The state before the first step, in float32 and where the mesh has it, and what does not learn.
+
+    encoder: one that learns with the model.
+    """
     if isinstance(config, BlockConfig):
         whole = jax.tree.map(lambda x: x.astype(jnp.float32), params)
         return TrainState(whole, steps.init(whole), jnp.zeros((), jnp.int32)), None
@@ -182,6 +211,8 @@ def begin(
     trained, fixed = params, None
     if not run.tune.all:
         trained, fixed = split(params, groups, of, run.tune, jax.random.key(run.loop.seed))
+    if encoder is not None:
+        trained = Pair(trained, jax.tree.map(lambda x: x.astype(jnp.float32), encoder.params))
     if on is None:
         return TrainState(trained, steps.init(trained), jnp.zeros((), jnp.int32)), fixed
     trained, fixed = (jax.device_put(x, places(x, params, config, on)) for x in (trained, fixed))
@@ -194,7 +225,8 @@ def _open(folder: Path, run: Training, config: AnyConfig, resume: bool) -> None:
     # Devices are left out: a run may go on on others.
     parts = {name: dataclasses.asdict(getattr(run, name)) for name in ("data", "optimiser", "loop", "tune")}
     model = {"model": config_to_json(config), "start": run.start, "teacher": run.teacher, "init": run.init}
-    model |= {"encoder": run.encoder}
+    encoder = run.encoder if isinstance(run.encoder, str | None) else config_to_json(run.encoder)
+    model |= {"encoder": encoder}
     by_first(lambda: open_run(folder, model | parts, resume))
 
 
@@ -276,16 +308,17 @@ class _Session:
             return due
         return (i + 1) % self.run.loop.log_every == 0 and by_first(lambda: due)
 
-    def evaluate(self, params: Params) -> dict[str, float]:
+    def evaluate(self, params: Any) -> dict[str, float]:
         """The mean loss of the held-out rows, in nats per token and in bits per byte of text."""
         assert self.held is not None
-        params = joined(params, self.fixed)
+        trained, beside = parted(params, self.beside)
+        params = joined(trained, self.fixed)
         rows, size = self.held.rows, self.run.loop.batch
         loss = weight = 0.0
         for at in range(0, len(rows.tokens), size):
             some = Rows(*(None if x is None else x[at : at + size] for x in rows))  # pyright: ignore
             part = jax.tree.map(lambda x: x[0], in_parts(some, 1, self.on))
-            found = _held_out_loss(params, part, self.config, self.run.loop, self.on, self.beside)
+            found = _held_out_loss(params, part, self.config, self.run.loop, self.on, beside)
             loss, weight = loss + float(found), weight + float(told(part, self.run.loop).weights[:, 1:].sum())
         mean = loss / weight
         bits = mean / math.log(2) / self.held.bytes_per_token
@@ -304,7 +337,8 @@ class _Session:
         }
 
     def _broken(self, i: int, state: TrainState, parts: Parts) -> str:
-        what = fault(joined(state.params, self.fixed), parts, self.config, self.run.loop, self.beside)
+        trained, beside = parted(state.params, self.beside)
+        what = fault(joined(trained, self.fixed), parts, self.config, self.run.loop, beside)
         kept = "no checkpoint was written yet" if self.saver.latest is None else "the last checkpoint stays"
         return (
             f"step {i + 1}: {what} is not a number, so training stopped and {kept}: lower optimiser.peak, "

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from kvjax.errors import InputError
+from kvjax.eval.tasks.recall_tasks import TASKS
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.config_json import config_from_json
@@ -55,7 +56,8 @@ class Data:
 
     field: the field or column that holds a text. tokenizer: "bytes", or a model whose tokenizer it is, as
     `kvjax.load` takes one. held_out: the share of texts, chosen by a hash of them, that is never trained on.
-    segments: texts that lie in one row do not see each other. seed: of the order of texts.
+    segments: texts that lie in one row do not see each other. seed: of the order of texts. tasks: which tasks
+    of `kvjax compare` rows of "recall" ask; all of them, in their shares, unless given.
     """
 
     kind: str = "python"
@@ -65,8 +67,10 @@ class Data:
     held_out: float = 0.05
     segments: bool = True
     seed: int = 0
+    tasks: tuple[str, ...] = ()
 
     def __post_init__(self):
+        object.__setattr__(self, "tasks", tuple([self.tasks] if isinstance(self.tasks, str) else self.tasks))
         files = (self.files,) if isinstance(self.files, str) else tuple(self.files)
         object.__setattr__(self, "files", files)
         _one_of("data.kind", self.kind, KINDS)
@@ -76,6 +80,10 @@ class Data:
             raise InputError(f"data.kind is {self.kind!r} and data.files names no file: give a list of paths")
         if files and not needs:
             raise InputError(f"data.kind is {self.kind!r}, which reads no files, but data.files is {files}")
+        for task in self.tasks:
+            _one_of("each of data.tasks", task, tuple(TASKS))
+        if self.tasks and self.kind != "recall":
+            raise InputError(f"data.tasks is {self.tasks}, which are asked by data.kind 'recall' alone")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +132,8 @@ class Loop:
     evaluate_rows: of held-out texts. passes: where layers read slots from above, how many passes without
     a gradient and then with one stand for all of them (LCKV, arXiv:2405.10637; its code has 7 and 2).
     context: tokens at the start of every row that an encoder reads and the model does not (XC-Cache,
-    arXiv:2404.15420).
+    arXiv:2404.15420), `chunk` of them at a time, apart from each other (CEPE, arXiv:2402.16617), or all at
+    once.
     """
 
     steps: int = 1000
@@ -136,6 +145,7 @@ class Loop:
     remat: bool = False
     passes: tuple[int, int] = (7, 2)
     context: int = 0
+    chunk: int = 0
     balance: float = 0.01
     codes: float = 1e-3
     distil: float = 0.5
@@ -158,6 +168,7 @@ class Loop:
             _count(f"train.{name}", getattr(self, name), 1)
         _count("train.evaluate_rows", self.evaluate_rows, 1)
         _count("train.context", self.context, 0)
+        _count("train.chunk", self.chunk, 0)
         _between("train.distil", self.distil, 0.0, 1.0)
         for name in ("balance", "codes", "distil_hidden", "distil_attention"):
             _between(f"train.{name}", getattr(self, name), 0.0, math.inf)
@@ -216,7 +227,7 @@ class Tune:
 
     trained: those that do; all unless they or `lora` are given. frozen: those that do not, whatever else
     names them. lora: matrices that learn by a change of low rank (arXiv:2106.09685),
-    down @ up * alpha / rank.
+    down @ up * alpha / rank. encoder: an encoder of contexts learns with the model (CEPE, arXiv:2402.16617).
     """
 
     trained: tuple[str, ...] | None = None
@@ -224,6 +235,7 @@ class Tune:
     lora: tuple[str, ...] = ()
     rank: int = 8
     alpha: float = 16.0
+    encoder: bool = False
 
     def __post_init__(self):
         for name in ("trained", "frozen", "lora"):
@@ -235,8 +247,8 @@ class Tune:
 
     @property
     def all(self) -> bool:
-        """Whether every weight learns, as itself."""
-        return self == Tune(rank=self.rank, alpha=self.alpha)
+        """Whether every weight of the model learns, as itself."""
+        return self == Tune(rank=self.rank, alpha=self.alpha, encoder=self.encoder)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,13 +270,14 @@ class Training:
     "circuit" with the heads of `kvjax.train.recall_init`.
 
     teacher: a model's directory, from whose predictions the run learns, too. encoder: the directory of one
-    that reads the first `loop.context` tokens of every row for the model's layers of cross-attention.
+    that reads the first `loop.context` tokens of every row for the model's layers of cross-attention, or the
+    sizes of one that starts at random.
     """
 
     config: Config | BlockConfig | None = None
     start: str | None = None
     teacher: str | None = None
-    encoder: str | None = None
+    encoder: str | Config | None = None
     init: str = "random"
     data: Data = Data()
     optimiser: Optimiser = Optimiser()
@@ -305,6 +318,8 @@ def training(bound: Mapping[str, Mapping[str, Any]], vocab: int | None = None) -
             f"train.{given[0]} is given and no teacher to learn from: bind model.teacher, or leave it out"
         )
     first, encoder = model.pop("init", "random"), model.pop("encoder", None)
+    if isinstance(encoder, Mapping):
+        encoder = _config(dict(encoder), vocab)
     config = _config(model, vocab)
     config = config if start is None else None
     parts["loop"] = parts.pop("train")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from kvjax.errors import InputError
 from kvjax.eval.tasks import recall
-from kvjax.eval.tasks.recall_tasks import training_batch
+from kvjax.eval.tasks.recall_tasks import MIX, training_batch
 from kvjax.loading import model_folder
 from kvjax.models.tokenizer import read_text
 from kvjax.train.byte_tokenizer import END, byte_tokenizer
@@ -38,12 +39,13 @@ class Words(NamedTuple):
 class Recall:
     """The language of `recall-tiny`; the batch of a step is a function of (seed, step)."""
 
-    def __init__(self, seed: int, place: Place | None = None):
+    def __init__(self, seed: int, place: Place | None = None, tasks: Sequence[str] = ()):
         self.seed, self.place = seed, place or Place()
+        self.mix = {task: MIX[task] for task in tasks} if tasks else MIX
 
     def next(self, rows: int, length: int) -> Rows:
         rng = np.random.default_rng([self.seed, self.place.reading])
-        tokens, weights, _ = training_batch(rng, rows, length)
+        tokens, weights, _ = training_batch(rng, rows, length, self.mix)
         self.place.reading += 1
         return Rows(np.asarray(tokens), np.asarray(weights, np.float32), None)
 
@@ -72,7 +74,7 @@ def source_of(
 ) -> tuple[Source, HeldOut | None]:
     """The source of a run and its held-out rows; place: where to go on."""
     if data.kind == "recall":
-        return Recall(data.seed, place), None
+        return Recall(data.seed, place, data.tasks), None
     texts = read_texts(data)
 
     def encode(text: str) -> list[int]:

@@ -30,7 +30,8 @@ from kvjax.train.trained import Fixed, joined
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes; params: those that learn, as `kvjax.train.trained.split` has them."""
+    """Everything that a step changes; params: those that learn, as `kvjax.train.trained.split` has them, or a
+    `Pair` of them and of an encoder's."""
 
     params: Any
     optimiser: Any
@@ -72,6 +73,21 @@ class Beside(NamedTuple):
 
     teacher: Frozen | None = None
     encoder: Frozen | None = None
+
+
+class Pair(NamedTuple):
+    """What learns of a model, and an encoder that learns with it (CEPE, arXiv:2402.16617)."""
+
+    model: Any
+    encoder: Params
+
+
+def parted(trained: Any, beside: Beside) -> tuple[Any, Beside]:
+    """What learns of the model, and what stands beside it, an encoder as it has learned included."""
+    if not isinstance(trained, Pair):
+        return trained, beside
+    assert beside.encoder is not None
+    return trained.model, beside._replace(encoder=dataclasses.replace(beside.encoder, params=trained.encoder))
 
 
 class Read(NamedTuple):
@@ -200,7 +216,10 @@ def context_of(part: Parts, loop: Loop, encoder: Frozen | None) -> Keys | None:
     """What an encoder makes of the first `loop.context` tokens of every row."""
     if encoder is None:
         return None
-    return encode(computed(encoder.params, loop), part.tokens[:, : loop.context], encoder.config)
+    return encode(
+        computed(encoder.params, loop), part.tokens[:, : loop.context], encoder.config,
+        chunk=loop.chunk or None,
+    )  # fmt: skip
 
 
 def make_step(
@@ -220,7 +239,8 @@ def make_step(
         count = jnp.maximum(told(parts, loop).weights[:, :, 1:].sum(), 1.0)
 
         def loss_of(trained: Any, part: Parts) -> Float[Array, ""]:
-            return learned_loss(joined(trained, fixed), part, config, loop, beside, on)
+            own, others = parted(trained, beside)
+            return learned_loss(joined(own, fixed), part, config, loop, others, on)
 
         def add(carry: Any, part: Parts) -> tuple[Any, None]:
             found = jax.value_and_grad(loss_of)(state.params, part)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -89,4 +90,77 @@ def test_a_run_trains_the_new_layers_of_a_frozen_decoder(tmp_path):
     ):
         with pytest.raises(InputError, match=message):
             train(training(bound | change), tmp_path / "other")
+        assert not (tmp_path / "other").exists()
+
+
+def test_cepe_reads_contexts_behind_every_attention_and_changes_nothing_at_first():
+    plain, _ = models()
+    made = convert(plain, "cepe:width=8")
+    assert difference(plain, made, [list(range(12))]).divergence == pytest.approx(0, abs=1e-6)
+    assert [type(m).__name__ for m in made.config.mixers] == ["Attention", "CrossAttention"] * 2
+    # What it has besides, a context changes it as soon as an output map is not zero.
+    layer = made.params["layers"][3]
+    layer["o"] = jax.random.normal(jax.random.key(3), layer["o"].shape)
+    encoder = Config(vocab=257, d_model=8, layers=1, heads=2, kv_heads=2, head_dim=4, d_ff=8)
+    context = encode(init(encoder, jax.random.key(1)), jnp.arange(8)[None], encoder)
+    tokens = jnp.arange(12)[None]
+    apart = forward(made.params, tokens, made.config, context=context) - plain(tokens)
+    assert np.abs(apart).max() > 1e-2
+    with pytest.raises(InputError, match="width is 0"):
+        convert(plain, "cepe:width=0")
+    with pytest.raises(InputError, match="not all of its are"):
+        convert(made, "cepe:width=8")
+
+
+@pytest.mark.rotating
+def test_an_encoder_learns_beside_a_frozen_decoder_is_saved_and_goes_on(tmp_path):
+    plain, _ = models()
+    save_checkpoint(convert(plain, "cepe:width=8"), tmp_path / "made")
+    text = tmp_path / "a.txt"
+    text.write_text("a text about nothing at all. " * 60)
+    encoder = {
+        "d_model": 8, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 4, "d_ff": 8,
+        "mixer": {"word": "Bidirectional"},
+    }  # fmt: skip
+    bound = {
+        "model": {"start": str(tmp_path / "made"), "encoder": encoder},
+        "data": {"kind": "text", "files": [str(text)], "held_out": 0.0},
+        "optimiser": {"peak": 1e-2, "warmup": 1},
+        "tune": {"trained": ["layers.[13].[qkvo]"], "encoder": True},
+        "train": LOOP | {"steps": 12, "chunk": 4, "save_seconds": 0.0},
+    }
+    run = training(bound, vocab=257)
+    made, first = kvjax.load(tmp_path / "made"), init(run.encoder, jax.random.key(1))
+    out = kvjax.load(train(run, tmp_path / "run"))
+    learned = kvjax.load(tmp_path / "run" / "encoder")
+    assert learned.config == run.encoder
+    for i, layer in enumerate(out.params["layers"]):
+        for name, w in layer.items():
+            same = np.array_equal(w, made.params["layers"][i][name])
+            assert same == (i % 2 == 0 or name not in "qkvo")
+    for a, b in zip(jax.tree.leaves(learned.params["layers"]), jax.tree.leaves(first["layers"]), strict=True):
+        assert not np.array_equal(a, b)
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["loss"] < log[0]["loss"]
+    # The same from a checkpoint in the middle.
+    folder = tmp_path / "cut"
+    shutil.copytree(tmp_path / "run", folder)
+    for name in ("model", "encoder", "checkpoints/12"):
+        shutil.rmtree(folder / name)
+    again = kvjax.load(train(run, folder, resume=True))
+    for a, b in zip(jax.tree.leaves(again.params), jax.tree.leaves(out.params), strict=True):
+        assert np.array_equal(a, b)
+    # A frozen one, by its directory, stands beside a run, too.
+    on = bound["model"] | {"encoder": str(tmp_path / "run" / "encoder")}
+    still = training(bound | {"model": on, "tune": {"trained": ["layers.[13].o"]}})
+    train(still, tmp_path / "on")
+    assert not (tmp_path / "on" / "encoder").exists()
+    for change, message in (
+        ({"tune": {}}, "starts at random, and it does not learn"),
+        ({"train": LOOP | {"context": 0}}, "model.encoder is sizes, train.context 0 of 24"),
+        ({"model": bound["model"] | {"encoder": encoder | {"d_model": 16}}}, "the encoder has 16 channels"),
+        ({"model": bound["model"] | {"encoder": encoder | {"max_positions": 3}}}, "lower train.chunk"),
+    ):
+        with pytest.raises(InputError, match=message):
+            train(training(bound | change, vocab=257), tmp_path / "other")
         assert not (tmp_path / "other").exists()
