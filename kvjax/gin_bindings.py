@@ -42,11 +42,15 @@ def presets() -> dict[str, Path]:
     return _shipped("compare")
 
 
-def _shipped(folder: str) -> dict[str, Path]:
+def _folders() -> dict[str, Path]:
     import kvjax.configs
 
-    where = Path(next(iter(kvjax.configs.__path__))) / folder
-    return {p.stem: p for p in sorted(where.glob("*.gin"))}
+    where = Path(next(iter(kvjax.configs.__path__)))
+    return {name: where / name for name in ("compare", "train")}
+
+
+def _shipped(folder: str) -> dict[str, Path]:
+    return {p.stem: p for p in sorted(_folders()[folder].glob("*.gin"))}
 
 
 def load_preset(name: str) -> dict[str, dict[str, Any]]:
@@ -78,7 +82,7 @@ def load_preset(name: str) -> dict[str, dict[str, Any]]:
 def load_training(path: str | Path, changes: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """What a file of `kvjax train` binds, by section, and what `changes` ("train.steps=10") bind instead.
 
-    A shipped file (`configs/train`) may be given by its name. Raises InputError as `load_preset` does.
+    A shipped file (`configs/train`) may be given by its name, and be included by any other. Raises InputError as `load_preset` does.
 
     >>> load_training("bytes", ["train.steps=10"])["train"]["steps"]
     10
@@ -86,7 +90,9 @@ def load_training(path: str | Path, changes: Sequence[str] = ()) -> dict[str, di
     known = training_files()
     file = known.get(str(path), Path(path))
     if not file.is_file():
-        raise InputError(f"no training file {str(path)!r}: give one of {', '.join(known)}, or a file's path")
+        near = difflib.get_close_matches(str(path), known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(known)}, or a file's path"
+        raise InputError(f"no training file {str(path)!r}: {hint}")
     form = "write SECTION.NAME = VALUE, with plain values"
     return _bound(file, _SECTIONS, form, [_binding(x) for x in changes])
 
@@ -126,8 +132,9 @@ def _bound(
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        # What a file includes stands beside it, or where its path says from the current folder.
-        gin.add_config_file_search_path(str(path.parent))
+        # What a file includes stands beside it, where its path says from the current folder, or is shipped.
+        for folder in (path.parent, *_folders().values()):
+            gin.add_config_file_search_path(str(folder))
         gin.parse_config_file(str(path))
         gin.parse_config(list(changes))
         return {name: section() for name, section in sections.items()}
@@ -143,9 +150,21 @@ def _bound(
         foreign = re.match(r"No configurable matching '(.*?)'", str(error))
         what = _unknown(foreign[1], sections) if foreign else f"{_plainly(str(error))}: {form}"
         raise InputError(f"{place}: {what}") from error
+    except TypeError as error:
+        unbound = re.search(r"'macro' .* in scope '(.*?)'", str(error))
+        if unbound is None:
+            raise
+        macros = re.findall(r"^(\w+) = ", gin.config_str(), re.MULTILINE)
+        raise InputError(f"{path}: {_no_macro(unbound[1], macros)}") from error
     finally:
         logging.disable(before)
         gin.clear_config()
+
+
+def _no_macro(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean %{near[0]}?" if near else f"write {name} = VALUE in it"
+    return f"it uses the macro %{name}, which nothing binds: {hint}"
 
 
 _FORM = "write hyper.METHOD = {'NAME': VALUE}, with plain values, or include 'FILE.gin'"

@@ -56,7 +56,8 @@ def test_a_model_to_start_from_takes_the_place_of_the_sizes_that_a_file_binds():
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("bites", [], "no training file 'bites': give one of bytes"),
+        ("bites", [], "no training file 'bites': did you mean bytes"),
+        ("novel", [], "no training file 'novel': give one of bytes"),
         ("bytes", ["train.steps"], "'train.steps' binds nothing: write SECTION.NAME=VALUE"),
         ("bytes", ["trian.steps=3"], "unknown section 'trian': did you mean train"),
     ],
@@ -74,3 +75,16 @@ def test_a_file_that_gin_cannot_read_is_named_with_its_line(tmp_path):
     file.write_text("train.steps = 3\ntrain.batch = = 4\n")
     with pytest.raises(InputError, match=r"mine.gin, line 2"):
         load_training(file)
+
+
+def test_a_macro_that_nothing_binds_is_named_with_the_nearest(tmp_path):
+    file = tmp_path / "mine.gin"
+    file.write_text("train.steps = %STEPS\n")
+    with pytest.raises(InputError, match=r"mine.gin: it uses the macro %STEPS.*write STEPS = VALUE"):
+        load_training(file)
+    file.write_text("STEP = 3\ntrain.steps = %STEPS\n")
+    with pytest.raises(InputError, match=r"%STEPS, which nothing binds: did you mean %STEP\?"):
+        load_training(file)
+    file.write_text("include 'uptrain.gin'\nSTEPS = 3\ntrain.steps = %STEPS\n")
+    bound = load_training(file)  # a shipped file may be included from anywhere
+    assert bound["train"]["steps"] == 3 and bound["data"] == {"kind": "python"}
