@@ -6,8 +6,12 @@ Block Transformer; for an exchange with other libraries use `kvjax.models.hf.sav
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +60,31 @@ def save_checkpoint(model: Model, path: str | os.PathLike[str]) -> None:
         "groups": _group_sizes(model.params),
         "dtype": model.params["embed"].dtype.name,
     }
-    with atomic_folder(path, MARKER, together=is_shared(model.params)) as folder:
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder / _WEIGHTS, model.params)
-        if is_first() or not is_shared(model.params):
-            write_text(model, folder)
-            (folder / MARKER).write_text(json.dumps(head, indent=2) + "\n")
+    try:
+        with atomic_folder(path, MARKER, together=is_shared(model.params)) as folder:
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(folder / _WEIGHTS, model.params)
+            if is_first() or not is_shared(model.params):
+                write_text(model, folder)
+                (folder / MARKER).write_text(json.dumps(head, indent=2) + "\n")
+    except Exception as error:  # Orbax and tokenizers raise classes of their own, or none
+        if (cause := disk_says(error)) is None:
+            raise
+        raise InputError(
+            f"the model could not be written to {path} ({cause}): nothing stays there"
+        ) from error
+
+
+def disk_says(error: Exception) -> str | None:
+    """What a disk refused, in words, where an error comes from one; libraries hide it in what they raise.
+
+    >>> disk_says(ValueError("RESOURCE_EXHAUSTED: failed: No space left on device [os_error_code='28']"))
+    'No space left on device'
+    """
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    code = re.search(r"os_error_code='(\d+)|os error (\d+)", str(error))
+    return None if code is None else os.strerror(int(code[1] or code[2]))
 
 
 def load_checkpoint(
@@ -119,6 +142,18 @@ def read_head(folder: Path) -> tuple[Config | BlockConfig, tuple[Group, ...] | G
         raise InputError(f"{folder / MARKER} does not describe a model ({error}): save it again") from error
 
 
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Orbax logs what it also raises; in here it does not."""
+    log = logging.getLogger("absl")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
 def _group_sizes(params: Params) -> Any:
     """How many layers are stacked in every group, of each decoder where there are two."""
     if "layers" in params:
@@ -143,7 +178,7 @@ def _restore(folder: Path, tree: Params, dtype: Any, place: Any) -> Params:
     if not weights.is_dir():
         raise InputError(f"{folder} has no weights ({_WEIGHTS}/ is missing): save the model again")
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
+        with quiet_orbax(), ocp.StandardCheckpointer() as checkpointer:
             found = checkpointer.metadata(weights).item_metadata
             if found is None:
                 raise ValueError("Orbax finds no arrays there")

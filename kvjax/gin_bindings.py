@@ -82,7 +82,8 @@ def load_preset(name: str) -> dict[str, dict[str, Any]]:
 def load_training(path: str | Path, changes: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """What a file of `kvjax train` binds, by section, and what `changes` ("train.steps=10") bind instead.
 
-    A shipped file (`configs/train`) may be given by its name, and be included by any other. Raises InputError as `load_preset` does.
+    A shipped file (`configs/train`) may be given by its name, and any other may include it. Raises InputError
+    as `load_preset` does.
 
     >>> load_training("bytes", ["train.steps=10"])["train"]["steps"]
     10

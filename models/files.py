@@ -136,10 +136,16 @@ def atomic_folder(path: str | os.PathLike[str], marker: str, together: bool = Fa
         raise
 
 
-def _begun(target: Path, marker: str) -> str:
-    """A new folder beside a target that may be replaced."""
+def check_replaceable(path: str | os.PathLike[str], marker: str) -> None:
+    """InputError where `path` holds something else than an older save, which has the file `marker`."""
+    target = Path(path).absolute()
     if target.exists() and not (target / marker).is_file() and (target.is_file() or any(target.iterdir())):
         raise InputError(f"{target} exists and holds no {marker}: give a new or empty directory to write to")
+
+
+def _begun(target: Path, marker: str) -> str:
+    """A new folder beside a target that may be replaced."""
+    check_replaceable(target, marker)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         return tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)

@@ -173,7 +173,7 @@ def trained(id: str, args: argparse.Namespace) -> dict[str, Any]:
     folder = args.out / f"{id}-{args.steps}"
     log = _train(id, folder, args.steps, args.set)
     run = json.loads((folder / "run.json").read_text())
-    seeds = {"seeds": {"train": run["loop"]["seed"], "data": run["data"]["seed"]}}
+    seeds = {"seeds": {"train": run["train"]["seed"], "data": run["data"]["seed"]}}
     found = {"bits_per_byte": log[-1]["bits_per_byte"], "tokens": log[-1]["tokens"]}
     return found | seeds | measured(folder / "model", CONTEXTS)
 

@@ -54,15 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from kvjax.checkpoint import save_checkpoint
+    from kvjax.checkpoint import MARKER, save_checkpoint
     from kvjax.commands.sizes import sizes_of
     from kvjax.commands.terminal import console, size
     from kvjax.eval.tasks.reader import speaks_recall
     from kvjax.grammar import Method
     from kvjax.loading import load
+    from kvjax.models.files import check_replaceable
     from kvjax.train.conversions import convert, difference
 
     keep_programs()
+    check_replaceable(args.out, MARKER)
     model = load(args.model, dtype=args.dtype)
     out = console()
 

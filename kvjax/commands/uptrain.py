@@ -26,14 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from kvjax.commands.inspect_model import find_config
     from kvjax.gin_bindings import load_training
-    from kvjax.loading import model_folder
 
     bound = load_training(args.gin, args.set)
     for name, given in (("start", args.model), ("teacher", args.teacher)):
         if given is not None:
             bound["model"][name] = given
-    model_folder(args.model)
+    find_config(args.model)
     if bound["data"].get("kind") != "recall":
         bound["data"].setdefault("tokenizer", args.model)
     train.follow(bound, args)

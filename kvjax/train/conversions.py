@@ -62,6 +62,8 @@ def _mqa(params: Params, config: Config) -> Made:
 
 def _cla(params: Params, config: Config, *, every: int = 2) -> Made:
     """Cross-layer attention (arXiv:2405.12981): runs of `every` layers read their first one's slots."""
+    if every < 1:
+        raise ValueError(f"every is {every}, expected a number of layers of at least 1")
     return share_layers(params, config, [i - i % every for i in range(config.layers)])
 
 

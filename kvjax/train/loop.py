@@ -5,6 +5,7 @@ A run's folder holds run.json (settings), log.jsonl, loss.png, checkpoints/ and,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -107,7 +108,13 @@ def train(
     session = _Session(run, config, folder, saver, held, clock(before), console, fixed, on, others)
     step = make_step(config, run.loop, steps, on)
     learn = partial(step, beside=others, fixed=fixed)
-    state = session.go(state, source.next, lambda: source.place.as_json(), learn)
+    try:
+        state = session.go(state, source.next, lambda: source.place.as_json(), learn)
+    except OSError as error:
+        raise InputError(
+            f"{folder} could not be written ({error.strerror}), {saver.kept}: free some space, then go on "
+            "with --resume"
+        ) from error
     trained, others = parted(state.params, others)
     if run.tune.encoder:
         assert others.encoder is not None
@@ -222,12 +229,12 @@ def begin(
 
 
 def _open(folder: Path, run: Training, config: AnyConfig, resume: bool) -> None:
-    # Devices are left out: a run may go on on others.
-    parts = {name: dataclasses.asdict(getattr(run, name)) for name in ("data", "optimiser", "loop", "tune")}
-    model = {"model": config_to_json(config), "start": run.start, "teacher": run.teacher, "init": run.init}
+    # Devices are left out: a run may go on on others. Names are those that a user gives.
+    parts = {name: dataclasses.asdict(getattr(run, name)) for name in ("data", "optimiser", "tune")}
     encoder = run.encoder if isinstance(run.encoder, str | None) else config_to_json(run.encoder)
-    model |= {"encoder": encoder}
-    by_first(lambda: open_run(folder, model | parts, resume))
+    model = {"start": run.start, "teacher": run.teacher, "init": run.init, "encoder": encoder}
+    settings = {"model": config_to_json(config) | model, "train": dataclasses.asdict(run.loop)} | parts
+    by_first(lambda: open_run(folder, settings, resume))
 
 
 def _digest(source: Source, held: HeldOut | None) -> str:
@@ -295,7 +302,9 @@ class _Session:
             finally:
                 self.saver.close()
                 if is_first():
-                    write_atomic(self.folder / "loss.png", draw_losses(self.folder / LOG))
+                    # A full disk ends a run by what it could not do without, not by its picture.
+                    with contextlib.suppress(OSError):
+                        write_atomic(self.folder / "loss.png", draw_losses(self.folder / LOG))
         return state
 
     def _due(self, i: int, seconds: float) -> bool:
@@ -339,10 +348,9 @@ class _Session:
     def _broken(self, i: int, state: TrainState, parts: Parts) -> str:
         trained, beside = parted(state.params, self.beside)
         what = fault(joined(trained, self.fixed), parts, self.config, self.run.loop, beside)
-        kept = "no checkpoint was written yet" if self.saver.latest is None else "the last checkpoint stays"
         return (
-            f"step {i + 1}: {what} is not a number, so training stopped and {kept}: lower optimiser.peak, "
-            "raise optimiser.warmup, or compute in float32"
+            f"step {i + 1}: {what} is not a number, so training stopped and {self.saver.kept}: lower "
+            "optimiser.peak, raise optimiser.warmup, or compute in float32"
         )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from kvjax.checkpoint import disk_says, quiet_orbax
 from kvjax.errors import InputError
 
 
@@ -16,6 +18,9 @@ class Saver:
 
     def __init__(self, folder: Path):
         self.folder = folder / "checkpoints"
+        # Threads of Orbax log what `close` raises.
+        self.quiet = contextlib.ExitStack()
+        self.quiet.enter_context(quiet_orbax())
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
         self.manager = ocp.CheckpointManager(self.folder.absolute(), options=options)
 
@@ -29,7 +34,7 @@ class Saver:
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), rest=ocp.args.JsonSave(rest))
         try:
             self.manager.save(step, args=args)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise self._refused(error) from error
 
     def load(self, like: Any) -> tuple[Any, dict[str, Any]]:
@@ -51,9 +56,22 @@ class Saver:
         try:
             self.manager.wait_until_finished()
             self.manager.close()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise self._refused(error) from error
+        finally:
+            self.quiet.close()
 
-    def _refused(self, error: OSError) -> InputError:
-        kept = "none was written before" if self.latest is None else f"the one of step {self.latest} stays"
-        return InputError(f"a checkpoint could not be written to {self.folder} ({error}): {kept}")
+    @property
+    def kept(self) -> str:
+        """What a run that ends here can go on from, in words."""
+        if self.latest is None:
+            return "no checkpoint was written yet"
+        return f"the last checkpoint stays, of step {self.latest}"
+
+    def _refused(self, error: OSError | ValueError) -> InputError:
+        if (cause := disk_says(error)) is None:
+            raise error
+        return InputError(
+            f"a checkpoint could not be written to {self.folder} ({cause}), {self.kept}: free some space, "
+            "then go on with --resume"
+        )

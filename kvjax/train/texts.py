@@ -92,12 +92,17 @@ def _dataset(kind: str, paths: Sequence[Path]) -> Any:
         import datasets
     except ImportError as error:
         raise InputError(f"data.kind {kind!r} needs datasets: pip install 'kvjax[train]'") from error
+    # The library logs what it also raises.
+    before = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         return datasets.load_dataset(kind, data_files=[str(p) for p in paths], split="train")
     except Exception as error:
         # What the library raises depends on the form of the file; its first line says what is wrong.
         cause = str(error.__cause__ or error).splitlines()[0]
         raise InputError(f"{', '.join(map(str, paths))} cannot be read as {kind}: {cause}") from error
+    finally:
+        datasets.logging.set_verbosity(before)
 
 
 def _check_file(path: Path, binary: bool) -> None:

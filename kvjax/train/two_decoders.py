@@ -36,6 +36,8 @@ def to_blocks(
     >>> two.blocks.layers, two.tokens.layers, made["embed"].shape
     (2, 2, (32, 4))
     """
+    if config.layers < 2:
+        raise ValueError("a model of one layer has no layers for two decoders")
     lower = config.layers // 2 if lower is None else lower
     if not 1 <= lower < config.layers:
         raise ValueError(f"layers is {lower}, expected 1 to {config.layers - 1} that read blocks")

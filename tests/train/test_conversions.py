@@ -133,6 +133,10 @@ def test_the_command_writes_a_model_and_says_what_it_costs(tmp_path, capsys):
     assert "nats from the original's" in said
     assert f"kvjax uptrain {out} --teacher recall-tiny --set data.kind=recall" in said
     assert kvjax.load(str(out)).config.kv_heads == 1
+    # A folder that holds something else is refused before anything is read.
+    (tmp_path / "other").write_text("mine")
+    assert main(["convert", "--to", "mqa", "nowhere", str(tmp_path / "other")]) == 2
+    assert "exists and holds no kvjax.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -144,6 +148,7 @@ def test_the_command_writes_a_model_and_says_what_it_costs(tmp_path, capsys):
         ("gqa:kv_heads=3", "cannot be converted to gqa:kv_heads=3: .*3"),
         ("mlkv:layers=9", "layers is 9, expected 1 to 4"),
         ("gqa:kv_heads", "cannot be read: write it like gqa:kv_heads=2"),
+        ("cla:every=0", "every is 0, expected"),
         ("lckv:own=3", "own is 3, expected 0 to 2"),
         ("yoco:window=0", "window is 0, expected"),
         ("swiftkv:layer=4", "layer is 4, expected 0 to 3"),

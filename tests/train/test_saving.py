@@ -1,5 +1,6 @@
 """Checkpoints: what comes back, what a broken one says, and a process that is killed in the middle."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,13 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax import checkpoint
 from kvjax.errors import InputError
+from kvjax.train.run_folder import open_run
 from kvjax.train.saving import Saver
 
 
@@ -36,12 +40,62 @@ def test_the_newest_of_two_checkpoints_comes_back_and_a_broken_one_is_named(tmp_
 
     with monkeypatch.context() as patch:
         patch.setattr(saver.manager, "save", full)
-        with pytest.raises(InputError, match="could not be written.*No space left.*the one of step 3 stays"):
+        with pytest.raises(InputError, match=r"not be written.*No space left.*checkpoint stays, of step 3"):
             saver.save(4, state_of(4), {})
     saver.close()
+
+    def full_later():
+        raise ValueError("RESOURCE_EXHAUSTED: Failed writing: No space left on device [os_error_code='28']")
+
+    saver = Saver(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(saver.manager, "wait_until_finished", full_later)
+        with pytest.raises(InputError, match=r"\(No space left on device\), the last checkpoint stays"):
+            saver.close()
     shutil.rmtree(tmp_path / "checkpoints" / "3" / "state" / "d")
     with pytest.raises(InputError, match="3 cannot be read.*remove that folder to go on from the one before"):
         Saver(tmp_path).load(state_of(0))
+
+
+def test_a_folder_that_cannot_be_a_runs_is_refused_and_other_settings_are_named(tmp_path):
+    settings = {"train": {"steps": 2, "seed": 0}, "data": {"kind": "text"}}
+    open_run(tmp_path / "run", settings, resume=False)
+    other = {"train": {"steps": 3, "seed": 0}, "data": {"kind": "text"}}
+    with pytest.raises(InputError, match=r"other settings: train.steps is 2 \(asked: 3\)\. Give"):
+        open_run(tmp_path / "run", other, resume=True)
+    open_run(tmp_path / "run", settings, resume=True)
+    for text, message in (("{", "is not valid JSON"), ("[]", "holds no settings")):
+        (tmp_path / "run" / "run.json").write_text(text)
+        with pytest.raises(InputError, match=message):
+            open_run(tmp_path / "run", settings, resume=True)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InputError, match="cannot be made .*File exists"):
+        open_run(tmp_path / "file", settings, resume=False)
+
+
+def test_a_model_that_a_full_disk_refuses_leaves_nothing_and_the_old_one_stays(tmp_path, monkeypatch):
+    model = kvjax.load("recall-tiny")
+    quick = contextlib.nullcontext(SimpleNamespace(save=lambda *_: None))
+    monkeypatch.setattr(checkpoint.ocp, "StandardCheckpointer", lambda: quick)
+    for error in (
+        OSError(28, "No space left on device"),
+        Exception("No space left on device (os error 28)"),
+        ValueError("Failed writing [os_error_code='28']"),
+    ):
+
+        def full(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(checkpoint, "write_text", full)
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / checkpoint.MARKER).write_text("the old one")
+        with pytest.raises(InputError, match=r"could not be written to .*No space left on device"):
+            checkpoint.save_checkpoint(model, tmp_path / "model")
+        assert [p.name for p in tmp_path.iterdir()] == ["model"]
+        assert (tmp_path / "model" / checkpoint.MARKER).read_text() == "the old one"
+    monkeypatch.setattr(checkpoint, "write_text", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        checkpoint.save_checkpoint(model, tmp_path / "model")
 
 
 @pytest.mark.rotating

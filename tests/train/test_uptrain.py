@@ -66,6 +66,7 @@ def test_the_command_names_model_teacher_and_the_models_own_tokenizer(model, mon
     ("name", "more", "message"),
     [
         ("{model}x", [], "does not exist, expected a model directory"),
+        ("{model}/params", [], "is no model directory, expected a config.json"),
         ("recal-tiny", [], "did you mean the shipped model recall-tiny"),
         ("{model}", ["train.distil=0.5"], "train.distil is given and no teacher to learn from"),
         ("{model}", ["model.teacher=recall-tiny"], "the teacher recall-tiny is no decoder of 257 ids"),

@@ -1,0 +1,141 @@
+"""Tokens per second of training: the MHA model beside the same one in torch, and architectures beside it.
+
+    python scripts/bench_training.py                       # both tables, on an idle machine
+    python scripts/bench_training.py --lengths 1024 --rounds 3 --threads 2
+
+Rounds of all sides alternate, so that whatever else the machine does falls on all of them. torch takes part
+where it is installed (`pip install torch`): it starts from the same weights, and both must say the same loss
+of the same rows before anything is timed. Reports medians of wall seconds per step; compiling is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+LINEAR = (
+    "bytes-linear", "bytes-retnet", "bytes-gla", "bytes-gated-deltanet", "bytes-kda", "bytes-mamba2",
+    "bytes-rwkv7",
+)  # fmt: skip
+Step = Callable[[], float]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gin", nargs="+", default=list(LINEAR), metavar="FILE", help="beside plain softmax")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192], help="tokens of a row")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a step, whatever its rows (8192)")
+    parser.add_argument("--rounds", type=int, default=5, help="whose medians are told (default: 5)")
+    parser.add_argument("--threads", type=int, default=2, help="cores of the process (default: 2)")
+    parser.add_argument("--json", metavar="FILE", help="where to write the figures")
+    return parser.parse_args()
+
+
+def pin(threads: int) -> None:
+    """The process to so many cores; before jax and torch are imported, which start as many threads."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+
+
+def main() -> None:
+    args = arguments()
+    pin(args.threads)
+    found: dict[str, Any] = {"torch": beside_torch(args), "lengths": {}}
+    for length in args.lengths:
+        found["lengths"][length] = at_length(length, args)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(found, file, indent=1)
+
+
+def beside_torch(args: argparse.Namespace) -> dict[str, float]:
+    """Tokens per second of the MHA model here and in torch, rows of 256 bytes."""
+    rows, length = 16, 256
+    ours = Ours("bytes", rows, length)
+    sides: dict[str, Step] = {"kvjax": ours.step}
+    if importlib.util.find_spec("torch") is None:
+        print("torch is not installed: kvjax alone")
+    else:
+        from torch_decoder import Theirs
+
+        theirs = Theirs(ours.config, ours.params, ours.tokens, ours.optimiser, args.threads)
+        sides["torch"] = theirs.step
+    first = {name: step() for name, step in sides.items()}
+    if max(first.values()) - min(first.values()) > 1e-3:
+        raise SystemExit(f"the models differ: their first losses are {first}")
+    speeds = timed(sides, args.rounds, rows * length)
+    print(f"\n| MHA, {rows} rows of {length} | tokens/s | beside torch |\n|---|---|---|")
+    for name, speed in speeds.items():
+        print(f"| {name} | {speed:,.0f} | {speed / speeds.get('torch', speed):.2f} |")
+    return speeds
+
+
+def at_length(length: int, args: argparse.Namespace) -> dict[str, float]:
+    """Tokens per second of architectures at one length of rows."""
+    rows = max(1, args.tokens // length)
+    sides = {name: Ours(name, rows, length).step for name in ("bytes", *args.gin)}
+    for step in sides.values():
+        step()
+    speeds = timed(sides, args.rounds, rows * length)
+    print(f"\n| {rows} rows of {length} | tokens/s | beside softmax |\n|---|---|---|")
+    for name, speed in speeds.items():
+        print(f"| {name} | {speed:,.0f} | {speed / speeds['bytes']:.2f} |")
+    return speeds
+
+
+def timed(sides: dict[str, Step], rounds: int, tokens: int) -> dict[str, float]:
+    """Tokens per second of every side: the medians of rounds in which each does a step."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, step in sides.items():
+            began = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - began)
+    return {name: tokens / statistics.median(x) for name, x in seconds.items()}
+
+
+class Ours:
+    """Steps of `kvjax train` by one of its files, over the same random rows again and again."""
+
+    def __init__(self, gin: str, rows: int, length: int):
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+
+        from kvjax.gin_bindings import load_training
+        from kvjax.models.params import init
+        from kvjax.train.loop import begin
+        from kvjax.train.optimiser import optimiser
+        from kvjax.train.settings import training
+        from kvjax.train.step import Parts, make_step
+
+        changes = [f"train.batch={rows}", f"train.length={length}", "optimiser.schedule=constant"]
+        run = training(load_training(gin, [*changes, "optimiser.warmup=0"]), vocab=257)
+        assert run.config is not None
+        self.config, self.optimiser = run.config, run.optimiser
+        self.params = init(run.config, jax.random.key(0))
+        self.tokens = np.random.default_rng(0).integers(0, 256, (rows, length + 1)).astype(np.int32)
+        rule = optimiser(run.optimiser, run.loop)
+        # A step consumes its state, and the weights are asked for again.
+        copied = jax.tree.map(jnp.copy, self.params)
+        self.state, _ = begin(copied, run, run.config, rule, None)
+        weights = jnp.ones((1, *self.tokens.shape), jnp.float32)
+        self.parts = Parts(jnp.asarray(self.tokens)[None], weights, None)
+        self.step_of = make_step(run.config, run.loop, rule)
+
+    def step(self) -> float:
+        """One step; its loss in nats per token."""
+        self.state, found = self.step_of(self.state, self.parts)
+        return float(found.loss)
+
+
+if __name__ == "__main__":
+    main()
