@@ -121,7 +121,8 @@ def decode_speed(model: Model, tokens: int) -> float:
 
 def _stepping(config: Config | BlockConfig) -> Callable[..., tuple[jax.Array, Cache]]:
     if isinstance(config, BlockConfig):
-        return BlockStep(config, Method())
+        both = BlockStep(config, Method())
+        return lambda *given: both(*given)  # jit takes no tuples
     return partial(steps.step, Run(config, Method()))
 
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.block_transformer import BlockConfig, BlockTransformer, init, prefill
 from kvjax.cache import nbytes
 from kvjax.gin_bindings import training_files
+from kvjax.models.config import Config
 from tests.models.conversation import TEXTS, model
 from tests.sweep import sweep
 
@@ -45,14 +47,62 @@ def test_the_table_has_every_row_that_is_there_and_marks_the_best(scripts, tmp_p
     assert {row.gin for row in at.ROWS.values()} - set(training_files()) <= {"bytes-lckv"}
 
 
+def test_what_is_not_measured_is_an_empty_cell(scripts):
+    import architecture_table as at
+
+    row = result(2.25)
+    for name in ("decode_tokens_per_second", "training_tokens_per_second"):
+        del row[name]
+    line = next(x for x in at.table({"rows": {"mha": row}}).splitlines() if x.startswith("| X"))
+    assert line.endswith("|  |  |  |  |") and "| 2.250 / 1.125 |  | 1,024 |" in line
+    line = at.table({"rows": {"mha": row | {"exact_match": 0.5}}})
+    assert "| 2.250 / 1.125 | 50% | 1,024 |" in line
+
+
 def test_speed_is_that_of_a_core_and_its_compiling_no_part_of_it(scripts):
     import architecture_table as at
 
-    log = [
-        {"tokens": n * 100, "cpu_seconds": s, "bits_per_byte": 3.0}
-        for n, s in ((1, 90.0), (2, 92.0), (3, 94.0), (4, 99.0))
-    ]
-    assert at._results("gqa", log, {})["training_tokens_per_second"] == 50
+    log = [{"tokens": n * 100, "cpu_seconds": s} for n, s in ((1, 90.0), (2, 92.0), (3, 94.0), (4, 99.0))]
+    assert at.speed_of(log) == 50
+
+
+def test_a_measure_is_added_to_what_a_row_has_and_depends_on_its_own_settings(scripts, tmp_path, monkeypatch):
+    import architecture_table as at
+
+    asked, data = [], tmp_path / "data.json"
+
+    def apart(id, place, args):
+        asked.append((args.what, id))
+        return {"train": result(3.0), "recall": {"exact_match": 0.25}}[args.what]
+
+    monkeypatch.setattr(at, "_apart", apart)
+    words = ["--jobs", "1", "--data", str(data), "--rows", "gqa"]
+    at.main(["train", "--steps", "7", *words])
+    at.main(["recall", *words])
+    at.main(["recall", *words])
+    at.main(["train", "--steps", "7", *words])
+    assert asked == [("train", "gqa"), ("recall", "gqa")]
+    row = json.loads(data.read_text())["rows"]["gqa"]
+    assert row["exact_match"] == 0.25 and row["bits_per_byte"] == 3.0
+    assert row["recall_budget"] == {"steps": at.RECALL_STEPS, "set": [*at.RECALL]}
+    at.main(["recall", "--steps", "5", *words])
+    assert asked[2:] == [("recall", "gqa")]
+
+
+def test_answers_count_where_all_of_their_tokens_are_likeliest(scripts, monkeypatch):
+    import architecture_measures as am
+
+    asked = [am.sample("get", seed=am.HELD_OUT, index=i, tokens=64) for i in range(4)]
+    rows = [(*s.context, *s.question, *s.answer) for s in asked]
+    rows[1] = (*rows[1][:-2], 0, rows[1][-1])  # one wrong token of four
+    told = {row[: -len(asked[0].answer)]: row for row in rows}
+
+    def says_the_answers(tokens):
+        long = [told[tuple(int(x) for x in row[: -len(asked[0].answer) + 1])] for row in tokens]
+        return jax.nn.one_hot(np.asarray(long)[:, 1:], 256)
+
+    monkeypatch.setattr(am, "_loaded", lambda path: says_the_answers)
+    assert am.answered(Path("x"), tokens=64, samples=4) == 0.75
 
 
 def test_a_text_that_stood_there_before_is_measured_apart(scripts):
@@ -81,6 +131,25 @@ def test_a_row_that_is_there_under_the_same_budget_is_left_out(scripts, tmp_path
     assert json.loads(data.read_text())["rows"]["mamba"]["budget"] == {"steps": 7, "set": []}
     at.main(["train", "--steps", "8", "--jobs", "1", "--data", str(data), "--rows", "gqa"])
     assert asked[2:] == ["gqa"]
+
+
+@pytest.mark.rotating
+def test_a_block_transformer_is_measured_as_other_models_are(scripts):
+    import architecture_measures as am
+
+    width = dict(layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16)
+    blocks, above = Config(vocab=32, d_model=16, **width), Config(vocab=20, d_model=16, **width)
+    config = BlockConfig(blocks, above)
+    model = BlockTransformer(config, init(config, jax.random.key(0)))
+    made = am._blocks_after(am._cache_of(config, model.params, 18, 40), config, model.params, 18)
+    ids = np.arange(18, dtype=np.int32)[None]
+    _, real = prefill(model.params, ids, np.asarray([18]), config=config, method=am.Method(), room=40)
+    for a, b in zip(jax.tree.leaves(made.groups), jax.tree.leaves(real.groups), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+    for a, b in zip(made.groups, real.groups, strict=True):
+        for mine, theirs in zip(a.parts, b.parts, strict=True):
+            np.testing.assert_array_equal(np.sort(mine.pos), np.sort(theirs.pos))
+    assert am.state_bytes(config, 1024) < am.state_bytes(blocks, 1024) and am.decode_speed(model, 18) > 0
 
 
 @pytest.mark.parametrize("name", sweep(("pod", "yoco", "kimi linear", "transformer-vq"), "pod"))

@@ -4,12 +4,17 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import kvjax
+from kvjax.block_transformer import BlockConfig, BlockTransformer
 from kvjax.cli import main
 from kvjax.errors import InputError
 from kvjax.gin_bindings import load_training, training_files
 from kvjax.models.block_transformer import layout_of
+from kvjax.models.model import Model
+from kvjax.train.loop import begin
 from kvjax.train.optimiser import optimiser
 from kvjax.train.settings import training
 from kvjax.train.step import Parts, TrainState, make_step
@@ -30,6 +35,35 @@ def test_every_shipped_file_is_a_run_of_about_a_million_parameters(name):
     new, found = jax.eval_shape(make_step(run.config, run.loop, steps), state, parts)
     assert jax.tree.map(lambda x: x.shape, new) == jax.tree.map(lambda x: x.shape, state)
     assert found.loss.shape == ()
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", sorted(training_files().keys() - {"uptrain", "recall-tiny"}))
+def test_every_shipped_architecture_learns_and_its_steps_say_what_its_forward_pass_says(name):
+    sizes = {"d_model": 32, "d_ff": 32}
+    bound = load_training(name, ["optimiser.warmup=2", "train.compute=float32"])
+    model = bound["model"]
+    if "blocks" in model:
+        model = {n: x | sizes if isinstance(x, dict) else x for n, x in model.items()}
+    run = training(bound | {"model": model | ({} if "blocks" in model else sizes)}, vocab=257)
+    blocks = isinstance(run.config, BlockConfig)
+    params = layout_of(run.config).init(run.config, jax.random.key(0))
+    rule = optimiser(run.optimiser, run.loop)
+    text = (b"a text about nothing at all. " * 5)[:129]
+    tokens = jnp.asarray([list(text)] * 2, jnp.int32)
+    parts = Parts(tokens[None], jnp.ones((1, 2, 129), jnp.float32), None)
+    state, _ = begin(params, run, run.config, rule, None)
+    step, losses = make_step(run.config, run.loop, rule), []
+    for _ in range(6):
+        state, found = step(state, parts)
+        losses.append(float(found.loss))
+    assert losses[-1] < losses[0] - 0.3
+    made = (BlockTransformer if blocks else Model)(run.config, state.params)
+    whole = np.asarray(made(tokens[:1, :80]))[0]
+    logits, cache = kvjax.prefill(made, tokens[:1, :70], room=16)
+    for at in range(70, 80):
+        np.testing.assert_allclose(logits[0], whole[at - 1], atol=2e-3 * np.abs(whole).max())
+        logits, cache = kvjax.step(made, cache, tokens[:1, at])
 
 
 def test_the_command_trains_and_goes_on_and_says_what_to_do_next(tmp_path, capsys):
