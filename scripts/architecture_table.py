@@ -284,8 +284,8 @@ def table(found: dict[str, Any]) -> str:
         f"Trained on {tokens} bytes of text. A text read once / again: bits per byte of 120 held-out bytes,",
         "and of the same bytes behind them, which a model could look up in its state. State: bytes of one",
         "row, keys and values in bfloat16. Recall: the share of 512 unseen questions for the value of a key",
-        "that a model answers whole, each trained on that language apart from the text. What is empty was not",
-        "measured: `python scripts/architecture_table.py recall` fills it, and `... speed` on an idle machine.",
+        "that a model answers whole, each trained on that language apart from the text. What is empty was",
+        "not measured: `scripts/architecture_table.py recall` fills it, and `... speed` on an idle machine.",
     ]
     return "\n".join([*lines, "", *notes, "", f"![Bits per byte against bytes of state]({PICTURE.name})"])
 

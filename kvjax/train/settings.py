@@ -320,6 +320,8 @@ def training(bound: Mapping[str, Mapping[str, Any]], vocab: int | None = None) -
     first, encoder = model.pop("init", "random"), model.pop("encoder", None)
     if isinstance(encoder, Mapping):
         encoder = _config(dict(encoder), vocab)
+        if not isinstance(encoder, Config):
+            raise InputError("model.encoder gives the sizes of two decoders, expected those of one encoder")
     config = _config(model, vocab)
     config = config if start is None else None
     parts["loop"] = parts.pop("train")
