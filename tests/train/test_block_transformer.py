@@ -86,6 +86,7 @@ def trained(**change):
     return Model(config, init_one(config, jax.random.key(2)), name="trained")
 
 
+@pytest.mark.rotating
 def test_a_decoder_becomes_two_of_its_own_layers():
     model = trained()
     made = convert(model, "block:length=4,prefix=1,layers=3")

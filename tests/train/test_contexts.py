@@ -93,6 +93,7 @@ def test_a_run_trains_the_new_layers_of_a_frozen_decoder(tmp_path):
         assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.rotating
 def test_cepe_reads_contexts_behind_every_attention_and_changes_nothing_at_first():
     plain, _ = models()
     made = convert(plain, "cepe:width=8")
