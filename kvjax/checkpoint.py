@@ -62,7 +62,7 @@ def save_checkpoint(model: Model, path: str | os.PathLike[str]) -> None:
     }
     try:
         with atomic_folder(path, MARKER, together=is_shared(model.params)) as folder:
-            with ocp.StandardCheckpointer() as checkpointer:
+            with quiet_orbax(), ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(folder / _WEIGHTS, model.params)
             if is_first() or not is_shared(model.params):
                 write_text(model, folder)
@@ -70,9 +70,7 @@ def save_checkpoint(model: Model, path: str | os.PathLike[str]) -> None:
     except Exception as error:  # Orbax and tokenizers raise classes of their own, or none
         if (cause := disk_says(error)) is None:
             raise
-        raise InputError(
-            f"the model could not be written to {path} ({cause}): nothing stays there"
-        ) from error
+        raise InputError(f"the model could not be written to {path} ({cause}): free some space") from error
 
 
 def disk_says(error: Exception) -> str | None:

@@ -57,7 +57,6 @@ def run(args: argparse.Namespace) -> None:
     from kvjax.checkpoint import MARKER, save_checkpoint
     from kvjax.commands.sizes import sizes_of
     from kvjax.commands.terminal import console, size
-    from kvjax.eval.tasks.reader import speaks_recall
     from kvjax.grammar import Method
     from kvjax.loading import load
     from kvjax.models.files import check_replaceable
@@ -87,7 +86,17 @@ def run(args: argparse.Namespace) -> None:
         f"is the original's {found.agreement:.1%} of the time",
         soft_wrap=True,
     )
-    language = " --set data.kind=recall" if speaks_recall(model) else ""
-    out.print(
-        f"uptrain it with kvjax uptrain {args.out} --teacher {args.model}{language} --out DIR", soft_wrap=True
-    )
+    out.print(f"uptrain it with {_uptraining(model, new, args)}", soft_wrap=True)
+
+
+def _uptraining(model: Any, new: Any, args: argparse.Namespace) -> str:
+    """The command that goes on from a converted model."""
+    from kvjax.eval.tasks.reader import speaks_recall
+    from kvjax.models.mixers.cross_attention import CrossAttention
+
+    language = " data.kind=recall" if speaks_recall(model) else ""
+    if any(isinstance(mixer, CrossAttention) for mixer in getattr(new.config, "mixers", ())):
+        reads = f"model.encoder=ENCODER train.context=128{language}"
+        return f"kvjax uptrain {args.out} --set {reads} --out DIR (docs/training.md, Contexts)"
+    language = f" --set{language}" if language else ""
+    return f"kvjax uptrain {args.out} --teacher {args.model}{language} --out DIR"

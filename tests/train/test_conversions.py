@@ -139,6 +139,15 @@ def test_the_command_writes_a_model_and_says_what_it_costs(tmp_path, capsys):
     assert "exists and holds no kvjax.json" in capsys.readouterr().err
 
 
+@pytest.mark.rotating
+def test_the_command_says_that_a_reader_of_contexts_needs_an_encoder(tmp_path, capsys):
+    out = tmp_path / "cepe"
+    words = ["convert", "--to", "cepe:width=8", "recall-tiny", str(out), "--rows", "1", "--length", "64"]
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"kvjax uptrain {out} --set model.encoder=ENCODER train.context=128 data.kind=recall" in said
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
