@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -18,6 +19,7 @@ from kvjax.ops.attention.union import Keys, merge
 from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
 from kvjax.ops.decode.stacked_decode import rows_of, stacked_decode
+from kvjax.ops.decode.turning import Turn
 from kvjax.place.common import copies_of, lists_of
 from kvjax.place.host import fetched
 from kvjax.place.paged import attend_pages
@@ -57,7 +59,7 @@ def attend_past(
     past, bases = _in_their_bases(run, past, layer, x)
     for i, segment in enumerate(past.parts):
         met, sizes = bases[i]
-        sized = any(s is not None for s in sizes)
+        sized = sizes[0] is not None, sizes[1] is not None
         copies = copies_of(segment, at.shape[0])
         mine, when = side_by_side(met.q, lists_of(segment)), pos.reshape(-1, copies)
         if isinstance(segment, Paged) and unreadable is None and not (past.gm.masses or run.unrotated):
@@ -75,14 +77,15 @@ def attend_past(
             if (read := picking(past, i)) is not None:
                 assert found is not None
                 call = partial(_attend_picked, run, layer, read, chosen)
-                picks = found.pages, found.counts
-                *part, _ = attended_on_each(split, call, segment, q, pos, past.index, *picks)
+                picks = found._replace(bias=_by_list(found.bias, segment.kv_heads))
+                *part, _ = attended_on_each(split, call, segment, q, pos, past.index, picks)
             else:
                 call = partial(_attend_slots, run, layer, bool(past.gm.masses), chosen)
-                *part, mass = attended_on_each(split, call, segment, mine, when, past.index)
+                beside = Beside(*sizes, _phases(past, i, segment))
+                *part, mass = attended_on_each(split, call, segment, mine, when, past.index, beside)
                 # Of one query, a sum that fades is the sum.
                 received = () if mass is None else ({repr(o): mass for o in past.gm.masses},)
-        elif together(run, past, layer, x, i) or (copies == 1 and not met.turned and not sized):
+        elif together(run, past, layer, x) or (copies == 1 and not met.turned and not any(sized)):
             sets.append(_read(past, layer, i, found, pools, at, at.shape[0]))
             continue
         else:
@@ -126,7 +129,7 @@ def _in_their_bases(
     for i, segment in enumerate(past.parts):
         met = Met(x.q, x.q, None, lambda out: out, False)
         sizes: tuple[Array | None, Array | None] = (None, None)
-        apart = not past.gm.masses and not together(run, past, layer, x, i)
+        apart = not past.gm.masses and not together(run, past, layer, x)
         if isinstance(segment, Slots) and apart:
             k, v = segment.k, segment.v
             # Values that lie in the keys need whole keys, and slots that are picked leave others' sizes out.
@@ -255,24 +258,46 @@ def met_by(
     return tuple(out)
 
 
+def _by_list(bias: Float[Array, "B N P"] | None, lists: int) -> Float[Array, "B K G P"] | None:
+    return None if bias is None else bias.reshape(bias.shape[0], lists, -1, bias.shape[-1])
+
+
+def _phases(past: Past, i: int, slots: Slots) -> Int[Array, "B K S"] | None:
+    """What the keys of a segment turn by when they are read."""
+    if past.turn is None or not past.turn.keys:
+        return None
+    return jnp.broadcast_to(past.turn.keys[i], slots.pos.shape[1:])
+
+
+class Beside(NamedTuple):
+    """What a kernel is given of a layer's slots beside these: what multiplies keys and values, and phases."""
+
+    keys: Float[Array, "B K S"] | None
+    values: Float[Array, "B K S"] | None
+    phase: Int[Array, "B K S"] | None
+
+
 def _attend_picked(
     run: Run, layer: Layer, read: Read, implementation: str, slots: Slots, q: Array, pos: Int[Array, "B 1"],
-    index: Int[Array, ""] | int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"],
+    index: Int[Array, ""] | int, found: Picks,
 ) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], None]:  # fmt: skip
     """Attention over the pages that the method picks, where they lie: (out, lse, no mass)."""
-    k, v = slots.k, slots.v
+    k, v, granule = slots.k, slots.v, read.granule
     assert not isinstance(k, Codes) and not isinstance(v, Codes) and v is not None
-    held = positions(slots, index, read.granule, pages, counts)
+    held = positions(slots, index, granule, found.pages, found.counts)
+    own = None if slots.bias is None else picked.picked(slots.bias[index][None], found.pages, 0, granule)
+    heads = None if found.bias is None else found.bias.reshape(q.shape[0], q.shape[1], -1)
     out, lse = picked.picked_decode(
-        q, k, v, pages, counts, held, pos, index, page=read.granule, scale=layer.scale,
-        window=layer.window, softcap=run.config.attention_softcap, implementation=implementation,
+        q, k, v, found.pages, found.counts, held, pos, index, page=granule, scale=layer.scale,
+        bias=_biases(own, heads), window=layer.window, softcap=run.config.attention_softcap,
+        implementation=implementation,
     )  # fmt: skip
     return out, lse, None
 
 
 def _attend_slots(
     run: Run, layer: Layer, mass: bool, implementation: str, slots: Slots, q: Array, pos: Int[Array, "B 1"],
-    index: Int[Array, ""] | int,
+    index: Int[Array, ""] | int, beside: Beside,
 ) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], Float[Array, "B K S"] | None]:  # fmt: skip
     """Attention over one layer of slots that stay in the stacked cache: (out, lse, mass if it is wanted)."""
     slot = jnp.arange(1, slots.capacity + 1, dtype=jnp.int32)
@@ -287,8 +312,10 @@ def _attend_slots(
         )  # fmt: skip
         return out, lse, None
     k, v = what_kernels_read(slots.k), None if slots.v is None else what_kernels_read(slots.v)
+    turn = None if beside.phase is None else Turn(rope_of_keys(layer), beside.phase)
     return stacked_decode(
         q, k, v, used, pos, index, scale=layer.scale, pos=slots.pos, bias=slots.bias,
+        sizes=(beside.keys, beside.values), turn=turn,
         values=slots.shared if v is None else rows_of(v).shape[-1], first=0, window=layer.window,
         softcap=run.config.attention_softcap, mass=mass, implementation=implementation,
     )  # fmt: skip
