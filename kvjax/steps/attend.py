@@ -26,7 +26,14 @@ from kvjax.place.paged import attend_pages
 from kvjax.protocols import AttentionSpec
 from kvjax.read.pages import positions, visited
 from kvjax.read_protocols import Read, Resting, Sampling
-from kvjax.steps.attention_form import form_of, picking, together, what_kernels_read
+from kvjax.steps.attention_form import (
+    form_of,
+    pages_apart,
+    picking,
+    together,
+    turn_in_kernel,
+    what_kernels_read,
+)
 from kvjax.steps.past import Past, Picks
 from kvjax.steps.run import Run
 from kvjax.steps.split import attended_on_each, on_all, split_of
@@ -62,10 +69,11 @@ def attend_past(
         sized = sizes[0] is not None, sizes[1] is not None
         copies = copies_of(segment, at.shape[0])
         mine, when = side_by_side(met.q, lists_of(segment)), pos.reshape(-1, copies)
-        if isinstance(segment, Paged) and unreadable is None and not (past.gm.masses or run.unrotated):
+        if isinstance(segment, Paged) and pages_apart(run, past, layer, x, i, pools[segment.pool]):
             call = partial(
-                attend_pages, scale=layer.scale, softcap=softcap, implementation=run.implementation
-            )
+                attend_pages, scale=layer.scale, softcap=softcap, turn=turn_in_kernel(past, layer, i),
+                implementation=run.implementation,
+            )  # fmt: skip
             # A pool is on every device, and whose a page is, is data: so are the queries that meet it.
             one, pool = segment.layer(past.index), pools[segment.pool]
             part = on_all(run.on_mesh, call, mine, one, jnp.asarray(past.index), pool, when)
@@ -81,7 +89,8 @@ def attend_past(
                 *part, _ = attended_on_each(split, call, segment, q, pos, past.index, picks)
             else:
                 call = partial(_attend_slots, run, layer, bool(past.gm.masses), chosen)
-                beside = Beside(*sizes, _phases(past, i, segment))
+                turn = turn_in_kernel(past, layer, i)
+                beside = Beside(*sizes, None if turn is None else turn.phase)
                 *part, mass = attended_on_each(split, call, segment, mine, when, past.index, beside)
                 # Of one query, a sum that fades is the sum.
                 received = () if mass is None else ({repr(o): mass for o in past.gm.masses},)
@@ -260,13 +269,6 @@ def met_by(
 
 def _by_list(bias: Float[Array, "B N P"] | None, lists: int) -> Float[Array, "B K G P"] | None:
     return None if bias is None else bias.reshape(bias.shape[0], lists, -1, bias.shape[-1])
-
-
-def _phases(past: Past, i: int, slots: Slots) -> Int[Array, "B K S"] | None:
-    """What the keys of a segment turn by when they are read."""
-    if past.turn is None or not past.turn.keys:
-        return None
-    return jnp.broadcast_to(past.turn.keys[i], slots.pos.shape[1:])
 
 
 class Beside(NamedTuple):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
-from kvjax.cache import Codes, Slots
+from kvjax.cache import Codes, Paged, Pages, Slots
 from kvjax.models.mixer import Layer, Projected
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import grouped_decode as grouped
@@ -12,6 +13,7 @@ from kvjax.ops.decode import picked_decode as picked
 from kvjax.ops.decode.stacked_decode import Coded, Sizes, refusals
 from kvjax.ops.decode.turning import Turn
 from kvjax.place.common import lists_of
+from kvjax.place.paged import form_over_pages
 from kvjax.read_protocols import Read, Sampling
 from kvjax.steps.past import Past
 from kvjax.steps.run import Run
@@ -73,6 +75,30 @@ def _refusals(
         return _nowhere("a dense cache of such codes has no kernel")
     k, v = what_kernels_read(slots.k), None if slots.v is None else what_kernels_read(slots.v)
     return refusals(q, k, v, slots.pos, slots.bias, sizes, turn, mass=bool(past.gm.masses))
+
+
+def pages_apart(run: Run, past: Past, layer: Layer, x: Projected, i: int, pool: Pages) -> bool:
+    """Whether the pages of segment `i` are attended to where they lie."""
+    pages, turn = past.parts[i], turn_in_kernel(past, layer, i)
+    if past.gm.masses or (x.expand is not None and x.expand.outputs is None):
+        return False
+    if turn is None:
+        return not run.unrotated
+    assert isinstance(pages, Paged)
+    # Pools are on every device, and only kernels turn what lies in pages.
+    if run.on_mesh is not None or x.q.shape[0] > lists_of(pages) or _at_once(past, layer, x):
+        return False
+    own = pages.layer(past.index)
+    return form_over_pages(x.q, own, pool, turn, run.implementation) != "reference"
+
+
+def turn_in_kernel(past: Past, layer: Layer, i: int) -> Turn | None:
+    """By what the keys of segment `i` turn when they are read, slot by slot of every list."""
+    if past.turn is None or not past.turn.keys:
+        return None
+    part, phase = past.parts[i], past.turn.keys[i]
+    lists = (part.table if isinstance(part, Paged) else part.pos).shape[1:3]
+    return Turn(rope_of_keys(layer), jnp.broadcast_to(phase, (*lists, phase.shape[-1])))
 
 
 def _nowhere(why: str) -> dict[str, str]:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int, Shaped, UInt8, UInt32
 
@@ -21,7 +20,7 @@ from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.softmax import softmax
 from kvjax.ops.decode.append import append
 from kvjax.ops.decode.stacked_decode_gpu import gpu_refusal, gpu_stacked_decode
-from kvjax.ops.decode.turning import Turn, turned, turning, turns
+from kvjax.ops.decode.turning import Turn, in_kernel, no_tiles, turned, turning
 from kvjax.ops.decode.turning import refusal as no_turning
 from kvjax.pallas_kernels.block_sizes import cores_for, tuned
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
@@ -155,9 +154,8 @@ def refusal(
             f"{', '.join(given) or 'nothing'} of {heads} heads twice and mass of {queries} queries x {slots} "
             f"slots, expected at most {KEPT_NUMBERS} numbers"
         )
-    which = None if turn is None else turning(turn.rope, q.shape[3])
-    if which is not None and (which.start % SUBLANES or which.half % SUBLANES):
-        return f"{2 * which.half} channels from {which.start} turn, expected multiples of {SUBLANES}"
+    if turn is not None and (why := no_tiles(turn.rope, q.shape[3])):
+        return why
     for x in map(rows_of, (k, k if v is None else v)):
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.uint8):
             return f"a cache of {x.dtype}, expected float32, bfloat16 or codes in uint8"
@@ -315,10 +313,7 @@ def tpu_stacked_decode(
     if window is not None and pos is None:
         begins = jnp.repeat(jnp.maximum(q_pos.min(-1) - window + 1, 0).astype(jnp.int32) // block, heads)
     room = -(-slots // block) * block if mass else 0
-    which, steps_of = None, ()
-    if turn is not None and "phase" in sides:
-        which = turning(turn.rope, h)
-        steps_of = (jnp.asarray(np.repeat(turns(turn.rope, h)[:, None], LANES, 1)),)
+    which, steps_of = in_kernel(turn, h)
     what = tpu.Sizes(
         block, piece, lists // cores, scale, window, softcap, v is None, tuple(sides), room, lanes,
         turning=which,

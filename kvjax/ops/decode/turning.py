@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.ops.base.rope import Rope, angles, rotate
+from kvjax.pallas_kernels.streaming import LANES, SUBLANES
 from kvjax.pallas_kernels.turning import Turning
 
 
@@ -37,6 +38,22 @@ def turning(rope: Rope, h: int) -> Turning | None:
 def refusal(rope: Rope) -> str:
     """Why no kernel turns keys by this rotation; empty where one can."""
     return "dynamic rope's frequencies depend on a row's length" if rope.kind == "dynamic" else ""
+
+
+def no_tiles(rope: Rope | None, h: int) -> str:
+    """Why a TPU's kernel does not turn h channels, which lie above the lanes; empty where it does."""
+    which = None if rope is None else turning(rope, h)
+    if which is None or not (which.start % SUBLANES or which.half % SUBLANES):
+        return ""
+    return f"{2 * which.half} channels from {which.start} turn, expected multiples of {SUBLANES}"
+
+
+def in_kernel(turn: Turn | None, h: int) -> tuple[Turning | None, tuple[Array, ...]]:
+    """What a TPU's kernel turns of h channels, and what it is given for that, [half, 128]."""
+    which = None if turn is None else turning(turn.rope, h)
+    if turn is None or which is None:
+        return None, ()
+    return which, (jnp.asarray(np.repeat(turns(turn.rope, h)[:, None], LANES, 1)),)
 
 
 def turned(turn: Turn, k: Float[Array, "B K S H"], dtype: jnp.dtype) -> Float[Array, "B K S H"]:
