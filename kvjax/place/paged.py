@@ -20,7 +20,6 @@ from kvjax.cache import Codec, Codes, Paged, Pages, dense, encode
 from kvjax.ops.attention.union import NEG_INF
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import ragged_decode as ragged
-from kvjax.ops.decode.turning import Turn
 from kvjax.protocols import View
 from kvjax.stored import is_rows, meet
 
@@ -122,12 +121,10 @@ def attend_pages(
     *,
     scale: float,
     softcap: float | None = None,
-    turn: Turn | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
     """Attention of a few queries over one layer's pages; returns (out, lse).
 
-    turn: by what keys turn that lie unrotated, slot by slot of the lists; only a kernel does so.
     implementation: as of `kvjax.ops.decode.ragged_decode`; None takes the kernel where it can run. The kernel
     takes every live slot for one of each query's past, as in a decode step, and asks no positions. Raises
     NotImplementedError where a forced one cannot run.
@@ -139,9 +136,8 @@ def attend_pages(
             met.q, segment, layer, turned, q_pos, scale=scale, softcap=softcap, implementation=implementation
         )
         return met.back(out), lse
-    chosen = form_over_pages(q, segment, pool, turn, implementation)
+    chosen = form("attention over pages", implementation, q, segment, pool, **refusals(q, segment, pool))
     if chosen == "reference":
-        assert turn is None
         return _attend_walking(q, segment, layer, pool, q_pos, scale=scale, softcap=softcap)
     page, lists = pool.page_tokens, segment.table.shape
 
@@ -158,20 +154,11 @@ def attend_pages(
         q, rows(pool.k), None if pool.v is None else rows(pool.v),
         segment.table[..., 0] * page, segment.lengths,
         most=lists[2] * page, aligned=page, scale=scale, values=pool.shared or None,
-        bias=None if pool.bias is None else listed(pool.bias), turn=turn, softcap=softcap,
-        implementation=chosen,
+        bias=None if pool.bias is None else listed(pool.bias), softcap=softcap, implementation=chosen,
     )  # fmt: skip
 
 
-def form_over_pages(
-    q: Array, segment: Paged, pool: Pages, turn: Turn | None, implementation: str | None
-) -> str:
-    """In which form pages are attended to; NotImplementedError where a kernel is forced and cannot run."""
-    why = refusals(q, segment, pool, turn)
-    return form("attention over pages", implementation, q, segment, pool, **why)
-
-
-def refusals(q: Array, segment: Paged, pool: Pages, turn: Turn | None) -> dict[str, str]:
+def refusals(q: Array, segment: Paged, pool: Pages) -> dict[str, str]:
     """Why the kernel of each platform cannot read these pages."""
     codes = [x for x in (pool.k, pool.v) if isinstance(x, Codes)]
     if not all(map(is_rows, codes)):
@@ -180,9 +167,7 @@ def refusals(q: Array, segment: Paged, pool: Pages, turn: Turn | None) -> dict[s
     page, (_, heads, pages) = pool.page_tokens, segment.table.shape
     k, v = (x.data["codes"] if isinstance(x, Codes) else x for x in (pool.k, pool.v))
     assert k is not None
-    numbers = len(codes) + (pool.bias is not None) + (turn is not None)
-    rope = None if turn is None else turn.rope
-    return ragged.refusals(q, k, v, page, (numbers, heads, pages * page), rope)
+    return ragged.refusals(q, k, v, page, (len(codes) + (pool.bias is not None), heads, pages * page))
 
 
 def _attend_walking(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -38,6 +38,7 @@ from kvjax.steps.attention_form import (
 from kvjax.steps.past import Past, Picks
 from kvjax.steps.run import Run
 from kvjax.steps.split import attended_on_each, on_all, split_of
+from kvjax.steps.turned_pages import attend_turned_pages
 from kvjax.steps.turning import rope_of_keys, sharpened, turned_keys, weighed
 from kvjax.stored import Met, factors_of, groups_of, meet
 from kvjax.words import shaped
@@ -152,10 +153,11 @@ def _apart(
 def _attend_pages(
     run: Run, past: Past, layer: Layer, i: int, pages: Paged, pool: Pages, q: Array, pos: Int[Array, "B T"]
 ) -> Part:
-    call = partial(
-        attend_pages, scale=layer.scale, softcap=run.config.attention_softcap,
-        turn=turn_in_kernel(past, layer, i), implementation=run.implementation,
-    )  # fmt: skip
+    how: dict[str, Any] = dict(scale=layer.scale, softcap=run.config.attention_softcap)
+    how |= dict(implementation=run.implementation)
+    if (turn := turn_in_kernel(past, layer, i)) is not None:
+        return attend_turned_pages(q, pages.layer(past.index), pool, turn, **how)
+    call = partial(attend_pages, **how)
     # A pool is on every device, and whose a page is, is data: so are the queries that meet it.
     return on_all(run.on_mesh, call, q, pages.layer(past.index), jnp.asarray(past.index), pool, pos)
 

@@ -13,11 +13,11 @@ from kvjax.ops.decode import picked_decode as picked
 from kvjax.ops.decode.stacked_decode import Coded, Sizes, refusals
 from kvjax.ops.decode.turning import Turn
 from kvjax.place.common import lists_of
-from kvjax.place.paged import form_over_pages
 from kvjax.read_protocols import Read, Sampling
 from kvjax.steps.past import Past
 from kvjax.steps.run import Run
 from kvjax.steps.split import bare, said_of_one, split_of
+from kvjax.steps.turned_pages import form_over_turned
 from kvjax.steps.turning import rope_of_keys
 from kvjax.stored import Form, groups_of, is_rows
 
@@ -89,7 +89,7 @@ def pages_apart(run: Run, past: Past, layer: Layer, x: Projected, i: int, pool: 
     if run.on_mesh is not None or x.q.shape[0] > lists_of(pages) or _at_once(past, layer, x):
         return False
     own = pages.layer(past.index)
-    return form_over_pages(x.q, own, pool, turn, run.implementation) != "reference"
+    return form_over_turned(x.q, own, pool, turn, run.implementation) != "reference"
 
 
 def turn_in_kernel(past: Past, layer: Layer, i: int) -> Turn | None:
