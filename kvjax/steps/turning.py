@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Paged, Pages, Segment, gather_pages
+from kvjax.cache import Paged, Pages, Segment
+from kvjax.gathered import gather_pages
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import attend_new, attend_sets, rotary, turned
 from kvjax.models.mixer import AttentionLogits, Layer, Projected
