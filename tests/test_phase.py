@@ -144,6 +144,10 @@ REFUSED = {
         lambda: chain(kvjax.method("snapkv", budget=0.5), kvjax.method("ape")),
         "its score looks at keys or at what they receive",
     ),
+    "a probe's masses": (
+        lambda: chain(kvjax.method("kvzip", budget=0.5, prefix=(1, 2)), kvjax.method("ape")),
+        "its score looks at keys or at what they receive",
+    ),
     "a class": (lambda: keep(ByRank), "the phase is the class ByRank, not one of its words: write ByRank"),
     "no phase": (lambda: keep(3), "int is no phase, it has no `steady`: see kvjax.phase"),
     "no distance": (lambda: keep(Clamped(0)), "the largest distance must be a whole number .* got 0"),
