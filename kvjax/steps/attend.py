@@ -157,7 +157,7 @@ def _attend_pages(
     how: dict[str, Any] = dict(scale=layer.scale, softcap=run.config.attention_softcap)
     how |= dict(implementation=run.implementation)
     if (turn := turn_in_kernel(past, layer, i)) is not None:
-        return attend_turned_pages(q, pages.layer(past.index), pool, turn, **how)
+        return attend_turned_pages(run.on_mesh, q, pages.layer(past.index), pool, turn, **how)
     call = partial(attend_pages, **how)
     # A pool is on every device, and whose a page is, is data: so are the queries that meet it.
     return on_all(run.on_mesh, call, q, pages.layer(past.index), jnp.asarray(past.index), pool, pos)

@@ -44,7 +44,7 @@ def form_of(
     assert isinstance(slots, Slots)
     split = split_of(run.on_mesh, slots, bool(past.gm.masses))
     if split is not None and split.apart and (past.gm.masses or run.unrotated or any(sized)):
-        why = why or "what slots receive, phases and sizes are of lists whose slots lie together"
+        why = why or "what slots receive, phases and sizes are told where the slots of a list lie together"
     if run.unrotated and x.q.shape[0] > lists_of(slots):
         why = why or "copies of a row turn the slots that they have in common differently"
 
@@ -85,11 +85,10 @@ def pages_apart(run: Run, past: Past, layer: Layer, x: Projected, i: int, pool: 
     if turn is None:
         return not run.unrotated
     assert isinstance(pages, Paged)
-    # Pools are on every device, and only kernels turn what lies in pages.
-    if run.on_mesh is not None or x.q.shape[0] > lists_of(pages) or _at_once(past, layer, x):
+    if x.q.shape[0] > lists_of(pages) or _at_once(past, layer, x):
         return False
     own = pages.layer(past.index)
-    return form_over_turned(x.q, own, pool, turn, run.implementation) != "reference"
+    return form_over_turned(run.on_mesh, x.q, own, pool, turn, run.implementation) != "reference"
 
 
 def turn_in_kernel(past: Past, layer: Layer, i: int) -> Turn | None:
