@@ -18,13 +18,15 @@ IN_STEPS = dict.fromkeys(("streamingllm", "lm-infinite", "lacache"), TURNED)
 POOLED = {"compressive-transformer": MERGED}
 AT_PREFILL = dict.fromkeys(("snapkv-renumbered", "finch", "adakv-renumbered"), TURNED)
 KNOWN = {
-    "cpu": IN_STEPS | AT_PREFILL | {"kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED} | POOLED,
-    "v5e:2x2": IN_STEPS | AT_PREFILL | {
-        "kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED, "less": TAKEN,
+    "cpu": IN_STEPS | AT_PREFILL | {
+        "ape": IN_TURNS, "kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED,
+    } | POOLED,
+    "v5e:2x2": {
+        "ape": IN_TURNS, "kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED, "less": TAKEN,
         "int4": DECODED, "intactkv": DECODED, "think": DECODED, "mikv": DECODED, "zipcache": DECODED,
         "adakv-int4": DECODED, "magicpig": RELAID,
     } | POOLED,
-    "h100": IN_STEPS | {"kvquant": TURNED, "r-kv": ORDERED} | POOLED,
+    "h100": {"kvquant": TURNED, "r-kv": ORDERED} | POOLED,
 }  # fmt: skip
 
 
