@@ -6,8 +6,8 @@ import numpy as np
 class Ranges:
     """APE's positions and attention (arXiv:2502.05431, section 4), query by query."""
 
-    def __init__(self, prefix, contexts, temperature, scale):
-        self.temperature, self.scale = temperature, scale
+    def __init__(self, shared_prefix, contexts, temperature, scale):
+        self.temperature, self.scale, prefix = temperature, scale, shared_prefix
         self.part, self.phase = [0] * prefix, list(range(prefix))
         for number, length in enumerate(contexts, 1):
             self.part += [number] * length

@@ -124,7 +124,7 @@ def test_every_pair_of_shared_ranges_meets_in_one_turn_as_the_ranges_say():
 @pytest.mark.parametrize("label", ["4/2", "windowed"])
 def test_one_context_that_nothing_sharpens_is_a_text_like_any_other(label):
     m, want = model(label), []
-    alone = kvjax.method("ape", contexts=(9,), prefix=2, temperature=1.0, scale=1.0)
+    alone = kvjax.method("ape", contexts=(9,), shared_prefix=2, temperature=1.0, scale=1.0)
     for method in (Method(), alone):
         logits, cache = kvjax.prefill(m, MAIN.first, method=method, room=8, chunk=8)
         want.append([logits, kvjax.step(m, cache, MAIN.steps[0])[0]])

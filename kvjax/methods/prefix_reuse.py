@@ -21,19 +21,19 @@ from kvjax.phase import SharedRanges
 def ape(
     contexts: Annotated[tuple[int, ...], Range(1)] = (512, 512),
     *,
-    prefix: Tokens = 16,
+    shared_prefix: Tokens = 16,
     temperature: Annotated[float, Range(0.01, 1)] = 0.9,
     scale: Annotated[float, Range(0.01, 2)] = 0.9,
 ) -> Method:
     """APE (Yang et al., 2025, arXiv:2502.05431), section 4: contexts in parallel behind a shared prefix.
 
-    The first `prefix` tokens of a text are followed by contexts of `contexts` tokens each. These see the
-    prefix and themselves alone, and all begin at the position behind the prefix; what follows them stands
-    behind the longest one. It attends to all contexts with logits that are divided by `temperature`, and to
+    The first `shared_prefix` tokens are followed by contexts of `contexts` tokens each. These see the prefix
+    and themselves alone, and all begin at the position behind the prefix; what follows them stands behind the
+    longest one. It attends to all contexts with logits that are divided by `temperature`, and to
     everything else as ever; the log-sum-exp of the former is multiplied by scale * temperature before both
     are merged (`SharedRanges`). Deviations: all rows have contexts of the same lengths, which are part of the
     sentence; a text has as many tokens as the model has positions, although contexts share theirs; and keys
     are stored as they are before rotation, so kernels do not read them.
     """
-    phase = SharedRanges(prefix, contexts, temperature, scale)
+    phase = SharedRanges(shared_prefix, contexts, temperature, scale)
     return Method(Keep(None, Budget(1.0), Uniform(), phase=phase))

@@ -126,7 +126,7 @@ from tests.methods.table_stores import STORES
 from tests.ranges import Ranges
 from tests.reference import h2o_victim, rkv_kept, rkv_victims, sink_victim, tova_victim, window_score
 
-APE = dict(contexts=(6, 9, 4), prefix=3, temperature=0.8, scale=0.9)
+APE = dict(contexts=(6, 9, 4), shared_prefix=3, temperature=0.8, scale=0.9)
 
 ROWS = [
     row("full", dense(everything), whole=(("full", {}),)),
