@@ -52,9 +52,9 @@ def form_of(
         if why:
             return form("attention over slots", run.implementation, q, slots, **_nowhere(why))
         # Of what lies beside the slots, shapes alone are asked.
-        sizes = tuple(slots.pos[0] if one else None for one in sized)
+        keys, values = (slots.pos[0] if one else None for one in sized)
         turn = Turn(rope_of_keys(layer), slots.pos[0]) if run.unrotated else None
-        each = _refusals(past, layer, picking(past, i), slots, q, sizes, turn)
+        each = _refusals(past, layer, picking(past, i), slots, q, (keys, values), turn)
         return form("attention over slots", run.implementation, q, slots, **each)
 
     return said_of_one(split, of_one, bare(slots), q)

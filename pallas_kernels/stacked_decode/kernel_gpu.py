@@ -136,7 +136,8 @@ def _turned(
     if "key_scale_zero" in given:
         scale, zero = halves(given["key_scale_zero"])
         pairs = [x * scale[:, None] + (zero + MIDDLE * scale)[:, None] for x in pairs]
-    found = turned(*pairs, waves(given["phase"][:, None] * turns[None], q[0].dtype, turning.amplitude))
+    units = given["phase"][:, None] * turns[None]
+    found = turned(pairs[0], pairs[1], waves(units, q[0].dtype, turning.amplitude))
     one, other = (parts.product(x, y.astype(x.dtype), 1) for x, y in zip(q, found, strict=True))
     return one + other
 

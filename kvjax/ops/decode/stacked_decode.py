@@ -97,7 +97,7 @@ def stacked_decode(
     at = jnp.asarray(layer, jnp.int32)
     lists = jnp.broadcast_to(lengths.reshape(b, -1), keys.shape[1:3]).astype(jnp.int32)
     options: dict[str, Any] = dict(scale=scale, values=(start, width), window=window, softcap=softcap)
-    sides = dict(pos=pos, bias=bias, sizes=sizes, turn=turn)
+    sides: dict[str, Any] = dict(pos=pos, bias=bias, sizes=sizes, turn=turn)
     options |= dict(mass=mass, **sides)
     chosen = form("stacked_decode", implementation, q, k, v, **refusals(q, k, v, mass=mass, **sides))
     if chosen == "reference":
