@@ -13,15 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import (
-    GroupState,
-    Pages,
-    Segment,
-    Slots,
-    gather_pages,
-    gather_traces,
-)
+from kvjax.cache import GroupState, Pages, Segment, Slots
 from kvjax.fitted import of_layer
+from kvjax.gathered import gather_pages, gather_traces
 from kvjax.grammar import Keep
 from kvjax.group import GroupMethod
 from kvjax.keep.select import top

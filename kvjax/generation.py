@@ -98,12 +98,12 @@ def generate(
     model = made(model, chosen)
     last = last_position(chosen, model.config)
     _check_reach(max_new_tokens, max_new_tokens, max(ROOM, last), last)
-    root = jax.random.key(0) if key is None else prng_key(key)
-    stops = jnp.asarray(stop_ids(model.stop_ids if stop is None else stop) or [-1], jnp.int32)
-    sampler, processors = sampler or Sampler(), callables("processors", processors)
-    if not callable(sampler):
-        raise InputError(f"sampler is {sampler!r}, expected a kvjax.Sampler, such as kvjax.Sampler(1.0)")
-    _check_writing(samples, beams, sampler, stop_strings, on_token)
+    asked = _Asked(
+        max_new_tokens, jax.random.key(0) if key is None else prng_key(key), sampler or Sampler(),
+        callables("processors", processors), model.stop_ids if stop is None else stop, stop_strings,
+        samples, beams, on_token, implementation,
+    )  # fmt: skip
+    stops = _checked(asked)
     logits, cache = prefill(
         model, tokens, method=method, cache=cache, lengths=lengths, room=max_new_tokens, chunk=chunk,
         implementation=implementation,
@@ -112,33 +112,54 @@ def generate(
     if last > model.config.max_positions:
         last = stands + positions_left(model, cache)
     _check_reach(max_new_tokens, stands + max_new_tokens, last, last)
-    chosen, state, copies = cache.method, bare_cache(cache), max(samples, beams)
+    return _written(model, (tokens, lengths), logits, cache, asked, stops)
+
+
+class _Asked(NamedTuple):
+    """What is asked for beside the prompt, as `generate` takes it."""
+
+    new: int
+    key: Array
+    sampler: Sampler
+    processors: tuple[Processor, ...]
+    stop: Sequence[int]
+    stop_strings: Sequence[str]
+    samples: int
+    beams: int
+    on_token: Callable[[int, np.ndarray], None] | None
+    implementation: str | None
+
+
+def _written(
+    model: Model, prompt: tuple[TokenIds, Lengths | None], logits: Float[Array, "B V"], cache: Cache,
+    asked: _Asked, stops: Int[Array, "S"],
+) -> Generated:  # fmt: skip
+    """The texts behind a prompt that was read."""
+    chosen, state, copies = cache.method, bare_cache(cache), max(asked.samples, asked.beams)
     rows = np.repeat(np.arange(logits.shape[0]), copies)
     if copies > 1:
-        logits, state = logits[rows], fork(state, copies, room=max_new_tokens)
+        logits, state = logits[rows], fork(state, copies, room=asked.new)
 
     def refuse_nan(at: int) -> None:
         if at == 0:
-            refuse_prompt(model, *padded(model, tokens, lengths))
+            refuse_prompt(model, *padded(model, *prompt))
         refuse_step(at, chosen.id)
 
     loop: dict[str, Any] = dict(
-        new=max_new_tokens,
-        stop=stops,
-        refuse_nan=refuse_nan,
-        processors=processors,
-        past=_past(model, tokens, lengths, max_new_tokens)[rows] if processors else None,
-    )
-    one, params = stepping(model, chosen, implementation)
-    if beams > 1:
-        found, state = search(advancing(one, params, len(rows)), logits, state, beams=beams, **loop)
+        new=asked.new, stop=stops, refuse_nan=refuse_nan, processors=asked.processors,
+        past=_past(model, *prompt, asked.new)[rows] if asked.processors else None,
+    )  # fmt: skip
+    one, params = stepping(model, chosen, asked.implementation)
+    if asked.beams > 1:
+        found, state = search(advancing(one, params, len(rows)), logits, state, beams=asked.beams, **loop)
         texts = fetch((found.tokens, found.logprobs, found.scores))
         written, logprobs, scores = (jnp.asarray(x.reshape(len(rows), *x.shape[2:])) for x in texts)
     else:
-        ends = StopStrings(model, stop_strings, len(rows)) if stop_strings else None
+        ends = StopStrings(model, asked.stop_strings, len(rows)) if asked.stop_strings else None
         written, logprobs, state = write(
-            one, params, logits, state, sampler=sampler, key=root, ends=ends, on_token=on_token, **loop
-        )
+            one, params, logits, state, sampler=asked.sampler, key=asked.key, ends=ends,
+            on_token=asked.on_token, **loop,
+        )  # fmt: skip
         scores = logprobs.sum(-1)
     behind = dataclasses.replace(labelled(state, chosen, model), added=of_rows(cache.added, rows))
     return Generated(written, logprobs, behind, scores, rows)
@@ -158,12 +179,14 @@ def _past(model: Model, tokens: TokenIds, lengths: Lengths | None, new: int) -> 
     return history(jnp.asarray(batch.tokens), jnp.asarray(batch.lengths), new)
 
 
-def _check_writing(
-    samples: int, beams: int, sampler: Sampler, stop_strings: Sequence[str], on_token: object
-) -> None:
-    """InputError for numbers of texts that mean nothing, and for options that exclude each other."""
-    whole_number("samples", samples, 1, "texts of each prompt")
-    whole_number("beams", beams, 1, "texts to search for")
+def _checked(asked: _Asked) -> Int[Array, "S"]:
+    """The stop tokens, -1 for none; InputError for numbers of texts that mean nothing, and for options that
+    exclude each other."""
+    stops, sampler = stop_ids(asked.stop) or [-1], asked.sampler
+    if not callable(sampler):
+        raise InputError(f"sampler is {sampler!r}, expected a kvjax.Sampler, such as kvjax.Sampler(1.0)")
+    samples = whole_number("samples", asked.samples, 1, "texts of each prompt")
+    beams = whole_number("beams", asked.beams, 1, "texts to search for")
     if samples > 1 and sampler.temperature == 0:
         raise InputError(
             f"samples={samples} was given at temperature 0, expected a draw: add sampler=kvjax.Sampler(1.0)"
@@ -171,11 +194,12 @@ def _check_writing(
     others = {
         "samples=": samples > 1,
         "a sampler": sampler != Sampler(),
-        "stop_strings=": bool(stop_strings),
-        "on_token=": on_token is not None,
+        "stop_strings=": bool(asked.stop_strings),
+        "on_token=": asked.on_token is not None,
     }
-    if beams > 1 and (given := [name for name, asked in others.items() if asked]):
+    if beams > 1 and (given := [name for name, there in others.items() if there]):
         raise InputError(
             f"beams={beams} was given with {' and '.join(given)}: beams are searched, not drawn, and known "
             "at the end; leave one of them out"
         )
+    return jnp.asarray(stops, jnp.int32)

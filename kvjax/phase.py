@@ -8,25 +8,42 @@ then lie in the cache as they were before their rotation, and turn when they are
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
+
+
+class Meeting(NamedTuple):
+    """Which queries meet which keys, where distances between tokens do not say so, and how much that weighs.
+
+    queries, keys: where they stand for causal order and windows, -1 where they meet nobody. sharpness:
+    multiplies logits. weight: multiplies the log of the sum of exponentials, by which this part of the union
+    is merged with the others.
+    """
+
+    queries: Int[Array, "B T"]
+    keys: tuple[Int[Array, "B #K _"], ...]
+    sharpness: Float[Array, "B T"]
+    weight: Float[Array, "B T"]
 
 
 class Turn(NamedTuple):
     """What queries and keys turn by, for pairs of them that are some number of tokens apart.
 
     keys: one array for each set of keys. behind: how many tokens a key lies behind a query at least. reach:
-    at how many distances from there on, which are all further ones where it is None.
+    at how many distances from there on, which are all further ones where it is None. meeting: which pairs
+    these are, where it is no matter of distance.
     """
 
     queries: Int[Array, "B #K T"]
     keys: tuple[Int[Array, "B #K _"], ...]
     behind: int = 0
     reach: int | None = None
+    meeting: Meeting | None = None
 
     def window(self, window: int | None) -> int | None:
         """The window of a layer's queries, seen from `behind`; nothing is visible where it is not above 0."""
@@ -59,11 +76,13 @@ class Phase(Protocol):
     def counts(self) -> str: ...
 
     def turns(self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]) -> tuple[Turn, ...]:
-        """By what queries and all slots that they may see turn; exactly one `Turn` for a single query.
+        """By what queries and all slots that they may see turn.
 
         q_pos: positions of the queries, -1 on padding. sets: those of the slots, -1 where one is empty. Among
         many queries, the last set is new tokens in a row, and where it is the only one, there were none
-        before. Turns do not overlap: every pair of a query and a slot that it sees belongs to one.
+        before. Turns do not overlap: every pair of a query and a slot that it sees belongs to one. A single
+        query has one `Turn`, or several that differ in their `meeting` alone; in the first one, nothing is
+        sharper or weighs more.
         """
         ...
 
@@ -170,6 +189,102 @@ class Clamped:
 
     def bounded(self, positions: int) -> bool:
         return self.distance < positions
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedRanges:
+    """Contexts behind a prefix that begin at one position and see none of each other (APE, arXiv:2502.05431).
+
+    The first `prefix` tokens are followed by contexts of `contexts` tokens each, and these by the rest of the
+    text. Every context turns by the positions behind the prefix, and the rest by those behind the longest
+    context. A token of a context sees the prefix and its own context. A later token sees everything: with
+    l_C the log-sum-exp of its logits over all contexts, divided by `temperature`, and l_R that of the others,
+        o = (exp(S T l_C) o_C + exp(l_R) o_R) / (exp(S T l_C) + exp(l_R)),
+    where T is `temperature`, S is `scale`, and o_C and o_R are attention over these tokens alone.
+
+    >>> SharedRanges(1, (2, 3), 1.0, 1.0).phase(jnp.arange(8)).tolist()
+    [0, 1, 2, 1, 2, 3, 4, 5]
+    """
+
+    prefix: int
+    contexts: tuple[int, ...]
+    temperature: float
+    scale: float
+
+    steady = False
+    alike = False
+    first_alike = False
+    name = "shared ranges"
+    counts = "tokens"
+
+    def __post_init__(self):
+        if not self.contexts or min(self.contexts) < 1 or self.prefix < 0:
+            raise ValueError(
+                f"a prefix of {self.prefix} tokens and contexts of {self.contexts} were given, expected at "
+                "least one context, of one token or more each, and a prefix of 0 or more"
+            )
+        if self.temperature <= 0 or self.scale <= 0:
+            raise ValueError(
+                f"temperature is {self.temperature} and scale is {self.scale}, expected numbers above 0"
+            )
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where the contexts begin, and what follows them."""
+        return tuple(itertools.accumulate(self.contexts, initial=self.prefix))
+
+    def number(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        """Which part of the text a position lies in: 0 for the prefix, 1 for the first context, and so on."""
+        return sum(((pos >= start).astype(jnp.int32) for start in self.starts), jnp.zeros_like(pos))
+
+    def phase(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        """What tokens at these positions turn by; 0 for those that are none."""
+        jumps = [0, *(-length for length in self.contexts[:-1]), max(self.contexts) - self.contexts[-1]]
+        moved = pos
+        for start, jump in zip(self.starts, jumps, strict=True):
+            moved = moved + jnp.where(pos >= start, jump, 0)
+        return jnp.maximum(moved, 0)
+
+    def turns(self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]) -> tuple[Turn, ...]:
+        """One for what is no context, one for a context's own tokens, and one for contexts seen from behind.
+
+        A single query is of one kind, and has the last two in one.
+        """
+        last = len(self.contexts)
+        mine, ones = self.number(q_pos), jnp.ones(q_pos.shape, jnp.float32)
+        whose = [self.number(pos) for pos in sets]
+        inside = [(n > 0) & (n <= last) for n in whose]
+        behind = mine > last
+        sharpness = jnp.where(behind, 1 / self.temperature, ones)
+        weight = jnp.where(behind, self.scale * self.temperature, ones)
+        queries, keys = self.phase(q_pos)[:, None], tuple(self.phase(pos) for pos in sets)
+
+        def turn(asking: Array, held: Sequence[Array], *weighs: Array, reach: int | None = None) -> Turn:
+            return Turn(queries, keys, reach=reach, meeting=Meeting(asking, tuple(held), *weighs))
+
+        def shown(pos: Array, there: Array) -> Array:
+            return jnp.where(there, pos, -1)
+
+        rest = turn(q_pos, [shown(pos, ~one) for pos, one in zip(sets, inside, strict=True)], ones, ones)
+        if q_pos.shape[1] == 1:
+            met = [
+                one & (behind[:, None] | (mine[:, None] == n)) for one, n in zip(inside, whose, strict=True)
+            ]
+            held = [shown(pos, one) for pos, one in zip(sets, met, strict=True)]
+            return rest, turn(q_pos, held, sharpness, weight)
+        # Contexts as far from each other as no two tokens of one are, so that a window tells them apart.
+        apart, reach = sum(self.contexts), max(self.contexts)
+        within = (mine > 0) & ~behind
+        spread = [shown(pos + n * apart, one) for pos, n, one in zip(sets, whose, inside, strict=True)]
+        own = turn(shown(q_pos + mine * apart, within), spread, ones, ones, reach=reach)
+        held = [shown(pos, one) for pos, one in zip(sets, inside, strict=True)]
+        return rest, own, turn(shown(q_pos, behind), held, sharpness, weight)
+
+    def most_behind(self, slots: int) -> int:
+        return 2**30
+
+    def bounded(self, positions: int) -> bool:
+        return False
 
 
 BY_POSITION = ByPosition()

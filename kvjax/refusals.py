@@ -161,7 +161,8 @@ def _merged(keep: Keep, score: Score) -> Refusals:
 
 def _phased(keep: Keep, score: Score) -> Refusals:
     """Of keys that do not turn by their positions."""
-    looks = bool(_masses(score) or score.traces or getattr(score, "looks", True))
+    probes = probes_of(score) - {None}
+    looks = bool(_masses(score) or score.traces or probes or getattr(score, "looks", True))
     return [
         (
             not keep.phase.alike and looks,

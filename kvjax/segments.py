@@ -14,21 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import (
-    Codes,
-    GroupState,
-    Paged,
-    Pages,
-    Segment,
-    Slots,
-    dense,
-    encode,
-    gather_traces,
-    lent,
-    nbytes,
-    width_of,
-)
+from kvjax.cache import Codes, GroupState, Paged, Pages, Segment, Slots, dense, encode, lent, nbytes, width_of
 from kvjax.choose import Fresh, grown
+from kvjax.gathered import gather_traces
 from kvjax.group import GroupMethod
 from kvjax.keep.select import slot_lists
 from kvjax.ops.base.dispatch import alone, platform

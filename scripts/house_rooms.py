@@ -71,6 +71,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/axes.py",
                 "kvjax/who_holds.py",
                 "kvjax/stored.py",
+                "kvjax/gathered.py",
                 "kvjax/writing.py",
             ),
         ),

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax.cache import Cache, Paged, gather_pages, gather_traces
+from kvjax.cache import Cache, Paged
+from kvjax.gathered import gather_pages, gather_traces
 from kvjax.models.model import Model
 from tests.methods.battery import MAIN, VOCAB, step
 

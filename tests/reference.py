@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tests.ranges import Ranges
+
 
 def float64_layers(params):
     """(one dict per layer, the rest of the parameters), whatever the layers' grouping."""
@@ -68,10 +70,11 @@ class Prompt:
 
     hidden: per layer, its normalised input [T, D]. at: per layer, the positions of the tokens that it saw.
     narrow: (prompt, layer) -> indices of the tokens that go on from a layer, None where all of them do.
-    farthest: the distance that larger ones count as.
+    farthest: the distance that larger ones count as. ranges: what tokens turn by instead of their positions,
+    and what they attend to (`tests.ranges.Ranges`).
     """
 
-    def __init__(self, decoder, tokens, narrow=None, farthest=None):
+    def __init__(self, decoder, tokens, narrow=None, farthest=None, ranges=None):
         c, self.decoder, self.tokens, self.length = decoder.config, decoder, list(tokens), len(tokens)
         self.group, pos = c.heads // c.kv_heads, np.arange(len(tokens))
         self.q, self.raw_q, self.k, self.raw_k, self.v, self.p = [], [], [], [], [], []
@@ -81,7 +84,8 @@ class Prompt:
             self.hidden.append(rms_norm(x, layer["attn_norm"], c.norm_eps))
             self.at.append(pos)
             raw_q, raw_k, v = decoder.project(layer, x)
-            q, k = rope(raw_q, pos, c.rope.theta), rope(raw_k, pos, c.rope.theta)
+            turns = pos if ranges is None else ranges.phases(pos)
+            q, k = rope(raw_q, turns, c.rope.theta), rope(raw_k, turns, c.rope.theta)
             s = q @ np.repeat(k, self.group, 0).swapaxes(1, 2) / np.sqrt(c.head_dim)
             if farthest is not None:
                 at_most = rope(raw_q, np.full(len(pos), farthest), c.rope.theta)
@@ -91,7 +95,8 @@ class Prompt:
             hidden = pos[None] > pos[:, None]
             if window is not None:
                 hidden |= pos[:, None] - pos[None] >= window
-            p = softmax(np.where(hidden, -np.inf, s))
+            s = np.where(hidden, -np.inf, s)
+            p = softmax(s) if ranges is None else ranges.probabilities(s, pos, pos)
             for name, value in zip(
                 ("q", "raw_q", "k", "raw_k", "v", "p"), (q, raw_q, k, raw_k, v, p), strict=True
             ):
@@ -119,10 +124,11 @@ class Row:
     """A row that decodes over explicit slots.
 
     kept: per layer, a boolean [lists, T] of the prompt's tokens that stay; lists are the KV heads, or the
-    query heads where every one of them selects alone. phase: "position" or "rank" of a slot in its list, or
-    the distance that larger ones count as. leave(memory, lists, gone): what a layer's slots become when those
-    numbered in `gone`, per list, leave; memory is a dict that the layer keeps; a slot's `votes` say how many
-    tokens it stands for. A slot notes what every query has given it, in `given`, and in all (`mass`).
+    query heads where every one of them selects alone. phase: "position" or "rank" of a slot in its list, the
+    distance that larger ones count as, or shared ranges (`tests.ranges.Ranges`). leave(memory, lists, gone):
+    what a layer's slots become when those numbered in `gone`, per list, leave; memory is a dict that the
+    layer keeps; a slot's `votes` say how many tokens it stands for. A slot notes what every query has given
+    it, in `given`, and in all (`mass`).
     leave.answer(memory, layer, list, q), where it has one: sums and weights that the queries get beside those
     of the slots. attends(q, k, v, pos, at): what a group's queries get instead of their attention over a
     list; `at` says where (`At`).
@@ -198,6 +204,8 @@ class Row:
                 phases, mine = pos, at
                 if self.phase == "rank":
                     phases, mine = pos.argsort().argsort(), (pos < at).sum()
+                elif isinstance(self.phase, Ranges):
+                    phases, mine = self.phase.phases(pos), self.phase.phases([at])[0]
                 elif self.phase != "position":
                     phases = np.maximum(pos, at - self.phase)
                 k = rope(np.stack([s["k"] for s in slots]), phases, c.rope.theta)
@@ -210,6 +218,8 @@ class Row:
                 if window is not None:
                     s = np.where(at - pos >= window, -np.inf, s)
                 p = softmax(s)
+                if isinstance(self.phase, Ranges):
+                    p = self.phase.probabilities(s[:, None], [at], pos)[:, 0]
                 more, beside = 0.0, 0.0
                 if hasattr(self.leave, "answer"):
                     more, beside = self.leave.answer(self.memory[number], number, i, q)

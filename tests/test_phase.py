@@ -15,10 +15,11 @@ from kvjax.keep.patterns import Sink
 from kvjax.keep.score import AccumulatedAttention, KeyNorm, Position
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.model import Model
-from kvjax.phase import ByPosition, ByRank, Clamped
+from kvjax.phase import ByPosition, ByRank, Clamped, SharedRanges
 from kvjax.when import STEP
 from tests.methods.battery import MAIN, model, off
 from tests.methods.table import BY_LABEL
+from tests.ranges import Ranges
 
 HALF = Budget(0.5)
 # A past with gaps, in any order, and new tokens behind it; padding at the end of the second row.
@@ -97,7 +98,56 @@ def test_a_phase_that_bends_nothing_answers_like_positions(label):
     assert off(*map(np.array, want)) < 1e-5
 
 
+def test_every_pair_of_shared_ranges_meets_in_one_turn_as_the_ranges_say():
+    phase, hand = SharedRanges(2, (3, 5, 1), 0.5, 0.8), Ranges(2, (3, 5, 1), 0.5, 0.8)
+    pos = np.arange(16)
+    parts = hand.parts(pos)
+    for q_pos in (pos, pos[4:5], pos[13:14]):
+        turns = phase.turns(jnp.asarray(q_pos[None], jnp.int32), [jnp.asarray(pos[None, None], jnp.int32)])
+        found, heavy = (np.zeros((len(q_pos), 16)) for _ in range(2))
+        for turn in turns:
+            np.testing.assert_array_equal(turn.queries[0, 0], hand.phases(q_pos))
+            np.testing.assert_array_equal(turn.keys[0][0, 0], hand.phases(pos))
+            asks, held = turn.meeting.queries[0][:, None], turn.meeting.keys[0][0]
+            met = np.array((asks >= 0) & (held >= 0) & (held <= asks))
+            met &= turn.reach is None or np.array(asks - held < (turn.reach or 0))
+            found += met
+            heavy += met * np.array(turn.meeting.weight[0])[:, None]
+        mine = hand.parts(q_pos)[:, None]
+        apart = (parts > 0) & (parts < hand.behind) & (mine != parts) & (mine < hand.behind)
+        np.testing.assert_array_equal(found, (pos <= q_pos[:, None]) & ~apart)
+        weighs = (parts > 0) & (parts < hand.behind) & (mine == hand.behind)
+        np.testing.assert_allclose(heavy, found * np.where(weighs, 0.4, 1.0), rtol=1e-6)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("label", ["4/2", "windowed"])
+def test_one_context_that_nothing_sharpens_is_a_text_like_any_other(label):
+    m, want = model(label), []
+    alone = kvjax.method("ape", contexts=(9,), shared_prefix=2, temperature=1.0, scale=1.0)
+    for method in (Method(), alone):
+        logits, cache = kvjax.prefill(m, MAIN.first, method=method, room=8, chunk=8)
+        want.append([logits, kvjax.step(m, cache, MAIN.steps[0])[0]])
+    assert off(*map(np.array, want)) < 1e-5
+
+
 REFUSED = {
+    "no context": (
+        lambda: SharedRanges(2, (), 1.0, 1.0),
+        r"contexts of \(\) were given, expected at least one",
+    ),
+    "no temperature": (
+        lambda: SharedRanges(2, (3,), 0.0, 1.0),
+        "temperature is 0.0 and scale is 1.0, expected",
+    ),
+    "masses of what is attended in turns": (
+        lambda: chain(kvjax.method("snapkv", budget=0.5), kvjax.method("ape")),
+        "its score looks at keys or at what they receive",
+    ),
+    "a probe's masses": (
+        lambda: chain(kvjax.method("kvzip", budget=0.5, prefix=(1, 2)), kvjax.method("ape")),
+        "its score looks at keys or at what they receive",
+    ),
     "a class": (lambda: keep(ByRank), "the phase is the class ByRank, not one of its words: write ByRank"),
     "no phase": (lambda: keep(3), "int is no phase, it has no `steady`: see kvjax.phase"),
     "no distance": (lambda: keep(Clamped(0)), "the largest distance must be a whole number .* got 0"),

@@ -28,6 +28,7 @@ from kvjax.methods import (
     merge_head,
     merge_layer,
     merge_token,
+    prefix_reuse,
     pruning,
     quant,
     quant_mixed,
@@ -64,6 +65,7 @@ _FAMILIES = (
     quant_mixed,
     retrieval_sparse_pages,
     retrieval_sparse_slots,
+    prefix_reuse,
 )
 
 METHODS = collect(*_FAMILIES)

@@ -5,117 +5,185 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Codes, GroupState, Paged, Pages, Slots, gather_pages
+from kvjax.cache import Codes, GroupState, Paged, Pages, Slots
+from kvjax.gathered import gather_pages
 from kvjax.group import GroupMethod
 from kvjax.models.attending import attend_at_once, in_lists
-from kvjax.models.mixer import AttentionLogits, Layer, Left, Projected
+from kvjax.models.mixer import AttentionLogits, Expand, Layer, Left, Projected
 from kvjax.ops.attention.in_common import for_rows, row_by_row, side_by_side
 from kvjax.ops.attention.union import Keys, merge
 from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
 from kvjax.ops.decode.stacked_decode import rows_of, stacked_decode
+from kvjax.ops.decode.turning import Turn as TurnInKernel
+from kvjax.phase import Turn
 from kvjax.place.common import copies_of, lists_of
 from kvjax.place.host import fetched
 from kvjax.place.paged import attend_pages
 from kvjax.protocols import AttentionSpec
 from kvjax.read.pages import positions, visited
 from kvjax.read_protocols import Read, Resting, Sampling
-from kvjax.steps.attention_form import form_of, picking, together, what_kernels_read
+from kvjax.steps.attention_form import (
+    form_of,
+    pages_apart,
+    picking,
+    together,
+    turn_in_kernel,
+    what_kernels_read,
+)
 from kvjax.steps.past import Past, Picks
 from kvjax.steps.run import Run
 from kvjax.steps.split import attended_on_each, on_all, split_of
-from kvjax.steps.turning import rope_of_keys, turned_keys
+from kvjax.steps.turned_pages import attend_turned_pages
+from kvjax.steps.turning import rope_of_keys, sharpened, turned_keys, weighed
 from kvjax.stored import Met, factors_of, groups_of, meet
 from kvjax.words import shaped
 
 # What the slots of one part received of a query, by the repr of the observed mass.
 Received = dict[str, Float[Array, "*_"]]
+# What multiplies the keys and the values of a layer's slots.
+Factors = tuple[Array | None, Array | None]
 # (out, lse) of one part.
 Part = tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"]]
 
 
 def attend_past(
     run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
-    found: Picks | None, more: Sequence[tuple[Array, Array]] = (),
+    found: Picks | None, more: Sequence[Part] = (),
 ) -> tuple[Float[Array, "B N 1 V"], tuple[Received, ...], AttentionLogits]:  # fmt: skip
     """One query over a layer's parts; what the slots of each received, where that is asked for; the logits.
 
     found: what `selected` gave. more: (out, lse) of what was attended elsewhere. Logits are those of the
     parts that are attended together: of all where another layer uses them.
     """
-    pos, expand = at[:, None], x.expand
-    unreadable = expand if expand is not None and expand.outputs is None else None
-    q, softcap = x.q, run.config.attention_softcap
-    sets, parts = [], []
+    parts, received, scores = _parts(run, past, layer, x, pools, at, found, more)
+    out, _ = _merged(parts)
+    return out if x.expand is None or x.expand.outputs is None else x.expand.outputs(out), received, scores
+
+
+def attend_turn(
+    run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
+    turn: Turn,
+) -> Part:  # fmt: skip
+    """(out, lse) of one query over the slots that it meets in a further turn, for `attend_past`."""
+    x = x._replace(q=sharpened(x.q, turn), extra=None)
+    parts, *_ = _parts(run, past._replace(turn=turn), layer, x, pools, at, None, ())
+    out, lse = _merged(parts)
+    return out, weighed(lse, turn)
+
+
+def _merged(parts: Sequence[Part]) -> Part:
+    return merge(parts) if len(parts) > 1 else parts[0]
+
+
+def _parts(
+    run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
+    found: Picks | None, more: Sequence[Part],
+) -> tuple[list[Part], tuple[Received, ...], AttentionLogits]:  # fmt: skip
+    """The parts of the union that a query attends to, each by itself or together with others."""
+    pos, unreadable, wanted = at[:, None], _unreadable(x), past.gm.masses
+    sets: list[Keys] = []
+    parts: list[Part] = []
     received: tuple[Received, ...] = ()
     stored = past
     resting = past.gm.read if isinstance(past.gm.read, Resting) else None
     past, bases = _in_their_bases(run, past, layer, x)
-    for i, segment in enumerate(past.parts):
-        met, sizes = bases[i]
-        sized = any(s is not None for s in sizes)
-        copies = copies_of(segment, at.shape[0])
-        mine, when = side_by_side(met.q, lists_of(segment)), pos.reshape(-1, copies)
-        if isinstance(segment, Paged) and unreadable is None and not (past.gm.masses or run.unrotated):
-            call = partial(
-                attend_pages, scale=layer.scale, softcap=softcap, implementation=run.implementation
-            )
-            # A pool is on every device, and whose a page is, is data: so are the queries that meet it.
-            one, pool = segment.layer(past.index), pools[segment.pool]
-            part = on_all(run.on_mesh, call, mine, one, jnp.asarray(past.index), pool, when)
-        elif (
-            isinstance(segment, Slots)
-            and (chosen := form_of(run, past, layer, x, i, mine, sized)) != "reference"
-        ):
-            split = split_of(run.on_mesh, segment, bool(past.gm.masses))
-            if (read := picking(past, i)) is not None:
-                assert found is not None
-                call = partial(_attend_picked, run, layer, read, chosen)
-                picks = found.pages, found.counts
-                *part, _ = attended_on_each(split, call, segment, q, pos, past.index, *picks)
-            else:
-                call = partial(_attend_slots, run, layer, bool(past.gm.masses), chosen)
-                *part, mass = attended_on_each(split, call, segment, mine, when, past.index)
-                # Of one query, a sum that fades is the sum.
-                received = () if mass is None else ({repr(o): mass for o in past.gm.masses},)
-        elif together(run, past, layer, x, i) or (copies == 1 and not met.turned and not sized):
+    for i, base in enumerate(bases):
+        own = _apart(run, past, layer, x, i, base, found, pools, at)
+        if own is None:
             sets.append(_read(past, layer, i, found, pools, at, at.shape[0]))
             continue
-        else:
-            keys = _read(past, layer, i, found, pools, at, lists_of(segment))._replace(sizes=sizes)
-            part = attend_at_once(layer, x, mine, [keys], when)[:2]
-        out, lse = (row_by_row(one, at.shape[0]) for one in part)
-        parts.append((met.back(out), lse))
+        out, lse, mass = own
+        # Of one query, a sum that fades is the sum.
+        received = () if mass is None else ({repr(o): mass for o in wanted},)
+        parts.append((base[0].back(row_by_row(out, at.shape[0])), row_by_row(lse, at.shape[0])))
+    q = x.q
     if unreadable is not None:
         q, sets = unreadable.queries(q), unreadable.sets(sets)
     if resting is not None and x.extra is not None:
         # The rest weighs as much as what is read of the sequence says, and these slots are none of it.
         more = [*more, attend_at_once(layer, x, q, [x.extra], pos)[:2]]
         x = x._replace(extra=None)
-    sets = sets if x.extra is None else [x.extra, *sets]
-    wanted, scores = past.gm.masses, ()
+    sets, scores = sets if x.extra is None else [x.extra, *sets], ()
     if sets:
         kinds = tuple(o.reduction for o in wanted)
         out, lse, masses, scores = attend_at_once(layer, x, q, sets, pos, mass=kinds)
         parts = [(out, lse), *parts]
         if wanted:
-            own = [in_lists(kinds, m, past.tail.kv_heads) for m in masses[x.extra is not None :]]
-            received = tuple({repr(o): m for o, m in zip(wanted, each, strict=True)} for each in own)
+            each = [in_lists(kinds, m, past.tail.kv_heads) for m in masses[x.extra is not None :]]
+            received = tuple({repr(o): m for o, m in zip(wanted, one, strict=True)} for one in each)
     if resting is not None:
         assert found is not None
         parts.append(_rest_of(run, stored, layer, q, resting, found, parts))
-    parts += more
-    out = merge(parts)[0] if len(parts) > 1 else parts[0][0]
-    return out if expand is None or expand.outputs is None else expand.outputs(out), received, scores
+    return [*parts, *more], received, scores
+
+
+def _unreadable(x: Projected) -> Expand | None:
+    """What makes keys and values of what slots hold, where queries cannot meet that as it is."""
+    return x.expand if x.expand is not None and x.expand.outputs is None else None
+
+
+def _apart(
+    run: Run, past: Past, layer: Layer, x: Projected, i: int, base: tuple[Met, Factors], found: Picks | None,
+    pools: tuple[Pages, ...], at: Int[Array, "B"],
+) -> tuple[Array, Array, Array | None] | None:  # fmt: skip
+    """Segment `i` by itself: (out, lse, mass if it is wanted); None where it is attended with others."""
+    (met, sizes), segment = base, past.parts[i]
+    copies = copies_of(segment, at.shape[0])
+    mine, when = side_by_side(met.q, lists_of(segment)), at.reshape(-1, copies)
+    if isinstance(segment, Paged):
+        if pages_apart(run, past, layer, x, i, pools[segment.pool]):
+            return *_attend_pages(run, past, layer, i, segment, pools[segment.pool], mine, when), None
+    else:
+        sized = sizes[0] is not None, sizes[1] is not None
+        if (chosen := form_of(run, past, layer, x, i, mine, sized)) != "reference":
+            return _in_kernel(
+                run, past, layer, x, i, segment, chosen, (mine, when, at[:, None]), sizes, found
+            )
+    if together(run, past, layer, x) or (copies == 1 and not met.turned and sizes == (None, None)):
+        return None
+    keys = _read(past, layer, i, found, pools, at, lists_of(segment))._replace(sizes=sizes)
+    return *attend_at_once(layer, x, mine, [keys], when)[:2], None
+
+
+def _attend_pages(
+    run: Run, past: Past, layer: Layer, i: int, pages: Paged, pool: Pages, q: Array, pos: Int[Array, "B T"]
+) -> Part:
+    how: dict[str, Any] = dict(scale=layer.scale, softcap=run.config.attention_softcap)
+    how |= dict(implementation=run.implementation)
+    if (turn := turn_in_kernel(past, layer, i)) is not None:
+        return attend_turned_pages(run.on_mesh, q, pages.layer(past.index), pool, turn, **how)
+    call = partial(attend_pages, **how)
+    # A pool is on every device, and whose a page is, is data: so are the queries that meet it.
+    return on_all(run.on_mesh, call, q, pages.layer(past.index), jnp.asarray(past.index), pool, pos)
+
+
+def _in_kernel(
+    run: Run, past: Past, layer: Layer, x: Projected, i: int, slots: Slots, implementation: str,
+    asked: tuple[Array, Array, Array], sizes: Factors, found: Picks | None,
+) -> tuple[Array, Array, Array | None]:  # fmt: skip
+    """Segment `i` in a kernel. asked: queries by the lists of the segment and when they ask; when rows do."""
+    q, when, pos = asked
+    split = split_of(run.on_mesh, slots, bool(past.gm.masses))
+    if (read := picking(past, i)) is not None:
+        assert found is not None
+        call = partial(_attend_picked, run, layer, read, implementation)
+        picks = found._replace(bias=_by_list(found.bias, slots.kv_heads))
+        return attended_on_each(split, call, slots, x.q, pos, past.index, picks)
+    call = partial(_attend_slots, run, layer, bool(past.gm.masses), implementation)
+    turn = turn_in_kernel(past, layer, i)
+    beside = Beside(*sizes, None if turn is None else turn.phase)
+    return attended_on_each(split, call, slots, q, when, past.index, beside)
 
 
 def _in_their_bases(
     run: Run, past: Past, layer: Layer, x: Projected
-) -> tuple[Past, list[tuple[Met, tuple[Array | None, Array | None]]]]:
+) -> tuple[Past, list[tuple[Met, Factors]]]:
     """The segments in the bases that codecs store them in, where each can be attended apart, and the queries.
 
     Beside these, what multiplies the keys and the values of every slot, where codes are such products. Pages
@@ -125,8 +193,8 @@ def _in_their_bases(
     bases = []
     for i, segment in enumerate(past.parts):
         met = Met(x.q, x.q, None, lambda out: out, False)
-        sizes: tuple[Array | None, Array | None] = (None, None)
-        apart = not past.gm.masses and not together(run, past, layer, x, i)
+        sizes: Factors = (None, None)
+        apart = not past.gm.masses and not together(run, past, layer, x)
         if isinstance(segment, Slots) and apart:
             k, v = segment.k, segment.v
             # Values that lie in the keys need whole keys, and slots that are picked leave others' sizes out.
@@ -255,24 +323,39 @@ def met_by(
     return tuple(out)
 
 
+def _by_list(bias: Float[Array, "B N P"] | None, lists: int) -> Float[Array, "B K G P"] | None:
+    return None if bias is None else bias.reshape(bias.shape[0], lists, -1, bias.shape[-1])
+
+
+class Beside(NamedTuple):
+    """What a kernel is given of a layer's slots beside these: what multiplies keys and values, and phases."""
+
+    keys: Float[Array, "B K S"] | None
+    values: Float[Array, "B K S"] | None
+    phase: Int[Array, "B K S"] | None
+
+
 def _attend_picked(
     run: Run, layer: Layer, read: Read, implementation: str, slots: Slots, q: Array, pos: Int[Array, "B 1"],
-    index: Int[Array, ""] | int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"],
+    index: Int[Array, ""] | int, found: Picks,
 ) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], None]:  # fmt: skip
     """Attention over the pages that the method picks, where they lie: (out, lse, no mass)."""
-    k, v = slots.k, slots.v
+    k, v, granule = slots.k, slots.v, read.granule
     assert not isinstance(k, Codes) and not isinstance(v, Codes) and v is not None
-    held = positions(slots, index, read.granule, pages, counts)
+    held = positions(slots, index, granule, found.pages, found.counts)
+    own = None if slots.bias is None else picked.picked(slots.bias[index][None], found.pages, 0, granule)
+    heads = None if found.bias is None else found.bias.reshape(q.shape[0], q.shape[1], -1)
     out, lse = picked.picked_decode(
-        q, k, v, pages, counts, held, pos, index, page=read.granule, scale=layer.scale,
-        window=layer.window, softcap=run.config.attention_softcap, implementation=implementation,
+        q, k, v, found.pages, found.counts, held, pos, index, page=granule, scale=layer.scale,
+        bias=_biases(own, heads), window=layer.window, softcap=run.config.attention_softcap,
+        implementation=implementation,
     )  # fmt: skip
     return out, lse, None
 
 
 def _attend_slots(
     run: Run, layer: Layer, mass: bool, implementation: str, slots: Slots, q: Array, pos: Int[Array, "B 1"],
-    index: Int[Array, ""] | int,
+    index: Int[Array, ""] | int, beside: Beside,
 ) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], Float[Array, "B K S"] | None]:  # fmt: skip
     """Attention over one layer of slots that stay in the stacked cache: (out, lse, mass if it is wanted)."""
     slot = jnp.arange(1, slots.capacity + 1, dtype=jnp.int32)
@@ -287,8 +370,10 @@ def _attend_slots(
         )  # fmt: skip
         return out, lse, None
     k, v = what_kernels_read(slots.k), None if slots.v is None else what_kernels_read(slots.v)
+    turn = None if beside.phase is None else TurnInKernel(rope_of_keys(layer), beside.phase)
     return stacked_decode(
         q, k, v, used, pos, index, scale=layer.scale, pos=slots.pos, bias=slots.bias,
+        sizes=(beside.keys, beside.values), turn=turn,
         values=slots.shared if v is None else rows_of(v).shape[-1], first=0, window=layer.window,
         softcap=run.config.attention_softcap, mass=mass, implementation=implementation,
     )  # fmt: skip

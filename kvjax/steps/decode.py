@@ -24,7 +24,7 @@ from kvjax.ops.decode.stacked_decode import LANES, on_lanes, stacked_append
 from kvjax.protocols import Inputs
 from kvjax.segments import flush_in_place, is_full
 from kvjax.sinks import behind_sinks, write_sinks
-from kvjax.steps.attend import attend_past, brought, met_by, persistent, selected
+from kvjax.steps.attend import attend_past, attend_turn, brought, met_by, persistent, selected
 from kvjax.steps.evict import Now, evict_one, evict_shared, tail_of
 from kvjax.steps.evict_due import evict_due
 from kvjax.steps.lending import lend, taught_groups
@@ -32,7 +32,7 @@ from kvjax.steps.past import past_of
 from kvjax.steps.remember import Asked, carried, remember, weights_of
 from kvjax.steps.run import Run, answered, held, repeated
 from kvjax.steps.split import Split, bare, on_this_device, said_of_one, split_of
-from kvjax.steps.turning import turn_over, turned_queries
+from kvjax.steps.turning import turned_queries, turns_over
 from kvjax.stored import completed
 from kvjax.writing import after, first_empty, write_slots
 
@@ -80,12 +80,13 @@ def step_hidden(
             k = repeated(run, gm.first, k)
             state = _append(run, gm, layer, state, k, v, where, traces)
         past = past_of(owner, gm, layer, completed(cache.groups, layer.group, state))
-        turn = turn_over(run, at, past.parts, past.index, cache.pools)
+        turn, *others = turns_over(run, at, past.parts, past.index, cache.pools)
         asking = _for_all_slots(run, past.parts, turned_queries(layer, q, turn, length))
         past, x = past._replace(turn=turn), x._replace(q=asking)
         gone = answered(gm, layer, state, x.q, params)
         past, taken, picked = persistent(run, past, layer, x.q, length)
         past, state, found = brought(past, state, taken or selected(run, past, x.q, length))
+        gone = [*gone, *(attend_turn(run, past, layer, x, cache.pools, at, turn) for turn in others)]
         out, received, scores = attend_past(run, past, layer, x, cache.pools, at, found, gone)
         received = met_by(gm, past, x.q, at, cache.pools, received)
         received = jax.tree.map(lambda m: jnp.where(append[:, None, None], m, 0.0), received)

@@ -21,7 +21,7 @@ from kvjax.protocols import Seen, View
 from kvjax.steps.attend import Received
 from kvjax.steps.remember import received_in_all
 from kvjax.steps.run import Run
-from kvjax.steps.turning import turn_over, turned_keys
+from kvjax.steps.turning import turned_keys, turns_over
 from kvjax.words import merged, protected, scored, written
 from kvjax.writing import first_empty, write_slots
 
@@ -82,7 +82,7 @@ def evict_one(
     assert keep is not None and keep.score is not None
     slots, received = tail_of(group), now.received[-1] if now.received else {}
     one, n = slots.layer(layer.index), keep.budget.count(length)
-    stored, turn = one.keys(), turn_over(run, length - 1, group.parts, layer.index)
+    stored, turn = one.keys(), turns_over(run, length - 1, group.parts, layer.index)[0]
     keys = turned_keys(layer.rope, stored, turn, len(group.parts) - 1, length)
     traces = grown(gm.traces, one.traces, received)
     view = View(keys.k, keys.v, one.pos, one.bias, traces, received)

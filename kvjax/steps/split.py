@@ -66,23 +66,30 @@ def said_of_one(split: Split | None, f: Callable[..., T], slots: Slots, q: Array
 
 def attended_on_each(
     split: Split | None, f: Callable[..., Found], slots: Slots, q: Array, pos: Int[Array, "B T"],
-    index: int | Array, *lists: Array,
+    index: int | Array, beside: Any,
 ) -> Found:  # fmt: skip
-    """f(slots, q, pos, index, *lists), as every device computes it; of slots apart, merged.
+    """f(slots, q, pos, index, beside), as every device computes it; of slots apart, merged.
 
-    lists: [B, K, ...].
+    beside: a tree of arrays [B, K, ...].
     """
     if split is None:
-        return f(slots, q, pos, index, *lists)
+        return f(slots, q, pos, index, beside)
 
-    def here(slots: Slots, q: Array, *others: Array) -> Found:
+    def here(slots: Slots, q: Array, *others: Any) -> Found:
         out, lse, mass = f(slots, q, *others)
         return (*(merged_over(split.apart, out, lse) if split.apart else (out, lse)), mass)
 
-    args = bare(slots), q, pos, jnp.asarray(index), *lists
-    rest = [specs_of(split.on, ("batch",), pos), *split.of_lists(args[3], *lists)]
+    args = bare(slots), q, pos, jnp.asarray(index), beside
+    rest = [specs_of(split.on, ("batch",), pos), *split.of_lists(args[3], beside)]
     out = split.on.spec(split.queries, q.shape[:2])
     return each_device(split.on, here, [*split.specs(*args[:2]), *rest], out)(*args)
+
+
+def said_of_all(on: OnMesh | None, f: Callable[..., T], *args: Any) -> T:
+    """What f says of the arrays where they are whole on each device, as `on_all` would compute it."""
+    if on is None or on.devices("pages") > 1:
+        return f(*args)
+    return asked_of_one(on, f, jax.tree.map(lambda _: PartitionSpec(), args), args)
 
 
 def on_all(on: OnMesh | None, f: Callable[..., T], *args: Any) -> T:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Paged, Pages, Segment, gather_pages
+from kvjax.cache import Paged, Pages, Segment
+from kvjax.gathered import gather_pages
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import attend_new, attend_sets, rotary, turned
 from kvjax.models.mixer import AttentionLogits, Layer, Projected
@@ -25,22 +26,21 @@ def turns_of(run: Run, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K
 
 
 def turn_of_one(run: Run, at: Int[Array, "B"], sets: Sequence[Int[Array, "B #K _"]]) -> Turn:
-    """The same of one query per row, for which every phase has one turn."""
-    (turn,) = turns_of(run, at[:, None], sets)
-    return turn
+    """By what one query per row and the slots turn; where it has several turns, these differ in who meets."""
+    return turns_of(run, at[:, None], sets)[0]
 
 
-def turn_over(
+def turns_over(
     run: Run, at: Int[Array, "B"], parts: Sequence[Segment], index: int | Array, pools: tuple[Pages, ...] = ()
-) -> Turn:
-    """The same over one layer of some parts."""
+) -> tuple[Turn, ...]:
+    """The turns of one query per row over one layer of some parts."""
     found = []
     for one in (part.layer(index) for part in parts if run.unrotated):
         pos = gather_pages(one, pools[one.pool]).pos if isinstance(one, Paged) else one.pos
         assert pos is not None
         # Copies may have the slots of a part in common, and so turn them alike.
         found.append(jnp.repeat(pos, at.shape[0] // pos.shape[0], axis=0))
-    return turn_of_one(run, at, found)
+    return turns_of(run, at[:, None], found)
 
 
 def turned_queries(layer: Layer, q: Float[Array, "B N T H"], turn: Turn, length: Int[Array, "B"]) -> Array:
@@ -61,7 +61,18 @@ def turned_keys(rope: Rope, keys: Keys, turn: Turn, i: int, length: Int[Array, "
     """Set `i` of the keys as queries meet it."""
     if not turn.keys or keys.pos is None:
         return keys
-    return keys._replace(k=turned(rope, keys.k, turn.keys[i], length))
+    pos = keys.pos if turn.meeting is None else turn.meeting.keys[i]
+    return keys._replace(k=turned(rope, keys.k, turn.keys[i], length), pos=pos)
+
+
+def sharpened(q: Float[Array, "B N T H"], turn: Turn) -> Float[Array, "B N T H"]:
+    """Queries whose logits are as sharp as a turn says."""
+    return q if turn.meeting is None else (q * turn.meeting.sharpness[:, None, :, None]).astype(q.dtype)
+
+
+def weighed(lse: Float[Array, "B N T"], turn: Turn) -> Float[Array, "B N T"]:
+    """The weight of one part of a union, as a turn says."""
+    return lse if turn.meeting is None else lse * turn.meeting.weight[:, None]
 
 
 def attend_turned(
@@ -86,12 +97,16 @@ def attend_turned(
         beyond = turn.window(layer.window)
         if beyond is None or beyond > 0:
             q, sets = _met(layer, x, [*past, new], turn, length)
-            here = layer._replace(window=beyond)
+            here, pos = layer._replace(window=beyond), layer.pos - turn.behind
+            ordered = beyond is None
+            if turn.meeting is not None:
+                # Where tokens stand still grows with their places, by one or more.
+                pos, ordered = turn.meeting.queries, True
             out, lse, *_ = attend_sets(
-                here, x._replace(extra=None), q, sets[-1], sets[:-1], layer.pos - turn.behind,
-                in_order=beyond is None, implementation=run.without_gpu, on=on,
+                here, x._replace(extra=None), sharpened(q, turn), sets[-1], sets[:-1], pos,
+                in_order=ordered, implementation=run.without_gpu, on=on,
             )  # fmt: skip
-            parts.append((out, lse))
+            parts.append((out, weighed(lse, turn)))
     q, sets = _met(layer, x, [*past, new], turns[0], length)
     return attend_new(
         layer._replace(window=window), x, q, sets[-1], sets[:-1], layer.pos, parts, mass=mass,

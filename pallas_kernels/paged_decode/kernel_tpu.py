@@ -17,9 +17,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.pallas_kernels import streaming
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running, product
+from kvjax.pallas_kernels.turning import Turning, turned_logits
 
 from .logits import logits
-from .turning import Turning, turned_logits
 from .unpack import blank, codes_of, page_numbers
 
 
@@ -175,7 +175,7 @@ def paged_decode(
 
     q [I, R, W] with R a multiple of 8 and W of 128; words [L, P, rows, W] int32; table [I, 1, M] with M a
     multiple of the pages per step; lengths [I]; q_pos [I, R, 128] int32; layer [1]. Where keys are to turn,
-    turns is [half, 128] as `turning.waves` takes it, and phase None or [I, 1, S] int32. Mass behind a list's
+    turns is [half, 128] as `turned_logits` takes it, and phase None or [I, 1, S] int32. Mass behind a list's
     length is not written.
     """
     (lists, count, width), slots = q.shape, table.shape[2] * sizes.page

@@ -7,6 +7,8 @@ defined by `ops.decode.stacked_decode`, `kvjax.ops.decode.ragged_decode` and `kv
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from jax.experimental.pallas import triton as plt
 from kvjax.pallas_kernels import partial_gpu as parts
 from kvjax.pallas_kernels.halves import halves
 from kvjax.pallas_kernels.partial_gpu import NEG_INF, Cut
+from kvjax.pallas_kernels.turning import Turning, turned, waves
 
 # Codes are taken as code - MIDDLE, which a GPU widens as it is: signed.
 MIDDLE = 128
@@ -28,6 +31,7 @@ class Sizes(NamedTuple):
 
     packed: whether rows of keys hold the values too. sides: what is given per slot, as for a TPU. mass: slots
     whose logits to write; 0 for none. page: slots that lie behind each other; 0 where all of a list do.
+    turning: what the kernel turns of keys, by their side "phase".
     """
 
     cut: Cut
@@ -38,12 +42,13 @@ class Sizes(NamedTuple):
     sides: tuple[str, ...] = ()
     mass: int = 0
     page: int = 0
+    turning: Turning | None = None
 
 
 def _kernel(layer, lengths, origins, q_pos, q, *refs, sizes: Sizes) -> None:
-    many = len(sizes.sides), 1 if sizes.packed else 2
-    sides, caches = dict(zip(sizes.sides, refs, strict=False)), refs[many[0] : sum(many)]
-    out, lse, *logits = refs[sum(many) :]
+    many, rest = [2 if sizes.turning else 0, len(sizes.sides), 1 if sizes.packed else 2], list(refs)
+    turns, slots, caches = ([rest.pop(0) for _ in range(n)] for n in many)
+    sides, (out, lse, *logits) = dict(zip(sizes.sides, slots, strict=True)), rest
     i, split, cut = pl.program_id(0), pl.program_id(1), sizes.cut
     length, first = lengths[i], split * (cut.blocks * cut.block)
     kind = jnp.float32 if q.dtype == jnp.float32 else jnp.bfloat16
@@ -53,15 +58,24 @@ def _kernel(layer, lengths, origins, q_pos, q, *refs, sizes: Sizes) -> None:
         slot = first + step * cut.block + jnp.arange(cut.block)
         live = slot < length
         row = _rows(origins, i, slot, live, sizes.page)
-        given = {n: _side(x, layer, i, slot, live) for n, x in sides.items()}
-        keys = _load(caches[0], layer, row, live, queries.shape[1], kind)
-        z = _logits(queries, keys, given, sizes)
+        given = {n: _side(x, layer, i, slot, live, queries.shape[0]) for n, x in sides.items()}
+        load = partial(_load, caches[0], layer, row, live, kind=kind)
+        keys = load(queries.shape[1])
+        if sizes.turning is None:
+            z = _product(queries, keys, given)
+        else:
+            z = _turned(
+                [turns[0][i, n].astype(kind) for n in range(2)], turns[1][...], load, given, sizes.turning
+            )
+            if sizes.turning.start or 2 * sizes.turning.half < caches[0].shape[2]:
+                z = z + _product(queries, keys, given)
+        z = _logits(z, given, sizes)
         z = jnp.where(_seen(given, asked, slot, live, sizes.window), z, NEG_INF)
         if sizes.mass:
             parts.keep_logits(logits[0], i, z, slot, live, cut.queries)
         running, (p,) = parts.weigh(running, z)
         lanes = running.acc[0].shape[1]
-        values = keys if sizes.packed else _load(caches[1], layer, row, live, lanes, kind)
+        values = keys if sizes.packed else _load(caches[1], layer, row, live, lanes, kind=kind)
         return running._replace(acc=(running.acc[0] + _weighted(p, values, given, sizes),))
 
     running = parts.nothing_yet(queries.shape[0], [out.shape[3]])
@@ -77,32 +91,67 @@ def _rows(origins: Any, i: Any, slot: Any, live: Any, page: int) -> Any:
     return first + jax.lax.rem(slot, page)
 
 
-def _side(side: Any, layer: Any, i: Any, slot: Any, live: Any) -> Any:
+def _side(side: Any, layer: Any, i: Any, slot: Any, live: Any, queries: int) -> Any:
+    """What slots are given, [block], or what every query gives them, [R, block]."""
     at = layer[0] if side.shape[0] > 1 else 0
-    return plt.load(side.at[at, i, slot], mask=live, other=0)
+    if len(side.shape) == 3:
+        return plt.load(side.at[at, i, slot], mask=live, other=0)
+    row = jnp.arange(queries)
+    there = (row < side.shape[2])[:, None] & live[None]
+    return plt.load(side.at[at, i, *parts.grid(row, slot)], mask=there, other=0)
 
 
-def _load(cache: Any, layer: Any, row: Any, live: Any, lanes: int, kind: Any) -> Any:
-    """Rows [block, lanes] for the matrix units, 0 where nothing counts; codes less MIDDLE."""
-    lane = jnp.arange(lanes)
+def _load(
+    cache: Any, layer: Any, row: Any, live: Any, lanes: int, first: int = 0, last: int = 0, *, kind: Any
+) -> Any:
+    """Rows [block, lanes] for the matrix units, 0 where nothing counts; codes less MIDDLE.
+
+    Channels are those from `first` to `last`, or to the end.
+    """
+    lane, last = jnp.arange(lanes), last or cache.shape[2]
     wanted = jnp.broadcast_to(live[:, None], (row.shape[0], lanes))
-    if cache.shape[2] < lanes:
-        wanted = wanted & (lane < cache.shape[2])[None]
-    x = plt.load(cache.at[layer[0], *parts.grid(row, lane)], mask=wanted, other=0)
+    if last - first < lanes:
+        wanted = wanted & (lane < last - first)[None]
+    x = plt.load(cache.at[layer[0], *parts.grid(row, first + lane)], mask=wanted, other=0)
     if cache.dtype == jnp.uint8:
         x = (x ^ jnp.uint8(MIDDLE)).astype(jnp.int8)
     return x.astype(kind)
 
 
-def _logits(q: Any, keys: Any, given: dict[str, Any], sizes: Sizes) -> Any:
+def _product(q: Any, keys: Any, given: dict[str, Any]) -> Any:
+    """Queries [R, W'] times keys as they lie."""
     z = parts.product(q, keys, 1)
+    if "key_scale_zero" not in given:
+        return z
+    scale, zero = halves(given["key_scale_zero"])
+    return z * scale[None] + q.astype(jnp.float32).sum(1)[:, None] * (zero + MIDDLE * scale)[None]
+
+
+def _turned(
+    q: list[Any], turns: Any, load: Callable[..., Any], given: dict[str, Any], turning: Turning
+) -> Any:
+    """Queries' pairs of channels, twice [R, P], times those of keys, turned by their phases."""
+    at = [turning.start + n * turning.half for n in range(3)]
+    pairs = [load(turns.shape[0], *ends).astype(jnp.float32) for ends in itertools.pairwise(at)]
     if "key_scale_zero" in given:
         scale, zero = halves(given["key_scale_zero"])
-        z = z * scale[None] + q.astype(jnp.float32).sum(1)[:, None] * (zero + MIDDLE * scale)[None]
+        pairs = [x * scale[:, None] + (zero + MIDDLE * scale)[:, None] for x in pairs]
+    units = given["phase"][:, None] * turns[None]
+    found = turned(pairs[0], pairs[1], waves(units, q[0].dtype, turning.amplitude))
+    one, other = (parts.product(x, y.astype(x.dtype), 1) for x, y in zip(q, found, strict=True))
+    return one + other
+
+
+def _logits(z: Any, given: dict[str, Any], sizes: Sizes) -> Any:
     z = z * sizes.scale
+    if "key_size" in given:
+        z = z * given["key_size"].astype(jnp.float32)[None]
     if sizes.softcap is not None:
         z = sizes.softcap * jnp.tanh(z / sizes.softcap)
-    return z + given["bias"].astype(jnp.float32)[None] if "bias" in given else z
+    if "bias" not in given:
+        return z
+    bias = given["bias"].astype(jnp.float32)
+    return z + (bias if bias.ndim == 2 else bias[None])
 
 
 def _seen(given: dict[str, Any], asked: Any, slot: Any, live: Any, window: int | None) -> Any:
@@ -113,6 +162,8 @@ def _seen(given: dict[str, Any], asked: Any, slot: Any, live: Any, window: int |
 
 
 def _weighted(p: Any, values: Any, given: dict[str, Any], sizes: Sizes) -> Any:
+    if "value_size" in given:
+        p = p * given["value_size"].astype(jnp.float32)[None]
     whose = f"{'key' if sizes.packed else 'value'}_scale_zero"
     if whose not in given:
         return parts.product(p.astype(values.dtype), values, 0)
@@ -130,6 +181,7 @@ def stacked_decode(
     q_pos: jax.Array,
     layer: jax.Array,
     sides: tuple[jax.Array, ...] = (),
+    turns: tuple[jax.Array, ...] = (),
     *,
     sizes: Sizes,
     interpret: bool = False,
@@ -139,7 +191,9 @@ def stacked_decode(
     q [I, R, W'] with R and W' powers of two from 16; k [L, M, W] and v [L, M, V], uint8 where they are codes,
     of at most W' and V' channels, V' a power of two; v None: rows of k hold both, and V' is W'. lengths [I];
     origins [I, 1], the row of a list's first slot, or [I, P], those of its pages; q_pos [I, R]; sides
-    [1 or L, I, S]; layer [1]. Q are the real queries; logits behind a list's length are not written.
+    [1 or L, I, S], and a bias of every query [1, I, Q, S]; layer [1]. turns, where keys are to turn: the
+    queries' pairs of channels [I, 2, R, P], which are zeros in q, and what one step of a phase turns them by
+    [P], in 2^-32 of a turn. Q are the real queries; logits behind a list's length are not written.
     """
     lists, count, lanes = q.shape
     values = lanes if v is None else max(parts.SMALLEST, 1 << (v.shape[2] - 1).bit_length())
@@ -150,4 +204,4 @@ def stacked_decode(
     kernel = partial(_kernel, sizes=sizes)
     caches = (k,) if v is None else (k, v)
     made = parts.call(kernel, cut, shapes, "stacked_decode", interpret)
-    return tuple(made(layer, lengths, origins, q_pos, q, *sides, *caches))
+    return tuple(made(layer, lengths, origins, q_pos, q, *turns, *sides, *caches))

@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kvjax.pallas_kernels import streaming
 from kvjax.pallas_kernels.halves import halves
 from kvjax.pallas_kernels.streaming import LANES, NEG_INF, Running
+from kvjax.pallas_kernels.turning import Turning, logits_of_channels, turned_logits
 
 # Codes are taken as code - MIDDLE: small numbers around zero, whose sums keep their precision.
 MIDDLE = 128
@@ -28,8 +29,9 @@ MIDDLE = 128
 class Sizes(NamedTuple):
     """What is static: slots per step and per piece of one, lists of one core, and what is done to the logits.
 
-    packed: whether rows of keys hold the values too. sides: what is given per slot, among "pos", "bias", and
-    of codes "key_scale_zero" and "value_scale_zero".
+    packed: whether rows of keys hold the values too. sides: what is given per slot, among "pos", "bias",
+    "phase", "key_size" and "value_size", which multiply rows, and of codes "key_scale_zero" and
+    "value_scale_zero". turning: what the kernel turns of keys, by "phase".
     mass: slots, in whole blocks, of which to write what each was given; 0 for none. lanes: of every cache,
     whether its slots lie on the lanes and its channels above them. pages: pieces of a list, each of which
     has a first row of its own; 0 where they lie behind each other.
@@ -46,23 +48,28 @@ class Sizes(NamedTuple):
     mass: int = 0
     lanes: tuple[bool, ...] = (False, False)
     pages: int = 0
+    turning: Turning | None = None
 
 
 class Given(NamedTuple):
-    """What a block is attended with: queries, their positions, sides by name, buffers, and logits to keep."""
+    """What a block is attended with: queries, their positions, sides by name, buffers, and logits to keep.
+
+    turns: what one step of a phase turns the pairs of channels by, where keys are to turn.
+    """
 
     q: Any
     q_pos: Any
     sides: dict[str, Any]
     buffers: list[Any]
     scores: list[Any]
+    turns: list[Any]
 
 
 def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, sizes: Sizes) -> None:
     many = 1 if sizes.packed else 2
-    cuts = [2, len(sizes.sides), many, 3 if sizes.mass else 2]
+    cuts = [2, 1 if sizes.turning else 0, len(sizes.sides), many, 3 if sizes.mass else 2]
     rest = list(refs)
-    (q, q_pos), sides, caches, (out, lse, *mass) = ([rest.pop(0) for _ in range(n)] for n in cuts)
+    (q, q_pos), turns, sides, caches, (out, lse, *mass) = ([rest.pop(0) for _ in range(n)] for n in cuts)
     scores = [rest.pop()] if sizes.mass else []
     *buffers, turn, arrived, top, total, acc = rest
     j = pl.program_id(1)
@@ -101,7 +108,7 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
 
     running = Running(top, total, acc)
     streaming.clear(running)
-    given = Given(q, q_pos, dict(zip(sizes.sides, sides, strict=True)), buffers, scores)
+    given = Given(q, q_pos, dict(zip(sizes.sides, sides, strict=True)), buffers, scores, turns)
     span = begins[at[0]], pl.cdiv(length[0], block)
     visit = partial(_attend, given, running, sizes, mine, length[0])
     streaming.stream(turn, span, begins[at[1]], more, copies, visit)
@@ -120,11 +127,10 @@ def _attend(given: Given, running: Running, sizes: Sizes, mine: Any, length: Any
     kind = jnp.float32 if asked.dtype == jnp.float32 else jnp.bfloat16
     k, v = (_widened(b[slot], kind) for b in (keys, values))
     side = {n: _row(x, mine, s, block) for n, x in given.sides.items()}
-    z = streaming.product(asked.astype(kind), k, 0 if sizes.lanes[0] else 1)
-    if "key_scale_zero" in side:
-        scale, zero = halves(side["key_scale_zero"])
-        z = z * scale + asked.astype(jnp.float32).sum(-1, keepdims=True) * (zero + MIDDLE * scale)
+    z = _turned(asked, k, side, given.turns, sizes) if sizes.turning else _product(asked, k, side, sizes)
     z = z * sizes.scale
+    if "key_size" in side:
+        z = z * side["key_size"]
     if sizes.softcap is not None:
         z = sizes.softcap * jnp.tanh(z / sizes.softcap)
     if "bias" in side:
@@ -132,15 +138,45 @@ def _attend(given: Given, running: Running, sizes: Sizes, mine: Any, length: Any
     z = jnp.where(_seen(given, side, sizes, s, length), z, NEG_INF)
     for kept in given.scores:
         kept[:, pl.ds(pl.multiple_of(s * block, block), block)] = z
+    p, fade = streaming.weigh(running, z)
+    if "value_size" in side:
+        p = jnp.where(p == 0.0, 0.0, p * side["value_size"])
     whose = f"{'key' if sizes.packed else 'value'}_scale_zero"
     if whose not in side:
-        streaming.fold(running, z, v, across)
-        return
-    scale, zero = halves(side[whose])
-    p, fade = streaming.weigh(running, z)
-    own = streaming.product((p * scale).astype(kind), v, 0)
-    own = own + (p * (zero + MIDDLE * scale)).sum(-1, keepdims=True)
+        own = streaming.product(p.astype(kind), v, across)
+    else:
+        scale, zero = halves(side[whose])
+        own = streaming.product((p * scale).astype(kind), v, 0)
+        own = own + (p * (zero + MIDDLE * scale)).sum(-1, keepdims=True)
     running.acc[...] = running.acc[...] * fade + own
+
+
+def _product(asked: Any, k: Any, side: dict[str, Any], sizes: Sizes) -> Any:
+    """Queries [R, W] times keys as they lie."""
+    z = streaming.product(asked.astype(k.dtype), k, 0 if sizes.lanes[0] else 1)
+    if "key_scale_zero" not in side:
+        return z
+    scale, zero = halves(side["key_scale_zero"])
+    return z * scale + asked.astype(jnp.float32).sum(-1, keepdims=True) * (zero + MIDDLE * scale)
+
+
+def _turned(asked: Any, k: Any, side: dict[str, Any], turns: list[Any], sizes: Sizes) -> Any:
+    """Queries [R, W] times keys that are turned by their phases, a tile of slots at a time."""
+    assert sizes.turning is not None
+    phase, (steps,) = side["phase"], (x[...] for x in turns)
+    if not sizes.lanes[0]:
+        numbers: dict[str, Any] = {}
+        if "key_scale_zero" in side:
+            scale, zero = halves(side["key_scale_zero"])
+            numbers = {"key_scale": scale, "key_zero": zero + MIDDLE * scale}
+        pages = k.reshape(-1, LANES, k.shape[1])
+        return turned_logits(asked, pages, numbers, phase, steps, sizes.turning)
+    found = []
+    for n in range(0, k.shape[1], LANES):
+        at = slice(n, n + LANES)
+        keys = k[:, at].astype(jnp.float32)
+        found.append(logits_of_channels(asked, keys, phase[:, at], steps, sizes.turning, k.dtype))
+    return jnp.concatenate(found, axis=1)
 
 
 def _blank(values: Any, slot: Any, sizes: Sizes, live: Any, across: int) -> None:
@@ -185,6 +221,7 @@ def stacked_decode(
     q_pos: jax.Array,
     layer: jax.Array,
     sides: tuple[jax.Array, ...] = (),
+    turns: tuple[jax.Array, ...] = (),
     *,
     sizes: Sizes,
     cores: int = 1,
@@ -197,8 +234,9 @@ def stacked_decode(
     that is visited; origins [I], the row of a list's first slot, a multiple of the piece, and so is M, or
     [I * sizes.pages], the rows of all pieces; q_pos
     [I, R, 128] int32, -1 where a row is no query; sides [1 or L, B, K, S'] with S' the slots of whole
-    blocks; layer [1]. Mass of blocks that are not visited is not written. A cache with its slots on the lanes
-    is [L, I, W, S], W of any whole tiles and S a multiple of 128.
+    blocks; turns, where keys are to turn, one [half, 128] as `turned_logits` takes it; layer [1]. Mass of
+    blocks that are not visited is not written. A cache with its slots on the lanes is [L, I, W, S], W of any
+    whole tiles and S a multiple of 128.
     """
     lists, count, width = q.shape
     caches = (k,) if v is None else (k, v)
@@ -231,6 +269,7 @@ def stacked_decode(
             in_specs=[
                 of(count, width),
                 of(count, LANES),
+                *(pl.BlockSpec(x.shape, lambda *_: (0, 0)) for x in turns),
                 *map(heads, sides),
                 *[pl.BlockSpec(memory_space=pl.ANY)] * len(caches),
             ],
@@ -250,4 +289,4 @@ def stacked_decode(
         ),
         interpret=interpret,
         name="stacked_decode",
-    )(layer, lengths, begins, origins, q, q_pos, *sides, *caches)
+    )(layer, lengths, begins, origins, q, q_pos, *turns, *sides, *caches)

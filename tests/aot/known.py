@@ -8,6 +8,7 @@ RECORD = json.loads((Path(__file__).parent / "layouts.json").read_text())
 ROWS = {(row["case"].removeprefix("layout-"), row["target"]): row for row in RECORD["rows"]}
 COMPILERS = {"cpu": "jaxlib", "v5e:2x2": "libtpu", "h100": "jax-cuda13-plugin"}
 TURNED = "keys that lie unrotated are turned whenever they are read, which makes a layer of them"
+IN_TURNS = "a phase that hides slots reads a layer's keys in turns, and turns them each time"
 MERGED = "a merge makes all slots of a layer anew, to be written behind what the merge still reads"
 ORDERED = "where rows are due, a layer's slots are put into the order of their tokens to be judged"
 DECODED = "codes without a kernel are taken out of their stack to be decoded, a layer at a time"
@@ -17,13 +18,15 @@ IN_STEPS = dict.fromkeys(("streamingllm", "lm-infinite", "lacache"), TURNED)
 POOLED = {"compressive-transformer": MERGED}
 AT_PREFILL = dict.fromkeys(("snapkv-renumbered", "finch", "adakv-renumbered"), TURNED)
 KNOWN = {
-    "cpu": IN_STEPS | AT_PREFILL | {"kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED} | POOLED,
-    "v5e:2x2": IN_STEPS | AT_PREFILL | {
-        "kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED, "less": TAKEN,
+    "cpu": IN_STEPS | AT_PREFILL | {
+        "ape": IN_TURNS, "kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED,
+    } | POOLED,
+    "v5e:2x2": {
+        "ape": IN_TURNS, "kvquant": TURNED, "keepkv": MERGED, "r-kv": ORDERED, "less": TAKEN,
         "int4": DECODED, "intactkv": DECODED, "think": DECODED, "mikv": DECODED, "zipcache": DECODED,
         "adakv-int4": DECODED, "magicpig": RELAID,
     } | POOLED,
-    "h100": IN_STEPS | {"kvquant": TURNED, "r-kv": ORDERED} | POOLED,
+    "h100": {"kvquant": TURNED, "r-kv": ORDERED} | POOLED,
 }  # fmt: skip
 
 

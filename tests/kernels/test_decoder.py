@@ -79,6 +79,42 @@ def test_steps_through_the_kernel_are_steps_in_plain_jnp(method, kernel):
     agree(model(stacked=kernel == TPU), METHODS[method], kernel=kernel)
 
 
+TURNED = {
+    "by rank": kvjax.chain(kvjax.method("snapkv", budget=64, window=16), kvjax.method("renumbered")),
+    "by rank, evicted by mass": kvjax.chain(kvjax.method("h2o", budget=39), kvjax.method("renumbered")),
+    "by rank, in pages": kvjax.chain(kvjax.method("adakv", budget=64, window=16), kvjax.method("renumbered")),
+    "by clamped distance": kvjax.method("lm-infinite", budget=39, distance=50),
+}
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("head_dim, kernel", [(128, TPU), (128, GPU), (64, GPU)])
+@pytest.mark.parametrize("case", TURNED)
+def test_keys_that_lie_unrotated_are_turned_in_the_kernel(case, head_dim, kernel):
+    agree(model(stacked=kernel == TPU, head_dim=head_dim), TURNED[case], kernel=kernel)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("kernel", (TPU, GPU))
+def test_layers_in_pairs_read_directions_and_multiply_by_their_lengths(kernel):
+    agree(model(stacked=False), kvjax.method("minicache", start=0, most=0.09), tokens=1, kernel=kernel)
+
+
+SINGLE = {
+    "sparq": kvjax.method("sparq", budget=24, newest=16),
+    "magicpig": kvjax.method("magicpig", budget=24, newest=16, planes=3, tables=20, skip_layers=0),
+}
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", SINGLE)
+def test_single_slots_are_read_where_they_lie_on_a_gpu(name):
+    agree(model(stacked=False), SINGLE[name], kernel=GPU)
+    _, cache = kvjax.prefill(model(layers=1), PROMPT, method=SINGLE[name], room=32)
+    with pytest.raises(NotImplementedError, match="pages of 1 slots|biases of every query head"):
+        kvjax.step(model(layers=1), cache, [1, 2], implementation=TPU)
+
+
 @pytest.mark.parametrize("kernel", sweep((TPU, GPU)))
 def test_codes_are_read_as_they_lie(kernel):
     # A second layer's codes come from what the first one gave: rounding may make them other codes.
@@ -178,6 +214,11 @@ REFUSED = {
         kvjax.method("quest", budget=32, skip_layers=0), kvjax.method("int8")
     ),
     "a dense cache of such codes": kvjax.method("int4"),
+    "codes in groups have no kernel where keys are yet to turn": kvjax.chain(
+        kvjax.method("snapkv", budget=64, window=16),
+        kvjax.method("renumbered"),
+        kvjax.method("kivi", group=16),
+    ),
     "7 groups of 16 tokens, expected a multiple of 8": kvjax.method("kivi", bits=4, group=16, residual=8),
     "groups of 16 tokens in 2 bits, expected 16": kvjax.method("kivi", bits=2, group=16, residual=8),
 }

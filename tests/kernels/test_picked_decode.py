@@ -42,7 +42,13 @@ def draw(seed, *, group=2, t=1, width=128, page=16, counts="mixed", dtype=jnp.fl
     return q, k, v, *numbers
 
 
-def by_hand(inputs, *, page, scale, window=None, softcap=None):
+def bias(seed, heads, page):
+    """What is added to logits, of KV heads or query heads; a fifth of it hides its slots."""
+    x = np.random.default_rng(seed).standard_normal((B, heads, 9 * page))
+    return jnp.asarray(np.where(x < -0.84, -np.inf, x), jnp.float32)
+
+
+def by_hand(inputs, *, page, scale, window=None, softcap=None, bias=None):
     """(out, lse), query by query."""
     q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in inputs[:3])
     pages, counts, pos, q_pos = (np.asarray(x) for x in inputs[3:])
@@ -54,11 +60,16 @@ def by_hand(inputs, *, page, scale, window=None, softcap=None):
         seen = (held >= 0) & (held <= q_pos[b, t])
         if window is not None:
             seen &= held > q_pos[b, t] - window
+        added = np.zeros(len(slots))
+        if bias is not None:
+            added = np.asarray(bias, np.float64)[b, n // (q.shape[1] // bias.shape[1])][: len(slots)]
+        seen &= ~np.isneginf(added)
         rows = np.array(slots, int)[seen]
         if not len(rows):
             continue
         z = k[1][i][rows] @ q[b, n, t] * scale
         z = z if softcap is None else softcap * np.tanh(z / softcap)
+        z = z + added[seen]
         p = np.exp(z - z.max())
         lse[b, n, t] = z.max() + np.log(p.sum())
         out[b, n, t] = p / p.sum() @ v[1][i][rows]
@@ -68,7 +79,7 @@ def by_hand(inputs, *, page, scale, window=None, softcap=None):
 CASES = {
     "all there is": (
         dict(t=2, group=3, counts="mixed", page=16),
-        dict(page=16, window=700, softcap=5.0),
+        dict(page=16, window=700, softcap=5.0, bias=bias(1, K, 16)),
     ),
     "quest": (dict(), dict(page=16)),
     "no group": (dict(group=1), dict(page=16)),
@@ -131,3 +142,12 @@ def test_what_cannot_run_says_why():
         picked_decode(*thin, pages, counts, pos, asked, 1, page=16, **forced)
     with pytest.raises(NotImplementedError, match="pages of 4 slots of float32, expected a multiple of 8"):
         picked_decode(q, k, v, pages, counts, pos[..., : 9 * 4], asked, 1, page=4, **forced)
+
+
+def test_biases_of_query_heads_have_a_form_of_their_own():
+    inputs, options = draw(0, group=3, t=2), dict(page=16, scale=0.09, bias=bias(2, 3 * K, 16))
+    check(picked_decode(*inputs, 1, **options), by_hand(inputs, **options), 2e-6)
+    with pytest.raises(NotImplementedError, match="biases of every query head have no kernel"):
+        picked_decode(*inputs, 1, implementation="tpu interpret", **options)
+    with pytest.raises(ValueError, match=r"bias is \[2, 4, 144\], expected one for each of 144 slots"):
+        picked_decode(*inputs, 1, **options | dict(bias=bias(2, 2 * K, 16)))

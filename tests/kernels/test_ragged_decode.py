@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.ops.base.rope import Rope
 from kvjax.ops.decode.ragged_decode import CodedRows, ragged_decode, tpu_ragged_decode
+from kvjax.ops.decode.turning import Turn
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
+from tests.kernels.test_stacked_decode import turned_by_hand
 from tests.sweep import sweep
 
 B, K = 2, 2
@@ -33,6 +36,7 @@ def draw(
     packed=False,
     unit=1,
     bias=False,
+    turned=None,
 ):
     """(q, k, v, starts, lengths) and bias; lists lie in a drawn order, one multiple of `aligned` apart."""
     rng = np.random.default_rng(seed)
@@ -54,6 +58,9 @@ def draw(
     q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
     options = dict(most=most, aligned=aligned, scale=0.09, values=values)
     options["bias"] = None if numbers is None else jnp.asarray(numbers, jnp.float32)
+    options["turn"] = None
+    if turned is not None:
+        options["turn"] = Turn(turned, jnp.asarray(rng.integers(0, 40, (B, K, most)), jnp.int32))
     return (q, k, None if packed else v, jnp.asarray(starts), jnp.asarray(length)), options
 
 
@@ -69,7 +76,10 @@ def by_hand(inputs, options, softcap=None):
         rows = slice(starts[mine], starts[mine] + lengths[mine])
         if lengths[mine] == 0:
             continue
-        z = k[rows] @ q[b, n, t] * options["scale"]
+        keys, turn = k[rows], options["turn"]
+        if turn is not None:
+            keys = turned_by_hand(keys, turn, np.asarray(turn.phase)[mine][: lengths[mine]])
+        z = keys @ q[b, n, t] * options["scale"]
         z = z if softcap is None else softcap * np.tanh(z / softcap)
         if options["bias"] is not None:
             z = z + np.asarray(options["bias"], np.float64)[mine][: lengths[mine]]
@@ -92,6 +102,10 @@ CASES = {
     "latents": dict(width=256, packed=True),
     "biases": dict(aligned=128, unit=4, bias=True),
     "bfloat16": dict(dtype=jnp.bfloat16),
+    "turned": dict(aligned=128, unit=4, group=3, t=2, turned=Rope()),
+    "some channels turned, biases": dict(
+        aligned=128, unit=4, width=256, bias=True, turned=Rope(rotary_dim=64, start=32)
+    ),
 }
 
 

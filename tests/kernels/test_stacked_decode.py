@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.ops.base.rope import Rope
 from kvjax.ops.decode.stacked_decode import Coded, stacked_append, stacked_decode, tpu_stacked_decode
+from kvjax.ops.decode.turning import Turn
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
 from tests.sweep import sweep
@@ -64,9 +66,34 @@ def sides(seed, slots=64):
     return dict(pos=jnp.asarray(pos, jnp.int32), bias=jnp.asarray(bias, jnp.float32))
 
 
+def sizes(seed, slots):
+    """What multiplies keys and values, of one layer; no numbers behind the lists."""
+    rng = np.random.default_rng(seed)
+    live = np.arange(slots) < np.asarray(LENGTHS["each"])[..., None] * slots // 64
+    found = (np.where(live, rng.uniform(-2, 2, live.shape), np.nan) for _ in range(2))
+    return tuple(jnp.asarray(x, jnp.float32) for x in found)
+
+
+def turn(seed, slots, **rope):
+    """Keys that are yet to turn, by phases in no order."""
+    phase = np.random.default_rng(seed).integers(0, 40, (B, K, slots))
+    return Turn(Rope(**rope), jnp.asarray(phase, jnp.int32))
+
+
+def turned_by_hand(keys, turn, phase):
+    """Rows [S, H] with their pairs of channels as complex numbers, in float64."""
+    rope, keys = turn.rope, keys.copy()
+    half = rope.turning(keys.shape[1]) // 2
+    for i, f in enumerate(rope.frequencies(keys.shape[1])):
+        at = rope.start + i, rope.start + i + half
+        pair = (keys[:, at[0]] + 1j * keys[:, at[1]]) * np.exp(1j * f * phase) * rope.amplitude
+        keys[:, at[0]], keys[:, at[1]] = pair.real, pair.imag
+    return keys
+
+
 def by_hand(
     q, k, v, lengths, q_pos, *, scale, values=None, window=None, softcap=None, pos=None, bias=None,
-    first=None, mass=False,
+    first=None, mass=False, sizes=(None, None), turn=None,
 ):  # fmt: skip
     """(out, lse) and, where it is asked for, mass, query by query."""
     q, k = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k))
@@ -87,12 +114,19 @@ def by_hand(
         seen = (held >= 0) & (held <= asked) & (held > asked - (window or np.inf))
         if not seen.any():
             continue
-        z = k[mine][:length][seen, :h] @ q[i, head, at] * scale
+        ours = np.arange(length)[seen]
+        of_keys, of_values = (
+            1.0 if x is None else np.asarray(x, np.float64)[mine[1:]][ours, None] for x in sizes
+        )
+        keys = k[mine][ours, :h] * of_keys
+        if turn is not None:
+            keys = turned_by_hand(keys, turn, np.asarray(turn.phase)[mine[1:]][ours])
+        z = keys @ q[i, head, at] * scale
         z = z if softcap is None else softcap * np.tanh(z / softcap)
         z = z if bias is None else z + np.asarray(bias, np.float64)[mine][:length][seen]
         p = np.exp(z - z.max())
         lse[i, head, at] = z.max() + np.log(p.sum())
-        out[i, head, at] = p / p.sum() @ v[mine][:length][seen, :values]
+        out[i, head, at] = p / p.sum() @ (v[mine][ours, :values] * of_values)
         given[mine[1:]][:length][seen] += p / p.sum()
     return (out, lse, given) if mass else (out, lse)
 
@@ -127,12 +161,27 @@ CASES = {
     "latents on the lanes": dict(width=96, row=96, packed=True, values=64, first=0, slots=256),
     "mass and positions on the lanes": dict(width=64, slots=384, mass=True, **sides(7, 384)),
     "bfloat16 on the lanes": dict(width=64, slots=256, dtype=jnp.bfloat16),
+    "sizes": dict(slots=384, group=3, t=2, softcap=5.0, sizes=sizes(2, 384)),
+    "turned": dict(slots=320, mass=True, turn=turn(3, 320), pos=sides(8, 320)["pos"]),
+    "turned, bfloat16": dict(slots=320, turn=turn(3, 320), dtype=jnp.bfloat16),
+    "turned with a temperature": dict(slots=384, turn=turn(4, 384, kind="yarn", factor=8.0)),
+    "nothing turns": dict(slots=384, turn=turn(4, 384, kind="none")),
+    "turned on the lanes": dict(width=64, slots=384, turn=turn(5, 384), t=3),
+    "some channels turned, sizes": dict(
+        slots=328, t=2, turn=turn(6, 328, rotary_dim=32, start=64), sizes=sizes(3, 328), **sides(7, 328)
+    ),
+    "some channels turned on the lanes": dict(
+        width=80, slots=256, turn=turn(7, 256, rotary_dim=48, start=16), sizes=sizes(4, 256)
+    ),
+    "latents whose rotated part turns": dict(
+        width=192, row=256, packed=True, values=128, first=0, slots=256, turn=turn(8, 256, start=128)
+    ),
 }
 
 
 def split(case):
     """(what to draw, what to call with); the number of values is both's."""
-    called = ("window", "softcap", "pos", "bias", "first", "mass")
+    called = ("window", "softcap", "pos", "bias", "first", "mass", "sizes", "turn")
     options = {n: x for n, x in CASES[case].items() if n in (*called, "values")}
     return {n: x for n, x in CASES[case].items() if n not in called}, dict(scale=0.09) | options
 
@@ -154,7 +203,9 @@ def given(results):
 
 
 EVERY = [(case, block) for case in CASES for block in (16, 64)]
-ALWAYS = [("all on rows", 64), ("all on the lanes", 64), ("bfloat16", 16)]  # fmt: skip
+ALWAYS = [
+    ("all on rows", 64), ("all on the lanes", 64), ("bfloat16", 16), ("some channels turned, sizes", 64),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case, block", sweep(EVERY, *ALWAYS))

@@ -41,7 +41,10 @@ def in_parts(cases, *always):
     )
 
 
-@in_parts(stacked.CASES, ("all on rows", MANY), ("all on the lanes", FEW), ("bfloat16", FEW))
+@in_parts(
+    stacked.CASES,
+    ("all on rows", MANY), ("all on the lanes", FEW), ("bfloat16", FEW), ("some channels turned, sizes", FEW),
+)  # fmt: skip
 def test_dense_lists(case, programs, monkeypatch):
     monkeypatch.setattr(partial_gpu, "PROGRAMS", programs)
     drawn, options = stacked.split(case)
@@ -98,6 +101,16 @@ def test_picked_pages(case, programs, monkeypatch):
     check(
         call(*inputs), picked.by_hand(inputs, **options), 1e-2 if how.get("dtype") == jnp.bfloat16 else 2e-6
     )
+
+
+@in_parts(["pages", "single slots"], ("single slots", FEW))
+def test_picked_slots_with_biases_of_query_heads(case, programs, monkeypatch):
+    monkeypatch.setattr(partial_gpu, "PROGRAMS", programs)
+    page = 16 if case == "pages" else 1
+    inputs = picked.draw(0, group=3, t=2, page=page)
+    options = dict(page=page, scale=0.09, bias=picked.bias(2, 3 * picked.K, page))
+    call = jax.jit(lambda *x: picked_decode(*x, 1, implementation=GPU, **options))
+    check(call(*inputs), picked.by_hand(inputs, **options), 2e-6)
 
 
 def test_it_is_chosen_on_a_gpu_and_refuses_by_name():

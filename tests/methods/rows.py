@@ -12,6 +12,7 @@ import kvjax
 from kvjax.grammar import Method
 from kvjax.methods import takes_budget
 from kvjax.ops.base.rope import Rope
+from tests.ranges import Ranges
 from tests.reference import Prompt
 
 WINDOW, KERNEL, PAGE = 4, 3, 4
@@ -62,7 +63,7 @@ class Row:
     error: float | None = 3e-5
     victim: Callable | None = None
     leave: Callable | None = None
-    phase: str | int = "position"
+    phase: str | int | Ranges = "position"
     model: str = "4/2"
     moves: bool = True
     counted: bool = False
@@ -89,9 +90,10 @@ class Row:
         if self.stored is not None:
             return self.stored(prompt)
         farthest = self.phase if isinstance(self.phase, int) else None
-        if self.narrow is None and farthest is None:
+        ranges = self.phase if isinstance(self.phase, Ranges) else None
+        if self.narrow is None and farthest is None and ranges is None:
             return prompt
-        return Prompt(prompt.decoder, prompt.tokens, self.narrow, farthest)
+        return Prompt(prompt.decoder, prompt.tokens, self.narrow, farthest, ranges)
 
     @property
     def reads_all(self) -> bool:

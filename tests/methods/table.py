@@ -123,7 +123,10 @@ from tests.methods.table_learned import LEARNED
 from tests.methods.table_reads import READS
 from tests.methods.table_selection import SELECTION
 from tests.methods.table_stores import STORES
+from tests.ranges import Ranges
 from tests.reference import h2o_victim, rkv_kept, rkv_victims, sink_victim, tova_victim, window_score
+
+APE = dict(contexts=(6, 9, 4), shared_prefix=3, temperature=0.8, scale=0.9)
 
 ROWS = [
     row("full", dense(everything), whole=(("full", {}),)),
@@ -131,6 +134,9 @@ ROWS = [
     chained(
         "adakv + renumbered", paged(lambda s, i: s.k * count(s.tokens)),
         ("adakv", SNAP | dict(budget=0.5, page=PAGE)), ("renumbered", {}), kept=adakv_kept, phase="rank",
+    ),
+    row(
+        "ape", dense(everything), hyper=APE, phase=Ranges(**APE),
     ),
     row("random", dense(half), kept=each_layer(random_score)),
     row(

@@ -70,6 +70,8 @@ WRONG = {
     "planes": (0, 33, 2.5, True),
     "tables": (1, 4097, 2.5, None),
     "prefix": ((-1,), (0.5,), 5, "abc", (1, True)),
+    "contexts": ((0,), (-1, 2), (0.5,), 5, "abc"),
+    "scale": (0.0, 2.5, math.nan, True),
     "normalised": (1, "yes"),
     "over": ("all", 1),
     "covariance": (0,),

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import Paged, gather_pages, nbytes
+from kvjax.cache import Paged, nbytes
+from kvjax.gathered import gather_pages
 from kvjax.grammar import Budget, Keep, Method, Store, chain
 from kvjax.keep.budget import AcrossHeads, AcrossLayers, PerLayer, Pyramid, Threshold
 from kvjax.keep.preference import ByAttention

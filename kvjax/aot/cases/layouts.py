@@ -95,6 +95,7 @@ SENTENCES = {
     "tova": _one("tova", **HALF),
     "r-kv": _one("r-kv", **HALF),
     "lacache": _one("lacache", **HALF),
+    "ape": _one("ape", contexts=(8192, 8192, 8192)),
     "keepkv": _one("keepkv", **HALF),
     "ems": _one("ems", **HALF),
     "compressive-transformer": _one("compressive-transformer", **HALF),

@@ -29,6 +29,7 @@ from kvjax.ops.decode.paged_append import paged_append
 from kvjax.ops.decode.paged_decode import paged_decode
 from kvjax.ops.decode.picked_decode import picked_decode
 from kvjax.ops.decode.stacked_decode import stacked_decode
+from kvjax.ops.decode.turning import Turn
 from kvjax.ops.recurrent.gated_delta import gated_delta, gated_delta_step
 from kvjax.ops.recurrent.log_linear_decode import log_linear_decode
 from kvjax.ops.recurrent.log_linear_levels import LevelState
@@ -92,6 +93,20 @@ def stacked(payload: str, h: int) -> Iterator[Call]:
     yield run, (q, rows, rows, *places)
     if 2 * h == LANES:
         yield lambda q, k, *x: run(q, k, None, *x), (q, rows, *places)
+
+
+def turned(payload: str, h: int) -> Iterator[Call]:
+    """Keys that are yet to turn, in rows or with their slots on the lanes, and sizes of keys and values."""
+    q = shape(1, HEADS * GROUP, 1, h, dtype=payload)
+    rows = shape(2, 1, HEADS, SLOTS, h, dtype=payload)
+    of_slots = [shape(1, HEADS, SLOTS, dtype=dtype) for dtype in (INT32, payload, payload)]
+
+    def run(q: Any, k: Any, v: Any, lengths: Any, pos: Any, phase: Any, *sizes: Any) -> Any:
+        return stacked_decode(
+            q, k, v, lengths, pos, scale=1.0, turn=Turn(Rope(), phase), sizes=sizes, implementation="tpu"
+        )
+
+    yield run, (q, rows, rows, shape(1, HEADS, dtype=INT32), shape(1, 1, dtype=INT32), *of_slots)
 
 
 def picked(payload: str, h: int) -> Iterator[Call]:
@@ -233,6 +248,7 @@ KERNELS = {
     "paged_decode": Kernel("paged_decode", tuple(PAYLOADS), paged),
     "paged_decode-small": Kernel("paged_decode", tuple(PAYLOADS), small_pages, ((128,),)),
     "stacked_decode": Kernel("stacked_decode", FLOATS, stacked),
+    "stacked_decode-turned": Kernel("stacked_decode", FLOATS, turned),
     "stacked_decode-picked": Kernel("stacked_decode", FLOATS, picked),
     "grouped_decode": Kernel("grouped_decode", ("uint2", "uint4"), grouped),
     "append": Kernel("append", FLOATS, appended),

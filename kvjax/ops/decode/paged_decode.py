@@ -19,6 +19,7 @@ from kvjax.ops.base.rope import Rope, angles, rotate
 from kvjax.ops.base.softmax import softmax
 from kvjax.ops.decode.page_pool import SUBLANES, PagePool
 from kvjax.ops.decode.paged_decode_gpu import gpu_paged_decode, gpu_refusal
+from kvjax.ops.decode.turning import turning, turns
 from kvjax.pallas_kernels.block_sizes import cores_for, tuned
 from kvjax.pallas_kernels.paged_decode import kernel_tpu as tpu
 
@@ -174,7 +175,8 @@ def tpu_paged_decode(
     pos = jnp.pad(pos, ((0, 0), pad), constant_values=-1)
     tables = jnp.pad(table.reshape(b * heads, 1, -1), ((0, 0), (0, 0), (0, -table.shape[2] % step)))
     turned: tuple[Any, ...] = ()
-    if rope is not None and rope.turning(h):
+    how = None if rope is None else turning(rope, h)
+    if rope is not None and how is not None:
         turned = (jnp.asarray(np.repeat(turns(rope, h)[:, None], LANES, 1)),)
         if phase is not None:
             phases = phase.astype(jnp.int32).reshape(b * heads, 1, -1)
@@ -182,7 +184,7 @@ def tpu_paged_decode(
     sizes = tpu.Sizes(
         step, page, pool.rows, pool.value_row, pool.payload, pool.names, pool.groups, queries,
         b * heads // cores, scale, window, softcap, mass,
-        tpu.Turning(rope.start, rope.turning(h) // 2, rope.amplitude) if turned and rope else None,
+        how,
     )  # fmt: skip
     out, lse, *rest = tpu.paged_decode(
         asked, pool.words, tables, lengths.reshape(-1),
@@ -196,15 +198,6 @@ def tpu_paged_decode(
         return out, lse, None
     found = rest[0].reshape(b, heads, -1)[..., : table.shape[2] * page]
     return out, lse, jnp.where(jnp.arange(found.shape[-1])[None, None] < lengths[..., None], found, 0.0)
-
-
-def turns(rope: Rope, h: int) -> np.ndarray:
-    """What each pair of channels turns by from one position to the next, in 2^-32 of a turn, [half].
-
-    >>> turns(Rope(rotary_dim=4), 8).tolist()
-    [683565276, 6835653]
-    """
-    return np.round(rope.frequencies(h) / (2 * np.pi) * 2**32).astype(np.int64).astype(np.int32)
 
 
 def pages_per_step(pool: PagePool, step_bytes: int = 2**20) -> int:

@@ -33,6 +33,7 @@ def picked_decode(
     *,
     page: int,
     scale: float,
+    bias: Float[Array, "B X P"] | None = None,
     window: int | None = None,
     softcap: float | None = None,
     implementation: str | None = None,
@@ -41,8 +42,9 @@ def picked_decode(
 
     Page p of a list is its slots p * page .. p * page + page - 1. pos: the positions of the picked pages'
     slots, -1 where one is empty, which must hold finite values; a query at q_pos sees positions
-    q_pos - window + 1 .. q_pos. lse is -inf, and out 0, where nothing is seen. Softmax in
-    promote(float32, q).
+    q_pos - window + 1 .. q_pos. bias is added to the logits of the picked slots, in every KV head (X = K) or
+    every query head (X = N); a slot of -inf is not seen. lse is -inf, and out 0, where nothing is seen.
+    Softmax in promote(float32, q).
 
     implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel where it
     can run. Raises NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
@@ -63,9 +65,16 @@ def picked_decode(
             f"slots, counts {list(counts.shape)} and pos {list(pos.shape)} do not fit: expected KV heads "
             f"that divide query heads, whole pages, and {most} positions of every list"
         )
+    if bias is not None and bias.shape not in {(q.shape[0], n, most) for n in (q.shape[1], k.shape[2])}:
+        raise ValueError(
+            f"bias is {list(bias.shape)}, expected one for each of {most} slots and every KV or query head: "
+            f"{[q.shape[0], k.shape[2], most]} or {[q.shape[0], q.shape[1], most]}"
+        )
     at = jnp.asarray(layer, jnp.int32)
-    options: dict[str, Any] = dict(page=page, scale=scale, window=window, softcap=softcap)
-    chosen = form("picked_decode", implementation, q, k, v, **refusals(q, k, v, pages.shape[2], page))
+    options: dict[str, Any] = dict(page=page, scale=scale, window=window, softcap=softcap, bias=bias)
+    heads = bias is not None and bias.shape[1] != k.shape[2]
+    why = refusals(q, k, v, pages.shape[2], page, bias is not None, heads)
+    chosen = form("picked_decode", implementation, q, k, v, **why)
     if chosen == "reference":
         return _reference(q, k, v, pages, counts, pos, q_pos, at, **options)
     if chosen.startswith("gpu"):
@@ -91,13 +100,21 @@ def picked(
     return x.reshape(-1, size, *x.shape[4:])[number].reshape(b, k, most * size, *x.shape[4:])
 
 
-def refusals(q: Array, k: Array, v: Array, most: int, page: int) -> dict[str, str]:
-    """Why the kernel of each platform cannot take these operands, `most` pages of a list."""
+def refusals(
+    q: Array, k: Array, v: Array, most: int, page: int, biased: bool = False, by_head: bool = False
+) -> dict[str, str]:
+    """Why the kernel of each platform cannot take these operands, `most` pages of a list.
+
+    biased: whether slots have biases; by_head: whether every query head has its own.
+    """
     coded = "codes have no kernel" if jnp.uint8 in (k.dtype, v.dtype) else ""
-    return dict(tpu=refusal(q, k, v, most, page), gpu=coded or gpu_refusal(q, k.shape[2], k, v))
+    own = "biases of every query head have no kernel" if by_head else ""
+    return dict(
+        tpu=own or refusal(q, k, v, most, page, biased), gpu=coded or gpu_refusal(q, k.shape[2], k, v)
+    )
 
 
-def refusal(q: Array, k: Array, v: Array, most: int, page: int) -> str:
+def refusal(q: Array, k: Array, v: Array, most: int, page: int, biased: bool = False) -> str:
     """Why the TPU kernel cannot take these operands, `most` pages of a list; empty where it can."""
     for x in (k, v):
         if x.dtype not in (jnp.float32, jnp.bfloat16):
@@ -111,14 +128,14 @@ def refusal(q: Array, k: Array, v: Array, most: int, page: int) -> str:
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"queries of {q.dtype}, expected float32 or bfloat16"
     _, b, heads, *_ = k.shape
-    if 4 * b * heads * most > TABLE_BYTES or 2 * heads * most * page > KEPT_NUMBERS:
-        return f"{most} pages of {page} slots for {b} x {heads} lists: their table or positions are too large"
+    if 4 * b * heads * most > TABLE_BYTES or 2 * (1 + biased) * heads * most * page > KEPT_NUMBERS:
+        return f"{most} pages of {page} slots for {b} x {heads} lists: their table or numbers are too large"
     return ""
 
 
 def _reference(
     q: Array, k: Array, v: Array, pages: Array, counts: Array, pos: Array, q_pos: Array, layer: Array, *,
-    page: int, scale: float, window: int | None, softcap: float | None,
+    page: int, scale: float, window: int | None, softcap: float | None, bias: Array | None,
 ) -> tuple[Array, Array]:  # fmt: skip
     used = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None] < counts[..., None]
     there = jnp.where(used, pages, 0)
@@ -126,29 +143,34 @@ def _reference(
     keys, values = (
         jnp.where(live[..., None], picked(x, there, layer, page), jnp.zeros((), x.dtype)) for x in (k, v)
     )
-    seen = Keys(keys, values, jnp.where(live, pos, -1))
+    seen = Keys(keys, values, jnp.where(live, pos, -1), bias)
     out, lse, _ = attend(q, seen, q_pos, scale=scale, window=window, softcap=softcap)
     return out, lse
 
 
 def _on_gpu(
     q: Array, k: Array, v: Array, pages: Array, counts: Array, pos: Array, q_pos: Array, layer: Array, *,
-    page: int, **options: Any,
+    page: int, bias: Array | None, **options: Any,
 ) -> tuple[Array, Array]:  # fmt: skip
     layers, b, heads, slots, _ = k.shape
     first = jnp.arange(b * heads, dtype=jnp.int32).reshape(b, heads, 1) * slots
     out, lse, _ = gpu_stacked_decode(
         q, k.reshape(layers, -1, k.shape[4]), v.reshape(layers, -1, v.shape[4]), counts * page,
-        first + pages * page, q_pos, layer, {"pos": pos[None]}, most=pages.shape[2] * page,
+        first + pages * page, q_pos, layer, _sides(pos, bias), most=pages.shape[2] * page,
         values=(0, v.shape[4]), page=page, **options,
     )  # fmt: skip
     return out, lse
 
 
+def _sides(pos: Array, bias: Array | None) -> dict[str, Array]:
+    """What the picked slots are given, [1, B, K or N, P], by the names of the kernel."""
+    return {"pos": pos[None]} | ({} if bias is None else {"bias": bias[None]})
+
+
 def tpu_picked_decode(
     q: Array, k: Array, v: Array, pages: Array, counts: Array, pos: Array, q_pos: Array, layer: Array, *,
-    page: int, scale: float, window: int | None, softcap: float | None, block: int | None = None,
-    cores: int | None = None, interpret: Any = False,
+    page: int, scale: float, window: int | None, softcap: float | None, bias: Array | None = None,
+    block: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The kernel on the operands of `picked_decode`. block: slots per step."""
     (b, n, t, h), (layers, _, heads, slots, _) = q.shape, k.shape
@@ -159,16 +181,19 @@ def tpu_picked_decode(
     most = -(-most // block) * block
     first = jnp.arange(lists, dtype=jnp.int32).reshape(b, heads, 1) * slots
     table = jnp.pad(first + pages * page, ((0, 0), (0, 0), (0, most // page - pages.shape[2])))
-    held = jnp.pad(pos, ((0, 0), (0, 0), (0, most - pos.shape[2])), constant_values=-1)
+    behind = (0, 0), (0, 0), (0, most - pos.shape[2])
+    sides = _sides(jnp.pad(pos, behind, constant_values=-1), None if bias is None else jnp.pad(bias, behind))
     pad = (0, -queries % SUBLANES)
     asked = jnp.pad(q.reshape(lists, queries, h), ((0, 0), pad, (0, 0)))
     at = jnp.broadcast_to(q_pos[:, None, None], (b, heads, n // heads, t)).reshape(lists, queries)
     at = jnp.pad(at, ((0, 0), pad), constant_values=-1)
-    sizes = tpu.Sizes(block, page, lists // cores, scale, window, softcap, sides=("pos",), pages=most // page)
+    sizes = tpu.Sizes(
+        block, page, lists // cores, scale, window, softcap, sides=tuple(sides), pages=most // page
+    )
     out, lse = tpu.stacked_decode(
         asked, k.reshape(layers, lists * slots, h), v.reshape(layers, lists * slots, v.shape[4]),
         (counts * page).reshape(-1).astype(jnp.int32), jnp.zeros((lists,), jnp.int32), table.reshape(-1),
-        jnp.broadcast_to(at[..., None], (*at.shape, LANES)), layer[None], (held[None],),
+        jnp.broadcast_to(at[..., None], (*at.shape, LANES)), layer[None], tuple(sides.values()),
         sizes=sizes, cores=cores, interpret=interpret,
     )  # fmt: skip
     return out[:, :queries].reshape(b, n, t, -1), lse[:, :queries, 0].reshape(b, n, t)

@@ -17,8 +17,11 @@ from kvjax.ops.attention.union import Keys, attend
 from kvjax.ops.base.bit_packing import halves
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.base.dtypes import wide
+from kvjax.ops.base.rope import Rope
 from kvjax.ops.decode.stacked_decode import KEPT_NUMBERS, slots_per_step, tile_rows
 from kvjax.ops.decode.stacked_decode_gpu import gpu_refusal, gpu_stacked_decode
+from kvjax.ops.decode.turning import Turn, in_kernel, no_tiles, turned, turning
+from kvjax.ops.decode.turning import refusal as no_turning
 from kvjax.pallas_kernels.block_sizes import cores_for
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, SUBLANES
@@ -45,15 +48,17 @@ def ragged_decode(
     scale: float,
     values: int | None = None,
     bias: Float[Array, "B K S"] | None = None,
+    turn: Turn | None = None,
     softcap: float | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
     """Exact attention of every query over its list, rows starts .. starts + lengths - 1: (out, lse).
 
     Every query sees its whole list. v None: the values are the first `values` channels of k (latents). bias
-    is added to the logits of a list's slots. most: slots of the longest list there can be, the S of what is
-    given per slot. aligned: what all starts and R are multiples of. lse is -inf, and out 0, for empty lists.
-    Softmax in promote(float32, q). What rows behind a list's length hold does not matter.
+    is added to the logits of a list's slots. turn: by what keys turn that lie unrotated; queries come turned.
+    most: slots of the longest list there can be, the S of what is given per slot, phases among them. aligned:
+    what all starts and R are multiples of. lse is -inf, and out 0, for empty lists. Softmax in
+    promote(float32, q). What rows behind a list's length hold does not matter.
 
     implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel where it
     can run. Raises NotImplementedError where a forced one cannot, ValueError where shapes do not fit.
@@ -66,20 +71,23 @@ def ragged_decode(
     """
     rows = rows_of(k)
     width = values or 0 if v is None else rows_of(v).shape[-1]
-    slots = {x.shape[-1] for x in sides_of(k, v, bias).values()}
+    slots = {x.shape[-1] for x in sides_of(k, v, bias, turn).values()}
     if q.shape[1] % starts.shape[1] or q.shape[-1] != rows.shape[-1] or not 0 < width or slots - {most}:
         raise ValueError(
             f"q {list(q.shape)}, k {list(rows.shape)}, starts {list(starts.shape)}, {width} values, and "
             f"biases and scales of {sorted(slots) or most} slots do not fit: expected KV heads that divide "
             f"the query heads, keys as wide as q, `values` where v is None, and biases and scales of {most}"
         )
-    options: dict[str, Any] = dict(most=most, scale=scale, values=width, bias=bias, softcap=softcap)
+    options: dict[str, Any] = dict(
+        most=most, scale=scale, values=width, bias=bias, turn=turn, softcap=softcap
+    )
     why = refusals(
         q,
         rows,
         None if v is None else rows_of(v),
         aligned,
-        (len(sides_of(k, v, bias)), starts.shape[1], most),
+        (len(sides_of(k, v, bias, turn)), starts.shape[1], most),
+        None if turn is None else turn.rope,
     )
     chosen = form("ragged_decode", implementation, q, k, v, **why)
     if chosen == "reference":
@@ -95,18 +103,24 @@ def rows_of(x: Array | CodedRows) -> Array:
     return x.codes if isinstance(x, CodedRows) else x
 
 
-def sides_of(k: Array | CodedRows, v: Array | CodedRows | None, bias: Array | None) -> dict[str, Array]:
+def sides_of(
+    k: Array | CodedRows, v: Array | CodedRows | None, bias: Array | None, turn: Turn | None = None
+) -> dict[str, Array]:
     """What the slots of a list are given, [B, K, S], by the names of the kernel."""
     given = {} if bias is None else {"bias": bias}
+    if turn is not None and turning(turn.rope, rows_of(k).shape[-1]) is not None:
+        given["phase"] = turn.phase
     coded = {f"{n}_scale_zero": x for n, x in {"key": k, "value": v}.items() if isinstance(x, CodedRows)}
     return given | {name: x.scale_zero for name, x in coded.items()}
 
 
 def refusals(
-    q: Array, k: Array, v: Array | None, aligned: int, given: tuple[int, int, int]
+    q: Array, k: Array, v: Array | None, aligned: int, given: tuple[int, int, int], rope: Rope | None = None
 ) -> dict[str, str]:
-    """Why the kernel of each platform cannot take these rows."""
-    return dict(tpu=refusal(q, k, v, aligned, given), gpu=gpu_refusal(q, given[1], k, v))
+    """Why the kernel of each platform cannot take these rows, whose keys turn by `rope` if it is given."""
+    why = "" if rope is None else no_turning(rope)
+    tpu = why or refusal(q, k, v, aligned, given) or no_tiles(rope, q.shape[-1])
+    return dict(tpu=tpu, gpu=why or gpu_refusal(q, given[1], k, v))
 
 
 def refusal(q: Array, k: Array, v: Array | None, aligned: int, given: tuple[int, int, int]) -> str:
@@ -134,7 +148,7 @@ def refusal(q: Array, k: Array, v: Array | None, aligned: int, given: tuple[int,
 
 def _reference(
     q: Array, k: Array | CodedRows, v: Array | CodedRows | None, starts: Array, lengths: Array, *,
-    most: int, scale: float, values: int, bias: Array | None, softcap: float | None,
+    most: int, scale: float, values: int, bias: Array | None, turn: Turn | None, softcap: float | None,
 ) -> tuple[Array, Array]:  # fmt: skip
     slot = jnp.arange(most, dtype=jnp.int32)[None, None]
     live = slot < lengths[..., None]
@@ -148,8 +162,9 @@ def _reference(
         return jnp.where(live[..., None], found, jnp.zeros((), wide(q)))
 
     keys = plain(k)
+    met = keys if turn is None else turned(turn, keys, wide(q))
     bias = None if bias is None else jnp.where(live, bias, 0.0)
-    seen = Keys(keys, keys[..., :values] if v is None else plain(v), jnp.where(live, 0, -1), bias)
+    seen = Keys(met, keys[..., :values] if v is None else plain(v), jnp.where(live, 0, -1), bias)
     zero = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
     out, lse, _ = attend(q, seen, zero, scale=scale, softcap=softcap)
     return out, lse
@@ -157,25 +172,26 @@ def _reference(
 
 def _on_gpu(
     q: Array, k: Array | CodedRows, v: Array | CodedRows | None, starts: Array, lengths: Array, *,
-    most: int, values: int, bias: Array | None, **options: Any,
+    most: int, values: int, bias: Array | None, turn: Turn | None, **options: Any,
 ) -> tuple[Array, Array]:  # fmt: skip
     every = jnp.full((q.shape[0], q.shape[2]), ALWAYS, jnp.int32)
-    sides = {name: x[None] for name, x in sides_of(k, v, bias).items()}
+    sides = {name: x[None] for name, x in sides_of(k, v, bias, turn).items()}
     out, lse, _ = gpu_stacked_decode(
         q, rows_of(k)[None], None if v is None else rows_of(v)[None], lengths, starts[..., None], every,
-        jnp.zeros((), jnp.int32), sides, most=most, values=(0, values), **options,
+        jnp.zeros((), jnp.int32), sides, most=most, values=(0, values),
+        rope=None if turn is None else turn.rope, **options,
     )  # fmt: skip
     return out, lse
 
 
 def tpu_ragged_decode(
     q: Array, k: Array | CodedRows, v: Array | CodedRows | None, starts: Array, lengths: Array, *,
-    most: int, aligned: int, scale: float, values: int, bias: Array | None = None,
+    most: int, aligned: int, scale: float, values: int, bias: Array | None = None, turn: Turn | None = None,
     softcap: float | None = None, block: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The kernel on the operands of `ragged_decode`. block: slots per step."""
     b, n, t, h = q.shape
-    heads, given = starts.shape[1], sides_of(k, v, bias)
+    heads, given = starts.shape[1], sides_of(k, v, bias, turn)
     rows = [rows_of(x) for x in (k, v) if x is not None]
     lists, queries, piece = b * heads, n // heads * t, math.gcd(aligned, LANES)
     cores = cores or cores_for(lists)
@@ -183,13 +199,16 @@ def tpu_ragged_decode(
     block = block or slots_per_step(*rows)
     block = max(piece, min(block, most) // piece * piece)
     asked = jnp.pad(q.reshape(lists, queries, h), ((0, 0), (0, -queries % SUBLANES), (0, 0)))
-    sizes = tpu.Sizes(block, piece, lists // cores, scale, None, softcap, v is None, tuple(given))
+    which, steps = in_kernel(turn, h)
+    sizes = tpu.Sizes(
+        block, piece, lists // cores, scale, None, softcap, v is None, tuple(given), turning=which
+    )
     # Blocks are cut out of what the slots are given: the last one is whole.
     sides = [jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[-1] % block)))[None] for x in given.values()]
     out, lse = tpu.stacked_decode(
         asked, rows[0][None], None if v is None else rows[1][None],
         lengths.reshape(-1).astype(jnp.int32), jnp.zeros((lists,), jnp.int32),
         starts.reshape(-1).astype(jnp.int32), jnp.full((*asked.shape[:2], LANES), ALWAYS, jnp.int32),
-        jnp.zeros((1,), jnp.int32), tuple(sides), sizes=sizes, cores=cores, interpret=interpret,
+        jnp.zeros((1,), jnp.int32), tuple(sides), steps, sizes=sizes, cores=cores, interpret=interpret,
     )  # fmt: skip
     return out[:, :queries, :values].reshape(b, n, t, values), lse[:, :queries, 0].reshape(b, n, t)

@@ -20,12 +20,18 @@ from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.softmax import softmax
 from kvjax.ops.decode.append import append
 from kvjax.ops.decode.stacked_decode_gpu import gpu_refusal, gpu_stacked_decode
+from kvjax.ops.decode.turning import Turn, in_kernel, no_tiles, turned, turning
+from kvjax.ops.decode.turning import refusal as no_turning
 from kvjax.pallas_kernels.block_sizes import cores_for, tuned
 from kvjax.pallas_kernels.stacked_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, SUBLANES
 
 # What a sequence's slots are given, in two buffers, and the logits that mass keeps: 12 MiB of VMEM.
 KEPT_NUMBERS = 3 * 2**20
+
+
+# What multiplies the keys and the values of every slot of the layer, [B, K, S] each.
+Sizes = tuple[Array | None, Array | None]
 
 
 class Coded(NamedTuple):
@@ -46,6 +52,8 @@ def stacked_decode(
     scale: float,
     pos: Int[Array, "L B K S"] | None = None,
     bias: Float[Array, "L B K S"] | None = None,
+    sizes: Sizes = (None, None),
+    turn: Turn | None = None,
     values: int | None = None,
     first: int | None = None,
     window: int | None = None,
@@ -56,9 +64,10 @@ def stacked_decode(
     """Exact attention over the first `lengths` slots of layer `layer`: (out, lse, mass).
 
     A query at q_pos sees positions q_pos - window + 1 .. q_pos; slot s holds position s unless `pos` says
-    otherwise, where -1 is an empty slot. bias is added to the logits. lse is -inf, and out 0, where nothing
-    is seen. mass: the probability of every slot, summed over the queries of its KV head. Softmax in
-    promote(float32, q).
+    otherwise, where -1 is an empty slot. bias is added to the logits. sizes: what multiplies the keys and the
+    values of every slot of the layer. turn: by what keys turn that lie unrotated; queries come turned. lse is
+    -inf, and out 0, where nothing is seen. mass: the probability of every slot, summed over the queries of
+    its KV head. Softmax in promote(float32, q).
 
     Rows may be wider than the H channels of keys and the `values` (H unless given) of values, which come
     first; what follows must be finite. v None: rows of k hold both, the values from channel `first` on, which
@@ -88,8 +97,9 @@ def stacked_decode(
     at = jnp.asarray(layer, jnp.int32)
     lists = jnp.broadcast_to(lengths.reshape(b, -1), keys.shape[1:3]).astype(jnp.int32)
     options: dict[str, Any] = dict(scale=scale, values=(start, width), window=window, softcap=softcap)
-    options |= dict(pos=pos, bias=bias, mass=mass)
-    chosen = form("stacked_decode", implementation, q, k, v, **refusals(q, k, v, pos, bias, mass=mass))
+    sides: dict[str, Any] = dict(pos=pos, bias=bias, sizes=sizes, turn=turn)
+    options |= dict(mass=mass, **sides)
+    chosen = form("stacked_decode", implementation, q, k, v, **refusals(q, k, v, mass=mass, **sides))
     if chosen == "reference":
         return _reference(q, k, v, lists, q_pos, at, **options)
     if chosen.startswith("gpu"):
@@ -103,10 +113,14 @@ def rows_of(x: Array | Coded) -> Array:
 
 
 def sides_of(
-    k: Array | Coded, v: Array | Coded | None, pos: Array | None, bias: Array | None
-) -> dict[str, Array]:
-    """What the slots are given, [L, B, K, S], by the names of the kernel."""
+    k: Array | Coded, v: Array | Coded | None, pos: Array | None, bias: Array | None,
+    sizes: Sizes = (None, None), turn: Turn | None = None,
+) -> dict[str, Array]:  # fmt: skip
+    """What the slots are given, [1 or L, B, K, S], by the names of the kernel."""
     given = {"pos": pos, "bias": bias}
+    given |= {f"{n}_size": x[None] for n, x in zip(("key", "value"), sizes, strict=True) if x is not None}
+    if turn is not None and turning(turn.rope, rows_of(k).shape[-1]) is not None:
+        given["phase"] = turn.phase[None]
     for name, x in {"key": k, "value": v}.items():
         if isinstance(x, Coded):
             given[f"{name}_scale_zero"] = x.scale_zero
@@ -114,26 +128,34 @@ def sides_of(
 
 
 def refusals(
-    q: Array, k: Array | Coded, v: Array | Coded | None, *sides: Array | None, mass: bool = False
-) -> dict[str, str]:
-    """Why the kernel of each platform cannot take these operands; sides: pos and bias."""
+    q: Array, k: Array | Coded, v: Array | Coded | None, pos: Array | None, bias: Array | None,
+    sizes: Sizes = (None, None), turn: Turn | None = None, *, mass: bool = False,
+) -> dict[str, str]:  # fmt: skip
+    """Why the kernel of each platform cannot take these operands."""
     rows = (rows_of(k), None if v is None else rows_of(v))
-    return dict(tpu=refusal(q, k, v, *sides, mass=mass), gpu=gpu_refusal(q, rows[0].shape[2], *rows))
+    why = "" if turn is None else no_turning(turn.rope)
+    if sizes[1] is not None and v is None:
+        why = why or "sizes of values that lie in the keys"
+    if why:
+        return dict(tpu=why, gpu=why)
+    sides = sides_of(k, v, pos, bias, sizes, turn)
+    return dict(tpu=refusal(q, k, v, sides, turn, mass=mass), gpu=gpu_refusal(q, rows[0].shape[2], *rows))
 
 
 def refusal(
-    q: Array, k: Array | Coded, v: Array | Coded | None, *sides: Array | None, mass: bool = False
-) -> str:
-    """Why the TPU kernel cannot take these operands; empty where it can. sides: pos and bias."""
+    q: Array, k: Array | Coded, v: Array | Coded | None, given: dict[str, Array], turn: Turn | None, *,
+    mass: bool = False,
+) -> str:  # fmt: skip
+    """Why the TPU kernel cannot take these operands; empty where it can. given: as `sides_of` makes it."""
     heads, slots = rows_of(k).shape[2:4]
-    pos, bias = (*sides, None, None)[:2]
-    given = sides_of(k, v, pos, bias)
     queries = -(-q.shape[1] // heads * q.shape[2] // SUBLANES) * SUBLANES if mass else 0
     if (2 * len(given) * heads + queries) * slots > KEPT_NUMBERS:
         return (
             f"{', '.join(given) or 'nothing'} of {heads} heads twice and mass of {queries} queries x {slots} "
             f"slots, expected at most {KEPT_NUMBERS} numbers"
         )
+    if turn is not None and (why := no_tiles(turn.rope, q.shape[3])):
+        return why
     for x in map(rows_of, (k, k if v is None else v)):
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.uint8):
             return f"a cache of {x.dtype}, expected float32, bfloat16 or codes in uint8"
@@ -216,17 +238,18 @@ def stacked_append(
 def _reference(
     q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
-    pos: Array | None, bias: Array | None, mass: bool,
+    pos: Array | None, bias: Array | None, mass: bool, sizes: Sizes, turn: Turn | None,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     (b, n, t, h), (first, width) = q.shape, values
     heads, slots, dtype = *rows_of(k).shape[2:4], wide(q)
     slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
     live = slot < lengths[..., None]
     keys, rows = (
-        jnp.where(live[..., None], _plain(x, layer, dtype), jnp.zeros((), dtype))
-        for x in (k, k if v is None else v)
+        jnp.where(live[..., None], _plain(x, size, layer, dtype), jnp.zeros((), dtype))
+        for x, size in zip((k, k if v is None else v), sizes, strict=True)
     )
     keys, rows = keys[..., :h], rows[..., first : first + width]
+    keys = keys if turn is None else turned(turn, keys, dtype)
     z = jnp.einsum("bkgth,bksh->bkgts", q.astype(dtype).reshape(b, heads, n // heads, t, h), keys) * scale
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)
     if bias is not None:
@@ -240,32 +263,35 @@ def _reference(
     return out.reshape(b, n, t, width), lse.reshape(b, n, t), p.sum((2, 3)) if mass else None
 
 
-def _plain(x: Array | Coded, layer: Array, dtype: Any) -> Array:
+def _plain(x: Array | Coded, size: Array | None, layer: Array, dtype: Any) -> Array:
     """Rows [B, K, S, W] of a layer."""
-    if not isinstance(x, Coded):
-        return x[layer].astype(dtype)
-    scale, zero = (y.astype(dtype)[..., None] for y in halves(x.scale_zero[layer]))
-    return x.codes[layer].astype(dtype) * scale + zero
+    rows = rows_of(x)[layer].astype(dtype)
+    if isinstance(x, Coded):
+        scale, zero = (y.astype(dtype)[..., None] for y in halves(x.scale_zero[layer]))
+        rows = rows * scale + zero
+    return rows if size is None else rows * size.astype(dtype)[..., None]
 
 
 def _on_gpu(
     q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
-    pos: Array | None, bias: Array | None, **options: Any,
+    pos: Array | None, bias: Array | None, sizes: Sizes, turn: Turn | None, **options: Any,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     layers, b, heads, slots, _ = rows_of(k).shape
     keys, rows = (None if x is None else rows_of(x).reshape(layers, b * heads * slots, -1) for x in (k, v))
     assert keys is not None
     origins = jnp.arange(b * heads, dtype=jnp.int32).reshape(b, heads, 1) * slots
     return gpu_stacked_decode(
-        q, keys, rows, lengths, origins, q_pos, layer, sides_of(k, v, pos, bias), most=slots, **options
-    )
+        q, keys, rows, lengths, origins, q_pos, layer, sides_of(k, v, pos, bias, sizes, turn), most=slots,
+        rope=None if turn is None else turn.rope, **options,
+    )  # fmt: skip
 
 
 def tpu_stacked_decode(
     q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
     scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
-    pos: Array | None = None, bias: Array | None = None, mass: bool = False, block: int | None = None,
-    cores: int | None = None, interpret: Any = False,
+    pos: Array | None = None, bias: Array | None = None, sizes: Sizes = (None, None),
+    turn: Turn | None = None, mass: bool = False, block: int | None = None, cores: int | None = None,
+    interpret: Any = False,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     """The kernel on the operands of `stacked_decode`. block: slots per step."""
     b, n, t, h = q.shape
@@ -273,7 +299,7 @@ def tpu_stacked_decode(
     heads, slots, width = caches[0].shape[2:]
     group, lists = n // heads, b * heads
     cores = cores or cores_for(lists)
-    sides = sides_of(k, v, pos, bias)
+    sides = sides_of(k, v, pos, bias, sizes, turn)
     lanes = tuple(map(on_lanes, caches))
     piece, block = steps(
         slots, block or slots_per_step(*caches), whole=bool(sides), lanes=bool(sides) or mass or any(lanes)
@@ -287,16 +313,18 @@ def tpu_stacked_decode(
     if window is not None and pos is None:
         begins = jnp.repeat(jnp.maximum(q_pos.min(-1) - window + 1, 0).astype(jnp.int32) // block, heads)
     room = -(-slots // block) * block if mass else 0
-    sizes = tpu.Sizes(
-        block, piece, lists // cores, scale, window, softcap, v is None, tuple(sides), room, lanes
-    )
+    which, steps_of = in_kernel(turn, h)
+    what = tpu.Sizes(
+        block, piece, lists // cores, scale, window, softcap, v is None, tuple(sides), room, lanes,
+        turning=which,
+    )  # fmt: skip
     origins = jnp.arange(lists, dtype=jnp.int32) * slots
     merged = [_in_place(x, lists) for x in caches]
     out, lse, *given = tpu.stacked_decode(
         asked, merged[0], None if v is None else merged[1], lengths.reshape(-1), begins, origins,
         jnp.broadcast_to(asked_pos[..., None], (*asked_pos.shape, LANES)), layer[None],
-        tuple(_in_blocks(x, layer, block) for x in sides.values()),
-        sizes=sizes, cores=cores, interpret=interpret,
+        tuple(_in_blocks(x, layer, block) for x in sides.values()), steps_of,
+        sizes=what, cores=cores, interpret=interpret,
     )  # fmt: skip
     out = out[:, :queries, values[0] : sum(values)].reshape(b, n, t, values[1])
     lse = lse[:, :queries, 0].reshape(b, n, t)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from kvjax.ops.base.rope import Rope
 from kvjax.ops.decode import partial_gpu as parts
+from kvjax.ops.decode.turning import turning, turns
+from kvjax.pallas_kernels.turning import Turning
 
 
 def gpu_refusal(q: Array, heads: int, k: Array, v: Array | None) -> str:
@@ -27,6 +30,7 @@ def gpu_stacked_decode(
     layer: Int[Array, ""],
     sides: dict[str, Array],
     *,
+    rope: Rope | None = None,
     most: int,
     values: tuple[int, int],
     scale: float,
@@ -44,7 +48,9 @@ def gpu_stacked_decode(
 
     A list's rows begin at origins [B, K, 1], or those of its pages of `page` slots at origins [B, K, P].
     v None: rows of k hold both. values: the first channel of the values and how many they are. sides
-    [1 or L, B, K, S]: what the slots are given, by name. block, programs, warps, stages: see `partial_gpu`.
+    [1 or L, B, K, S]: what the slots are given, by name; a bias may be of every query head, [1, B, N, S].
+    rope: what keys are turned by, where a side "phase" says how far. block, programs, warps, stages: see
+    `partial_gpu`.
     """
     from kvjax.pallas_kernels.stacked_decode import kernel_gpu as gpu
 
@@ -52,12 +58,35 @@ def gpu_stacked_decode(
     width = max(x.shape[2] for x in (k, v) if x is not None)
     how = parts.cut(q, heads, most, width, block=block, programs=programs, warps=warps, stages=stages)
     asked, pos = parts.asked(q, q_pos, heads, parts.power(k.shape[2]))
-    sizes = gpu.Sizes(how, scale, window, softcap, v is None, tuple(sides), most if mass else 0, page)
+    which = None if rope is None else turning(rope, q.shape[3])
+    sizes = gpu.Sizes(how, scale, window, softcap, v is None, tuple(sides), most if mass else 0, page, which)
+    turned: tuple[Array, ...] = ()
+    if rope is not None and which is not None:
+        asked, pairs = _apart(asked, which)
+        steps = turns(rope, q.shape[3])
+        turned = pairs, jnp.pad(jnp.asarray(steps), (0, pairs.shape[3] - len(steps)))
     outs, lses, *logits = gpu.stacked_decode(
         asked, k, v, lengths.reshape(-1), origins.reshape(lists, -1), pos, layer[None],
-        tuple(x.reshape(x.shape[0], lists, x.shape[3]) for x in sides.values()),
-        sizes=sizes, interpret=interpret,
+        tuple(_of_lists(x, heads, q) for x in sides.values()), turned, sizes=sizes, interpret=interpret,
     )  # fmt: skip
     first, count = values
     out, lse = parts.merged(outs[..., first : first + count], lses, q)
     return out, lse, parts.mass_of(logits[0], lse, lengths, most) if mass else None
+
+
+def _of_lists(x: Shaped[Array, "L B K S"], heads: int, q: Float[Array, "B N T H"]) -> Array:
+    """A side list by list, [L, I, S]; that of query heads by the queries of a list, [1, I, Q, S]."""
+    layers, b, many, slots = x.shape
+    if many == heads:
+        return x.reshape(layers, b * heads, slots)
+    return jnp.repeat(x, q.shape[2], axis=2).reshape(layers, b * heads, -1, slots)
+
+
+def _apart(
+    asked: Float[Array, "I R W"], which: Turning
+) -> tuple[Float[Array, "I R W"], Float[Array, "I 2 R P"]]:
+    """The queries without the channels that turn, and these: the first and the second ones of all pairs."""
+    start, half = which.start, which.half
+    pairs = jnp.stack([asked[..., start + n * half : start + (n + 1) * half] for n in range(2)], axis=1)
+    rest = asked.at[..., start : start + 2 * half].set(0)
+    return rest, jnp.pad(pairs, ((0, 0),) * 3 + ((0, parts.power(half) - half),))

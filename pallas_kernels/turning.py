@@ -1,4 +1,4 @@
-"""Logits of keys that are yet to turn: rotary position embedding of a step's pages inside a kernel."""
+"""Logits of keys that are yet to turn: rotary position embedding inside the kernels of decoding."""
 
 from __future__ import annotations
 
@@ -26,25 +26,34 @@ def turned_logits(
 
     A page is laid out with its channels along sublanes: phases [1, tokens] and numbers of tokens lie along
     lanes, and the channels of a pair in registers of their own, so that nothing but the keys is moved.
-    turns: see `waves`.
+    turns [half, 128] int32: what one step of the phase turns a pair by, in 2^-32 of a turn.
     """
     codes, numbers = _filled(codes, numbers)
-    (pages, page, width), kind = codes.shape, codes.dtype
-    first, middle, last = (turning.start + i * turning.half for i in range(3))
+    (pages, page, _), kind = codes.shape, codes.dtype
     found = []
     for n in range(pages):
         at = slice(n * page, (n + 1) * page)
         keys = _of_channels(codes[n], numbers, n).T.astype(jnp.float32)
         for name, take in (("key_scale", jnp.multiply), ("key_zero", jnp.add)):
             keys = take(keys, numbers[name][:, at]) if name in numbers else keys
-        cos, sin = waves(phase[:, at], turns, kind, turning.amplitude)
-        a, b = keys[first:middle], keys[middle:last]
-        parts = [a * cos - b * sin, b * cos + a * sin]
-        parts = [keys[:first], *parts] if first else parts
-        parts = [*parts, keys[last:]] if last < width else parts
-        keys = jnp.concatenate(parts)
-        found.append(product(q.astype(kind), keys.astype(kind), 0))
+        found.append(logits_of_channels(q, keys.astype(jnp.float32), phase[:, at], turns, turning, kind))
     return jnp.concatenate(found, axis=1)
+
+
+def logits_of_channels(q: Any, keys: Any, phase: Any, turns: Any, turning: Turning, kind: Any) -> Any:
+    """q k' [R, S] of keys [W, S] with their channels along sublanes, turned by phases [1, S]."""
+    first, middle, last = (turning.start + i * turning.half for i in range(3))
+    units = phase.astype(jnp.int32) * jnp.concatenate([turns] * (phase.shape[1] // LANES), axis=1)
+    parts = turned(keys[first:middle], keys[middle:last], waves(units, kind, turning.amplitude))
+    parts = [keys[:first], *parts] if first else parts
+    parts = [*parts, keys[last:]] if last < len(keys) else parts
+    return product(q.astype(kind), jnp.concatenate(parts).astype(kind), 0)
+
+
+def turned(a: Any, b: Any, waves: tuple[Any, Any]) -> list[Any]:
+    """The two channels of every pair, turned."""
+    cos, sin = waves
+    return [a * cos - b * sin, b * cos + a * sin]
 
 
 def _filled(codes: Any, numbers: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -70,14 +79,13 @@ def _of_channels(codes: Any, numbers: dict[str, Any], n: int) -> Any:
     return jnp.concatenate(keys).astype(codes.dtype)
 
 
-def waves(phase: Any, turns: Any, kind: Any, amplitude: float) -> tuple[Any, Any]:
-    """amplitude (cos, sin) [half, S] of whole phases [1, S], exact in float32 or, for bfloat16 keys, to 3e-4.
+def waves(units: Any, kind: Any, amplitude: float) -> tuple[Any, Any]:
+    """amplitude (cos, sin) of angles, exact in float32 or, for bfloat16 keys, to 3e-4.
 
-    turns [half, 128] int32: what one step of the phase turns a pair by, in 2^-32 of a turn, which wraps as
+    units: int32, in 2^-32 of a turn: a whole phase times what one step of it turns a pair by, which wraps as
     angles do and so loses nothing at late positions.
     """
-    turns = jnp.concatenate([turns] * (phase.shape[1] // LANES), axis=1)
-    half_turns = (phase.astype(jnp.int32) * turns).astype(jnp.float32) * 2.0**-31
+    half_turns = units.astype(jnp.float32) * 2.0**-31
     square = half_turns * half_turns
     cosine, sine = ([amplitude * c for c in x] for x in POLYNOMIALS[kind])
     return _sum(cosine, square), _sum(sine, square) * half_turns

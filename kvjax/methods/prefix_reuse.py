@@ -1,0 +1,39 @@
+"""Contexts that are encoded by themselves, so that what was computed of one serves with any others."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from kvjax.grammar import Budget, Keep, Method
+from kvjax.keep.budget import Uniform
+from kvjax.methods.papers import paper
+from kvjax.methods.parameters import Range
+from kvjax.methods.shared import Tokens
+from kvjax.phase import SharedRanges
+
+
+@paper(
+    "APE: Faster and Longer Context-Augmented Generation via Adaptive Parallel Encoding",
+    arxiv="2502.05431",
+    family="prefix-reuse",
+    exact="deviates",
+)
+def ape(
+    contexts: Annotated[tuple[int, ...], Range(1)] = (512, 512),
+    *,
+    shared_prefix: Tokens = 16,
+    temperature: Annotated[float, Range(0.01, 1)] = 0.9,
+    scale: Annotated[float, Range(0.01, 2)] = 0.9,
+) -> Method:
+    """APE (Yang et al., 2025, arXiv:2502.05431), section 4: contexts in parallel behind a shared prefix.
+
+    The first `shared_prefix` tokens are followed by contexts of `contexts` tokens each. These see the prefix
+    and themselves alone, and all begin at the position behind the prefix; what follows them stands behind the
+    longest one. It attends to all contexts with logits that are divided by `temperature`, and to
+    everything else as ever; the log-sum-exp of the former is multiplied by scale * temperature before both
+    are merged (`SharedRanges`). Deviations: all rows have contexts of the same lengths, which are part of the
+    sentence; a text has as many tokens as the model has positions, although contexts share theirs; and keys
+    are stored as they are before rotation, so kernels do not read them.
+    """
+    phase = SharedRanges(shared_prefix, contexts, temperature, scale)
+    return Method(Keep(None, Budget(1.0), Uniform(), phase=phase))

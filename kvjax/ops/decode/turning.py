@@ -1,0 +1,61 @@
+"""Keys that lie as they were before their rotation, which a kernel of decoding turns as it reads them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.ops.base.rope import Rope, angles, rotate
+from kvjax.pallas_kernels.streaming import LANES, SUBLANES
+from kvjax.pallas_kernels.turning import Turning
+
+
+class Turn(NamedTuple):
+    """By what keys turn: a rotation, and a whole number for every slot of a layer; queries come turned."""
+
+    rope: Rope
+    phase: Int[Array, "B K S"]
+
+
+def turns(rope: Rope, h: int) -> np.ndarray:
+    """What each pair of channels turns by from one position to the next, in 2^-32 of a turn, [half].
+
+    >>> turns(Rope(rotary_dim=4), 8).tolist()
+    [683565276, 6835653]
+    """
+    return np.round(rope.frequencies(h) / (2 * np.pi) * 2**32).astype(np.int64).astype(np.int32)
+
+
+def turning(rope: Rope, h: int) -> Turning | None:
+    """Which of h channels a kernel turns; None where none do."""
+    half = rope.turning(h) // 2
+    return Turning(rope.start, half, rope.amplitude) if half else None
+
+
+def refusal(rope: Rope) -> str:
+    """Why no kernel turns keys by this rotation; empty where one can."""
+    return "dynamic rope's frequencies depend on a row's length" if rope.kind == "dynamic" else ""
+
+
+def no_tiles(rope: Rope | None, h: int) -> str:
+    """Why a TPU's kernel does not turn h channels, which lie above the lanes; empty where it does."""
+    which = None if rope is None else turning(rope, h)
+    if which is None or not (which.start % SUBLANES or which.half % SUBLANES):
+        return ""
+    return f"{2 * which.half} channels from {which.start} turn, expected multiples of {SUBLANES}"
+
+
+def in_kernel(turn: Turn | None, h: int) -> tuple[Turning | None, tuple[Array, ...]]:
+    """What a TPU's kernel turns of h channels, and what it is given for that, [half, 128]."""
+    which = None if turn is None else turning(turn.rope, h)
+    if turn is None or which is None:
+        return None, ()
+    return which, (jnp.asarray(np.repeat(turns(turn.rope, h)[:, None], LANES, 1)),)
+
+
+def turned(turn: Turn, k: Float[Array, "B K S H"], dtype: jnp.dtype) -> Float[Array, "B K S H"]:
+    """Keys turned by their phases, in `dtype`."""
+    return rotate(k.astype(dtype), *angles(turn.rope, turn.phase, k.shape[-1]), turn.rope.start)
