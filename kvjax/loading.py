@@ -100,7 +100,7 @@ def spread(model: Model, mesh: Any, rules: Any) -> Model:
 
 def shipped() -> list[str]:
     """Names of the models that come with kvjax."""
-    return sorted(f.parent.name for f in SHIPPED.glob("*/config.json"))
+    return sorted(folder.name for folder in SHIPPED.iterdir() if folder.is_dir())
 
 
 def _load_folder(folder: Path, options: dict[str, Any]) -> Model:
