@@ -130,7 +130,7 @@ def stack(
         def body(carry, inputs, kind=kind, mlp=mlp, memory=memory):
             x, state = carry
             p, index = inputs
-            x = pinned_to(x, memory.on_mesh, "batch", None, None)
+            x = pinned_to(x, memory.on_mesh, "batch", "tokens", None)
             layer = kind._replace(index=index, number=kind.number + index)
             x, state, left = block(p, x, layer, mlp, memory, state)
             return (x, state), left
@@ -321,6 +321,8 @@ def run_layers(
         return [] if context is None else [context]
 
     nothing = (NOTHING,) * len(params["layers"])
+    # Every device attends to whole texts here.
+    on_mesh = None if on_mesh is None else on_mesh.with_whole_tokens()
     memory = Memory(
         seen, attend, recur, held, remat=remat, on_mesh=on_mesh, segments=segments, passes=passes, look=look
     )

@@ -57,6 +57,14 @@ class OnMesh:
         """Over how many devices the slots of a list may be split, where a layer has so many of them."""
         return 1 if self.slots_instead and self.splits("kv_heads", lists) else self.devices("slots")
 
+    def token_axes(self, tokens: int) -> tuple[str, ...]:
+        """The mesh axes over which so many tokens of a prompt are split; none where they do not divide."""
+        return self.rules.mesh_axes("tokens") if self.splits("tokens", tokens) else ()
+
+    def with_whole_tokens(self) -> OnMesh:
+        """The same with prompts that every device reads whole."""
+        return dataclasses.replace(self, rules=self.rules.but(tokens=None))
+
     def with_whole_slots(self) -> OnMesh:
         """The same with lists that keep their slots together."""
         return dataclasses.replace(self, rules=self.rules.but(slots=None))
