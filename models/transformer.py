@@ -20,7 +20,7 @@ from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import attend_new, new_keys, published_by, rotary
 from kvjax.models.config import Config
 from kvjax.models.exchange import published, taken, takes_of
-from kvjax.models.feed_forward import FeedForward, mlp_of
+from kvjax.models.feed_forward import FeedForward, fed, mlp_of
 from kvjax.models.layers import Params, rms_norm
 from kvjax.models.mixer import (
     GroupState,
@@ -77,20 +77,23 @@ def block(
         return rms_norm(y, p[name], config.norm_eps, config.norm_offset) if name in p else y
 
     left: Left = {}
-    read = added = fed = None
+    read = added = given = None
     if layer.mixer.shapes(config):
         with jax.named_scope("attention"):
             mixed = layer.taken.get("input", x)
             read = norm("attn_norm", mixed)
+            if layer.mixer.state(config):
+                # What goes from token to token goes through all of them, on every device.
+                read = pinned_to(read, memory.on_mesh, "batch", None, None)
             out, state, left = layer.mixer(p, read, layer, memory, state)
             added = norm("attn_post_norm", out)
             x = x + added
     if mlp.shapes(config):
         with jax.named_scope("mlp"):
-            fed = norm("mlp_norm", x)
-            x = x + norm("mlp_post_norm", mlp(p, fed, config))
+            given = norm("mlp_norm", x)
+            x = x + norm("mlp_post_norm", fed(mlp, p, given, config, memory.on_mesh))
     if memory.look is not None:
-        left = left | {"collected": memory.look(Passed(layer.mixer, mlp, p, read, added, fed, x))}
+        left = left | {"collected": memory.look(Passed(layer.mixer, mlp, p, read, added, given, x))}
     return x, state, left
 
 

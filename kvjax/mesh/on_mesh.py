@@ -96,9 +96,10 @@ class OnMesh:
     def check(self, axis: str, size: int, what: str, instead: str) -> None:
         """InputError where `size` of `what` cannot be split as the rules say. instead: what would do."""
         if size % self.devices(axis):
+            name = "sequence" if axis == "tokens" else "tensor"
             raise InputError(
                 f"{size} {what} do not divide over mesh axis {self.over(axis)}: {instead}, or leave them "
-                f"whole with rules such as kvjax.Rules.named('tensor').but({axis}=None)"
+                f"whole with rules such as kvjax.Rules.named({name!r}).but({axis}=None)"
             )
 
 
