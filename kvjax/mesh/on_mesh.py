@@ -48,6 +48,10 @@ class OnMesh:
         n = 1 if axis is None else self.devices(axis)
         return n > 1 and size % n == 0
 
+    def parts(self, axis: str, size: int) -> int:
+        """Into how many parts an axis of that size is split; 1 where it stays whole."""
+        return self.devices(axis) if self.splits(axis, size) else 1
+
     @property
     def slots_instead(self) -> bool:
         """Whether slots are split where heads cannot be, over the same devices."""

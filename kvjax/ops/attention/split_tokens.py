@@ -126,7 +126,7 @@ def split_attention(
     given, sets = [*extra, *past, new], [*past, new]
     axes = _axes(on, q, given, names, expand, bool(mass))
     made = sets if expand is None else [jax.eval_shape(expand, s) for s in sets]
-    ways = _ways(on, q, sets, made, window, clip)
+    ways = ways_of(on, q, sets, made, window, clip, bool(shared))
     options = rest | dict(window=window)
     asking = _Asking(names, on.devices("tokens"), ways, mass, clip, expand, shared, options)
     sets = [s._replace(v=None) for s in sets] if shared else sets
@@ -159,22 +159,27 @@ def _axes(
     return found.pop() if len(found) == 1 else None
 
 
-def _ways(
+def ways_of(
     on: OnMesh,
     q: Array,
     sets: Sequence[Keys],
     made: Sequence[Any],
     window: int | None,
     clip: tuple[float, float] | None,
+    shared: bool = False,
 ) -> tuple[Way, ...]:
-    """How every set meets the queries of all devices; the last is that of the new tokens. made: the shapes of
-    the sets as they are attended to."""
+    """How every set meets the queries of all devices; the last is that of the new tokens.
+
+    made: the shapes of the sets as they are attended to. shared: values are some channels of the keys.
+    """
     parts = on.devices("tokens")
     same = on.rules.mesh_axes("slots") == on.rules.mesh_axes("tokens")
     out = []
     for keys, met in zip(sets, made, strict=True):
-        asked = math.prod(q.shape[:3]) * (q.shape[3] + met.v.shape[-1]) // parts
-        one = Travel(parts, asked, keys.k.size + keys.v.size, met.k.size + met.v.size)
+        asked = math.prod(q.shape[:3]) * (q.shape[3] + met.v.shape[-1])
+        stored = keys.k.size + (0 if shared else keys.v.size)
+        each = [on.parts("heads", q.shape[1]), *(on.parts("kv_heads", x.k.shape[1]) for x in (keys, met))]
+        one = Travel(parts, asked // parts // each[0], stored // each[1], (met.k.size + met.v.size) // each[2])
         if len(out) + 1 == len(sets):
             out.append(Way(GATHER) if clip is not None else one.of_new(q.shape[2], window))
         elif not same or keys.k.shape[2] % parts or clip is not None:
