@@ -108,8 +108,8 @@ def attend_sets(
     """`attend_new` as one part of a union: (out, lse, masses, logits).
 
     in_order: whether every query stands at its own key's place or before it, so that later keys and those
-    outside of its window may be left out. on: where its rules split the tokens, devices meet each other's keys
-    as `split_attention` says, if all that they meet are keys in order.
+    outside of its window may be left out. on: where its rules split the tokens, and these are in order, devices
+    meet each other's keys as `split_attention` says.
     """
     sets, heads, rows = [*past, new], new.k.shape[1], q.shape[0]
     shares = "logits" in layer.publishes or "logits" in layer.taken
@@ -125,6 +125,7 @@ def attend_sets(
     # A prefill that ends early has one query over keys that are not only its own.
     at_once = shares or not in_order or q.shape[2] != new.k.shape[2]
     if on is not None and not at_once and on.token_axes(q.shape[2]):
+        sets = [for_rows(keys, rows) for keys in sets]
         out, lse, masses = _apart(layer, x, q, sets, pos, mass=mass, on=on, **options)
         return out, lse, masses if x.expand is None else _of_lists(mass, masses, heads), None
     if x.expand is not None:

@@ -29,9 +29,9 @@ class Rules:
     """For every logical axis the axis of the mesh that splits it, several in a tuple, or None: it is whole.
 
     batch: rows of tokens and caches. heads: query heads, and heads of recurrent layers. kv_heads: lists of
-    slots, and what makes keys and values. slots: of a list. tokens: of a prompt, while it is read. pages: of a
-    pool. layers: of a group, where they are stacked. embed: the model's channels, in weights alone. mlp: channels inside feed-forwards. vocab:
-    rows of the embeddings, logits. experts: of mixtures.
+    slots, and what makes keys and values. slots: of a list. tokens: of a prompt, while it is read. pages: of
+    a pool. layers: of a group, where they are stacked. embed: the model's channels, in weights alone. mlp:
+    channels inside feed-forwards. vocab: rows of the embeddings, logits. experts: of mixtures.
 
     Where slots name a mesh axis that kv_heads name too, lists are split by their heads, and by their slots
     where they have too few of them, as latents do; methods that cannot have slots split leave such lists

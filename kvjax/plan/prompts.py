@@ -28,8 +28,10 @@ _WORDS = {
 
 
 class Meeting(NamedTuple):
-    """How some layers' new tokens meet each other, and what was read before. numbers: that a device is sent for
-    them in each of these layers, of hidden states, keys, values, queries or outputs."""
+    """How some layers' new tokens meet each other, and what was read before.
+
+    numbers: that a device is sent in each of these layers, of hidden states, keys, values, queries, outputs.
+    """
 
     layers: tuple[int, ...]
     new: str
@@ -38,7 +40,7 @@ class Meeting(NamedTuple):
 
 
 def meetings(config: Config, on: OnMesh, rows: int, tokens: int, past: int = 0) -> list[Meeting]:
-    """What layers do in a prefill of so many tokens per row, behind `past` slots; none where tokens are whole.
+    """What layers do in a prefill of some tokens, behind `past` slots; none where tokens are whole.
 
     >>> from kvjax.mesh.on_mesh import as_mesh
     >>> from kvjax.mesh.rules import as_rules

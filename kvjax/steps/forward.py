@@ -68,8 +68,10 @@ def _asked(needs: frozenset) -> _Asked:
 
 
 class _Reading(NamedTuple):
-    """What every layer is read with. narrows: upper layers see fewer tokens; as_steps: as in `observe`. on: the
-    mesh, by whose rules tokens may be split."""
+    """What every layer is read with.
+
+    narrows: upper layers see fewer tokens. as_steps: as in `observe`. on: the mesh that tokens may lie on.
+    """
 
     run: Run
     params: Params

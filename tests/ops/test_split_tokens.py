@@ -140,28 +140,14 @@ def test_a_clipped_softmax_brings_all_keys_together(rng):
     on, clip = OnMesh(as_mesh("seq=4"), Rules(tokens="seq", slots="seq")), (-0.1, 1.1)
     want = reference(q, [past, new, sink], q_pos, scale=0.3, clip=clip)
     given = jnp.asarray(q, jnp.float32), as_keys(new), [as_keys(past)], jnp.asarray(q_pos, jnp.int32)
-    out, _, masses = split_attention(
-        *given, on=on, extra=[as_keys(sink)], mass=MASS, clip=clip, scale=0.3
-    )
+    options = dict(on=on, extra=[as_keys(sink)], mass=MASS, clip=clip, scale=0.3)
+    out, _, masses = jax.jit(lambda *x: split_attention(*x, **options))(*given)
     close(out, want[0])
     close(masses[1][0], want[2][1][0])
 
 
-@pytest.mark.parametrize("past", (Way(KEYS, PARTS - 1), Way(QUERIES)), ids=("ring", "queries"))
-def test_rows_that_have_a_past_in_common_are_each_given_it(past, rng, monkeypatch):
-    monkeypatch.setattr(Travel, "of_past", lambda *_: past)
-    on = OnMesh(as_mesh("seq=4"), Rules(tokens="seq", slots="seq"))
-    q, q_pos, new, held, _ = drawn(rng)
-    q_pos[1] = q_pos[0]
-    held = {name: x[:1] for name, x in held.items()}
-    both = {name: np.repeat(x, B, 0) for name, x in held.items()}
-    want = reference(q, [both, new], q_pos, scale=0.3)
-    given = jnp.asarray(q, jnp.float32), as_keys(new), [as_keys(held)], jnp.asarray(q_pos, jnp.int32)
-    close(split_attention(*given, on=on, scale=0.3)[0], want[0])
-
-
 def test_the_way_is_the_one_of_the_fewest_bytes():
-    """Two query heads to a list over two devices: keys and values are as large as queries and outputs there."""
+    """Two query heads to a list, two devices: keys and values are as large as queries and outputs of one."""
     few, many = Travel(2, 100, 100, 100), Travel(4, 50, 100, 100)
     assert few.of_new(64, None) == Way(GATHER) and many.of_new(64, None) == Way(KEYS, 3)
     # A window of 17 tokens reaches one device of 16 tokens back, 18 two.
@@ -169,5 +155,5 @@ def test_the_way_is_the_one_of_the_fewest_bytes():
     assert few.of_new(64, 1) == Way(KEYS, 0)
     long = few._replace(stored=201)
     assert long.of_past() == Way(QUERIES) and long._replace(stored=200).of_past() == Way(GATHER)
-    assert many.of_past() == Way(KEYS, 3) and few.of_past(in_common=True) == Way(KEYS, 1)
+    assert many.of_past() == Way(KEYS, 3)
     assert split_tokens.WHOLE not in {way.kind for way in (few.of_past(), many.of_past())}

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.mesh.on_mesh import Axes, OnMesh
 from kvjax.mesh.per_device import axes_of_queries, each_device, specs_of
-from kvjax.ops.attention.prompt_attention import attention_over, past_attention, received
+from kvjax.ops.attention.prompt_attention import attention_over, received
 from kvjax.ops.attention.strips import STRIP
 from kvjax.ops.attention.union import Keys, Masses, Reduction, merge
 from kvjax.ops.base.dtypes import wide
@@ -56,12 +56,11 @@ class Travel(NamedTuple):
         hops = last if window is None else min(last, -(-(window - 1) // (tokens // self.parts)))
         return Way(GATHER) if hops == last and self.attended <= self.asked else Way(KEYS, hops)
 
-    def of_past(self, in_common: bool = False) -> Way:
-        """Of slots that lie apart: keys go round, or queries and outputs, whatever is less. in_common: by
-        several rows, which attend to such slots apart."""
+    def of_past(self) -> Way:
+        """Of slots that lie apart: keys go round, or queries and outputs, whatever is less."""
         if self.asked * self.parts < self.stored:
             return Way(QUERIES)
-        return Way(GATHER) if self.attended <= self.asked and not in_common else Way(KEYS, self.parts - 1)
+        return Way(GATHER) if self.attended <= self.asked else Way(KEYS, self.parts - 1)
 
 
 class _Asking(NamedTuple):
@@ -83,7 +82,7 @@ class _Asking(NamedTuple):
         return keys if self.expand is None else self.expand(keys)
 
     def handed_on(self, x: Any, by: int = 1, round_: bool = True) -> Any:
-        """What the device `by` places before this one has; zeros where there is none and it goes not round."""
+        """What the device `by` places before has; zeros where there is none and it does not go round."""
         n = self.parts
         pairs = [(i, (i + by) % n) for i in range(n) if round_ or 0 <= i + by < n]
         return jax.tree.map(lambda y: jax.lax.ppermute(y, self.names, pairs), x)
@@ -111,9 +110,9 @@ def split_attention(
     """`causal_attention` of T tokens that the mesh's rules split, over `extra`, `past` and themselves.
 
     extra: sets that every query sees, of which no masses are given. past: sets whose slots may lie apart over
-    the same devices, of fewer rows where rows have them in common. expand: from a stored set to the attended
-    one. shared: values are so many channels of the keys. clip: sets are then brought together, because parts
-    do not merge. rest: scale, softcap and implementation.
+    the same devices. expand: from a stored set to the attended one. shared: values are so many channels of
+    the keys. clip: sets are then brought together, because parts do not merge. rest: scale, softcap and
+    implementation.
 
     >>> from kvjax.mesh.on_mesh import as_mesh
     >>> from kvjax.mesh.rules import Rules
@@ -139,9 +138,7 @@ def split_attention(
         [specs_of(on, ("batch", "kv_heads"), s) for s in extra],
         [specs_of(on, of, s) for of, s in zip(lie, sets, strict=True)],
     ]
-    found = tuple(
-        tuple(on.spec(of, s.k.shape[:3]) for _ in mass) for of, s in zip(lie, made, strict=True)
-    )
+    found = tuple(tuple(on.spec(of, s.k.shape[:3]) for _ in mass) for of, s in zip(lie, made, strict=True))
     out = on.spec(asked, q.shape[:3])
     outs = out, out, found if mass else ()
     here = each_device(on, partial(_of_one_device, asking), specs, outs, None if axes else names)
@@ -153,7 +150,7 @@ def _axes(
 ) -> Axes | None:
     """The first axes of queries, where a device has all that they meet but for its tokens; None: the compiler
     splits rows and heads, and no kernel runs."""
-    if expand is not None or any(s.k.shape[0] != q.shape[0] for s in sets):
+    if expand is not None:
         return None
     found = {axes_of_queries(on, keys.k.shape[1], names, mass=mass) for keys in sets}
     return found.pop() if len(found) == 1 else None
@@ -178,14 +175,15 @@ def ways_of(
     for keys, met in zip(sets, made, strict=True):
         asked = math.prod(q.shape[:3]) * (q.shape[3] + met.v.shape[-1])
         stored = keys.k.size + (0 if shared else keys.v.size)
-        each = [on.parts("heads", q.shape[1]), *(on.parts("kv_heads", x.k.shape[1]) for x in (keys, met))]
-        one = Travel(parts, asked // parts // each[0], stored // each[1], (met.k.size + met.v.size) // each[2])
+        lists, heads = (on.parts("kv_heads", x.k.shape[1]) for x in (keys, met))
+        asked //= parts * on.parts("heads", q.shape[1])
+        one = Travel(parts, asked, stored // lists, (met.k.size + met.v.size) // heads)
         if len(out) + 1 == len(sets):
             out.append(Way(GATHER) if clip is not None else one.of_new(q.shape[2], window))
         elif not same or keys.k.shape[2] % parts or clip is not None:
             out.append(Way(WHOLE))
         else:
-            out.append(one.of_past(keys.k.shape[0] < q.shape[0]))
+            out.append(one.of_past())
     return tuple(out)
 
 
@@ -201,7 +199,7 @@ def _of_one_device(
     here = {
         i: asking.met(asking.gathered(keys) if way.kind == GATHER else keys)
         for i, (keys, way) in enumerate(zip(sets, ways, strict=True))
-        if way.kind in (WHOLE, GATHER) and keys.k.shape[0] == q.shape[0] or i == new
+        if way.kind in (WHOLE, GATHER) or i == new
     }
     afar = [i for i in range(len(sets)) if i not in here or ways[i].kind == KEYS]
     # Maps of queries and all keys get no larger with the number of devices.
@@ -241,10 +239,8 @@ def _joined_part(
     """(out, lse) joined with those over a set. causal: its keys are those of the tokens, in order."""
 
     def over(q: Array, q_pos: Array, keys: Keys) -> tuple[Array, Array]:
-        return past_attention(q, asking.met(keys), q_pos, **asking.rest)
+        return attention_over(q, [asking.met(keys)], q_pos, **asking.rest)[:2]
 
-    if way.kind == WHOLE:
-        return merge([part, over(q, q_pos, keys)])
     if way.kind == QUERIES:
 
         def visit(at: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -298,9 +294,7 @@ def _faded(r: Reduction, m: Float[Array, "B K S"], later: Array | None) -> Float
     return m * jnp.power(jnp.asarray(r.fade, m.dtype), later.astype(m.dtype))[:, None, None]
 
 
-def _received(
-    asking: _Asking, q: Array, keys: Keys, lse: Array, q_pos: Array, later: Array | None
-) -> Masses:
+def _received(asking: _Asking, q: Array, keys: Keys, lse: Array, q_pos: Array, later: Array | None) -> Masses:
     """What every slot of a set, as it is attended to, received of one device's queries."""
     found = received(q, keys, lse, q_pos, asking.mass, **asking.rest)
     return tuple(_faded(r, m, later) for r, m in zip(asking.mass, found, strict=True))
@@ -325,8 +319,9 @@ def _over_devices(asking: _Asking, masses: Masses, way: Way) -> Masses:
 
 
 def _gone_round(
-    asking: _Asking, q: Array, q_pos: Array, keys: Keys, lse: Array, later: Array | None, way: Way, causal: bool
-) -> Masses:
+    asking: _Asking, q: Array, q_pos: Array, keys: Keys, lse: Array, later: Array | None, way: Way,
+    causal: bool,
+) -> Masses:  # fmt: skip
     """What the slots of this device received of all queries, where one of both goes round.
 
     causal: of new keys, and of the queries of later devices alone.
