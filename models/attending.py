@@ -108,8 +108,8 @@ def attend_sets(
     """`attend_new` as one part of a union: (out, lse, masses, logits).
 
     in_order: whether every query stands at its own key's place or before it, so that later keys and those
-    outside of its window may be left out. on: where its rules split the tokens, and these are in order, devices
-    meet each other's keys as `split_attention` says.
+    outside of its window may be left out. on: where its rules split the tokens, in order, devices meet each
+    other's keys as `split_attention` says.
     """
     sets, heads, rows = [*past, new], new.k.shape[1], q.shape[0]
     shares = "logits" in layer.publishes or "logits" in layer.taken
