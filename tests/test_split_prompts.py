@@ -56,6 +56,26 @@ def test_every_architecture_reads_prompts_and_chunks_as_on_one_device(name):
         assert positions(there_held) == positions(held)
 
 
+# One method of every kind of observation whose lists can lie apart.
+OBSERVING = (
+    "tova", "vatp", "a2sf", "roco", "scope", "expected-attention", "compactor", "q-filters", "compresskv",
+    "sepllm", "keyformer", "shotkv", "locret",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("label", sweep(OBSERVING))
+def test_what_methods_observe_of_a_prompt_has_them_keep_the_same(label):
+    row = BY_LABEL[label]
+    models = model(row.model), kvjax.spread(model(row.model), "data=2,seq=4", "sequence")
+    caches = [None, None]
+    for tokens in (MAIN.first, MAIN.second):
+        given = [dict(method=row.method()) if cache is None else dict(cache=cache) for cache in caches]
+        done = [kvjax.prefill(m, tokens, room=T, **g) for m, g in zip(models, given, strict=True)]
+        assert off(done[1][0], done[0][0]) < same(label)
+        caches = [cache for _, cache in done]
+        assert positions(caches[1]) == positions(caches[0])
+
+
 # --- structure -----------------------------------------------------------------------------------------
 
 LONG, WIDTH, LAYERS, LISTS, HEAD = 2048, 512, 2, 2, 32

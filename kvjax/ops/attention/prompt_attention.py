@@ -172,10 +172,12 @@ def received(
     mass: tuple[Reduction, ...],
     *,
     window: int | None,
+    strip: int = STRIP,
     **options: Any,
 ) -> Masses:
-    """What every slot of a set received, of queries whose attention left `lse`; rest: scale and softcap.
+    """What every slot of a set received, of queries whose attention left `lse`.
 
+    options: scale, softcap and implementation; strip: as of `attention_over`.
     Slots that every query sees count as position 0, under no window.
     """
     k_pos = keys.pos
@@ -191,7 +193,7 @@ def received(
             weights = jnp.power(jnp.float32(fade), newer.astype(jnp.float32))
         seen = stats.attention_stats(
             q, keys.k, lse, q_pos, k_pos, keys.bias, want=tuple(mine.values()), window=window,
-            threshold=threshold, weights=weights, **options,
+            threshold=threshold, weights=weights, strip=strip, **options,
         )  # fmt: skip
         found |= {r: seen[name] for r, name in mine.items()}
     return tuple(found[r] for r in mass)

@@ -64,8 +64,13 @@ class Travel(NamedTuple):
 
 
 class _Asking(NamedTuple):
-    """What every device does. names: the mesh axes of tokens, over `parts` devices. shared: channels of the
-    keys that are the values, where these do not travel beside them. rest: options of `attention_over`."""
+    """What every device does.
+
+    names: the mesh axes of tokens, over `parts` devices. shared: channels of the keys that are the values,
+    where these do not travel beside them. skips: whether a device may leave out what none of its queries
+    sees. Where the compiler splits its work over more devices, these would wait for it. rest: options of
+    `attention_over`.
+    """
 
     names: tuple[str, ...]
     parts: int
@@ -74,6 +79,7 @@ class _Asking(NamedTuple):
     clip: tuple[float, float] | None
     expand: Expanding | None
     shared: int
+    skips: bool
     rest: dict[str, Any]
 
     def met(self, keys: Keys) -> Keys:
@@ -126,8 +132,9 @@ def split_attention(
     axes = _axes(on, q, given, names, expand, bool(mass))
     made = sets if expand is None else [jax.eval_shape(expand, s) for s in sets]
     ways = ways_of(on, q, sets, made, window, clip, bool(shared))
-    options = rest | dict(window=window)
-    asking = _Asking(names, on.devices("tokens"), ways, mass, clip, expand, shared, options)
+    parts, options = on.devices("tokens"), rest | dict(window=window)
+    skips = axes is not None or on.mesh.size == parts
+    asking = _Asking(names, parts, ways, mass, clip, expand, shared, skips, options)
     sets = [s._replace(v=None) for s in sets] if shared else sets
     lie = [("batch", "kv_heads", None if way.kind == WHOLE else "slots") for way in ways[:-1]]
     lie = [*lie, ("batch", "kv_heads", "tokens")]
@@ -202,8 +209,7 @@ def _of_one_device(
         if way.kind in (WHOLE, GATHER) or i == new
     }
     afar = [i for i in range(len(sets)) if i not in here or ways[i].kind == KEYS]
-    # Maps of queries and all keys get no larger with the number of devices.
-    strip = max(STRIP // asking.parts, 16) if any(way.kind == GATHER for way in ways) else STRIP
+    strip = min(_strip(q, keys) for keys in here.values())
     out, lse, found = attention_over(
         q, (*extra, *here.values()), q_pos, mass=() if afar else mass, clip=asking.clip, strip=strip,
         **asking.rest,
@@ -233,13 +239,19 @@ def _of_one_device(
     return out, lse, tuple(masses)
 
 
+def _strip(q: Array, keys: Keys) -> int:
+    """Queries at a time, so that a plain form's maps are no larger than over keys of as many tokens."""
+    return min(STRIP, max(STRIP * q.shape[2] // keys.k.shape[2], 16))
+
+
 def _joined_part(
-    asking: _Asking, part: tuple[Array, Array], q: Array, q_pos: Array, keys: Keys, way: Way, causal: bool
+    asking: _Asking, part: tuple[Array, Array], q: Array, q_pos: Array, keys: Keys, way: Way, new: bool
 ) -> tuple[Array, Array]:
-    """(out, lse) joined with those over a set. causal: its keys are those of the tokens, in order."""
+    """(out, lse) joined with those over a set. new: its keys are those of the tokens, in order."""
 
     def over(q: Array, q_pos: Array, keys: Keys) -> tuple[Array, Array]:
-        return attention_over(q, [asking.met(keys)], q_pos, **asking.rest)[:2]
+        met = asking.met(keys)
+        return attention_over(q, [met], q_pos, strip=_strip(q, met), **asking.rest)[:2]
 
     if way.kind == QUERIES:
 
@@ -250,22 +262,24 @@ def _joined_part(
         at = _turns(asking.parts, lambda at: asking.handed_on(visit(at)), (q, q_pos, *part))
         return at[2], at[3]
 
+    skips = new and asking.skips
+
     def join(i: int | Array, part: tuple[Array, Array], keys: Keys) -> tuple[Array, Array]:
         def both() -> tuple[Array, Array]:
             return merge([part, over(q, q_pos, keys)])
 
         # Keys that came from the end of the prompt are later than all queries here.
-        return jax.lax.cond(jax.lax.axis_index(asking.names) >= i, both, lambda: part) if causal else both()
+        return jax.lax.cond(jax.lax.axis_index(asking.names) >= i, both, lambda: part) if skips else both()
 
     def hop(i: int | Array, at: tuple[Any, Any]) -> tuple[Any, Any]:
         part, keys = at
         # What comes next is under way while this is attended to.
-        return join(i, part, keys), asking.handed_on(keys, round_=not causal)
+        return join(i, part, keys), asking.handed_on(keys, round_=not skips)
 
-    part = part if causal else join(0, part, keys)
+    part = part if new else join(0, part, keys)
     if not way.hops:
         return part
-    first = asking.handed_on(keys, round_=not causal)
+    first = asking.handed_on(keys, round_=not skips)
     part, keys = jax.lax.fori_loop(1, way.hops, hop, (part, first))
     return join(way.hops, part, keys)
 
@@ -296,7 +310,7 @@ def _faded(r: Reduction, m: Float[Array, "B K S"], later: Array | None) -> Float
 
 def _received(asking: _Asking, q: Array, keys: Keys, lse: Array, q_pos: Array, later: Array | None) -> Masses:
     """What every slot of a set, as it is attended to, received of one device's queries."""
-    found = received(q, keys, lse, q_pos, asking.mass, **asking.rest)
+    found = received(q, keys, lse, q_pos, asking.mass, strip=_strip(q, keys), **asking.rest)
     return tuple(_faded(r, m, later) for r, m in zip(asking.mass, found, strict=True))
 
 
@@ -320,11 +334,11 @@ def _over_devices(asking: _Asking, masses: Masses, way: Way) -> Masses:
 
 def _gone_round(
     asking: _Asking, q: Array, q_pos: Array, keys: Keys, lse: Array, later: Array | None, way: Way,
-    causal: bool,
+    new: bool,
 ) -> Masses:  # fmt: skip
     """What the slots of this device received of all queries, where one of both goes round.
 
-    causal: of new keys, and of the queries of later devices alone.
+    new: of new keys, and of the queries of other devices alone.
     """
 
     def of(q: Array, q_pos: Array, lse: Array, later: Array | None, keys: Keys) -> Masses:
@@ -348,8 +362,8 @@ def _gone_round(
             return _join(asking.mass, found, of(*asked, keys))
 
         sees = jax.lax.axis_index(asking.names) >= i
-        return jax.lax.cond(sees, more, lambda: found) if causal else more(), keys
+        return jax.lax.cond(sees, more, lambda: found) if new and asking.skips else more(), keys
 
-    start = none if causal else of(*asked, keys)
+    start = none if new else of(*asked, keys)
     found, _ = jax.lax.fori_loop(1, way.hops + 1, hop, (start, keys))
     return asking.handed_on(found, -way.hops) if way.hops else found
