@@ -59,7 +59,7 @@ def print_mesh(name: str, mesh: str, rules: str, method: str, context: int | Non
     )
     out.print()
     out.print(str(described(cache, on)), soft_wrap=True, highlight=False, markup=False)
-    lines = list(in_words(config, on, rows, tokens, 0, jnp.dtype(dtype).itemsize))
+    lines = list(in_words(config, on, rows, tokens, 0, dtype))
     if lines:
         out.print(f"\nA prompt of {tokens} tokens, {tokens // on.devices('tokens')} on each device:")
     for line in lines:

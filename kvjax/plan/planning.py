@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from kvjax.errors import InputError
 from kvjax.grammar import Method
@@ -161,10 +160,12 @@ class Planner:
 
     def _prompt(self) -> list[str]:
         """How the tokens of a chunk meet each other and the context, where they lie on several devices."""
-        asked, item = self.asked, jnp.dtype(self.asked.dtype).itemsize
+        asked = self.asked
         if not asked.chunk:
             return []
-        return list(in_words(self.config, self.layout.on, asked.batch, asked.chunk, asked.context, item))
+        return list(
+            in_words(self.config, self.layout.on, asked.batch, asked.chunk, asked.context, asked.dtype)
+        )
 
     def judged(self, batch: int, context: int, chunk: int) -> dict[str, Any]:
         """What was compiled, and whether it fits."""

@@ -16,7 +16,7 @@ from kvjax.models.config import Config
 from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.params import plan, shapes
 from kvjax.models.transformer import decode_layers
-from kvjax.ops.attention.split_tokens import GATHER, KEYS, QUERIES, WHOLE, Way, ways_of
+from kvjax.ops.attention.split_tokens import GATHER, KEYS, QUERIES, WHOLE, Way, bytes_asked, ways_of
 from kvjax.ops.attention.union import Keys
 
 _WORDS = {
@@ -30,16 +30,18 @@ _WORDS = {
 class Meeting(NamedTuple):
     """How some layers' new tokens meet each other, and what was read before.
 
-    numbers: that a device is sent in each of these layers, of hidden states, keys, values, queries, outputs.
+    nbytes: that a device is sent in each of these layers, of hidden states, keys, values, queries, outputs.
     """
 
     layers: tuple[int, ...]
     new: str
     past: str
-    numbers: int
+    nbytes: int
 
 
-def meetings(config: Config, on: OnMesh, rows: int, tokens: int, past: int = 0) -> list[Meeting]:
+def meetings(
+    config: Config, on: OnMesh, rows: int, tokens: int, past: int = 0, dtype: Any = jnp.float32
+) -> list[Meeting]:
     """What layers do in a prefill of some tokens, behind `past` slots; none where tokens are whole.
 
     >>> from kvjax.mesh.on_mesh import as_mesh
@@ -51,10 +53,10 @@ def meetings(config: Config, on: OnMesh, rows: int, tokens: int, past: int = 0) 
     if not on.token_axes(tokens):
         return []
     found: dict[int, tuple[str, str, int]] = {}
-    heard = _Listening(on, past, found)
+    heard = _Listening(on, past, jnp.dtype(dtype).itemsize, found)
     tree = shapes(config, plan(config, stacked=False))
     is_shape = lambda x: isinstance(x, tuple) and all(isinstance(n, int) for n in x)  # noqa: E731
-    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=is_shape)
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.dtype(dtype)), tree, is_leaf=is_shape)
     ids = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
 
     def run(params: Any, ids: Array) -> Array:
@@ -70,10 +72,14 @@ def meetings(config: Config, on: OnMesh, rows: int, tokens: int, past: int = 0) 
 
 
 class _Listening(NamedTuple):
-    """A memory that writes down how each layer's tokens would meet. found: by the layer's number."""
+    """A memory that writes down how each layer's tokens would meet.
+
+    item: bytes of a number of a hidden state. found: by the layer's number.
+    """
 
     on: OnMesh
     past: int
+    item: int
     found: dict[int, tuple[str, str, int]]
 
     def attend(self, layer: Layer, x: Projected, state: GroupState) -> Any:
@@ -100,8 +106,8 @@ class _Listening(NamedTuple):
             return "whole maps of weights, which layers share", "", 0
         *past, new = ways_of(self.on, q, sets, made, layer.window, layer.mixer.clip, layer.slots.shared)
         on, parts = self.on, self.on.devices("tokens")
-        each = [_numbers(layer, keys) // on.parts("kv_heads", keys.k.shape[1]) for keys in sets]
-        asked = q.size + q.size // q.shape[3] * made[-1].v.shape[-1]
+        each = [_bytes(layer, keys) // on.parts("kv_heads", keys.k.shape[1]) for keys in sets]
+        asked = q.size // q.shape[3] * bytes_asked(q, made[-1])
         asked //= on.parts("heads", q.shape[1])
         sent = sum(_sent(way, keys, asked, parts) for way, keys in zip([*past, new], each, strict=True))
         words = _WORDS[new.kind] if new.kind != KEYS or new.hops else "nothing is sent: windows are short"
@@ -111,27 +117,32 @@ class _Listening(NamedTuple):
 
     def recur(self, layer: Layer, step: Step, state: GroupState) -> Any:
         out = step(None, layer.pos >= 0)[0]
-        width = layer.config.d_model * layer.pos.size // self.on.parts("batch", layer.pos.shape[0])
+        width = (
+            layer.config.d_model
+            * out.dtype.itemsize
+            * layer.pos.size
+            // self.on.parts("batch", layer.pos.shape[0])
+        )
         parts = self.on.devices("tokens")
         self.found[int(layer.number)] = "every device reads all tokens", "", width - width // parts
         return out, state, {}
 
 
-def _numbers(layer: Layer, keys: Keys) -> int:
-    """Numbers of a set as it travels."""
-    return keys.k.size + (0 if layer.slots.shared else keys.v.size)
+def _bytes(layer: Layer, keys: Keys) -> int:
+    """Bytes of a set as it travels."""
+    return (keys.k.size + (0 if layer.slots.shared else keys.v.size)) * keys.k.dtype.itemsize
 
 
-def _sent(way: Way, numbers: int, asked: int, parts: int) -> int:
-    """Numbers that a device is sent for a set of so many on all. asked: of queries and outputs on all."""
-    of = {WHOLE: 0, GATHER: numbers * (parts - 1) // parts, KEYS: numbers * way.hops // parts, QUERIES: asked}
+def _sent(way: Way, held: int, asked: int, parts: int) -> int:
+    """Bytes that a device is sent for a set of so many on all. asked: of queries and outputs on all."""
+    of = {WHOLE: 0, GATHER: held * (parts - 1) // parts, KEYS: held * way.hops // parts, QUERIES: asked}
     return of[way.kind]
 
 
-def in_words(config: Config, on: OnMesh, rows: int, tokens: int, past: int, item: int) -> Iterator[str]:
-    """`meetings` in lines. item: bytes of a number."""
-    for one in meetings(config, on, rows, tokens, past):
+def in_words(config: Config, on: OnMesh, rows: int, tokens: int, past: int, dtype: Any) -> Iterator[str]:
+    """`meetings` in lines."""
+    for one in meetings(config, on, rows, tokens, past, dtype):
         before = f"; of what was read before, {one.past}" if one.past else ""
         first, *rest = one.layers
         layers = f"layer {first}" if not rest else f"{len(one.layers)} layers from {first}"
-        yield f"{layers}: {one.new}{before}; {one.numbers * item / 2**20:.2f} MiB to each device"
+        yield f"{layers}: {one.new}{before}; {one.nbytes / 2**20:.2f} MiB to each device"

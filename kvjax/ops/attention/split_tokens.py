@@ -41,8 +41,8 @@ class Way(NamedTuple):
 
 
 class Travel(NamedTuple):
-    """Numbers on which a way depends. parts: devices along the axis. asked: numbers of queries and outputs on
-    one device. stored, attended: numbers of a set on all, as it lies and as it is attended to."""
+    """Bytes on which a way depends. parts: devices along the axis. asked: of queries, and of outputs as they
+    are merged, on one device. stored, attended: of a set on all, as it lies and as it is attended to."""
 
     parts: int
     asked: int
@@ -180,11 +180,11 @@ def ways_of(
     same = on.rules.mesh_axes("slots") == on.rules.mesh_axes("tokens")
     out = []
     for keys, met in zip(sets, made, strict=True):
-        asked = math.prod(q.shape[:3]) * (q.shape[3] + met.v.shape[-1])
-        stored = keys.k.size + (0 if shared else keys.v.size)
+        asked = math.prod(q.shape[:3]) * bytes_asked(q, met)
+        stored = _bytes(keys.k) + (0 if shared else _bytes(keys.v))
         lists, heads = (on.parts("kv_heads", x.k.shape[1]) for x in (keys, met))
         asked //= parts * on.parts("heads", q.shape[1])
-        one = Travel(parts, asked, stored // lists, (met.k.size + met.v.size) // heads)
+        one = Travel(parts, asked, stored // lists, (_bytes(met.k) + _bytes(met.v)) // heads)
         if len(out) + 1 == len(sets):
             out.append(Way(GATHER) if clip is not None else one.of_new(q.shape[2], window))
         elif not same or keys.k.shape[2] % parts or clip is not None:
@@ -192,6 +192,15 @@ def ways_of(
         else:
             out.append(one.of_past())
     return tuple(out)
+
+
+def bytes_asked(q: Array, met: Keys) -> int:
+    """Of one query and its output, which is merged in promote(float32, q)."""
+    return q.shape[3] * q.dtype.itemsize + met.v.shape[-1] * jnp.dtype(wide(q)).itemsize
+
+
+def _bytes(x: Array) -> int:
+    return x.size * x.dtype.itemsize
 
 
 # --- on one device -------------------------------------------------------------------------------------
