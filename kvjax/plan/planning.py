@@ -160,12 +160,9 @@ class Planner:
 
     def _prompt(self) -> list[str]:
         """How the tokens of a chunk meet each other and the context, where they lie on several devices."""
-        asked = self.asked
-        if not asked.chunk:
-            return []
-        return list(
-            in_words(self.config, self.layout.on, asked.batch, asked.chunk, asked.context, asked.dtype)
-        )
+        asked, on = self.asked, self.layout.on
+        sizes = asked.batch, asked.chunk, asked.context
+        return list(in_words(self.config, on, *sizes, asked.dtype)) if asked.chunk else []
 
     def judged(self, batch: int, context: int, chunk: int) -> dict[str, Any]:
         """What was compiled, and whether it fits."""

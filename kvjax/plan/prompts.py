@@ -117,13 +117,8 @@ class _Listening(NamedTuple):
 
     def recur(self, layer: Layer, step: Step, state: GroupState) -> Any:
         out = step(None, layer.pos >= 0)[0]
-        width = (
-            layer.config.d_model
-            * out.dtype.itemsize
-            * layer.pos.size
-            // self.on.parts("batch", layer.pos.shape[0])
-        )
-        parts = self.on.devices("tokens")
+        rows, parts = self.on.parts("batch", layer.pos.shape[0]), self.on.devices("tokens")
+        width = layer.config.d_model * self.item * layer.pos.size // rows
         self.found[int(layer.number)] = "every device reads all tokens", "", width - width // parts
         return out, state, {}
 
