@@ -350,17 +350,18 @@ def _gone_round(
     new: of new keys, and of the queries of other devices alone.
     """
 
-    def of(q: Array, q_pos: Array, lse: Array, later: Array | None, keys: Keys) -> Masses:
+    def of(asked: tuple[Any, ...], keys: Keys) -> Masses:
+        q, q_pos, lse, later = asked
         return _received(asking, q, asking.met(keys), lse, q_pos, later)
 
     asked = q, q_pos, lse, later
-    shapes = jax.eval_shape(of, *asked, keys)
+    shapes = jax.eval_shape(of, asked, keys)
     none = tuple(jnp.zeros(x.shape, x.dtype) for x in shapes)
     if way.kind == QUERIES:
 
         def visit(at: tuple[Masses, Any]) -> tuple[Masses, Any]:
             found, asked = at
-            return _join(asking.mass, found, of(*asked, keys)), asking.handed_on(asked)
+            return _join(asking.mass, found, of(asked, keys)), asking.handed_on(asked)
 
         return _turns(asking.parts, visit, (none, asked))[0]
 
@@ -368,11 +369,11 @@ def _gone_round(
         found, keys = asking.handed_on(at)
 
         def more() -> Masses:
-            return _join(asking.mass, found, of(*asked, keys))
+            return _join(asking.mass, found, of(asked, keys))
 
         sees = jax.lax.axis_index(asking.names) >= i
         return jax.lax.cond(sees, more, lambda: found) if new and asking.skips else more(), keys
 
-    start = none if new else of(*asked, keys)
+    start = none if new else of(asked, keys)
     found, _ = jax.lax.fori_loop(1, way.hops + 1, hop, (start, keys))
     return asking.handed_on(found, -way.hops) if way.hops else found

@@ -160,8 +160,8 @@ def attend_in_strips(
         _by_strips(strip, q[:, :, a:z], q_pos[:, a:z], mass, None if newer is None else newer[:, a:z], size)
         for a, z in cuts
     ]
-    out, lse = (jnp.concatenate([part[i] for part in parts], axis=2) for i in (0, 1))
-    return out, lse, reduce(partial(_joined, mass), [part[2] for part in parts])
+    out, lse = (jnp.concatenate(x, axis=2) for x in ([p[0] for p in parts], [p[1] for p in parts]))
+    return out, lse, reduce(partial(_joined, mass), [p[2] for p in parts])
 
 
 def attend_to_all(
