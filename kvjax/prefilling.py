@@ -78,7 +78,8 @@ def padded(model: Model, tokens: TokenIds, lengths: Lengths | None, least: int =
     if not len(array) or (length < least).any():
         raise InputError("every row needs at least one token; a prompt here is empty")
     check_in_vocabulary(array[np.arange(array.shape[1]) < length[:, None]], model.config.vocab)
-    size = bucket(array.shape[1])
+    parts = 1 if model.on_mesh is None else model.on_mesh.devices("tokens")
+    size = -(-bucket(array.shape[1]) // parts) * parts
     ids = np.zeros((array.shape[0], size), np.int32)
     ids[:, : array.shape[1]] = np.where(np.arange(array.shape[1]) < length[:, None], array, 0)
     return Batch(ids, length.astype(np.int32))
@@ -182,6 +183,9 @@ def prefill(
         check_budget(chosen, {int(n) for at in ends for n in before + np.minimum(batch.lengths, at)})
     on = mesh_for(chosen, model.on_mesh)
     check_rows(len(batch.lengths), on)
+    if on is not None:
+        n = on.devices("tokens")
+        on.check("tokens", width, "tokens of a chunk", f"read chunk={-(-width // n) * n} at a time")
     cache = None if cache is None else there(model, cache)
     run = Run(model.config, bind(chosen, model), implementation, on)
     params = with_fitted(model.params, chosen)

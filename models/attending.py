@@ -12,6 +12,7 @@ from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.mixer import AttentionLogits, GroupState, Layer, LayerSlots, Left, Projected
 from kvjax.ops.attention.in_common import for_rows
 from kvjax.ops.attention.prompt_attention import causal_attention, past_attention
+from kvjax.ops.attention.split_tokens import split_attention
 from kvjax.ops.attention.union import (
     NEG_INF,
     Keys,
@@ -107,26 +108,31 @@ def attend_sets(
     """`attend_new` as one part of a union: (out, lse, masses, logits).
 
     in_order: whether every query stands at its own key's place or before it, so that later keys and those
-    outside of its window may be left out.
+    outside of its window may be left out. on: where its rules split the tokens, in order, devices meet each
+    other's keys as `split_attention` says.
     """
     sets, heads, rows = [*past, new], new.k.shape[1], q.shape[0]
     shares = "logits" in layer.publishes or "logits" in layer.taken
     if mass or shares or layer.mixer.clip is not None or (x.expand is not None and x.expand.rows is not None):
         # Such sets are attended at once, or computed from each other.
         sets = [for_rows(keys, rows) for keys in sets]
-    if x.expand is not None:
-        q = x.expand.queries(q)
-        sets = x.expand.sets(sets)
-    common = [keys for keys in sets if keys.k.shape[0] != rows]
-    sets = [keys for keys in sets if keys.k.shape[0] == rows]
+    q = q if x.expand is None else x.expand.queries(q)
+    extra, scores = [] if x.extra is None else [x.extra], None
     options: dict[str, Any] = dict(
         scale=layer.scale, window=layer.window, softcap=layer.config.attention_softcap,
         implementation=implementation,
     )  # fmt: skip
-    extra = [] if x.extra is None else [x.extra]
-    scores = None
     # A prefill that ends early has one query over keys that are not only its own.
-    if shares or not in_order or q.shape[2] != sets[-1].k.shape[2]:
+    at_once = shares or not in_order or q.shape[2] != new.k.shape[2]
+    if on is not None and not at_once and on.token_axes(q.shape[2]):
+        sets = [for_rows(keys, rows) for keys in sets]
+        out, lse, masses = _apart(layer, x, q, sets, pos, mass=mass, on=on, **options)
+        return out, lse, masses if x.expand is None else _of_lists(mass, masses, heads), None
+    if x.expand is not None:
+        sets = x.expand.sets(sets)
+    common = [keys for keys in sets if keys.k.shape[0] != rows]
+    sets = [keys for keys in sets if keys.k.shape[0] == rows]
+    if at_once:
         out, lse, masses, scores = attend_at_once(layer, x, q, [*extra, *sets], pos, mass=mass)
     else:
         out, lse, masses = causal_attention(
@@ -135,9 +141,34 @@ def attend_sets(
     if common:
         out, lse = merge([(out, lse), *(past_attention(q, keys, pos, **options) for keys in common)])
     masses = masses[len(extra) :]
-    if x.expand is not None:
-        masses = tuple(in_lists(mass, of_set, heads) for of_set in masses)
-    return out, lse, masses, scores
+    return out, lse, masses if x.expand is None else _of_lists(mass, masses, heads), scores
+
+
+def _apart(
+    layer: Layer, x: Projected, q: Float[Array, "B N T H"], sets: Sequence[Keys], pos: Int[Array, "B T"], *,
+    on: OnMesh, **options: Any,
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:  # fmt: skip
+    """Attention of tokens that lie on several devices: stored slots travel, and are expanded where they are
+    met, if each can be by itself."""
+    expand, mine = x.expand, layer.slots
+    if expand is not None and expand.rows is not None:
+        sets, expand = expand.sets(sets), None
+    options |= dict(extra=() if x.extra is None else (x.extra,), clip=layer.mixer.clip)
+    if expand is None:
+        derived = x.expand is None and mine.shared and "slot values" not in layer.taken
+        return split_attention(
+            q, sets[-1], sets[:-1], pos, on=on, shared=mine.value if derived else 0, **options
+        )
+
+    def one(keys: Keys) -> Keys:
+        return expand.sets([keys])[0]
+
+    shared = mine.value if mine.shared else 0
+    return split_attention(q, sets[-1], sets[:-1], pos, on=on, expand=one, shared=shared, **options)
+
+
+def _of_lists(mass: tuple[Reduction, ...], masses: tuple[Masses, ...], heads: int) -> tuple[Masses, ...]:
+    return tuple(in_lists(mass, of_set, heads) for of_set in masses)
 
 
 def in_lists(mass: tuple[Reduction, ...], masses: Masses, heads: int) -> Masses:

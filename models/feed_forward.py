@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.mesh.per_device import each_device
 from kvjax.models.config import Config
 from kvjax.models.layers import ACTIVATIONS, Params, Shapes, linear
 from kvjax.ops.base.dtypes import wide
@@ -181,6 +183,17 @@ class MoE(FeedForward):
         out = jax.lax.ragged_dot(hidden, p["experts_down"], sizes)
         out = out * weight.reshape(-1)[order][:, None].astype(out.dtype)
         return jnp.zeros_like(x).at[order // self.top].add(out)
+
+
+def fed(
+    mlp: FeedForward, p: Params, x: Float[Array, "B T D"], config: Config, on: OnMesh | None
+) -> Float[Array, "B T D"]:
+    """mlp(p, x, config); experts sort tokens, so where rules split these every device sorts its own."""
+    names = () if on is None else on.token_axes(x.shape[1])
+    if on is None or not names or not isinstance(mlp, MoE):
+        return mlp(p, x, config)
+    apart = on.spec((None, "tokens"), x.shape[:2])
+    return each_device(on, lambda x: mlp(p, x, config), [apart], apart, names)(x)
 
 
 GATED_MLP = GatedMLP()

@@ -20,7 +20,7 @@ from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import attend_new, new_keys, published_by, rotary
 from kvjax.models.config import Config
 from kvjax.models.exchange import published, taken, takes_of
-from kvjax.models.feed_forward import FeedForward, mlp_of
+from kvjax.models.feed_forward import FeedForward, fed, mlp_of
 from kvjax.models.layers import Params, rms_norm
 from kvjax.models.mixer import (
     GroupState,
@@ -77,20 +77,23 @@ def block(
         return rms_norm(y, p[name], config.norm_eps, config.norm_offset) if name in p else y
 
     left: Left = {}
-    read = added = fed = None
+    read = added = given = None
     if layer.mixer.shapes(config):
         with jax.named_scope("attention"):
             mixed = layer.taken.get("input", x)
             read = norm("attn_norm", mixed)
+            if layer.mixer.state(config):
+                # What goes from token to token goes through all of them, on every device.
+                read = pinned_to(read, memory.on_mesh, "batch", None, None)
             out, state, left = layer.mixer(p, read, layer, memory, state)
             added = norm("attn_post_norm", out)
             x = x + added
     if mlp.shapes(config):
         with jax.named_scope("mlp"):
-            fed = norm("mlp_norm", x)
-            x = x + norm("mlp_post_norm", mlp(p, fed, config))
+            given = norm("mlp_norm", x)
+            x = x + norm("mlp_post_norm", fed(mlp, p, given, config, memory.on_mesh))
     if memory.look is not None:
-        left = left | {"collected": memory.look(Passed(layer.mixer, mlp, p, read, added, fed, x))}
+        left = left | {"collected": memory.look(Passed(layer.mixer, mlp, p, read, added, given, x))}
     return x, state, left
 
 
@@ -130,7 +133,7 @@ def stack(
         def body(carry, inputs, kind=kind, mlp=mlp, memory=memory):
             x, state = carry
             p, index = inputs
-            x = pinned_to(x, memory.on_mesh, "batch", None, None)
+            x = pinned_to(x, memory.on_mesh, "batch", "tokens", None)
             layer = kind._replace(index=index, number=kind.number + index)
             x, state, left = block(p, x, layer, mlp, memory, state)
             return (x, state), left
@@ -321,6 +324,8 @@ def run_layers(
         return [] if context is None else [context]
 
     nothing = (NOTHING,) * len(params["layers"])
+    # Every device attends to whole texts here.
+    on_mesh = None if on_mesh is None else on_mesh.with_whole_tokens()
     memory = Memory(
         seen, attend, recur, held, remat=remat, on_mesh=on_mesh, segments=segments, passes=passes, look=look
     )

@@ -1,16 +1,18 @@
-"""What crosses devices in one step of a small decoder by each of the rules, read from the compiled program.
+"""What crosses devices in a step and in a prefill of a small decoder, read from the compiled programs.
 
 Eight virtual devices of a CPU; the collectives and their sizes are those that XLA's partitioner chose. It
-writes the table of docs/scaling.md:
+writes the tables of docs/scaling.md:
 
     python scripts/mesh_traffic.py --write
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections import Counter
+from typing import Any
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
@@ -21,13 +23,17 @@ from docs_tables import print_or_write
 
 import kvjax
 from kvjax import steps
+from kvjax.grammar import Method
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MoE
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.model import Model
 from kvjax.models.params import init
+from kvjax.plan.collectives import collectives as program_collectives
+from kvjax.plan.sizes import placed_cache
 from kvjax.prefilling import bare_cache
 from kvjax.pure import decoding
+from kvjax.steps import Run
 
 LAYERS, ROWS, TOKENS = 4, 8, 4064
 SIZES = dict(vocab=512, d_model=256, layers=LAYERS, heads=16, kv_heads=8, head_dim=32, d_ff=384)
@@ -48,6 +54,18 @@ CASES = (
     ("tensor+sequence", "model=2,seq=4", "8 KV heads"),
     ("expert", "expert=8", "8 experts"),
     ("fsdp", "data=8", "8 KV heads"),
+)
+# (devices that share a prompt, its rules, the model, slots that were filled before)
+PROMPT = 8192
+PROMPTS = (
+    ("seq=1", "sequence", "2 KV heads", 0),
+    ("seq=2", "sequence", "2 KV heads", 0),
+    ("seq=4", "sequence", "2 KV heads", 0),
+    ("seq=8", "sequence", "2 KV heads", 0),
+    ("seq=8", "sequence", "8 KV heads", 0),
+    ("seq=8", "sequence", "latents", 0),
+    ("model=2,seq=4", "tensor+sequence", "8 KV heads", 0),
+    ("seq=8", "sequence", "2 KV heads", 2**17),
 )
 _BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "u8": 1, "s8": 1, "pred": 1}
 _NAMES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
@@ -98,5 +116,45 @@ def table() -> str:
     return "\n".join([head, *(measured(*case) for case in CASES)])
 
 
+def compiled_prompt(mesh: str, rules: str, name: str, past: int) -> Any:
+    """The program that reads a prompt of one row, behind so many slots."""
+    config = dataclasses.replace(MODELS[name], max_positions=2**20)
+    model = kvjax.spread(Model(config, init(config, jax.random.key(0))), mesh, rules)
+    run = Run(model.config, Method(), None, model.on_mesh)
+    ids, one = jax.ShapeDtypeStruct((1, PROMPT), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def read(params: Any, ids: Any, lengths: Any, cache: Any, room: int = 0) -> Any:
+        bound = ids.shape[1] + (past if cache is not None else 0)
+        sizes = dict(tokens_bound=bound, room=room, compress=True)
+        return steps.prefill(run, params, ids, lengths, cache, **sizes)
+
+    cache = None
+    if past:
+        before = jax.ShapeDtypeStruct((1, past), jnp.int32)
+        cache = jax.eval_shape(lambda *x: read(*x, None, room=PROMPT)[1], model.params, before, one)
+        cache = placed_cache(cache, model.on_mesh)
+    return jax.jit(read, donate_argnums=(3,)).lower(model.params, ids, one, cache).compile()
+
+
+def read_prompt(mesh: str, rules: str, name: str, past: int) -> str:
+    """One row of the table of prompts."""
+    program = compiled_prompt(mesh, rules, name, past)
+    sent = program_collectives(program.as_text())
+    words = ", ".join(f"{one.count} {one.kind}{'s' if one.count > 1 else ''}" for one in sent) or "nothing"
+    temporaries = program.memory_analysis().temp_size_in_bytes / 2**20
+    size = sum(one.bytes for one in sent) / LAYERS / 2**20
+    before = f"{past:,} tokens" if past else "nothing"
+    return f"| `{rules}` | `{mesh}` | {name} | {before} | {temporaries:.1f} MiB | {words} | {size:.2f} MiB |"
+
+
+def prompts() -> str:
+    """The table of prompts: what is read, temporaries on a device, and what it is sent in a layer."""
+    head = (
+        "| rules | mesh | model | read before | temporaries on a device | collectives | sent per layer |\n"
+        "| --- | --- | --- | --- | --- | --- | --- |"
+    )
+    return "\n".join([head, *(read_prompt(*case) for case in PROMPTS)])
+
+
 if __name__ == "__main__":
-    print_or_write(__doc__, "scaling.md", {"traffic": table})
+    print_or_write(__doc__, "scaling.md", {"traffic": table, "prompts": prompts})

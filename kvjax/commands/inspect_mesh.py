@@ -21,6 +21,7 @@ from kvjax.models.axes import check_rules, weight_shardings
 from kvjax.models.config import Config
 from kvjax.models.params import plan
 from kvjax.models.placement import leaves
+from kvjax.plan.prompts import in_words
 from kvjax.who_holds import described
 
 
@@ -58,6 +59,11 @@ def print_mesh(name: str, mesh: str, rules: str, method: str, context: int | Non
     )
     out.print()
     out.print(str(described(cache, on)), soft_wrap=True, highlight=False, markup=False)
+    lines = list(in_words(config, on, rows, tokens, 0, dtype))
+    if lines:
+        out.print(f"\nA prompt of {tokens} tokens, {tokens // on.devices('tokens')} on each device:")
+    for line in lines:
+        out.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def _weights(config: Config, dtype: str, on: OnMesh) -> tuple[int, int]:

@@ -146,6 +146,7 @@ def _lines(plan: dict[str, Any]) -> list[str]:
         found = plan[name]
         if found is not None and "error" in found:
             out.append(f"{words} was not compiled: {found['error']}")
+    out += [f"the chunk, {line}" for line in plan["prompt"]]
     least = _step(plan).get("roofline")
     if least:
         rate = 1e3 * plan["batch"] / least["ms"]

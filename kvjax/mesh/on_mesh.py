@@ -48,6 +48,10 @@ class OnMesh:
         n = 1 if axis is None else self.devices(axis)
         return n > 1 and size % n == 0
 
+    def parts(self, axis: str, size: int) -> int:
+        """Into how many parts an axis of that size is split; 1 where it stays whole."""
+        return self.devices(axis) if self.splits(axis, size) else 1
+
     @property
     def slots_instead(self) -> bool:
         """Whether slots are split where heads cannot be, over the same devices."""
@@ -56,6 +60,14 @@ class OnMesh:
     def parts_of_a_list(self, lists: int) -> int:
         """Over how many devices the slots of a list may be split, where a layer has so many of them."""
         return 1 if self.slots_instead and self.splits("kv_heads", lists) else self.devices("slots")
+
+    def token_axes(self, tokens: int) -> tuple[str, ...]:
+        """The mesh axes over which so many tokens of a prompt are split; none where they do not divide."""
+        return self.rules.mesh_axes("tokens") if self.splits("tokens", tokens) else ()
+
+    def with_whole_tokens(self) -> OnMesh:
+        """The same with prompts that every device reads whole."""
+        return dataclasses.replace(self, rules=self.rules.but(tokens=None))
 
     def with_whole_slots(self) -> OnMesh:
         """The same with lists that keep their slots together."""
@@ -88,9 +100,10 @@ class OnMesh:
     def check(self, axis: str, size: int, what: str, instead: str) -> None:
         """InputError where `size` of `what` cannot be split as the rules say. instead: what would do."""
         if size % self.devices(axis):
+            name = "sequence" if axis == "tokens" else "tensor"
             raise InputError(
                 f"{size} {what} do not divide over mesh axis {self.over(axis)}: {instead}, or leave them "
-                f"whole with rules such as kvjax.Rules.named('tensor').but({axis}=None)"
+                f"whole with rules such as kvjax.Rules.named({name!r}).but({axis}=None)"
             )
 
 

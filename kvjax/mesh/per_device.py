@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from kvjax.mesh.on_mesh import Axes, OnMesh
@@ -34,9 +35,29 @@ def axes_of_queries(on: OnMesh, lists: int, apart: tuple[str, ...] = (), *, mass
     return ("batch", None) if apart or on.devices("heads") == 1 else None
 
 
-def each_device(on: OnMesh, f: Callable[..., T], specs: Sequence[Any], out: Any) -> Callable[..., T]:
-    """f as every device computes it of its own parts of the arguments; out: how what it returns is split."""
-    return jax.shard_map(f, mesh=on.mesh, in_specs=tuple(specs), out_specs=out, check_vma=False)
+def each_device(
+    on: OnMesh, f: Callable[..., T], specs: Sequence[Any], out: Any, names: tuple[str, ...] | None = None
+) -> Callable[..., T]:
+    """f as every device computes it of its own parts of the arguments; out: how what it returns is split.
+
+    names: the mesh axes along which devices are alone, all by default; the compiler sees to the others.
+    """
+    given = tuple(specs), out
+    if names is not None:
+        given = jax.tree.map(lambda spec: _along(spec, names), given, is_leaf=_is_spec)
+    axes = frozenset(on.mesh.axis_names if names is None else names)
+    return jax.shard_map(
+        f, mesh=on.mesh, in_specs=given[0], out_specs=given[1], axis_names=axes, check_vma=False
+    )
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _along(spec: PartitionSpec, names: tuple[str, ...]) -> PartitionSpec:
+    """What a spec says of these mesh axes."""
+    return PartitionSpec(*(part if part in (*names, names) else None for part in spec))
 
 
 def asked_of_one(on: OnMesh, f: Callable[..., T], specs: Sequence[Any], args: Sequence[Any]) -> T:

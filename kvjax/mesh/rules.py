@@ -14,6 +14,7 @@ DATA, MODEL, SEQUENCE, EXPERT = "data", "model", "seq", "expert"
 
 # Logical axes that come together in one array, which can split a mesh axis once: of caches, and of weights.
 _TOGETHER = (
+    *(("batch", "tokens", name) for name in ("heads", "kv_heads", "mlp", "vocab", "experts")),
     ("layers", "batch", "kv_heads", "slots"),
     ("layers", "batch", "heads", "slots"),
     *(("layers", "embed", name) for name in ("heads", "kv_heads", "vocab")),
@@ -28,9 +29,9 @@ class Rules:
     """For every logical axis the axis of the mesh that splits it, several in a tuple, or None: it is whole.
 
     batch: rows of tokens and caches. heads: query heads, and heads of recurrent layers. kv_heads: lists of
-    slots, and what makes keys and values. slots: of a list. pages: of a pool. layers: of a group, where they
-    are stacked. embed: the model's channels, in weights alone. mlp: channels inside feed-forwards. vocab:
-    rows of the embeddings, logits. experts: of mixtures.
+    slots, and what makes keys and values. slots: of a list. tokens: of a prompt, while it is read. pages: of
+    a pool. layers: of a group, where they are stacked. embed: the model's channels, in weights alone. mlp:
+    channels inside feed-forwards. vocab: rows of the embeddings, logits. experts: of mixtures.
 
     Where slots name a mesh axis that kv_heads name too, lists are split by their heads, and by their slots
     where they have too few of them, as latents do; methods that cannot have slots split leave such lists
@@ -47,6 +48,7 @@ class Rules:
     heads: MeshAxes = None
     kv_heads: MeshAxes = None
     slots: MeshAxes = None
+    tokens: MeshAxes = None
     pages: MeshAxes = None
     layers: MeshAxes = None
     embed: MeshAxes = None
@@ -115,8 +117,8 @@ PRESETS = {
     "single": Rules(),
     "batch": _BATCH,
     "tensor": _TENSOR,
-    "sequence": _BATCH.but(slots=SEQUENCE),
-    "tensor+sequence": _HEADS.but(slots=SEQUENCE),
+    "sequence": _BATCH.but(slots=SEQUENCE, tokens=SEQUENCE),
+    "tensor+sequence": _HEADS.but(slots=SEQUENCE, tokens=SEQUENCE),
     "expert": _BATCH.but(experts=EXPERT),
     "fsdp": _BATCH.but(embed=DATA),
 }

@@ -46,8 +46,10 @@ def collectives(module: str) -> list[Collective]:
             if call is None:
                 continue
             kind = call[2].removeprefix("ragged-")
-            arrays = [array_bytes(*found) for found in _ARRAY.findall(call[1])]
-            # The start of one that runs beside others names what goes in and what comes out.
+            # The start of one that runs beside others names what goes in and what comes out, and perhaps
+            # numbers by which its end knows it.
+            named = [one for one in _ARRAY.findall(call[1]) if not call[3] or one != ("u32", "")]
+            arrays = [array_bytes(*one) for one in named]
             half = len(arrays) // 2
             size = sum(arrays[half : 2 * half]) if call[3] and kind != "all-reduce" and half else sum(arrays)
             counts[kind] += runs

@@ -18,6 +18,7 @@ from kvjax.plan.children import in_child, missing
 from kvjax.plan.job import Job
 from kvjax.plan.largest import Beside, Search, beside, largest_rows, largest_tokens
 from kvjax.plan.layouts import AUTO, Layout, check_preset, layout
+from kvjax.plan.prompts import in_words
 from kvjax.plan.roofline import NOTE
 from kvjax.plan.sizes import Sizes
 from kvjax.plan.topologies import Topology
@@ -152,9 +153,16 @@ class Planner:
             if asked.chunk:
                 said(f"compiling {asked.chunk} tokens of a prefill")
                 out["prefill"] = self.judged(asked.batch, asked.context, asked.chunk)
+        out["prompt"] = self._prompt()
         out["fits"] = self._fits(out)
         out["largest"] = self._largest(compile and not why, said) if largest else None
         return out | {"notes": notes}
+
+    def _prompt(self) -> list[str]:
+        """How the tokens of a chunk meet each other and the context, where they lie on several devices."""
+        asked, on = self.asked, self.layout.on
+        sizes = asked.batch, asked.chunk, asked.context
+        return list(in_words(self.config, on, *sizes, asked.dtype)) if asked.chunk else []
 
     def judged(self, batch: int, context: int, chunk: int) -> dict[str, Any]:
         """What was compiled, and whether it fits."""

@@ -68,7 +68,10 @@ def _asked(needs: frozenset) -> _Asked:
 
 
 class _Reading(NamedTuple):
-    """What every layer is read with. narrows: upper layers see fewer tokens; as_steps: as in `observe`."""
+    """What every layer is read with.
+
+    narrows: upper layers see fewer tokens. as_steps: as in `observe`. on: the mesh that tokens may lie on.
+    """
 
     run: Run
     params: Params
@@ -80,6 +83,7 @@ class _Reading(NamedTuple):
     asked: _Asked
     narrows: bool
     as_steps: bool
+    on: OnMesh | None
 
     def attend(self, layer: Layer, x: Projected, state: GroupState):
         run, at, gm = self.run, self.at, self.gms[layer.group]
@@ -99,7 +103,7 @@ class _Reading(NamedTuple):
         gone = answered(gm, layer, state, q, self.params)
         out, found, scores = attend_turned(
             run, layer, x, new, past, turns, at.length, gone,
-            mass=tuple(o.reduction for o in self.asked.masses), on=self._mesh(),
+            mass=tuple(o.reduction for o in self.asked.masses), on=self._mesh(x.q.shape[2]),
         )  # fmt: skip
         taught = of_layer(self.params, layer.number)
         raw, met = (new.k if y is None else y for y in (x.k, stored))
@@ -114,10 +118,12 @@ class _Reading(NamedTuple):
             return None if self.tokens.ndim == 3 else self.tokens
         return jnp.take_along_axis(self.tokens, jnp.maximum(pos - self.at.pos[:, :1], 0), axis=1)
 
-    def _mesh(self) -> OnMesh | None:
-        """The mesh, where lists lie whole on its devices, so that kernels can attend to them."""
-        on, parts = self.run.on_mesh, (part for state in self.states for part in state.parts)
-        return None if on is None or any(lie_apart(part, on) for part in parts) else on
+    def _mesh(self, tokens: int) -> OnMesh | None:
+        """The mesh, where so many tokens are split over it, or lists lie whole on its devices."""
+        on, parts = self.on, (part for state in self.states for part in state.parts)
+        if on is None or on.token_axes(tokens):
+            return on
+        return None if any(lie_apart(part, on) for part in parts) else on
 
     def _observed(
         self, layer: Layer, state: GroupState, inputs: Inputs, found: tuple, sets: list[Keys]
@@ -163,17 +169,18 @@ def observe(
     config, source = run.config, None
     if run.method.reread is not None:
         tokens, lengths, source = _reread(run, params, tokens, lengths, cache)
-    tokens = pinned_to(tokens, run.on_mesh, "batch", *(None,) * (tokens.ndim - 1))
-    lengths = pinned_to(lengths, run.on_mesh, "batch")
+    on = run.on_mesh.with_whole_tokens() if as_steps and run.on_mesh is not None else run.on_mesh
+    tokens = pinned_to(tokens, on, *("batch", "tokens", None)[: tokens.ndim])
+    lengths = pinned_to(lengths, on, "batch")
     at = positions(tokens, lengths, jnp.zeros_like(lengths) if cache is None else cache.next)
     gms, narrow, asked = taught_groups(run.groups(params), params), narrowing(run, at), _asked(needs)
     states = lend((NOTHING,) * len(gms) if cache is None else cache.groups, gms)
     pools = () if cache is None else cache.pools
-    reading = _Reading(run, params, tokens, at, gms, states, pools, asked, narrow is not None, as_steps)
+    reading = _Reading(run, params, tokens, at, gms, states, pools, asked, narrow is not None, as_steps, on)
 
     last = jnp.maximum(lengths - 1, 0)
     early = None if needs or as_steps or narrow is not None else last
-    memory = Memory(at.pos, reading.attend, reading.recur, held, early, run.without_gpu, narrow)
+    memory = Memory(at.pos, reading.attend, reading.recur, held, early, run.without_gpu, narrow, on_mesh=on)
     ran = decode_layers(params, tokens, config, memory, states)
     x, narrowed = ran.x, None if narrow is None else ran.pos
     late = [t for t in asked.traces if getattr(t, "behind_layers", False)]
@@ -183,8 +190,8 @@ def observe(
     if not as_steps:
         x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     logits = unembed(params, x, config)
-    logits = pinned_to(logits, run.on_mesh, "batch", *(None,) * (logits.ndim - 2), "vocab")
-    fresh = _pinned(by_owner(gms, config, ran.collected, asked.masses), run.on_mesh)
+    logits = pinned_to(logits, on, "batch", *(None,) * (logits.ndim - 2), "vocab")
+    fresh = _pinned(by_owner(gms, config, ran.collected, asked.masses), on)
     if surprise is not None:
         fresh = tuple(_told(f, late, surprise) if isinstance(f, Fresh) else f for f in fresh)
     return Prompt(fresh, at, tokens, logits, narrowed, source)
@@ -204,7 +211,7 @@ def _pinned(fresh: tuple, on: OnMesh | None) -> tuple:
     """What a prompt computed, with keys and values, which are as large as a cache, where that will lie."""
 
     def pin(x: Array | None) -> Array | None:
-        return None if x is None else pinned_to(x, on, "layers", "batch", "kv_heads", None, None)
+        return None if x is None else pinned_to(x, on, "layers", "batch", "kv_heads", "tokens", None)
 
     return tuple(f._replace(k=pin(f.k), v=pin(f.v)) if isinstance(f, Fresh) else f for f in fresh)
 

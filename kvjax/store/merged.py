@@ -154,4 +154,6 @@ def _standing(angles: Float[Array, "*b S"], live: Bool[Array, "*b S"]) -> Float[
     """Where every angle stands between the smallest (0) and the largest (1) of its list."""
     least = jnp.where(live, angles, jnp.inf).min(-1, keepdims=True)
     span = jnp.where(live, angles, -jnp.inf).max(-1, keepdims=True) - least
-    return jnp.where(span > 0, (angles - least) / jnp.where(span > 0, span, 1.0), 0.0)
+    found = jnp.where(span > 0, (angles - least) / jnp.where(span > 0, span, 1.0), 0.0)
+    # The largest angles of keys and of values stand alike, however a program rounds.
+    return jnp.where(found > 1 - 1e-6, 1.0, found)

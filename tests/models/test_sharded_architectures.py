@@ -20,8 +20,8 @@ from tests.models.memory_classes import OWN, REPRESENTATIVES
 from tests.sweep import sweep
 
 NAMES = [name for name in dict.fromkeys((*REPRESENTATIVES, *OWN)) if name != "cepe"]
-# Three rows and, in the smallest of these, two heads.
-MESHES = {"tensor": "model=2", "batch": "data=3"}
+# Three rows and, in the smallest of these, two heads. Where tokens are split, a device reads four.
+MESHES = {"tensor": "model=2", "batch": "data=3", "sequence": "seq=4", "tensor+sequence": "model=2,seq=4"}
 CASES = [(rules, name) for rules in MESHES for name in NAMES]
 
 
@@ -29,7 +29,7 @@ def spread(rules, name):
     """A model on a mesh; what its layers do not divide stays whole, and the error says what that is."""
     m, chosen = model(name), Rules.named(rules)
     chosen = chosen if rules == "batch" else chosen.but(batch=None)
-    if rules == "tensor" and any(
+    if "tensor" in rules and any(
         mixer_of(m.config, i).query_heads(m.config) % 2 for i in range(m.config.layers)
     ):
         chosen = chosen.but(heads=None, kv_heads=None)

@@ -73,3 +73,13 @@ ENTRY %main (p: f32[2,8]) -> f32[2,8] {
         Collective("all-reduce", 78, 78 * (2 * 8 + 16) * 4),
         Collective("all-gather", 3 + 1 + 2, 6 * 32 * 2),
     ]
+
+
+def test_what_is_sent_to_the_next_device_is_as_large_as_what_comes_where_numbers_stand_beside_it():
+    module = """HloModule m
+ENTRY %main (p: bf16[4,8]) -> bf16[4,8] {
+  %s = (bf16[4,8]{1,0}, bf16[4,8]{1,0:S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p)
+  ROOT %d = bf16[4,8]{1,0} collective-permute-done(%s)
+}
+"""
+    assert collectives(module) == [Collective("collective-permute", 1, 4 * 8 * 2)]

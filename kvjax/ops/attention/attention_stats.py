@@ -44,6 +44,7 @@ def attention_stats(
     threshold: float | None = None,
     weights: Float[Array, "B T"] | None = None,
     per_head: bool = False,
+    strip: int = STRIP,
     implementation: str | None = None,
 ) -> dict[str, Float[Array, "B X S"]]:
     """Statistics of p_ij = exp(s_ij - lse_i) for every key j, over the queries i that see it; else 0.
@@ -55,6 +56,7 @@ def attention_stats(
     one call each; where it is -inf, p is 0. Logits and visibility (-1: an empty slot, or no query) are those
     of `kvjax.ops.attention.union.logits`. Sums in promote(float32, q, k); gradients are zero.
 
+    strip: queries that the plain form takes at a time.
     implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. Raises
     NotImplementedError where a forced one cannot, ValueError for what does not fit.
 
@@ -87,7 +89,7 @@ def attention_stats(
         # Blocks of older queries are skipped.
         q_pos = jnp.where(weight, q_pos, -1)
     if chosen == "reference":
-        found = _reference(q, k, lse, q_pos, k_pos, bias, weight, **options)
+        found = _reference(q, k, lse, q_pos, k_pos, bias, weight, strip=strip, **options)
     else:
         found = tpu_attention_stats(
             q, k, lse, q_pos, k_pos, bias, weight, interpret=chosen != "tpu", **options
@@ -133,7 +135,7 @@ def _is_last(q_pos: Int[Array, "B T"], last: int) -> Array:
 def _reference(
     q: Array, k: Array, lse: Array, q_pos: Array, k_pos: Array, bias: Array | None, weight: Array | None, *,
     want: tuple[str, ...], scale: float, window: int | None, softcap: float | None,
-    threshold: float, per_head: bool,
+    threshold: float, per_head: bool, strip: int,
 ) -> dict[str, Array]:  # fmt: skip
     """Strips of queries, one after the other; `attention_stats` before the division of "last_mean"."""
     (b, n, t, _), dtype = q.shape, wide(q, k)
@@ -142,7 +144,7 @@ def _reference(
     weight = jnp.ones(q_pos.shape, dtype) if weight is None else weight.astype(dtype)
 
     def strips(x: Array, axis: int, fill: int = 0) -> Array:
-        size = min(STRIP, t)
+        size = min(strip, t)
         pad = [(0, -t % size if i == axis else 0) for i in range(x.ndim)]
         x = jnp.pad(x, pad, constant_values=fill)
         return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)

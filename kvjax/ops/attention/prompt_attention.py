@@ -14,7 +14,7 @@ from kvjax.mesh.per_device import asked_of_one, axes_of_queries, each_device, sp
 from kvjax.ops.attention import attention_stats as stats
 from kvjax.ops.attention import flash_prefill as flash
 from kvjax.ops.attention.in_common import row_by_row, side_by_side
-from kvjax.ops.attention.strips import attend_in_strips, causal_in_strips
+from kvjax.ops.attention.strips import STRIP, attend_in_strips, causal_in_strips
 from kvjax.ops.attention.union import Keys, Masses, Reduction, attend, merge, newer_queries
 from kvjax.ops.base.dispatch import form
 
@@ -87,22 +87,42 @@ def _by_kernels(
     out, lse = merge(parts) if len(parts) > 1 else parts[0]
     if not mass:
         return out, lse, ()
-    return out, lse, tuple(_masses(q, s, lse, q_pos, mass, **options) for s in sets)
+    return out, lse, tuple(received(q, s, lse, q_pos, mass, **options) for s in sets)
+
+
+def attention_over(
+    q: Float[Array, "B N T H"],
+    sets: Sequence[Keys],
+    q_pos: Int[Array, "B T"],
+    *,
+    mass: tuple[Reduction, ...] = (),
+    clip: tuple[float, float] | None = None,
+    implementation: str | None = None,
+    strip: int = STRIP,
+    **options: Any,
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
+    """`causal_attention` over sets whose keys lie in any order; a plain form takes `strip` queries at a time.
+
+    >>> x, pos = jnp.ones((1, 1, 3, 8)), jnp.arange(3)[None]
+    >>> out, lse, _ = attention_over(x, [Keys(x, x, pos[:, None, ::-1])], pos, scale=0.0)
+    >>> jnp.exp(lse).round().tolist()
+    [[[1.0, 2.0, 3.0]]]
+    """
+    chosen = form("prompt attention", implementation, q, sets, tpu=refusal(q, sets, mass, clip))
+    if chosen == "reference":
+        return attend_in_strips(q, sets, q_pos, mass=mass, clip=clip, size=strip, **options)
+    return _by_kernels(q, q_pos, *sets, mass=mass, implementation=chosen, **options)
 
 
 def past_attention(
     q: Float[Array, "R N T H"],
     keys: Keys,
     q_pos: Int[Array, "R T"],
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    implementation: str | None = None,
+    **options: Any,
 ) -> tuple[Float[Array, "R N T V"], Float[Array, "R N T"]]:
     """(out, lse) of new tokens over keys [B, ...] that each R / B rows have in common, read once for these.
 
-    implementation: as of `causal_attention`.
+    options: of `attention_over`.
 
     >>> x, pos = jnp.ones((1, 1, 3, 8)), jnp.arange(3)[None]
     >>> q = jnp.ones((4, 1, 2, 8))
@@ -112,13 +132,8 @@ def past_attention(
     """
     rows, lists = q.shape[0], keys.k.shape[0]
     q, q_pos = side_by_side(q, lists), q_pos.reshape(lists, -1)
-    options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap)
-    chosen = form("prompt attention", implementation, q, keys, tpu=refusal(q, (keys,)))
-    if chosen == "reference":
-        part = attend_in_strips(q, (keys,), q_pos, **options)
-    else:
-        part = _part(q, keys, q_pos, implementation=chosen, **options)
-    return row_by_row(part[0], rows), row_by_row(part[1], rows)
+    out, lse, _ = attention_over(q, (keys,), q_pos, **options)
+    return row_by_row(out, rows), row_by_row(lse, rows)
 
 
 def refusal(
@@ -149,17 +164,22 @@ def _part(
     return flash.flash_prefill(q, keys.k, keys.v, q_pos, keys.pos, implementation=implementation, **options)
 
 
-def _masses(
-    q: Array,
+def received(
+    q: Float[Array, "B N T H"],
     keys: Keys,
-    lse: Array,
-    q_pos: Array,
+    lse: Float[Array, "B N T"],
+    q_pos: Int[Array, "B T"],
     mass: tuple[Reduction, ...],
     *,
     window: int | None,
+    strip: int = STRIP,
     **options: Any,
 ) -> Masses:
-    """What every slot of a set received. Slots that every query sees count as position 0, under no window."""
+    """What every slot of a set received, of queries whose attention left `lse`.
+
+    options: scale, softcap and implementation; strip: as of `attention_over`.
+    Slots that every query sees count as position 0, under no window.
+    """
     k_pos = keys.pos
     if k_pos is None:
         k_pos, window = jnp.zeros((q.shape[0], 1, keys.k.shape[2]), jnp.int32), None
@@ -173,7 +193,7 @@ def _masses(
             weights = jnp.power(jnp.float32(fade), newer.astype(jnp.float32))
         seen = stats.attention_stats(
             q, keys.k, lse, q_pos, k_pos, keys.bias, want=tuple(mine.values()), window=window,
-            threshold=threshold, weights=weights, **options,
+            threshold=threshold, weights=weights, strip=strip, **options,
         )  # fmt: skip
         found |= {r: seen[name] for r, name in mine.items()}
     return tuple(found[r] for r in mass)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -114,13 +114,14 @@ def _by_strips(
     q_pos: Int[Array, "B T"],
     mass: tuple[Reduction, ...] = (),
     newer: Int[Array, "B T"] | None = None,
+    size: int = STRIP,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
-    """strip over every STRIP queries, masses joined; a remainder that is not a whole strip goes at once."""
+    """strip over every `size` queries, masses joined; a remainder that is not a whole strip goes at once."""
     b, n, t, h = q.shape
-    if t <= STRIP or t % STRIP:
+    if t <= size or t % size:
         return strip((q, q_pos, newer))
-    rows = jnp.moveaxis(q.reshape(b, n, t // STRIP, STRIP, h), 2, 0)
-    cut = lambda x: jnp.moveaxis(x.reshape(b, t // STRIP, STRIP), 1, 0)  # noqa: E731
+    rows = jnp.moveaxis(q.reshape(b, n, t // size, size, h), 2, 0)
+    cut = lambda x: jnp.moveaxis(x.reshape(b, t // size, size), 1, 0)  # noqa: E731
     strips = (rows, cut(q_pos), None if newer is None else cut(newer))
     shapes = jax.eval_shape(strip, jax.tree.map(lambda x: x[0], strips))[2]
 
@@ -138,19 +139,29 @@ def attend_in_strips(
     q: Float[Array, "B N T H"],
     sets: Sequence[Keys],
     q_pos: Int[Array, "B T"],
+    *,
+    mass: tuple[Reduction, ...] = (),
+    size: int = STRIP,
     **options: Any,
-) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """(out, lse) of T queries in any order over `sets`, a strip of them at a time; options: of `attend`."""
-    t = q.shape[2]
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
+    """(out, lse, masses) of T queries over `sets` in any order, `size` of them at a time.
+
+    Where masses fade, queries lie in the order of their tokens; options: of `attend`.
+    """
+    t, newer = q.shape[2], newer_queries(q_pos, mass)
 
     @(jax.checkpoint if t >= REMAT_FROM else lambda f: f)
     def strip(at: Strip) -> tuple[Array, Array, tuple[Masses, ...]]:
-        return attend(at[0], sets, at[1], **options)
+        return attend(at[0], sets, at[1], mass=mass, newer=at[2], **options)
 
-    whole = t - t % STRIP
+    whole = t - t % size
     cuts = [(a, z) for a, z in ((0, whole), (whole, t)) if a < z]
-    parts = [_by_strips(strip, q[:, :, a:z], q_pos[:, a:z])[:2] for a, z in cuts]
-    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *parts)
+    parts = [
+        _by_strips(strip, q[:, :, a:z], q_pos[:, a:z], mass, None if newer is None else newer[:, a:z], size)
+        for a, z in cuts
+    ]
+    out, lse = (jnp.concatenate(x, axis=2) for x in ([p[0] for p in parts], [p[1] for p in parts]))
+    return out, lse, reduce(partial(_joined, mass), [p[2] for p in parts])
 
 
 def attend_to_all(

@@ -1,0 +1,379 @@
+"""Attention of a prompt whose tokens lie on several devices, in order: each asks with its own queries.
+
+What a device has not is brought to it (Ring Attention, arXiv:2310.01889), in the way that `ways` finds:
+
+* "whole": every device holds the set, so nothing is sent;
+* "gather": keys and values of all devices are put together on each, and attended to in one pass;
+* "keys": keys and values go from device to device, and each merges what its queries find there;
+* "queries": the set stays where it lies; queries go round and bring home what they found (a long past).
+
+No device holds a whole map, or queries and outputs of all tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.mesh.on_mesh import Axes, OnMesh
+from kvjax.mesh.per_device import axes_of_queries, each_device, specs_of
+from kvjax.ops.attention.prompt_attention import attention_over, received
+from kvjax.ops.attention.strips import STRIP
+from kvjax.ops.attention.union import Keys, Masses, Reduction, merge
+from kvjax.ops.base.dtypes import wide
+
+WHOLE, GATHER, KEYS, QUERIES = "whole", "gather", "keys", "queries"
+# From stored keys and values of a set to those that queries meet.
+Expanding = Callable[[Keys], Keys]
+
+
+class Way(NamedTuple):
+    """How a set meets queries of other devices. hops: how often its keys are handed on to the next one."""
+
+    kind: str
+    hops: int = 0
+
+
+class Travel(NamedTuple):
+    """Bytes on which a way depends. parts: devices along the axis. asked: of queries, and of outputs as they
+    are merged, on one device. stored, attended: of a set on all, as it lies and as it is attended to."""
+
+    parts: int
+    asked: int
+    stored: int
+    attended: int
+
+    def of_new(self, tokens: int, window: int | None) -> Way:
+        """Of the new keys: a ring where a window needs but some of them, or all would not fit beside the
+        device's own queries and outputs; both send as much where all are needed."""
+        last = self.parts - 1
+        hops = last if window is None else min(last, -(-(window - 1) // (tokens // self.parts)))
+        return Way(GATHER) if hops == last and self.attended <= self.asked else Way(KEYS, hops)
+
+    def of_past(self) -> Way:
+        """Of slots that lie apart: keys go round, or queries and outputs, whatever is less."""
+        if self.asked * self.parts < self.stored:
+            return Way(QUERIES)
+        return Way(GATHER) if self.attended <= self.asked else Way(KEYS, self.parts - 1)
+
+
+class _Asking(NamedTuple):
+    """What every device does.
+
+    names: the mesh axes of tokens, over `parts` devices. shared: channels of the keys that are the values,
+    where these do not travel beside them. skips: whether a device may leave out what none of its queries
+    sees. Where the compiler splits its work over more devices, these would wait for it. rest: options of
+    `attention_over`.
+    """
+
+    names: tuple[str, ...]
+    parts: int
+    ways: tuple[Way, ...]
+    mass: tuple[Reduction, ...]
+    clip: tuple[float, float] | None
+    expand: Expanding | None
+    shared: int
+    skips: bool
+    rest: dict[str, Any]
+
+    def met(self, keys: Keys) -> Keys:
+        """A set as queries meet it."""
+        keys = keys._replace(v=keys.k[..., : self.shared]) if self.shared else keys
+        return keys if self.expand is None else self.expand(keys)
+
+    def handed_on(self, x: Any, by: int = 1, round_: bool = True) -> Any:
+        """What the device `by` places before has; zeros where there is none and it does not go round."""
+        n = self.parts
+        pairs = [(i, (i + by) % n) for i in range(n) if round_ or 0 <= i + by < n]
+        return jax.tree.map(lambda y: jax.lax.ppermute(y, self.names, pairs), x)
+
+    def gathered(self, keys: Keys) -> Keys:
+        """The set with the slots of all devices."""
+        return jax.tree.map(lambda x: jax.lax.all_gather(x, self.names, axis=2, tiled=True), keys)
+
+
+def split_attention(
+    q: Float[Array, "B N T H"],
+    new: Keys,
+    past: Sequence[Keys],
+    q_pos: Int[Array, "B T"],
+    *,
+    on: OnMesh,
+    extra: Sequence[Keys] = (),
+    expand: Expanding | None = None,
+    shared: int = 0,
+    window: int | None = None,
+    mass: tuple[Reduction, ...] = (),
+    clip: tuple[float, float] | None = None,
+    **rest: Any,
+) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
+    """`causal_attention` of T tokens that the mesh's rules split, over `extra`, `past` and themselves.
+
+    extra: sets that every query sees, of which no masses are given. past: sets whose slots may lie apart over
+    the same devices. expand: from a stored set to the attended one. shared: values are so many channels of
+    the keys. clip: sets are then brought together, because parts do not merge. rest: scale, softcap and
+    implementation.
+
+    >>> from kvjax.mesh.on_mesh import as_mesh
+    >>> from kvjax.mesh.rules import Rules
+    >>> on, pos = OnMesh(as_mesh("seq=1"), Rules(tokens="seq")), jnp.arange(4)[None]
+    >>> x = jnp.ones((1, 1, 4, 8))
+    >>> split_attention(x, Keys(x, x, pos[:, None]), (), pos, on=on, scale=1.0)[0].shape
+    (1, 1, 4, 8)
+    """
+    names = on.rules.mesh_axes("tokens")
+    given, sets = [*extra, *past, new], [*past, new]
+    axes = _axes(on, q, given, names, expand, bool(mass))
+    made = sets if expand is None else [jax.eval_shape(expand, s) for s in sets]
+    ways = ways_of(on, q, sets, made, window, clip, bool(shared))
+    parts, options = on.devices("tokens"), rest | dict(window=window)
+    skips = axes is not None or on.mesh.size == parts
+    asking = _Asking(names, parts, ways, mass, clip, expand, shared, skips, options)
+    sets = [s._replace(v=None) for s in sets] if shared else sets
+    lie = [("batch", "kv_heads", None if way.kind == WHOLE else "slots") for way in ways[:-1]]
+    lie = [*lie, ("batch", "kv_heads", "tokens")]
+    asked = (*(axes or ("batch", None)), "tokens")
+    specs = [
+        specs_of(on, asked, q),
+        specs_of(on, ("batch", "tokens"), q_pos),
+        [specs_of(on, ("batch", "kv_heads"), s) for s in extra],
+        [specs_of(on, of, s) for of, s in zip(lie, sets, strict=True)],
+    ]
+    found = tuple(tuple(on.spec(of, s.k.shape[:3]) for _ in mass) for of, s in zip(lie, made, strict=True))
+    out = on.spec(asked, q.shape[:3])
+    outs = out, out, found if mass else ()
+    here = each_device(on, partial(_of_one_device, asking), specs, outs, None if axes else names)
+    return here(q, q_pos, list(extra), sets)
+
+
+def _axes(
+    on: OnMesh, q: Array, sets: Sequence[Keys], names: tuple[str, ...], expand: Expanding | None, mass: bool
+) -> Axes | None:
+    """The first axes of queries, where a device has all that they meet but for its tokens; None: the compiler
+    splits rows and heads, and no kernel runs."""
+    if expand is not None:
+        return None
+    found = {axes_of_queries(on, keys.k.shape[1], names, mass=mass) for keys in sets}
+    return found.pop() if len(found) == 1 else None
+
+
+def ways_of(
+    on: OnMesh,
+    q: Array,
+    sets: Sequence[Keys],
+    made: Sequence[Any],
+    window: int | None,
+    clip: tuple[float, float] | None,
+    shared: bool = False,
+) -> tuple[Way, ...]:
+    """How every set meets the queries of all devices; the last is that of the new tokens.
+
+    made: the shapes of the sets as they are attended to. shared: values are some channels of the keys.
+    """
+    parts = on.devices("tokens")
+    same = on.rules.mesh_axes("slots") == on.rules.mesh_axes("tokens")
+    out = []
+    for keys, met in zip(sets, made, strict=True):
+        asked = math.prod(q.shape[:3]) * bytes_asked(q, met)
+        stored = _bytes(keys.k) + (0 if shared else _bytes(keys.v))
+        lists, heads = (on.parts("kv_heads", x.k.shape[1]) for x in (keys, met))
+        asked //= parts * on.parts("heads", q.shape[1])
+        one = Travel(parts, asked, stored // lists, (_bytes(met.k) + _bytes(met.v)) // heads)
+        if len(out) + 1 == len(sets):
+            out.append(Way(GATHER) if clip is not None else one.of_new(q.shape[2], window))
+        elif not same or keys.k.shape[2] % parts or clip is not None:
+            out.append(Way(WHOLE))
+        else:
+            out.append(one.of_past())
+    return tuple(out)
+
+
+def bytes_asked(q: Array, met: Keys) -> int:
+    """Of one query and its output, which is merged in promote(float32, q)."""
+    return q.shape[3] * q.dtype.itemsize + met.v.shape[-1] * jnp.dtype(wide(q)).itemsize
+
+
+def _bytes(x: Array) -> int:
+    return x.size * x.dtype.itemsize
+
+
+# --- on one device -------------------------------------------------------------------------------------
+
+
+def _of_one_device(
+    asking: _Asking, q: Array, q_pos: Array, extra: list[Keys], sets: list[Keys]
+) -> tuple[Array, Array, tuple[Masses, ...]]:
+    """Its queries over all sets, and what the slots that it holds received of all queries."""
+    ways, mass, new = asking.ways, asking.mass, len(sets) - 1
+    # What is here, to be attended to at once; a device's own keys are, whatever else comes.
+    here = {
+        i: asking.met(asking.gathered(keys) if way.kind == GATHER else keys)
+        for i, (keys, way) in enumerate(zip(sets, ways, strict=True))
+        if way.kind in (WHOLE, GATHER) or i == new
+    }
+    afar = [i for i in range(len(sets)) if i not in here or ways[i].kind == KEYS]
+    strip = min(_strip(q, keys) for keys in here.values())
+    out, lse, found = attention_over(
+        q, (*extra, *here.values()), q_pos, mass=() if afar else mass, clip=asking.clip, strip=strip,
+        **asking.rest,
+    )  # fmt: skip
+    part = out.astype(wide(out)), lse
+    for i in afar:
+        part = _joined_part(asking, part, q, q_pos, sets[i], ways[i], i == new)
+    out, lse = part[0].astype(out.dtype), part[1]
+    if not mass:
+        return out, lse, ()
+    later = _later(asking, q_pos)
+    if afar:
+        seen = {i: _received(asking, q, keys, lse, q_pos, later) for i, keys in here.items()}
+    else:
+        each = found[len(extra) :]
+        seen = {
+            i: tuple(_faded(r, m, later) for r, m in zip(mass, of, strict=True))
+            for i, of in zip(here, each, strict=True)
+        }
+    masses = []
+    for i, (keys, way) in enumerate(zip(sets, ways, strict=True)):
+        if i not in afar:
+            masses.append(_over_devices(asking, seen[i], way))
+            continue
+        others = _gone_round(asking, q, q_pos, keys, lse, later, way, i == new)
+        masses.append(_join(mass, others, seen[i]) if i == new else others)
+    return out, lse, tuple(masses)
+
+
+def _strip(q: Array, keys: Keys) -> int:
+    """Queries at a time, so that a plain form's maps are no larger than over keys of as many tokens."""
+    return min(STRIP, max(STRIP * q.shape[2] // keys.k.shape[2], 16))
+
+
+def _joined_part(
+    asking: _Asking, part: tuple[Array, Array], q: Array, q_pos: Array, keys: Keys, way: Way, new: bool
+) -> tuple[Array, Array]:
+    """(out, lse) joined with those over a set. new: its keys are those of the tokens, in order."""
+
+    def over(q: Array, q_pos: Array, keys: Keys) -> tuple[Array, Array]:
+        met = asking.met(keys)
+        return attention_over(q, [met], q_pos, strip=_strip(q, met), **asking.rest)[:2]
+
+    if way.kind == QUERIES:
+
+        def visit(at: tuple[Any, ...]) -> tuple[Any, ...]:
+            q, q_pos, out, lse = at
+            return q, q_pos, *merge([(out, lse), over(q, q_pos, keys)])
+
+        at = _turns(asking.parts, lambda at: asking.handed_on(visit(at)), (q, q_pos, *part))
+        return at[2], at[3]
+
+    skips = new and asking.skips
+
+    def join(i: int | Array, part: tuple[Array, Array], keys: Keys) -> tuple[Array, Array]:
+        def both() -> tuple[Array, Array]:
+            return merge([part, over(q, q_pos, keys)])
+
+        # Keys that came from the end of the prompt are later than all queries here.
+        return jax.lax.cond(jax.lax.axis_index(asking.names) >= i, both, lambda: part) if skips else both()
+
+    def hop(i: int | Array, at: tuple[Any, Any]) -> tuple[Any, Any]:
+        part, keys = at
+        # What comes next is under way while this is attended to.
+        return join(i, part, keys), asking.handed_on(keys, round_=not skips)
+
+    part = part if new else join(0, part, keys)
+    if not way.hops:
+        return part
+    first = asking.handed_on(keys, round_=not skips)
+    part, keys = jax.lax.fori_loop(1, way.hops, hop, (part, first))
+    return join(way.hops, part, keys)
+
+
+def _turns(count: int, one: Callable[[Any], Any], start: Any) -> Any:
+    return jax.lax.fori_loop(0, count, lambda _, at: one(at), start)
+
+
+# --- what slots receive --------------------------------------------------------------------------------
+
+
+def _later(asking: _Asking, q_pos: Int[Array, "B T"]) -> Int[Array, "B"] | None:
+    """How many queries of a row lie on later devices; None where nothing fades."""
+    if all(r.fade == 1.0 for r in asking.mass):
+        return None
+    live = (q_pos >= 0).sum(-1, dtype=jnp.int32)
+    all_of = jax.lax.all_gather(live, asking.names)
+    after = jnp.arange(asking.parts) > jax.lax.axis_index(asking.names)
+    return jnp.where(after[:, None], all_of, 0).sum(0)
+
+
+def _faded(r: Reduction, m: Float[Array, "B K S"], later: Array | None) -> Float[Array, "B K S"]:
+    """What slots received of one device's queries, as the last query of all counts it."""
+    if later is None or r.fade == 1.0:
+        return m
+    return m * jnp.power(jnp.asarray(r.fade, m.dtype), later.astype(m.dtype))[:, None, None]
+
+
+def _received(asking: _Asking, q: Array, keys: Keys, lse: Array, q_pos: Array, later: Array | None) -> Masses:
+    """What every slot of a set, as it is attended to, received of one device's queries."""
+    found = received(q, keys, lse, q_pos, asking.mass, strip=_strip(q, keys), **asking.rest)
+    return tuple(_faded(r, m, later) for r, m in zip(asking.mass, found, strict=True))
+
+
+def _join(mass: tuple[Reduction, ...], a: Masses, b: Masses) -> Masses:
+    return tuple(r.join(x, y) for r, x, y in zip(mass, a, b, strict=True))
+
+
+def _over_devices(asking: _Asking, masses: Masses, way: Way) -> Masses:
+    """From what slots received of each device's queries to that of all, where the slots lie."""
+
+    def whole(r: Reduction, m: Array) -> Array:
+        return (jax.lax.pmax if r.kind == "max" else jax.lax.psum)(m, asking.names)
+
+    def owned(r: Reduction, m: Array) -> Array:
+        apart = m.reshape(*m.shape[:2], asking.parts, -1)
+        return r.over(jax.lax.all_to_all(apart, asking.names, 2, 2, tiled=True), 2)
+
+    one = whole if way.kind == WHOLE else owned
+    return tuple(one(r, m) for r, m in zip(asking.mass, masses, strict=True))
+
+
+def _gone_round(
+    asking: _Asking, q: Array, q_pos: Array, keys: Keys, lse: Array, later: Array | None, way: Way,
+    new: bool,
+) -> Masses:  # fmt: skip
+    """What the slots of this device received of all queries, where one of both goes round.
+
+    new: of new keys, and of the queries of other devices alone.
+    """
+
+    def of(asked: tuple[Any, ...], keys: Keys) -> Masses:
+        q, q_pos, lse, later = asked
+        return _received(asking, q, asking.met(keys), lse, q_pos, later)
+
+    asked = q, q_pos, lse, later
+    shapes = jax.eval_shape(of, asked, keys)
+    none = tuple(jnp.zeros(x.shape, x.dtype) for x in shapes)
+    if way.kind == QUERIES:
+
+        def visit(at: tuple[Masses, Any]) -> tuple[Masses, Any]:
+            found, asked = at
+            return _join(asking.mass, found, of(asked, keys)), asking.handed_on(asked)
+
+        return _turns(asking.parts, visit, (none, asked))[0]
+
+    def hop(i: int | Array, at: tuple[Masses, Keys]) -> tuple[Masses, Keys]:
+        found, keys = asking.handed_on(at)
+
+        def more() -> Masses:
+            return _join(asking.mass, found, of(asked, keys))
+
+        sees = jax.lax.axis_index(asking.names) >= i
+        return jax.lax.cond(sees, more, lambda: found) if new and asking.skips else more(), keys
+
+    start = none if new else of(asked, keys)
+    found, _ = jax.lax.fori_loop(1, way.hops + 1, hop, (start, keys))
+    return asking.handed_on(found, -way.hops) if way.hops else found
