@@ -185,7 +185,8 @@ class Merge(Protocol):
 
     `writes`, where a word has it, names what it changes of the kept slots: some of "k", "v" and "bias"; else
     all three. Where it writes biases, every slot has one. `traces`, where a word has them, names what it asks
-    of slots (`View.of`), which the score must remember.
+    of slots (`View.of`), which the score must remember. `one_by_one` says that it can act after a token by
+    whose threshold one slot leaves each list.
     """
 
     @property

@@ -56,8 +56,9 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
             "evicting while decoding works with the uniform allocation, or after every token by a threshold",
         ),
         (
-            in_steps and threshold and (keep.merge is not None or not all(map(_of_tokens, keep.protect))),
-            "evicting by a threshold merges nothing, and protects whole numbers of tokens",
+            in_steps and threshold and not (_by_one(keep.merge) and all(map(_of_tokens, keep.protect))),
+            "evicting by a threshold merges nothing but what joins one slot at a time, and protects whole "
+            "numbers of tokens",
         ),
         (
             in_steps
@@ -329,6 +330,11 @@ def _narrowed(keep: Keep) -> Refusals:
             "attend to all of them: leave one of both out",
         ),
     ]
+
+
+def _by_one(merge: Any) -> bool:
+    """Whether a merge, or none, can act where a threshold decides after every token."""
+    return merge is None or getattr(merge, "one_by_one", False)
 
 
 def _of_tokens(pattern: Any) -> bool:

@@ -27,6 +27,9 @@ FITS: dict[str, tuple[int, dict[str, Any]]] = {
     "fast-kvzip": (32, dict(rank=8, sink_keys=8)),
     "locret": (64, dict(hidden=32)),
     "wg-kv": (32, dict(hidden=64, recent=16)),
+    "dms": (32, dict(recent=16, epochs=12)),
+    "attention-gate": (32, dict(epochs=20)),
+    "dmc": (32, dict(epochs=20)),
     "lococo": (32, dict(budget=0.25, slots=16, neighbours=5, epochs=6)),
 }
 SEED = 7

@@ -18,6 +18,7 @@ EXAMPLE = """examples:
   kvjax fit less --budget 0.25 --hidden 64 --out less.safetensors
   kvjax fit locret --rows 64 --hidden 256 --out locret.safetensors
   kvjax fit wg-kv --set recent=64 penalty=0.02 --out wg-kv.safetensors
+  kvjax fit dmc --rows 64 --set target=0.75 --out dmc.safetensors
   kvjax fit kvquant --text book.txt --set bits=4 --out kvquant.safetensors
   kvjax compare --methods kvzap:fitted=kvzap.safetensors headkv:fitted=headkv.safetensors snapkv"""
 

@@ -18,6 +18,7 @@ from kvjax.fitting.clusters import fit_clusters
 from kvjax.fitting.convolutions import fit_convolutions
 from kvjax.fitting.curves import fit_curves
 from kvjax.fitting.drift import fit_drift
+from kvjax.fitting.eviction_gates import fit_attention_gate, fit_eviction_gate
 from kvjax.fitting.gates import fit_gate, fit_sink_gate
 from kvjax.fitting.head_gates import fit_head_gates
 from kvjax.fitting.levels import fit_levels
@@ -27,16 +28,19 @@ from kvjax.fitting.queries import fit_centres, fit_filters, fit_norms, fit_stati
 from kvjax.fitting.repeats import fit_repeating_heads
 from kvjax.fitting.residues import fit_residue
 from kvjax.fitting.retaining import fit_retaining_heads
+from kvjax.fitting.run_gates import fit_run_gates
 from kvjax.fitting.search import fit_budgets
 from kvjax.fitting.sharing import fit_sharing
 from kvjax.fitting.write_gates import fit_write_gate
 from kvjax.grammar import Method
 from kvjax.inputs import finite_number, whole_number
+from kvjax.keep.eviction_gates import AttentionGate, EvictionGate
 from kvjax.keep.expected import QueryStatistics
 from kvjax.keep.filters import QueryFilters
 from kvjax.keep.gate import HiddenGate
 from kvjax.keep.gate_forms import RetainingHead, SinkGate, WriteGate
 from kvjax.keep.merge_conv import ConvMerge
+from kvjax.keep.merge_runs import Opening
 from kvjax.keep.profile import CopyProfile, CurveProfile, DriftProfile, Profile, SearchedProfile
 from kvjax.keep.residue import Residue
 from kvjax.keep.retrieval import HeadGates, RepeatingHeads
@@ -69,6 +73,9 @@ FITS: dict[type, Fitter] = {
     SinkGate: Fitter(fit_sink_gate),
     RetainingHead: Fitter(fit_retaining_heads, asks=True),
     WriteGate: Fitter(fit_write_gate),
+    EvictionGate: Fitter(fit_eviction_gate, asks=True),
+    AttentionGate: Fitter(fit_attention_gate, asks=True),
+    Opening: Fitter(fit_run_gates, asks=True),
     QueryFilters: Fitter(fit_filters),
     QueryStatistics: Fitter(fit_statistics),
     QueryCentres: Fitter(fit_centres),
@@ -155,6 +162,7 @@ _WHOLE = {
     "steps": (1, "steps on a batch"),
     "slots": (1, "slots that are mixtures"),
     "neighbours": (1, "neighbours of a convolution"),
+    "heads": (1, "heads of a gate"),
 }
 
 

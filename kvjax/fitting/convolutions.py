@@ -12,9 +12,10 @@ import optax
 from jaxtyping import Array, Float
 
 from kvjax.fitted import Fitted
+from kvjax.fitting.cuts import Left, behind
 from kvjax.fitting.descent import Arrays, descended, uniform
 from kvjax.fitting.residues import Batch, cut, kept_before
-from kvjax.fitting.whole import check_whole, read_whole
+from kvjax.fitting.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.keep.merge_conv import mixed
 from kvjax.keep.score import probabilities
@@ -23,8 +24,7 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer
 from kvjax.models.model import Model
-from kvjax.models.transformer import positions, unembed
-from kvjax.ops.attention.union import Keys, logits, weigh
+from kvjax.ops.attention.union import Keys
 from kvjax.protocols import Inputs
 
 
@@ -78,31 +78,21 @@ def surprise(
 
     arrays: None where nothing is mixed, so that what leaves is dropped.
     """
-    at = positions(batch.tokens, batch.lengths, jnp.zeros_like(batch.lengths))
-    before = (at.pos >= 0) & (at.pos < batch.cuts[:, None])
-    behind = at.pos >= batch.cuts[:, None]
 
-    def attention(layer: Layer, inputs: Inputs, keys: Keys, s: Array) -> tuple[Array, None]:
-        whole, *_ = weigh([s], [keys])
-        kept = batch.kept[layer.number]
+    def leaving(layer: Layer, inputs: Inputs, keys: Keys, s: Array, before: Array) -> Left:
+        kept, k, v = batch.kept[layer.number], keys.k, inputs.v
+        assert inputs.k_raw is not None and v is not None
         gone = before[:, None] & ~kept
-        k, v = keys.k, keys.v
         if arrays is not None:
-            assert inputs.k_raw is not None and inputs.v is not None
             received = jnp.where(before[:, None, None, :, None], probabilities(s), 0.0).sum((2, 3))
             mine = {n: x[layer.number] for n, x in arrays.items()}
-            pos = jnp.broadcast_to(at.pos[:, None], gone.shape)
-            old = kept & (at.pos < batch.cuts[:, None] - newest)[:, None]
-            raw, v, takes = mixed(mine, inputs.k_raw, inputs.v, pos, old, gone, received)
-            k = jnp.where(takes[..., None], rotary(layer, raw, at.pos, at.length), k)
-        left = Keys(k, v, keys.pos)
-        near = logits(inputs.q, left, at.pos, scale=layer.scale, softcap=config.attention_softcap)
-        near = jnp.where((gone[:, :, None] & behind[:, None, :, None])[:, :, None], -jnp.inf, near)
-        part, *_ = weigh([near], [left])
-        return jnp.where(behind[:, None, :, None], part, whole), None
+            pos = jnp.broadcast_to(inputs.pos[:, None], gone.shape)
+            old = kept & (inputs.pos < batch.cuts[:, None] - newest)[:, None]
+            raw, v, takes = mixed(mine, inputs.k_raw, v, pos, old, gone, received)
+            k = jnp.where(takes[..., None], rotary(layer, raw, inputs.pos, inputs.length), k)
+        return Left(k, v, jnp.where(gone, -jnp.inf, 0.0))
 
-    x = read_whole(config, params, batch.tokens, at, attention, "convolutions").x
-    said = unembed(params, x, config)[:, :-1].astype(jnp.float32)
-    each = optax.softmax_cross_entropy_with_integer_labels(said, batch.tokens[:, 1:])
-    counts = behind[:, :-1] & (at.pos[:, 1:] >= 0)
+    said, later, _ = behind(config, params, batch, leaving, "convolutions")
+    each = optax.softmax_cross_entropy_with_integer_labels(said[:, :-1], batch.tokens[:, 1:])
+    counts = later[:, :-1] & later[:, 1:]
     return jnp.where(counts, each, 0.0).sum() / jnp.maximum(counts.sum(), 1).astype(jnp.float32)

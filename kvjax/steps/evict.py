@@ -151,10 +151,14 @@ def _demoted(
 def _leaving(
     keep: Keep, score: Float[Array, "B K S"], pos: Int[Array, "B K S"], n: Int[Array, "B"]
 ) -> Bool[Array, "B K S"]:
-    """The slots below a threshold, or the one of the lowest score in lists beyond their budget."""
+    """The slots below a threshold, or the one of the lowest score in lists beyond their budget.
+
+    Where slots merge, the first of those below a threshold: the others are merged behind later tokens.
+    """
     threshold = getattr(keep.allocate, "threshold", None)
     if threshold is not None:
-        return (pos >= 0) & (score < threshold)
+        below = (pos >= 0) & (score < threshold)
+        return below if keep.merge is None else below & (jnp.cumsum(below, -1) == 1)
     # Ties keep the older token, as at the end of a prefill.
     lowest = score == score.min(-1, keepdims=True)
     newest = jnp.where(lowest & (pos >= 0), pos, -1).max(-1, keepdims=True)

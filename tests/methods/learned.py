@@ -13,7 +13,7 @@ from kvjax.fitted import Fitted
 from tests.merges import stays_and_leaves
 from tests.methods.expected import ends
 from tests.methods.rows import THETA, WINDOW, count
-from tests.reference import best, rms_norm, rope
+from tests.reference import best, rms_norm, rope, softmax
 
 LAYERS, WIDTH, HEADS, KV_HEADS, CHANNELS = 2, 32, 4, 2, 16
 
@@ -158,4 +158,103 @@ def conv_leave(memory, lists, gone):
         new = mix(rows, takes, each[0]["layer"])
         for i in takes:
             each[i]["k"], each[i]["v"] = new[i, :CHANNELS], new[i, CHANNELS:]
+            memory[True] = memory.get(True, 0) + 1
+
+
+EVICTION = made_up("EvictionGate", {"out": (WIDTH, KV_HEADS), "out_bias": (KV_HEADS,)}, 15)
+
+
+def stays_by_dms(x, layer):
+    """Which tokens with inputs x [T, D] no head's decision takes out of its window: [K, T]."""
+    a = of_layer(EVICTION, layer)
+    return np.round(1 / (1 + np.exp(-(x @ a["out"] + a["out_bias"])))).T == 0
+
+
+def dms_kept(prompt):
+    recent = ends(0, WINDOW)(prompt)
+    return [recent | stays_by_dms(x, layer) for layer, x in enumerate(prompt.hidden)]
+
+
+def dms_leaves(lists, length, queries):
+    def leaves(slot, head):
+        stays = stays_by_dms(slot["hidden"][None], slot["layer"])[head, 0]
+        return slot["pos"] < length - WINDOW and not stays
+
+    return [[j for j, slot in enumerate(slots) if leaves(slot, i)] for i, slots in enumerate(lists)]
+
+
+GATE_HEADS, GATE_RANK = 3, 4
+ATTENTION_GATE = made_up(
+    "AttentionGate",
+    {name: (WIDTH, GATE_HEADS, GATE_RANK) for name in "qkv"}
+    | {"out": (GATE_HEADS, GATE_RANK, KV_HEADS), "out_bias": (KV_HEADS,)},
+    16,
+)
+
+
+def attention_odds(x, layer):
+    """The log-odds that tokens with inputs x [T, D], which are read together, stay: [K, T]."""
+    a, logit = of_layer(ATTENTION_GATE, layer), 0.0
+    for j in range(GATE_HEADS):
+        q, k, v = (x @ a[name][:, j] for name in "qkv")
+        logit = logit + softmax(q @ k.T / np.sqrt(GATE_RANK)) @ v @ a["out"][j]
+    return (logit + a["out_bias"]).T
+
+
+def attention_gate_kept(prompt):
+    """What its gates let stay, and the best of every head."""
+    odds = [attention_odds(x, layer) for layer, x in enumerate(prompt.hidden)]
+    return [best(x, np.maximum((x >= 0).sum(-1), 1)) for x in odds]
+
+
+RUNS = made_up(
+    "Opening",
+    {
+        "join": (WIDTH, KV_HEADS), "join_bias": (KV_HEADS,),
+        "weight": (WIDTH, KV_HEADS), "weight_bias": (KV_HEADS,),
+    },
+    17,
+)  # fmt: skip
+
+
+def joins(x, layer):
+    """Which tokens with inputs x [T, D] join the slot before them: [K, T]."""
+    a = of_layer(RUNS, layer)
+    return np.round(1 / (1 + np.exp(-(x @ a["join"] + a["join_bias"])))).T == 1
+
+
+def weighs(x, layer, head):
+    a = of_layer(RUNS, layer)
+    return 1 / (1 + np.exp(-(x @ a["weight"][:, head] + a["weight_bias"][head])))
+
+
+def dmc_kept(prompt):
+    first = np.arange(prompt.length) == 0
+    return [first | ~joins(x, layer) for layer, x in enumerate(prompt.hidden)]
+
+
+def dmc_leaves(lists, length, queries):
+    """The newest token joins another one that was written."""
+
+    def leaves(slots, head, j):
+        slot = slots[j]
+        others = any(s["pos"] < slot["pos"] and not s["read"] for s in slots)
+        joining = joins(slot["hidden"][None], slot["layer"])[head, 0]
+        return slot["pos"] == length - 1 and others and joining
+
+    return [[j for j in range(len(slots)) if leaves(slots, i, j)] for i, slots in enumerate(lists)]
+
+
+def runs_merge(memory, lists, gone):
+    """What leaves joins the slot before it: means of unrotated keys and values by weights."""
+    for head, (slots, some) in enumerate(zip(lists, gone, strict=True)):
+        stay, old = stays_and_leaves(slots, some)
+        stay.sort(key=lambda s: s["pos"])
+        for slot in sorted(old, key=lambda s: s["pos"]):
+            to = [s for s in stay if s["pos"] < slot["pos"]][-1]
+            first, mine = (weighs(s["hidden"], s["layer"], head) for s in (to, slot))
+            have, more = first * to.get("votes", 1), mine * slot.get("votes", 1)
+            for name in "kv":
+                to[name] = (have * to[name] + more * slot[name]) / (have + more)
+            to["votes"] = (have + more) / first
             memory[True] = memory.get(True, 0) + 1

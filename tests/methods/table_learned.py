@@ -28,4 +28,20 @@ LEARNED = [
         hyper=dict(newest=learned.NEWEST, segment=2, fitted=learned.CONV), leave=learned.conv_leave,
         **chooses(learned.by_attention, due=2),
     ),
+    row(
+        "dms", lambda s: paged(lambda s, i: s.k * s.tokens, slot=lambda s: plain(s) + 4)(
+            s._replace(room=s.room + WINDOW)
+        ),
+        hyper=dict(fitted=learned.EVICTION, window=WINDOW, page=PAGE),
+        kept=learned.dms_kept, victim=learned.dms_leaves, counted=True,
+    ),
+    row(
+        "attention-gate", paged(lambda s, i: s.k * s.tokens, slot=lambda s: plain(s) + 4),
+        hyper=dict(fitted=learned.ATTENTION_GATE, page=PAGE), kept=learned.attention_gate_kept, counted=True,
+    ),
+    row(
+        "dmc", paged(lambda s, i: s.k * s.tokens, slot=lambda s: plain(s) + 12),
+        hyper=dict(fitted=learned.RUNS, page=PAGE),
+        kept=learned.dmc_kept, victim=learned.dmc_leaves, leave=learned.runs_merge, counted=True,
+    ),
 ]  # fmt: skip
