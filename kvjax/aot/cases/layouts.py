@@ -78,6 +78,12 @@ LEVELS = _fitted(
     },
 )  # fmt: skip
 NORMS = _fitted("AskedChannels", {"norms": (LISTS, WIDTH)})
+RUNS = _fitted(
+    "Opening",
+    {
+        "join": (256, LISTS), "join_bias": (LISTS,), "weight": (256, LISTS), "weight_bias": (LISTS,),
+    },
+)  # fmt: skip
 HALF: dict[str, Any] = dict(budget=0.5)
 SENTENCES = {
     "full": _one("full"),
@@ -108,6 +114,7 @@ SENTENCES = {
     "cake": _one("cake", **HALF),
     "kvzip": _one("kvzip", **HALF, prefix=(1, 2)),
     "leankv": _one("leankv"),
+    "dmc": _one("dmc", fitted=RUNS),
     "minicache": _one("minicache", apart=True, start=0),
     "int8": _one("int8"),
     "int4": _one("int4"),
