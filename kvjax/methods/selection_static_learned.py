@@ -133,9 +133,10 @@ def dms(*, fitted: Fit | None = None, window: Window = 256, page: Page = 128) ->
 
     A linear map of the layer's input decides of each head, when a token is read, whether it leaves
     (`EvictionGate`); it does so when `window` tokens are newer, in the prompt and while decoding, so how much
-    stays follows from the text. fitted: the gates, as `kvjax fit dms` writes them. Read: the authors' code
-    (kvpress and their retrofit of Qwen3). Deviation: the tokens of a prompt still attend to all of it, and
-    what leaves does so behind it, or behind each of its chunks (`prefill(..., chunk=)`).
+    stays follows from the text. fitted: the gates, as `kvjax fit dms` writes them. Read:
+    kvpress' form, and the notes and part of the code of the authors' retrofit of Qwen3. Deviation: the tokens
+    of a prompt still attend to all of it, and what leaves does so behind it, or behind each of its chunks
+    (`prefill(..., chunk=)`).
 
     On the shipped model a window of 16 and 37 % of the slots of 512 tokens are left, with which it finds 22
     of 32 records (all slots: 32).
