@@ -1,0 +1,74 @@
+"""Slots in host memory that no read chooses from: a step brings them to the device a layer at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.cache import Near, Slots
+from kvjax.ops.base.memory import copy_blocks, in_host, listed, to_device, to_host
+
+# At most so many slots of a list go back to host memory for a new token: a TPU copies whole tiles.
+BLOCK = 32
+
+
+def far(slots: Slots) -> Slots:
+    """The slots with their keys and values in host memory, to be brought layer by layer."""
+    return dataclasses.replace(slots, k=to_host(slots.k), v=to_host(slots.v), far=True)
+
+
+def brought(slots: Slots, layer: int | Array) -> Slots:
+    """The same slots, of which a layer's keys and values are on their way to the device."""
+
+    def one(x: Array) -> Array:
+        return to_device(jax.lax.dynamic_slice_in_dim(x, layer, 1))
+
+    k, v = (jax.tree.map(one, x) for x in (slots.k, slots.v))
+    return dataclasses.replace(slots, near=Near(Slots(k, v, _one(slots.pos, layer), shared=slots.shared)))
+
+
+def of_layer(slots: Slots, layer: int | Array) -> Slots:
+    """One layer's slots, [1, B, K, S, ...], of which the device has the keys and values where it needs them."""
+    near = slots.near
+    rest = dataclasses.replace(slots, k=slots.pos, v=None, near=None, far=False)
+    rest = jax.tree.map(lambda x: _one(x, layer), rest)
+    if near is not None:
+        return dataclasses.replace(rest, k=near.slots.k, v=near.slots.v)
+    k, v = (jax.tree.map(lambda x: _one(x, layer), x) for x in (slots.k, slots.v))
+    return dataclasses.replace(rest, k=k, v=v)
+
+
+def gone(slots: Slots) -> Slots:
+    """The same slots without the layer that the device has."""
+    return dataclasses.replace(slots, near=None) if slots.far else slots
+
+
+def stored(slots: Slots, one: Slots, slot: Int[Array, "B K"], layer: int | Array) -> Slots:
+    """The slots with what stands in `slot` of every list of `one`, [1, B, K, S, ...], in a layer, too.
+
+    The block of slots around it goes to host memory, so nothing else moves. Slots outside [0, S) move none.
+    """
+    size = math.gcd(BLOCK, slots.capacity)
+    blocks, lists = slots.capacity // size, slot.shape[0] * slot.shape[1]
+    which, count = listed((slot >= 0) & (slot < slots.capacity))
+    source = which * blocks + slot.reshape(-1)[which] // size
+    moves = source, layer * lists * blocks + source
+
+    def put(to: Array, new: Array) -> Array:
+        return copy_blocks(to, new, moves, count, size) if in_host(to) else _put(to, new, layer)
+
+    k, v = (jax.tree.map(put, *pair) for pair in ((slots.k, one.k), (slots.v, one.v)))
+    near = None if slots.near is None else Near(dataclasses.replace(slots.near.slots, k=one.k, v=one.v))
+    return dataclasses.replace(slots, k=k, v=v, near=near)
+
+
+def _one(x: Array, layer: int | Array) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, layer, 1)
+
+
+def _put(to: Array, new: Array, layer: int | Array) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(to, new.astype(to.dtype), layer, 0)
