@@ -128,7 +128,7 @@ def placed(cache: Cache, on: OnMesh | None) -> Cache:
     """Outside of programs: the cache where the rules put it; what lies there already is not copied."""
     if on is None:
         return cache
-    where = map_axes(lambda axes, x: on.sharding(axes, x.shape), cache, on)
+    where = map_axes(on.place, cache, on)
     moved = jax.device_put(dataclasses.replace(cache, added=None), dataclasses.replace(where, added=None))
     return dataclasses.replace(moved, spare=cache.spare, added=cache.added, on_mesh=on)
 

@@ -338,8 +338,23 @@ def host_nbytes(tree: PyTree) -> int:
     >>> host_nbytes(jnp.zeros(3))
     0
     """
-    far = jax.tree.leaves(tree, is_leaf=_is_far) if offers_host() else []
-    return sum(nbytes((x.k, x.v)) for x in far if _is_far(x))
+    if not offers_host():
+        return 0
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(lies_far(tree)), strict=True)
+    return sum(nbytes(x) for x, far in pairs if far)
+
+
+def lies_far(tree: PyTree) -> PyTree:
+    """For every array of a cache, or of its shapes, whether it lies in host memory where there is one."""
+
+    def one(x: Any) -> Any:
+        whole = jax.tree.map(lambda _: False, x)
+        if not _is_far(x):
+            return whole
+        k, v = (jax.tree.map(lambda _: True, y) for y in (x.k, x.v))
+        return dataclasses.replace(whole, k=k, v=v)
+
+    return jax.tree.map(one, tree, is_leaf=_is_far)
 
 
 def _is_far(x: Any) -> bool:

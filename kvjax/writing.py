@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -29,7 +30,7 @@ def write_rows(
     layers, b, k, c = slot.shape
     s = x.shape[3]
     if in_host(x):
-        return _write_far(x, slot, new, layer)
+        return _write_far(write_rows, x, slot, new, layer)
     if c == 1 and _by_lanes(x):
         part = jax.lax.dynamic_slice_in_dim(x, layer, layers)
         slots = slot.reshape(*slot.shape, *(1,) * (x.ndim - 4))
@@ -48,13 +49,15 @@ def write_rows(
     return flat.at[row.reshape(-1)].set(rows, mode="drop").reshape(x.shape)
 
 
-def _write_far(x: Array, slot: Array, new: Array, layer: int | Array) -> Array:
+def _write_far(write: Callable[..., Array], x: Array, at: Array, new: Array, layer: int | Array) -> Array:
+    """write(x, at, new, layer) of an x in host memory: its layers come to the device and go back, one by one."""
+
     def one(i: Array, x: Array) -> Array:
-        own = (jax.lax.dynamic_slice_in_dim(y, i, 1) for y in (slot, new))
-        part = write_rows(to_device(jax.lax.dynamic_slice_in_dim(x, layer + i, 1)), *own)
+        own = (jax.lax.dynamic_slice_in_dim(y, i, 1) for y in (at, new))
+        part = write(to_device(jax.lax.dynamic_slice_in_dim(x, layer + i, 1)), *own)
         return jax.lax.dynamic_update_slice_in_dim(x, to_host(part), layer + i, 0)
 
-    return jax.lax.fori_loop(0, slot.shape[0], one, x)
+    return jax.lax.fori_loop(0, at.shape[0], one, x)
 
 
 def _by_lanes(x: Array) -> bool:
@@ -100,6 +103,8 @@ def write_blocks(
     """
     s, rest = x.shape[3], x.shape[4:]
     size = new.shape[3] // block.shape[3]
+    if in_host(x) and not alone(x, block, new):
+        return _write_far(write_blocks, x, block, new, layer)
     if in_host(x):
         source, count = listed((block >= 0) & (block < s // size))
         b, k, c = block.shape[1:]

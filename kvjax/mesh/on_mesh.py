@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from kvjax.errors import InputError
 from kvjax.mesh.rules import Rules, as_rules
+from kvjax.ops.base.memory import KIND, in_host
 
 # One logical axis per axis of an array; None: never split.
 Axes = tuple[str | None, ...]
@@ -93,9 +94,14 @@ class OnMesh:
         """`spec` on this mesh."""
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
+    def place(self, axes: Axes, x: Array) -> NamedSharding:
+        """`sharding` of an array in the memory that it lies in, the devices' own or their hosts'."""
+        where = self.sharding(axes, x.shape)
+        return where.with_memory_kind(KIND) if in_host(x) else where
+
     def pin(self, x: Array, axes: Axes) -> Array:
         """x, of which a program is told how it lies."""
-        return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+        return jax.lax.with_sharding_constraint(x, self.place(axes, x))
 
     def check(self, axis: str, size: int, what: str, instead: str) -> None:
         """InputError where `size` of `what` cannot be split as the rules say. instead: what would do."""

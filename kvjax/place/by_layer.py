@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.cache import Near, Slots
+from kvjax.mesh.on_mesh import Axes, OnMesh
+from kvjax.mesh.per_device import each_device, specs_of
 from kvjax.ops.base.memory import copy_blocks, in_host, listed, to_device, to_host
 
 # At most so many slots of a list go back to host memory for a new token: a TPU copies whole tiles.
 BLOCK = 32
+_LISTS: Axes = ("layers", "batch", "kv_heads")
 
 
 def far(slots: Slots) -> Slots:
@@ -47,28 +51,36 @@ def gone(slots: Slots) -> Slots:
     return dataclasses.replace(slots, near=None) if slots.far else slots
 
 
-def stored(slots: Slots, one: Slots, slot: Int[Array, "B K"], layer: int | Array) -> Slots:
+def stored(
+    slots: Slots, one: Slots, slot: Int[Array, "B K"], layer: int | Array, on: OnMesh | None = None
+) -> Slots:
     """The slots with what stands in `slot` of every list of `one`, [1, B, K, S, ...], in a layer, too.
 
-    The block of slots around it goes to host memory, so nothing else moves. Slots outside [0, S) move none.
+    The block of slots around it goes to host memory, so nothing else moves; on a mesh, every device's own.
+    Slots outside [0, S) move none.
     """
-    size = math.gcd(BLOCK, slots.capacity)
-    blocks, lists = slots.capacity // size, slot.shape[0] * slot.shape[1]
-    which, count = listed((slot >= 0) & (slot < slots.capacity))
-    source = which * blocks + slot.reshape(-1)[which] // size
-    moves = source, layer * lists * blocks + source
-
-    def put(to: Array, new: Array) -> Array:
-        return copy_blocks(to, new, moves, count, size) if in_host(to) else _put(to, new, layer)
-
-    k, v = (jax.tree.map(put, *pair) for pair in ((slots.k, one.k), (slots.v, one.v)))
+    args = (slots.k, slots.v), (one.k, one.v), slot, jnp.asarray(layer)
+    if on is None:
+        k, v = _stored(*args)
+    else:
+        specs = [specs_of(on, axes, x) for axes, x in zip((_LISTS, _LISTS, _LISTS[1:], ()), args, strict=True)]
+        k, v = each_device(on, _stored, specs, specs[0])(*args)
     near = None if slots.near is None else Near(dataclasses.replace(slots.near.slots, k=one.k, v=one.v))
     return dataclasses.replace(slots, k=k, v=v, near=near)
 
 
+def _stored(tree: Any, new: Any, slot: Int[Array, "B K"], layer: Array) -> Any:
+    def put(to: Array, new: Array) -> Array:
+        if not in_host(to):
+            return jax.lax.dynamic_update_slice_in_dim(to, new.astype(to.dtype), layer, 0)
+        size = math.gcd(BLOCK, to.shape[3])
+        blocks, lists = to.shape[3] // size, slot.shape[0] * slot.shape[1]
+        which, count = listed((slot >= 0) & (slot < to.shape[3]))
+        source = which * blocks + slot.reshape(-1)[which] // size
+        return copy_blocks(to, new, (source, layer * lists * blocks + source), count, size)
+
+    return jax.tree.map(put, tree, new)
+
+
 def _one(x: Array, layer: int | Array) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, layer, 1)
-
-
-def _put(to: Array, new: Array, layer: int | Array) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(to, new.astype(to.dtype), layer, 0)

@@ -179,7 +179,7 @@ def _append(
     )  # fmt: skip
     split = split_of(run.on_mesh, tail)
     if tail.far:
-        return state.with_tail(_append_far(tail, write, k, v, slot, layer.index))
+        return state.with_tail(_append_far(run, tail, write, k, v, slot, layer.index))
     chosen = said_of_one(split, partial(_form_of_append, run), bare(tail), k)
     if chosen == "reference":
         return state.with_tail(write(tail, k=k[None], v=None if v is None else v[None]))
@@ -188,12 +188,12 @@ def _append(
 
 
 def _append_far(
-    tail: Slots, write: Callable[..., Slots], k: Array, v: Array | None, slot: Int[Array, "B K"],
+    run: Run, tail: Slots, write: Callable[..., Slots], k: Array, v: Array | None, slot: Int[Array, "B K"],
     index: int | Array,
 ) -> Slots:  # fmt: skip
     """A tail in host memory with a token more, which the layer on the device has, too."""
     one = write(by_layer.of_layer(tail, index), k=k[None], v=None if v is None else v[None], layer=0)
-    return by_layer.stored(write(tail, k=None, v=None), one, slot, index)
+    return by_layer.stored(write(tail, k=None, v=None), one, slot, index, run.on_mesh)
 
 
 def _appended(
