@@ -351,7 +351,8 @@ def lies_far(tree: PyTree) -> PyTree:
         whole = jax.tree.map(lambda _: False, x)
         if not _is_far(x):
             return whole
-        k, v = (jax.tree.map(lambda _: True, y) for y in (x.k, x.v))
+        # One number per slot stays beside the positions.
+        k, v = (jax.tree.map(lambda a: not x.far or a.ndim > 4, y) for y in (x.k, x.v))
         return dataclasses.replace(whole, k=k, v=v)
 
     return jax.tree.map(one, tree, is_leaf=_is_far)

@@ -22,7 +22,8 @@ _LISTS: Axes = ("layers", "batch", "kv_heads")
 
 def far(slots: Slots) -> Slots:
     """The slots with their keys and values in host memory, to be brought layer by layer."""
-    return dataclasses.replace(slots, k=to_host(slots.k), v=to_host(slots.v), far=True)
+    k, v = (jax.tree.map(lambda x: to_host(x) if x.ndim > 4 else x, y) for y in (slots.k, slots.v))
+    return dataclasses.replace(slots, k=k, v=v, far=True)
 
 
 def brought(slots: Slots, layer: int | Array) -> Slots:
@@ -31,7 +32,10 @@ def brought(slots: Slots, layer: int | Array) -> Slots:
     def one(x: Array) -> Array:
         return to_device(jax.lax.dynamic_slice_in_dim(x, layer, 1))
 
-    k, v = (jax.tree.map(one, x) for x in (slots.k, slots.v))
+    near = tuple(jax.tree.map(one, x) for x in (slots.k, slots.v))
+    # What a layer adds is written behind the copy of it, or XLA for GPUs would copy what it writes to.
+    (held, (k, v)) = jax.lax.optimization_barrier(((slots.k, slots.v), near))
+    slots = dataclasses.replace(slots, k=held[0], v=held[1])
     return dataclasses.replace(slots, near=Near(Slots(k, v, _one(slots.pos, layer), shared=slots.shared)))
 
 

@@ -30,10 +30,10 @@ def ahead_of(groups: Sequence[GroupState]) -> Callable[[Array, GroupState], Any]
 
 
 def _ahead(x: Float[Array, "B T D"], state: GroupState) -> tuple[Float[Array, "B T D"], GroupState]:
+    if not any_far(state.parts):
+        return x, state
     # Not before the group below begins, or all layers would be on the device at once.
-    first = 0
-    if any_far(state.parts):
-        x, first = jax.lax.optimization_barrier((x, jnp.int32(0)))
+    x, first = jax.lax.optimization_barrier((x, jnp.int32(0)))
     return x, _bringing(state, first)
 
 
