@@ -13,7 +13,9 @@ from jaxtyping import Array, Int
 from kvjax.cache import Near, Slots
 from kvjax.mesh.on_mesh import Axes, OnMesh
 from kvjax.mesh.per_device import each_device, specs_of
+from kvjax.ops.base.dispatch import platform
 from kvjax.ops.base.memory import copy_blocks, in_host, listed, to_device, to_host
+from kvjax.ops.decode.stacked_decode import on_lanes
 
 # At most so many slots of a list go back to host memory for a new token: a TPU copies whole tiles.
 BLOCK = 32
@@ -21,7 +23,19 @@ _LISTS: Axes = ("layers", "batch", "kv_heads")
 
 
 def far(slots: Slots) -> Slots:
-    """The slots with their keys and values in host memory, to be brought layer by layer."""
+    """The slots with their keys and values in host memory, to be brought layer by layer.
+
+    One number per slot, such as a scale, stays on the device. Raises NotImplementedError for rows that a TPU
+    would lay out anew in host memory, with all others.
+    """
+    rows = [x for x in jax.tree.leaves((slots.k, slots.v)) if x.ndim > 4]
+    strange = [x for x in rows if x.dtype.itemsize == 1 or on_lanes(x)]
+    if platform() == "tpu" and strange:
+        raise NotImplementedError(
+            f"rows of {strange[0].shape[-1]} {strange[0].dtype} were given to host memory, which a TPU can "
+            "bring from there in multiples of 128 numbers of two or four bytes: use another store, such as "
+            "kivi or none, or leave Host() out"
+        )
     k, v = (jax.tree.map(lambda x: to_host(x) if x.ndim > 4 else x, y) for y in (slots.k, slots.v))
     return dataclasses.replace(slots, k=k, v=v, far=True)
 
