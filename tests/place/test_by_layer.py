@@ -34,7 +34,7 @@ SENTENCES = {
     "snapkv + int8": (kvjax.method("snapkv", budget=0.5, window=1), kvjax.method("int8")),
     "keydiff + renumbered": (kvjax.method("keydiff", budget=0.5), kvjax.method("renumbered")),
 }
-FAR = kvjax.chain(kvjax.method("full"), Host())
+FAR = kvjax.method("offloaded")
 
 
 @cache
@@ -121,7 +121,7 @@ def moved(jaxpr):
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("name", [*SENTENCES])
 def test_every_class_of_store_answers_as_on_the_device(name, stacked):
-    near, far = (kvjax.chain(*SENTENCES[name], *host) for host in ((), (Host(),)))
+    near, far = (kvjax.chain(*SENTENCES[name], *host) for host in ((), (FAR,)))
     (want, _), (got, cache) = (talked(one, small(stacked), GRANULE + 2) for one in (near, far))
     assert_equal(want, got)
     assert (host_nbytes(cache) > 0) == memory.offers_host()
@@ -176,7 +176,7 @@ MESHES = [("data=2,model=2", "tensor"), ("data=2", "batch")]
 @pytest.mark.parametrize(("mesh", "rules"), MESHES)
 def test_on_a_mesh_every_device_has_its_part_in_its_own_host_memory(mesh, rules, name):
     model = kvjax.spread(small(), mesh, rules)
-    near, far = (kvjax.chain(*SENTENCES[name], *host) for host in ((), (Host(),)))
+    near, far = (kvjax.chain(*SENTENCES[name], *host) for host in ((), (FAR,)))
     (want, here), (got, there) = (talked(one, model, GRANULE + 2) for one in (near, far))
     assert_equal(want, got)
     for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
@@ -187,7 +187,7 @@ def test_on_a_mesh_every_device_has_its_part_in_its_own_host_memory(mesh, rules,
 @pytest.mark.rotating
 @pytest.mark.parametrize("name", ["full", "kivi"])
 def test_a_step_on_a_mesh_sends_nothing_as_large_as_a_list(name):
-    model, method = kvjax.spread(small(), "data=2,model=2", "tensor"), kvjax.chain(*SENTENCES[name], Host())
+    model, method = kvjax.spread(small(), "data=2,model=2", "tensor"), kvjax.chain(*SENTENCES[name], FAR)
     _, cache = kvjax.prefill(model, PROMPTS, method=method, room=400)
     bare, run = bare_cache(cache), decoding(model, method, None)
     args = run, model.params, bare, jnp.zeros(2, jnp.int32), jnp.ones(2, bool)

@@ -109,6 +109,7 @@ SENTENCES = {
     "kvzip": _one("kvzip", **HALF, prefix=(1, 2)),
     "leankv": _one("leankv"),
     "minicache": _one("minicache", apart=True, start=0),
+    "offloaded": _one("offloaded"),
     "int8": _one("int8"),
     "int4": _one("int4"),
     "kivi": _one("kivi"),
