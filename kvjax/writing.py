@@ -24,8 +24,8 @@ def write_rows(
 
     One flat row scatter: it stays in place inside a scan that carries x, where a multi-dimensional index
     would copy the cache. Where slots lie on the lanes (`_by_lanes`), one slot per list is written by a
-    `where` over the written layers instead: for a flat index XLA would copy x into another layout. Of an x in
-    host memory, every layer is written on the device.
+    `where` over the written layers instead: for a flat index XLA would copy x into another layout. Of an x
+    in host memory, every layer is written on the device.
     """
     layers, b, k, c = slot.shape
     s = x.shape[3]
@@ -50,7 +50,7 @@ def write_rows(
 
 
 def _write_far(write: Callable[..., Array], x: Array, at: Array, new: Array, layer: int | Array) -> Array:
-    """write(x, at, new, layer) of an x in host memory: its layers come to the device and go back, one by one."""
+    """write(x, at, new, layer) of an x in host memory, whose layers come to the device and go back."""
 
     def one(i: Array, x: Array) -> Array:
         own = (jax.lax.dynamic_slice_in_dim(y, i, 1) for y in (at, new))

@@ -127,7 +127,8 @@ def table(context: str) -> str:
 def prompts() -> str:
     """The table of chunks, in Markdown."""
     lines = [
-        "| devices | tokens | model | method | mesh | weights | cache | temporaries | fits | sent | ms | prompt |",
+        "| devices | tokens | model | method | mesh | weights | cache | temporaries | fits | sent | ms "
+        "| prompt |",
         f"|{'---|' * 12}",
     ]
     for one in load().get("prompts", []):

@@ -15,7 +15,6 @@ from jaxtyping import Array
 
 from kvjax.errors import InputError
 from kvjax.mesh.rules import Rules, as_rules
-from kvjax.ops.base.memory import KIND, in_host
 
 # One logical axis per axis of an array; None: never split.
 Axes = tuple[str | None, ...]
@@ -90,18 +89,13 @@ class OnMesh:
             parts.pop()
         return PartitionSpec(*parts)
 
-    def sharding(self, axes: Axes, shape: Sequence[int]) -> NamedSharding:
-        """`spec` on this mesh."""
-        return NamedSharding(self.mesh, self.spec(axes, shape))
+    def sharding(self, axes: Axes, shape: Sequence[int], memory: str | None = None) -> NamedSharding:
+        """`spec` on this mesh, in a kind of the devices' memory; None: their own."""
+        return NamedSharding(self.mesh, self.spec(axes, shape), memory_kind=memory)
 
-    def place(self, axes: Axes, x: Array) -> NamedSharding:
-        """`sharding` of an array in the memory that it lies in, the devices' own or their hosts'."""
-        where = self.sharding(axes, x.shape)
-        return where.with_memory_kind(KIND) if in_host(x) else where
-
-    def pin(self, x: Array, axes: Axes) -> Array:
+    def pin(self, x: Array, axes: Axes, memory: str | None = None) -> Array:
         """x, of which a program is told how it lies."""
-        return jax.lax.with_sharding_constraint(x, self.place(axes, x))
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape, memory))
 
     def check(self, axis: str, size: int, what: str, instead: str) -> None:
         """InputError where `size` of `what` cannot be split as the rules say. instead: what would do."""

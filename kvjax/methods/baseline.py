@@ -76,7 +76,7 @@ def fp8(*, kind: Literal["e4m3", "e5m2"] = "e4m3") -> Method:
 def offloaded() -> Method:
     """Baseline: every token, in host memory, from which a step brings the layers one after the other.
 
-    Chained with a store (`kivi + offloaded`) or with what drops tokens behind prompts (`snapkv + offloaded`), it
-    puts what these leave there. FlexGen (arXiv:2303.06865) does this with caches and weights.
+    Chained with a store (`kivi + offloaded`) or with what drops tokens behind prompts (`snapkv + offloaded`),
+    it puts what these leave there. FlexGen (arXiv:2303.06865) does this with caches and weights.
     """
     return Method(host=Host())

@@ -46,15 +46,16 @@ def brought(slots: Slots, layer: int | Array) -> Slots:
     def one(x: Array) -> Array:
         return to_device(jax.lax.dynamic_slice_in_dim(x, layer, 1))
 
-    near = tuple(jax.tree.map(one, x) for x in (slots.k, slots.v))
-    # What a layer adds is written behind the copy of it, or XLA for GPUs would copy what it writes to.
-    (held, (k, v)) = jax.lax.optimization_barrier(((slots.k, slots.v), near))
-    slots = dataclasses.replace(slots, k=held[0], v=held[1])
+    k, v = (jax.tree.map(one, x) for x in (slots.k, slots.v))
+    if platform() == "gpu":
+        # What a layer adds is written behind its copy, or XLA for GPUs would copy what it writes to.
+        held, (k, v) = jax.lax.optimization_barrier(((slots.k, slots.v), (k, v)))
+        slots = dataclasses.replace(slots, k=held[0], v=held[1])
     return dataclasses.replace(slots, near=Near(Slots(k, v, _one(slots.pos, layer), shared=slots.shared)))
 
 
 def of_layer(slots: Slots, layer: int | Array) -> Slots:
-    """One layer's slots, [1, B, K, S, ...], of which the device has the keys and values where it needs them."""
+    """One layer's slots, [1, B, K, S, ...], with the keys and values that the device has of it."""
     near = slots.near
     rest = dataclasses.replace(slots, k=slots.pos, v=None, near=None, far=False)
     rest = jax.tree.map(lambda x: _one(x, layer), rest)
@@ -81,7 +82,9 @@ def stored(
     if on is None:
         k, v = _stored(*args)
     else:
-        specs = [specs_of(on, axes, x) for axes, x in zip((_LISTS, _LISTS, _LISTS[1:], ()), args, strict=True)]
+        specs = [
+            specs_of(on, axes, x) for axes, x in zip((_LISTS, _LISTS, _LISTS[1:], ()), args, strict=True)
+        ]
         k, v = each_device(on, _stored, specs, specs[0])(*args)
     near = None if slots.near is None else Near(dataclasses.replace(slots.near.slots, k=one.k, v=one.v))
     return dataclasses.replace(slots, k=k, v=v, near=near)

@@ -1,4 +1,4 @@
-"""How long a decode step or a chunk of a prompt takes at least: bytes and operations at published rates, no measurement."""
+"""How long a step or a chunk of a prompt takes at least: bytes and operations at published rates."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def roofline(
     return Roofline(1e3 * moved / device.hbm, 1e3 * flops / device.bf16, 1e3 * links)
 
 
-def _of_weights(
-    config: Config, params: Params, rows: int, batch: int, tokens: int
-) -> tuple[float, float]:
+def _of_weights(config: Config, params: Params, rows: int, batch: int, tokens: int) -> tuple[float, float]:
     """Bytes and operations of the weights on one device, which sees `tokens` of `rows` of `batch` rows.
 
     Of experts, those count that so many tokens are expected to choose, if all are chosen alike. Logits are

@@ -32,7 +32,9 @@ def assert_comes_by_layers(found, topology):
     assert found["temporaries"] <= 1.05 * layers * layer
 
 
-@pytest.mark.parametrize(("name", "topology"), sweep(TPU + GPU, ("host-full", "v5e:2x2"), ("host-full", "h100")))
+@pytest.mark.parametrize(
+    ("name", "topology"), sweep(TPU + GPU, ("host-full", "v5e:2x2"), ("host-full", "h100"))
+)
 def test_a_step_holds_two_layers_and_brings_the_next_one_while_a_layer_computes(name, topology):
     if why := available("gpu" if topology == "h100" else "tpu"):
         pytest.skip(why)

@@ -93,7 +93,9 @@ def test_a_step_brings_every_layer_once_and_sends_back_the_block_of_the_token(bo
     traced = steps.step.trace(run, small().params, bare, jnp.zeros(2, jnp.int32), jnp.ones(2, bool))
     moves = list(moved(traced.jaxpr.jaxpr))
     slots = parts_of(cache)[0].capacity
-    assert sorted(set(moves)) == sorted({("to device", (1, 2, 2, slots, 8)), ("to host", (1, block(slots), 8))})
+    assert sorted(set(moves)) == sorted(
+        {("to device", (1, 2, 2, slots, 8)), ("to host", (1, block(slots), 8))}
+    )
     assert [way for way, _ in moves].count("to device") == 2 * LAYERS
     compiled = traced.lower().compile()
     assert compiled.memory_analysis().alias_size_in_bytes == nbytes(bare)
