@@ -160,8 +160,8 @@ def _lines(plan: dict[str, Any]) -> list[str]:
     if plan["host"]:
         ms = 1e3 * plan["host"] / HOST_LINK
         out.append(
-            f"{size(plan['host'])} of the cache lie in host memory beside every device, and a step brings them "
-            f"from there: {ms:.0f} ms at {HOST_LINK / 1e9:.0f} GB/s, which the roofline leaves out"
+            f"{size(plan['host'])} of the cache lie in host memory beside every device, and a step brings "
+            f"them from there: {ms:.0f} ms at {HOST_LINK / 1e9:.0f} GB/s, which the roofline leaves out"
         )
     seconds = (plan["prefill"] or {}).get("prompt_seconds")
     if seconds is not None:

@@ -97,9 +97,9 @@ def placed_cache(cache: Cache, on: OnMesh) -> Cache:
     return jax.tree.map(send, placed, lies_far(placed))
 
 
-def tree_bytes(tree: Any, memory: str | None = None) -> int:
-    """Bytes of placed arrays on one device, in a kind of memory; None: its own."""
-    here = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind == memory]
+def tree_bytes(tree: Any) -> int:
+    """Bytes of placed arrays on one device, but for those in host memory."""
+    here = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != KIND]
     return sum(on_device(x.shape, x.dtype, x.sharding.spec, x.sharding.mesh) for x in here)
 
 
