@@ -37,11 +37,8 @@ PROMPTS = (
     ("v5p:4x4x4", "128k", "llama-3.1-70b", "full"),
     ("h100:8", "128k", "llama-3.1-70b", "full"),
     ("v6e:4x4", "128k", "llama-3.1-70b", "full"),
-    ("tpu7x:2x2x1", "128k", "llama-3.1-70b", "full"),
-    ("v5e:16x16", "128k", "llama-3.1-70b", "full"),
     ("v5p:4x4x4", "128k", "llama-3.1-70b", "kivi:bits=4"),
     ("v5p:4x4x4", "1M", "yoco-3b", "full"),
-    ("v5p:4x4x4", "128k", "deepseek-v3", "full"),
 )
 GIB = 2**30
 
