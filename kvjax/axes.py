@@ -97,7 +97,8 @@ def _slots(f: OfArray, slots: Slots, axes: Axes) -> Slots:
     near = slots.near
     if near is not None:
         whole = _padded(f, _LISTS)
-        near = Near(_slots(f, near.slots, (*_LISTS, None)), whole(near.pages), whole(near.used))
+        pages, used = jax.tree.map(whole, (near.pages, near.used))
+        near = Near(_slots(f, near.slots, (*_LISTS, None)), pages, used)
     return dataclasses.replace(
         slots,
         k=jax.tree.map(put, slots.k),

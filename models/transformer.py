@@ -116,9 +116,11 @@ def stack(
     things: dict[Take, Any] = {Take("tokens", None): tokens, Take("embedding", None): params.get("embed")}
     things |= above or {}
     publishes = published(config, memory.takes)
-    new_states, collected, first, held = [], [], 0, list(states)
+    new_states, collected, first = [], [], 0
+    held: list[GroupState] = [*states]
     for g, p in enumerate(params["layers"]):
-        size, state = next(iter(p.values())).shape[0], held[g]
+        size = next(iter(p.values())).shape[0]
+        state: GroupState = held[g]
         if memory.ahead is not None and g + 1 < len(held):
             x, held[g + 1] = memory.ahead(x, held[g + 1])
         names = publishes.get(first, frozenset())

@@ -95,7 +95,7 @@ def fetched(
     copied from host memory.
     """
     near = body.near
-    assert near is not None
+    assert near is not None and near.pages is not None and near.used is not None
     held, used = near.pages[layer], near.used[layer]
     wanted = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None] < counts[..., None]
     same = (held[:, :, None] == pages[..., None]) & wanted[..., None]
