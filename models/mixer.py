@@ -195,7 +195,7 @@ class Memory(NamedTuple):
     passes: tuple[int, int] | None = None
     look: Callable[[Passed], Any] | None = None
     takes: Mapping[int, Mapping[str, Take]] = MappingProxyType({})
-    ahead: Callable[[Array, GroupState], tuple[Array, GroupState]] | None = None
+    ahead: Callable[[Array, GroupState], GroupState] | None = None
 
 
 class Mixer:

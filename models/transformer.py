@@ -117,11 +117,12 @@ def stack(
     things |= above or {}
     publishes = published(config, memory.takes)
     new_states, collected, first = [], [], 0
-    held = list(states)
-    for g, p in enumerate(params["layers"]):
+    held, ahead = list(states), memory.ahead
+    for g, (p, state) in enumerate(zip(params["layers"], held, strict=True)):
         size = next(iter(p.values())).shape[0]
-        x = _started(memory, x, held, g + 1)
-        state = held[g]
+        if ahead is not None and g + 1 < len(held):
+            # The loop comes to it next.
+            held[g + 1] = ahead(x, held[g + 1])
         names = publishes.get(first, frozenset())
         if "input" in names:
             things[Take("input", first)] = x
@@ -157,13 +158,6 @@ def stack(
         if memory.narrow is not None and first > memory.narrow.after:
             x, memory = _narrowed(x, memory, out, first)
     return Ran(x, tuple(new_states), tuple(collected), things, memory.pos)
-
-
-def _started(memory: Memory, x: Array, held: list[GroupState], group: int) -> Array:
-    """x, once that group has begun to bring what it will need, in `held`; where there is such a group."""
-    if memory.ahead is not None and group < len(held):
-        x, held[group] = memory.ahead(x, held[group])
-    return x
 
 
 def ends_early(config: Config, first: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +23,17 @@ def started(groups: tuple[GroupState, ...]) -> tuple[GroupState, ...]:
     return (_bringing(groups[0], 0), *groups[1:])
 
 
-def ahead_of(groups: Sequence[GroupState]) -> Callable[[Array, GroupState], Any] | None:
+def ahead_of(groups: Sequence[GroupState]) -> Callable[[Array, GroupState], GroupState] | None:
     """What has a group bring its first layer while the group below it runs; None where nothing is far."""
     return _ahead if any(any_far(group.parts) for group in groups) else None
 
 
-def _ahead(x: Float[Array, "B T D"], state: GroupState) -> tuple[Float[Array, "B T D"], GroupState]:
+def _ahead(x: Float[Array, "B T D"], state: GroupState) -> GroupState:
     if not any_far(state.parts):
-        return x, state
+        return state
     # Not before the group below begins, or all layers would be on the device at once.
-    x, first = jax.lax.optimization_barrier((x, jnp.int32(0)))
-    return x, _bringing(state, first)
+    _, first = jax.lax.optimization_barrier((x, jnp.int32(0)))
+    return _bringing(state, first)
 
 
 def next_one(state: GroupState, index: int | Array) -> GroupState:
