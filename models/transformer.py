@@ -142,7 +142,7 @@ def stack(
             x, state, left = block(p, x, layer, mlp, memory, state)
             return (x, state), left
 
-        run = jax.checkpoint(body) if memory.remat else body
+        run = jax.checkpoint(body) if memory.remat else body  # pyright: ignore[reportGeneralTypeIssues]
 
         if size == 1:
             (x, state), left = run((x, state), (jax.tree.map(lambda w: w[0], p), 0))
