@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from kvjax.cache import Cache, GroupState, Near, Paged, Pages, Segment, Slots, State, nbytes
 from kvjax.mesh.on_mesh import Axes, OnMesh
+from kvjax.ops.base.memory import KIND, in_host
 
 # (axes, array) -> what becomes of the array.
 OfArray = Callable[[Axes, Array], Any]
@@ -96,7 +97,8 @@ def _slots(f: OfArray, slots: Slots, axes: Axes) -> Slots:
     near = slots.near
     if near is not None:
         whole = _padded(f, _LISTS)
-        near = Near(_slots(f, near.slots, (*_LISTS, None)), whole(near.pages), whole(near.used))
+        pages, used = jax.tree.map(whole, (near.pages, near.used))
+        near = Near(_slots(f, near.slots, (*_LISTS, None)), pages, used)
     return dataclasses.replace(
         slots,
         k=jax.tree.map(put, slots.k),
@@ -114,9 +116,14 @@ def _pool(f: OfArray, pool: Pages) -> Pages:
     return jax.tree.map(_padded(f, ("pages",)), pool)
 
 
+def _memory(x: Array) -> str | None:
+    """The kind of memory that an array lies in, where it is not the device's own."""
+    return KIND if in_host(x) else None
+
+
 def pinned(cache: Cache, on: OnMesh | None) -> Cache:
     """Inside a program: the cache, of which the compiler is told how it lies."""
-    return cache if on is None else map_axes(lambda axes, x: on.pin(x, axes), cache, on)
+    return cache if on is None else map_axes(lambda axes, x: on.pin(x, axes, _memory(x)), cache, on)
 
 
 def pinned_to(x: Array, on: OnMesh | None, *axes: str | None) -> Array:
@@ -128,7 +135,7 @@ def placed(cache: Cache, on: OnMesh | None) -> Cache:
     """Outside of programs: the cache where the rules put it; what lies there already is not copied."""
     if on is None:
         return cache
-    where = map_axes(lambda axes, x: on.sharding(axes, x.shape), cache, on)
+    where = map_axes(lambda axes, x: on.sharding(axes, x.shape, _memory(x)), cache, on)
     moved = jax.device_put(dataclasses.replace(cache, added=None), dataclasses.replace(where, added=None))
     return dataclasses.replace(moved, spare=cache.spare, added=cache.added, on_mesh=on)
 

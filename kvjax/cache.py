@@ -120,7 +120,8 @@ class Slots:
     (latents). pos: token position per slot, -1 = empty. bias: added to the logits. traces: what a
     method remembers per slot; moves with the slots. summary: what a read method keeps per page of slots.
     sums: what it keeps of all slots of a list together, such as sums and means, [Lg, B, K, ...]. near: where
-    k and v lie in host memory, the pages that the device holds, too.
+    k and v lie in host memory, the pages that the device holds, too. far: k and v lie in host memory, from
+    which they come layer by layer (`kvjax.place.by_layer`).
     """
 
     k: Array | Codes
@@ -132,6 +133,7 @@ class Slots:
     sums: dict[str, Array] = dataclasses.field(default_factory=dict)
     near: Near | None = None
     shared: int = dataclasses.field(default=0, metadata=dict(static=True))
+    far: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     @property
     def capacity(self) -> int:
@@ -154,15 +156,16 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Near:
-    """Copies on the device of R pages of every list of slots in host memory.
+    """Copies on the device of R pages of every list of slots in host memory, or of all slots of one layer.
 
     slots: page m of a list lies at slots m * page .. m * page + page - 1. pages: which of the list's pages
-    that is, -1 = none. used: when it was last read, in steps of its list, 0 = never.
+    that is, -1 = none. used: when it was last read, in steps of its list, 0 = never. Both are None where
+    slots are those of one layer, while a program runs.
     """
 
     slots: Slots
-    pages: Int[Array, "Lg B K R"]
-    used: Int[Array, "Lg B K R"]
+    pages: Int[Array, "Lg B K R"] | None = None
+    used: Int[Array, "Lg B K R"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -329,17 +332,34 @@ def nbytes(tree: PyTree) -> int:
 def host_nbytes(tree: PyTree) -> int:
     """Bytes of `nbytes` that lie in host memory; 0 where the backend offers programs none.
 
-    They are the keys and values of slots of which the device holds copies (`Slots.near`).
+    They are the keys and values of slots of which the device holds copies (`Slots.near`), or one layer after
+    the other (`Slots.far`).
 
     >>> host_nbytes(jnp.zeros(3))
     0
     """
-    far = jax.tree.leaves(tree, is_leaf=_is_far) if offers_host() else []
-    return sum(nbytes((x.k, x.v)) for x in far if _is_far(x))
+    if not offers_host():
+        return 0
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(lies_far(tree)), strict=True)
+    return sum(nbytes(x) for x, far in pairs if far)
+
+
+def lies_far(tree: PyTree) -> PyTree:
+    """For every array of a cache, or of its shapes, whether it lies in host memory where there is one."""
+
+    def one(x: Any) -> Any:
+        whole = jax.tree.map(lambda _: False, x)
+        if not _is_far(x):
+            return whole
+        # One number per slot stays beside the positions.
+        k, v = (jax.tree.map(lambda a: not x.far or a.ndim > 4, y) for y in (x.k, x.v))
+        return dataclasses.replace(whole, k=k, v=v)
+
+    return jax.tree.map(one, tree, is_leaf=_is_far)
 
 
 def _is_far(x: Any) -> bool:
-    return isinstance(x, Slots) and x.near is not None
+    return isinstance(x, Slots) and (x.near is not None or x.far)
 
 
 def check_alive(cache: Cache) -> None:

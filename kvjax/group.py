@@ -86,7 +86,7 @@ class GroupMethod(NamedTuple):
     @property
     def lasting(self) -> bool:
         """Whether steps add slots and change none that is stored, so that copies can have these in common."""
-        apart = self.split or self.sinks or self.stack is not None
+        apart = self.split or self.sinks or self.stack is not None or self.host is not None
         unsteady = self.keep is not None and not self.keep.phase.steady
         return self.kind == "slots" and not (self.evicting or apart or unsteady or self.traces)
 
@@ -189,5 +189,6 @@ def group_method(
     if read is not None:
         granule, residual = math.lcm(granule, read.granule), max(residual, getattr(read, "newest", 0))
     sinks = store.sinks if store is not None and codecs != (None, None) else 0
-    host = None if read is None else method.host
+    # Layers that a read leaves alone stay on the device.
+    host = method.host if (read is None) == (method.read is None) else None
     return GroupMethod(keep, codecs, granule, residual, read, first, shared, sinks=sinks, host=host)

@@ -210,15 +210,34 @@ def refused_in_host(method: Method) -> Refusals:
     if host is None:
         return []
     return [
-        (
-            read is None,
-            f"{host!r} brings the pages to the device that a step reads, and without a read method it reads "
-            "all: chain it with one, such as quest",
-        ),
+        *_refused_by_layer(method),
         (
             isinstance(read, Resting | Sampling | Reusing) or hasattr(read, "looks_at"),
             f"{host!r} brings what is read to the device, and {read!r} chooses by looking at all keys: use a "
             "read by summaries, such as quest",
+        ),
+    ]
+
+
+def _refused_by_layer(method: Method) -> Refusals:
+    """(wrong, why) for what cannot be where layers come from host memory whole."""
+    host, keep = method.host, method.keep
+    if method.read is not None:
+        return []
+    return [
+        (
+            bool(getattr(host, "resident", 0)),
+            f"{host!r} holds pages that a step reads on the device, and without a read method it reads all: "
+            "chain it with one, such as quest, or write Host()",
+        ),
+        (
+            keep is not None and (keep.when.in_steps or not keep.allocate.uniform or keep.lower is not None),
+            f"{host!r} brings lists layer by layer, and this keep moves slots while decoding, gives heads "
+            "unequal numbers or has a second tier: use one that acts at the end of prompts, such as snapkv",
+        ),
+        (
+            method.stack is not None,
+            f"{host!r} brings one layer after the other, and this method stores two as one: leave one out",
         ),
     ]
 

@@ -13,7 +13,7 @@ from kvjax.cache import Cache, Codes, GroupState, Slots, State, width_of
 from kvjax.grammar import Keep
 from kvjax.group import GroupMethod
 from kvjax.ops.base.memory import there
-from kvjax.place.host import in_host_memory
+from kvjax.place.host import in_its_memory
 from kvjax.segments import whole_tiles
 from kvjax.when import Full
 from kvjax.writing import pad_slots
@@ -93,7 +93,7 @@ def widened(gm: GroupMethod, group: GroupState, slots: int) -> GroupState:
     (body,) = group.bodies
     assert isinstance(body, Slots)
     body = _pad_granules(body, slots // gm.granule, gm.granule)
-    body = body if gm.host is None else in_host_memory(gm.host, gm.read, body)
+    body = in_its_memory(gm.host, gm.read, body)
     return dataclasses.replace(group, bodies=(body,))
 
 

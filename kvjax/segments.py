@@ -20,7 +20,7 @@ from kvjax.gathered import gather_traces
 from kvjax.group import GroupMethod
 from kvjax.keep.select import slot_lists
 from kvjax.ops.base.dispatch import alone, platform
-from kvjax.place.host import in_host_memory
+from kvjax.place.host import in_its_memory
 from kvjax.place.paged import put_traces
 from kvjax.protocols import View, over_layers
 from kvjax.read_protocols import Remembering
@@ -81,7 +81,7 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
     whole = kept.shape[-1] <= capacity and gm.keep is None and not gm.sinks
     if whole and not gm.split:
         plain = whole_slots(gm, view)
-        return GroupState(tail=encoded(pad_slots(plain, capacity - plain.capacity), gm))
+        return GroupState(tail=_tail(gm, pad_slots(plain, capacity - plain.capacity)))
     sinks = _sinks(gm, view, kept)
     if sinks is not None:
         kept &= view.pos >= gm.sinks
@@ -91,12 +91,17 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
     if gm.keep is not None and gm.keep.lower is not None:
         return GroupState((_lower(gm, view, live & ~kept, tokens, room),), encoded(slots, gm))
     if not gm.split:
-        return GroupState(tail=encoded(slots, gm), sinks=sinks)
+        return GroupState(tail=_tail(gm, slots), sinks=sinks)
     # The tail is filled as if everything were new, then flushed into an empty body.
     tail = _sized(slots, capacity)
     body, tail = flush(gm, _empty_body(gm, tail, body_slots(gm, capacity)), tail)
-    body = body if gm.host is None else in_host_memory(gm.host, gm.read, body)
+    body = in_its_memory(gm.host, gm.read, body)
     return GroupState((body,), tail, sinks=sinks)
+
+
+def _tail(gm: GroupMethod, slots: Slots) -> Slots:
+    """The slots of a group that has no body, as it stores them and where."""
+    return in_its_memory(gm.host, gm.read, encoded(slots, gm))
 
 
 def _sinks(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"]) -> Slots | None:

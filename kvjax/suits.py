@@ -61,6 +61,9 @@ def check_fit(method: Method, config: Config) -> None:
         )
     _check_store(method, config, facts)
     _check_narrow(method, config)
+    if method.host is not None and facts.lent:
+        other = "quest" if method.read is not None else "the method without Host()"
+        _refuse(method, "several layers read the slots that it brings to the device for one", other)
     if method.keep is None and method.read is None:
         return
     _check_slots(method, facts)
@@ -201,8 +204,6 @@ def _check_read(method: Method, read: Any, config: Config, facts: _Facts) -> Non
             "it remembers how queries meet keys, and the model stores latents, or layers share their slots",
             "quest",
         )
-    if method.host is not None and facts.lent:
-        _refuse(method, "several layers read the slots that it brings to the device for one", "quest")
     if isinstance(read, Reusing) and (facts.lent or len({s.heads for s in facts.slots}) > 1):
         _refuse(
             method, "layers share slots or have unequal numbers of lists, and cannot share picks", "quest"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.cache import Codes, Slots
 from kvjax.ops.base.dispatch import alone, platform
-from kvjax.ops.base.memory import copy_blocks, in_host, listed
+from kvjax.ops.base.memory import copy_blocks, in_host, listed, there, to_device, to_host
 from kvjax.ops.decode.stacked_decode import on_lanes
 
 
@@ -22,10 +24,13 @@ def write_rows(
 
     One flat row scatter: it stays in place inside a scan that carries x, where a multi-dimensional index
     would copy the cache. Where slots lie on the lanes (`_by_lanes`), one slot per list is written by a
-    `where` over the written layers instead: for a flat index XLA would copy x into another layout.
+    `where` over the written layers instead: for a flat index XLA would copy x into another layout. Of an x
+    in host memory, every layer is written on the device.
     """
     layers, b, k, c = slot.shape
     s = x.shape[3]
+    if in_host(x):
+        return _write_far(write_rows, x, slot, new, layer)
     if c == 1 and _by_lanes(x):
         part = jax.lax.dynamic_slice_in_dim(x, layer, layers)
         slots = slot.reshape(*slot.shape, *(1,) * (x.ndim - 4))
@@ -42,6 +47,17 @@ def write_rows(
     flat = x.reshape(-1, *x.shape[4:])
     rows = new.reshape(layers * b * k * c, *x.shape[4:]).astype(x.dtype)
     return flat.at[row.reshape(-1)].set(rows, mode="drop").reshape(x.shape)
+
+
+def _write_far(write: Callable[..., Array], x: Array, at: Array, new: Array, layer: int | Array) -> Array:
+    """write(x, at, new, layer) of an x in host memory, whose layers come to the device and go back."""
+
+    def one(i: Array, x: Array) -> Array:
+        own = (jax.lax.dynamic_slice_in_dim(y, i, 1) for y in (at, new))
+        part = write(to_device(jax.lax.dynamic_slice_in_dim(x, layer + i, 1)), *own)
+        return jax.lax.dynamic_update_slice_in_dim(x, to_host(part), layer + i, 0)
+
+    return jax.lax.fori_loop(0, at.shape[0], one, x)
 
 
 def _by_lanes(x: Array) -> bool:
@@ -87,6 +103,8 @@ def write_blocks(
     """
     s, rest = x.shape[3], x.shape[4:]
     size = new.shape[3] // block.shape[3]
+    if in_host(x) and not alone(x, block, new):
+        return _write_far(write_blocks, x, block, new, layer)
     if in_host(x):
         source, count = listed((block >= 0) & (block < s // size))
         b, k, c = block.shape[1:]
@@ -198,8 +216,8 @@ def pad_slots(slots: Slots, room: int) -> Slots:
 
     return dataclasses.replace(
         slots,
-        k=jax.tree.map(grow, slots.k),
-        v=jax.tree.map(grow, slots.v),
+        k=jax.tree.map(partial(there, grow), slots.k),
+        v=jax.tree.map(partial(there, grow), slots.v),
         pos=grow(slots.pos, -1),
         bias=None if slots.bias is None else grow(slots.bias),
         traces={n: grow(x) for n, x in slots.traces.items()},

@@ -178,7 +178,8 @@ class Memory(NamedTuple):
     on from one to the next. passes: where layers read slots from above, how many passes without and then with
     a gradient stand for the fixed point; None: as many as reach it. look: what to collect of every layer.
     takes: what a memory has layers take from each other beside what their mixers do, by the first layer of a
-    group.
+    group. ahead: called with what enters a group of layers and the state of the next one, which starts to
+    bring what that one will need.
     """
 
     pos: Int[Array, "B T"]
@@ -194,6 +195,7 @@ class Memory(NamedTuple):
     passes: tuple[int, int] | None = None
     look: Callable[[Passed], Any] | None = None
     takes: Mapping[int, Mapping[str, Take]] = MappingProxyType({})
+    ahead: Callable[[Array, GroupState], GroupState] | None = None
 
 
 class Mixer:

@@ -117,8 +117,12 @@ def stack(
     things |= above or {}
     publishes = published(config, memory.takes)
     new_states, collected, first = [], [], 0
-    for g, (p, state) in enumerate(zip(params["layers"], states, strict=True)):
+    held, ahead = list(states), memory.ahead
+    for g, (p, state) in enumerate(zip(params["layers"], held, strict=True)):
         size = next(iter(p.values())).shape[0]
+        if ahead is not None and g + 1 < len(held):
+            # The loop comes to it next.
+            held[g + 1] = ahead(x, held[g + 1])
         names = publishes.get(first, frozenset())
         if "input" in names:
             things[Take("input", first)] = x
@@ -138,7 +142,7 @@ def stack(
             x, state, left = block(p, x, layer, mlp, memory, state)
             return (x, state), left
 
-        run = jax.checkpoint(body) if memory.remat else body
+        run = jax.checkpoint(body) if memory.remat else body  # pyright: ignore[reportGeneralTypeIssues]
 
         if size == 1:
             (x, state), left = run((x, state), (jax.tree.map(lambda w: w[0], p), 0))

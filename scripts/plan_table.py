@@ -3,6 +3,7 @@
     python scripts/plan_table.py            prints the tables
     python scripts/plan_table.py --write    puts them into the page
     python scripts/plan_table.py --compile  compiles what the data does not have, cell by cell (minutes each)
+    python scripts/plan_table.py --prompts  does so with the chunks of prompts, `PROMPTS`
 
 The data is written after every cell, so that --compile goes on where it was stopped. Delete a cell to have it
 compiled again.
@@ -28,6 +29,16 @@ CACHES = (
     ("llama-3.1-70b", "kivi:bits=4"),
     ("deepseek-v3", "full"),
     ("yoco-3b", "full"),
+)
+# Tokens of a prompt that are read at once, and where.
+CHUNK = 512
+PROMPTS = (
+    ("v5p:4x4x4", "1M", "llama-3.1-70b", "full"),
+    ("v5p:4x4x4", "128k", "llama-3.1-70b", "full"),
+    ("h100:8", "128k", "llama-3.1-70b", "full"),
+    ("v6e:4x4", "128k", "llama-3.1-70b", "full"),
+    ("v5p:4x4x4", "128k", "llama-3.1-70b", "kivi:bits=4"),
+    ("v5p:4x4x4", "1M", "yoco-3b", "full"),
 )
 GIB = 2**30
 
@@ -57,18 +68,39 @@ def compile_all() -> None:
             print(*cell, found["fits"], flush=True)
 
 
-def _plan(topology: str, context: str, model: str, method: str) -> dict[str, Any]:
+def compile_prompts() -> None:
+    """Compiles the chunk of every prompt that the data lacks."""
+    data = load()
+    found = data.setdefault("prompts", [])
+    done = {(one["topology"], one["asked"], one["model"], one["method"]) for one in found}
+    for cell in PROMPTS:
+        if cell not in done:
+            planner = _planner(*cell, CHUNK)
+            keys = ("topology", "asked", "model", "method")
+            mesh = {"mesh": planner.layout.mesh, "memory": planner.asked.topology.memory}
+            chunk = planner.judged(ROWS, CONTEXTS[cell[1]], CHUNK)
+            found.append(dict(zip(keys, cell, strict=True)) | mesh | {"chunk": chunk})
+            found.sort(key=lambda x: PROMPTS.index((x["topology"], x["asked"], x["model"], x["method"])))
+            DATA.write_text(json.dumps(data, indent=1) + "\n")
+            print(*cell, chunk.get("error", chunk["fits"]), flush=True)
+
+
+def _planner(topology: str, context: str, model: str, method: str, chunk: int) -> Any:
     from kvjax.plan.named import named
     from kvjax.plan.planning import Asked, Planner
     from kvjax.plan.topologies import topology_of
 
-    devices = topology_of(topology)
-    asked = Asked(model, named(model).config, devices, CONTEXTS[context], ROWS, method, chunk=0)
-    planner = Planner(asked)
+    config = named(model).config
+    return Planner(Asked(model, config, topology_of(topology), CONTEXTS[context], ROWS, method, chunk=chunk))
+
+
+def _plan(topology: str, context: str, model: str, method: str) -> dict[str, Any]:
+    planner = _planner(topology, context, model, method, 0)
     on = planner.layout.on
     held = planner.sizes.weights(on) + planner.sizes.cache(on, ROWS, CONTEXTS[context])
-    assert devices.memory is not None
-    plan = planner.plan(compile=held <= devices.memory, largest=False)
+    memory = planner.asked.topology.memory
+    assert memory is not None
+    plan = planner.plan(compile=held <= memory, largest=False)
     search = planner.search()
     assert search is not None
     kept = ("topology", "model", "mesh", "preset", "weights", "cache", "memory", "fits", "decode")
@@ -87,6 +119,32 @@ def table(context: str) -> str:
         if one["asked"] == context:
             lines.append(f"| {' | '.join(_row(one))} |")
     return "\n".join(lines)
+
+
+def prompts() -> str:
+    """The table of chunks, in Markdown."""
+    lines = [
+        "| devices | tokens | model | method | mesh | weights | cache | temporaries | fits | sent | ms "
+        "| prompt |",
+        f"|{'---|' * 12}",
+    ]
+    for one in load().get("prompts", []):
+        chunk = one["chunk"]
+        mesh = " x ".join(f"{name} {n}" for name, n in one["mesh"].items() if n > 1)
+        cells = [one["topology"], one["asked"], one["model"], one["method"], mesh]
+        cells += [f"{chunk[n] / GIB:.1f}" for n in ("weights", "cache")]
+        beside = chunk["needs"] - chunk["weights"] - chunk["cache"] if chunk.get("needs") else None
+        cells.append("-" if beside is None else f"{max(beside, 0) / GIB:.2f}")
+        cells.append({True: "yes", False: "no", None: "?"}[chunk["fits"]])
+        least = chunk.get("roofline")
+        sent = sum(count for *_, count in chunk.get("collectives", []))
+        cells += ["-"] * 3 if least is None else _rates(sent, least["ms"], chunk["prompt_seconds"])
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _rates(sent: int, ms: float, seconds: float) -> list[str]:
+    return [f"{sent / 2**20:.0f}", f"{ms:.0f}", f"{seconds:.0f} s"]
 
 
 def _row(one: dict[str, Any]) -> list[str]:
@@ -108,5 +166,8 @@ def _row(one: dict[str, Any]) -> list[str]:
 if __name__ == "__main__":
     if "--compile" in sys.argv:
         compile_all()
+    elif "--prompts" in sys.argv:
+        compile_prompts()
     else:
-        print_or_write(__doc__, "scaling-table.md", {f"plan {c}": lambda c=c: table(c) for c in CONTEXTS})
+        tables = {f"plan {c}": lambda c=c: table(c) for c in CONTEXTS} | {"plan prompts": prompts}
+        print_or_write(__doc__, "scaling-table.md", tables)

@@ -16,6 +16,7 @@ from kvjax.axes import map_axes
 from kvjax.fitted import fitted_words, with_fitted
 from kvjax.mesh.on_mesh import as_mesh
 from kvjax.mesh.rules import as_rules
+from kvjax.ops.base.memory import KIND, in_host
 from kvjax.prefilling import bare_cache, labelled
 from kvjax.pure import decoding
 from tests.methods.battery import MAIN, ROOM, T, first_of_each_class, model, off, positions, step, talk
@@ -41,7 +42,8 @@ def spread(of: str, name: str) -> kvjax.Model:
 
 def refuses(label):
     """Whether a method's caches cannot lie on several devices."""
-    return BY_LABEL[label].method().host is not None
+    method = BY_LABEL[label].method()
+    return method.host is not None and method.read is not None
 
 
 def check_places(held):
@@ -49,7 +51,9 @@ def check_places(held):
     on = held.on_mesh
 
     def check(axes, x):
-        assert x.sharding.is_equivalent_to(on.sharding(axes, x.shape), x.ndim), (axes, x.sharding)
+        assert x.sharding.is_equivalent_to(
+            on.sharding(axes, x.shape, KIND if in_host(x) else None), x.ndim
+        ), (axes, x.sharding)
         return x
 
     map_axes(check, held, on)

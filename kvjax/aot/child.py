@@ -42,6 +42,8 @@ def main() -> None:
     from kvjax.aot import reading
     from kvjax.aot.hardware import device_of
     from kvjax.aot.probe import cases_of
+    from kvjax.cache import lies_far
+    from kvjax.ops.base.memory import KIND
     from kvjax.pallas_kernels.block_sizes import here
 
     device = device_of(topology)
@@ -51,13 +53,14 @@ def main() -> None:
     whole = NamedSharding(mesh, PartitionSpec())
 
     def place(at: int, operand: Any) -> Any:
-        def one(x: Any) -> Any:
+        def one(x: Any, far: bool) -> Any:
             layout = case.layouts.get(at)
             layout = layout(x) if callable(layout) else layout
-            how = whole if layout is None else Format(layout, whole)
+            where = whole.with_memory_kind(KIND) if far else whole
+            how = where if layout is None else Format(layout, where)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=how)
 
-        return jax.tree.map(one, operand)
+        return jax.tree.map(one, operand, lies_far(operand))
 
     placed = [place(at, operand) for at, operand in enumerate(case.operands)]
     # Pallas reads from the mesh for which generation of TPUs it compiles.
@@ -70,6 +73,8 @@ def main() -> None:
     # Only copies of at least a quarter of the cache count, or of a leaf; without a cache, none do.
     least = case.leaf or case.cache // 4 or sys.maxsize
     found = reading.memory(compiled, least)
+    if any(jax.tree.leaves(lies_far(case.operands))):
+        found |= reading.host_memory(compiled, least)
     found["staged"] = reading.staged(compiled.as_text() or "", least)
     print("AOT " + json.dumps(found | reading.schedule(folder, case.kernel)))
 

@@ -34,6 +34,7 @@ def main() -> None:
     from kvjax.aot import gpu_reading, reading
     from kvjax.aot.hardware import GPUS
     from kvjax.aot.probe import cases_of
+    from kvjax.cache import lies_far
 
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     gpu = GPUS[name]
@@ -49,7 +50,10 @@ def main() -> None:
     with jax.set_mesh(mesh):
         operands = jax.tree.map(place, case.operands)
         compiled = jax.jit(case.run, donate_argnums=case.donated).lower(*operands).compile()
-    found = reading.memory(compiled, case.leaf or case.cache // 4 or sys.maxsize)
+    least = case.leaf or case.cache // 4 or sys.maxsize
+    found = reading.memory(compiled, least)
+    if any(jax.tree.leaves(lies_far(case.operands))):
+        found |= reading.host_memory(compiled, least)
     found["kernels"] = gpu_reading.kernels(compiled.as_text() or "")
     print("AOT " + json.dumps(found | gpu_reading.programs(folder, case.kernel, gpu)))
 

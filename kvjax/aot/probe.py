@@ -16,7 +16,7 @@ from typing import Any
 from kvjax.aot import cases, reading
 from kvjax.aot.case import Case
 from kvjax.aot.cases import gpu as gpu_cases
-from kvjax.aot.cases import layouts
+from kvjax.aot.cases import host, layouts
 from kvjax.aot.hardware import Device, Gpu, device_of
 from kvjax.aot.reading import largest
 from kvjax.errors import InputError
@@ -84,7 +84,9 @@ def on_cpu(name: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
 
 def cases_of(device: Device | Gpu) -> dict[str, Callable[..., Case]]:
     """What can be compiled for a device, by name."""
-    return (gpu_cases.CASES if isinstance(device, Gpu) else cases.CASES) | layouts.CASES
+    if isinstance(device, Gpu):
+        return gpu_cases.CASES | layouts.CASES | host.GPU_CASES
+    return cases.CASES | layouts.CASES | host.CASES
 
 
 def _on_gpu(gpu: Gpu, case: Case, topology: str, name: str, **options: Any) -> dict[str, Any]:

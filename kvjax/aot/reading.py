@@ -21,6 +21,10 @@ MOVING = frozenset(
     ("copy", "copy-start", "transpose", "reverse", "concatenate", "pad", "slice", "dynamic-slice", "gather")
 ) | {f"{name}{how}" for name in ("all-gather", "all-to-all", "collective-permute") for how in ("", "-start")}
 STILL = frozenset(("parameter", "constant", "bitcast", "reshape", "tuple", "get-tuple-element"))
+# What brings an array from another memory, with its shapes, and what waits for it.
+FETCH = re.compile(r"^\s*%([\w.\-]+) = .* (?:copy|slice|dynamic-slice)-start\(")
+DONE = re.compile(r"-done\(.*?%([\w.\-]+)\)")
+SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 ADDRESS = re.compile(r"^\s*(0x[0-9a-f]+|0)\s")
 REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 # A jump over a conditional part; the mark is that of code within a loop.
@@ -50,10 +54,50 @@ def memory(compiled: Any, least: int) -> dict[str, Any]:
     return {
         "arguments": taken.argument_size_in_bytes,
         "temporaries": taken.temp_size_in_bytes,
-        "aliases": taken.alias_size_in_bytes,
+        "aliases": taken.alias_size_in_bytes + taken.host_alias_size_in_bytes,
         "copies": large_copies(module, least),
         "moved": largest_move(module),
     }
+
+
+def host_memory(compiled: Any, least: int) -> dict[str, int]:
+    """Bytes in host memory that a program takes, and how arrays of at least `least` bytes come from there.
+
+    host_arguments, host_aliases, host_temporaries: as the compiler counts them. fetches: copies to the device
+    that it starts and waits for apart. beside: those of them between whose ends a feed-forward computes.
+    """
+    taken = compiled.memory_analysis()
+    fetches, beside = fetched(compiled.as_text() or "", least)
+    return {
+        "host_arguments": taken.host_argument_size_in_bytes,
+        "host_aliases": taken.host_alias_size_in_bytes,
+        "host_temporaries": taken.host_temp_size_in_bytes,
+        "fetches": fetches,
+        "beside": beside,
+    }
+
+
+def fetched(module: str, least: int) -> tuple[int, int]:
+    """How many arrays come from host memory by a start and a wait, and over how many of them layers compute.
+
+    >>> fetched("ENTRY %m (a: f32[8]) -> f32[8] {\\n  %s = (f32[8], f32[8]{0:S(5)}, u32[]) copy-start(%a)\\n"
+    ...     '  %f = f32[8] fusion(%b), metadata={op_name="jit(f)/mlp/dot"}\\n'
+    ...     "  %d = f32[8] copy-done(%s)\\n}\\n", 32)
+    (1, 1)
+    """
+    found, beside = 0, 0
+    for _, body in COMPUTATION.findall(module):
+        open_: dict[str, bool] = {}
+        for line in body.splitlines():
+            if (started := FETCH.match(line)) is not None and "S(5)" in line.split("-start(")[0]:
+                sizes = [array_bytes(*shape) for shape in SHAPE.findall(line.split("-start(")[0])]
+                if max(sizes) >= least:
+                    open_[started[1]] = False
+            elif (done := DONE.search(line)) is not None and done[1] in open_:
+                found, beside = found + 1, beside + open_.pop(done[1])
+            elif "/mlp/" in line and (" fusion(" in line or " custom-call(" in line):
+                open_ = dict.fromkeys(open_, True)
+    return found, beside
 
 
 def large_copies(module: str, least: int) -> int:

@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"which TPUs or GPUs ({', '.join(GPUS)}; default: %(default)s)",
     )
     parser.add_argument(
-        "--all", action="store_true", help="every case but 'layout-*', whose record scripts/layouts.py writes"
+        "--all",
+        action="store_true",
+        help="every case but 'layout-*', whose record scripts/layouts.py writes, and 'host-*'",
     )
     parser.add_argument(
         "--list", action="store_true", help="print the names of the cases of the first topology and stop"
@@ -110,7 +112,7 @@ def _todo(args: argparse.Namespace, devices: dict[str, Device | Gpu]) -> list[tu
         (name, topology)
         for topology, device in devices.items()
         for name in cases_of(device)
-        if (not name.startswith("layout-") if args.all else fnmatch.fnmatch(name, args.case))
+        if (not name.startswith(("layout-", "host-")) if args.all else fnmatch.fnmatch(name, args.case))
     ]
     if not todo:
         raise InputError(f"no case is called {args.case!r}: see `kvjax aot --list`")

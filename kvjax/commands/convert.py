@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from kvjax.commands.options import add_dtype, whole
+from kvjax.commands.options import add_dtype, add_refused, whole
 from kvjax.commands.programs import keep_programs
 from kvjax.commands.texts import read_texts
 
@@ -51,6 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--length", type=whole(16), default=512, metavar="T", help="their tokens (default: 512)"
     )
     parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of the texts (default: 0)")
+    for name in ("--mesh", "--hosts"):
+        add_refused(
+            parser,
+            name,
+            "a conversion rewrites whole weights, once: run kvjax convert in one process, without it; "
+            "kvjax uptrain, generate and compare spread the directory that it writes",
+        )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kvjax.commands.options import add_dtype, add_model, whole
+from kvjax.commands.options import add_dtype, add_mesh, add_model, add_refused, mesh_options, whole
 from kvjax.commands.programs import keep_programs
 from kvjax.commands.texts import read_texts
 
@@ -57,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of the draws (default: 0)")
     parser.add_argument("--out", required=True, metavar="FILE", help="where to write it, as safetensors")
+    add_mesh(parser)
+    add_refused(
+        parser,
+        "--hosts",
+        "what words learn is solved in one process, from a few texts: run kvjax fit on one host, with --mesh "
+        "for its devices, and give the file to all",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -72,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
     from kvjax.methods.parse import parse_budget, read_options
 
     keep_programs()
-    model = load(args.model, dtype=args.dtype)
+    model = load(args.model, dtype=args.dtype, **mesh_options(args))
     texts = read_texts(
         model, text=args.text, tasks=args.tasks, rows=args.rows, length=args.length, seed=args.seed,
         questions=learns_from_questions(args.method),

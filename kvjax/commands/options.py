@@ -50,6 +50,15 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_refused(parser: argparse.ArgumentParser, name: str, why: str) -> None:
+    """Takes an option that other commands have, to say why this one has not."""
+
+    def refused(_: str) -> None:
+        raise argparse.ArgumentTypeError(why)
+
+    parser.add_argument(name, type=refused, help=argparse.SUPPRESS)
+
+
 def add_mesh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh", metavar="AXES", help="split the model over devices, as data=2,model=4 (default: one device)"

@@ -21,6 +21,9 @@ from kvjax.plan.picture import curve, tokens_in_words, write_picture
 from kvjax.plan.planning import Asked, Planner
 from kvjax.plan.topologies import topology_of
 
+# Bytes per second of a link of 16 lanes of PCIe 4, where nothing else is known.
+HOST_LINK = 32e9
+
 
 def list_models() -> int:
     """Prints the models that are known by name, and where their shapes are from."""
@@ -154,6 +157,15 @@ def _lines(plan: dict[str, Any]) -> list[str]:
             f"roofline {least['ms']:.1f} ms a step, {rate:.0f} tokens a second (hbm {least['hbm']:.1f}, mxu "
             f"{least['mxu']:.1f}, links {least['links']:.1f})"
         )
+    if plan["host"]:
+        ms = 1e3 * plan["host"] / HOST_LINK
+        out.append(
+            f"{size(plan['host'])} of the cache lie in host memory beside every device, and a step brings "
+            f"them from there: {ms:.0f} ms at {HOST_LINK / 1e9:.0f} GB/s, which the roofline leaves out"
+        )
+    seconds = (plan["prefill"] or {}).get("prompt_seconds")
+    if seconds is not None:
+        out.append(f"roofline {seconds:.0f} s a prompt, in such chunks")
     most = plan["largest"]
     if most is not None:
         how = {True: "compiled", False: "by sizes"}

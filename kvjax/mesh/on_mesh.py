@@ -89,13 +89,13 @@ class OnMesh:
             parts.pop()
         return PartitionSpec(*parts)
 
-    def sharding(self, axes: Axes, shape: Sequence[int]) -> NamedSharding:
-        """`spec` on this mesh."""
-        return NamedSharding(self.mesh, self.spec(axes, shape))
+    def sharding(self, axes: Axes, shape: Sequence[int], memory: str | None = None) -> NamedSharding:
+        """`spec` on this mesh, in a kind of the devices' memory; None: their own."""
+        return NamedSharding(self.mesh, self.spec(axes, shape), memory_kind=memory)
 
-    def pin(self, x: Array, axes: Axes) -> Array:
+    def pin(self, x: Array, axes: Axes, memory: str | None = None) -> Array:
         """x, of which a program is told how it lies."""
-        return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape, memory))
 
     def check(self, axis: str, size: int, what: str, instead: str) -> None:
         """InputError where `size` of `what` cannot be split as the rules say. instead: what would do."""

@@ -11,6 +11,7 @@ from kvjax.keep.score import Position, Uniformly
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.shared import Amount, Group, Seed, Tokens
 from kvjax.phase import ByRank
+from kvjax.place.host import Host
 from kvjax.store.affine import Affine, Float8
 from kvjax.when import STEP
 
@@ -69,3 +70,13 @@ def int4(*, group: Group | None = 32) -> Method:
 def fp8(*, kind: Literal["e4m3", "e5m2"] = "e4m3") -> Method:
     """Baseline: float8 with one scale per token and head."""
     return Method(store=Store(Float8(kind), Float8(kind)))
+
+
+@paper("Offloaded cache", family="baseline")
+def offloaded() -> Method:
+    """Baseline: every token, in host memory, from which a step brings the layers one after the other.
+
+    Chained with a store (`kivi + offloaded`) or with what drops tokens behind prompts (`snapkv + offloaded`),
+    it puts what these leave there. FlexGen (arXiv:2303.06865) does this with caches and weights.
+    """
+    return Method(host=Host())

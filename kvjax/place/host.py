@@ -1,4 +1,7 @@
-"""Slots in host memory: the device holds the pages that were read last, and fetches what else is read."""
+"""Slots in host memory: the device holds the pages that were read last, and fetches what else is read.
+
+What brings whole layers, where nothing chooses what is read, stands in `kvjax.place.by_layer`.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,20 @@ from jaxtyping import Array, Int
 from kvjax.cache import Near, Slots
 from kvjax.ops.base.dispatch import alone
 from kvjax.ops.base.memory import copy_blocks, listed, to_host
+from kvjax.place.by_layer import far
 
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """Keys and values of the body lie in host memory; the device holds the pages of them that were read last.
+    """Keys and values lie in host memory. What is read, and every number, is that of a method without this.
 
-    resident: the share of the body's pages that it holds, and at least those that a step visits. What is
-    read, and so every number that comes out, is that of the same method without this word. Positions,
-    summaries and the tail stay on the device. Where the backend offers programs no host memory, the body lies
-    there too. Prompts and verbs on rows take all of a body to the device and back, and no gradients pass.
+    Beside a read, those of the body do, and the device holds the pages of it that were read last. resident:
+    the share of the body's pages that it holds, and at least those that a step visits. Without a read, all
+    keys and values do, but for a plain tail behind codes of several tokens: a step brings those of a layer to
+    the device while the layer below computes, as FlexGen does (Sheng et al., 2023, arXiv:2303.06865, section
+    4.1), and what a token adds goes back. Positions, summaries and all else stay on the device. Where the
+    backend offers programs no host memory, everything lies there. Prompts and verbs on rows take all of a
+    group of layers to the device and back, and no gradients pass.
 
     >>> Host(0.25).places(64, page=8, visited=1), Host(0.25).places(64, page=8, visited=5)
     (2, 5)
@@ -39,6 +46,13 @@ class Host:
     def places(self, slots: int, page: int, visited: int) -> int:
         """How many pages of a body of `slots` slots the device holds, where a step visits `visited`."""
         return min(slots // page, max(visited, math.ceil(self.resident * (slots // page))))
+
+
+def in_its_memory(host: Host | None, read: Any, slots: Slots) -> Slots:
+    """Slots where a word says that they lie; as they are without one."""
+    if host is None:
+        return slots
+    return far(slots) if read is None else in_host_memory(host, read, slots)
 
 
 def in_host_memory(host: Host, read: Any, body: Slots) -> Slots:
@@ -81,7 +95,7 @@ def fetched(
     copied from host memory.
     """
     near = body.near
-    assert near is not None
+    assert near is not None and near.pages is not None and near.used is not None
     held, used = near.pages[layer], near.used[layer]
     wanted = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None] < counts[..., None]
     same = (held[:, :, None] == pages[..., None]) & wanted[..., None]

@@ -37,11 +37,11 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def compiled(job: Job) -> dict[str, Any]:
-    """Bytes on one device, collectives, seconds and, of a decode step, its roofline; "error" where it fails.
+    """Bytes on one device, collectives, seconds and its roofline; "error" where it fails.
 
     weights, cache: of the operands. arguments, temporaries, outputs, aliases: as the compiler counts them,
     with the padding of tiles. needs: all that is in memory at once. collectives: [kind, count, bytes].
-    kernels: how many calls of Pallas kernels are in the program.
+    kernels: how many calls of Pallas kernels are in the program. prompt_seconds: of all chunks of a prompt.
     """
     mesh = mesh_of(job)
     on = OnMesh(mesh, job.rules)
@@ -66,9 +66,13 @@ def compiled(job: Job) -> dict[str, Any]:
     sent = collectives(text)
     found["kernels"] = len(_KERNEL.findall(text))
     found |= _memory(program) | {"collectives": [list(one) for one in sent]}
-    if not job.chunk:
-        least = roofline(job.config, params, cache, job.topology, on, sent)
-        found["roofline"] = None if least is None else least._asdict() | {"ms": least.ms}
+    tokens = max(job.chunk, 1)
+    least = roofline(job.config, params, cache, job.topology, on, sent, tokens)
+    found["roofline"] = None if least is None else least._asdict() | {"ms": least.ms}
+    # Over a whole prompt, chunks meet half of it on average.
+    mean = roofline(job.config, params, cache, job.topology, on, sent, tokens, 0.5)
+    if job.chunk and mean is not None:
+        found["prompt_seconds"] = -(-job.context // job.chunk) * mean.ms / 1e3
     return found
 
 

@@ -142,7 +142,8 @@ class Planner:
             "context": asked.context, "batch": asked.batch, "topology": topology.name,
             "devices": topology.count, "mesh": self.layout.mesh, "preset": self.layout.preset,
             "changed": dict(self.layout.changed), "memory": topology.memory, "weights": weights,
-            "cache": cache, "decode": None, "prefill": None, "roofline_note": NOTE,
+            "cache": cache, "host": self.sizes.host(on, asked.batch, asked.context),
+            "decode": None, "prefill": None, "roofline_note": NOTE,
         }  # fmt: skip
         notes = asked.notes()
         if compile and why:

@@ -1,4 +1,4 @@
-"""How long a decode step takes at least: bytes and operations at published rates, no measurement."""
+"""How long a step or a chunk of a prompt takes at least: bytes and operations at published rates."""
 
 from __future__ import annotations
 
@@ -40,32 +40,35 @@ class Roofline(NamedTuple):
 
 
 def roofline(
-    config: Config, params: Params, cache: Cache, topology: Topology, on: OnMesh, sent: Iterable[Collective]
-) -> Roofline | None:
-    """Of a decode step over placed weights and a placed cache; None for devices whose rates are not known.
+    config: Config, params: Params, cache: Cache, topology: Topology, on: OnMesh, sent: Iterable[Collective],
+    tokens: int = 1, past: float = 1.0,
+) -> Roofline | None:  # fmt: skip
+    """Of `tokens` tokens per row over placed weights and a cache; None for devices with unknown rates.
 
-    sent: the step's collectives.
+    sent: the program's collectives. past: which share of the cache's slots the tokens meet.
     """
     device = topology.device
     if device is None:
         return None
     batch = cache.next.shape[0]
     rows = batch // on.devices("batch") if on.splits("batch", batch) else batch
-    moved, flops = _of_weights(config, params, rows, batch)
-    moved += _of_cache(config, params, cache)
-    flops += _of_attention(config, params, cache, on)
+    moved, flops = _of_weights(config, params, rows, batch, tokens)
+    moved += past * _of_cache(config, params, cache)
+    flops += past * tokens * _of_attention(config, params, cache, on)
     # An all-reduce sends what it reduces, and then the results.
     wire = sum(one.bytes * (2 if one.kind == "all-reduce" else 1) for one in sent)
     links = wire / topology.links if topology.links else 0.0
     return Roofline(1e3 * moved / device.hbm, 1e3 * flops / device.bf16, 1e3 * links)
 
 
-def _of_weights(config: Config, params: Params, rows: int, batch: int) -> tuple[float, float]:
-    """Bytes and operations of the weights on one device, which sees `rows` of `batch` rows.
+def _of_weights(config: Config, params: Params, rows: int, batch: int, tokens: int) -> tuple[float, float]:
+    """Bytes and operations of the weights on one device, which sees `tokens` of `rows` of `batch` rows.
 
-    Of experts, those count that so many rows are expected to choose, if all are chosen alike.
+    Of experts, those count that so many tokens are expected to choose, if all are chosen alike. Logits are
+    those of one token per row.
     """
     moved = flops = 0.0
+    one, rows, batch = rows, rows * tokens, batch * tokens
     for group, first in zip(params["layers"], _firsts(params), strict=True):
         mlp = mlp_of(config, first)
         for name, x in group.items():
@@ -81,7 +84,7 @@ def _of_weights(config: Config, params: Params, rows: int, batch: int) -> tuple[
     for name in ("norm", "embed" if config.tied else "unembed"):
         here = _here(params[name])
         moved += here
-        flops += 2 * rows * here * 8 / bits(params[name].dtype)
+        flops += 2 * one * here * 8 / bits(params[name].dtype)
     return moved, flops
 
 

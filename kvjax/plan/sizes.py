@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.axes import map_axes
-from kvjax.cache import Cache
+from kvjax.cache import Cache, lies_far
 from kvjax.grammar import Method
 from kvjax.mesh.on_mesh import Axes, OnMesh
 from kvjax.mesh.rules import Rules
@@ -20,6 +20,7 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.params import plan, shapes
 from kvjax.models.placement import map_leaves
+from kvjax.ops.base.memory import KIND
 from kvjax.plan.layouts import abstract, parts_of_lists
 from kvjax.plan.topologies import Topology
 from kvjax.steps import Run, prefill
@@ -88,12 +89,18 @@ def placed_cache(cache: Cache, on: OnMesh) -> Cache:
     def put(axes: Axes, x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on.sharding(axes, x.shape))
 
-    return map_axes(put, cache, on)
+    def send(x: Any, far: bool) -> Any:
+        where = x.sharding.with_memory_kind(KIND) if far else x.sharding
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    placed = map_axes(put, cache, on)
+    return jax.tree.map(send, placed, lies_far(placed))
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of placed arrays on one device."""
-    return sum(on_device(x.shape, x.dtype, x.sharding.spec, x.sharding.mesh) for x in jax.tree.leaves(tree))
+    """Bytes of placed arrays on one device, but for those in host memory."""
+    here = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != KIND]
+    return sum(on_device(x.shape, x.dtype, x.sharding.spec, x.sharding.mesh) for x in here)
 
 
 def cache_shapes(
@@ -127,24 +134,32 @@ class Sizes:
         """Of all weights. InputError where the model does not divide so."""
         return tree_bytes(placed_weights(self.config, self.params, self.topology, on))
 
-    def cache(self, on: OnMesh, batch: int, context: int, roughly: bool = False) -> int:
-        """Of a cache with slots for `context` tokens in each of `batch` rows.
+    def host(self, on: OnMesh, batch: int, context: int) -> int:
+        """Of that cache, what lies in host memory beside a device."""
+        return self.cache(on, batch, context, far=True)
+
+    def cache(self, on: OnMesh, batch: int, context: int, roughly: bool = False, far: bool = False) -> int:
+        """Of a cache with slots for `context` tokens in each of `batch` rows, what lies on a device.
 
         roughly: lists are not rounded up to as many slots on each of the devices that share one, which saves
-        traces.
+        traces. far: what lies in host memory instead.
         """
         return sum(
             on_device(one.shape, one.dtype, on.spec(one.axes, one.shape), on.mesh)
-            for one in self.spread(on, batch, context, roughly)
+            for one in self.spread(on, batch, context, roughly, far)
         )
 
-    def spread(self, on: OnMesh, batch: int, context: int, roughly: bool = False) -> list[Spread]:
-        """Every array of a cache, whole, with its logical axes."""
+    def spread(
+        self, on: OnMesh, batch: int, context: int, roughly: bool = False, far: bool = False
+    ) -> list[Spread]:
+        """Every array of a cache, whole, with its logical axes; of no bytes what lies in the other memory."""
         key = context, 1 if roughly else parts_of_lists(self.config, on), min(on.mesh.size, 2)
         cache, times = self._cache(*key, 1), batch
         if cache.pools:
             cache, times = self._cache(*key, batch), 1
         found: list[Spread] = []
+        # Shapes say not where arrays lie.
+        cache = jax.tree.map(lambda x, there: x if there == far else _none(x), cache, lies_far(cache))
         map_axes(lambda axes, x: found.append(Spread(x.shape, x.dtype, axes).of_rows(times)), cache, on)
         return found
 
@@ -154,3 +169,8 @@ class Sizes:
         on = abstract(self.topology, mesh, Rules(slots="x") if parts > 1 else Rules())
         run = Run(self.config, self.method, None, on if parts > 1 else None)
         return cache_shapes(run, self.params, rows, context, on.mesh)
+
+
+def _none(x: Any) -> Any:
+    """An array of no bytes with the axes of another."""
+    return jax.ShapeDtypeStruct((0,) * len(x.shape), x.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,9 +22,11 @@ from kvjax.models.mixer import Layer, Memory, Projected, Step, Take
 from kvjax.models.transformer import decode_layers, unembed
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode.stacked_decode import LANES, on_lanes, stacked_append
+from kvjax.place import by_layer
 from kvjax.protocols import Inputs
 from kvjax.segments import flush_in_place, is_full
 from kvjax.sinks import behind_sinks, write_sinks
+from kvjax.steps.arriving import ahead_of, arrived, next_one, started, without
 from kvjax.steps.attend import attend_past, attend_turn, brought, met_by, persistent, selected
 from kvjax.steps.evict import Now, evict_one, evict_shared, tail_of
 from kvjax.steps.evict_due import evict_due
@@ -79,7 +82,8 @@ def step_hidden(
             where = jnp.where(append, at, -1)
             k = repeated(run, gm.first, k)
             state = _append(run, gm, layer, state, k, v, where, traces)
-        past = past_of(owner, gm, layer, completed(cache.groups, layer.group, state))
+        past = arrived(past_of(owner, gm, layer, completed(cache.groups, layer.group, state)))
+        state = next_one(state, layer.index)
         turn, *others = turns_over(run, at, past.parts, past.index, cache.pools)
         asking = _for_all_slots(run, past.parts, turned_queries(layer, q, turn, length))
         past, x = past._replace(turn=turn), x._replace(q=asking)
@@ -110,9 +114,13 @@ def step_hidden(
         out, new = step(past.layer_in_place(layer.index, layer.mixer.in_place), append[:, None])
         return out, GroupState(state=past.replaced(layer.index, new)), {}
 
-    memory = Memory(at[:, None], attend, recur, held, implementation=run.without_gpu, takes=_picks_taken(gms))
-    held_now = lend(cache.groups, gms)
+    memory = Memory(
+        at[:, None], attend, recur, held, implementation=run.without_gpu, takes=_picks_taken(gms),
+        ahead=ahead_of(cache.groups),
+    )  # fmt: skip
+    held_now = started(lend(cache.groups, gms))
     x, groups, seen, *_ = decode_layers(params, token[:, None], config, memory, held_now)
+    groups = tuple(map(without, groups))
     groups, pools = remember(run, gms, groups, cache.pools, seen)
     groups, lost = evict_shared(run, gms, groups, seen, length, append)
     groups, late = evict_due(run, gms, groups, params, length, append)
@@ -170,11 +178,22 @@ def _append(
         traces={name: x[None] for name, x in traces.items()},
     )  # fmt: skip
     split = split_of(run.on_mesh, tail)
+    if tail.far:
+        return state.with_tail(_append_far(run, tail, write, k, v, slot, layer.index))
     chosen = said_of_one(split, partial(_form_of_append, run), bare(tail), k)
     if chosen == "reference":
         return state.with_tail(write(tail, k=k[None], v=None if v is None else v[None]))
     new_k, new_v = _appended(split, chosen, tail, k, v, slot, layer.index)
     return state.with_tail(write(dataclasses.replace(tail, k=new_k, v=new_v), k=None, v=None))
+
+
+def _append_far(
+    run: Run, tail: Slots, write: Callable[..., Slots], k: Array, v: Array | None, slot: Int[Array, "B K"],
+    index: int | Array,
+) -> Slots:  # fmt: skip
+    """A tail in host memory with a token more, which the layer on the device has, too."""
+    one = write(by_layer.of_layer(tail, index), k=k[None], v=None if v is None else v[None], layer=0)
+    return by_layer.stored(write(tail, k=None, v=None), one, slot, index, run.on_mesh)
 
 
 def _appended(

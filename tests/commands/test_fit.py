@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import kvjax
@@ -60,3 +61,22 @@ def test_contexts_are_read_once_where_questions_do_not_matter_and_as_many_as_the
 def test_what_cannot_be_fitted_is_one_sentence(words, message, tmp_path, capsys):
     assert main(["fit", *words, *SMALL, "--out", str(tmp_path / "a.safetensors")]) != 0
     assert message in capsys.readouterr().err and not (tmp_path / "a.safetensors").exists()
+
+
+def test_commands_that_run_in_one_process_say_why(capsys):
+    fit, convert = ["fit", "kvzap", "--out", "a"], ["convert", "--to", "mqa", "recall-tiny", "a"]
+    for words, why in (
+        ([*fit, "--hosts", "auto"], "solved in one process, from a few texts: run kvjax fit on one host"),
+        ([*convert, "--hosts", "auto"], "a conversion rewrites whole weights, once"),
+        ([*convert, "--mesh", "data=2"], "a conversion rewrites whole weights, once"),
+    ):
+        assert main(words) == 2
+        assert why in capsys.readouterr().err
+
+
+@pytest.mark.rotating
+def test_a_fit_on_a_mesh_learns_the_same(tmp_path):
+    one = fit(tmp_path, "q-filters")
+    spread = fit(tmp_path, "q-filters", "--mesh", "data=2,model=2")
+    for name, x in one.arrays.items():
+        np.testing.assert_allclose(spread.arrays[name], x, atol=1e-5)

@@ -130,6 +130,7 @@ APE = dict(contexts=(6, 9, 4), shared_prefix=3, temperature=0.8, scale=0.9)
 
 ROWS = [
     row("full", dense(everything), whole=(("full", {}),)),
+    row("offloaded", dense(everything)),
     row("renumbered", dense(everything), phase="rank"),
     chained(
         "adakv + renumbered", paged(lambda s, i: s.k * count(s.tokens)),

@@ -23,13 +23,13 @@ ROWS, TOKENS = 8, 1024
 HBM, MXU, LINKS = 819e9, 197e12, 200e9
 
 
-def least(config, sent=(), **mesh):
+def least(config, sent=(), tokens=1, past=1.0, **mesh):
     mesh = mesh or {"data": 4, "model": 2}
     on = abstract(V5E, mesh, as_rules("tensor", tuple(mesh)))
     bare = weights(config, V5E, "bfloat16")
     params = placed_weights(config, bare, V5E, on)
     cache = placed_cache(cache_shapes(Run(config, Method()), bare, ROWS, TOKENS, on.mesh), on)
-    found = roofline(config, params, cache, V5E, on, sent)
+    found = roofline(config, params, cache, V5E, on, sent, tokens, past)
     assert found is not None
     return found
 
@@ -51,6 +51,13 @@ def test_dense_layers_read_all_weights_and_slots_once():
     rows = 2 * 4
     moved = 2 * (4 * (ATTENTION + MLP + NORMS) + TOP) + 4 * SLOTS + rows
     products = 2 * 2 * (4 * (ATTENTION + MLP) + TOP) + 4 * MET
+    assert (hbm, mxu) == milliseconds(moved, products)
+
+
+def test_a_chunk_reads_weights_once_and_multiplies_by_its_tokens_and_the_slots_that_they_meet():
+    hbm, mxu, _ = least(CONFIG, tokens=16, past=0.5)
+    moved = 2 * (4 * (ATTENTION + MLP + NORMS) + TOP) + (4 * SLOTS + 2 * 4) / 2
+    products = 2 * 2 * (16 * 4 * (ATTENTION + MLP) + TOP) + 16 * 4 * MET / 2
     assert (hbm, mxu) == milliseconds(moved, products)
 
 

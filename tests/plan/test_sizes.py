@@ -14,6 +14,7 @@ from kvjax.methods.parse import parse_method
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
+from kvjax.ops.base.memory import in_host
 from kvjax.plan.layouts import abstract, layout, read_rules
 from kvjax.plan.named import named
 from kvjax.plan.sizes import ROOM, Sizes, cache_shapes, placed_cache, tree_bytes
@@ -28,6 +29,7 @@ SENTENCES = (
     "kivi:bits=4,group=16,residual=32",
     "adakv:window=8,budget=0.5",
     "quest:budget=64",
+    "offloaded",
 )
 CONTEXT = 320
 
@@ -55,7 +57,10 @@ def test_sizes_are_sums_over_the_shards_of_a_device(text):
     sizes, on = Sizes(CONFIG, method(text), EIGHT, "float32"), OnMesh(mesh, rules)
     assert sizes.weights(on) == on_first(model.params)
     # A prompt is padded to a bucket; here it fills one.
-    assert sizes.cache(held.on_mesh, 8, CONTEXT) == on_first((held.groups, held.pools, held.next))
+    whole = held.groups, held.pools, held.next
+    assert sizes.cache(held.on_mesh, 8, CONTEXT) + sizes.host(held.on_mesh, 8, CONTEXT) == on_first(whole)
+    far = [x for x in jax.tree.leaves(whole) if in_host(x)]
+    assert sizes.host(held.on_mesh, 8, CONTEXT) == on_first(far) and bool(far) == (text == "offloaded")
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ SENTENCES = {
     "leankv": _one("leankv"),
     "dmc": _one("dmc", fitted=RUNS),
     "minicache": _one("minicache", apart=True, start=0),
+    "offloaded": _one("offloaded"),
     "int8": _one("int8"),
     "int4": _one("int4"),
     "kivi": _one("kivi"),

@@ -1,0 +1,70 @@
+"""A decode step over a cache in host memory: what comes to the device layer by layer, and what goes back.
+
+GPUs: their compiler takes no operand in host memory ahead of time, so the program sends the cache there
+itself, which leaves its operands there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.aot.case import Case
+from kvjax.aot.cases.decoder import traced_on
+from kvjax.aot.hardware import Device, Gpu
+from kvjax.cache import Cache, host_nbytes, lies_far, nbytes
+from kvjax.grammar import chain
+from kvjax.methods import method
+from kvjax.models.config import Config
+from kvjax.models.params import init, plan
+from kvjax.models.placement import weight_layout
+from kvjax.ops.base.memory import to_host
+from kvjax.ops.base.rope import Rope
+from kvjax.place.host import Host
+from kvjax.steps import Run, prefill
+from kvjax.steps.decode import step_fn
+
+# Weights of a layer are an eighth of its keys and values, which are half a gigabyte.
+CONFIG = Config(
+    vocab=256, d_model=2048, layers=6, heads=16, kv_heads=8, head_dim=128, d_ff=4096, rope=Rope(theta=1e4)
+)
+BATCH, TOKENS, ROOM = 4, 32768 - 128, 128
+METHODS = ("full", "kivi")
+
+
+def far(device: Device | Gpu, name: str) -> Case:
+    """One token per row over 32768 tokens of each, of which the step may reuse the cache."""
+    sentence, stacked = chain(method(name), Host()), device.platform == "tpu"
+    groups = plan(CONFIG, stacked=stacked)
+    params = jax.eval_shape(lambda key: init(CONFIG, key, jnp.bfloat16, groups=groups), jax.random.key(0))
+    tokens, lengths = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((BATCH, TOKENS), (BATCH,)))
+
+    def fill(params: Any, tokens: Any, lengths: Any) -> Cache:
+        bounds = dict(tokens_bound=TOKENS, room=ROOM, compress=True)
+        return prefill(Run(CONFIG, sentence), params, tokens, lengths, None, **bounds)[1]
+
+    with traced_on(device):
+        cache = jax.eval_shape(fill, params, tokens, lengths)
+    run = partial(step_fn, Run(CONFIG, sentence.decode_part()))
+    operands = params, cache, lengths, jax.ShapeDtypeStruct((BATCH,), jnp.bool_)
+    case = Case(
+        run, operands, nbytes(cache), 0, nbytes(cache), "stacked_decode", {}, profiles=False, donated=(1,),
+        leaf=host_nbytes(cache) // (2 * CONFIG.layers),
+    )  # fmt: skip
+    if isinstance(device, Gpu):
+        return case._replace(run=partial(_sent, run))
+    return case._replace(layouts={0: partial(weight_layout, device.generation)})
+
+
+def _sent(run: Callable[..., Any], params: Any, cache: Cache, *rest: Any) -> Any:
+    there = jax.tree.map(lambda x, far: to_host(x) if far else x, cache, lies_far(cache))
+    return run(params, there, *rest)
+
+
+# Of codes, XLA for GPUs copies what the program sends within host memory, and refuses its own copy.
+GPU_CASES: dict[str, Callable[..., Case]] = {"host-full": partial(far, name="full")}
+CASES: dict[str, Callable[..., Case]] = {f"host-{name}": partial(far, name=name) for name in METHODS}

@@ -1,0 +1,107 @@
+"""Slots in host memory that no read chooses from: a step brings them to the device a layer at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.cache import Near, Slots
+from kvjax.mesh.on_mesh import Axes, OnMesh
+from kvjax.mesh.per_device import each_device, specs_of
+from kvjax.ops.base.dispatch import platform
+from kvjax.ops.base.memory import copy_blocks, in_host, listed, to_device, to_host
+from kvjax.ops.decode.stacked_decode import on_lanes
+
+# At most so many slots of a list go back to host memory for a new token: a TPU copies whole tiles.
+BLOCK = 32
+_LISTS: Axes = ("layers", "batch", "kv_heads")
+
+
+def far(slots: Slots) -> Slots:
+    """The slots with their keys and values in host memory, to be brought layer by layer.
+
+    One number per slot, such as a scale, stays on the device. Raises NotImplementedError for rows that a TPU
+    would lay out anew in host memory, with all others.
+    """
+    rows = [x for x in jax.tree.leaves((slots.k, slots.v)) if x.ndim > 4]
+    strange = [x for x in rows if x.dtype.itemsize == 1 or on_lanes(x)]
+    if platform() == "tpu" and strange:
+        raise NotImplementedError(
+            f"rows of {strange[0].shape[-1]} {strange[0].dtype} were given to host memory, which a TPU can "
+            "bring from there in multiples of 128 numbers of two or four bytes: use another store, such as "
+            "kivi or none, or leave Host() out"
+        )
+    k, v = (jax.tree.map(lambda x: to_host(x) if x.ndim > 4 else x, y) for y in (slots.k, slots.v))
+    return dataclasses.replace(slots, k=k, v=v, far=True)
+
+
+def brought(slots: Slots, layer: int | Array) -> Slots:
+    """The same slots, of which a layer's keys and values are on their way to the device."""
+
+    def one(x: Array) -> Array:
+        return to_device(jax.lax.dynamic_slice_in_dim(x, layer, 1))
+
+    k, v = (jax.tree.map(one, x) for x in (slots.k, slots.v))
+    if platform() == "gpu":
+        # What a layer adds is written behind its copy, or XLA for GPUs would copy what it writes to.
+        held, (k, v) = jax.lax.optimization_barrier(((slots.k, slots.v), (k, v)))
+        slots = dataclasses.replace(slots, k=held[0], v=held[1])
+    return dataclasses.replace(slots, near=Near(Slots(k, v, _one(slots.pos, layer), shared=slots.shared)))
+
+
+def of_layer(slots: Slots, layer: int | Array) -> Slots:
+    """One layer's slots, [1, B, K, S, ...], with the keys and values that the device has of it."""
+    near = slots.near
+    rest = dataclasses.replace(slots, k=slots.pos, v=None, near=None, far=False)
+    rest = jax.tree.map(lambda x: _one(x, layer), rest)
+    if near is not None:
+        return dataclasses.replace(rest, k=near.slots.k, v=near.slots.v)
+    k, v = (jax.tree.map(lambda x: _one(x, layer), x) for x in (slots.k, slots.v))
+    return dataclasses.replace(rest, k=k, v=v)
+
+
+def gone(slots: Slots) -> Slots:
+    """The same slots without the layer that the device has."""
+    return dataclasses.replace(slots, near=None) if slots.far else slots
+
+
+def stored(
+    slots: Slots, one: Slots, slot: Int[Array, "B K"], layer: int | Array, on: OnMesh | None = None
+) -> Slots:
+    """The slots with what stands in `slot` of every list of `one`, [1, B, K, S, ...], in a layer, too.
+
+    The block of slots around it goes to host memory, so nothing else moves; on a mesh, every device's own.
+    Slots outside [0, S) move none.
+    """
+    args = (slots.k, slots.v), (one.k, one.v), slot, jnp.asarray(layer)
+    if on is None:
+        k, v = _stored(*args)
+    else:
+        specs = [
+            specs_of(on, axes, x) for axes, x in zip((_LISTS, _LISTS, _LISTS[1:], ()), args, strict=True)
+        ]
+        k, v = each_device(on, _stored, specs, specs[0])(*args)
+    near = None if slots.near is None else Near(dataclasses.replace(slots.near.slots, k=one.k, v=one.v))
+    return dataclasses.replace(slots, k=k, v=v, near=near)
+
+
+def _stored(tree: Any, new: Any, slot: Int[Array, "B K"], layer: Array) -> Any:
+    def put(to: Array, new: Array) -> Array:
+        if not in_host(to):
+            return jax.lax.dynamic_update_slice_in_dim(to, new.astype(to.dtype), layer, 0)
+        size = math.gcd(BLOCK, to.shape[3])
+        blocks, lists = to.shape[3] // size, slot.shape[0] * slot.shape[1]
+        which, count = listed((slot >= 0) & (slot < to.shape[3]))
+        source = which * blocks + slot.reshape(-1)[which] // size
+        return copy_blocks(to, new, (source, layer * lists * blocks + source), count, size)
+
+    return jax.tree.map(put, tree, new)
+
+
+def _one(x: Array, layer: int | Array) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, layer, 1)
