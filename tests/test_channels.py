@@ -266,9 +266,6 @@ def test_what_the_method_cannot_do_is_refused_with_the_reason():
         kvjax.chain(kvjax.method("h2o", budget=0.5), method)
     with pytest.raises(InputError, match="what is not read counts apart, and layers clip"):
         kvjax.prefill(conversation.model("lckv"), conversation.TEXTS[:2, :13], method=method, room=8)
-    _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=method, room=ROOM)
-    with pytest.raises(NotImplementedError, match="single slots that a method picks, with a mean for"):
-        kvjax.step(model("4/2"), cache, MAIN.steps[0], implementation="gpu interpret")
 
 
 def test_a_rest_of_another_shape_names_the_word():

@@ -29,6 +29,7 @@ VERBS = {
     "make": "makes",
     "stack": "layers merged",
     "reread": "prompts read in part",
+    "host": "host memory",
 }
 # A model that no method has reasons to refuse: what a chain cannot do here, it cannot do anywhere.
 PLAIN = Config(vocab=64, d_model=128, layers=4, heads=4, kv_heads=4, head_dim=32, d_ff=128)

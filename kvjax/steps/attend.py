@@ -49,7 +49,7 @@ Received = dict[str, Float[Array, "*_"]]
 # What multiplies the keys and the values of a layer's slots.
 Factors = tuple[Array | None, Array | None]
 # (out, lse) of one part.
-Part = tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"]]
+Part = tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]
 
 
 def attend_past(
