@@ -22,8 +22,9 @@ from safetensors import SafetensorError
 
 import kvjax
 from kvjax.axes import map_axes
-from kvjax.cache import Cache, Codec, Codes, GroupState, Near, Paged, Pages, Slots, State, check_alive
+from kvjax.cache import Cache, GroupState, Near, Paged, Pages, Slots, State, check_alive
 from kvjax.cache_arrays import Arrays, placed_array, write_arrays, write_parts
+from kvjax.codes import Codec, Codes
 from kvjax.errors import InputError
 from kvjax.fitted import fitted_words
 from kvjax.grammar import Method

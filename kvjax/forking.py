@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache import Cache, GroupState, Slots, check_alive, width_of
+from kvjax.cache import Cache, GroupState, Slots, check_alive
 from kvjax.chunking import bucket, with_room
+from kvjax.codes import width_of
 from kvjax.group import GroupMethod
 from kvjax.hosts.arrays import fetch
 from kvjax.inputs import whole_number

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.cache import Paged, Pages, dense
+from kvjax.cache import Paged, Pages
+from kvjax.codes import dense
 from kvjax.ops.attention.union import Keys
 
 

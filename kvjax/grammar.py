@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax import refusals
-from kvjax.cache import Codec
+from kvjax.codes import Codec
 from kvjax.phase import BY_POSITION, Phase
 from kvjax.protocols import Allocation, Answering, Pattern, Residence, Score, Stacking
 from kvjax.read_protocols import Read

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array
 
-from kvjax.cache import Taught
+from kvjax.codes import Taught
 from kvjax.fitted import fitted_words
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import Uniform

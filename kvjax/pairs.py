@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvjax.cache import Codes, GroupState, Slots
+from kvjax.cache import GroupState, Slots
 from kvjax.choose import Fresh, union
+from kvjax.codes import Codes
 from kvjax.group import GroupMethod
 from kvjax.keep.select import top
 from kvjax.protocols import View

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Codec, Codes
+from kvjax.codes import Codec, Codes
 from kvjax.ops.base.rope import Rope
 
 # What patterns take: they are computed on the host, too.

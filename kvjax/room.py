@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.cache import Cache, Codes, GroupState, Slots, State, width_of
+from kvjax.cache import Cache, GroupState, Slots, State
+from kvjax.codes import Codes, width_of
 from kvjax.grammar import Keep
 from kvjax.group import GroupMethod
 from kvjax.ops.base.memory import there

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Codes, GroupState, Paged, Pages, Segment, Slots, dense, encode, lent, nbytes, width_of
+from kvjax.cache import GroupState, Paged, Pages, Segment, Slots, nbytes
 from kvjax.choose import Fresh, grown
+from kvjax.codes import Codes, dense, encode, lent, width_of
 from kvjax.gathered import gather_traces
 from kvjax.group import GroupMethod
 from kvjax.keep.select import slot_lists

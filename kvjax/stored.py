@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.cache import Codec, Codes, GroupState, Segment, Slots
+from kvjax.cache import GroupState, Segment, Slots
+from kvjax.codes import Codec, Codes
 from kvjax.ops.base.dtypes import wide
 
 

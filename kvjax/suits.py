@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import taught
+from kvjax.codes import taught
 from kvjax.errors import InputError
 from kvjax.fitted import ModelSizes, fitted_words, lacks_fit
 from kvjax.grammar import Keep, Method, check

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvjax.cache import Codes, GroupState, Slots, dense
+from kvjax.cache import GroupState, Slots
+from kvjax.codes import Codes, dense
 from kvjax.group import GroupMethod
 from kvjax.protocols import over_layers
 from kvjax.read_protocols import Learning, Remembering, Resting

@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax import steps
-from kvjax.cache import Cache, Codes
+from kvjax.cache import Cache
 from kvjax.chunking import bucket, tokens_that_fit
+from kvjax.codes import Codes
 from kvjax.errors import InputError
 from kvjax.fitted import with_fitted
 from kvjax.hosts.arrays import fetch

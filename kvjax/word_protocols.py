@@ -74,7 +74,7 @@ def check_codecs(*codecs: Any) -> None:
     """ValueError for a codec that is no frozen dataclass or lacks a part of its protocol; None is none."""
     for codec in codecs:
         if codec is not None:
-            how = "see kvjax.cache.Codec; a wrapper stands before one, as in Rotate() >> Affine(4)"
+            how = "see kvjax.codes.Codec; a wrapper stands before one, as in Rotate() >> Affine(4)"
             _check(codec, "codec", CODEC, how)
 
 

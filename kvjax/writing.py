@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvjax.cache import Codes, Slots
+from kvjax.cache import Slots
+from kvjax.codes import Codes
 from kvjax.ops.base.dispatch import alone, platform
 from kvjax.ops.base.memory import copy_blocks, in_host, listed, there, to_device, to_host
 from kvjax.ops.decode.stacked_decode import on_lanes

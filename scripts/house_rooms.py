@@ -67,6 +67,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "cache",
                 "`Slots`, `Pages`, `Paged`, `Codes`, `State`, `Cache`, how rows are written, what "
                 "attention asks of codes, and which device holds what",
+                "kvjax/codes.py",
                 "kvjax/cache.py",
                 "kvjax/axes.py",
                 "kvjax/who_holds.py",

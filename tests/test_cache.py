@@ -9,7 +9,8 @@ import pytest
 
 import kvjax
 from kvjax import steps, writing
-from kvjax.cache import Pages, Slots, encode, kept_positions, nbytes
+from kvjax.cache import Pages, Slots, kept_positions, nbytes
+from kvjax.codes import encode
 from kvjax.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.model import Model

@@ -12,7 +12,8 @@ import pytest
 
 import kvjax
 from kvjax import steps
-from kvjax.cache import dense, kept_positions, nbytes
+from kvjax.cache import kept_positions, nbytes
+from kvjax.codes import dense
 from kvjax.errors import InputError
 from kvjax.grammar import Budget, Method, Store
 from kvjax.models.config import Config

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import encode
+from kvjax.codes import encode
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init

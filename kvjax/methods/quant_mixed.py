@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvjax.cache import Codec
+from kvjax.codes import Codec
 from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.keep.budget import Uniform

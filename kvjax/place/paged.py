@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Codec, Codes, Paged, Pages, dense, encode
+from kvjax.cache import Paged, Pages
+from kvjax.codes import Codec, Codes, dense, encode
 from kvjax.ops.attention.union import NEG_INF
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import ragged_decode as ragged

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Slots, dense
+from kvjax.cache import Slots
+from kvjax.codes import dense
 from kvjax.grammar import Budget
 from kvjax.ops.base.dispatch import platform
 from kvjax.ops.base.dtypes import wide

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Codes, GroupState, Paged, Pages, Slots
+from kvjax.cache import GroupState, Paged, Pages, Slots
+from kvjax.codes import Codes
 from kvjax.gathered import gather_pages
 from kvjax.group import GroupMethod
 from kvjax.models.attending import attend_at_once, in_lists

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kvjax.cache import Codes, Paged, Pages, Slots
+from kvjax.cache import Paged, Pages, Slots
+from kvjax.codes import Codes
 from kvjax.models.mixer import Layer, Projected
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import grouped_decode as grouped

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.axes import lie_apart, pinned, pinned_to
-from kvjax.cache import Cache, Codes, GroupState, Segment, Slots, lent
+from kvjax.cache import Cache, GroupState, Segment, Slots
+from kvjax.codes import Codes, lent
 from kvjax.fitted import of_layer
 from kvjax.group import GroupMethod
 from kvjax.mesh.per_device import each_device

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Codes, GroupState, Slots
+from kvjax.cache import GroupState, Slots
 from kvjax.choose import grown
+from kvjax.codes import Codes
 from kvjax.grammar import Keep
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass, Queries

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from kvjax.cache import Cache, GroupState, Taught, lent
+from kvjax.cache import Cache, GroupState
+from kvjax.codes import Taught, lent
 from kvjax.fitted import fitted_words
 from kvjax.group import GroupMethod
 from kvjax.models.layers import Params

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Codec, GroupState, Paged, Pages, Segment, dense, encode, lent
+from kvjax.cache import GroupState, Paged, Pages, Segment
 from kvjax.choose import Fresh
+from kvjax.codes import Codec, dense, encode, lent
 from kvjax.gathered import gather_pages
 from kvjax.group import GroupMethod
 from kvjax.keep.observe import Mass

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.axes import pinned
-from kvjax.cache import NOTHING, Cache, GroupState, Pages, Slots, State, encode
+from kvjax.cache import NOTHING, Cache, GroupState, Pages, Slots, State
 from kvjax.choose import (
     Fresh,
     choose,
@@ -23,6 +23,7 @@ from kvjax.choose import (
     score_slots,
     union,
 )
+from kvjax.codes import encode
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.group import GroupMethod
 from kvjax.keep.budget import Uniform

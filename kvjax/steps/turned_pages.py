@@ -6,7 +6,8 @@ from functools import partial
 
 from jaxtyping import Array
 
-from kvjax.cache import Codes, Paged, Pages
+from kvjax.cache import Paged, Pages
+from kvjax.codes import Codes
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.base.rope import Rope

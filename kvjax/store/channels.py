@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Codec, Taught
+from kvjax.codes import Codec, Taught
 from kvjax.fitted import Fitted, ModelSizes, check_sizes
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from kvjax.cache import Codec, Codes
+from kvjax.codes import Codec, Codes
 from kvjax.grammar import Budget
 from kvjax.ops.base.dtypes import wide
 from kvjax.store.wrap import joined, part_of

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kvjax.cache import Codec
+from kvjax.codes import Codec
 from kvjax.store.wrap import joined, part_of
 from kvjax.stored import Span, is_steady, span_of
 

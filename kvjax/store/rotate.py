@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kvjax.cache import Codec
+from kvjax.codes import Codec
 from kvjax.store.wrap import Around, Wrapper
 from kvjax.stored import Span, span_of, times
 

@@ -7,7 +7,7 @@ from typing import overload
 
 from jaxtyping import Array
 
-from kvjax.cache import Codec
+from kvjax.codes import Codec
 from kvjax.stored import is_steady
 
 

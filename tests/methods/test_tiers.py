@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import dense, encode, kept_positions
+from kvjax.cache import kept_positions
+from kvjax.codes import dense, encode
 from kvjax.errors import InputError
 from kvjax.grammar import Budget, Keep, Store, chain
 from kvjax.keep.budget import AcrossHeads, Uniform

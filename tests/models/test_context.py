@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import Codes
+from kvjax.codes import Codes
 from kvjax.context import context_cache
 from kvjax.errors import InputError
 from kvjax.forking import fork

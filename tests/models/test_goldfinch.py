@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import Codes
+from kvjax.codes import Codes
 from kvjax.models.config import Config
 from kvjax.models.expand import with_previous
 from kvjax.models.feed_forward import NoMLP

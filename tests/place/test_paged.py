@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import Cache, GroupState, Paged, dense, encode, kept_positions, nbytes
+from kvjax.cache import Cache, GroupState, Paged, kept_positions, nbytes
+from kvjax.codes import dense, encode
 from kvjax.gathered import gather_pages
 from kvjax.models.config import Config
 from kvjax.models.model import Model

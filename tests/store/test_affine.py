@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import cache
-from kvjax.cache import Codes, nbytes
+from kvjax import codes
+from kvjax.cache import nbytes
+from kvjax.codes import Codes
 from kvjax.ops.base.bit_packing import pack, pack_tokens, packed_words, unpack, unpack_tokens
 from kvjax.store.affine import Affine, Float8
 from kvjax.stored import Form, form_of, groups_of, is_rows
 
-encode = jax.jit(cache.encode, static_argnames="codec")
+encode = jax.jit(codes.encode, static_argnames="codec")
 decode = jax.jit(Codes.decode)
 SHAPE = (2, 3, 16, 32)  # batch, heads, tokens, channels
 
@@ -246,7 +247,7 @@ FORMS = [
 
 @pytest.mark.parametrize("codec, rows, groups", FORMS)
 def test_a_codec_says_which_kernel_reads_its_codes(codec, rows, groups):
-    coded = jax.eval_shape(lambda: cache.encode(jnp.zeros(SHAPE), codec))
+    coded = jax.eval_shape(lambda: codes.encode(jnp.zeros(SHAPE), codec))
     assert is_rows(coded) == rows
     if rows:
         assert set(coded.data) == {"codes", "scale_zero"} and coded.data["scale_zero"].shape == SHAPE[:3]
@@ -258,7 +259,7 @@ def test_a_codec_says_which_kernel_reads_its_codes(codec, rows, groups):
 
 def test_keys_and_values_are_read_together_where_their_groups_are_the_same():
     def coded(codec):
-        return jax.eval_shape(lambda: cache.encode(jnp.zeros(SHAPE), codec))
+        return jax.eval_shape(lambda: codes.encode(jnp.zeros(SHAPE), codec))
 
     keys, values = Affine(4, axis="channel", group=16), Affine(4, group=16, together=16)
     assert groups_of(coded(keys), coded(values)) == Form("key groups", 4, 16)

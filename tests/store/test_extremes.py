@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import cache
-from kvjax.cache import Codes, nbytes
+from kvjax import codes
+from kvjax.cache import nbytes
+from kvjax.codes import Codes
 from kvjax.store.affine import Affine
 from kvjax.store.extremes import Extremes
 from kvjax.store.residual import Residual
 
-encode = jax.jit(cache.encode, static_argnames="codec")
+encode = jax.jit(codes.encode, static_argnames="codec")
 decode = jax.jit(Codes.decode)
 TOKENS, CHANNELS = Affine(4, group=16), Affine(2, axis="channel", group=8)
 

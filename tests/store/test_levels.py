@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import nbytes, taught
+from kvjax.cache import nbytes
+from kvjax.codes import taught
 from kvjax.fitted import Fitted
 from kvjax.store.extremes import Extremes
 from kvjax.store.kmeans import best_levels

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import cache
-from kvjax.cache import Codes, nbytes
+from kvjax import codes
+from kvjax.cache import nbytes
+from kvjax.codes import Codes
 from kvjax.store.affine import Affine
 from kvjax.store.low_rank import LowRank
 from kvjax.store.residual import Residual
@@ -15,7 +16,7 @@ from kvjax.stored import is_steady
 from tests.store.test_affine import affine_by_hand, tokens_of
 from tests.sweep import sweep
 
-encode = jax.jit(cache.encode, static_argnames="codec")
+encode = jax.jit(codes.encode, static_argnames="codec")
 decode = jax.jit(Codes.decode)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import Codes, dense
+from kvjax.codes import Codes, dense
 from kvjax.grammar import Budget
 from kvjax.store.affine import Affine
 from kvjax.store.merged import Merged, Sized, angle, between

@@ -5,15 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import cache
-from kvjax.cache import Codes, nbytes
+from kvjax import codes
+from kvjax.cache import nbytes
+from kvjax.codes import Codes
 from kvjax.store.affine import Affine
 from kvjax.store.outliers import Outliers
 from kvjax.store.residual import Residual
 from kvjax.store.rotate import Rotate
 from kvjax.store.sphere import LloydMax
 
-encode = jax.jit(cache.encode, static_argnames="codec")
+encode = jax.jit(codes.encode, static_argnames="codec")
 decode = jax.jit(Codes.decode)
 TOKENS, GROUPS = Affine(4, group=16), Affine(2, axis="channel", group=8)
 

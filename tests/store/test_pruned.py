@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import cache
-from kvjax.cache import Codes, nbytes
+from kvjax import codes
+from kvjax.cache import nbytes
+from kvjax.codes import Codes
 from kvjax.store.pruned import Pruned
 
-encode = jax.jit(cache.encode, static_argnames="codec")
+encode = jax.jit(codes.encode, static_argnames="codec")
 decode = jax.jit(Codes.decode)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import cache
-from kvjax.cache import Codes, dense
+from kvjax import codes
+from kvjax.codes import Codes, dense
 from kvjax.grammar import Method, Store
 from kvjax.group import group_method
 from kvjax.ops.attention.union import Keys, attend
@@ -24,7 +24,7 @@ from kvjax.stored import is_steady, meet, span_of
 from tests.methods.battery import MAIN, ROOM, model, off
 from tests.store.test_affine import affine_by_hand, tokens_of
 
-encode = jax.jit(cache.encode, static_argnames="codec")
+encode = jax.jit(codes.encode, static_argnames="codec")
 decode = jax.jit(Codes.decode)
 KIVI = Affine(4, axis="channel", group=16), Affine(4, group=16, together=16)
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 
-from kvjax import cache
-from kvjax.cache import Codes, nbytes
+from kvjax import codes
+from kvjax.cache import nbytes
+from kvjax.codes import Codes
 from kvjax.methods import turboquant
 from kvjax.ops.base.bit_packing import unpack
 from kvjax.store.codebooks import sphere_codebook
@@ -17,7 +18,7 @@ from kvjax.store.sphere import LloydMax, Signs, SignSketch, gaussian
 from kvjax.stored import meet, span_of
 from tests.sweep import sweep
 
-encode = jax.jit(cache.encode, static_argnames="codec")
+encode = jax.jit(codes.encode, static_argnames="codec")
 decode = jax.jit(Codes.decode)
 BITS = (1, 2, 3, 4)
 # Mean squared error of TurboQuant_mse for unit vectors by bits: arXiv:2504.19874, theorem 1.

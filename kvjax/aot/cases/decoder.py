@@ -14,7 +14,8 @@ import numpy as np
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device, Gpu
-from kvjax.cache import Cache, Codes, Paged, Slots, nbytes
+from kvjax.cache import Cache, Paged, Slots, nbytes
+from kvjax.codes import Codes
 from kvjax.grammar import Method
 from kvjax.methods import method as build
 from kvjax.models.config import Config
