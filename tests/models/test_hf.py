@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -420,10 +421,22 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path):
 
 
 def test_the_shipped_model_loads_by_name():
-    assert "recall-tiny" in shipped()
+    assert shipped() == ["bytes-tiny", "recall-tiny"]
     model = load("recall-tiny", dtype=jnp.bfloat16)
     assert (model.name, model.config.vocab) == ("recall-tiny", 220)
     assert model.tokenizer.encode("<get> brave otter").ids == [3, 12, 64]
+
+
+def test_the_shipped_model_of_bytes_reads_python():
+    model = load("bytes-tiny")
+    source = (
+        "    def __init__(self, name, value=None):\n        self.name = name\n        self.value = value\n"
+    )
+    ids = model.tokenizer.encode(source).ids
+    logp = jax.nn.log_softmax(model(jnp.asarray([ids]))[0, :-1])
+    nats = -float(jnp.take_along_axis(logp, jnp.asarray(ids[1:])[:, None], 1).mean())
+    # Bytes that are all alike would have 8 bits each.
+    assert nats / math.log(2) < 1.5
 
 
 def test_load_takes_directories_of_both_kinds(tmp_path):
