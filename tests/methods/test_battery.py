@@ -83,7 +83,7 @@ def test_every_class_of_layout_has_a_method_that_stands_for_it():
 # --- what it keeps and what it answers, against float64 numpy ---------------------------------------------
 
 
-@some("snapkv windowed", "adakv", "kivi")
+@some("snapkv windowed", "kivi")
 def test_a_prompt_leaves_what_the_shared_reading_of_it_leaves(label):
     mine, shared = talk(label), packed(label)
     assert off(mine.prompt[0], shared.logits[:B]) < 1e-6

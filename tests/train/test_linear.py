@@ -23,7 +23,7 @@ CONFIG = Config(vocab=32, d_model=16, layers=3, heads=4, kv_heads=2, head_dim=4,
 TEXTS = np.random.default_rng(0).integers(0, 32, (4, 20)).tolist()
 
 
-@pytest.mark.parametrize("mixer", sweep(WORDS, "Mamba2"))
+@pytest.mark.parametrize("mixer", sweep(WORDS))
 def test_a_layer_learns_what_its_attention_gave_and_all_else_stays(mixer):
     model = Model(CONFIG, init(CONFIG, jax.random.key(0)))
     apart = []
