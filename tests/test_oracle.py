@@ -40,7 +40,10 @@ def found():
     }
 
 
-@pytest.mark.parametrize("name, lists", sweep([("snapkv", 4), ("adakv", 2), ("l2compress", 2)], ("snapkv", 4)))
+ASKED = [("snapkv", 4), ("adakv", 2), ("l2compress", 2)]
+
+
+@pytest.mark.parametrize("name, lists", sweep(ASKED, ("snapkv", 4)))
 def test_the_oracle_is_the_attention_of_the_continuation_over_everything(found, name, lists):
     for layer, want in enumerate(attended(lists)):
         np.testing.assert_allclose(found[name][1].oracle[layer][0], want, atol=1e-5)
