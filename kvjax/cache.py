@@ -251,7 +251,7 @@ def host_nbytes(tree: PyTree) -> int:
     They are the keys and values of slots of which the device holds copies (`Slots.near`), or one layer after
     the other (`Slots.far`).
 
-    >>> host_nbytes(jnp.zeros(3))
+    >>> host_nbytes(np.zeros(3))
     0
     """
     if not offers_host():
