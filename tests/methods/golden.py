@@ -27,6 +27,7 @@ from kvjax import steps
 from kvjax.cache import Cache, kept_positions, nbytes
 from kvjax.errors import InputError
 from kvjax.files import write_atomic
+from kvjax.keep.budget import Threshold
 from kvjax.models.config import Config
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.model import Model
@@ -68,10 +69,12 @@ def expected_programs(label: str) -> dict[str, int]:
     """How many programs each part compiles: where a method chooses, one reads a prompt and one compresses it.
 
     Of a prompt in chunks, all but the first are read by the same program, and the first, those in the middle
-    and the last are stored or compressed by three.
+    and the last are stored or compressed by three; by two, where a threshold may keep all in either tier.
     """
-    apart = steps.chooses(BY_LABEL[label].method())
-    first, chunks = (2, 2 + 3) if apart else (1, 3)
+    method = BY_LABEL[label].method()
+    keep = method.keep
+    alike = keep is not None and keep.lower is not None and isinstance(keep.allocate, Threshold)
+    first, chunks = (2, 2 + 3 - alike) if steps.chooses(method) else (1, 3)
     walked = {"step 0": 1} | {f"step {i}": 0 for i in range(1, STEPS)}
     return {"prompt": first, "asked": 1, **walked, "second turn": first, "chunks": chunks}
 
