@@ -174,12 +174,18 @@ def _codecs(store: Store) -> tuple[Any, ...]:
 # --- steps --------------------------------------------------------------------------------------------
 
 
+_BROUGHT = "The slots of each layer come from host memory while the layer below computes."
+_FETCHED = "What its query picks comes from host memory where the device has no copy of it."
+
+
 def at_each_step(method: Method) -> list[Told]:
     """What happens to every token that is written, in the order in which it happens."""
     keep, store, read = method.keep, method.store, method.read
     told = [_written(store)]
     if keep is not None and keep.phase != BY_POSITION:
         told.append(Told("Its query and all keys turn anew.", (keep.phase,)))
+    if method.host is not None:
+        told.append(Told(_BROUGHT if read is None else _FETCHED))
     if read is None:
         told.append(Told("Its query attends to every slot that the cache holds."))
     else:

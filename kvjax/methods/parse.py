@@ -3,6 +3,7 @@
 snapkv                          an id or alias
 snapkv:window=16,variant=kvpress     with hyper-parameters
 snapkv(window=16, variant=kvpress)   the same, as Python writes them
+ape:contexts=(512, 256)         several values in brackets
 snapkv+kivi:bits=2              a chain
 my_file.py:my_method:alpha=3    a function in a file of one's own
 """
@@ -25,7 +26,9 @@ Hyper = tuple[tuple[str, Any], ...]
 _CONSTANTS = {"true": True, "false": False, "none": None}
 # The + between methods has a name behind it, the one in 1e+3 a digit.
 _JOIN = re.compile(r"\s*\+\s*(?=[A-Za-z_./~])")
-_CALL = re.compile(r"(?P<name>[^()]+)\((?P<hyper>[^()]*)\)")
+_CALL = re.compile(r"(?P<name>[^()=]+)\((?P<hyper>([^()]|\([^()]*\))*)\)")
+_VALUES = re.compile(r"(?<==)\s*\(([^()]*)\)")
+_BETWEEN = re.compile(r",(?![^()]*\))")
 _FILE = re.compile(r"(?P<name>.+\.py:[^:]*)(:(?P<hyper>.*))?", re.DOTALL)
 
 
@@ -166,7 +169,7 @@ def _part(piece: str, text: str) -> _Part:
         raise InputError(f"method {text!r} is empty, expected an id such as snapkv: see `kvjax methods`")
     if (call := _CALL.fullmatch(piece)) is not None:
         piece = f"{call['name'].strip()}:{call['hyper'].strip().removesuffix(',')}"
-    elif re.search(r"[()]", piece.rpartition("/")[2]):
+    if re.search(r"[()]", _VALUES.sub("", piece).rpartition("/")[2]):
         raise InputError(
             f"{piece!r} has a bracket too few or too many, expected one pair: write id(key=value)"
         )
@@ -183,7 +186,7 @@ def _part(piece: str, text: str) -> _Part:
 
 def _hyper(text: str, piece: str) -> Hyper:
     found: dict[str, Any] = {}
-    for pair in filter(None, (p.strip() for p in text.split(","))):
+    for pair in filter(None, (p.strip() for p in _BETWEEN.split(text))):
         key, equals, value = (x.strip() for x in pair.partition("="))
         if not (key.isidentifier() and equals and value):
             raise InputError(
@@ -200,7 +203,9 @@ def _sorted(hyper: Mapping[str, Any]) -> Hyper:
 
 
 def _value(text: str) -> Any:
-    """The number, constant (true, false, none) or word that a text stands for."""
+    """The number, constant (true, false, none) or word of a text; in brackets, several of them."""
+    if text.startswith("(") and text.endswith(")"):
+        return tuple(_value(part.strip()) for part in text[1:-1].split(",") if part.strip())
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
     for kind in (int, float):

@@ -38,6 +38,8 @@ def test_an_id_is_the_method_of_the_table(id):
         ("mine.py:short(window=3)+int8()", "mine.py:short:window=3 + int8"),
         ("snapkv+kivi:bits=2", "snapkv + kivi:bits=2"),
         ("snapkv: + int8", "snapkv + int8"),
+        ("ape(contexts=(9, 8,), scale=1.0)+int8", "ape:contexts=(9, 8),scale=1.0 + int8"),
+        ("ape: contexts = (9, 8)", "ape:contexts=(9, 8)"),
         ("int4:group=none", "int4:group=None"),
         ("mine.py:short", "mine.py:short"),
         ("./mine.py:short:window=3+int8", "./mine.py:short:window=3 + int8"),
