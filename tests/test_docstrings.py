@@ -30,7 +30,7 @@ def examples(name):
 # compute the same and more every time.
 SLOW = (
     "block_transformer", "context", "eval.report.scores_picture", "generation", "models.transformer",
-    "nnx", "oracle", "place.rows", "pure", "train.convert",
+    "nnx", "oracle", "place.rows", "pure", "train.convert", "train.recur",
 )  # fmt: skip
 CASES = [
     pytest.param(name, marks=pytest.mark.rotating)

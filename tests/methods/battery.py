@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
+from collections.abc import Hashable
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -86,12 +87,19 @@ PACKED = [*MAIN.first, MAIN.first[SHARED]]
 GARBAGE = 1e3
 
 
-class Packed(NamedTuple):
-    """A compressed prompt of the rows PACKED, and the logits [B, V] of its last tokens, asked again."""
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """The rows PACKED as a method left them on a model, and the logits [B, V] of the prompt."""
 
+    name: str
     logits: jax.Array
     cache: Cache
-    asked: jax.Array
+
+    @cached_property
+    def asked(self) -> jax.Array:
+        """The logits [B, V] of the last tokens, asked again."""
+        last = [row[-1] for row in PACKED]
+        return step(made(model(self.name), self.cache.method), self.cache, last, append=False)[0]
 
 
 _observe = jax.jit(steps.observe, static_argnames=("run", "needs"))
@@ -162,8 +170,7 @@ def compressed(name: str, method: Method) -> Packed:
     run, prompt = to_settle(name, method)
     cache = _settle(run, _params(name, method), prompt, None, tokens=T, room=ROOM, compress=True)
     cache = dataclasses.replace(cache, method=method)
-    asked, _ = step(made(model(name), method), cache, [r[-1] for r in PACKED], append=False)
-    return Packed(prompt.logits, cache, asked)
+    return Packed(name, prompt.logits, cache)
 
 
 def to_settle(name: str, method: Method) -> tuple[Run, steps.Prompt]:
@@ -192,6 +199,13 @@ def first_of_each_class() -> list[str]:
     for row in ROWS:
         first.setdefault(class_of(row), row.label)
     return list(first.values())
+
+
+def attends_as(row: Row) -> Hashable:
+    """What a token attends by: rows of which this is equal differ in nothing but which slots there are."""
+    method, keep = row.method(), row.method().keep
+    of_prompt = None if keep is None else (keep.merge, keep.narrow is not None)
+    return class_of(row), method.store, method.read, method.stack, method.make, of_prompt
 
 
 def step(model: Model, cache: Cache, token: Any, append: bool) -> tuple[jax.Array, Cache]:

@@ -35,7 +35,7 @@ def told(random):
     return one
 
 
-@drawn(30)
+@drawn(15)
 def test_a_sentence_traces_and_what_was_refused_on_the_way_says_why(random):
     one = told(random)
     assert all(is_one_sentence(refusal) for refusal in one.refusals), one.refusals
