@@ -3,7 +3,7 @@
     python scripts/leaderboard.py run --samples 100 --out boards  # compares on every model; goes on if killed
     python scripts/leaderboard.py speed --out boards              # times every method's prefill beside none
     python scripts/leaderboard.py collect --out boards            # what both found becomes the data
-    python scripts/leaderboard.py collect --out boards --add      # beside what it has of other methods
+    python scripts/leaderboard.py collect --out boards --add      # beside what it has of others
     python scripts/leaderboard.py                                 # prints the page
     python scripts/leaderboard.py --write                         # writes docs/leaderboard.md, its pictures
 
@@ -57,7 +57,7 @@ def main() -> None:
         "--models", nargs="+", type=Path, default=MODELS, metavar="DIR", help="(default: 3 seeds)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where results of run and speed lie")
-    parser.add_argument("--add", action="store_true", help="with collect: keep other methods' cells")
+    parser.add_argument("--add", action="store_true", help="with collect: keep other methods and models")
     parser.add_argument("--write", action="store_true", help="write the page and its pictures")
     args = parser.parse_args()
     if args.what is not None and args.out is None:
@@ -135,9 +135,9 @@ def speed(model: Path, methods: list[str], out: Path) -> None:
 
 
 def collect(models: list[Path], out: Path, old: Leaderboard | None = None) -> str:
-    """The data's text, of what `run` and `speed` left in a folder, and what `old` has of other methods."""
+    """The data's text, of what `run` and `speed` left in a folder, and what `old` has of others."""
     runs, decode = [], {}
-    for model in models:
+    for model in (m for m in models if old is None or (out / m.name).is_dir()):
         found = read_results(out / model.name)
         named = {"model": f"{model.resolve().parent.name}/{model.name}"}
         run = Run(about_of(found.metrics) | named, tuple(summarise(found.rows)))
@@ -147,6 +147,10 @@ def collect(models: list[Path], out: Path, old: Leaderboard | None = None) -> st
             mine = _tokens_per_s(found.timings, method, BUDGET) or _tokens_per_s(found.timings, method, None)
             if mine and full:
                 decode.setdefault(method, []).append(mine / full)
+    if old is not None:
+        mine = {run.about["model"] for run in runs}
+        runs += [run for run in old.runs if run.about["model"] not in mine]
+        runs.sort(key=lambda run: str(run.about["model"]))
     file = out / "speed.json"
     before = {} if old is None else old.speed
     timed = json.loads(file.read_text()) if file.exists() else {}
@@ -168,11 +172,15 @@ def collect(models: list[Path], out: Path, old: Leaderboard | None = None) -> st
 
 def _added(run: Run, old: Leaderboard) -> Run:
     """A run with the cells that `old` has of other methods, asked the same questions of the same model."""
-    same = ("model", "fingerprint", "samples", "length", "protocols", "seed")
-    asked = [run.about[name] for name in same]
-    before = next((r for r in old.runs if [r.about[name] for name in same] == asked), None)
+    before = next((r for r in old.runs if r.about["model"] == run.about["model"]), None)
     if before is None:
-        sys.exit(f"the data has no run with {dict(zip(same, asked, strict=True))}: collect without --add")
+        return run
+    same = ("fingerprint", "samples", "length", "protocols", "seed")
+    given, has = ({name: r.about[name] for name in same} for r in (run, before))
+    if given != has:
+        sys.exit(
+            f"{run.about['model']} was asked with {given}, and in the data with {has}: collect without --add"
+        )
     mine = {cell.method for cell in run.cells}
     order = {id: i for i, id in enumerate(METHODS)}
     cells = sorted((*run.cells, *(c for c in before.cells if c.method not in mine)), key=_place(order))
