@@ -28,6 +28,7 @@ SHIPPED = Path(__file__).parent / "fits"
 class Fitted:
     """Arrays [layers, ...] by name, of one word and one model; equal where every bit is equal.
 
+    One row stands for all layers.
     word: the name of the word's class. model: the signature of the model; "" is any.
     """
 
@@ -118,7 +119,7 @@ def _arrays(method: Any) -> dict[str, dict[str, Array]]:
 
 def of_layer(params: dict[str, Any], number: int | Array) -> dict[str, dict[str, Array]]:
     """The fitted arrays of one layer, by digest and name."""
-    return jax.tree.map(lambda x: x[number], params.get("fitted", {}))
+    return jax.tree.map(lambda x: x[number if x.shape[0] > 1 else 0], params.get("fitted", {}))
 
 
 def save_fitted(path: str | Path, fitted: Fitted) -> None:

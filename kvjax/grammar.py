@@ -22,7 +22,15 @@ from kvjax.phase import BY_POSITION, Phase
 from kvjax.protocols import Allocation, Answering, Pattern, Residence, Score, Stacking
 from kvjax.read_protocols import Read
 from kvjax.when import PREFILL_END, When
-from kvjax.word_protocols import check_codecs, check_make, check_narrow, check_phase, check_stack, check_words
+from kvjax.word_protocols import (
+    check_codecs,
+    check_make,
+    check_narrow,
+    check_phase,
+    check_reread,
+    check_stack,
+    check_words,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +151,8 @@ class Store:
 class Method:
     """A sentence. `spec` says how to build it again: (id, sorted hyper-parameters), or that nothing can.
 
-    reread: which tokens of a prompt are read at all (`kvjax.keep.reread`). layers: instead of all those, a
+    reread: which tokens of a prompt are read at all, or alone stay (`kvjax.keep.reread`, `distilled` and
+    `memory_tokens` there). layers: instead of all those, a
     sentence for every layer of the model. make: the model that all this acts on, as `kvjax.prepare` makes it
     of the one that is given. stack: which layers are stored as one (`kvjax.store.merged`). host: what the
     device holds of slots that lie in host memory (`kvjax.place.host`).
@@ -160,7 +169,7 @@ class Method:
     host: Residence | None = None
 
     def __post_init__(self):
-        check_narrow(self.reread)
+        check_reread(self.reread)
         check_make(self.make)
         check_stack(self.stack)
         parts = (self.keep, self.store, self.read)

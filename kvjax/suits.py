@@ -15,6 +15,8 @@ from kvjax.codes import taught
 from kvjax.errors import InputError
 from kvjax.fitted import ModelSizes, fitted_words, lacks_fit
 from kvjax.grammar import Keep, Method, check
+from kvjax.keep.distilled import Distilled
+from kvjax.keep.memory_tokens import MemoryTokens
 from kvjax.keep.observe import Queries
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
@@ -60,7 +62,7 @@ def check_fit(method: Method, config: Config) -> None:
             "it to kvjax.encode_context, or call it without a cache"
         )
     _check_store(method, config, facts)
-    _check_narrow(method, config)
+    _check_reading(method, config)
     if method.host is not None and facts.lent:
         other = "quest" if method.read is not None else "the method without Host()"
         _refuse(method, "several layers read the slots that it brings to the device for one", other)
@@ -258,12 +260,29 @@ def _check_fitted(method: Method, config: Config) -> None:
             raise InputError(f"{method.id}: {error}") from error
 
 
+def _check_reading(method: Method, config: Config) -> None:
+    """InputError where tokens cannot be left out of a model's layers, or be marked there."""
+    narrow = None if method.keep is None else method.keep.narrow
+    marks, store = isinstance(method.reread, Distilled | MemoryTokens), method.store
+    if narrow is not None or (method.reread is not None and not isinstance(method.reread, MemoryTokens)):
+        _check_narrow(method, config)
+    for layer in range(config.layers if marks else 0):
+        mixer = mixer_of(config, layer)
+        if type(mixer) is not Attention or mixer.takes or config.window(layer) is not None:
+            _refuse(
+                method,
+                f"its weights are for tokens in plain attention to all others, and layer {layer} is "
+                f"{mixer!r} with the window {config.window(layer)}",
+                "snapkv",
+            )
+    if isinstance(method.reread, MemoryTokens) and store is not None and store.unrotated:
+        _refuse(method, "memory tokens are turned to where they are stored, and its store does not", "int8")
+
+
 def _check_narrow(method: Method, config: Config) -> None:
     """InputError where tokens cannot be chosen at the layer of a `Narrow` or `Reread`, or not be left out."""
     narrow = None if method.keep is None else method.keep.narrow
     word = narrow or method.reread
-    if word is None:
-        return
     last, above = word.after(config.layers), 1 if narrow is not None else 0
     if last >= config.layers - above:
         _refuse(

@@ -13,6 +13,7 @@ PREFERRING = ("needs", "preference")
 CODEC = ("granule", "encode", "decode")
 MAKE = ("config", "params")
 NARROW = ("needs", "after", "most", "count", "choose")
+REREAD = ("most", "count")
 PHASE = ("steady", "alike", "first_alike", "name", "counts", "turns", "most_behind", "bounded")
 STACK = ("most", "first", "codecs", "apart", "merge")
 
@@ -51,6 +52,12 @@ def check_narrow(narrow: Any) -> None:
     """ValueError for what narrows no prompt or is no frozen dataclass; None is none."""
     if narrow is not None:
         _check(narrow, "narrowing", NARROW, "see kvjax.keep.narrow.Narrow")
+
+
+def check_reread(reread: Any) -> None:
+    """ValueError for what reads no prompt in its own way or is no frozen dataclass; None is none."""
+    if reread is not None:
+        _check(reread, "reading", REREAD, "see kvjax.keep.reread.Reread")
 
 
 def check_phase(phase: Any) -> None:

@@ -17,6 +17,7 @@ from kvjax.fitted import Fitted, fitted_words
 from kvjax.fitting.clusters import fit_clusters
 from kvjax.fitting.convolutions import fit_convolutions
 from kvjax.fitting.curves import fit_curves
+from kvjax.fitting.distilled import fit_distilled
 from kvjax.fitting.drift import fit_drift
 from kvjax.fitting.eviction_gates import fit_attention_gate, fit_eviction_gate
 from kvjax.fitting.gates import fit_gate, fit_sink_gate
@@ -25,6 +26,7 @@ from kvjax.fitting.levels import fit_levels
 from kvjax.fitting.profiles import fit_copies, fit_profile, fit_semantic_heads
 from kvjax.fitting.projections import fit_projections
 from kvjax.fitting.queries import fit_centres, fit_filters, fit_norms, fit_statistics
+from kvjax.fitting.remembered import fit_memory
 from kvjax.fitting.repeats import fit_repeating_heads
 from kvjax.fitting.residues import fit_residue
 from kvjax.fitting.retaining import fit_retaining_heads
@@ -34,11 +36,13 @@ from kvjax.fitting.sharing import fit_sharing
 from kvjax.fitting.write_gates import fit_write_gate
 from kvjax.grammar import Method
 from kvjax.inputs import finite_number, whole_number
+from kvjax.keep.distilled import TokenScorer
 from kvjax.keep.eviction_gates import AttentionGate, EvictionGate
 from kvjax.keep.expected import QueryStatistics
 from kvjax.keep.filters import QueryFilters
 from kvjax.keep.gate import HiddenGate
 from kvjax.keep.gate_forms import RetainingHead, SinkGate, WriteGate
+from kvjax.keep.memory_tokens import MemoryTokens
 from kvjax.keep.merge_conv import ConvMerge
 from kvjax.keep.merge_runs import Opening
 from kvjax.keep.profile import CopyProfile, CurveProfile, DriftProfile, Profile, SearchedProfile
@@ -76,6 +80,8 @@ FITS: dict[type, Fitter] = {
     EvictionGate: Fitter(fit_eviction_gate, asks=True),
     AttentionGate: Fitter(fit_attention_gate, asks=True),
     Opening: Fitter(fit_run_gates, asks=True),
+    MemoryTokens: Fitter(fit_memory, asks=True, acts=True),
+    TokenScorer: Fitter(fit_distilled, asks=True, acts=True),
     QueryFilters: Fitter(fit_filters),
     QueryStatistics: Fitter(fit_statistics),
     QueryCentres: Fitter(fit_centres),

@@ -7,13 +7,14 @@ from typing import Annotated
 from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import AcrossLayers, Threshold, Uniform
+from kvjax.keep.distilled import Distilled, Scored, TokenScorer
 from kvjax.keep.eviction_gates import AttentionGate, EvictionGate
 from kvjax.keep.gate import Gated, HiddenGate
 from kvjax.keep.gate_forms import RetainingHead, SinkGate, WriteGate
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Fit, Page, Share, Tokens, Window
+from kvjax.methods.shared import Amount, Depth, Fit, Page, Share, Tokens, Window
 from kvjax.when import STEP
 
 
@@ -167,3 +168,24 @@ def attention_gate(*, fitted: Fit | None = None, threshold: Share = 0.5, page: P
     """
     score = Gated(AttentionGate(as_fitted(fitted)))
     return Method(Keep(score, Budget(1.0), Threshold(threshold), page=page))
+
+
+@paper(
+    "KV-Distill: Nearly Lossless Learnable Context Compression for LLMs",
+    arxiv="2503.10337",
+    family="selection-static",
+    exact="deviates",
+)
+def kv_distill(budget: Amount, *, fitted: Fit | None = None, layer: Depth = 0.5) -> Method:
+    """KV-Distill (Chari et al., 2025, arXiv:2503.10337): chosen tokens take up what the others say.
+
+    A network on the input of a layer scores the tokens of a prompt (`TokenScorer`), alike for all heads and
+    layers. The prompt is read once more, in which the best have a LoRA of theirs (`Distilled`), and they
+    alone stay, at their positions. fitted: scorer and LoRA, as `kvjax fit kv-distill` writes them. Read: the
+    abstract and summaries of the paper. Deviations: the LoRA is of queries, keys and values; the last token
+    of a prompt always stays; every turn keeps its share of its own tokens; and what is written is not
+    compressed.
+    """
+    arrays = as_fitted(fitted)
+    score = Scored(TokenScorer(arrays))
+    return Method(reread=Distilled(layer, score, Budget(budget), arrays))

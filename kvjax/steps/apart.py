@@ -21,7 +21,8 @@ from kvjax.grammar import Method
 from kvjax.models.layers import Params
 from kvjax.protocols import Answering
 from kvjax.segments import Ahead
-from kvjax.steps.forward import Prompt, needs_of, observe
+from kvjax.steps.forward import Prompt, needs_of
+from kvjax.steps.observing import observe
 from kvjax.steps.prompt import settled
 from kvjax.steps.run import Run
 

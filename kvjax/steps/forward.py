@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -23,7 +22,8 @@ from kvjax.ops.attention.in_common import for_rows
 from kvjax.ops.attention.union import Keys
 from kvjax.protocols import Carried, Inputs, Meeting, Observation, Trace
 from kvjax.steps.lending import lend, taught_groups
-from kvjax.steps.narrowing import chosen, narrow_of, narrowing, unnarrowed
+from kvjax.steps.marking import Marks, marked, together
+from kvjax.steps.narrowing import narrow_of, narrowing
 from kvjax.steps.observed import by_owner, carried_behind, decoded, past_sets, surprisals
 from kvjax.steps.run import Run, answered, held
 from kvjax.steps.turning import attend_turned, turned_queries, turns_of
@@ -70,7 +70,8 @@ def _asked(needs: frozenset) -> _Asked:
 class _Reading(NamedTuple):
     """What every layer is read with.
 
-    narrows: upper layers see fewer tokens. as_steps: as in `observe`. on: the mesh that tokens may lie on.
+    narrows: upper layers see fewer tokens. as_steps, marks: as in `read_tokens`. on: the mesh that tokens may
+    lie on.
     """
 
     run: Run
@@ -84,9 +85,11 @@ class _Reading(NamedTuple):
     narrows: bool
     as_steps: bool
     on: OnMesh | None
+    marks: Marks | None
 
     def attend(self, layer: Layer, x: Projected, state: GroupState):
         run, at, gm = self.run, self.at, self.gms[layer.group]
+        x = marked(layer, x, self.marks, self.params)
         past = past_sets(layer, completed(self.states, layer.group, state), self.pools)
         # A prefill that ends early has the queries of the last tokens alone, over the keys of all.
         pos = layer.pos if self.narrows else at.pos
@@ -96,7 +99,7 @@ class _Reading(NamedTuple):
             k, v = decoded(gm, layer, pos, (k, v))
         if run.unrotated or self.asked.meetings:
             past = [for_rows(keys, pos.shape[0]) for keys in past]
-        new = new_keys(layer, k, v, pos)
+        new, past = together(new_keys(layer, k, v, pos), past, self.marks)
         stood = [*(s.pos for s in past if s.pos is not None), pos[:, None]] if run.unrotated else []
         turns = turns_of(run, layer.pos, stood)
         q = turned_queries(layer, x.q, turns[0], at.length)
@@ -152,7 +155,7 @@ class _Reading(NamedTuple):
         return out, state, {"collected": new}
 
 
-def observe(
+def read_tokens(
     run: Run,
     params: Params,
     tokens: IdsOrVectors,
@@ -160,15 +163,14 @@ def observe(
     cache: Cache | None,
     needs: frozenset,
     as_steps: bool = False,
+    marks: Marks | None = None,
 ) -> Prompt:
-    """New tokens through the model, over what the cache holds; nothing is stored yet.
+    """New tokens through all layers, over what the cache holds; nothing is stored yet.
 
     as_steps: as single steps compute it: tokens meet each other as they will be stored, in a method's codes,
-    and the logits are those of all of them.
+    and the logits are those of all of them. marks: which tokens are projected by more weights.
     """
-    config, source = run.config, None
-    if run.method.reread is not None:
-        tokens, lengths, source = _reread(run, params, tokens, lengths, cache)
+    config = run.config
     on = run.on_mesh.with_whole_tokens() if as_steps and run.on_mesh is not None else run.on_mesh
     tokens = pinned_to(tokens, on, *("batch", "tokens", None)[: tokens.ndim])
     lengths = pinned_to(lengths, on, "batch")
@@ -176,7 +178,9 @@ def observe(
     gms, narrow, asked = taught_groups(run.groups(params), params), narrowing(run, at), _asked(needs)
     states = lend((NOTHING,) * len(gms) if cache is None else cache.groups, gms)
     pools = () if cache is None else cache.pools
-    reading = _Reading(run, params, tokens, at, gms, states, pools, asked, narrow is not None, as_steps, on)
+    reading = _Reading(
+        run, params, tokens, at, gms, states, pools, asked, narrow is not None, as_steps, on, marks
+    )
 
     last = jnp.maximum(lengths - 1, 0)
     early = None if needs or as_steps or narrow is not None else last
@@ -194,7 +198,7 @@ def observe(
     fresh = _pinned(by_owner(gms, config, ran.collected, asked.masses), on)
     if surprise is not None:
         fresh = tuple(_told(f, late, surprise) if isinstance(f, Fresh) else f for f in fresh)
-    return Prompt(fresh, at, tokens, logits, narrowed, source)
+    return Prompt(fresh, at, tokens, logits, narrowed)
 
 
 def _told(fresh: Fresh, late: list[Trace], surprise: Float[Array, "B T"]) -> Fresh:
@@ -214,28 +218,6 @@ def _pinned(fresh: tuple, on: OnMesh | None) -> tuple:
         return None if x is None else pinned_to(x, on, "layers", "batch", "kv_heads", "tokens", None)
 
     return tuple(f._replace(k=pin(f.k), v=pin(f.v)) if isinstance(f, Fresh) else f for f in fresh)
-
-
-def _reread(
-    run: Run, params: Params, tokens: IdsOrVectors, lengths: Int[Array, "B"], cache: Cache | None
-) -> tuple[Int[Array, "B M"], Int[Array, "B"], Int[Array, "B M"]]:
-    """The tokens that are read, their number per row, and which of the given ones they are (-1: none)."""
-    first, count, last = 0, 0, run.method.reread.after(run.config.layers)
-    while first <= last:
-        first, count = first + next(iter(params["layers"][count].values())).shape[0], count + 1
-    if first != last + 1:
-        raise ValueError(
-            f"the tokens to read are chosen at layer {last}, inside stacked layers that end at {first - 1}: "
-            f"choose at layer {first - 1}, or give layers that are not stacked"
-        )
-    below = params | {"layers": params["layers"][:count]}
-    past = None if cache is None else dataclasses.replace(cache, groups=cache.groups[:count])
-    # Something is observed, so that no layer runs for the last tokens alone.
-    needs = run.method.reread.needs | {RawKeys()}
-    found = observe(unnarrowed(run), below, tokens, lengths, past, needs)
-    index, used = chosen(run, found.positions, found.fresh[-1])
-    again = jnp.where(used, jnp.take_along_axis(tokens, index, axis=1), 0)
-    return again, used.sum(-1, dtype=jnp.int32), jnp.where(used, index, -1)
 
 
 def needs_of(run: Run, params: Params, compress: bool = True) -> frozenset:

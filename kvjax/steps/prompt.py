@@ -37,9 +37,10 @@ from kvjax.phase import BY_POSITION
 from kvjax.protocols import View, over_layers
 from kvjax.room import longer, widened
 from kvjax.segments import AT_ONCE, Ahead, build, extend, remember_in_pages, whole_slots
-from kvjax.steps.forward import Prompt, needs_of, observe
+from kvjax.steps.forward import Prompt, needs_of
 from kvjax.steps.lending import lend, returned, taught_groups
 from kvjax.steps.narrowing import by_token, new_positions, unnarrowed
+from kvjax.steps.observing import observe
 from kvjax.steps.run import Run, repeated
 from kvjax.steps.turning import seen_by_words, turned_keys, turns_of
 from kvjax.summaries import learnt
@@ -106,8 +107,8 @@ def settled(
     """
     gms = taught_groups(run.groups(params), params)
     pos, length = prompt.positions
-    if prompt.source is not None and cache is None:
-        tokens = min(tokens, run.method.reread.most(tokens))
+    if run.method.reread is not None and compress and cache is None:
+        tokens = pos.shape[1]
     old_pools = () if cache is None else cache.pools
     pasts = (NOTHING,) * len(gms) if cache is None else lend(cache.groups, gms)
     acting = tuple(run.acts(gm, compress) for gm in gms)

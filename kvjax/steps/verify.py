@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import Cache, Slots
 from kvjax.group import GroupMethod
 from kvjax.models.layers import Params
-from kvjax.steps.forward import needs_of, observe
+from kvjax.steps.forward import needs_of, read_tokens
 from kvjax.steps.narrowing import unnarrowed
 from kvjax.steps.prompt import settle
 from kvjax.steps.run import Run
@@ -28,7 +28,7 @@ def verify(
     """
     run = unnarrowed(run)
     needs = needs_of(run, params, compress=False)
-    prompt = observe(run, params, tokens, lengths, cache, needs, as_steps=True)
+    prompt = read_tokens(run, params, tokens, lengths, cache, needs, as_steps=True)
     bound = _longest_window(run.groups(params), cache)
     return prompt.logits, settle(run, params, prompt, cache, tokens=bound, room=0, compress=False)
 

@@ -16,7 +16,7 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.params import plan, regroup
-from kvjax.steps.forward import observe
+from kvjax.steps.observing import observe
 from kvjax.steps.run import Run
 
 Products = Float[np.ndarray, "K K"]

@@ -1,0 +1,73 @@
+"""Memory tokens, taught by the answers that are given behind what they leave of contexts (CCM, Gisting)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvjax.eval.tasks.sample import Sample
+from kvjax.fitted import Fitted
+from kvjax.fitting.asked import Asked, adapter, asked, left_by, mean_said, said_behind
+from kvjax.fitting.descent import Arrays, descended
+from kvjax.fitting.whole import check_whole
+from kvjax.grammar import Method
+from kvjax.models.layers import Params
+from kvjax.models.model import Model
+from kvjax.steps import Run
+
+
+def fit_memory(
+    model: Model,
+    batches: list[list[Sample]],
+    *,
+    method: Method,
+    rank: int = 16,
+    rate: float = 3e-3,
+    epochs: int = 16,
+    seed: int = 0,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Fitted:
+    """Embeddings of memory tokens and a LoRA of rank `rank` (arXiv:2312.03414, section 3.2; 2304.08467).
+
+    Contexts are read as the method reads them. What becomes small is -log p of the answers behind what it
+    leaves; by Adam (arXiv:1412.6980) at learning rate `rate`, one step per batch, in `epochs` readings. What
+    is learned is of the method's number of memory tokens, length of chunks and way to hold several.
+    Deviation: the model stays as it is, as in CCM; the authors of Gisting train all of it. Raises InputError
+    for a model whose layers are not all plain attention that keeps all tokens.
+    """
+    check_whole(model, "memory tokens")
+    start = start_of(model, method, rank, seed)
+    first = Fitted({n: np.asarray(x) for n, x in start.items()}, "MemoryTokens", model.signature)
+    run = run_of(model, method, first)
+
+    def loss(arrays: Arrays, batch: Asked, params: Params) -> Float[Array, ""]:
+        return surprise(run, params | {"fitted": {first.digest: arrays}}, batch)
+
+    read = asked(model, batches, epochs, seed, progress)
+    found = descended(loss, start, read, model.params, rate=rate)
+    return Fitted(found, "MemoryTokens", model.signature)
+
+
+def start_of(model: Model, method: Method, rank: int, seed: int) -> Arrays:
+    """Arrays as they begin: embeddings as long as tokens' own, and weights without any effect."""
+    embed = model.params["embed"]
+    size, key = (1, method.reread.tokens, model.config.d_model), jax.random.key(seed + 1)
+    return adapter(model, rank, seed) | {"memory": jax.random.normal(key, size) * jnp.std(embed)}
+
+
+def run_of(model: Model, method: Method, fitted: Fitted) -> Run:
+    """What is static in reading as a method with these arrays does."""
+    word = dataclasses.replace(method.reread, fitted=fitted)
+    return Run(model.config, dataclasses.replace(method, reread=word))
+
+
+def surprise(run: Run, params: Params, batch: Asked) -> Float[Array, ""]:
+    """The mean of -log p of answers' tokens behind what a method leaves of contexts."""
+    said = said_behind(run.config, params, left_by(run, params, batch), batch)
+    return mean_said(-jnp.take_along_axis(said, batch.answer[..., None], axis=-1)[..., 0], batch)

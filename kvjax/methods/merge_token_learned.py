@@ -1,0 +1,70 @@
+"""Merging by learned tokens: what a chunk of a prompt says goes into memory tokens behind it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from kvjax.fitted import as_fitted
+from kvjax.grammar import Method
+from kvjax.keep.memory_tokens import MemoryTokens
+from kvjax.methods.papers import paper
+from kvjax.methods.parameters import Range
+from kvjax.methods.shared import Fit
+
+# Memory tokens behind a chunk, and the tokens of a chunk.
+Memory = Annotated[int, Range(1)]
+Chunk = Annotated[int, Range(1)]
+
+
+@paper(
+    "Learning to Compress Prompts with Gist Tokens",
+    arxiv="2304.08467",
+    family="merge-token",
+    exact="deviates",
+)
+def gisting(*, fitted: Fit | None = None, tokens: Memory = 4) -> Method:
+    """Gisting (Mu et al., 2023, arXiv:2304.08467): `tokens` gist tokens behind a prompt stay in its place.
+
+    What follows the prompt sees the gist tokens' keys and values, and nothing of the prompt (`MemoryTokens`).
+    fitted: their embeddings and weights, as `kvjax fit gisting` writes them. Deviations: the model stays as
+    it is, and gist tokens have weights of their own, where the paper trains all of the model; the last token
+    of a prompt is read behind the gist tokens and stays; and what stays is turned anew, to the first
+    positions.
+    """
+    return Method(reread=MemoryTokens(tokens, by="gisting", fitted=as_fitted(fitted)))
+
+
+@paper(
+    "Compressed Context Memory For Online Language Model Interaction",
+    arxiv="2312.03414",
+    family="merge-token",
+    exact="deviates",
+)
+def ccm(*, fitted: Fit | None = None, tokens: Memory = 2, chunk: Chunk = 64) -> Method:
+    """CCM-concat (Kim et al., 2024, arXiv:2312.03414), section 3.1: memory grows by every chunk's tokens.
+
+    Behind every `chunk` tokens of a prompt `tokens` <COMP> tokens are read, over the memory of the chunks
+    before and with a LoRA of theirs; their keys and values are what is added to it, g(Mem, h) = [Mem; h]
+    (`MemoryTokens`). fitted: embeddings and LoRA, as `kvjax fit ccm` writes them. Read: the authors' code.
+    Deviations: chunks are of equal length, where theirs are the turns of a conversation; the LoRA is of
+    queries, keys and values, and not of outputs; the last token of a prompt is read behind its memory and
+    stays; what stays is turned anew, to positions without gaps, where theirs stands where its chunk ended;
+    every turn has a memory of its own, beside those before it; and what is written is not compressed.
+    """
+    return Method(reread=MemoryTokens(tokens, chunk, by="ccm", fitted=as_fitted(fitted)))
+
+
+@paper(
+    "Compressed Context Memory For Online Language Model Interaction",
+    arxiv="2312.03414",
+    family="merge-token",
+    exact="deviates",
+)
+def ccm_merge(*, fitted: Fit | None = None, tokens: Memory = 8, chunk: Chunk = 64) -> Method:
+    """CCM-merge (Kim et al., 2024, arXiv:2312.03414), section 3.1: memory is the mean over chunks.
+
+    As `ccm`, but the memory of a prompt has the size of one chunk's: behind chunk t it is
+    (1 - 1/t) Mem + h / t, of keys that are turned to the same positions. fitted: as `kvjax fit ccm-merge`
+    writes it. Deviations: those of `ccm`.
+    """
+    return Method(reread=MemoryTokens(tokens, chunk, mean=True, by="ccm-merge", fitted=as_fitted(fitted)))

@@ -1,0 +1,158 @@
+"""Prompts of which memory tokens stay: chunk by chunk, over what the chunks before have left."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import Cache, GroupState
+from kvjax.choose import Fresh, union
+from kvjax.grammar import Method
+from kvjax.group import GroupMethod
+from kvjax.keep.memory_tokens import MemoryTokens
+from kvjax.keep.observe import RawKeys
+from kvjax.models.attending import turned
+from kvjax.models.layers import Params
+from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.transformer import Positions
+from kvjax.protocols import View
+from kvjax.segments import whole_slots
+from kvjax.steps.forward import Prompt, read_tokens
+from kvjax.steps.lending import lend, taught_groups
+from kvjax.steps.marking import Marks
+from kvjax.steps.run import Run
+
+
+class _Chunk(NamedTuple):
+    """A chunk of a prompt as it is read.
+
+    number: how many were before it. tokens: how many a row has in it. start: where the memory begins.
+    """
+
+    number: Int[Array, ""]
+    tokens: Int[Array, "B"]
+    start: Int[Array, "B"]
+
+
+def remembered(
+    run: Run, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], cache: Cache | None
+) -> Prompt:
+    """What `MemoryTokens` leave of a prompt, and the logits of its last token, which sees nothing else."""
+    word: MemoryTokens = run.method.reread
+    assert word.fitted is not None
+    t, on = tokens.shape[1], run.on_mesh
+    bare = run._replace(method=Method(), on_mesh=None if on is None else on.with_whole_tokens())
+    gms = taught_groups(run.groups(params), params)
+    start = jnp.zeros_like(lengths) if cache is None else cache.next
+    text, size, chunks = jnp.maximum(lengths - 1, 0), word.chunk(t), word.chunks(t)
+    slots = word.slots(chunks)
+    before = tuple(_held(run, gm, params, cache, i, len(lengths)) for i, gm in enumerate(gms))
+    views = tuple(_with_room(view, slots) for view in before)
+
+    def over(views: tuple[View, ...], held: Array | int) -> Cache:
+        pairs = zip(gms, views, strict=True)
+        return Cache(tuple(GroupState(tail=whole_slots(gm, v)) for gm, v in pairs), start + held)
+
+    padded = jnp.pad(tokens, ((0, 0), (0, chunks * size - min(chunks * size, t))))
+
+    def read(views: tuple[View, ...], number: Int[Array, ""]) -> tuple[tuple[View, ...], None]:
+        part = jax.lax.dynamic_slice_in_dim(padded, number * size, size, axis=1)
+        one = _Chunk(number, jnp.clip(text - number * size, 0, size), start)
+        x, mine = _with_memory(run, params, part, one.tokens)
+        marks = Marks(mine.astype(jnp.float32), word.fitted.digest, word.block)
+        many = jnp.where(one.tokens > 0, one.tokens + word.tokens, 0)
+        held = word.tokens * (jnp.minimum(number, 1) if word.mean else number)
+        found = read_tokens(bare, params, x, many, over(views, held), frozenset({RawKeys()}), marks=marks)
+        pairs = zip(gms, views, found.fresh, strict=True)
+        return tuple(_taken_up(run, gm, view, fresh, one, slots) for gm, view, fresh in pairs), None
+
+    views, _ = jax.lax.scan(read, views, jnp.arange(chunks, dtype=jnp.int32))
+    held, live = word.count(lengths) - jnp.minimum(lengths, 1), jnp.minimum(lengths, 1)
+    last = jnp.take_along_axis(tokens, text[:, None], axis=1)
+    found = read_tokens(bare, params, last, live, over(views, held), frozenset())
+    index = jnp.arange(slots + 1, dtype=jnp.int32)[None]
+    # The last token stands right behind the memory of its row.
+    source = jnp.where(index < held[:, None], index, slots)
+    pos = jnp.where(index < (held + live)[:, None], start[:, None] + index, -1)
+    fresh = tuple(_joined(view, f, slots, source) for view, f in zip(views, found.fresh, strict=True))
+    own = (index == held[:, None]) & (live > 0)[:, None]
+    return found._replace(
+        fresh=fresh,
+        positions=Positions(pos, start + held + live),
+        tokens=jnp.where(own, last, 0),
+        source=jnp.where(own, text[:, None], -1),
+    )
+
+
+def _held(run: Run, gm: GroupMethod, params: Params, cache: Cache | None, i: int, rows: int) -> View:
+    """The slots that a group holds already."""
+    shape = mixer_of(run.config, gm.first).slots_of(run.config)
+    layers, dtype = next(iter(params["layers"][i].values())).shape[0], params["norm"].dtype
+    k, v = (jnp.zeros((layers, rows, shape.heads, 0, width), dtype) for width in (shape.key, shape.value))
+    none = Fresh(k, v, {}, (), {})
+    if cache is None:
+        return View(k, v, jnp.zeros(k.shape[:4], jnp.int32), None, {})
+    (past,) = lend((cache.groups[i],), (gm,))
+    return union(gm, past, cache.pools, none, jnp.zeros((rows, 0), jnp.int32))
+
+
+def _with_room(view: View, slots: int) -> View:
+    """A view with so many empty slots behind its own."""
+    wide = [(0, 0), (0, 0), (0, 0), (0, slots)]
+    k, v = (jnp.pad(x, [*wide, (0, 0)]) for x in (view.k, view.v))
+    return view._replace(k=k, v=v, pos=jnp.pad(view.pos, wide, constant_values=-1))
+
+
+def _with_memory(
+    run: Run, params: Params, ids: Int[Array, "B C"], count: Int[Array, "B"]
+) -> tuple[Float[Array, "B _ D"], Bool[Array, "B _"]]:
+    """The embeddings of a chunk with memory tokens behind each row's own, and which these are."""
+    word: MemoryTokens = run.method.reread
+    assert word.fitted is not None
+    embed, many = params["embed"], word.tokens
+    memory = params["fitted"][word.fitted.digest]["memory"][0].astype(embed.dtype)
+    x = embed[ids] * jnp.asarray(run.config.embed_scale, embed.dtype)
+    at = jnp.arange(ids.shape[1] + many)[None] - count[:, None]
+    mine = (at >= 0) & (at < many)
+    x = jnp.pad(x, ((0, 0), (0, many), (0, 0)))
+    return jnp.where(mine[..., None], memory[jnp.clip(at, 0, many - 1)], x), mine
+
+
+def _taken_up(run: Run, gm: GroupMethod, view: View, fresh: Fresh, one: _Chunk, slots: int) -> View:
+    """A group's slots with the memory of one more chunk, turned to where it stands in the memory."""
+    word: MemoryTokens = run.method.reread
+    many, rope = word.tokens, run.attention_spec(gm.first).rope
+    first = jnp.zeros_like(one.number) if word.mean else one.number * many
+    stand = one.start[:, None] + first + jnp.arange(many, dtype=jnp.int32)[None]
+    index = (one.tokens[:, None] + jnp.arange(many, dtype=jnp.int32)[None])[None, :, None, :, None]
+    raw, v = (jnp.take_along_axis(x, index, axis=3) for x in (fresh.observed[repr(RawKeys())], fresh.v))
+    k = jax.vmap(lambda x: turned(rope, x, stand, one.start + first + many))(raw)
+    there, at = (one.tokens > 0)[None, :, None, None], view.k.shape[3] - slots + first
+    old = [jax.lax.dynamic_slice_in_dim(x, at, many, axis=3) for x in (view.k, view.v, view.pos)]
+    if word.mean:
+        weight = 1 / (one.number + 1).astype(k.dtype)
+        k, v = (a + weight * (b - a) for a, b in zip(old, (k, v), strict=False))
+    pos = jnp.broadcast_to(stand[None, :, None], old[2].shape)
+    new = [
+        jnp.where(there if x.ndim == 4 else there[..., None], x, a)
+        for a, x in zip(old, (k, v, pos), strict=True)
+    ]
+    wide = [
+        jax.lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), at, axis=3)
+        for x, y in zip((view.k, view.v, view.pos), new, strict=True)
+    ]
+    return view._replace(k=wide[0], v=wide[1], pos=wide[2])
+
+
+def _joined(view: View, last: Fresh, slots: int, source: Int[Array, "B _"]) -> Fresh:
+    """The memory of a prompt and its last token, each row's without gaps."""
+    index, held = source[None, :, None, :, None], view.k.shape[3] - slots
+
+    def join(a: Array, b: Array | None) -> Array:
+        assert b is not None
+        return jnp.take_along_axis(jnp.concatenate([a[:, :, :, held:], b], axis=3), index, axis=3)
+
+    return Fresh(join(view.k, last.k), join(view.v, last.v), {}, (), {})
