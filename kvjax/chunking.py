@@ -12,6 +12,7 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
@@ -66,15 +67,19 @@ def plan(
     """The given cache with room for a prompt, and the size of each of its chunks of `width` tokens."""
     seen = 0 if cache is None else int(fetch(cache.next).max())
     chunks = -(-int(lengths.max()) // width)
+    # What stays of so many new tokens, where a method leaves some out as it reads them.
+    word = run.method.reread if compress else None
+    new = width if word is None else word.most(width)
     if chunks == 1:
-        cache = None if cache is None else with_room(run.groups(params), cache, width + room)
+        cache = None if cache is None else with_room(run.groups(params), cache, new + room)
         return cache, [Size(bound(seen, width), room)]
     turns = _Turns(run, params, cache, lengths.shape[0], compress)
     slots = np.zeros(len(turns.gms), int)
     for at in range(chunks):
         taken = np.clip(lengths - at * width, 0, width)
-        slots += turns.read(taken, width, room if at == chunks - 1 else width)
-    middle = Size(turns.bound, width, Ahead(lists=turns.bound))
+        taken = taken if word is None else fetch(word.count(jnp.asarray(taken)))
+        slots += turns.read(taken, new, room if at == chunks - 1 else new)
+    middle = Size(turns.bound, new, Ahead(lists=turns.bound))
     first = middle
     if cache is None:
         first = middle._replace(ahead=Ahead(tuple(slots.tolist()), turns.bound))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from kvjax import steps
 from kvjax.cache import Cache, GroupState
@@ -121,13 +121,13 @@ def hidden_at(config: Config, layer: int, params: Params, batch: Asked) -> Float
 def distilled(config: Config, params: Params, arrays: Arrays, batch: Batch, aim: Aim) -> Float[Array, ""]:
     """The loss of scorer and weights on a batch."""
     given = batch.asked
-    odds = decided(judged({n: x[0] for n, x in arrays.items()}, batch.hidden), given, aim)
+    odds, last = decided(judged({n: x[0] for n, x in arrays.items()}, batch.hidden), given, aim)
     run, params = Run(config, Method()), params | {"fitted": {_NAME: arrays}}
-    marks = Marks(jax.nn.sigmoid(odds), _NAME)
+    marks = Marks(jnp.where(last, 0.0, jax.nn.sigmoid(odds)), _NAME)
     read = steps.read_tokens(
         run, params, given.context, given.lengths, None, frozenset({Hidden()}), marks=marks
     )
-    amount, groups = jax.nn.log_sigmoid(odds), []
+    amount, groups = jnp.where(last, 0.0, jax.nn.log_sigmoid(odds)), []
     for gm, fresh in zip(run.groups(params), read.fresh, strict=True):
         k, v = fresh.k, fresh.v  # type: ignore[union-attr]
         pos, bias = (jnp.broadcast_to(x[None, :, None], k.shape[:4]) for x in (read.positions.pos, amount))
@@ -137,13 +137,19 @@ def distilled(config: Config, params: Params, arrays: Arrays, batch: Batch, aim:
     return mean_said(each, given)
 
 
-def decided(score: Float[Array, "B T"], given: Asked, aim: Aim) -> Float[Array, "B T"]:
-    """The log-odds that tokens stay, of decisions that are relaxed; the last token of a context does."""
+def decided(
+    score: Float[Array, "B T"], given: Asked, aim: Aim
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """The log-odds that tokens stay, of decisions that are relaxed, and which token stays in any case."""
     share, noise = jax.random.split(jax.random.key(given.seed))
     at, last = jnp.arange(score.shape[1])[None], given.lengths[:, None] - 1
     part = jax.random.uniform(share, minval=aim.least, maxval=aim.most)
     n = jnp.ceil(part * given.lengths).astype(jnp.int32)[:, None]
+    # Nothing is gained by raising all scores alike, or by making them larger.
+    many = given.lengths[:, None].astype(jnp.float32)
+    score = jnp.where(at <= last, score, 0.0)
+    apart = jnp.where(at <= last, score - score.sum(1, keepdims=True) / many, 0.0)
+    score = apart * jax.lax.rsqrt(jnp.square(apart).sum(1, keepdims=True) / many + 1e-6)
     order = -jnp.sort(-jnp.where(at <= last, score, -jnp.inf), axis=1)
     bar = jax.lax.stop_gradient(jnp.take_along_axis(order, jnp.minimum(n, last), axis=1))
-    odds = (score - bar + jax.random.logistic(noise, score.shape)) / aim.tau
-    return jnp.where(at == last, 20.0, odds)
+    return (score - bar + jax.random.logistic(noise, score.shape)) / aim.tau, at == last

@@ -75,11 +75,13 @@ def _distilled(
     needs: frozenset,
     choice: tuple[Int[Array, "B M"], Bool[Array, "B M"]],
 ) -> Prompt:
-    """All tokens are read, those that were chosen with marks; these alone stay, at their positions."""
+    """All tokens are read, those that were chosen with marks; these alone stay, at their positions.
+
+    The last token of a row answers, so it has no mark.
+    """
     index, used = choice
-    share = (
-        jnp.zeros(tokens.shape[:2]).at[jnp.arange(len(index))[:, None], index].add(used.astype(jnp.float32))
-    )
+    rows, one = jnp.arange(len(index))[:, None], (used & (index < lengths[:, None] - 1)).astype(jnp.float32)
+    share = jnp.zeros(tokens.shape[:2]).at[rows, index].add(one)
     marks = Marks(share, run.method.reread.fitted.digest)
     read = read_tokens(unnarrowed(run), params, tokens, lengths, cache, needs, marks=marks)
     pos = jnp.where(used, jnp.take_along_axis(read.positions.pos, index, axis=1), -1)

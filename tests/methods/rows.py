@@ -49,7 +49,8 @@ class Row:
     changes in the other slots (`tests.reference.Row`). phase: what slots
     are rotated by. model: which tiny model. moves: whether slots of its cache may be permuted. counted:
     whether how many slots stay follows from the data. narrow: (prompt, layer) -> the tokens that go on, where
-    upper layers see fewer (as `Prompt` takes it). reread: prompt -> the tokens that are read of it. attends:
+    upper layers see fewer (as `Prompt` takes it). reread: prompt -> the tokens that are read of it, or
+    what a reading of its own leaves. attends:
     what a step gives the queries, where it does not attend to all slots (as `tests.reference.Row` takes it).
     stored: prompt -> the same with the keys and values that its cache holds in place of its own. stacks:
     whether layers may be stacked. looks_ahead: whether chunks of a prompt are told what comes behind them.
@@ -86,7 +87,8 @@ class Row:
     def read(self, prompt: Prompt) -> Prompt:
         """A prompt as the method reads it."""
         if self.reread is not None:
-            return Prompt(prompt.decoder, self.reread(prompt))
+            found = self.reread(prompt)
+            return found if hasattr(found, "raw_k") else Prompt(prompt.decoder, found)
         if self.stored is not None:
             return self.stored(prompt)
         farthest = self.phase if isinstance(self.phase, int) else None

@@ -44,4 +44,23 @@ LEARNED = [
         hyper=dict(fitted=learned.RUNS, page=PAGE),
         kept=learned.dmc_kept, victim=learned.dmc_leaves, leave=learned.runs_merge, counted=True,
     ),
+    row(
+        "kv-distill", dense(half), hyper=dict(layer=learned.SCORER_LAYER, fitted=learned.DISTILLED),
+        reread=learned.distilled, kept=learned.distilled_kept, stacks=False,
+    ),
+    row(
+        "gisting", dense(lambda s: learned.GISTS + 1 + s.room),
+        hyper=dict(tokens=learned.GISTS, fitted=learned.GIST),
+        reread=learned.Remembers(learned.GIST, learned.GISTS),
+    ),
+    row(
+        "ccm", dense(lambda s: -(-(s.tokens - 1) // learned.CHUNK) * learned.COMPS + 1 + s.room),
+        hyper=dict(tokens=learned.COMPS, chunk=learned.CHUNK, fitted=learned.COMP),
+        reread=learned.Remembers(learned.COMP, learned.COMPS, learned.CHUNK),
+    ),
+    row(
+        "ccm-merge", dense(lambda s: learned.COMPS + 1 + s.room),
+        hyper=dict(tokens=learned.COMPS, chunk=learned.CHUNK, fitted=learned.COMP),
+        reread=learned.Remembers(learned.COMP, learned.COMPS, learned.CHUNK, mean=True),
+    ),
 ]  # fmt: skip
