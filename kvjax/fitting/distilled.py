@@ -144,9 +144,9 @@ def decided(
     share, noise = jax.random.split(jax.random.key(given.seed))
     at, last = jnp.arange(score.shape[1])[None], given.lengths[:, None] - 1
     part = jax.random.uniform(share, minval=aim.least, maxval=aim.most)
-    n = jnp.ceil(part * given.lengths).astype(jnp.int32)[:, None]
     # Nothing is gained by raising all scores alike, or by making them larger.
     many = given.lengths[:, None].astype(jnp.float32)
+    n = jnp.ceil(part * many).astype(jnp.int32)
     score = jnp.where(at <= last, score, 0.0)
     apart = jnp.where(at <= last, score - score.sum(1, keepdims=True) / many, 0.0)
     score = apart * jax.lax.rsqrt(jnp.square(apart).sum(1, keepdims=True) / many + 1e-6)

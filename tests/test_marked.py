@@ -1,0 +1,131 @@
+"""Marked tokens and memory tokens: what fits look for against float64 numpy, refusals, and what fits are worth."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import expit, log_softmax
+
+import kvjax
+from kvjax.commands.texts import read_texts
+from kvjax.errors import InputError
+from kvjax.fitted import Fitted, with_fitted
+from kvjax.fitting.asked import asked
+from kvjax.fitting.distilled import Aim, Batch, distilled, hidden_at
+from kvjax.fitting.remembered import run_of, surprise
+from kvjax.grammar import Store
+from kvjax.keep.memory_tokens import MemoryTokens
+from tests.methods import learned
+from tests.methods.battery import MAIN, decoder, model
+from tests.methods.table import BY_LABEL
+from tests.reference import Prompt
+from tests.reference import Row as Slotwise
+from tests.sweep import sweep
+from tests.test_learned import arrays_of, questions
+
+NAMES = ["kv-distill", "gisting", "ccm", "ccm-merge"]
+AIM = Aim(0.2, 0.6, 0.4, 0.7)
+
+
+def batch_of(m, rows):
+    (found,) = asked(m, [rows], 1, 3, iter)
+    return found
+
+
+def said(slots, sample):
+    """Log-probabilities at the tokens that say an answer, over slots."""
+    logits = [slots.step(token) for token in [*sample.question, *sample.answer[:-1]]]
+    return log_softmax(np.stack(logits)[-len(sample.answer) :], -1)
+
+
+@pytest.mark.parametrize("name", sweep(["gisting", "ccm", "ccm-merge"], "ccm"))
+def test_the_surprise_of_answers_behind_memory_tokens_is_what_it_is_by_hand(name):
+    row, m, samples = BY_LABEL[name], model("4/2"), questions()
+    off = []
+    for sample in samples:
+        prompt = row.reread(Prompt(decoder("4/2"), sample.context))
+        whole = [np.ones((2, prompt.length), bool)] * 2
+        p = said(Slotwise(prompt, whole), sample)
+        off += (-p[np.arange(len(p)), list(sample.answer)]).tolist()
+    method = row.method()
+    run = run_of(m, method, method.reread.fitted)
+    got = jax.jit(surprise, static_argnums=0)(run, with_fitted(m.params, method), batch_of(m, samples))
+    assert abs(got / np.mean(off) - 1) < 1e-4
+
+
+def by_hand(sample, part, noise, told):
+    """What KV-Distill's loss is at the tokens that say one answer; part: the share that stays."""
+    d, n = decoder("4/2"), len(sample.context)
+    plain = Prompt(d, sample.context)
+    score = learned.scorer(plain.hidden[learned.SCORER_LAYER])
+    score = (score - score.mean()) / score.std()
+    bar = np.sort(score)[::-1][min(int(np.ceil(part * n)), n - 1)]
+    odds = (score - bar + noise[:n]) / AIM.tau
+    last, at = np.arange(n) == n - 1, np.arange(n)
+    share, votes = np.where(last, 0, expit(odds)), np.where(last, 1, expit(odds))
+    x = d.rest["embed"][np.asarray(sample.context)]
+    read = learned.Read(d, x, at, at[None] <= at[:, None], share, learned.DISTILLED)
+    read.length, read.tokens, read.at, read.group = n, list(sample.context), [at, at], 2
+    slots = Slotwise(read, [np.ones((2, n), bool)] * 2)
+    for lists in slots.slots:
+        for one in lists:
+            for slot, vote in zip(one, votes, strict=True):
+                slot["votes"] = vote
+    q, p = said(slots, sample), said(Slotwise(plain, [np.ones((2, n), bool)] * 2), sample)
+    forward, back = ((np.exp(a) * (a - b)).sum(-1) for a, b in ((p, q), (q, p)))
+    return AIM.forward * forward + (1 - AIM.forward) * back
+
+
+def test_the_loss_of_scorer_and_weights_is_what_it_is_by_hand():
+    m, samples = model("4/2"), questions()
+    batch = batch_of(m, samples)
+    share, draw = jax.random.split(jax.random.key(batch.seed))
+    part = float(jax.random.uniform(share, minval=AIM.least, maxval=AIM.most))
+    noise = np.asarray(jax.random.logistic(draw, batch.context.shape), np.float64)
+    want = np.concatenate([by_hand(s, part, x, None) for s, x in zip(samples, noise, strict=True)]).mean()
+    given = Batch(batch, hidden_at(m.config, learned.SCORER_LAYER, m.params, batch))
+    loss = jax.jit(distilled, static_argnums=(0, 4))
+    assert abs(loss(m.config, m.params, arrays_of(learned.DISTILLED), given, AIM) / want - 1) < 1e-4
+
+
+def method_of(name, fitted=None, **more):
+    hyper = dict(BY_LABEL[name].build[0][1]) | more
+    return kvjax.method(name, **hyper | {"fitted": fitted})
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", NAMES)
+def test_twenty_steps_of_a_fit_move_from_where_it_starts(name):
+    m, method = model("4/2"), method_of(name)
+    start, end = (kvjax.fit(m, method, questions(), epochs=20, rate=rate, rank=2) for rate in (0.0, 1e-2))
+    assert start != end and end.model == m.signature
+    kvjax.prefill(m, MAIN.first, method=method_of(name, end), room=1)
+
+
+def test_unfitted_weights_change_nothing_of_what_marked_tokens_are():
+    """Tokens that stay are then those that the model computes."""
+    arrays = {n: x * (not n.endswith("_up")) for n, x in learned.DISTILLED.arrays.items()}
+    method = method_of("kv-distill", Fitted(arrays, "TokenScorer", ""), budget=1.0)
+    m = model("4/2")
+    got, want = (kvjax.prefill(m, MAIN.first, method=x, room=1)[0] for x in (method, "full"))
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+
+
+def test_what_memory_tokens_cannot_do_is_said():
+    with pytest.raises(ValueError, match="every is a number of tokens, at least 1, got 0"):
+        MemoryTokens(2, every=0)
+    windowed, ccm = model("windowed"), BY_LABEL["ccm"].method()
+    with pytest.raises(InputError, match=r"ccm does not fit this model: (.*) layer 0 is .* the window"):
+        kvjax.prefill(windowed, MAIN.first, method=method_of("ccm", three_layers(ccm)), room=1)
+    with pytest.raises(InputError, match=r"turned to where they are stored, and its store does not"):
+        store = Store(unrotated=True)
+        kvjax.prefill(model("4/2"), MAIN.first, method=dataclasses.replace(ccm, store=store), room=1)
+    with pytest.raises(InputError, match=r"\(one, tokens, width\) of its memory tokens are \(1, 2, 32\)"):
+        kvjax.prefill(model("4/2"), MAIN.first, method=method_of("ccm", learned.COMP, tokens=3), room=1)
+
+
+def three_layers(method):
+    arrays = {n: np.repeat(x[:1], 3, 0) if len(x) == 2 else x for n, x in method.reread.fitted.arrays.items()}
+    return Fitted(arrays, "MemoryTokens", "")
