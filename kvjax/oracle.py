@@ -81,7 +81,7 @@ def scores(
     chosen = ready(model, as_method(method))
     if chosen.reread is not None:
         raise InputError(
-            f"{chosen.id} reads some tokens of a prompt as a text of their own, expected a method that "
+            f"{chosen.id} reads prompts in a way of its own, expected a method that "
             "scores the slots of all: give one such as snapkv"
         )
     model = made(model, chosen)

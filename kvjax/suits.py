@@ -327,7 +327,7 @@ def check_block_transformer(method: Method, config: BlockConfig) -> None:
     if method.keep is not None and method.keep.narrow is not None:
         _refuse(method, "its upper layers leave tokens out, and every block is decoded", "snapkv")
     if method.reread is not None:
-        _refuse(method, "it reads the tokens of a prompt again, and blocks are none", "snapkv")
+        _refuse(method, "it reads the tokens of a prompt in its own way, and blocks are none", "snapkv")
     if method.stack is not None:
         _refuse(method, "it merges layers of one decoder, and this model has two", "int4")
 

@@ -13,7 +13,7 @@ PREFERRING = ("needs", "preference")
 CODEC = ("granule", "encode", "decode")
 MAKE = ("config", "params")
 NARROW = ("needs", "after", "most", "count", "choose")
-REREAD = ("most", "count")
+REREAD = ("reads", "most", "count")
 PHASE = ("steady", "alike", "first_alike", "name", "counts", "turns", "most_behind", "bounded")
 STACK = ("most", "first", "codecs", "apart", "merge")
 

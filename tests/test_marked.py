@@ -1,15 +1,13 @@
-"""Marked tokens and memory tokens: what fits look for against float64 numpy, refusals, and what fits are worth."""
+"""Marked and memory tokens: losses of fits against float64 numpy, refusals, and what fits are worth."""
 
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.special import expit, log_softmax
 
 import kvjax
-from kvjax.commands.texts import read_texts
 from kvjax.errors import InputError
 from kvjax.fitted import Fitted, with_fitted
 from kvjax.fitting.asked import asked

@@ -78,7 +78,7 @@ def at_prefill(method: Method, tokens: int) -> list[Told]:
     if method.make is not None:
         told.append(Told("Before anything is read, another model is made of the given one.", (method.make,)))
     if method.reread is not None:
-        told.append(Told("Only some tokens of the prompt are read to the end.", (method.reread,)))
+        told.append(Told(method.reread.reads, (method.reread,)))
     keep = method.keep
     narrow = None if keep is None else keep.narrow
     if narrow is not None:

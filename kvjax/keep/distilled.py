@@ -68,6 +68,7 @@ class Distilled(Reread):
 
     fitted: Fitted | None = None
     by = "kv-distill"
+    reads = "Some layers choose tokens of the prompt; all are read, and the chosen ones alone stay."
 
     def check(self, model: ModelSizes) -> None:
         """InputError where the arrays are those of another kind of model."""

@@ -19,8 +19,7 @@ class MemoryTokens:
     (`kvjax.steps.marking`). What is then stored is turned anew, to positions without gaps behind those of
     earlier turns; so the cache's length and positions are those of a text of memory tokens. The last token of
     a prompt is read behind them, sees them and what the cache held, and stays, because it answers. mean: the
-    memory is the mean over chunks of what their memory tokens leave, and not all of it. block: memory tokens
-    of a chunk see each other whatever their order.
+    memory is the mean over chunks of what their memory tokens leave, and not all of it.
 
     fitted: "memory" [1, tokens, D], their embeddings; "q_down" [L, D, R] and "q_up" [L, R, N H], and likewise
     of k and v.
@@ -35,9 +34,9 @@ class MemoryTokens:
     tokens: int
     every: int | None = None
     mean: bool = False
-    block: bool = False
     by: str = "ccm"
     fitted: Fitted | None = None
+    reads = "The prompt is read chunk by chunk, and what learned tokens behind each hold alone stays."
 
     def __post_init__(self):
         for name in ("tokens", "every"):

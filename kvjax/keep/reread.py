@@ -34,6 +34,7 @@ class Reread:
     layer: int | float
     score: Score
     budget: Any
+    reads = "Only some tokens of the prompt are read to the end."
 
     def __post_init__(self):
         check_chooser("Reread", self.layer, self.score)

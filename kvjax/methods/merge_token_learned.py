@@ -40,7 +40,7 @@ def gisting(*, fitted: Fit | None = None, tokens: Memory = 4) -> Method:
     family="merge-token",
     exact="deviates",
 )
-def ccm(*, fitted: Fit | None = None, tokens: Memory = 2, chunk: Chunk = 64) -> Method:
+def ccm(*, fitted: Fit | None = None, tokens: Memory = 8, chunk: Chunk = 64) -> Method:
     """CCM-concat (Kim et al., 2024, arXiv:2312.03414), section 3.1: memory grows by every chunk's tokens.
 
     Behind every `chunk` tokens of a prompt `tokens` <COMP> tokens are read, over the memory of the chunks

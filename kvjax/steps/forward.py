@@ -22,7 +22,7 @@ from kvjax.ops.attention.in_common import for_rows
 from kvjax.ops.attention.union import Keys
 from kvjax.protocols import Carried, Inputs, Meeting, Observation, Trace
 from kvjax.steps.lending import lend, taught_groups
-from kvjax.steps.marking import Marks, marked, together
+from kvjax.steps.marking import Marks, marked
 from kvjax.steps.narrowing import narrow_of, narrowing
 from kvjax.steps.observed import by_owner, carried_behind, decoded, past_sets, surprisals
 from kvjax.steps.run import Run, answered, held
@@ -99,7 +99,7 @@ class _Reading(NamedTuple):
             k, v = decoded(gm, layer, pos, (k, v))
         if run.unrotated or self.asked.meetings:
             past = [for_rows(keys, pos.shape[0]) for keys in past]
-        new, past = together(new_keys(layer, k, v, pos), past, self.marks)
+        new = new_keys(layer, k, v, pos)
         stood = [*(s.pos for s in past if s.pos is not None), pos[:, None]] if run.unrotated else []
         turns = turns_of(run, layer.pos, stood)
         q = turned_queries(layer, x.q, turns[0], at.length)

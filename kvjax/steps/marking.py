@@ -10,19 +10,16 @@ from jaxtyping import Array, Float
 from kvjax.fitted import of_layer
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Projected
-from kvjax.ops.attention.union import Keys
 
 
 class Marks(NamedTuple):
     """Which tokens are marked, and the digest of the arrays that are theirs.
 
-    share: 1 of marked tokens and 0 of others; between them while a fit looks for a slope. block: marked
-    tokens see each other whatever their order.
+    share: 1 of marked tokens and 0 of others; between them while a fit looks for a slope.
     """
 
     share: Float[Array, "B T"]
     digest: str
-    block: bool = False
 
 
 def marked(layer: Layer, x: Projected, marks: Marks | None, params: Params) -> Projected:
@@ -42,17 +39,3 @@ def marked(layer: Layer, x: Projected, marks: Marks | None, params: Params) -> P
 
     assert x.k is not None and x.v is not None
     return x._replace(q=more("q", x.q), k=more("k", x.k), v=more("v", x.v))
-
-
-def together(new: Keys, past: list[Keys], marks: Marks | None) -> tuple[Keys, list[Keys]]:
-    """New keys and the others, where marked ones may be seen by all marked tokens of their row.
-
-    They are then a set of their own, which stands where the first of them does.
-    """
-    if marks is None or not marks.block:
-        return new, past
-    assert new.pos is not None
-    mine = (marks.share > 0)[:, None]
-    first = jnp.where(mine, new.pos, jnp.iinfo(jnp.int32).max).min(-1, keepdims=True)
-    block = new._replace(pos=jnp.where(mine, first, -1))
-    return new._replace(pos=jnp.where(mine, -1, new.pos)), [*past, block]

@@ -62,7 +62,7 @@ def remembered(
         part = jax.lax.dynamic_slice_in_dim(padded, number * size, size, axis=1)
         one = _Chunk(number, jnp.clip(text - number * size, 0, size), start)
         x, mine = _with_memory(run, params, part, one.tokens)
-        marks = Marks(mine.astype(jnp.float32), word.fitted.digest, word.block)
+        marks = Marks(mine.astype(jnp.float32), word.fitted.digest)
         many = jnp.where(one.tokens > 0, one.tokens + word.tokens, 0)
         held = word.tokens * (jnp.minimum(number, 1) if word.mean else number)
         found = read_tokens(bare, params, x, many, over(views, held), frozenset({RawKeys()}), marks=marks)

@@ -193,5 +193,5 @@ def test_a_score_without_observations_chooses_too():
 
 
 def test_scores_of_slots_are_refused_where_they_are_of_another_text():
-    with pytest.raises(InputError, match="reads some tokens of a prompt as a text of their own"):
+    with pytest.raises(InputError, match="reads prompts in a way of its own"):
         kvjax.scores(model("deep"), [MAIN.first[0]], GEMS)

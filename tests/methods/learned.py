@@ -348,8 +348,8 @@ def memory_of(tokens, by, seed):
 class Remembers:
     """Prompts of which memory tokens stay: read chunk by chunk, and their last token behind all."""
 
-    def __init__(self, fitted, tokens, chunk=None, mean=False, block=False):
-        self.fitted, self.tokens, self.chunk, self.mean, self.block = fitted, tokens, chunk, mean, block
+    def __init__(self, fitted, tokens, chunk=None, mean=False):
+        self.fitted, self.tokens, self.chunk, self.mean = fitted, tokens, chunk, mean
 
     def __call__(self, prompt):
         """What stays, as a prompt of memory tokens and the last token."""
@@ -363,8 +363,6 @@ class Remembers:
             many = 0 if old is None else old[0][0].shape[1]
             at = many + np.arange(len(x))
             sees = np.concatenate([np.ones((len(x), many), bool), at[None] <= at[:, None]], 1)
-            if self.block:
-                sees[len(ids) :, many + len(ids) :] = True
             marked = np.arange(len(x)) >= len(ids)
             read = Read(d, x, at, sees, marked, self.fitted, self.turned(old))
             raw.append([y[:, -g:] for y in read.raw_k])
