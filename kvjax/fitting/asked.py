@@ -103,10 +103,11 @@ def mean_said(x: Float[Array, "B Q"], batch: Asked) -> Float[Array, ""]:
 
 def adapter(model: Model, rank: int, seed: int) -> dict[str, Array]:
     """Weights of marked tokens as they begin: of this rank, and without any effect (arXiv:2106.09685)."""
-    c, keys = model.config, jax.random.split(jax.random.key(seed), 3)
-    widths = {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}
-    down = {
-        f"{n}_down": uniform(k, (c.layers, c.d_model, rank), c.d_model)
-        for n, k in zip("qkv", keys, strict=True)
-    }
-    return down | {f"{n}_up": jnp.zeros((c.layers, rank, x * c.head_dim)) for n, x in widths.items()}
+    c, keys = model.config, jax.random.split(jax.random.key(seed), 4)
+    q, k = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    widths = {"q": (c.d_model, q), "k": (c.d_model, k), "v": (c.d_model, k), "o": (q, q)}
+    start: dict[str, Array] = {}
+    for key, (name, (width, out)) in zip(keys, widths.items(), strict=True):
+        start[f"{name}_down"] = uniform(key, (c.layers, width, rank), width)
+        start[f"{name}_up"] = jnp.zeros((c.layers, rank, out))
+    return start

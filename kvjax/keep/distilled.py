@@ -63,7 +63,8 @@ class Distilled(Reread):
 
     In this reading they are projected by more weights (`kvjax.steps.marking`), so that they may take up what
     is said by the others (arXiv:2503.10337). They stay at their positions, in all heads of all layers. layer,
-    score, budget: as in `Reread`. fitted: "q_down" [L, D, R] and "q_up" [L, R, N H], and likewise of k and v.
+    score, budget: as in `Reread`. fitted: "q_down" [L, D, R] and "q_up" [L, R, N H], and likewise of
+    k, v and o.
     """
 
     fitted: Fitted | None = None

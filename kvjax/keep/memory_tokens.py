@@ -22,7 +22,7 @@ class MemoryTokens:
     memory is the mean over chunks of what their memory tokens leave, and not all of it.
 
     fitted: "memory" [1, tokens, D], their embeddings; "q_down" [L, D, R] and "q_up" [L, R, N H], and likewise
-    of k and v.
+    of k, v and o.
 
     ValueError for numbers below 1.
 

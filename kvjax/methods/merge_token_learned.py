@@ -46,10 +46,10 @@ def ccm(*, fitted: Fit | None = None, tokens: Memory = 8, chunk: Chunk = 64) -> 
     Behind every `chunk` tokens of a prompt `tokens` <COMP> tokens are read, over the memory of the chunks
     before and with a LoRA of theirs; their keys and values are what is added to it, g(Mem, h) = [Mem; h]
     (`MemoryTokens`). fitted: embeddings and LoRA, as `kvjax fit ccm` writes them. Read: the authors' code.
-    Deviations: chunks are of equal length, where theirs are the turns of a conversation; the LoRA is of
-    queries, keys and values, and not of outputs; the last token of a prompt is read behind its memory and
-    stays; what stays is turned anew, to positions without gaps, where theirs stands where its chunk ended;
-    every turn has a memory of its own, beside those before it; and what is written is not compressed.
+    Deviations: chunks are of equal length, where theirs are the turns of a conversation; the last token of a
+    prompt is read behind its memory and stays; what stays is turned anew, to positions without gaps, where
+    theirs stands where its chunk ended; every turn has a memory of its own, beside those before it; and what
+    is written is not compressed.
     """
     return Method(reread=MemoryTokens(tokens, chunk, by="ccm", fitted=as_fitted(fitted)))
 

@@ -182,7 +182,7 @@ def kv_distill(budget: Amount, *, fitted: Fit | None = None, layer: Depth = 0.5)
     A network on the input of a layer scores the tokens of a prompt (`TokenScorer`), alike for all heads and
     layers. The prompt is read once more, in which the best have a LoRA of theirs (`Distilled`), and they
     alone stay, at their positions. fitted: scorer and LoRA, as `kvjax fit kv-distill` writes them. Read: the
-    abstract and summaries of the paper. Deviations: the LoRA is of queries, keys and values; the last token
+    abstract and summaries of the paper. Deviations: which maps have a LoRA is ours, all four; the last token
     of a prompt always stays; every turn keeps its share of its own tokens; and what is written is not
     compressed.
     """

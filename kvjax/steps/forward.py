@@ -22,7 +22,7 @@ from kvjax.ops.attention.in_common import for_rows
 from kvjax.ops.attention.union import Keys
 from kvjax.protocols import Carried, Inputs, Meeting, Observation, Trace
 from kvjax.steps.lending import lend, taught_groups
-from kvjax.steps.marking import Marks, marked
+from kvjax.steps.marking import Marks, marked, marked_output
 from kvjax.steps.narrowing import narrow_of, narrowing
 from kvjax.steps.observed import by_owner, carried_behind, decoded, past_sets, surprisals
 from kvjax.steps.run import Run, answered, held
@@ -108,6 +108,7 @@ class _Reading(NamedTuple):
             run, layer, x, new, past, turns, at.length, gone,
             mass=tuple(o.reduction for o in self.asked.masses), on=self._mesh(x.q.shape[2]),
         )  # fmt: skip
+        out = marked_output(layer, out, self.marks, self.params)
         taught = of_layer(self.params, layer.number)
         raw, met = (new.k if y is None else y for y in (x.k, stored))
         met = rotary(layer, met, pos, at.length) if run.unrotated else met

@@ -30,12 +30,35 @@ def marked(layer: Layer, x: Projected, marks: Marks | None, params: Params) -> P
     if marks is None:
         return x
     arrays = of_layer(params, layer.number)[marks.digest]
-    share = marks.share[:, None, :, None]
-
-    def more(name: str, y: Float[Array, "B X T H"]) -> Float[Array, "B X T H"]:
-        down, up = (arrays[f"{name}_{part}"].astype(jnp.float32) for part in ("down", "up"))
-        added = (x.hidden.astype(jnp.float32) @ down @ up).reshape(*x.hidden.shape[:2], y.shape[1], -1)
-        return y + (share * jnp.swapaxes(added, 1, 2)).astype(y.dtype)
-
     assert x.k is not None and x.v is not None
-    return x._replace(q=more("q", x.q), k=more("k", x.k), v=more("v", x.v))
+    q, k, v = (
+        y
+        + jnp.swapaxes(
+            _added(arrays, name, x.hidden, marks).reshape(*x.hidden.shape[:2], y.shape[1], -1), 1, 2
+        )
+        for name, y in (("q", x.q), ("k", x.k), ("v", x.v))
+    )
+    return x._replace(q=q, k=k, v=v)
+
+
+def marked_output(
+    layer: Layer, out: Float[Array, "B N T V"], marks: Marks | None, params: Params
+) -> Float[Array, "B N T V"]:
+    """What heads give, with x A B added for marked tokens, x that of all heads; then comes the output map W.
+
+    So theirs is W + A B W, a LoRA that is as wide as the heads. A is "o_down" [N V, R], B "o_up" [R, N V].
+    """
+    if marks is None:
+        return out
+    arrays = of_layer(params, layer.number)[marks.digest]
+    flat = jnp.swapaxes(out, 1, 2)
+    added = _added(arrays, "o", flat.reshape(*flat.shape[:2], -1), marks)
+    return out + jnp.swapaxes(added.reshape(flat.shape), 1, 2)
+
+
+def _added(
+    arrays: dict[str, Array], name: str, x: Float[Array, "B T X"], marks: Marks
+) -> Float[Array, "B T Y"]:
+    """x A B of marked tokens, and zeros of others."""
+    down, up = (arrays[f"{name}_{part}"].astype(jnp.float32) for part in ("down", "up"))
+    return (marks.share[..., None] * (x.astype(jnp.float32) @ down @ up)).astype(x.dtype)

@@ -265,6 +265,7 @@ def runs_merge(memory, lists, gone):
 LOW = 3
 ADAPTER = {
     **{f"{name}_down": (WIDTH, LOW) for name in "qkv"},
+    "o_down": (HEADS * CHANNELS, LOW), "o_up": (LOW, HEADS * CHANNELS),
     "q_up": (LOW, HEADS * CHANNELS), "k_up": (LOW, KV_HEADS * CHANNELS), "v_up": (LOW, KV_HEADS * CHANNELS),
 }  # fmt: skip
 
@@ -315,7 +316,9 @@ class Read:
             for name in ("raw_q", "raw_k", "v", "q", "k", "p"):
                 getattr(self, name).append(locals()[name])
             self.hidden.append(h)
-            x = decoder.finish(weights, x, p @ np.repeat(values, c.heads // c.kv_heads, 0))
+            out = p @ np.repeat(values, c.heads // c.kv_heads, 0)
+            flat = out.swapaxes(0, 1).reshape(len(x), -1)
+            x = decoder.finish(weights, x, out + heads(marked[:, None] * (flat @ a["o_down"] @ a["o_up"])))
         self.all_logits = decoder.logits(x)
 
 
