@@ -127,3 +127,57 @@ def test_what_memory_tokens_cannot_do_is_said():
 def three_layers(method):
     arrays = {n: np.repeat(x[:1], 3, 0) if len(x) == 2 else x for n, x in method.reread.fitted.arrays.items()}
     return Fitted(arrays, "MemoryTokens", "")
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return kvjax.load("recall-tiny")
+
+
+def right(m, method):
+    """The shares of answers, and of their tokens, that are right behind contexts of the task "get"."""
+    samples = read_texts(m, text=None, tasks=["get"], rows=24, length=256, seed=99, questions=True)
+    cache = kvjax.prefill(m, [s.context for s in samples], method=method, room=16)[1]
+    logits, cache = kvjax.prefill(m, [s.question for s in samples], cache=cache, compress=False, room=16)
+    same = []
+    for i in range(len(samples[0].answer)):
+        token = np.asarray(logits).argmax(-1).astype(np.int32)
+        same.append(token == [s.answer[i] for s in samples])
+        logits, cache = kvjax.step(m, cache, token)
+    return np.all(same, 0).mean(), np.mean(same)
+
+
+def samples_of(m, many, seed):
+    return read_texts(m, text=None, tasks=None, rows=many, length=256, seed=seed, questions=True)
+
+
+@pytest.mark.slow
+def test_a_fit_of_kv_distill_finds_what_unfitted_scores_and_weights_lose(tiny):
+    fits = [
+        kvjax.fit(tiny, "kv-distill", samples_of(tiny, 96, 32), epochs=8, **x) for x in (dict(rate=0.0), {})
+    ]
+    batch = batch_of(tiny, samples_of(tiny, 16, 8))
+    given = Batch(batch, hidden_at(tiny.config, 1, tiny.params, batch))
+    loss = jax.jit(distilled, static_argnums=(0, 4))
+    start, end = (loss(tiny.config, tiny.params, arrays_of(x), given, AIM) for x in fits)
+    assert end < 0.6 * start
+    without = {n: x * (not n.endswith("_up")) for n, x in fits[1].arrays.items()}
+    assert end < loss(tiny.config, tiny.params, without, given, AIM)
+    before, after = (right(tiny, kvjax.method("kv-distill", budget=0.25, fitted=x))[0] for x in fits)
+    assert after > before + 0.4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_a_fit_of_memory_tokens_makes_answers_likelier_than_unfitted_ones_do(name, tiny):
+    seen, batch = samples_of(tiny, 96, 32), batch_of(tiny, samples_of(tiny, 16, 8))
+    fits = [kvjax.fit(tiny, name, seen, epochs=8, **x) for x in (dict(rate=0.0), {})]
+    methods = [kvjax.method(name, fitted=x) for x in fits]
+    loss = jax.jit(surprise, static_argnums=0)
+    start, end = (
+        loss(run_of(tiny, one, x), with_fitted(tiny.params, one), batch)
+        for one, x in zip(methods, fits, strict=True)
+    )
+    assert end < 0.6 * start
+    before, after = (right(tiny, one)[1] for one in methods)
+    assert after > before + 0.1

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from kvjax.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.keep.algebra import Word
 from kvjax.keep.gate import gated
+from kvjax.keep.lora import check_lora
 from kvjax.keep.reread import Reread
 from kvjax.protocols import Inputs, Observation, Seen, View
 
@@ -73,4 +74,4 @@ class Distilled(Reread):
 
     def check(self, model: ModelSizes) -> None:
         """InputError where the arrays are those of another kind of model."""
-        check_sizes(self, "weights", "layers, width", "q_down", (model.layers, model.width))
+        check_lora(self, model)

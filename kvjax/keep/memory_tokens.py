@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.keep.lora import check_lora
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class MemoryTokens:
     def check(self, model: ModelSizes) -> None:
         """InputError where the arrays are those of another kind of model, or of other memory tokens."""
         check_sizes(self, "memory tokens", "one, tokens, width", "memory", (1, self.tokens, model.width))
-        check_sizes(self, "weights", "layers, width", "q_down", (model.layers, model.width))
+        check_lora(self, model)
 
     def chunk(self, tokens: int) -> int:
         """Of how many tokens the chunks of a prompt of at most `tokens` tokens are."""
