@@ -209,6 +209,8 @@ def _apart_to_choose(run: Run, params: Params, cache: Cache, compress: bool, row
     """A cache with slots in common, or one without where tokens leave: a method chooses for every row."""
     pairs = zip(run.groups(params), cache.groups, strict=True)
     chooses = any(run.acts(gm, compress) and has_common(group, rows) for gm, group in pairs)
+    # What a prompt is read over lies beside what it leaves.
+    chooses = chooses or (compress and run.method.reread is not None)
     return apart(cache) if chooses else cache
 
 

@@ -70,9 +70,9 @@ def _asked(model: Model, samples: list[Sample], sizes: list[int]) -> Asked:
     for row, sample in enumerate(samples):
         at = np.arange(max(tails[row] - len(sample.answer), 0), tails[row])
         answer[row, at], said[row, at] = sample.answer[-len(at) :], True
-    given = Asked(
-        *map(jnp.asarray, (context, lengths, tail, tails, said, answer)), jnp.zeros(()), jnp.zeros(())
-    )
+    nothing = jnp.zeros(())
+    each = (jnp.asarray(x) for x in (context, lengths, tail, tails, said, answer))
+    given = Asked(*each, told=nothing, seed=nothing)  # pyright: ignore[reportCallIssue]
     return given._replace(told=_told(model.config, model.params, given))
 
 

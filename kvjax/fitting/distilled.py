@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax import steps
 from kvjax.cache import Cache, GroupState
+from kvjax.choose import Fresh
 from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted
@@ -129,7 +130,8 @@ def distilled(config: Config, params: Params, arrays: Arrays, batch: Batch, aim:
     )
     amount, groups = jnp.where(last, 0.0, jax.nn.log_sigmoid(odds)), []
     for gm, fresh in zip(run.groups(params), read.fresh, strict=True):
-        k, v = fresh.k, fresh.v  # type: ignore[union-attr]
+        assert isinstance(fresh, Fresh) and fresh.k is not None and fresh.v is not None
+        k, v = fresh.k, fresh.v
         pos, bias = (jnp.broadcast_to(x[None, :, None], k.shape[:4]) for x in (read.positions.pos, amount))
         groups.append(GroupState(tail=whole_slots(gm, View(k, v, pos, bias, {}))))
     q, p = said_behind(config, params, Cache(tuple(groups), given.lengths), given), given.told

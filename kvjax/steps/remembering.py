@@ -43,6 +43,7 @@ def remembered(
     """What `MemoryTokens` leave of a prompt, and the logits of its last token, which sees nothing else."""
     word: MemoryTokens = run.method.reread
     assert word.fitted is not None
+    digest = word.fitted.digest
     t, on = tokens.shape[1], run.on_mesh
     bare = run._replace(method=Method(), on_mesh=None if on is None else on.with_whole_tokens())
     gms = taught_groups(run.groups(params), params)
@@ -62,11 +63,11 @@ def remembered(
         part = jax.lax.dynamic_slice_in_dim(padded, number * size, size, axis=1)
         one = _Chunk(number, jnp.clip(text - number * size, 0, size), start)
         x, mine = _with_memory(run, params, part, one.tokens)
-        marks = Marks(mine.astype(jnp.float32), word.fitted.digest)
+        marks = Marks(mine.astype(jnp.float32), digest)
         many = jnp.where(one.tokens > 0, one.tokens + word.tokens, 0)
         held = word.tokens * (jnp.minimum(number, 1) if word.mean else number)
         found = read_tokens(bare, params, x, many, over(views, held), frozenset({RawKeys()}), marks=marks)
-        pairs = zip(gms, views, found.fresh, strict=True)
+        pairs = zip(gms, views, _with_slots(found), strict=True)
         return tuple(_taken_up(run, gm, view, fresh, one, slots) for gm, view, fresh in pairs), None
 
     views, _ = jax.lax.scan(read, views, jnp.arange(chunks, dtype=jnp.int32))
@@ -77,7 +78,7 @@ def remembered(
     # The last token stands right behind the memory of its row.
     source = jnp.where(index < held[:, None], index, slots)
     pos = jnp.where(index < (held + live)[:, None], start[:, None] + index, -1)
-    fresh = tuple(_joined(view, f, slots, source) for view, f in zip(views, found.fresh, strict=True))
+    fresh = tuple(_joined(view, f, slots, source) for view, f in zip(views, _with_slots(found), strict=True))
     own = (index == held[:, None]) & (live > 0)[:, None]
     return found._replace(
         fresh=fresh,
@@ -85,6 +86,11 @@ def remembered(
         tokens=jnp.where(own, last, 0),
         source=jnp.where(own, text[:, None], -1),
     )
+
+
+def _with_slots(prompt: Prompt) -> list[Fresh]:
+    """What the groups computed, each of which keeps slots."""
+    return [fresh for fresh in prompt.fresh if isinstance(fresh, Fresh)]
 
 
 def _held(run: Run, gm: GroupMethod, params: Params, cache: Cache | None, i: int, rows: int) -> View:
@@ -128,6 +134,7 @@ def _taken_up(run: Run, gm: GroupMethod, view: View, fresh: Fresh, one: _Chunk, 
     first = jnp.zeros_like(one.number) if word.mean else one.number * many
     stand = one.start[:, None] + first + jnp.arange(many, dtype=jnp.int32)[None]
     index = (one.tokens[:, None] + jnp.arange(many, dtype=jnp.int32)[None])[None, :, None, :, None]
+    assert fresh.v is not None
     raw, v = (jnp.take_along_axis(x, index, axis=3) for x in (fresh.observed[repr(RawKeys())], fresh.v))
     k = jax.vmap(lambda x: turned(rope, x, stand, one.start + first + many))(raw)
     there, at = (one.tokens > 0)[None, :, None, None], view.k.shape[3] - slots + first
