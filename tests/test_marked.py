@@ -8,6 +8,7 @@ import pytest
 from scipy.special import expit, log_softmax
 
 import kvjax
+from kvjax.commands.texts import read_texts
 from kvjax.errors import InputError
 from kvjax.fitted import Fitted, with_fitted
 from kvjax.fitting.asked import asked
@@ -153,9 +154,8 @@ def samples_of(m, many, seed):
 
 @pytest.mark.slow
 def test_a_fit_of_kv_distill_finds_what_unfitted_scores_and_weights_lose(tiny):
-    fits = [
-        kvjax.fit(tiny, "kv-distill", samples_of(tiny, 96, 32), epochs=8, **x) for x in (dict(rate=0.0), {})
-    ]
+    seen, short = samples_of(tiny, 96, 32), dict(rate=0.0, epochs=1)
+    fits = [kvjax.fit(tiny, "kv-distill", seen, **x) for x in (short, dict(epochs=8))]
     batch = batch_of(tiny, samples_of(tiny, 16, 8))
     given = Batch(batch, hidden_at(tiny.config, 1, tiny.params, batch))
     loss = jax.jit(distilled, static_argnums=(0, 4))
@@ -171,7 +171,8 @@ def test_a_fit_of_kv_distill_finds_what_unfitted_scores_and_weights_lose(tiny):
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_a_fit_of_memory_tokens_makes_answers_likelier_than_unfitted_ones_do(name, tiny):
     seen, batch = samples_of(tiny, 96, 32), batch_of(tiny, samples_of(tiny, 16, 8))
-    fits = [kvjax.fit(tiny, name, seen, epochs=8, **x) for x in (dict(rate=0.0), {})]
+    short, long = dict(rate=0.0, epochs=1), dict(epochs=8)
+    fits = [kvjax.fit(tiny, name, seen, **x) for x in (short, long)]
     methods = [kvjax.method(name, fitted=x) for x in fits]
     loss = jax.jit(surprise, static_argnums=0)
     start, end = (

@@ -29,7 +29,7 @@ def gisting(*, fitted: Fit | None = None, tokens: Memory = 4) -> Method:
     fitted: their embeddings and weights, as `kvjax fit gisting` writes them. Deviations: the model stays as
     it is, and gist tokens have weights of their own, where the paper trains all of the model; the last token
     of a prompt is read behind the gist tokens and stays; and what stays is turned anew, to the first
-    positions.
+    positions. A question that shall stay is read with `compress=False`, as in `ccm`.
     """
     return Method(reread=MemoryTokens(tokens, by="gisting", fitted=as_fitted(fitted)))
 
@@ -48,8 +48,8 @@ def ccm(*, fitted: Fit | None = None, tokens: Memory = 8, chunk: Chunk = 64) -> 
     (`MemoryTokens`). fitted: embeddings and LoRA, as `kvjax fit ccm` writes them. Read: the authors' code.
     Deviations: chunks are of equal length, where theirs are the turns of a conversation; the last token of a
     prompt is read behind its memory and stays; what stays is turned anew, to positions without gaps, where
-    theirs stands where its chunk ended; every turn has a memory of its own, beside those before it; and what
-    is written is not compressed.
+    theirs stands where its chunk ended; every turn has a memory of its own, beside those before it (a
+    question that shall stay is read with `compress=False`); and what is written is not compressed.
     """
     return Method(reread=MemoryTokens(tokens, chunk, by="ccm", fitted=as_fitted(fitted)))
 

@@ -183,8 +183,11 @@ def kv_distill(budget: Amount, *, fitted: Fit | None = None, layer: Depth = 0.5)
     layers. The prompt is read once more, in which the best have a LoRA of theirs (`Distilled`), and they
     alone stay, at their positions. fitted: scorer and LoRA, as `kvjax fit kv-distill` writes them. Read: the
     abstract and summaries of the paper. Deviations: which maps have a LoRA is ours, all four; the last token
-    of a prompt always stays; every turn keeps its share of its own tokens; and what is written is not
-    compressed.
+    of a prompt always stays; every turn keeps its share of its own tokens (a question that shall stay is read
+    with `compress=False`); and what is written is not compressed.
+
+    On the shipped model it finds 31 of 32 records in 512 tokens with a quarter of the slots, and 17 with an
+    eighth (all slots: 32).
     """
     arrays = as_fitted(fitted)
     score = Scored(TokenScorer(arrays))
