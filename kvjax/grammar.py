@@ -345,8 +345,10 @@ def check(method: Method) -> None:
         ),
         (
             keep is not None and method.reread is not None,
-            "only some tokens of its prompts are read, and a keep would choose among those: leave one out",
+            "what stays of its prompts is chosen as they are read, and a keep would choose again: leave one "
+            "out",
         ),
+        *refusals.refused_in_reading(method),
         *refusals.refused_in_host(method),
         *refusals.refused_in_read(method),
         (

@@ -204,6 +204,30 @@ def _masses(score: Score) -> list[Any]:
     return sorted((o for o in score.needs if hasattr(o, "reduction")), key=repr)
 
 
+def refused_in_reading(method: Method) -> Refusals:
+    """(wrong, why) for what cannot be where tokens of a prompt are marked."""
+    word, store = method.reread, method.store
+    if not hasattr(word, "fitted"):
+        return []
+    return [
+        (
+            method.make is not None,
+            "its weights are beside those of the model that is given, and this method rewrites them: leave "
+            "one out",
+        ),
+        (
+            isinstance(method.read, Remembering),
+            f"{method.read!r} remembers what tokens of a prompt are asked for, and what stays of this one is "
+            "not what was read: use a read by keys alone, such as quest",
+        ),
+        (
+            store is not None and store.unrotated and getattr(word, "turns", False),
+            "memory tokens are turned to where they are stored, and this store holds keys unrotated: use "
+            "int8",
+        ),
+    ]
+
+
 def refused_in_host(method: Method) -> Refusals:
     """(wrong, why) for what cannot be where slots lie in host memory."""
     host, read = method.host, method.read

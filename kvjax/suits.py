@@ -263,7 +263,7 @@ def _check_fitted(method: Method, config: Config) -> None:
 def _check_reading(method: Method, config: Config) -> None:
     """InputError where tokens cannot be left out of a model's layers, or be marked there."""
     narrow = None if method.keep is None else method.keep.narrow
-    marks, store = isinstance(method.reread, Distilled | MemoryTokens), method.store
+    marks = isinstance(method.reread, Distilled | MemoryTokens)
     if narrow is not None or (method.reread is not None and not isinstance(method.reread, MemoryTokens)):
         _check_narrow(method, config)
     for layer in range(config.layers if marks else 0):
@@ -275,8 +275,6 @@ def _check_reading(method: Method, config: Config) -> None:
                 f"{mixer!r} with the window {config.window(layer)}",
                 "snapkv",
             )
-    if isinstance(method.reread, MemoryTokens) and store is not None and store.unrotated:
-        _refuse(method, "memory tokens are turned to where they are stored, and its store does not", "int8")
 
 
 def _check_narrow(method: Method, config: Config) -> None:

@@ -37,6 +37,7 @@ class MemoryTokens:
     mean: bool = False
     by: str = "ccm"
     fitted: Fitted | None = None
+    turns = True
     reads = "The prompt is read chunk by chunk, and what learned tokens behind each hold alone stays."
 
     def __post_init__(self):

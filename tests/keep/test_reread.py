@@ -146,7 +146,9 @@ def test_a_score_of_what_is_known_later_is_refused():
 
 
 def test_a_keep_beside_it_is_refused():
-    with pytest.raises(ValueError, match="only some tokens of its prompts are read, and a keep would choose"):
+    with pytest.raises(
+        ValueError, match="what stays of its prompts is chosen as they are read, and a keep would choose"
+    ):
         kvjax.chain(GEMS, kvjax.method("snapkv", budget=0.5))
 
 
