@@ -46,6 +46,12 @@ class MemoryTokens:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} is a number of tokens, at least 1, got {value!r}")
 
+    @property
+    def says(self) -> str:
+        where = "a whole prompt" if self.every is None else f"every {self.every} tokens of a prompt"
+        held = ", of which the mean over chunks stays" if self.mean else ", which alone stay"
+        return f"Behind {where} {self.tokens} learned tokens are read{held}."
+
     def check(self, model: ModelSizes) -> None:
         """InputError where the arrays are those of another kind of model, or of other memory tokens."""
         check_sizes(self, "memory tokens", "one, tokens, width", "memory", (1, self.tokens, model.width))

@@ -30,6 +30,10 @@ def gisting(*, fitted: Fit | None = None, tokens: Memory = 4) -> Method:
     it is, and gist tokens have weights of their own, where the paper trains all of the model; the last token
     of a prompt is read behind the gist tokens and stays; and what stays is turned anew, to the first
     positions. A question that shall stay is read with `compress=False`, as in `ccm`.
+
+    On the shipped model a fit of a minute makes answers behind contexts of 256 tokens likelier, at 3.1 nats a
+    token, where unfitted gist tokens leave 10.1. That is what answers look like and not what they say: it
+    finds none of 24 records, so no fit comes with kvjax.
     """
     return Method(reread=MemoryTokens(tokens, by="gisting", fitted=as_fitted(fitted)))
 
@@ -50,6 +54,10 @@ def ccm(*, fitted: Fit | None = None, tokens: Memory = 8, chunk: Chunk = 64) -> 
     prompt is read behind its memory and stays; what stays is turned anew, to positions without gaps, where
     theirs stands where its chunk ended; every turn has a memory of its own, beside those before it (a
     question that shall stay is read with `compress=False`); and what is written is not compressed.
+
+    On the shipped model a fit of two minutes makes answers behind contexts of 256 tokens likelier, at 3.0
+    nats a token, where unfitted ones leave 9.1. That is what answers look like and not what they say: it
+    finds none of 24 records, so no fit comes with kvjax.
     """
     return Method(reread=MemoryTokens(tokens, chunk, by="ccm", fitted=as_fitted(fitted)))
 
