@@ -105,8 +105,7 @@ def test_twenty_steps_of_a_fit_move_from_where_it_starts(name):
 
 def test_unfitted_weights_change_nothing_of_what_marked_tokens_are():
     """Tokens that stay are then those that the model computes."""
-    arrays = {n: x * (not n.endswith("_up")) for n, x in learned.DISTILLED.arrays.items()}
-    method = method_of("kv-distill", Fitted(arrays, "TokenScorer", ""), budget=1.0)
+    method = method_of("kv-distill", learned.WITHOUT_EFFECT, budget=1.0)
     m = model("4/2")
     got, want = (kvjax.prefill(m, MAIN.first, method=x, room=1)[0] for x in (method, "full"))
     np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)

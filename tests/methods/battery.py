@@ -114,7 +114,9 @@ def needs(row: Row) -> frozenset:
 @cache
 def params(name: str) -> dict[str, Any]:
     """A model's parameters, with the arrays of all fitted words that the table has on it."""
-    return with_fitted(model(name).params, *(row.method() for row in ROWS if row.model == name))
+    rows = [row for row in ROWS if row.model == name]
+    whole = (row.method(row.whole) for row in rows if row.whole is not None)
+    return with_fitted(model(name).params, *(row.method() for row in rows), *whole)
 
 
 def reads_apart(method: Method) -> bool:

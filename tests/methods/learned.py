@@ -285,6 +285,12 @@ DISTILLED = of_all_layers(
 )
 
 
+# Where all tokens stay, only weights without effect leave them as they are.
+WITHOUT_EFFECT = Fitted(
+    {n: x * (not n.endswith("_up")) for n, x in DISTILLED.arrays.items()}, "TokenScorer", ""
+)
+
+
 def scorer(x):
     """A scorer's numbers of tokens with inputs x [T, D] of its layer."""
     a = {name: y[0].astype(np.float64) for name, y in DISTILLED.arrays.items()}

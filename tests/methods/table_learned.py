@@ -47,6 +47,7 @@ LEARNED = [
     row(
         "kv-distill", dense(half), hyper=dict(layer=learned.SCORER_LAYER, fitted=learned.DISTILLED),
         reread=learned.distilled, kept=learned.distilled_kept, stacks=False,
+        whole=dict(fitted=learned.WITHOUT_EFFECT),
     ),
     row(
         "gisting", dense(lambda s: learned.GISTS + 1 + s.room),
