@@ -265,6 +265,7 @@ def _check_narrow(method: Method, config: Config) -> None:
     if word is None:
         return
     last, above = word.after(config.layers), 1 if narrow is not None else 0
+    choosing = [layer for layer, _ in word.stages(config.layers, 1)]
     if last >= config.layers - above:
         _refuse(
             method,
@@ -274,16 +275,18 @@ def _check_narrow(method: Method, config: Config) -> None:
     for layer in range(config.layers):
         slots = mixer_of(config, layer).slots(config)
         own = None if slots is None or slots.fixed else slots
-        if own is None and (layer == last or (layer > last and narrow is not None)):
+        if own is None and (layer in choosing or (layer > choosing[0] and narrow is not None)):
             _refuse(method, f"layer {layer} keeps no slots, and would miss the tokens left out", "snapkv")
-        if layer == last and "slots" in mixer_of(config, layer).takes:
+        if layer in choosing and "slots" in mixer_of(config, layer).takes:
             _refuse(method, f"layer {layer}, which chooses the tokens, has no keys of its own", "snapkv")
-        if own is not None and own.factors and layer == last and getattr(word.score, "looks", True):
+        looks = getattr(getattr(word, "score", None), "looks", True)
+        if own is not None and own.factors and layer in choosing and looks:
             _refuse(method, "the model stores factors, and tokens are chosen by stored keys", "h2o")
         for name, at in takes_of(config, layer).values():
-            if narrow is not None and (at is None or at > layer or at <= last < layer):
+            between = [one for one in choosing if at is None or at > layer or at <= one < layer]
+            if narrow is not None and between:
                 source = "the decoder" if at is None else f"layer {at}"
-                why = f"which has other tokens than the layers above layer {last}"
+                why = f"which has other tokens than the layers above layer {between[0]}"
                 _refuse(method, f"layer {layer} takes the {name} of {source}, {why}", "snapkv")
             if narrow is None and at is not None and at > layer:
                 why = "which does not run while tokens are chosen"

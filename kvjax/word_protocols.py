@@ -12,7 +12,7 @@ ALLOCATION = ("uniform", "across_layers", "counts", "layer_slots")
 PREFERRING = ("needs", "preference")
 CODEC = ("granule", "encode", "decode")
 MAKE = ("config", "params")
-NARROW = ("needs", "after", "most", "count", "choose")
+NARROW = ("needs", "after", "most", "stages")
 PHASE = ("steady", "alike", "first_alike", "name", "counts", "turns", "most_behind", "bounded")
 STACK = ("most", "first", "codecs", "apart", "merge")
 

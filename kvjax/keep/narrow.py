@@ -53,6 +53,10 @@ class Narrow:
         """The number of the last layer that sees all tokens, in a model of so many layers."""
         return number_of(self.layer, layers)
 
+    def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Narrow], ...]:
+        """Behind which layers tokens leave, and who chooses those that go on."""
+        return ((self.after(layers), self),)
+
     @property
     def _ratio(self) -> Fraction:
         # In thousandths or simpler, so that counts are exact integer arithmetic.

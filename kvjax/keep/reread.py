@@ -47,6 +47,10 @@ class Reread:
         """The number of the layer that chooses, in a model of so many layers."""
         return number_of(self.layer, layers)
 
+    def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Reread], ...]:
+        """Behind which layers tokens are chosen, and who chooses them."""
+        return ((self.after(layers), self),)
+
     def most(self, tokens: int) -> int:
         """How many of `tokens` new tokens are read."""
         return min(tokens, self.budget.capacity(tokens))

@@ -98,7 +98,7 @@ class _Reading(NamedTuple):
             past = [for_rows(keys, pos.shape[0]) for keys in past]
         new = new_keys(layer, k, v, pos)
         stood = [*(s.pos for s in past if s.pos is not None), pos[:, None]] if run.unrotated else []
-        turns = turns_of(run, layer.pos, stood)
+        turns = turns_of(run, layer.pos, stood, gm.first if self.narrows else None)
         q = turned_queries(layer, x.q, turns[0], at.length)
         gone = answered(gm, layer, state, q, self.params)
         out, found, scores = attend_turned(
@@ -173,7 +173,8 @@ def observe(
     tokens = pinned_to(tokens, on, *("batch", "tokens", None)[: tokens.ndim])
     lengths = pinned_to(lengths, on, "batch")
     at = positions(tokens, lengths, jnp.zeros_like(lengths) if cache is None else cache.next)
-    gms, narrow, asked = taught_groups(run.groups(params), params), narrowing(run, at), _asked(needs)
+    gms, asked = taught_groups(run.groups(params), params), _asked(needs)
+    narrow = narrowing(run, params, at, cache is None)
     states = lend((NOTHING,) * len(gms) if cache is None else cache.groups, gms)
     pools = () if cache is None else cache.pools
     reading = _Reading(run, params, tokens, at, gms, states, pools, asked, narrow is not None, as_steps, on)
@@ -233,7 +234,7 @@ def _reread(
     # Something is observed, so that no layer runs for the last tokens alone.
     needs = run.method.reread.needs | {RawKeys()}
     found = observe(unnarrowed(run), below, tokens, lengths, past, needs)
-    index, used = chosen(run, found.positions, found.fresh[-1])
+    index, used = chosen(run, params, found.positions, found.fresh[-1])
     again = jnp.where(used, jnp.take_along_axis(tokens, index, axis=1), 0)
     return again, used.sum(-1, dtype=jnp.int32), jnp.where(used, index, -1)
 

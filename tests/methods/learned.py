@@ -13,6 +13,7 @@ from kvjax.fitted import Fitted
 from tests.merges import stays_and_leaves
 from tests.methods.expected import ends
 from tests.methods.rows import THETA, WINDOW, count
+from tests.ranges import Chunks
 from tests.reference import best, rms_norm, rope, softmax
 
 LAYERS, WIDTH, HEADS, KV_HEADS, CHANNELS = 2, 32, 4, 2, 16
@@ -258,3 +259,23 @@ def runs_merge(memory, lists, gone):
                 to[name] = (have * to[name] + more * slot[name]) / (have + more)
             to["votes"] = (have + more) / first
             memory[True] = memory.get(True, 0) + 1
+
+
+# HOMER on the model "deep", which has three layers: a level in each of the lower two. A prompt of 32 tokens is
+# longer than prefix and chunks, one of 13 ends in a chunk.
+CHUNKS = dict(shared_prefix=3, chunk=6, height=2)
+MERGING = Chunks(**CHUNKS, lasts=(0, 1))
+BIAS = Fitted({"bias": np.random.default_rng(23).normal(size=(3, 5)).astype(np.float32) * 3}, "Hierarchy", "")
+homer_goes_on = MERGING.goes_on(BIAS.arrays["bias"].astype(np.float64))
+
+
+def homer_kept(prompt):
+    """What reached the uppermost layer, in all layers."""
+    stays = np.isin(np.arange(prompt.length), prompt.at[-1])
+    return [np.broadcast_to(stays, (KV_HEADS, prompt.length))] * len(prompt.at)
+
+
+def homer_left(s):
+    """Slots: two halves of chunks, what stands before and behind them, and room."""
+    chunk = CHUNKS["chunk"]
+    return s.tokens - 4 * chunk + 2 * (chunk // 2) + s.room

@@ -44,4 +44,8 @@ LEARNED = [
         hyper=dict(fitted=learned.RUNS, page=PAGE),
         kept=learned.dmc_kept, victim=learned.dmc_leaves, leave=learned.runs_merge, counted=True,
     ),
+    row(
+        "homer", dense(learned.homer_left), hyper=learned.CHUNKS | dict(fitted=learned.BIAS), model="deep",
+        phase=learned.MERGING, narrow=learned.homer_goes_on, kept=learned.homer_kept, stacks=False,
+    ),
 ]  # fmt: skip
