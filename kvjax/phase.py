@@ -232,6 +232,11 @@ class SharedRanges:
             )
 
     @property
+    def shared(self) -> int:
+        """By how many positions a text is shorter than its tokens are many."""
+        return sum(self.contexts) - max(self.contexts)
+
+    @property
     def starts(self) -> tuple[int, ...]:
         """Where the contexts begin, and what follows them."""
         return tuple(itertools.accumulate(self.contexts, initial=self.prefix))

@@ -324,12 +324,15 @@ def last_position(method: Method | None, config: Config | BlockConfig) -> int:
     """How many tokens a row may have: the model's positions, or more where a phase stays within them.
 
     Ranks stay below the budget, so the text may grow until a budget in percent reaches the model's positions.
+    Contexts that share positions leave those for what follows them.
     (Where slots leave at the end of prompts alone, what is written comes on top: `positions_left`.) It may
     not where any layer turns by positions after all: one that keeps everything, or a mixer that is no plain
     attention, or frequencies that depend on the length of the text ("dynamic").
     """
     most, keep = config.max_positions, None if method is None else method.keep
-    if keep is None or not (keep.phase.bounded(most) and _leaves(keep) and keep.skip_layers == 0):
+    shared = 0 if method is None else shared_positions(method)
+    leaves = keep is not None and _leaves(keep) and keep.skip_layers == 0
+    if keep is None or not (shared or (keep.phase.bounded(most) and leaves)):
         return most
     if not isinstance(config, Config):
         return most
@@ -338,7 +341,12 @@ def last_position(method: Method | None, config: Config | BlockConfig) -> int:
         turns_by_rank = type(mixer) in (Attention, Latent) and mixer.rope(config, layer).kind != "dynamic"
         if not turns_by_rank or (window is not None and window >= most):
             return most
-    return max(most, min(keep.budget.reach(most - 1), _EXACT))
+    return most + shared if shared else max(most, min(keep.budget.reach(most - 1), _EXACT))
+
+
+def shared_positions(method: Method) -> int:
+    """How many positions more a text may have tokens, because some tokens stand at the same ones."""
+    return 0 if method.keep is None else getattr(method.keep.phase, "shared", 0)
 
 
 def _leaves(keep: Keep) -> bool:

@@ -98,6 +98,7 @@ CLAIMS = (
     Claim("wg-kv", "half of the memory is saved with negligible loss", Near(protocol=AGNOSTIC)),
     Claim("dms", "half of the cache leaves with next to no loss", Near(protocol=AGNOSTIC)),
     Claim("attention-gate", "half of the tokens leave and answers stay as good", Near(protocol=AGNOSTIC)),
+    Claim("homer", "a model answers about texts several times as long as its positions", _WITHIN),
     Claim("dmc", "half of the cache is merged with next to no loss", Near(protocol=AGNOSTIC)),
     Claim("lococo", "better than dropping what has the least attention", Better("h2o")),
     Claim("lagkv", "far better than H2O in retrieval, without attention", Better("h2o", protocol=AGNOSTIC)),

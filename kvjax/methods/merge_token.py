@@ -227,6 +227,10 @@ def homer(
     length of chunks are part of the sentence, so a shorter prompt fills fewer of them; a later turn, or what
     comes behind the first chunk of `prefill(..., chunk=)`, is read whole; and keys are stored as they are
     before rotation.
+
+    On the shipped model it does worse than random: with a third kept of 512 tokens in four chunks, it finds 9
+    of 32 records that it was asked for before it chose (random: 4, SnapKV: 28) and copies worse, and biases
+    taken off make it 5. Of two chunks with 56 % kept, it finds 14.
     """
     word = Hierarchy(shared_prefix, chunk, height, layers, as_fitted(fitted))
     return Method(Keep(None, Budget(1.0), Uniform(), phase=word.phase, narrow=word))
