@@ -247,7 +247,7 @@ class SharedRanges:
 
     def _block(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
         """The same where contexts that see each other are one."""
-        starts = (*self.starts[:-1:self.together], self.starts[-1])
+        starts = (*self.starts[: -1 : self.together], self.starts[-1])
         return sum(((pos >= start).astype(jnp.int32) for start in starts), jnp.zeros_like(pos))
 
     def phase(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:

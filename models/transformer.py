@@ -197,7 +197,8 @@ def _narrowed(
     pos = jnp.where(used, jnp.take_along_axis(memory.pos, index, axis=1), -1)
     below = narrow.below
     left = collected if below is None else [below(one, index) for one in collected]
-    return jnp.take_along_axis(x, index[..., None], axis=1), memory._replace(pos=pos, narrow=narrow.then), left
+    x = jnp.take_along_axis(x, index[..., None], axis=1)
+    return x, memory._replace(pos=pos, narrow=narrow.then), left
 
 
 def decode_layers(

@@ -1,4 +1,4 @@
-"""HOMER's word: how many tokens stay, biases by distance in float64, what is refused, texts beyond positions."""
+"""HOMER's word: how many tokens stay, biases in float64, what is refused, texts beyond positions."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.keep.hierarchy import Hierarchy
 from tests.methods.battery import MAIN, PACKED, ROOM, decoder, model, off, packed, positions
-from tests.methods.learned import BIAS, CHUNKS, LAYERS, MERGING, homer_goes_on
+from tests.methods.learned import BIAS, LAYERS, MERGING, homer_goes_on
 from tests.methods.table import BY_LABEL
 from tests.reference import Prompt
 

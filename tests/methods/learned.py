@@ -261,8 +261,8 @@ def runs_merge(memory, lists, gone):
             memory[True] = memory.get(True, 0) + 1
 
 
-# HOMER on the model "deep", which has three layers: a level in each of the lower two. A prompt of 32 tokens is
-# longer than prefix and chunks, one of 13 ends in a chunk.
+# HOMER on the model "deep", which has three layers: a level in each of the lower two. A prompt of 32 tokens
+# is longer than prefix and chunks, one of 13 ends in a chunk.
 CHUNKS = dict(shared_prefix=3, chunk=6, height=2)
 MERGING = Chunks(**CHUNKS, lasts=(0, 1))
 BIAS = Fitted({"bias": np.random.default_rng(23).normal(size=(3, 5)).astype(np.float32) * 3}, "Hierarchy", "")
