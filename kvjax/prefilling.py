@@ -39,7 +39,7 @@ from kvjax.place.trim import counted, trimmed
 from kvjax.pure import bind
 from kvjax.ready import ready
 from kvjax.steps import Run
-from kvjax.suits import check_budget, last_position, shared_positions
+from kvjax.suits import check_budget, last_position
 from kvjax.verbs import Lengths, TokenIds, has_verbs, refuse
 
 # How many tokens a cache holds beyond its prompt, unless a call says otherwise.
@@ -174,7 +174,7 @@ def prefill(
     before = np.zeros(1, np.int32) if cache is None else fetch(cache.next)
     seen, longest = int(before.max()), int(batch.lengths.max())
     check_reach(model, seen + longest, chosen)
-    if seen + longest > model.config.max_positions + shared_positions(chosen):
+    if seen + longest > model.config.max_positions + chosen.shared_positions:
         pieces = longest if chunk is None or not compress else min(chunk, longest)
         _check_phases(model, chosen, 0 if cache is None else live(cache), seen + longest, pieces)
     width = batch.tokens.shape[1] if chunk is None else min(chunk, batch.tokens.shape[1])

@@ -25,7 +25,7 @@ from kvjax.place.rollback import more_added
 from kvjax.prefilling import bare_cache, check_cache, live, noted, there
 from kvjax.pure import decoding
 from kvjax.steps import Run
-from kvjax.suits import last_position, shared_positions
+from kvjax.suits import last_position
 from kvjax.verbs import OneToken, Step, has_verbs, refuse
 
 
@@ -77,8 +77,8 @@ def positions_left(model: Model, cache: Cache) -> int:
     """How many more tokens the cache's longest row can take; InputError where there are none."""
     most, last = model.config.max_positions, last_position(cache.method, model.config)
     left = last - int(fetch(cache.next).max())
-    keep = None if cache.method is None else cache.method.keep
-    if last > most and keep is not None and not shared_positions(cache.method):
+    method = cache.method or Method()
+    if last > most and (keep := method.keep) is not None and not method.shared_positions:
         # Slots that do not leave at once turn behind each other; more than the budget are those that a
         # prefill with compress=False leaves.
         held, behind = live(cache), keep.phase.most_behind

@@ -264,8 +264,8 @@ def _check_narrow(method: Method, config: Config) -> None:
     word = narrow or method.reread
     if word is None:
         return
-    last, above = word.after(config.layers), 1 if narrow is not None else 0
     choosing = [layer for layer, _ in word.stages(config.layers, 1)]
+    last, above = choosing[-1], int(narrow is not None)
     if last >= config.layers - above:
         _refuse(
             method,
@@ -279,8 +279,7 @@ def _check_narrow(method: Method, config: Config) -> None:
             _refuse(method, f"layer {layer} keeps no slots, and would miss the tokens left out", "snapkv")
         if layer in choosing and "slots" in mixer_of(config, layer).takes:
             _refuse(method, f"layer {layer}, which chooses the tokens, has no keys of its own", "snapkv")
-        looks = getattr(getattr(word, "score", None), "looks", True)
-        if own is not None and own.factors and layer in choosing and looks:
+        if own is not None and own.factors and layer in choosing and getattr(word, "looks", True):
             _refuse(method, "the model stores factors, and tokens are chosen by stored keys", "h2o")
         for name, at in takes_of(config, layer).values():
             between = [one for one in choosing if at is None or at > layer or at <= one < layer]
@@ -304,9 +303,10 @@ def check_block_transformer(method: Method, config: BlockConfig) -> None:
     if method.keep is not None and method.keep.probe is not None:
         _refuse(method, "it repeats the prompt's tokens, and blocks are none", "snapkv")
     score = None if method.keep is None else method.keep.score
-    if score is not None and any(getattr(t, "behind_layers", False) for t in score.traces):
+    traces = () if score is None else score.traces
+    if any(getattr(t, "behind_layers", False) for t in traces):
         _refuse(method, "it asks how likely the prompt's tokens were, and blocks are none", "snapkv")
-    if score is not None and any(getattr(t, "by_ids", False) for t in score.traces):
+    if any(getattr(t, "by_ids", False) for t in traces):
         _refuse(method, "it chooses by the ids of tokens, and blocks are none", "snapkv")
     if method.keep is not None and method.keep.narrow is not None:
         _refuse(method, "its upper layers leave tokens out, and every block is decoded", "snapkv")
@@ -324,17 +324,15 @@ def last_position(method: Method | None, config: Config | BlockConfig) -> int:
     """How many tokens a row may have: the model's positions, or more where a phase stays within them.
 
     Ranks stay below the budget, so the text may grow until a budget in percent reaches the model's positions.
-    Contexts that share positions leave those for what follows them.
-    (Where slots leave at the end of prompts alone, what is written comes on top: `positions_left`.) It may
-    not where any layer turns by positions after all: one that keeps everything, or a mixer that is no plain
-    attention, or frequencies that depend on the length of the text ("dynamic").
+    (Where slots leave at the end of prompts alone, what is written comes on top: `positions_left`.) Contexts
+    at the same positions leave others free. It may not where any layer turns by positions after all: one that
+    keeps everything, no plain attention, or frequencies that depend on the length of the text ("dynamic").
     """
     most, keep = config.max_positions, None if method is None else method.keep
-    shared = 0 if method is None else shared_positions(method)
-    leaves = keep is not None and _leaves(keep) and keep.skip_layers == 0
-    if keep is None or not (shared or (keep.phase.bounded(most) and leaves)):
+    if method is None or keep is None or not isinstance(config, Config):
         return most
-    if not isinstance(config, Config):
+    shared, leaves = method.shared_positions, _leaves(keep) and keep.skip_layers == 0
+    if not shared and not (keep.phase.bounded(most) and leaves):
         return most
     for layer in range(config.layers):
         mixer, window = mixer_of(config, layer), config.window(layer)
@@ -342,11 +340,6 @@ def last_position(method: Method | None, config: Config | BlockConfig) -> int:
         if not turns_by_rank or (window is not None and window >= most):
             return most
     return most + shared if shared else max(most, min(keep.budget.reach(most - 1), _EXACT))
-
-
-def shared_positions(method: Method) -> int:
-    """How many positions more a text may have tokens, because some tokens stand at the same ones."""
-    return 0 if method.keep is None else getattr(method.keep.phase, "shared", 0)
 
 
 def _leaves(keep: Keep) -> bool:

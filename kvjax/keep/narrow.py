@@ -49,6 +49,11 @@ class Narrow:
         """What is observed, so that the tokens can be chosen."""
         return self.score.needs
 
+    @property
+    def looks(self) -> bool:
+        """Whether keys or values decide."""
+        return getattr(self.score, "looks", True)
+
     def after(self, layers: int) -> int:
         """The number of the last layer that sees all tokens, in a model of so many layers."""
         return number_of(self.layer, layers)

@@ -43,6 +43,11 @@ class Reread:
         """What is observed, so that the tokens can be chosen."""
         return self.score.needs
 
+    @property
+    def looks(self) -> bool:
+        """Whether keys or values decide."""
+        return getattr(self.score, "looks", True)
+
     def after(self, layers: int) -> int:
         """The number of the layer that chooses, in a model of so many layers."""
         return number_of(self.layer, layers)

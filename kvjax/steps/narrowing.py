@@ -105,6 +105,15 @@ def new_positions(
     return narrowed if above else at.pos
 
 
+def stored_of(
+    run: Run, pos: Int[Array, "B T"], narrowed: Int[Array, "B M"] | None, tokens: int
+) -> tuple[int, int]:
+    """Of how many new tokens, and of how many of a row's `tokens`, something is stored at most."""
+    if narrowed is None or not isinstance(narrow_of(run), Hierarchy):
+        return pos.shape[1], tokens
+    return narrowed.shape[1], min(tokens, narrowed.shape[1])
+
+
 def by_token(
     scores: Float[Array, "Lg B K M"], pos: Int[Array, "B M"], tokens: int
 ) -> Float[Array, "Lg B K {tokens}"]:

@@ -27,7 +27,6 @@ from kvjax.codes import encode
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.group import GroupMethod
 from kvjax.keep.budget import Uniform
-from kvjax.keep.hierarchy import Hierarchy
 from kvjax.keep.observe import RawKeys
 from kvjax.models.layers import Params
 from kvjax.models.transformer import IdsOrVectors, Positions
@@ -40,7 +39,7 @@ from kvjax.room import longer, widened
 from kvjax.segments import AT_ONCE, Ahead, build, extend, remember_in_pages, whole_slots
 from kvjax.steps.forward import Prompt, needs_of, observe
 from kvjax.steps.lending import lend, returned, taught_groups
-from kvjax.steps.narrowing import by_token, narrow_of, new_positions, unnarrowed
+from kvjax.steps.narrowing import by_token, new_positions, stored_of, unnarrowed
 from kvjax.steps.run import Run, repeated
 from kvjax.steps.turning import seen_by_words, turned_keys, turns_of
 from kvjax.summaries import learnt
@@ -109,10 +108,7 @@ def settled(
     pos, length = prompt.positions
     if prompt.source is not None and cache is None:
         tokens = min(tokens, run.method.reread.most(tokens))
-    if prompt.narrowed is not None and isinstance(narrow_of(run), Hierarchy):
-        tokens, new = min(tokens, prompt.narrowed.shape[1]), prompt.narrowed.shape[1]
-    else:
-        new = pos.shape[1]
+    new, tokens = stored_of(run, pos, prompt.narrowed, tokens)
     old_pools = () if cache is None else cache.pools
     pasts = (NOTHING,) * len(gms) if cache is None else lend(cache.groups, gms)
     acting = tuple(run.acts(gm, compress) for gm in gms)
