@@ -191,6 +191,11 @@ class Method:
         """The sentence itself, or those of its layers, each once."""
         return tuple(dict.fromkeys(self.layers)) or (self,)
 
+    @property
+    def shared_positions(self) -> int:
+        """By how many a text has more tokens than positions, because some tokens stand at the same ones."""
+        return 0 if self.keep is None else getattr(self.keep.phase, "shared", 0)
+
     def at(self, layer: int) -> Method:
         """The sentence that a layer follows."""
         return self.layers[layer] if self.layers else self

@@ -200,7 +200,9 @@ class SharedRanges:
     context. A token of a context sees the prefix and its own context. A later token sees everything: with
     l_C the log-sum-exp of its logits over all contexts, divided by `temperature`, and l_R that of the others,
         o = (exp(S T l_C) o_C + exp(l_R) o_R) / (exp(S T l_C) + exp(l_R)),
-    where T is `temperature`, S is `scale`, and o_C and o_R are attention over these tokens alone.
+    where T is `temperature`, S is `scale`, and o_C and o_R are attention over these tokens alone. together:
+    so many neighbouring contexts see each other (HOMER, arXiv:2404.10308); where that is all of them and both
+    numbers are 1, tokens attend to all before them as ever.
 
     >>> SharedRanges(1, (2, 3), 1.0, 1.0).phase(jnp.arange(8)).tolist()
     [0, 1, 2, 1, 2, 3, 4, 5]
@@ -210,6 +212,7 @@ class SharedRanges:
     contexts: tuple[int, ...]
     temperature: float
     scale: float
+    together: int = 1
 
     steady = False
     alike = False
@@ -229,6 +232,11 @@ class SharedRanges:
             )
 
     @property
+    def shared(self) -> int:
+        """By how many positions a text is shorter than its tokens are many."""
+        return sum(self.contexts) - max(self.contexts)
+
+    @property
     def starts(self) -> tuple[int, ...]:
         """Where the contexts begin, and what follows them."""
         return tuple(itertools.accumulate(self.contexts, initial=self.prefix))
@@ -236,6 +244,11 @@ class SharedRanges:
     def number(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
         """Which part of the text a position lies in: 0 for the prefix, 1 for the first context, and so on."""
         return sum(((pos >= start).astype(jnp.int32) for start in self.starts), jnp.zeros_like(pos))
+
+    def _block(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        """The same where contexts that see each other are one."""
+        starts = (*self.starts[: -1 : self.together], self.starts[-1])
+        return sum(((pos >= start).astype(jnp.int32) for start in starts), jnp.zeros_like(pos))
 
     def phase(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
         """What tokens at these positions turn by; 0 for those that are none."""
@@ -250,9 +263,11 @@ class SharedRanges:
 
         A single query is of one kind, and has the last two in one.
         """
-        last = len(self.contexts)
-        mine, ones = self.number(q_pos), jnp.ones(q_pos.shape, jnp.float32)
-        whose = [self.number(pos) for pos in sets]
+        if self.temperature == self.scale == 1 and self.together >= len(self.contexts):
+            return (Turn(self.phase(q_pos)[:, None], tuple(self.phase(pos) for pos in sets)),)
+        last = -(-len(self.contexts) // self.together)
+        mine, ones = self._block(q_pos), jnp.ones(q_pos.shape, jnp.float32)
+        whose = [self._block(pos) for pos in sets]
         inside = [(n > 0) & (n <= last) for n in whose]
         behind = mine > last
         sharpness = jnp.where(behind, 1 / self.temperature, ones)
@@ -273,7 +288,8 @@ class SharedRanges:
             held = [shown(pos, one) for pos, one in zip(sets, met, strict=True)]
             return rest, turn(q_pos, held, sharpness, weight)
         # Contexts as far from each other as no two tokens of one are, so that a window tells them apart.
-        apart, reach = sum(self.contexts), max(self.contexts)
+        apart, starts = sum(self.contexts), (*self.starts[:: self.together], self.starts[-1])
+        reach = max(b - a for a, b in itertools.pairwise(starts))
         within = (mine > 0) & ~behind
         spread = [shown(pos + n * apart, one) for pos, n, one in zip(sets, whose, inside, strict=True)]
         own = turn(shown(q_pos + mine * apart, within), spread, ones, ones, reach=reach)

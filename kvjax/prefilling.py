@@ -174,7 +174,7 @@ def prefill(
     before = np.zeros(1, np.int32) if cache is None else fetch(cache.next)
     seen, longest = int(before.max()), int(batch.lengths.max())
     check_reach(model, seen + longest, chosen)
-    if seen + longest > model.config.max_positions:
+    if seen + longest > model.config.max_positions + chosen.shared_positions:
         pieces = longest if chunk is None or not compress else min(chunk, longest)
         _check_phases(model, chosen, 0 if cache is None else live(cache), seen + longest, pieces)
     width = batch.tokens.shape[1] if chunk is None else min(chunk, batch.tokens.shape[1])

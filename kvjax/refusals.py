@@ -364,7 +364,7 @@ def _narrowed(keep: Keep) -> Refusals:
             "share out a budget: use the uniform allocation",
         ),
         (
-            not keep.phase.steady,
+            not keep.phase.steady and keep.phase != getattr(keep.narrow, "phase", None),
             f"{keep.narrow!r} leaves tokens at their own positions, and {keep.phase!r} turns them by others",
         ),
         (

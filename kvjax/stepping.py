@@ -77,7 +77,8 @@ def positions_left(model: Model, cache: Cache) -> int:
     """How many more tokens the cache's longest row can take; InputError where there are none."""
     most, last = model.config.max_positions, last_position(cache.method, model.config)
     left = last - int(fetch(cache.next).max())
-    if last > most and cache.method is not None and (keep := cache.method.keep) is not None:
+    method = cache.method or Method()
+    if last > most and (keep := method.keep) is not None and not method.shared_positions:
         # Slots that do not leave at once turn behind each other; more than the budget are those that a
         # prefill with compress=False leaves.
         held, behind = live(cache), keep.phase.most_behind

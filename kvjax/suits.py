@@ -281,26 +281,25 @@ def _check_narrow(method: Method, config: Config) -> None:
     """InputError where tokens cannot be chosen at the layer of a `Narrow` or `Reread`, or not be left out."""
     narrow = None if method.keep is None else method.keep.narrow
     word = narrow or method.reread
-    last, above = word.after(config.layers), 1 if narrow is not None else 0
+    choosing = [layer for layer, _ in word.stages(config.layers, 1)]
+    last, above = choosing[-1], int(narrow is not None)
     if last >= config.layers - above:
-        _refuse(
-            method,
-            f"tokens are chosen at layer {last}, expected one of 0 to {config.layers - above - 1}",
-            "another layer" if config.layers > above else "snapkv",
-        )
+        why = f"tokens are chosen at layer {last}, expected one of 0 to {config.layers - above - 1}"
+        _refuse(method, why, "another layer" if config.layers > above else "snapkv")
     for layer in range(config.layers):
         slots = mixer_of(config, layer).slots(config)
         own = None if slots is None or slots.fixed else slots
-        if own is None and (layer == last or (layer > last and narrow is not None)):
+        if own is None and (layer in choosing or (layer > choosing[0] and narrow is not None)):
             _refuse(method, f"layer {layer} keeps no slots, and would miss the tokens left out", "snapkv")
-        if layer == last and "slots" in mixer_of(config, layer).takes:
+        if layer in choosing and "slots" in mixer_of(config, layer).takes:
             _refuse(method, f"layer {layer}, which chooses the tokens, has no keys of its own", "snapkv")
-        if own is not None and own.factors and layer == last and getattr(word.score, "looks", True):
+        if own is not None and own.factors and layer in choosing and getattr(word, "looks", True):
             _refuse(method, "the model stores factors, and tokens are chosen by stored keys", "h2o")
         for name, at in takes_of(config, layer).values():
-            if narrow is not None and (at is None or at > layer or at <= last < layer):
+            between = [one for one in choosing if at is None or at > layer or at <= one < layer]
+            if narrow is not None and between:
                 source = "the decoder" if at is None else f"layer {at}"
-                why = f"which has other tokens than the layers above layer {last}"
+                why = f"which has other tokens than the layers above layer {between[0]}"
                 _refuse(method, f"layer {layer} takes the {name} of {source}, {why}", "snapkv")
             if narrow is None and at is not None and at > layer:
                 why = "which does not run while tokens are chosen"
@@ -318,9 +317,10 @@ def check_block_transformer(method: Method, config: BlockConfig) -> None:
     if method.keep is not None and method.keep.probe is not None:
         _refuse(method, "it repeats the prompt's tokens, and blocks are none", "snapkv")
     score = None if method.keep is None else method.keep.score
-    if score is not None and any(getattr(t, "behind_layers", False) for t in score.traces):
+    traces = () if score is None else score.traces
+    if any(getattr(t, "behind_layers", False) for t in traces):
         _refuse(method, "it asks how likely the prompt's tokens were, and blocks are none", "snapkv")
-    if score is not None and any(getattr(t, "by_ids", False) for t in score.traces):
+    if any(getattr(t, "by_ids", False) for t in traces):
         _refuse(method, "it chooses by the ids of tokens, and blocks are none", "snapkv")
     if method.keep is not None and method.keep.narrow is not None:
         _refuse(method, "its upper layers leave tokens out, and every block is decoded", "snapkv")
@@ -338,21 +338,22 @@ def last_position(method: Method | None, config: Config | BlockConfig) -> int:
     """How many tokens a row may have: the model's positions, or more where a phase stays within them.
 
     Ranks stay below the budget, so the text may grow until a budget in percent reaches the model's positions.
-    (Where slots leave at the end of prompts alone, what is written comes on top: `positions_left`.) It may
-    not where any layer turns by positions after all: one that keeps everything, or a mixer that is no plain
-    attention, or frequencies that depend on the length of the text ("dynamic").
+    (Where slots leave at the end of prompts alone, what is written comes on top: `positions_left`.) Contexts
+    at the same positions leave others free. It may not where any layer turns by positions after all: one that
+    keeps everything, no plain attention, or frequencies that depend on the length of the text ("dynamic").
     """
     most, keep = config.max_positions, None if method is None else method.keep
-    if keep is None or not (keep.phase.bounded(most) and _leaves(keep) and keep.skip_layers == 0):
+    if method is None or keep is None or not isinstance(config, Config):
         return most
-    if not isinstance(config, Config):
+    shared, leaves = method.shared_positions, _leaves(keep) and keep.skip_layers == 0
+    if not shared and not (keep.phase.bounded(most) and leaves):
         return most
     for layer in range(config.layers):
         mixer, window = mixer_of(config, layer), config.window(layer)
         turns_by_rank = type(mixer) in (Attention, Latent) and mixer.rope(config, layer).kind != "dynamic"
         if not turns_by_rank or (window is not None and window >= most):
             return most
-    return max(most, min(keep.budget.reach(most - 1), _EXACT))
+    return most + shared if shared else max(most, min(keep.budget.reach(most - 1), _EXACT))
 
 
 def _leaves(keep: Keep) -> bool:

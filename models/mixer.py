@@ -140,12 +140,15 @@ Step = Callable[[RecurrentState | None, Bool[Array, "B T"]], tuple[Array, Recurr
 class Narrowing(NamedTuple):
     """A prompt gets narrower behind layer `after`: the layers above run for some of its tokens.
 
-    choose: from what the layer's group collected to the indices of the tokens that go on, in their order, and
-    which of these entries are any. The layer is the last of its group.
+    choose: from what the layer's group collected, and where its tokens stand, to the indices of the tokens
+    that go on, in their order, and which of these entries are any. The layer is the last of its group. below:
+    from what a lower group collected, and these, to what is left of it. then: where it gets narrower again.
     """
 
     after: int
-    choose: Callable[[Any], tuple[Int[Array, "B M"], Bool[Array, "B M"]]]
+    choose: Callable[[Any, Int[Array, "B T"]], tuple[Int[Array, "B M"], Bool[Array, "B M"]]]
+    below: Callable[[Any, Int[Array, "B M"]], Any] | None = None
+    then: Narrowing | None = None
 
 
 class Passed(NamedTuple):

@@ -156,7 +156,7 @@ def stack(
         collected.append(out)
         first += size
         if memory.narrow is not None and first > memory.narrow.after:
-            x, memory = _narrowed(x, memory, out, first)
+            x, memory, collected = _narrowed(x, memory, collected, first)
     return Ran(x, tuple(new_states), tuple(collected), things, memory.pos)
 
 
@@ -179,19 +179,26 @@ def _last_only(x: Float[Array, "B T D"], memory: Memory) -> tuple[Float[Array, "
 
 
 def _narrowed(
-    x: Float[Array, "B T D"], memory: Memory, collected: Any, first: int
-) -> tuple[Float[Array, "B M D"], Memory]:
-    """The tokens that go on to layer `first` and above; ValueError where stacked layers run beyond."""
-    assert memory.narrow is not None
-    after = memory.narrow.after
+    x: Float[Array, "B T D"], memory: Memory, collected: list[Any], first: int
+) -> tuple[Float[Array, "B M D"], Memory, list[Any]]:
+    """The tokens that go on to layer `first` and above, and what is left of what all groups collected.
+
+    ValueError where stacked layers run beyond.
+    """
+    narrow = memory.narrow
+    assert narrow is not None
+    after = narrow.after
     if first != after + 1:
         raise ValueError(
             f"the prompt gets narrower behind layer {after}, inside stacked layers that end at {first - 1}: "
             f"narrow it behind layer {first - 1}, or give layers that are not stacked"
         )
-    index, used = memory.narrow.choose(collected)
+    index, used = narrow.choose(collected[-1], memory.pos)
     pos = jnp.where(used, jnp.take_along_axis(memory.pos, index, axis=1), -1)
-    return jnp.take_along_axis(x, index[..., None], axis=1), memory._replace(pos=pos, narrow=None)
+    below = narrow.below
+    left = collected if below is None else [below(one, index) for one in collected]
+    x = jnp.take_along_axis(x, index[..., None], axis=1)
+    return x, memory._replace(pos=pos, narrow=narrow.then), left
 
 
 def decode_layers(

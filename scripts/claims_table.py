@@ -106,6 +106,7 @@ CLAIMS = (
     Claim("gisting", "a prompt goes into a few tokens with next to no loss", Near(protocol=AGNOSTIC)),
     Claim("ccm", "a fifth of the memory answers as well as the full context", Near(protocol=AGNOSTIC)),
     Claim("ccm-merge", "memory of one size loses little of the full context", Near(protocol=AGNOSTIC)),
+    Claim("homer", "a model answers about texts several times as long as its positions", _WITHIN),
     Claim("dmc", "half of the cache is merged with next to no loss", Near(protocol=AGNOSTIC)),
     Claim("lococo", "better than dropping what has the least attention", Better("h2o")),
     Claim("lagkv", "far better than H2O in retrieval, without attention", Better("h2o", protocol=AGNOSTIC)),

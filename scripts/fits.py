@@ -24,6 +24,7 @@ MODEL = "recall-tiny"
 # Rows of 512 tokens, and the options of each fit. Widths are below the papers' to stay below 100 KB.
 FITS: dict[str, tuple[int, dict[str, Any]]] = {
     "kvzap": (32, {}),
+    "homer": (32, {}),
     "fast-kvzip": (32, dict(rank=8, sink_keys=8)),
     "locret": (64, dict(hidden=32)),
     "wg-kv": (32, dict(hidden=64, recent=16)),

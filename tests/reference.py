@@ -84,7 +84,8 @@ class Prompt:
             self.hidden.append(rms_norm(x, layer["attn_norm"], c.norm_eps))
             self.at.append(pos)
             raw_q, raw_k, v = decoder.project(layer, x)
-            turns = pos if ranges is None else ranges.phases(pos)
+            met = None if ranges is None else ranges.in_layer(i)
+            turns = pos if met is None else met.phases(pos)
             q, k = rope(raw_q, turns, c.rope.theta), rope(raw_k, turns, c.rope.theta)
             s = q @ np.repeat(k, self.group, 0).swapaxes(1, 2) / np.sqrt(c.head_dim)
             if farthest is not None:
@@ -96,7 +97,7 @@ class Prompt:
             if window is not None:
                 hidden |= pos[:, None] - pos[None] >= window
             s = np.where(hidden, -np.inf, s)
-            p = softmax(s) if ranges is None else ranges.probabilities(s, pos, pos)
+            p = softmax(s) if met is None else met.probabilities(s, pos, pos)
             for name, value in zip(
                 ("q", "raw_q", "k", "raw_k", "v", "p"), (q, raw_q, k, raw_k, v, p), strict=True
             ):

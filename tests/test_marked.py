@@ -16,7 +16,7 @@ from kvjax.fitting.distilled import Aim, Batch, distilled, hidden_at
 from kvjax.fitting.remembered import run_of, surprise
 from kvjax.grammar import Store
 from kvjax.keep.memory_tokens import MemoryTokens
-from tests.methods import learned
+from tests.methods import marked
 from tests.methods.battery import MAIN, decoder, model
 from tests.methods.table import BY_LABEL
 from tests.reference import Prompt
@@ -58,14 +58,14 @@ def by_hand(sample, part, noise, told):
     """What KV-Distill's loss is at the tokens that say one answer; part: the share that stays."""
     d, n = decoder("4/2"), len(sample.context)
     plain = Prompt(d, sample.context)
-    score = learned.scorer(plain.hidden[learned.SCORER_LAYER])
+    score = marked.scorer(plain.hidden[marked.SCORER_LAYER])
     score = (score - score.mean()) / score.std()
     bar = np.sort(score)[::-1][min(int(np.ceil(part * n)), n - 1)]
     odds = (score - bar + noise[:n]) / AIM.tau
     last, at = np.arange(n) == n - 1, np.arange(n)
     share, votes = np.where(last, 0, expit(odds)), np.where(last, 1, expit(odds))
     x = d.rest["embed"][np.asarray(sample.context)]
-    read = learned.Read(d, x, at, at[None] <= at[:, None], share, learned.DISTILLED)
+    read = marked.Read(d, x, at, at[None] <= at[:, None], share, marked.DISTILLED)
     read.length, read.tokens, read.at, read.group = n, list(sample.context), [at, at], 2
     slots = Slotwise(read, [np.ones((2, n), bool)] * 2)
     for lists in slots.slots:
@@ -84,9 +84,9 @@ def test_the_loss_of_scorer_and_weights_is_what_it_is_by_hand():
     part = float(jax.random.uniform(share, minval=AIM.least, maxval=AIM.most))
     noise = np.asarray(jax.random.logistic(draw, batch.context.shape), np.float64)
     want = np.concatenate([by_hand(s, part, x, None) for s, x in zip(samples, noise, strict=True)]).mean()
-    given = Batch(batch, hidden_at(m.config, learned.SCORER_LAYER, m.params, batch))
+    given = Batch(batch, hidden_at(m.config, marked.SCORER_LAYER, m.params, batch))
     loss = jax.jit(distilled, static_argnums=(0, 4))
-    assert abs(loss(m.config, m.params, arrays_of(learned.DISTILLED), given, AIM) / want - 1) < 1e-4
+    assert abs(loss(m.config, m.params, arrays_of(marked.DISTILLED), given, AIM) / want - 1) < 1e-4
 
 
 def method_of(name, fitted=None, **more):
@@ -105,7 +105,7 @@ def test_twenty_steps_of_a_fit_move_from_where_it_starts(name):
 
 def test_unfitted_weights_change_nothing_of_what_marked_tokens_are():
     """Tokens that stay are then those that the model computes."""
-    method = method_of("kv-distill", learned.WITHOUT_EFFECT, budget=1.0)
+    method = method_of("kv-distill", marked.WITHOUT_EFFECT, budget=1.0)
     m = model("4/2")
     got, want = (kvjax.prefill(m, MAIN.first, method=x, room=1)[0] for x in (method, "full"))
     np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
@@ -121,7 +121,7 @@ def test_what_memory_tokens_cannot_do_is_said():
         store = Store(unrotated=True)
         kvjax.prefill(model("4/2"), MAIN.first, method=dataclasses.replace(ccm, store=store), room=1)
     with pytest.raises(InputError, match=r"\(one, tokens, width\) of its memory tokens are \(1, 2, 32\)"):
-        kvjax.prefill(model("4/2"), MAIN.first, method=method_of("ccm", learned.COMP, tokens=3), room=1)
+        kvjax.prefill(model("4/2"), MAIN.first, method=method_of("ccm", marked.COMP, tokens=3), room=1)
 
 
 def three_layers(method):

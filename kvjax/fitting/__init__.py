@@ -14,6 +14,7 @@ import numpy as np
 from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted, fitted_words
+from kvjax.fitting.biases import fit_biases
 from kvjax.fitting.clusters import fit_clusters
 from kvjax.fitting.convolutions import fit_convolutions
 from kvjax.fitting.curves import fit_curves
@@ -42,6 +43,7 @@ from kvjax.keep.expected import QueryStatistics
 from kvjax.keep.filters import QueryFilters
 from kvjax.keep.gate import HiddenGate
 from kvjax.keep.gate_forms import RetainingHead, SinkGate, WriteGate
+from kvjax.keep.hierarchy import Hierarchy
 from kvjax.keep.memory_tokens import MemoryTokens
 from kvjax.keep.merge_conv import ConvMerge
 from kvjax.keep.merge_runs import Opening
@@ -83,6 +85,7 @@ FITS: dict[type, Fitter] = {
     MemoryTokens: Fitter(fit_memory, asks=True, acts=True),
     TokenScorer: Fitter(fit_distilled, asks=True, acts=True),
     QueryFilters: Fitter(fit_filters),
+    Hierarchy: Fitter(fit_biases),
     QueryStatistics: Fitter(fit_statistics),
     QueryCentres: Fitter(fit_centres),
     Profile: Fitter(fit_profile, asks=True),

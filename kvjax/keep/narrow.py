@@ -49,9 +49,18 @@ class Narrow:
         """What is observed, so that the tokens can be chosen."""
         return self.score.needs
 
+    @property
+    def looks(self) -> bool:
+        """Whether keys or values decide."""
+        return getattr(self.score, "looks", True)
+
     def after(self, layers: int) -> int:
         """The number of the last layer that sees all tokens, in a model of so many layers."""
         return number_of(self.layer, layers)
+
+    def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Narrow], ...]:
+        """Behind which layers tokens leave, and who chooses those that go on."""
+        return ((self.after(layers), self),)
 
     @property
     def _ratio(self) -> Fraction:

@@ -44,9 +44,18 @@ class Reread:
         """What is observed, so that the tokens can be chosen."""
         return self.score.needs
 
+    @property
+    def looks(self) -> bool:
+        """Whether keys or values decide."""
+        return getattr(self.score, "looks", True)
+
     def after(self, layers: int) -> int:
         """The number of the layer that chooses, in a model of so many layers."""
         return number_of(self.layer, layers)
+
+    def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Reread], ...]:
+        """Behind which layers tokens are chosen, and who chooses them."""
+        return ((self.after(layers), self),)
 
     def most(self, tokens: int) -> int:
         """How many of `tokens` new tokens are read."""

@@ -8,6 +8,7 @@ from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import OverPeak, Pool
 from kvjax.keep.budget import Threshold, Uniform
+from kvjax.keep.hierarchy import Hierarchy
 from kvjax.keep.merge import ZipMerge
 from kvjax.keep.merge_cam import ValueMerge
 from kvjax.keep.merge_conv import ConvMerge
@@ -198,6 +199,41 @@ def compressive_transformer(budget: Amount, *, rate: Together = 3, recent: Share
     """
     score, merge = LastOfEach(rate, recent), MeanOfEach(rate)
     return Method(Keep(score, Budget(budget), Uniform(), when=Every(rate), merge=merge))
+
+
+@paper(
+    "Hierarchical Context Merging: Better Long Context Understanding for Pre-trained LLMs",
+    arxiv="2404.10308",
+    family="merge-token",
+    exact="deviates",
+)
+def homer(
+    chunk: Annotated[int, Range(2)] = 512,
+    *,
+    height: Annotated[int, Range(1, 6)] = 2,
+    shared_prefix: Tokens = 16,
+    layers: Share = 0.625,
+    fitted: Fit | None = None,
+) -> Method:
+    """HOMER (Song et al., 2024, arXiv:2404.10308), section 3: chunks are halved and merged, level by level.
+
+    The first `shared_prefix` tokens are followed by 2^height chunks of `chunk` tokens at the same positions,
+    which see the prefix and themselves, and these by the rest of the prompt. Behind each level of the lower
+    `layers`, the half of a chunk stays in every block that the last token asks for most (`Thinning`), and
+    neighbouring blocks merge; above, all that is left is one block. What leaves a layer leaves those below
+    it, too. fitted: what a logit is at a distance, as `kvjax fit homer` writes it, which is taken off.
+    Read: the authors' code. Deviations: the rest of the prompt, the paper's suffix, is read once and sees
+    all chunks, where a copy is read with every chunk and copies are averaged when these merge; the number and
+    length of chunks are part of the sentence, so a shorter prompt fills fewer of them; a later turn, or what
+    comes behind the first chunk of `prefill(..., chunk=)`, is read whole; and keys are stored as they are
+    before rotation.
+
+    On the shipped model it does little: with a third kept of 512 tokens in four chunks, it finds 9 of 32
+    records that it was asked for before it chose (random tokens: 4, SnapKV: 28), copies worse than random
+    tokens do, and finds 5 where biases are taken off. Of two chunks, with 56 % kept, it finds 14.
+    """
+    word = Hierarchy(shared_prefix, chunk, height, layers, as_fitted(fitted))
+    return Method(Keep(None, Budget(1.0), Uniform(), phase=word.phase, narrow=word))
 
 
 @paper(

@@ -32,8 +32,7 @@ def ape(
     longest one. It attends to all contexts with logits that are divided by `temperature`, and to
     everything else as ever; the log-sum-exp of the former is multiplied by scale * temperature before both
     are merged (`SharedRanges`). Deviations: all rows have contexts of the same lengths, which are part of the
-    sentence; a text has as many tokens as the model has positions, although contexts share theirs; and keys
-    are stored as they are before rotation, so kernels do not read them.
+    sentence; and keys are stored as they are before rotation, so kernels do not read them.
     """
     phase = SharedRanges(shared_prefix, contexts, temperature, scale)
     return Method(Keep(None, Budget(1.0), Uniform(), phase=phase))

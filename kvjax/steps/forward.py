@@ -101,7 +101,7 @@ class _Reading(NamedTuple):
             past = [for_rows(keys, pos.shape[0]) for keys in past]
         new = new_keys(layer, k, v, pos)
         stood = [*(s.pos for s in past if s.pos is not None), pos[:, None]] if run.unrotated else []
-        turns = turns_of(run, layer.pos, stood)
+        turns = turns_of(run, layer.pos, stood, gm.first if self.narrows else None)
         q = turned_queries(layer, x.q, turns[0], at.length)
         gone = answered(gm, layer, state, q, self.params)
         out, found, scores = attend_turned(
@@ -176,7 +176,8 @@ def read_tokens(
     tokens = pinned_to(tokens, on, *("batch", "tokens", None)[: tokens.ndim])
     lengths = pinned_to(lengths, on, "batch")
     at = positions(tokens, lengths, jnp.zeros_like(lengths) if cache is None else cache.next)
-    gms, narrow, asked = taught_groups(run.groups(params), params), narrowing(run, at), _asked(needs)
+    gms, asked = taught_groups(run.groups(params), params), _asked(needs)
+    narrow = narrowing(run, params, at, cache is None)
     states = lend((NOTHING,) * len(gms) if cache is None else cache.groups, gms)
     pools = () if cache is None else cache.pools
     reading = _Reading(

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt go on behind a layer (`Narrow`) or are read at all (`Reread`)."""
+"""Which tokens of a prompt go on behind a layer (`Narrow`, `Hierarchy`) or are read at all (`Reread`)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.choose import Fresh
+from kvjax.fitted import of_layer
 from kvjax.group import GroupMethod
+from kvjax.keep.hierarchy import Hierarchy
 from kvjax.keep.narrow import Narrow
-from kvjax.keep.reread import Reread
+from kvjax.keep.observe import RawKeys
+from kvjax.models.layers import Params
 from kvjax.models.mixer import Narrowing
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.transformer import Positions
 from kvjax.protocols import Seen, View
 from kvjax.steps.run import Run
+from kvjax.steps.turning import seen_by_words
 
 
-def narrow_of(run: Run) -> Narrow | None:
+def narrow_of(run: Run) -> Narrow | Hierarchy | None:
     """The word by which a run's prompts get narrower, if there is one."""
     return None if run.method.keep is None else run.method.keep.narrow
 
@@ -36,35 +40,58 @@ def unnarrowed(run: Run) -> Run:
     return run._replace(method=dataclasses.replace(run.method, keep=keep, reread=None))
 
 
-def narrowing(run: Run, at: Positions) -> Narrowing | None:
-    """Where new tokens at these positions get fewer, and how they are chosen."""
+def narrowing(run: Run, params: Params, at: Positions, first: bool) -> Narrowing | None:
+    """Where new tokens at these positions get fewer, and how they are chosen. first: no turn was before."""
     narrow = narrow_of(run)
-    return None if narrow is None else Narrowing(narrow.after(run.config.layers), _chooser(run, narrow, at))
+    if narrow is None or (isinstance(narrow, Hierarchy) and not first):
+        return None
+    out, below = None, _left_below if isinstance(narrow, Hierarchy) else None
+    for layer, word in reversed(narrow.stages(run.config.layers, at.pos.shape[1])):
+        out = Narrowing(layer, _chooser(run, params, layer, word, at.length), below, out)
+    return out
 
 
-def chosen(run: Run, at: Positions, collected: Any) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
+def chosen(
+    run: Run, params: Params, at: Positions, collected: Any
+) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
     """The tokens that are read again, from what the group of the choosing layer collected."""
-    return _chooser(run, run.method.reread, at)(collected)
+    ((layer, word),) = run.method.reread.stages(run.config.layers, at.pos.shape[1])
+    return _chooser(run, params, layer, word, at.length)(collected, at.pos)
 
 
 def _chooser(
-    run: Run, word: Narrow | Reread, at: Positions
-) -> Callable[[Any], tuple[Int[Array, "B M"], Bool[Array, "B M"]]]:
-    layer = word.after(run.config.layers)
+    run: Run, params: Params, layer: int, word: Any, length: Int[Array, "B"]
+) -> Callable[[Any, Int[Array, "B T"]], tuple[Int[Array, "B M"], Bool[Array, "B M"]]]:
     width = mixer_of(run.config, layer).slots_of(run.config).value
+    spec = run.attention_spec(layer)
 
-    def choose(collected: Any) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
+    def choose(collected: Any, at: Int[Array, "B T"]) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
         fresh: Fresh = collected
         assert fresh.k is not None
         # The layer is the last of its group.
-        k, observed = jax.tree.map(lambda x: x[-1], (fresh.k, fresh.observed))
-        v = k[..., :width] if fresh.v is None else fresh.v[-1]
-        pos = jnp.broadcast_to(at.pos[:, None], k.shape[:3])
-        n = word.count((at.pos >= 0).sum(-1, dtype=jnp.int32))
-        seen = Seen(observed, None, at.length, n, layer, run.attention_spec(layer))
-        return word.choose(View(k, v, pos, None, {}), seen)
+        k, observed = jax.tree.map(lambda x: x[-1:], (fresh.k, fresh.observed))
+        v = k[..., :width] if fresh.v is None else fresh.v[-1:]
+        pos = jnp.broadcast_to(at[None, :, None], k.shape[:4])
+        view = seen_by_words(run, spec.rope, View(k, v, pos, None, {}), length)
+        n = word.count((at >= 0).sum(-1, dtype=jnp.int32))
+        view, observed = jax.tree.map(lambda x: x[0], (view, observed))
+        seen = Seen(observed, None, length, n, layer, spec, fitted=of_layer(params, layer))
+        return word.choose(view, seen)
 
     return choose
+
+
+def _left_below(collected: Any, index: Int[Array, "B M"]) -> Any:
+    """Of what a lower group computed for new tokens, that of the tokens which went on."""
+    if not isinstance(collected, Fresh) or collected.k is None:
+        return collected
+
+    def some(x: Float[Array, "Lg B K T H"]) -> Float[Array, "Lg B K M H"]:
+        return jnp.take_along_axis(x, index[None, :, None, :, None], axis=3)
+
+    raw = {repr(RawKeys()): some(collected.observed[repr(RawKeys())])}
+    v = None if collected.v is None else some(collected.v)
+    return collected._replace(k=some(collected.k), v=v, observed=collected.observed | raw)
 
 
 def new_positions(
@@ -72,9 +99,19 @@ def new_positions(
 ) -> Int[Array, "B _"]:
     """Where the new tokens of a group's layers stand; narrowed: those that went on, if there are fewer."""
     narrow = narrow_of(run)
-    if narrowed is None or narrow is None or gm.first <= narrow.after(run.config.layers):
+    if narrowed is None or narrow is None:
         return at.pos
-    return narrowed
+    above = isinstance(narrow, Hierarchy) or gm.first > narrow.after(run.config.layers)
+    return narrowed if above else at.pos
+
+
+def stored_of(
+    run: Run, pos: Int[Array, "B T"], narrowed: Int[Array, "B M"] | None, tokens: int
+) -> tuple[int, int]:
+    """Of how many new tokens, and of how many of a row's `tokens`, something is stored at most."""
+    if narrowed is None or not isinstance(narrow_of(run), Hierarchy):
+        return pos.shape[1], tokens
+    return narrowed.shape[1], min(tokens, narrowed.shape[1])
 
 
 def by_token(

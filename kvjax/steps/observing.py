@@ -63,7 +63,7 @@ def _chosen(
     # Something is observed, so that no layer runs for the last tokens alone.
     needs = run.method.reread.needs | {RawKeys()}
     found = read_tokens(unnarrowed(run), below, tokens, lengths, past, needs)
-    return chosen(run, found.positions, found.fresh[-1])
+    return chosen(run, params, found.positions, found.fresh[-1])
 
 
 def _distilled(

@@ -39,7 +39,7 @@ from kvjax.room import longer, widened
 from kvjax.segments import AT_ONCE, Ahead, build, extend, remember_in_pages, whole_slots
 from kvjax.steps.forward import Prompt, needs_of
 from kvjax.steps.lending import lend, returned, taught_groups
-from kvjax.steps.narrowing import by_token, new_positions, unnarrowed
+from kvjax.steps.narrowing import by_token, new_positions, stored_of, unnarrowed
 from kvjax.steps.observing import observe
 from kvjax.steps.run import Run, repeated
 from kvjax.steps.turning import seen_by_words, turned_keys, turns_of
@@ -109,6 +109,7 @@ def settled(
     pos, length = prompt.positions
     if run.method.reread is not None and compress and cache is None:
         tokens = pos.shape[1]
+    new, tokens = stored_of(run, pos, prompt.narrowed, tokens)
     old_pools = () if cache is None else cache.pools
     pasts = (NOTHING,) * len(gms) if cache is None else lend(cache.groups, gms)
     acting = tuple(run.acts(gm, compress) for gm in gms)
@@ -144,7 +145,7 @@ def settled(
         groups |= dict(zip(paged, some, strict=True))
     for i, view in views.items():
         if i not in groups:
-            groups[i] = _built(gms[i], acting[i], view, kept.get(i), sizes, i, pos.shape[1])
+            groups[i] = _built(gms[i], acting[i], view, kept.get(i), sizes, i, new)
         rows = {repr(o): fresh[i].rows[repr(o)] for o in gms[i].carried}
         groups[i] = dataclasses.replace(groups[i], rows=rows | carried[i])
     groups |= {i: learnt(gms[i], groups[i], pasts[i], (pos < 0).all(-1)) for i in fresh}

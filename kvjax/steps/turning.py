@@ -20,9 +20,15 @@ from kvjax.protocols import View, over_layers
 from kvjax.steps.run import Run
 
 
-def turns_of(run: Run, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]) -> tuple[Turn, ...]:
-    """What queries and the keys of all sets turn by; keys that are stored turned do so no more."""
-    return run.phase.turns(q_pos, sets) if run.unrotated else (Turn(q_pos[:, None], ()),)
+def turns_of(
+    run: Run, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]], layer: int | None = None
+) -> tuple[Turn, ...]:
+    """What queries and the keys of all sets turn by; keys that are stored turned do so no more.
+
+    layer: one that a first prompt runs through, where not all layers meet it alike.
+    """
+    phase = run.phase if layer is None else run.phase_in(layer)
+    return phase.turns(q_pos, sets) if run.unrotated else (Turn(q_pos[:, None], ()),)
 
 
 def turn_of_one(run: Run, at: Int[Array, "B"], sets: Sequence[Int[Array, "B #K _"]]) -> Turn:

@@ -15,7 +15,7 @@ from kvjax.errors import InputError
 from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.run.runner import Runner
 from kvjax.eval.tasks.rows import Rows
-from kvjax.grammar import Budget, Keep, Method, chain
+from kvjax.grammar import Budget, Keep, Method, Store, chain
 from kvjax.keep.budget import AcrossHeads, Uniform
 from kvjax.keep.narrow import Narrow
 from kvjax.keep.probe import ProbeAttention, RepeatContext
@@ -154,6 +154,14 @@ def test_logits_are_those_of_the_narrowed_prompt():
     # Which are others than those of the whole prompt, or nothing of this would be tested.
     plain = Prompt(decoder("deep"), PACKED[0]).all_logits[-1]
     assert off(packed("fastkv").logits[0], plain) > 1e-3
+
+
+@pytest.mark.rotating
+def test_tokens_are_chosen_by_keys_as_they_meet_queries_where_they_lie_unrotated():
+    unrotated = dataclasses.replace(FASTKV, store=Store(unrotated=True), spec=())
+    logits, cache = kvjax.prefill(model("deep"), MAIN.first, method=unrotated, room=ROOM)
+    want, plain = kvjax.prefill(model("deep"), MAIN.first, method=FASTKV, room=ROOM)
+    assert off(logits, want) < 1e-5 and positions(cache) == positions(plain)
 
 
 def test_nothing_gets_narrower_where_nothing_is_compressed():

@@ -13,6 +13,7 @@ from kvjax.fitted import Fitted
 from tests.merges import stays_and_leaves
 from tests.methods.expected import ends
 from tests.methods.rows import THETA, WINDOW, count
+from tests.ranges import Chunks
 from tests.reference import best, rms_norm, rope, softmax
 
 LAYERS, WIDTH, HEADS, KV_HEADS, CHANNELS = 2, 32, 4, 2, 16
@@ -260,155 +261,21 @@ def runs_merge(memory, lists, gone):
             memory[True] = memory.get(True, 0) + 1
 
 
-# --- marked tokens and memory tokens ------------------------------------------------------------------------
-
-LOW = 3
-ADAPTER = {
-    **{f"{name}_down": (WIDTH, LOW) for name in "qkv"},
-    "o_down": (HEADS * CHANNELS, LOW), "o_up": (LOW, HEADS * CHANNELS),
-    "q_up": (LOW, HEADS * CHANNELS), "k_up": (LOW, KV_HEADS * CHANNELS), "v_up": (LOW, KV_HEADS * CHANNELS),
-}  # fmt: skip
+# HOMER on the model "deep", which has three layers: a level in each of the lower two. A prompt of 32 tokens
+# is longer than prefix and chunks, one of 13 ends in a chunk.
+CHUNKS = dict(shared_prefix=3, chunk=6, height=2)
+MERGING = Chunks(**CHUNKS, lasts=(0, 1))
+BIAS = Fitted({"bias": np.random.default_rng(23).normal(size=(3, 5)).astype(np.float32) * 3}, "Hierarchy", "")
+homer_goes_on = MERGING.goes_on(BIAS.arrays["bias"].astype(np.float64))
 
 
-def of_all_layers(word, shapes, more, seed):
-    """Arrays of every layer, and some of which one row stands for all layers."""
-    rng, arrays = np.random.default_rng(seed + 100), made_up(word, shapes, seed).arrays
-    arrays = {name: 0.3 * x for name, x in arrays.items()}
-    return Fitted(
-        arrays | {n: rng.normal(size=(1, *s)).astype(np.float32) for n, s in more.items()}, word, ""
-    )
+def homer_kept(prompt):
+    """What reached the uppermost layer, in all layers."""
+    stays = np.isin(np.arange(prompt.length), prompt.at[-1])
+    return [np.broadcast_to(stays, (KV_HEADS, prompt.length))] * len(prompt.at)
 
 
-SCORER_LAYER = 1
-DISTILLED = of_all_layers(
-    "TokenScorer", ADAPTER, {"in": (WIDTH, 6), "in_bias": (6,), "out": (6, 1), "out_bias": (1,)}, 18
-)
-
-
-# Where all tokens stay, only weights without effect leave them as they are.
-WITHOUT_EFFECT = Fitted(
-    {n: x * (not n.endswith("_up")) for n, x in DISTILLED.arrays.items()}, "TokenScorer", ""
-)
-
-
-def scorer(x):
-    """A scorer's numbers of tokens with inputs x [T, D] of its layer."""
-    a = {name: y[0].astype(np.float64) for name, y in DISTILLED.arrays.items()}
-    h = x @ a["in"] + a["in_bias"]
-    return (h * (1 + erf(h / np.sqrt(2))) / 2 @ a["out"] + a["out_bias"])[:, 0]
-
-
-class Read:
-    """What a reading leaves, as `tests.reference.Prompt` says it.
-
-    x: the embeddings of what is read, in rows. at: their positions. sees: which of them a query attends to
-    [T, T]. marked: which of them have the weights of `fitted`.
-    """
-
-    def __init__(self, decoder, x, at, sees, marked, fitted, past=None):
-        c, self.decoder = decoder.config, decoder
-        self.raw_q, self.raw_k, self.v, self.q, self.k, self.p, self.hidden = ([] for _ in range(7))
-        heads = lambda y: y.reshape(len(x), -1, CHANNELS).swapaxes(0, 1)  # noqa: E731
-        for layer, weights in enumerate(decoder.layers):
-            h, a = rms_norm(x, weights["attn_norm"], c.norm_eps), of_layer(fitted, layer)
-            more = (heads(marked[:, None] * (h @ a[f"{n}_down"] @ a[f"{n}_up"])) for n in "qkv")
-            raw_q, raw_k, v = (y + z for y, z in zip(decoder.project(weights, x), more, strict=True))
-            q, k = rope(raw_q, at, THETA), rope(raw_k, at, THETA)
-            keys, values = (k, v) if past is None else (
-                np.concatenate([old[layer], new], 1) for old, new in zip(past, (k, v), strict=True)
-            )  # fmt: skip
-            s = q @ np.repeat(keys, c.heads // c.kv_heads, 0).swapaxes(1, 2) / np.sqrt(CHANNELS)
-            p = softmax(np.where(sees, s, -np.inf))
-            for name in ("raw_q", "raw_k", "v", "q", "k", "p"):
-                getattr(self, name).append(locals()[name])
-            self.hidden.append(h)
-            out = p @ np.repeat(values, c.heads // c.kv_heads, 0)
-            flat = out.swapaxes(0, 1).reshape(len(x), -1)
-            x = decoder.finish(weights, x, out + heads(marked[:, None] * (flat @ a["o_down"] @ a["o_up"])))
-        self.all_logits = decoder.logits(x)
-
-
-def distilled(prompt):
-    """The prompt read again, in which what was chosen has weights of its own; its last token has none."""
-    chosen = distilled_tokens(prompt)
-    marked = chosen & (np.arange(prompt.length) < prompt.length - 1)
-    at = np.arange(prompt.length)
-    x = prompt.decoder.rest["embed"][np.asarray(prompt.tokens)]
-    found = Read(prompt.decoder, x, at, at[None] <= at[:, None], marked, DISTILLED)
-    found.tokens, found.length, found.at, found.group = prompt.tokens, prompt.length, prompt.at, prompt.group
-    found.chosen = chosen
-    return found
-
-
-def distilled_tokens(prompt):
-    score = scorer(prompt.hidden[SCORER_LAYER])
-    score[-1] = np.inf
-    return best(score, count(prompt.length))
-
-
-def distilled_kept(found):
-    return [np.tile(found.chosen, (KV_HEADS, 1)) for _ in range(LAYERS)]
-
-
-def memory_of(tokens, by, seed):
-    return of_all_layers("MemoryTokens", ADAPTER, {"memory": (tokens, WIDTH)}, seed)
-
-
-class Remembers:
-    """Prompts of which memory tokens stay: read chunk by chunk, and their last token behind all."""
-
-    def __init__(self, fitted, tokens, chunk=None, mean=False):
-        self.fitted, self.tokens, self.chunk, self.mean = fitted, tokens, chunk, mean
-
-    def __call__(self, prompt):
-        """What stays, as a prompt of memory tokens and the last token."""
-        d, g, text = prompt.decoder, self.tokens, prompt.tokens[:-1]
-        embed, size = d.rest["embed"], self.chunk or max(len(text), 1)
-        memory = self.fitted.arrays["memory"][0].astype(np.float64)
-        raw, values, chunks = [], [], [text[i : i + size] for i in range(0, len(text), size)]
-        for ids in chunks:
-            x = np.concatenate([embed[np.asarray(ids)], memory])
-            old = self.held(raw, values)
-            many = 0 if old is None else old[0][0].shape[1]
-            at = many + np.arange(len(x))
-            sees = np.concatenate([np.ones((len(x), many), bool), at[None] <= at[:, None]], 1)
-            marked = np.arange(len(x)) >= len(ids)
-            read = Read(d, x, at, sees, marked, self.fitted, self.turned(old))
-            raw.append([y[:, -g:] for y in read.raw_k])
-            values.append([y[:, -g:] for y in read.v])
-        old = self.held(raw, values)
-        many = 0 if old is None else old[0][0].shape[1]
-        sees = np.ones((1, many + 1), bool)
-        last = embed[np.asarray(prompt.tokens[-1:])]
-        found = Read(d, last, [many], sees, np.zeros(1), self.fitted, self.turned(old))
-        return self.joined(prompt, found, old, many)
-
-    def held(self, raw, values):
-        """Unrotated keys and values of the memory, per layer; None where there is none yet."""
-        if not raw:
-            return None
-        join = (lambda xs: np.mean(xs, 0)) if self.mean else (lambda xs: np.concatenate(xs, 1))
-        return [[join([one[i] for one in each]) for i in range(LAYERS)] for each in (raw, values)]
-
-    def turned(self, old):
-        if old is None:
-            return None
-        return [[rope(k, np.arange(k.shape[1]), THETA) for k in old[0]], old[1]]
-
-    def joined(self, prompt, found, old, many):
-        if old is not None:
-            found.raw_k = [np.concatenate(pair, 1) for pair in zip(old[0], found.raw_k, strict=True)]
-            found.v = [np.concatenate(pair, 1) for pair in zip(old[1], found.v, strict=True)]
-        found.length, found.group = many + 1, prompt.group
-        found.tokens = [0] * many + prompt.tokens[-1:]
-        found.at = [np.arange(many + 1)] * LAYERS
-        wide = lambda x, n: np.zeros((*x.shape[:-n], *[many + 1] * n))  # noqa: E731
-        found.p = [wide(x, 2) for x in found.p]
-        found.q = [np.zeros((HEADS, many + 1, CHANNELS)) for _ in found.q]
-        found.hidden = [np.zeros((many + 1, WIDTH)) for _ in found.hidden]
-        return found
-
-
-GISTS, COMPS, CHUNK = 3, 2, 5
-GIST = memory_of(GISTS, "gisting", 19)
-COMP = memory_of(COMPS, "ccm", 20)
+def homer_left(s):
+    """Slots: two halves of chunks, what stands before and behind them, and room."""
+    chunk = CHUNKS["chunk"]
+    return s.tokens - 4 * chunk + 2 * (chunk // 2) + s.room

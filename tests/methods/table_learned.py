@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.methods import learned
+from tests.methods import learned, marked
 from tests.methods.expected import chooses, each_layer, ends
 from tests.methods.rows import PAGE, WINDOW, count, dense, due_by_2, half, paged, plain, row
 
@@ -45,23 +45,27 @@ LEARNED = [
         kept=learned.dmc_kept, victim=learned.dmc_leaves, leave=learned.runs_merge, counted=True,
     ),
     row(
-        "kv-distill", dense(half), hyper=dict(layer=learned.SCORER_LAYER, fitted=learned.DISTILLED),
-        reread=learned.distilled, kept=learned.distilled_kept, stacks=False,
-        whole=dict(fitted=learned.WITHOUT_EFFECT),
+        "kv-distill", dense(half), hyper=dict(layer=marked.SCORER_LAYER, fitted=marked.DISTILLED),
+        reread=marked.distilled, kept=marked.distilled_kept, stacks=False,
+        whole=dict(fitted=marked.WITHOUT_EFFECT),
     ),
     row(
-        "gisting", dense(lambda s: learned.GISTS + 1 + s.room),
-        hyper=dict(tokens=learned.GISTS, fitted=learned.GIST),
-        reread=learned.Remembers(learned.GIST, learned.GISTS),
+        "gisting", dense(lambda s: marked.GISTS + 1 + s.room),
+        hyper=dict(tokens=marked.GISTS, fitted=marked.GIST),
+        reread=marked.Remembers(marked.GIST, marked.GISTS),
     ),
     row(
-        "ccm", dense(lambda s: -(-(s.tokens - 1) // learned.CHUNK) * learned.COMPS + 1 + s.room),
-        hyper=dict(tokens=learned.COMPS, chunk=learned.CHUNK, fitted=learned.COMP),
-        reread=learned.Remembers(learned.COMP, learned.COMPS, learned.CHUNK),
+        "ccm", dense(lambda s: -(-(s.tokens - 1) // marked.CHUNK) * marked.COMPS + 1 + s.room),
+        hyper=dict(tokens=marked.COMPS, chunk=marked.CHUNK, fitted=marked.COMP),
+        reread=marked.Remembers(marked.COMP, marked.COMPS, marked.CHUNK),
     ),
     row(
-        "ccm-merge", dense(lambda s: learned.COMPS + 1 + s.room),
-        hyper=dict(tokens=learned.COMPS, chunk=learned.CHUNK, fitted=learned.COMP),
-        reread=learned.Remembers(learned.COMP, learned.COMPS, learned.CHUNK, mean=True),
+        "ccm-merge", dense(lambda s: marked.COMPS + 1 + s.room),
+        hyper=dict(tokens=marked.COMPS, chunk=marked.CHUNK, fitted=marked.COMP),
+        reread=marked.Remembers(marked.COMP, marked.COMPS, marked.CHUNK, mean=True),
+    ),
+    row(
+        "homer", dense(learned.homer_left), hyper=learned.CHUNKS | dict(fitted=learned.BIAS), model="deep",
+        phase=learned.MERGING, narrow=learned.homer_goes_on, kept=learned.homer_kept, stacks=False,
     ),
 ]  # fmt: skip

@@ -70,6 +70,7 @@ WRONG = {
     "planes": (0, 33, 2.5, True),
     "tables": (1, 4097, 2.5, None),
     "prefix": ((-1,), (0.5,), 5, "abc", (1, True)),
+    "height": (0, 7, 1.5, True),
     "contexts": ((0,), (-1, 2), (0.5,), 5, "abc"),
     "scale": (0.0, 2.5, math.nan, True),
     "normalised": (1, "yes"),
