@@ -39,7 +39,7 @@ from kvjax.steps.attention_form import (
 )
 from kvjax.steps.past import Past, Picks
 from kvjax.steps.run import Run
-from kvjax.steps.split import attended_on_each, on_all, split_of
+from kvjax.steps.split import attended_on_each, on_all, picked_on_each, split_of
 from kvjax.steps.turned_pages import attend_turned_pages
 from kvjax.steps.turning import rope_of_keys, sharpened, turned_keys, weighed
 from kvjax.stored import Met, factors_of, groups_of, meet
@@ -264,7 +264,11 @@ def _chosen(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks:
     if isinstance(read, Sampling):
         found = Picks(*read.sample(q, body, past.index, length))
     else:
-        found = Picks(*read.select(q, body, past.index, length, run.without_gpu))
+        # The queries of a group choose together, as where what slots receive is summed.
+        alone = getattr(read, "by_list", False)
+        split = split_of(run.on_mesh, body, mass=True) if alone else None
+        select = partial(read.select, implementation=run.without_gpu)
+        found = Picks(*picked_on_each(split, select, q, body, past.index, length))
     lists, most = body.pos.shape[1:3], read.pages_visited(body.capacity)
     shaped(read, "pages", found.pages, "[B, K, M]", (*lists, most))
     shaped(read, "counts of pages", found.counts, "[B, K]", lists)

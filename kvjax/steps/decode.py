@@ -117,7 +117,7 @@ def step_hidden(
 
     memory = Memory(
         at[:, None], attend, recur, held, implementation=run.without_gpu, takes=_picks_taken(gms),
-        ahead=ahead_of(cache.groups),
+        ahead=ahead_of(cache.groups), on_mesh=run.on_mesh,
     )  # fmt: skip
     held_now = started(lend(cache.groups, gms))
     x, groups, seen, *_ = decode_layers(params, token[:, None], config, memory, held_now)
