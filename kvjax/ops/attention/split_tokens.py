@@ -194,12 +194,12 @@ def ways_of(
     return tuple(out)
 
 
-def bytes_asked(q: Array, met: Keys) -> int:
+def bytes_asked(q: Any, met: Any) -> int:
     """Of one query and its output, which is merged in promote(float32, q)."""
     return q.shape[3] * q.dtype.itemsize + met.v.shape[-1] * jnp.dtype(wide(q)).itemsize
 
 
-def _bytes(x: Array) -> int:
+def _bytes(x: Any) -> int:
     return x.size * x.dtype.itemsize
 
 
