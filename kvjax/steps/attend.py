@@ -284,13 +284,16 @@ def _biases(of_slots: Array | None, of_heads: Array | None) -> Array | None:
     return of_heads + jnp.repeat(of_slots, of_heads.shape[1] // of_slots.shape[1], axis=1)
 
 
-def brought(past: Past, state: GroupState, found: Picks | None) -> tuple[Past, GroupState, Picks | None]:
+def brought(
+    run: Run, past: Past, state: GroupState, found: Picks | None
+) -> tuple[Past, GroupState, Picks | None]:
     """The same past and pages where the device holds them, and the group with what it holds now."""
     body = past.parts[0]
     if past.gm.host is None or found is None:
         return past, state, found
     assert isinstance(body, Slots)
-    body, places = fetched(body, past.index, found.pages, found.counts, past.gm.read.granule)
+    page = past.gm.read.granule
+    body, places = fetched(body, past.index, found.pages, found.counts, page, run.on_mesh)
     assert body.near is not None
     near = past._replace(parts=(body.near.slots, *past.parts[1:]))
     return near, dataclasses.replace(state, bodies=(body,)), found._replace(pages=places)
