@@ -237,7 +237,7 @@ def _flushed(
     and waits for the host at every loop whose turns are data. On a mesh every device has a loop of its own,
     unless it has but some slots of a list.
     """
-    split = {i: (*group.bodies, tail_of(group)) for i, group in enumerate(groups) if gms[i].split}
+    split = {i: _body_and_tail(group) for i, group in enumerate(groups) if gms[i].split}
     if not split:
         return groups
 
@@ -258,6 +258,12 @@ def _flushed(
         dataclasses.replace(group, bodies=split[i][:1], tail=split[i][1]) if i in split else group
         for i, group in enumerate(groups)
     )
+
+
+def _body_and_tail(group: GroupState) -> tuple[Slots, Slots]:
+    (body,) = group.bodies
+    assert isinstance(body, Slots)
+    return body, tail_of(group)
 
 
 step = jax.jit(step_fn, static_argnames=("run",), donate_argnames=("cache",))

@@ -246,7 +246,7 @@ def _helped(
             return merge([part, over(q, q_pos, came)]), found
 
         def theirs() -> tuple[Any, Any]:
-            return part, merge([found, over(*guests, keys)])
+            return part, merge([found, over(guests[0], guests[1], keys)])
 
         # Half way round an even number, a device and its guests' own both have the same to do.
         turn = jnp.where(here >= i, 0, jnp.where(2 * i < asking.parts, 1, 2))
