@@ -235,7 +235,7 @@ def _flushed(
 
     One loop of one turn or none for all groups: XLA for GPUs copies all that a conditional passes through,
     and waits for the host at every loop whose turns are data. On a mesh every device has a loop of its own,
-    unless it has but some slots of a list.
+    unless it has but some slots of a list, or what was fitted for all lists.
     """
     split = {i: _body_and_tail(group) for i, group in enumerate(groups) if gms[i].split}
     if not split:
@@ -250,7 +250,8 @@ def _flushed(
         return {i: flush_in_place(gms[i], *parts) for i, parts in split.items()}
 
     on = on and on.with_whole_layers
-    if on is not None and any(lie_apart(part, on) for parts in split.values() for part in parts):
+    taught = any(jax.tree.leaves(gms[i].taught) for i in split)
+    if on is not None and (taught or any(lie_apart(s, on) for parts in split.values() for s in parts)):
         on = None
     specs = None if on is None else {i: tuple(specs_of_slots(s, on) for s in split[i]) for i in split}
     split = each_device(on, flushed, (specs, specs_of(on, ("batch",), x)), specs)(split, x)
