@@ -17,7 +17,9 @@ class Read(Protocol):
 
     `newest`, where a word has it, is the number of tokens that always stay in the tail; else it holds those
     that fill no page. `looks_at`, where a word has it, says of how many channels of every key, of so many,
-    `select` looks: those are bytes that a step reads. One that answers for what it does not visit is
+    `select` looks: those are bytes that a step reads. `by_list`, where a word has it and it is true: `select`
+    chooses in a list by that list and its queries alone (all lists of a row hold as many slots), so every
+    device of a mesh chooses in its own. One that answers for what it does not visit is
     `Resting`, one that weighs what it visits is `Sampling`, one whose summaries depend on the prompt's keys
     is `Learning`, and one that chooses in some layers for others is `Reusing`.
     """

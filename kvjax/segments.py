@@ -182,10 +182,8 @@ def is_full(gm: GroupMethod, tail: Slots) -> Bool[Array, ""]:
     return ((tail.pos >= 0).sum(-1) >= gm.residual + gm.granule).any()
 
 
-def flush_in_place(gm: GroupMethod, group: GroupState) -> GroupState:
+def flush_in_place(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
     """`flush` of a tail at its resting capacity, row by row of a layer: no layer is held twice."""
-    (body,), tail = group.bodies, group.tail
-    assert isinstance(body, Slots) and tail is not None
     layers, rows = tail.pos.shape[:2]
     # A row of a layer looks like a layer of one row. Rows of several devices stay together.
     apart = alone(body, tail)
@@ -203,8 +201,7 @@ def flush_in_place(gm: GroupMethod, group: GroupState) -> GroupState:
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree) if apart else tree
 
     done = jax.lax.fori_loop(0, steps, one, flat((body, tail)))
-    body, tail = jax.tree.map(lambda new, x: new.reshape(x.shape), done, (body, tail))
-    return dataclasses.replace(group, bodies=(body,), tail=tail)
+    return jax.tree.map(lambda new, x: new.reshape(x.shape), done, (body, tail))
 
 
 def flush(gm: GroupMethod, body: Slots, tail: Slots, layer: int | Array = 0) -> tuple[Slots, Slots]:

@@ -176,13 +176,13 @@ class Memory(NamedTuple):
     token, where only its logits are wanted and no layer is observed; layers that keep nothing of their inputs
     are then run for that token alone. implementation: of recurrences, as in `kvjax.ops.base.dispatch.form`.
     narrow: where upper layers run for fewer tokens. remat: for a gradient, what lies inside a layer is
-    computed anew instead of kept. on_mesh: by whose rules rows of hidden states are split between layers,
-    where nothing else says it. segments: which of its row's texts a token is of, where no layer's state goes
-    on from one to the next. passes: where layers read slots from above, how many passes without and then with
-    a gradient stand for the fixed point; None: as many as reach it. look: what to collect of every layer.
-    takes: what a memory has layers take from each other beside what their mixers do, by the first layer of a
-    group. ahead: called with what enters a group of layers and the state of the next one, which starts to
-    bring what that one will need.
+    computed anew instead of kept. on_mesh: by whose rules rows of hidden states are split between layers, and
+    rows and heads of recurrences. segments: which of its row's texts a token is of, where no layer's state
+    goes on from one to the next. passes: where layers read slots from above, how many passes without and then
+    with a gradient stand for the fixed point; None: as many as reach it. look: what to collect of every
+    layer. takes: what a memory has layers take from each other beside what their mixers do, by the first
+    layer of a group. ahead: called with what enters a group of layers and the state of the next one, which
+    starts to bring what that one will need.
     """
 
     pos: Int[Array, "B T"]

@@ -39,6 +39,7 @@ PROMPTS = (
     ("v6e:4x4", "128k", "llama-3.1-70b", "full"),
     ("v5p:4x4x4", "128k", "llama-3.1-70b", "kivi:bits=4"),
     ("v5p:4x4x4", "1M", "yoco-3b", "full"),
+    ("v5e:16x16", "1M", "yoco-3b", "full"),
 )
 GIB = 2**30
 

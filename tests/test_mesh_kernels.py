@@ -17,12 +17,12 @@ from tests.methods.battery import MAIN, ROOM, first_of_each_class, model, off, t
 from tests.methods.table import BY_LABEL
 from tests.methods.test_battery import same
 from tests.sweep import sweep
-from tests.test_sharded import EVERY, refuses, spread
+from tests.test_sharded import EVERY, spread
 from tests.test_split_slots import APART
 
 GPU = "gpu interpret"
 CASES = [
-    *((name, label) for name in ("tensor", "batch") for label in first_of_each_class() if not refuses(label)),
+    *((name, label) for name in ("tensor", "batch") for label in first_of_each_class()),
     *(("sequence", label) for label in APART),
 ]
 

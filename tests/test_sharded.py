@@ -40,12 +40,6 @@ def spread(of: str, name: str) -> kvjax.Model:
     return kvjax.spread(model(of), mesh, rules)
 
 
-def refuses(label):
-    """Whether a method's caches cannot lie on several devices."""
-    method = BY_LABEL[label].method()
-    return method.host is not None and method.read is not None
-
-
 def check_places(held):
     """Every array of a cache lies where its logical axes say, and lists lie where their rows and heads do."""
     on = held.on_mesh
@@ -83,10 +77,6 @@ def compiled_step(m, held):
 def test_a_conversation_on_a_mesh_is_that_on_one_device(name, label, tmp_path):
     row, done = BY_LABEL[label], talk(label)
     here, there, method = model(row.model), spread(row.model, name), row.method()
-    if refuses(label):
-        with pytest.raises(NotImplementedError, match="spread over several devices, expected one device"):
-            kvjax.prefill(there, MAIN.first, method=method, room=ROOM)
-        return
     logits, held = kvjax.prefill(there, MAIN.first, method=method, room=ROOM)
     assert off(logits, done.prompt[0]) < 1e-5
     assert positions(held) == positions(done.prompt[1])
@@ -124,8 +114,6 @@ def test_a_conversation_on_a_mesh_is_that_on_one_device(name, label, tmp_path):
 def test_chunks_and_written_text_on_a_mesh_are_those_on_one_device(name, label):
     row = BY_LABEL[label]
     here, there, method = model(row.model), spread(row.model, name), row.method()
-    if refuses(label):
-        return
     prompt = [a + b for a, b in zip(MAIN.first, MAIN.second, strict=True)]
     options = dict(method=method, chunk=T, max_new_tokens=4)
     want, got = kvjax.generate(here, prompt, **options), kvjax.generate(there, prompt, **options)

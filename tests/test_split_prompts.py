@@ -11,11 +11,14 @@ import kvjax
 from kvjax import steps
 from kvjax.errors import InputError
 from kvjax.layout import mesh_for
+from kvjax.mesh.on_mesh import OnMesh, as_mesh
 from kvjax.mesh.rules import Rules
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
+from kvjax.ops.attention import ways
 from kvjax.plan.collectives import collectives
+from kvjax.plan.prompts import meetings
 from kvjax.pure import bind
 from kvjax.steps import Run
 from tests.compilation import optimised
@@ -119,6 +122,8 @@ def largest(hlo):
 
 # Keys and values of all tokens, in all layers.
 EACH = LAYERS * LONG * 2 * LISTS * HEAD * 4
+# Queries, outputs and what merges these, of all tokens in all layers.
+ASKED = LAYERS * LONG * 4 * (2 * HEAD + 1) * 4
 
 
 def sent(program):
@@ -143,6 +148,35 @@ def test_a_gather_sends_as_much():
     assert sum(one.bytes for one in found.values()) < 0.01 * EACH
 
 
+@pytest.fixture
+def helping(monkeypatch):
+    """Devices help each other in short prompts, too; what was traced before and after is traced anew."""
+    monkeypatch.setattr(ways, "HELP_FROM", 1)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.rotating
+@pytest.mark.usefixtures("helping")
+def test_answers_are_those_of_one_device_where_devices_help_each_other():
+    m, method = model("4/2"), kvjax.method("h2o", budget=0.5)
+    there = kvjax.spread(m, "seq=8", "sequence")
+    (want, held), (got, there_held) = (
+        kvjax.prefill(x, MAIN.first, method=method, room=8) for x in (m, there)
+    )
+    assert off(got, want) < 1e-5 and positions(there_held) == positions(held)
+
+
+@pytest.mark.rotating
+@pytest.mark.usefixtures("helping")
+def test_devices_that_help_each_other_send_half_of_keys_queries_and_outputs():
+    moved = sent(program(wide(), 8, "full"))["collective-permute"].bytes
+    assert (EACH + ASKED) / 2 <= moved < 1.03 * (EACH + ASKED) / 2
+    [said] = meetings(wide().config, OnMesh(as_mesh("seq=8"), Rules(tokens="seq", slots="seq")), 1, LONG)
+    assert said.nbytes * LAYERS == pytest.approx(moved, rel=0.05)
+
+
 @pytest.mark.rotating
 @pytest.mark.parametrize("label", ("full", "h2o", "snapkv"))
 def test_temporaries_fall_with_the_devices_that_share_a_prompt(label):
@@ -154,9 +188,8 @@ def test_temporaries_fall_with_the_devices_that_share_a_prompt(label):
 def test_queries_go_to_a_long_past_which_stays_where_it_lies():
     past = 16 * LONG
     moved = sum(one.bytes for one in sent(program(wide(), 4, "full", past)).values())
-    asked = LAYERS * LONG * 4 * (2 * HEAD + 1) * 4
     # What is new is also sent to where its slots lie.
-    assert moved < 16 * EACH / 2 and 7 / 4 * EACH + asked <= moved < 1.2 * (7 / 4 * EACH + asked)
+    assert moved < 16 * EACH / 2 and 7 / 4 * EACH + ASKED <= moved < 1.2 * (7 / 4 * EACH + ASKED)
 
 
 @pytest.mark.slow

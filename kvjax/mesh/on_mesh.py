@@ -69,6 +69,11 @@ class OnMesh:
         """The same with prompts that every device reads whole."""
         return dataclasses.replace(self, rules=self.rules.but(tokens=None))
 
+    @property
+    def with_whole_layers(self) -> OnMesh | None:
+        """This, where a device has parts of every layer; None where layers themselves are split."""
+        return self if self.devices("layers") == 1 else None
+
     def with_whole_slots(self) -> OnMesh:
         """The same with lists that keep their slots together."""
         return dataclasses.replace(self, rules=self.rules.but(slots=None))

@@ -15,8 +15,10 @@ from kvjax.mesh.on_mesh import Axes, OnMesh
 T = TypeVar("T")
 
 
-def specs_of(on: OnMesh, axes: Axes, tree: Any) -> Any:
-    """How the arrays of a tree are split, whose first axes these are."""
+def specs_of(on: OnMesh | None, axes: Axes, tree: Any) -> Any:
+    """How the arrays of a tree are split, whose first axes these are; nothing where one device has all."""
+    if on is None:
+        return None
     return jax.tree.map(lambda x: on.spec((*axes, *(None,) * x.ndim)[: x.ndim], x.shape), tree)
 
 
@@ -36,12 +38,19 @@ def axes_of_queries(on: OnMesh, lists: int, apart: tuple[str, ...] = (), *, mass
 
 
 def each_device(
-    on: OnMesh, f: Callable[..., T], specs: Sequence[Any], out: Any, names: tuple[str, ...] | None = None
+    on: OnMesh | None,
+    f: Callable[..., T],
+    specs: Sequence[Any],
+    out: Any,
+    names: tuple[str, ...] | None = None,
 ) -> Callable[..., T]:
     """f as every device computes it of its own parts of the arguments; out: how what it returns is split.
 
-    names: the mesh axes along which devices are alone, all by default; the compiler sees to the others.
+    on None: one device has all. names: the mesh axes along which devices are alone, all by default; the
+    compiler sees to the others.
     """
+    if on is None:
+        return f
     given = tuple(specs), out
     if names is not None:
         given = jax.tree.map(lambda spec: _along(spec, names), given, is_leaf=_is_spec)
@@ -60,9 +69,10 @@ def _along(spec: PartitionSpec, names: tuple[str, ...]) -> PartitionSpec:
     return PartitionSpec(*(part if part in (*names, names) else None for part in spec))
 
 
-def asked_of_one(on: OnMesh, f: Callable[..., T], specs: Sequence[Any], args: Sequence[Any]) -> T:
+def asked_of_one(on: OnMesh | None, f: Callable[..., T], specs: Sequence[Any], args: Sequence[Any]) -> T:
     """What f says of the parts that one device has; f looks at shapes and dtypes, and nothing is computed."""
-
+    if on is None:
+        return f(*args)
     said: list[T] = []
 
     def hear(*parts: Any) -> tuple[()]:

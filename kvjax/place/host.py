@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax.axes import specs_of_slots
 from kvjax.cache import Near, Slots
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.mesh.per_device import each_device, specs_of
 from kvjax.ops.base.dispatch import alone
 from kvjax.ops.base.memory import copy_blocks, listed, to_host
 from kvjax.place.by_layer import far
@@ -56,15 +60,7 @@ def in_its_memory(host: Host | None, read: Any, slots: Slots) -> Slots:
 
 
 def in_host_memory(host: Host, read: Any, body: Slots) -> Slots:
-    """A body whose keys and values lie in host memory, of which the device holds no page yet.
-
-    Raises NotImplementedError where it is spread over several devices.
-    """
-    if not alone(body):
-        raise NotImplementedError(
-            f"{host!r} was given for a cache that is spread over several devices, expected one device: leave "
-            "the word out, or place the model on one device"
-        )
+    """A body whose keys and values lie in host memory, of which the device holds no page yet."""
     page, visited = read.granule, read.pages_visited(body.capacity)
     places = host.places(body.capacity, page, visited)
     bare = Slots(body.k, body.v, body.pos, body.bias, shared=body.shared)
@@ -87,13 +83,31 @@ def forgotten(near: Near) -> Near:
 
 
 def fetched(
-    body: Slots, layer: int | Array, pages: Int[Array, "B K M"], counts: Int[Array, "B K"], page: int
-) -> tuple[Slots, Int[Array, "B K M"]]:
+    body: Slots, layer: int | Array, pages: Int[Array, "B K M"], counts: Int[Array, "B K"], page: int,
+    on: OnMesh | None = None,
+) -> tuple[Slots, Int[Array, "B K M"]]:  # fmt: skip
     """The body of which the device holds the first `counts` of `pages` in a layer, and where they lie.
 
     A page that it does not hold takes the place of the one that was read longest ago. Only such pages are
-    copied from host memory.
+    copied from host memory; on a mesh every device has its own of its own lists.
+    Raises NotImplementedError where lists are spread over devices by no rules.
     """
+    if on is None:
+        if not alone(body):
+            raise NotImplementedError(
+                "a cache in host memory that is spread over several devices was given without rules: place "
+                "the model by kvjax.spread(model, mesh, rules), or on one device"
+            )
+        return _fetched(body, jnp.asarray(layer), pages, counts, page=page)
+    lists = specs_of(on, ("batch", "kv_heads"), pages)
+    specs = specs_of_slots(body, on), specs_of(on, (), jnp.asarray(layer)), lists, lists
+    call = each_device(on, partial(_fetched, page=page), specs, (specs[0], lists))
+    return call(body, jnp.asarray(layer), pages, counts)
+
+
+def _fetched(
+    body: Slots, layer: Array, pages: Int[Array, "B K M"], counts: Int[Array, "B K"], *, page: int
+) -> tuple[Slots, Int[Array, "B K M"]]:
     near = body.near
     assert near is not None and near.pages is not None and near.used is not None
     held, used = near.pages[layer], near.used[layer]

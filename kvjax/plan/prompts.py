@@ -16,12 +16,13 @@ from kvjax.models.config import Config
 from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.params import plan, shapes
 from kvjax.models.transformer import decode_layers
-from kvjax.ops.attention.split_tokens import GATHER, KEYS, QUERIES, WHOLE, Way, bytes_asked, ways_of
 from kvjax.ops.attention.union import Keys
+from kvjax.ops.attention.ways import GATHER, HELPED, KEYS, QUERIES, WHOLE, Way, bytes_asked, ways_of
 
 _WORDS = {
     GATHER: "keys and values of all devices are put together on each",
     KEYS: "keys and values go from device to device",
+    HELPED: "keys, values and queries go from device to device, half of the way",
     QUERIES: "queries go from device to device, over slots that stay",
     WHOLE: "every device has all of them",
 }
@@ -131,7 +132,8 @@ def _bytes(layer: Layer, keys: Keys) -> int:
 def _sent(way: Way, held: int, asked: int, parts: int) -> int:
     """Bytes that a device is sent for a set of so many on all. asked: of queries and outputs on all."""
     of = {WHOLE: 0, GATHER: held * (parts - 1) // parts, KEYS: held * way.hops // parts, QUERIES: asked}
-    return of[way.kind]
+    # Outputs go half of the way, and home at once.
+    return of.get(way.kind, (held + asked) * (parts // 2) // parts)
 
 
 def in_words(config: Config, on: OnMesh, rows: int, tokens: int, past: int, dtype: Any) -> Iterator[str]:

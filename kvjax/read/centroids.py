@@ -58,6 +58,7 @@ class ProductCodes(RankedSlots):
     parts: int = 2
     bits: int = 6
     turns: int = 10
+    by_list = True
 
     def __post_init__(self):
         if not 1 <= self.bits <= 8:
@@ -104,6 +105,7 @@ class Clusters(RankedSlots):
     clusters: int = 64
     turns: int = 10
     sinks: int = 16
+    by_list = True
 
     def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
         """The centroids [*b, C, H], in promote(float32, k)."""

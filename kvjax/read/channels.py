@@ -37,6 +37,7 @@ class LargestChannels:
     newest: int = 32
     skip_layers: int = 0
     granule = 1
+    by_list = True
 
     def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]:
         """Nothing: guesses are made from the keys themselves."""

@@ -18,6 +18,7 @@ class NarrowKeys(RankedSlots):
     """The base of reads that rank slots by <q, k> in `rank` directions of a head, learnt of its keys."""
 
     rank: int = 32
+    by_list = True
 
     def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
         """The directions [*b, H, r], in promote(float32, k)."""

@@ -27,6 +27,7 @@ class PageBounds:
     budget: Budget
     page: int = 16
     skip_layers: int = 2
+    by_list = True
 
     @property
     def granule(self) -> int:

@@ -33,6 +33,7 @@ class PersistentSlots:
     newest: int = 32
     skip_layers: int = 2
     granule = 1
+    by_list = True
 
     def starts(self, layers: int) -> tuple[int, ...]:
         """The first layer behind those that are skipped, and `again`."""

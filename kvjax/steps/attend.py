@@ -39,7 +39,7 @@ from kvjax.steps.attention_form import (
 )
 from kvjax.steps.past import Past, Picks
 from kvjax.steps.run import Run
-from kvjax.steps.split import attended_on_each, on_all, split_of
+from kvjax.steps.split import attended_on_each, on_all, picked_on_each, split_of
 from kvjax.steps.turned_pages import attend_turned_pages
 from kvjax.steps.turning import rope_of_keys, sharpened, turned_keys, weighed
 from kvjax.stored import Met, factors_of, groups_of, meet
@@ -264,7 +264,11 @@ def _chosen(run: Run, past: Past, q: Array, length: Int[Array, "B"]) -> Picks:
     if isinstance(read, Sampling):
         found = Picks(*read.sample(q, body, past.index, length))
     else:
-        found = Picks(*read.select(q, body, past.index, length, run.without_gpu))
+        # The queries of a group choose together, as where what slots receive is summed.
+        alone = getattr(read, "by_list", False)
+        split = split_of(run.on_mesh, body, mass=True) if alone else None
+        select = partial(read.select, implementation=run.without_gpu)
+        found = Picks(*picked_on_each(split, select, q, body, past.index, length))
     lists, most = body.pos.shape[1:3], read.pages_visited(body.capacity)
     shaped(read, "pages", found.pages, "[B, K, M]", (*lists, most))
     shaped(read, "counts of pages", found.counts, "[B, K]", lists)
@@ -280,13 +284,16 @@ def _biases(of_slots: Array | None, of_heads: Array | None) -> Array | None:
     return of_heads + jnp.repeat(of_slots, of_heads.shape[1] // of_slots.shape[1], axis=1)
 
 
-def brought(past: Past, state: GroupState, found: Picks | None) -> tuple[Past, GroupState, Picks | None]:
+def brought(
+    run: Run, past: Past, state: GroupState, found: Picks | None
+) -> tuple[Past, GroupState, Picks | None]:
     """The same past and pages where the device holds them, and the group with what it holds now."""
     body = past.parts[0]
     if past.gm.host is None or found is None:
         return past, state, found
     assert isinstance(body, Slots)
-    body, places = fetched(body, past.index, found.pages, found.counts, past.gm.read.granule)
+    page = past.gm.read.granule
+    body, places = fetched(body, past.index, found.pages, found.counts, page, run.on_mesh)
     assert body.near is not None
     near = past._replace(parts=(body.near.slots, *past.parts[1:]))
     return near, dataclasses.replace(state, bodies=(body,)), found._replace(pages=places)

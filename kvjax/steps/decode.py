@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.axes import lie_apart, pinned, pinned_to
+from kvjax.axes import lie_apart, pinned, pinned_to, specs_of_slots
 from kvjax.cache import Cache, GroupState, Segment, Slots
 from kvjax.codes import Codes, lent
 from kvjax.fitted import of_layer
 from kvjax.group import GroupMethod
-from kvjax.mesh.per_device import each_device
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.mesh.per_device import each_device, specs_of
 from kvjax.models.attending import published_by, rotary
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step, Take
@@ -90,7 +91,7 @@ def step_hidden(
         past, x = past._replace(turn=turn), x._replace(q=asking)
         gone = answered(gm, layer, state, x.q, params)
         past, taken, picked = persistent(run, past, layer, x.q, length)
-        past, state, found = brought(past, state, taken or selected(run, past, x.q, length))
+        past, state, found = brought(run, past, state, taken or selected(run, past, x.q, length))
         gone = [*gone, *(attend_turn(run, past, layer, x, cache.pools, at, turn) for turn in others)]
         out, received, scores = attend_past(run, past, layer, x, cache.pools, at, found, gone)
         received = met_by(gm, past, x.q, at, cache.pools, received)
@@ -117,7 +118,7 @@ def step_hidden(
 
     memory = Memory(
         at[:, None], attend, recur, held, implementation=run.without_gpu, takes=_picks_taken(gms),
-        ahead=ahead_of(cache.groups),
+        ahead=ahead_of(cache.groups), on_mesh=run.on_mesh,
     )  # fmt: skip
     held_now = started(lend(cache.groups, gms))
     x, groups, seen, *_ = decode_layers(params, token[:, None], config, memory, held_now)
@@ -125,7 +126,7 @@ def step_hidden(
     groups, pools = remember(run, gms, groups, cache.pools, seen)
     groups, lost = evict_shared(run, gms, groups, seen, length, append)
     groups, late = evict_due(run, gms, groups, params, length, append)
-    groups = _flushed(gms, lent(groups, ()), x)
+    groups = _flushed(gms, lent(groups, ()), x, run.on_mesh)
     new = dataclasses.replace(cache, groups=groups, next=jnp.where(append, length, cache.next), pools=pools)
     return _broken(x[:, 0], lost | late), pinned(new, run.on_mesh)
 
@@ -227,24 +228,43 @@ def _form_of_append(run: Run, tail: Slots, new: Array) -> str:
 
 
 def _flushed(
-    gms: tuple[GroupMethod, ...], groups: tuple[GroupState, ...], x: Float[Array, "B T D"]
-) -> tuple[GroupState, ...]:
+    gms: tuple[GroupMethod, ...], groups: tuple[GroupState, ...], x: Float[Array, "B T D"],
+    on: OnMesh | None,
+) -> tuple[GroupState, ...]:  # fmt: skip
     """Where any tail is full, all give what they can to the bodies before them. x: what the layers made.
 
     One loop of one turn or none for all groups: XLA for GPUs copies all that a conditional passes through,
-    and waits for the host at every loop whose turns are data.
+    and waits for the host at every loop whose turns are data. On a mesh every device has a loop of its own,
+    unless it has but some slots of a list, or what was fitted for all lists.
     """
-    split = {i: group for i, (gm, group) in enumerate(zip(gms, groups, strict=True)) if gm.split}
+    split = {i: _body_and_tail(group) for i, group in enumerate(groups) if gms[i].split}
     if not split:
         return groups
-    full = [is_full(gms[i], tail_of(group)) for i, group in split.items()]
 
-    def flush(_: Any, split: dict[int, Any]) -> dict[int, Any]:
-        return {i: flush_in_place(gms[i], group) for i, group in split.items()}
+    def flushed(split: dict[int, tuple[Slots, Slots]], x: Array) -> dict[int, tuple[Slots, Slots]]:
+        full = [is_full(gms[i], tail) for i, (_, tail) in split.items()]
+        turns = after(jnp.stack(full).any().astype(jnp.int32), x)
+        return jax.lax.fori_loop(0, turns, flush, split)
 
-    turns = after(jnp.stack(full).any().astype(jnp.int32), x)
-    split = jax.lax.fori_loop(0, turns, flush, split)
-    return tuple(split.get(i, group) for i, group in enumerate(groups))
+    def flush(_: Any, split: dict[int, tuple[Slots, Slots]]) -> dict[int, tuple[Slots, Slots]]:
+        return {i: flush_in_place(gms[i], *parts) for i, parts in split.items()}
+
+    on = on and on.with_whole_layers
+    taught = any(jax.tree.leaves(gms[i].taught) for i in split)
+    if on is not None and (taught or any(lie_apart(s, on) for parts in split.values() for s in parts)):
+        on = None
+    specs = None if on is None else {i: tuple(specs_of_slots(s, on) for s in split[i]) for i in split}
+    split = each_device(on, flushed, (specs, specs_of(on, ("batch",), x)), specs)(split, x)
+    return tuple(
+        dataclasses.replace(group, bodies=split[i][:1], tail=split[i][1]) if i in split else group
+        for i, group in enumerate(groups)
+    )
+
+
+def _body_and_tail(group: GroupState) -> tuple[Slots, Slots]:
+    (body,) = group.bodies
+    assert isinstance(body, Slots)
+    return body, tail_of(group)
 
 
 step = jax.jit(step_fn, static_argnames=("run",), donate_argnames=("cache",))

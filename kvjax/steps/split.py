@@ -85,6 +85,19 @@ def attended_on_each(
     return each_device(split.on, here, [*split.specs(*args[:2]), *rest], out)(*args)
 
 
+def picked_on_each(
+    split: Split | None, f: Callable[..., tuple[Array, Array]], q: Array, slots: Slots, index: int | Array,
+    length: Int[Array, "B"],
+) -> tuple[Array, Array]:  # fmt: skip
+    """f(q, slots, index, length) [B, K, ...], as every device computes it of its own lists."""
+    if split is None:
+        return f(q, slots, index, length)
+    (of_slots, of_q), rows = split.specs(slots, q), split.on.spec(("batch",), length.shape)
+    specs = of_q, of_slots, PartitionSpec(), rows
+    out = split.on.spec(("batch", "kv_heads"), slots.pos.shape[1:3])
+    return each_device(split.on, f, specs, (out, out))(q, slots, jnp.asarray(index), length)
+
+
 def said_of_all(on: OnMesh | None, f: Callable[..., T], *args: Any) -> T:
     """What f says of the arrays where they are whole on each device, as `on_all` would compute it."""
     if on is None or on.devices("pages") > 1:

@@ -44,7 +44,7 @@ def continuing(memory: Memory, past: RecurrentState | None, mask: Bool[Array, "B
     state = None if past is None else LevelState(past["levels"], before)
     one = state is not None and memory.pos.shape[1] == 1
     forced = memory.implementation if one else None
-    return dict(initial_state=state, segments=memory.segments, implementation=forced)
+    return dict(initial_state=state, segments=memory.segments, implementation=forced, on=memory.on_mesh)
 
 
 @dataclasses.dataclass(frozen=True)

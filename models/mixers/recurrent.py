@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kvjax.axes import pinned_to
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, l2_norm, linear, rms_norm
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, RecurrentState
@@ -22,8 +23,23 @@ def how_it_runs(memory: Memory, past: RecurrentState | None, mask: Bool[Array, "
     """What the operations with a state `S` are told beside their tokens."""
     return dict(
         mask=mask, initial_state=None if past is None else past["S"], segments=memory.segments,
-        implementation=memory.implementation,
+        implementation=memory.implementation, on=memory.on_mesh,
     )  # fmt: skip
+
+
+def convolved(
+    x: Float[Array, "B T C"], weight: Float[Array, "W C"], bias: Float[Array, "C"] | None, memory: Memory,
+    past: RecurrentState | None, mask: Bool[Array, "B T"],
+) -> tuple[Float[Array, "B T C"], Float[Array, "B W C"]]:  # fmt: skip
+    """silu of the short convolution of x behind the state `tail`, and the new tail."""
+
+    def whole(x: Array) -> Array:
+        # Tails are on every device, so that new tokens are sent there, and not the tails.
+        return pinned_to(x, memory.on_mesh, "batch", None, None)
+
+    tail = None if past is None else past["tail"]
+    y, tail = short_conv(whole(x), weight, bias, tail=tail, mask=mask, segments=memory.segments)
+    return whole(jax.nn.silu(y)), tail
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,9 +225,7 @@ class _Delta(Recurrent):
         keys = self.key_heads * self.key_dim
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
-            tail = None if past is None else past["tail"]
-            y, tail = short_conv(flat, p["conv"], tail=tail, mask=mask, segments=memory.segments)
-            y = jax.nn.silu(y)
+            y, tail = convolved(flat, p["conv"], None, memory, past, mask)
             q, k, v = self.split(y[..., :keys], y[..., keys : 2 * keys], y[..., 2 * keys :])
             fed = (l2_norm(q), l2_norm(k), v, g, beta)
             out, new = self.remember(p, x, fed, memory, past, mask)
@@ -322,11 +336,7 @@ class Mamba2(Recurrent):
         inner, bc = self.heads * self.value_dim, self.key_heads * self.key_dim
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
-            tail = None if past is None else past["tail"]
-            y, tail = short_conv(
-                flat, p["conv"], p["conv_bias"], tail=tail, mask=mask, segments=memory.segments
-            )
-            y = jax.nn.silu(y)
+            y, tail = convolved(flat, p["conv"], p["conv_bias"], memory, past, mask)
             values = y[..., :inner].reshape(b, t, self.heads, self.value_dim)
             keys = y[..., inner : inner + bc].reshape(b, t, self.key_heads, self.key_dim)
             queries = y[..., inner + bc :].reshape(keys.shape)

@@ -51,6 +51,21 @@ def test_kernels_of_gpus_run_on_a_mesh(method):
     assert planner.judged(8, 2**15, 0)["kernels"] > 0
 
 
+# On TPUs XLA brings the bounds of pages to the fast memory, and counts what comes back among temporaries.
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    "method, topology",
+    [
+        pytest.param("kivi:bits=4", "v5p:2x2x2", marks=needs_tpu),
+        pytest.param("kivi:bits=4", "h100:8", marks=needs_gpu),
+        pytest.param("quest:budget=0.25", "h100:8", marks=needs_gpu),
+    ],
+)
+def test_full_tails_move_on_every_device_without_a_second_layer(method, topology):
+    step = planned("llama-3.1-8b", topology, 2**17, 8, layers=4, method=method).judged(8, 2**17, 0)
+    assert step["aliases"] >= step["cache"] and step["temporaries"] < 0.01 * step["cache"]
+
+
 @needs_tpu
 def test_what_is_too_large_is_told_with_what_it_would_need():
     step = planned("llama-3.1-70b", "v5e:4x4", 2**17, 256, layers=4).judged(256, 2**17, 0)

@@ -358,9 +358,7 @@ def test_stacked_sharded_and_scanned_decoding_equals_the_plain_one(label):
     tokens, lengths = spread((tokens, lengths), mesh, lambda _, x: jax.P("rows"))
     run, params = Run(m.config, row.method()), with_fitted(params, row.method())
     if run.method.host is not None and run.method.read is not None:
-        with pytest.raises(NotImplementedError, match="spread over several devices, expected one device"):
-            steps.prefill(run, params, tokens, lengths, None, tokens_bound=T, room=ROOM, compress=True)
-        return
+        pytest.skip("pages come from host memory on devices that rules name: tests/place/test_host.py")
     logits, cache = steps.prefill(
         run, params, tokens, lengths, None, tokens_bound=T, room=ROOM, compress=True
     )

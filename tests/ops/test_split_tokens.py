@@ -7,9 +7,10 @@ import pytest
 
 from kvjax.mesh.on_mesh import OnMesh, as_mesh
 from kvjax.mesh.rules import Rules
-from kvjax.ops.attention import split_tokens
-from kvjax.ops.attention.split_tokens import GATHER, KEYS, QUERIES, Travel, Way, split_attention
+from kvjax.ops.attention import split_tokens, ways
+from kvjax.ops.attention.split_tokens import split_attention
 from kvjax.ops.attention.union import Keys, Reduction
+from kvjax.ops.attention.ways import GATHER, HELPED, KEYS, QUERIES, Travel, Way
 from tests.sweep import sweep
 
 B, N, K, T, H, S, PARTS = 2, 4, 2, 16, 8, 24, 4
@@ -32,6 +33,7 @@ OVER = {
 WAYS = {
     "gather": (Way(GATHER), Way(GATHER)),
     "ring": (Way(KEYS, PARTS - 1), Way(KEYS, PARTS - 1)),
+    "helped": (Way(HELPED, PARTS - 1), Way(KEYS, PARTS - 1)),
     "queries go round": (Way(KEYS, PARTS - 1), Way(QUERIES)),
     "gather, and queries go round": (Way(GATHER), Way(QUERIES)),
 }
@@ -112,7 +114,7 @@ def test_it_is_attention_over_all_keys_and_counts_what_they_receive(over, way, w
     on = OnMesh(as_mesh(mesh), rules)
     parts = on.devices("tokens")
     new_way, past_way = (w._replace(hops=w.hops and parts - 1) for w in WAYS[way])
-    if window is not None and new_way.kind == KEYS:
+    if window is not None and new_way.kind in (KEYS, HELPED):
         new_way = Way(KEYS, min(parts - 1, -(-(window - 1) // (T // parts))))
     monkeypatch.setattr(Travel, "of_new", lambda *_: new_way)
     monkeypatch.setattr(Travel, "of_past", lambda *_: past_way)
@@ -148,7 +150,32 @@ def test_the_way_is_the_one_of_the_fewest_bytes():
     # A window of 17 tokens reaches one device of 16 tokens back, 18 two.
     assert [many.of_new(64, w).hops for w in (1, 2, 17, 18, 64)] == [0, 1, 1, 2, 3]
     assert few.of_new(64, 1) == Way(KEYS, 0)
+    # Devices help each other where there are more than two, blocks are large and no window ends the round.
+    long = 4 * ways.HELP_FROM
+    assert many.of_new(long, None) == Way(HELPED, 3) and many.of_new(long - 4, None) == Way(KEYS, 3)
+    assert many.of_new(long, 9).kind == few._replace(asked=50).of_new(long, None).kind == KEYS
     long = few._replace(stored=201)
     assert long.of_past() == Way(QUERIES) and long._replace(stored=200).of_past() == Way(GATHER)
     assert many.of_past() == Way(KEYS, 3)
-    assert split_tokens.WHOLE not in {way.kind for way in (few.of_past(), many.of_past())}
+    assert ways.WHOLE not in {way.kind for way in (few.of_past(), many.of_past())}
+
+
+@pytest.mark.parametrize("parts, way, most", [(4, KEYS, 4), (4, HELPED, 3), (8, KEYS, 8), (8, HELPED, 5)])
+def test_devices_that_help_each_other_have_less_to_do(parts, way, most, rng, monkeypatch):
+    """How often each device attends to the keys of one: its own, and those of the devices before it."""
+    done, over = np.zeros(parts, int), split_tokens.attention_over
+
+    def counted(*args, **options):
+        def add(device):
+            done[device] += 1
+
+        jax.debug.callback(add, jax.lax.axis_index("seq"))
+        return over(*args, **options)
+
+    monkeypatch.setattr(split_tokens, "attention_over", counted)
+    monkeypatch.setattr(Travel, "of_new", lambda *_: Way(way, parts - 1))
+    x, pos = jnp.asarray(rng.normal(size=(1, 2, T, H)), jnp.float32), jnp.arange(T)[None]
+    on = OnMesh(as_mesh(f"seq={parts}"), Rules(tokens="seq"))
+    jax.jit(lambda x: split_attention(x, Keys(x, x, pos[:, None]), (), pos, on=on, scale=1.0)[0])(x)
+    jax.effects_barrier()
+    assert done.sum() == parts * (parts + 1) // 2 and done.max() == most

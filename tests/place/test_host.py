@@ -25,6 +25,7 @@ from kvjax.segments import unread_bytes
 from tests.methods.battery import MAIN, ROOM, VOCAB, B
 from tests.models import conversation
 from tests.sweep import sweep
+from tests.test_mesh import collectives
 
 PAGE = 4
 READ = PageBounds(Budget(2 * PAGE), PAGE, 0)
@@ -45,12 +46,13 @@ def body_of(cache):
     return body
 
 
-def talked(method):
+def talked(method, model=None):
     """Logits of a prompt and of steps, long enough that tails are flushed, and the cache behind them."""
-    logits, cache = kvjax.prefill(small(), MAIN.first, method=method, room=ROOM)
+    model = model or small()
+    logits, cache = kvjax.prefill(model, MAIN.first, method=method, room=ROOM)
     found = [logits]
     for token in np.random.default_rng(3).integers(0, VOCAB, (2 * PAGE, B)):
-        logits, cache = kvjax.step(small(), cache, token)
+        logits, cache = kvjax.step(model, cache, token)
         found.append(logits)
     return found, cache
 
@@ -236,12 +238,26 @@ def test_what_the_word_cannot_do_is_refused_with_the_reason():
         kvjax.prefill(conversation.model("yoco"), conversation.TEXTS[:2, :13], method=FAR, room=8)
 
 
-def test_a_cache_on_several_devices_is_refused():
+def test_a_cache_that_lies_on_several_devices_by_no_rules_is_refused(rng):
     mesh = jax.make_mesh((2,), ("rows",))
     spread = jax.NamedSharding(mesh, jax.P(None, "rows"))
-    body = jax.tree.map(lambda x: jax.device_put(x, spread), drawn(np.random.default_rng(0)).near.slots)
-    with pytest.raises(NotImplementedError, match="spread over several devices, expected one device"):
-        in_host_memory(Host(0.5), READ, body)
+    body = jax.tree.map(lambda x: jax.device_put(memory.to_device(x), spread), drawn(rng))
+    with pytest.raises(NotImplementedError, match="place the model by kvjax.spread"):
+        fetched(body, 1, jnp.zeros((2, 2, 1), jnp.int32), jnp.ones((2, 2), jnp.int32), PAGE)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(("mesh", "rules"), [("data=2,model=2", "tensor"), ("data=4", "batch")])
+def test_on_a_mesh_every_device_fetches_pages_of_its_own_lists(mesh, rules):
+    model = kvjax.spread(small(), mesh, rules)
+    (want, _), (got, cache) = talked(NEAR, model), talked(FAR, model)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    body, bare = body_of(cache), bare_cache(cache)
+    assert memory.in_host(body.k) == memory.offers_host()
+    assert body.k.sharding.spec == body.near.slots.k.sharding.spec != jax.P()
+    args = decoding(model, FAR, None), model.params, bare, jnp.zeros(B, jnp.int32), jnp.ones(B, bool)
+    # Not a page is sent: a layer's activations alone, 32 numbers a row.
+    assert max(collectives(steps.step.lower(*args).compile().as_text()), default=0) <= B * 32
 
 
 def test_where_there_is_one_memory_the_body_stays_there_and_is_read_alike(rng, monkeypatch):

@@ -1,10 +1,13 @@
 """Attention of a prompt whose tokens lie on several devices, in order: each asks with its own queries.
 
-What a device has not is brought to it (Ring Attention, arXiv:2310.01889), in the way that `ways` finds:
+What a device has not is brought to it (Ring Attention, arXiv:2310.01889), in the way that
+`kvjax.ops.attention.ways` finds:
 
 * "whole": every device holds the set, so nothing is sent;
 * "gather": keys and values of all devices are put together on each, and attended to in one pass;
 * "keys": keys and values go from device to device, and each merges what its queries find there;
+* "helped": so half of the way, and devices of early tokens, which have less to see, attend for those of late
+  ones;
 * "queries": the set stays where it lies; queries go round and bring home what they found (a long past).
 
 No device holds a whole map, or queries and outputs of all tokens.
@@ -12,7 +15,6 @@ No device holds a whole map, or queries and outputs of all tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,41 +28,11 @@ from kvjax.mesh.per_device import axes_of_queries, each_device, specs_of
 from kvjax.ops.attention.prompt_attention import attention_over, received
 from kvjax.ops.attention.strips import STRIP
 from kvjax.ops.attention.union import Keys, Masses, Reduction, merge
+from kvjax.ops.attention.ways import GATHER, HELPED, KEYS, QUERIES, WHOLE, Way, ways_of
 from kvjax.ops.base.dtypes import wide
 
-WHOLE, GATHER, KEYS, QUERIES = "whole", "gather", "keys", "queries"
 # From stored keys and values of a set to those that queries meet.
 Expanding = Callable[[Keys], Keys]
-
-
-class Way(NamedTuple):
-    """How a set meets queries of other devices. hops: how often its keys are handed on to the next one."""
-
-    kind: str
-    hops: int = 0
-
-
-class Travel(NamedTuple):
-    """Bytes on which a way depends. parts: devices along the axis. asked: of queries, and of outputs as they
-    are merged, on one device. stored, attended: of a set on all, as it lies and as it is attended to."""
-
-    parts: int
-    asked: int
-    stored: int
-    attended: int
-
-    def of_new(self, tokens: int, window: int | None) -> Way:
-        """Of the new keys: a ring where a window needs but some of them, or all would not fit beside the
-        device's own queries and outputs; both send as much where all are needed."""
-        last = self.parts - 1
-        hops = last if window is None else min(last, -(-(window - 1) // (tokens // self.parts)))
-        return Way(GATHER) if hops == last and self.attended <= self.asked else Way(KEYS, hops)
-
-    def of_past(self) -> Way:
-        """Of slots that lie apart: keys go round, or queries and outputs, whatever is less."""
-        if self.asked * self.parts < self.stored:
-            return Way(QUERIES)
-        return Way(GATHER) if self.attended <= self.asked else Way(KEYS, self.parts - 1)
 
 
 class _Asking(NamedTuple):
@@ -163,46 +135,6 @@ def _axes(
     return found.pop() if len(found) == 1 else None
 
 
-def ways_of(
-    on: OnMesh,
-    q: Array,
-    sets: Sequence[Keys],
-    made: Sequence[Any],
-    window: int | None,
-    clip: tuple[float, float] | None,
-    shared: bool = False,
-) -> tuple[Way, ...]:
-    """How every set meets the queries of all devices; the last is that of the new tokens.
-
-    made: the shapes of the sets as they are attended to. shared: values are some channels of the keys.
-    """
-    parts = on.devices("tokens")
-    same = on.rules.mesh_axes("slots") == on.rules.mesh_axes("tokens")
-    out = []
-    for keys, met in zip(sets, made, strict=True):
-        asked = math.prod(q.shape[:3]) * bytes_asked(q, met)
-        stored = _bytes(keys.k) + (0 if shared else _bytes(keys.v))
-        lists, heads = (on.parts("kv_heads", x.k.shape[1]) for x in (keys, met))
-        asked //= parts * on.parts("heads", q.shape[1])
-        one = Travel(parts, asked, stored // lists, (_bytes(met.k) + _bytes(met.v)) // heads)
-        if len(out) + 1 == len(sets):
-            out.append(Way(GATHER) if clip is not None else one.of_new(q.shape[2], window))
-        elif not same or keys.k.shape[2] % parts or clip is not None:
-            out.append(Way(WHOLE))
-        else:
-            out.append(one.of_past())
-    return tuple(out)
-
-
-def bytes_asked(q: Array, met: Keys) -> int:
-    """Of one query and its output, which is merged in promote(float32, q)."""
-    return q.shape[3] * q.dtype.itemsize + met.v.shape[-1] * jnp.dtype(wide(q)).itemsize
-
-
-def _bytes(x: Array) -> int:
-    return x.size * x.dtype.itemsize
-
-
 # --- on one device -------------------------------------------------------------------------------------
 
 
@@ -217,7 +149,7 @@ def _of_one_device(
         for i, (keys, way) in enumerate(zip(sets, ways, strict=True))
         if way.kind in (WHOLE, GATHER) or i == new
     }
-    afar = [i for i in range(len(sets)) if i not in here or ways[i].kind == KEYS]
+    afar = [i for i in range(len(sets)) if i not in here or ways[i].kind in (KEYS, HELPED)]
     strip = min(_strip(q, keys) for keys in here.values())
     out, lse, found = attention_over(
         q, (*extra, *here.values()), q_pos, mass=() if afar else mass, clip=asking.clip, strip=strip,
@@ -272,6 +204,8 @@ def _joined_part(
         return at[2], at[3]
 
     skips = new and asking.skips
+    if way.kind == HELPED and skips:
+        return _helped(asking, part, q, q_pos, keys, over)
 
     def join(i: int | Array, part: tuple[Array, Array], keys: Keys) -> tuple[Array, Array]:
         def both() -> tuple[Array, Array]:
@@ -291,6 +225,40 @@ def _joined_part(
     first = asking.handed_on(keys, round_=not skips)
     part, keys = jax.lax.fori_loop(1, way.hops, hop, (part, first))
     return join(way.hops, part, keys)
+
+
+def _helped(
+    asking: _Asking, part: tuple[Array, Array], q: Array, q_pos: Array, keys: Keys,
+    over: Callable[[Array, Array, Keys], tuple[Array, Array]],
+) -> tuple[Array, Array]:  # fmt: skip
+    """(out, lse) joined with those over the keys of all devices before, as many on each device.
+
+    At hop i a device has the keys of the i-th before it and, as guests, the queries of that one. The first i
+    devices have keys from the end, which they do not see; their guests, from the end too, see theirs.
+    """
+    half, here = asking.parts // 2, jax.lax.axis_index(asking.names)
+    nothing = jnp.zeros_like(part[0]), jnp.full_like(part[1], -jnp.inf)
+
+    def meet(i: int | Array, at: tuple[Any, ...]) -> tuple[Any, ...]:
+        part, found, came, guests = at
+
+        def own() -> tuple[Any, Any]:
+            return merge([part, over(q, q_pos, came)]), found
+
+        def theirs() -> tuple[Any, Any]:
+            return part, merge([found, over(guests[0], guests[1], keys)])
+
+        # Half way round an even number, a device and its guests' own both have the same to do.
+        turn = jnp.where(here >= i, 0, jnp.where(2 * i < asking.parts, 1, 2))
+        return *jax.lax.switch(turn, [own, theirs, lambda: (part, found)]), came, guests
+
+    def hop(i: int | Array, at: tuple[Any, ...]) -> tuple[Any, ...]:
+        part, found, *_ = meet(i, at)
+        return part, *asking.handed_on((found, *at[2:]))
+
+    start = part, nothing, *asking.handed_on((keys, (q, q_pos)))
+    part, found, *_ = meet(half, jax.lax.fori_loop(1, half, hop, start))
+    return merge([part, asking.handed_on(found, -half)])
 
 
 def _turns(count: int, one: Callable[[Any], Any], start: Any) -> Any:

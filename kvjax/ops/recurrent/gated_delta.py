@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.mesh.on_mesh import Axes, OnMesh
+from kvjax.mesh.per_device import asked_of_one, each_device, specs_of
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.packed_sequences import segment_starts
@@ -27,6 +29,10 @@ from kvjax.pallas_kernels.gated_delta.decode_tpu import decode
 LANES, SUBLANES, LARGEST_CHUNK, SPAN, STEP_NUMBERS = 128, 8, 128, 16, 2**18
 # A log decay that leaves nothing, whose sums are still numbers: that of a segment's first token.
 FORGET = -1e30
+# Logical axes of one token's arrays and of states, of a sequence's arrays, and of the states of all layers.
+HEADS: Axes = ("batch", "heads")
+SEQUENCE: Axes = ("batch", None, "heads")
+STACK: Axes = (None, *HEADS)
 
 
 def gated_delta(
@@ -35,32 +41,46 @@ def gated_delta(
     segments: Int[Array, "B T"] | None = None,
     *,
     implementation: str | None = None,
+    on: OnMesh | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """`recurrence.chunked`: (outputs in the dtype of v, final state in float32), from `state` or zeros.
 
     implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. For the
     gradient, that keeps the state before every 16th chunk and makes the others again. Raises
-    NotImplementedError where a forced one cannot run.
+    NotImplementedError where a forced one cannot run. on: the mesh that rows and heads are split over, by its
+    rules; the kernel then runs on every device's own.
 
     >>> x = jnp.ones((1, 3, 1, 2)) * 0.5**0.5
     >>> out, state = gated_delta(Tokens(x, x, x, -x, x))
     >>> out.shape, state.shape
     ((1, 3, 1, 2), (1, 1, 2, 2))
     """
-    chosen = form("gated_delta", implementation, tokens, state, tpu=refusal(tokens))
+
+    def form_of(tokens: Tokens, state: Array | None) -> str:
+        return form("gated_delta", implementation, tokens, state, tpu=refusal(tokens))
+
+    of_tokens, of_state = (specs_of(on, axes, x) for axes, x in ((SEQUENCE, tokens), (HEADS, state)))
+    chosen = asked_of_one(on, form_of, (of_tokens, of_state), (tokens, state))
     if chosen == "reference":
         out, state = recurrence.chunked(widened(tokens), state, segments)
         return out.astype(tokens.v.dtype), state
-    return tpu_gated_delta(tokens, state, segments, interpret=chosen != "tpu")
+    call = partial(tpu_gated_delta, interpret=chosen != "tpu")
+    specs = of_tokens, of_state, specs_of(on, HEADS[:1], segments)
+    made = specs_of(on, SEQUENCE, tokens.v), specs_of(on, HEADS, tokens.v[:, 0])
+    return each_device(on, call, specs, made)(tokens, state, segments)
 
 
 def gated_delta_step(
-    state: Float[Array, "B H K V"] | StackedState, token: Tokens, *, implementation: str | None = None
+    state: Float[Array, "B H K V"] | StackedState,
+    token: Tokens,
+    *,
+    implementation: str | None = None,
+    on: OnMesh | None = None,
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"] | StackedState]:
     """`recurrence.step`: one token per row, its arrays without the time axis: (output as v, new state).
 
     The kernel reads every state once and writes it once, in the memory of a state that is donated; of a
-    `StackedState`, which comes back as one, it touches the one layer. implementation and errors as in
+    `StackedState`, which comes back as one, it touches the one layer. implementation, errors and on as in
     `gated_delta`.
 
     >>> x = jnp.ones((1, 1, 2)) * 0.5**0.5
@@ -68,13 +88,28 @@ def gated_delta_step(
     >>> round(out[0, 0, 0].item(), 3)
     0.707
     """
-    stack = stacked(state)
-    chosen = form("gated_delta_step", implementation, state, token, tpu=step_refusal(stack.layers, token))
+    stack, on = stacked(state), on and on.with_whole_layers
+
+    def form_of(layers: Array, token: Tokens) -> str:
+        return form("gated_delta_step", implementation, layers, token, tpu=step_refusal(layers, token))
+
+    specs = specs_of(on, STACK, stack.layers), specs_of(on, HEADS, token)
+    chosen = asked_of_one(on, form_of, specs, (stack.layers, token))
     if chosen == "reference":
         out, own = recurrence.step(stack.own(), widened(token))
         out, new = out.astype(token.v.dtype), stack.replaced(own)
     else:
-        out, new = tpu_gated_delta_step(stack, token, interpret=chosen != "tpu")
+
+        def call(layers: Array, token: Tokens, layer: Array) -> tuple[Array, Array]:
+            out, new = tpu_gated_delta_step(StackedState(layers, layer), token, interpret=chosen != "tpu")
+            return out, new.layers
+
+        layer = jnp.asarray(stack.layer)
+        here = each_device(
+            on, call, (*specs, specs_of(on, (), layer)), (specs_of(on, HEADS, token.v), specs[0])
+        )
+        out, layers = here(stack.layers, token, layer)
+        new = stack._replace(layers=layers)
     return out, new.like(state)
 
 

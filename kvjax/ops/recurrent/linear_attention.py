@@ -5,7 +5,7 @@ Every function returns (o [B, T, H, V], final state [B, H, K, V]) in promote(flo
 * scale: what o is multiplied by, K^-0.5 unless given (or unless the paper has none);
 * mask: tokens that it leaves out (padding) change no state;
 
-and, by keyword, what `run` takes: initial_state, segments, recurrent and implementation. One token with
+and, by keyword, what `run` takes: initial_state, segments, recurrent, implementation and on. One token with
 recurrent=True is a step of decoding. H is a multiple of N: query and key heads serve groups of value heads.
 """
 
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.recurrent.features import normalised
 from kvjax.ops.recurrent.gated_delta import gated_delta, gated_delta_step
@@ -37,12 +38,13 @@ def run(
     segments: Int[Array, "B T"] | None = None,
     recurrent: bool = False,
     implementation: str | None = None,
+    on: OnMesh | None = None,
 ) -> Output:
     """The recurrence in chunks of matrix products, or token by token where `recurrent` or there is but one.
 
     It starts from initial_state (zeros where None), and from zeros again wherever `segments` changes. Of one
     token it may be a `StackedState`, which comes back as one.
-    implementation: as in `gated_delta`, for chunks and for single tokens.
+    implementation and on: as in `gated_delta`, for chunks and for single tokens.
     Raises NotImplementedError where a forced one cannot run.
     """
     count = tokens.k.shape[1]
@@ -51,12 +53,12 @@ def run(
         if not isinstance(state, StackedState):
             state = state.astype(tokens.v.dtype)
         token = jax.tree.map(lambda x: x[:, 0], tokens)
-        out, state = gated_delta_step(state, token, implementation=implementation)
+        out, state = gated_delta_step(state, token, implementation=implementation, on=on)
         return out[:, None], state
     if isinstance(initial_state, StackedState):
         raise ValueError(f"a stacked state takes one token without segments, got {count} tokens")
     if not recurrent:
-        return gated_delta(tokens, initial_state, segments, implementation=implementation)
+        return gated_delta(tokens, initial_state, segments, implementation=implementation, on=on)
     if implementation not in (None, "reference"):
         raise NotImplementedError(
             f"{implementation!r} has no recurrent form for {count} tokens: give one, or leave recurrent out"

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.mesh.on_mesh import OnMesh
 from kvjax.ops.base.packed_sequences import segment_starts
 from kvjax.ops.recurrent.log_linear_decode import log_linear_decode
 from kvjax.ops.recurrent.log_linear_levels import (
@@ -65,6 +66,7 @@ def log_linear(
     chunk: int | None = None,
     recurrent: bool = False,
     implementation: str | None = None,
+    on: OnMesh | None = None,
 ) -> LevelOutput:
     """The member of the recurrence that `tokens` feed, log-linear: in chunks, or token by token.
 
@@ -72,8 +74,9 @@ def log_linear(
     Tokens that `mask` leaves out have no position and change no level, wherever they are; their outputs read
     the state as it is. ValueError if the state has other levels than level_scales, or if a call without
     segments and mask has more tokens than its levels hold apart. Where positions are data (in decoding, or
-    with a mask) nothing is raised, and the topmost level absorbs what is further away. implementation: as
-    in `log_linear_decode`, for one token without segments; NotImplementedError where a forced one cannot run.
+    with a mask) nothing is raised, and the topmost level absorbs what is further away. implementation and on:
+    as in `log_linear_decode`, for one token without segments; NotImplementedError where a forced one cannot
+    run.
 
     >>> ones = jnp.ones((1, 3, 1, 1))
     >>> o, state = log_linear(tokens_of(ones, ones, ones), jnp.asarray([[[[1.0, 10.0, 100.0]]] * 3]))
@@ -97,7 +100,7 @@ def log_linear(
     if t == 1 and segments is None:
         token = jax.tree.map(lambda x: x[:, 0], tokens)
         out, state = log_linear_decode(
-            state, token, level_scales[:, 0], real[:, 0], implementation=implementation
+            state, token, level_scales[:, 0], real[:, 0], implementation=implementation, on=on
         )
         return out[:, None], state
     if implementation not in (None, "reference") or isinstance(state.levels, StackedState):

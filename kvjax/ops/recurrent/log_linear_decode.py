@@ -10,11 +10,16 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.mesh.on_mesh import Axes, OnMesh
+from kvjax.mesh.per_device import asked_of_one, each_device, specs_of
 from kvjax.ops.base.dispatch import form
-from kvjax.ops.recurrent.gated_delta import LANES, SUBLANES, step_refusal, widened
+from kvjax.ops.recurrent.gated_delta import HEADS, LANES, SUBLANES, step_refusal, widened
 from kvjax.ops.recurrent.log_linear_levels import LevelState, level, log_linear_step, without
 from kvjax.ops.recurrent.recurrence import StackedState, Tokens, stacked
 from kvjax.pallas_kernels.gated_delta.levels_tpu import decode_levels
+
+# Logical axes of the levels of all layers.
+LEVELS: Axes = (None, "batch", None, "heads")
 
 
 def log_linear_decode(
@@ -24,12 +29,14 @@ def log_linear_decode(
     mask: Bool[Array, "B"] | None = None,
     *,
     implementation: str | None = None,
+    on: OnMesh | None = None,
 ) -> tuple[Float[Array, "B H V"], LevelState]:
     """`log_linear_step`: (output as v, new state) of one token per row, its arrays without the time axis.
 
     The kernel takes the levels that a row's position says are in use; the others must be empty, as they are
     in every state that comes from `log_linear`. implementation: "reference", "tpu" or "tpu interpret"; None
-    takes the kernel where it can run. Raises NotImplementedError where a forced one cannot.
+    takes the kernel where it can run. Raises NotImplementedError where a forced one cannot. on: the mesh that
+    rows and heads are split over, by its rules; the kernel then runs on every device's own.
 
     >>> x, state = jnp.ones((1, 1, 1)), LevelState(jnp.zeros((1, 3, 1, 1, 1)), jnp.zeros(1, jnp.int32))
     >>> scales = jnp.asarray([[[1.0, 10.0, 100.0]]])
@@ -38,12 +45,30 @@ def log_linear_decode(
     >>> o.item()
     201.0
     """
-    why = step_refusal(stacked(state.levels).layers, token)
-    chosen = form("log_linear_decode", implementation, state, token, tpu=why)
+    stack, on = stacked(state.levels), on and on.with_whole_layers
+
+    def form_of(layers: Array, token: Tokens) -> str:
+        why = step_refusal(layers, token)
+        return form("log_linear_decode", implementation, layers, token, tpu=why)
+
+    of_levels, of_token = specs_of(on, LEVELS, stack.layers), specs_of(on, HEADS, token)
+    chosen = asked_of_one(on, form_of, (of_levels, of_token), (stack.layers, token))
     if chosen == "reference":
         out, new = log_linear_step(state, widened(token), level_scales, mask)
         return out.astype(token.v.dtype), new
-    return tpu_log_linear_decode(state, token, level_scales, mask, interpret=chosen != "tpu")
+
+    def call(layers: Array, layer: Array, following: Array, *fed: Any) -> tuple[Array, Array, Array]:
+        mine = LevelState(StackedState(layers, layer), following)
+        out, new = tpu_log_linear_decode(mine, *fed, interpret=chosen != "tpu")
+        assert isinstance(new.levels, StackedState)
+        return out, new.levels.layers, new.next
+
+    args = stack.layers, jnp.asarray(stack.layer), state.next, token, level_scales, mask
+    of_rows = specs_of(on, HEADS[:1], state.next)
+    specs = of_levels, specs_of(on, (), args[1]), of_rows, *(specs_of(on, HEADS, x) for x in args[3:])
+    made = specs_of(on, HEADS, token.v), of_levels, of_rows
+    out, layers, following = each_device(on, call, specs, made)(*args)
+    return out, LevelState(stack._replace(layers=layers).like(state.levels), following)
 
 
 def tpu_log_linear_decode(
