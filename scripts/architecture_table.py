@@ -40,13 +40,13 @@ CONTEXTS = (1024, 8192, 65536)
 TRIAL = 8
 
 
-# For associative recall layers have half the channels, and the words that are read are those that are said.
-NARROW = ("model.d_model=64", "model.d_ff=128", "model.tied=True")
+# For associative recall layers have half the channels, biases where they attend, and one table of words.
+NARROW = ("model.d_model=64", "model.d_ff=128", "model.tied=True", "model.qkv_bias=True")
 
 _WIDTH = "'d_model': 64, 'heads': 4, 'kv_heads': 4, 'head_dim': 32, 'd_ff': 128"
 BLOCK_NARROW = (
-    f"model.blocks={{'layers': 3, {_WIDTH}}}",
-    f"model.tokens={{'layers': 2, 'tied': True, {_WIDTH}}}",
+    f"model.blocks={{'layers': 3, 'qkv_bias': True, {_WIDTH}}}",
+    f"model.tokens={{'layers': 2, 'qkv_bias': True, 'tied': True, {_WIDTH}}}",
 )
 
 
@@ -92,9 +92,9 @@ ROWS = {
 
 
 # The settings of a run that learns associative recall, behind those of the row's own file. Stages are (steps,
-# length, rows), here of 2, then 4, 8 and 16 pairs.
+# length, rows), here of 4, then 8 and 16 pairs.
 RECALL = (
-    "data.kind=pairs", "train.stages=[(300,8,128),(900,16,128),(300,32,64),(300,64,32)]",
+    "data.kind=pairs", "train.stages=[(800,16,256),(200,32,128),(250,64,64)]",
     "train.log_every=50", "optimiser.peak=3e-3", "optimiser.schedule=wsd", "optimiser.warmup=20",
     "optimiser.weight_decay=0.0",
 )  # fmt: skip
@@ -162,9 +162,7 @@ def _apart(id: str, place: int, args: argparse.Namespace) -> dict[str, Any] | No
     words += ["--set", *args.set] if args.set else []
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     pin = None if len(cores) < 2 or args.jobs < 2 else {cores[place % len(cores)]}
-    # With that flag, the step of a delta rule on rows of 8 or 16 tokens never comes back (jaxlib 0.10.2).
-    one_core = "" if args.what == "recall" else " --xla_cpu_multi_thread_eigen=false"
-    flags = os.environ.get("XLA_FLAGS", "") + one_core
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     run = subprocess.run(
         [sys.executable, __file__, *words], env=os.environ | {"XLA_FLAGS": flags},
         stdout=subprocess.PIPE, text=True, check=False,
