@@ -22,7 +22,7 @@ from kvjax import block_transformer, steps
 from kvjax.block_transformer import BlockConfig, BlockStep
 from kvjax.cache import Cache, GroupState, Slots, State, nbytes
 from kvjax.commands.sizes import abstract_params
-from kvjax.eval.tasks.recall_tasks import sample
+from kvjax.eval.tasks.pairs import ROW_TOKENS, pairs_batch
 from kvjax.grammar import Method
 from kvjax.models.config import Config
 from kvjax.models.model import Model
@@ -35,8 +35,8 @@ from kvjax.train.sources import source_of, words_of
 STEPS = 32
 # Bytes that are read twice, and how many such texts.
 TWICE, TEXTS = 120, 64
-# Questions of the synthetic language, the tokens of their contexts, and a seed that no training has.
-SAMPLES, CONTEXT, HELD_OUT = 512, 64, 10_000
+# Questions of associative recall, and a seed that no training has.
+QUESTIONS, HELD_OUT = 2048, 10_000
 
 
 def measured(model: Path, contexts: Sequence[int]) -> dict[str, Any]:
@@ -61,19 +61,19 @@ def _loaded(model: Path) -> Model:
     return loaded
 
 
-def answered(model: Path, tokens: int = CONTEXT, samples: int = SAMPLES) -> float:
-    """The share of questions for the value of a key that a model answers whole, by its likeliest tokens.
+def answered(model: Path, pairs: Sequence[int]) -> dict[str, float]:
+    """The share of questions for the value of a key that a model answers, by how many pairs a row has.
 
-    The contexts are drawn from other seeds than those of training.
+    The rows are drawn from another seed than those of training.
     """
-    loaded, right = _loaded(model), 0
-    asked = [sample("get", seed=HELD_OUT, index=i, tokens=tokens) for i in range(samples)]
-    for some in (asked[i : i + 64] for i in range(0, samples, 64)):
-        rows = np.asarray([(*s.context, *s.question, *s.answer) for s in some])
-        # What comes behind a wrong token does not matter, so the right ones can be given all at once.
-        said = np.asarray(loaded(rows[:, :-1])).argmax(-1)[:, -len(some[0].answer) :]
-        right += int((said == rows[:, -len(some[0].answer) :]).all(1).sum())
-    return right / samples
+    loaded, found = _loaded(model), {}
+    for count in pairs:
+        rng = np.random.default_rng(HELD_OUT)
+        tokens, weights = pairs_batch(rng, QUESTIONS // count, ROW_TOKENS * count)
+        said = np.asarray(loaded(tokens[:, :-1])).argmax(-1)
+        right = (said == tokens[:, 1:])[weights[:, 1:] > 0]
+        found[str(count)] = round(float(right.mean()), 4)
+    return found
 
 
 def recall(model: Model) -> tuple[float, float]:

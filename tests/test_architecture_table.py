@@ -55,8 +55,8 @@ def test_what_is_not_measured_is_an_empty_cell(scripts):
         del row[name]
     line = next(x for x in at.table({"rows": {"mha": row}}).splitlines() if x.startswith("| X"))
     assert line.endswith("|  |  |  |  |") and "| 2.250 / 1.125 |  | 1,024 |" in line
-    line = at.table({"rows": {"mha": row | {"exact_match": 0.5}}})
-    assert "| 2.250 / 1.125 | 50% | 1,024 |" in line
+    text = at.table({"rows": {"mha": row | {"answered": {"4": 0.5, "8": 0.25, "16": 0.125}}}})
+    assert "| 2.250 / 1.125 | 50% / 25% / 12% | 1,024 |" in text and "recall of 4 / 8 / 16 pairs" in text
 
 
 def test_speed_is_that_of_a_core_and_its_compiling_no_part_of_it(scripts):
@@ -73,7 +73,7 @@ def test_a_measure_is_added_to_what_a_row_has_and_depends_on_its_own_settings(sc
 
     def apart(id, place, args):
         asked.append((args.what, id))
-        return {"train": result(3.0), "recall": {"exact_match": 0.25}}[args.what]
+        return {"train": result(3.0), "recall": {"answered": {"4": 0.25}}}[args.what]
 
     monkeypatch.setattr(at, "_apart", apart)
     words = ["--jobs", "1", "--data", str(data), "--rows", "gqa"]
@@ -83,26 +83,27 @@ def test_a_measure_is_added_to_what_a_row_has_and_depends_on_its_own_settings(sc
     at.main(["train", "--steps", "7", *words])
     assert asked == [("train", "gqa"), ("recall", "gqa")]
     row = json.loads(data.read_text())["rows"]["gqa"]
-    assert row["exact_match"] == 0.25 and row["bits_per_byte"] == 3.0
-    assert row["recall_budget"] == {"steps": at.RECALL_STEPS, "set": [*at.RECALL]}
-    at.main(["recall", "--steps", "5", *words])
+    assert row["answered"] == {"4": 0.25} and row["bits_per_byte"] == 3.0
+    assert row["recall_budget"] == {"set": [*at.RECALL]}
+    at.main(["recall", "--set", "data.seed=5", *words])
     assert asked[2:] == [("recall", "gqa")]
 
 
-def test_answers_count_where_all_of_their_tokens_are_likeliest(scripts, monkeypatch):
+def test_answers_count_where_the_value_of_the_key_is_likeliest(scripts, monkeypatch):
     import architecture_measures as am
 
-    asked = [am.sample("get", seed=am.HELD_OUT, index=i, tokens=64) for i in range(4)]
-    rows = [(*s.context, *s.question, *s.answer) for s in asked]
-    rows[1] = (*rows[1][:-2], 0, rows[1][-1])  # one wrong token of four
-    told = {row[: -len(asked[0].answer)]: row for row in rows}
+    def knows_what_was_told_first(tokens):
+        """Looks keys up among the first 4 pairs, and says 0 of all others and everywhere else."""
+        said = np.zeros_like(tokens)
+        for row, out in zip(tokens, said, strict=True):
+            asked = 1 + len(row) // 2
+            known = row[1 : min(9, asked)].reshape(-1, 2)
+            told = {key: value for key, value in known}
+            out[asked::2] = [told.get(key, 0) for key in row[asked::2]]
+        return jax.nn.one_hot(said, 256)
 
-    def says_the_answers(tokens):
-        long = [told[tuple(int(x) for x in row[: -len(asked[0].answer) + 1])] for row in tokens]
-        return jax.nn.one_hot(np.asarray(long)[:, 1:], 256)
-
-    monkeypatch.setattr(am, "_loaded", lambda path: says_the_answers)
-    assert am.answered(Path("x"), tokens=64, samples=4) == 0.75
+    monkeypatch.setattr(am, "_loaded", lambda path: knows_what_was_told_first)
+    assert am.answered(Path("x"), (2, 4, 16)) == {"2": 1.0, "4": 1.0, "16": 0.25}
 
 
 def test_a_text_that_stood_there_before_is_measured_apart(scripts):

@@ -28,12 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from kvjax.commands.inspect_model import find_config
     from kvjax.gin_bindings import load_training
+    from kvjax.train.settings import OF_WORDS
 
     bound = load_training(args.gin, args.set)
     for name, given in (("start", args.model), ("teacher", args.teacher)):
         if given is not None:
             bound["model"][name] = given
     find_config(args.model)
-    if bound["data"].get("kind") != "recall":
+    if bound["data"].get("kind") not in OF_WORDS:
         bound["data"].setdefault("tokenizer", args.model)
     train.follow(bound, args)

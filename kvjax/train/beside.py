@@ -12,7 +12,7 @@ from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.model import Model
 from kvjax.models.params import init
-from kvjax.train.settings import Training
+from kvjax.train.settings import OF_WORDS, Training
 from kvjax.train.sources import Words
 from kvjax.train.step import Beside, Frozen
 
@@ -26,8 +26,9 @@ def beside(run: Training, config: Config | BlockConfig, words: Words) -> Beside:
 def check_tokenizer(path: str, model: Model, words: Words, run: Training) -> None:
     """InputError where a model reads other ids than the run's texts become."""
     if model.tokenizer is not None and model.tokenizer.get_vocab() != words.tokenizer.get_vocab():
-        texts = "data.kind is" if run.data.kind == "recall" else "data.tokenizer is"
-        read = run.data.kind if run.data.kind == "recall" else run.data.tokenizer
+        of_words = run.data.kind in OF_WORDS
+        texts = "data.kind is" if of_words else "data.tokenizer is"
+        read = run.data.kind if of_words else run.data.tokenizer
         raise InputError(
             f"{texts} {read!r}, and {path} has another tokenizer: give texts of its language, and "
             f"data.tokenizer={path}"

@@ -20,7 +20,9 @@ S = TypeVar("S")
 
 
 FROM_FILES = ("text", "json", "parquet")
-KINDS = (*FROM_FILES, "python", "recall")
+# Of words of the recall language, with its tokenizer.
+OF_WORDS = ("recall", "pairs")
+KINDS = (*FROM_FILES, "python", *OF_WORDS)
 
 
 def _known(what: str, given: Any, known: Any) -> None:
@@ -51,8 +53,8 @@ def _count(name: str, value: Any, least: int) -> None:
 @dataclasses.dataclass(frozen=True)
 class Data:
     """Which texts are read. kind: "text" (files), "json" (a field of every line), "parquet" (a column),
-    "python" (the standard library's source of the running interpreter) or "recall" (the language of
-    `recall-tiny`).
+    "python" (the standard library's source of the running interpreter), "recall" (the language of
+    `recall-tiny`) or "pairs" (associative recall: half of a row tells pairs, the rest asks for them all).
 
     field: the field or column that holds a text. tokenizer: "bytes", or a model whose tokenizer it is, as
     `kvjax.load` takes one. held_out: the share of texts, chosen by a hash of them, that is never trained on.

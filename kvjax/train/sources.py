@@ -9,12 +9,13 @@ import numpy as np
 
 from kvjax.errors import InputError
 from kvjax.eval.tasks import recall
+from kvjax.eval.tasks.pairs import pair_count, pairs_batch
 from kvjax.eval.tasks.recall_tasks import MIX, training_batch
 from kvjax.loading import model_folder
 from kvjax.models.tokenizer import read_text
 from kvjax.train.byte_tokenizer import END, byte_tokenizer
 from kvjax.train.rows import HeldOut, Place, Rows, Stream, held_out_rows
-from kvjax.train.settings import Data, Loop
+from kvjax.train.settings import OF_WORDS, Data, Loop
 from kvjax.train.texts import read_texts
 
 
@@ -50,9 +51,21 @@ class Recall:
         return Rows(np.asarray(tokens), np.asarray(weights, np.float32), None)
 
 
+class Pairs:
+    """Associative recall; the batch of a step is a function of (seed, step)."""
+
+    def __init__(self, seed: int, place: Place | None = None):
+        self.seed, self.place = seed, place or Place()
+
+    def next(self, rows: int, length: int) -> Rows:
+        tokens, weights = pairs_batch(np.random.default_rng([self.seed, self.place.reading]), rows, length)
+        self.place.reading += 1
+        return Rows(tokens, weights, None)
+
+
 def words_of(data: Data) -> Words:
     """The tokenizer of a run. Raises InputError where its directory has none, or none that ends a text."""
-    if data.kind == "recall":
+    if data.kind in OF_WORDS:
         special = {"bos_token": recall.WORDS[recall.BOS], "pad_token": recall.WORDS[recall.PAD]}
         special["repeat_prompt"] = recall.WORDS[recall.COPY]
         return Words(recall.tokenizer(), len(recall.WORDS), recall.PAD, special)
@@ -75,6 +88,10 @@ def source_of(
     """The source of a run and its held-out rows; place: where to go on."""
     if data.kind == "recall":
         return Recall(data.seed, place, data.tasks), None
+    if data.kind == "pairs":
+        for length in {length for _, length, _ in loop.stages} or {loop.length}:
+            pair_count(length)
+        return Pairs(data.seed, place), None
     texts = read_texts(data)
 
     def encode(text: str) -> list[int]:

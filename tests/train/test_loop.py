@@ -18,9 +18,9 @@ from kvjax.train import loop as loops
 from kvjax.train.loop import in_parts, train
 from kvjax.train.optimiser import optimiser, rate_of
 from kvjax.train.recall_init import CONFIG
-from kvjax.train.rows import Rows
-from kvjax.train.settings import training
-from kvjax.train.sources import Recall
+from kvjax.train.rows import Place, Rows
+from kvjax.train.settings import Data, Loop, training
+from kvjax.train.sources import Recall, source_of, words_of
 from kvjax.train.step import Beside, Frozen, Parts, TrainState, fault, learned_loss, make_step
 
 MODEL = dict(layers=2, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=24)
@@ -126,6 +126,17 @@ def test_the_shipped_models_settings_are_its_recipe():
     assert rows.tokens.shape == rows.weights.shape == (2, 97)
 
 
+def test_rows_of_pairs_go_on_from_a_place():
+    data, loop = Data(kind="pairs"), Loop(length=16)
+    words = words_of(data)
+    source, held = source_of(data, words, loop, segments=True)
+    first, second = source.next(2, 16), source.next(2, 16)
+    assert held is None and first.segments is None and (first.tokens != second.tokens).any()
+    other, _ = source_of(data, words, loop, segments=True, place=Place(reading=1))
+    np.testing.assert_array_equal(other.next(2, 16).tokens, second.tokens)
+    assert first.tokens.max() < words.vocab and set(np.unique(first.weights)) == {0.0, 1.0}
+
+
 @pytest.mark.rotating
 def test_a_step_in_parts_is_the_step_of_all_rows_by_their_weighted_mean(texts):
     run = settings(texts)
@@ -210,11 +221,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(texts, tmp_path
     missing, empty, broken = (tmp_path / name for name in ("missing.txt", "empty.txt", "broken.txt"))
     empty.write_bytes(b"")
     broken.write_bytes(b"good\n" + "caf\xe9".encode("latin-1") + b"\n")
+    pairs = {"kind": "pairs", "files": []}
     cases = [
         (settings([str(missing)]), "there is no file"),
         (settings([str(empty)]), "is empty"),
         (settings([str(broken)]), "broken.txt, line 2 is not UTF-8"),
         (settings(texts, length=9000), "train.length is 9000, and the model has 8192 positions"),
+        (settings(texts, data=pairs, stages=[(1, 16, 2), (1, 30, 2)]), "1 to 64 pairs, got length=30"),
         (settings(texts, model={"vocab": 100}), "the tokenizer has 257 ids and the model 100"),
         (settings(texts, data={"held_out": 0.3}, length=5000), "fewer than one row of 5000"),
         (settings(texts, model={"init": "circuit", "tied": True}), "model.init is 'circuit'.*head_dim"),
