@@ -29,11 +29,11 @@ from kvjax.not_numbers import refuse_prompt, refuse_step
 from kvjax.place.rollback import of_rows
 from kvjax.prefilling import ROOM, bare_cache, labelled, method_of, padded, prefill
 from kvjax.processors import Processor, history
+from kvjax.reach import last_position
 from kvjax.samples import advancing, write
 from kvjax.sampling import Sampler
 from kvjax.stepping import positions_left, stepping
 from kvjax.stopping import StopStrings
-from kvjax.suits import last_position
 from kvjax.verbs import Lengths, TokenIds, has_verbs
 
 

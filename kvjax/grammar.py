@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax import refusals
 from kvjax.codes import Codec
 from kvjax.phase import BY_POSITION, Phase
 from kvjax.protocols import Allocation, Answering, Pattern, Residence, Score, Stacking
 from kvjax.read_protocols import Read
+from kvjax.refusals import refused
+from kvjax.refused_parts import refused_parts
 from kvjax.when import PREFILL_END, When
 from kvjax.word_protocols import (
     check_codecs,
@@ -308,9 +309,8 @@ def check(method: Method) -> None:
     paged = keep is not None and not keep.allocate.uniform
     together = granule > 1 or residual > 0
     problems = [
-        *([] if keep is None else refusals.refused(keep)),
-        *refusals.refused_in_layers(method),
-        *refusals.refused_in_store(method),
+        *([] if keep is None else refused(keep)),
+        *refused_parts(method),
         (
             method.stack is not None and (keep is not None or read is not None or method.reread is not None),
             "it merges the tokens of two layers one by one, and what leaves tokens out, or reads some of "
@@ -353,9 +353,6 @@ def check(method: Method) -> None:
             "what stays of its prompts is chosen as they are read, and a keep would choose again: leave one "
             "out",
         ),
-        *refusals.refused_in_reading(method),
-        *refusals.refused_in_host(method),
-        *refusals.refused_in_read(method),
         (
             read is not None and read.granule % granule != 0,
             f"the pages that are read ({getattr(read, 'granule', 0)} tokens) must be a multiple of the "

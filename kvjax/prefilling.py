@@ -37,9 +37,10 @@ from kvjax.place.common import apart, has_common, is_shared
 from kvjax.place.rollback import Added, more_added
 from kvjax.place.trim import counted, trimmed
 from kvjax.pure import bind
+from kvjax.reach import last_position
 from kvjax.ready import ready
 from kvjax.steps import Run
-from kvjax.suits import check_budget, last_position
+from kvjax.suits import check_budget
 from kvjax.verbs import Lengths, TokenIds, has_verbs, refuse
 
 # How many tokens a cache holds beyond its prompt, unless a call says otherwise.

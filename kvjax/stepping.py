@@ -24,8 +24,8 @@ from kvjax.models.model import Model
 from kvjax.place.rollback import more_added
 from kvjax.prefilling import bare_cache, check_cache, live, noted, there
 from kvjax.pure import decoding
+from kvjax.reach import last_position
 from kvjax.steps import Run
-from kvjax.suits import last_position
 from kvjax.verbs import OneToken, Step, has_verbs, refuse
 
 
