@@ -88,6 +88,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/read_protocols.py",
                 "kvjax/words.py",
                 "kvjax/refusals.py",
+                "kvjax/refused_parts.py",
                 "kvjax/word_protocols.py",
                 "kvjax/when.py",
                 "kvjax/phase.py",
@@ -135,7 +136,12 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/methods",
             ),
             _room("layout", "classes of sentences whose caches are laid out alike", "kvjax/layout.py"),
-            _room("suits", "whether a method suits a model", "kvjax/suits.py"),
+            _room(
+                "suits",
+                "whether a method suits a model, and how long its texts may get",
+                "kvjax/suits.py",
+                "kvjax/reach.py",
+            ),
         ),
     ),
     (
