@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from kvjax.ops.base.solve import cholesky_solve, conjugate_gradient
+from kvjax.ops.base.solve import cholesky_solve, conjugate_gradient, unit_lower_solve
 from tests.ops.oracles import rms
 
 N, K = (3, 2), 5
@@ -53,3 +54,31 @@ def test_gradients_are_those_of_the_solution(rng):
         for solve in (cholesky_solve, lambda a, b: by_products(a, b, 2 * K)):
             for got, want in zip(grads(solve), (to_a, to_b), strict=True):
                 assert rms(got, want) < 1e-10
+
+
+@pytest.mark.parametrize("size", [1, 6, 64])
+def test_lower_systems_are_solved_as_substitution_does(size, rng):
+    below, b = rng.normal(size=(*N, size, size)), rng.normal(size=(*N, size, 3))
+    # Rows that grow no vector: what chunks of the delta rule have.
+    below /= np.abs(np.tril(below, -1)).sum(-1, keepdims=True) + 1
+    system = np.tril(below, -1) + np.eye(size)
+    want = np.linalg.solve(system, b)
+    x = unit_lower_solve(jnp.asarray(below, jnp.float32), jnp.asarray(b, jnp.float32))
+    assert rms(x, want) < 1e-6
+
+    # The slope of sum(c x): c' dx = -u' dL x with u = (I + L)^-T c, and u' db.
+    c = rng.normal(size=b.shape)
+    with jax.enable_x64(True):
+        got = jax.grad(lambda a, b: (c * unit_lower_solve(a, b)).sum(), (0, 1))(*map(jnp.asarray, (below, b)))
+    u = np.linalg.solve(system.swapaxes(-1, -2), c)
+    assert rms(got[1], u) < 1e-12
+    if size > 1:
+        assert rms(got[0], np.tril(-u @ want.swapaxes(-1, -2), -1)) < 1e-12
+
+
+def test_equal_directions_lose_no_digits():
+    """Powers of such a matrix have entries of 1e18, and its inverse none beyond 1."""
+    ones = np.ones((1, 64, 64))
+    b = np.arange(64.0)[None, :, None]
+    x = unit_lower_solve(jnp.asarray(ones, jnp.float32), jnp.asarray(b, jnp.float32))
+    assert rms(x, np.linalg.solve(np.tril(ones, -1) + np.eye(64), b)) < 1e-6

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
 from kvjax.ops.attention import token_cache as cache
 from kvjax.ops.attention.token_cache import CHUNK, Mask, Segments, TokenCache
 from kvjax.ops.base.dtypes import wide
+from kvjax.ops.base.solve import unit_lower_solve
 
 
 def deltaformer(
@@ -61,8 +61,7 @@ def deltaformer(
         p, _ = cache.softmax(held, visible & earlier[None, None])
         p = p * jnp.swapaxes(beta, 1, 2)[..., None]
         rest = jnp.swapaxes(v - cache.mix(p[..., :size], old["u"]), 1, 2)
-        system = p[..., size:] + jnp.eye(c, dtype=dtype)[None, None]
-        u = jnp.swapaxes(solve_triangular(system, rest, lower=True, unit_diagonal=True), 1, 2)
+        u = jnp.swapaxes(unit_lower_solve(p[..., size:], rest), 1, 2)
         p, _ = cache.softmax(scores, visible)
         out = cache.mix_both(p, old["u"], u)
         return cache.put(slots, {"k": k, "u": u}, at), cache.checked(out, at.slot[..., None], size)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
 from kvjax.ops.attention import token_cache as cache
 from kvjax.ops.attention.forgetting import gates
 from kvjax.ops.attention.token_cache import CHUNK, Mask, Segments, TokenCache
 from kvjax.ops.base.dtypes import wide
+from kvjax.ops.base.solve import unit_lower_solve
 
 
 def path_attention(
@@ -87,6 +87,5 @@ def compact(
     scaled = beta[..., None] * w
     apart = jnp.tril(cache.products(scaled, w), -1)
     rest = jnp.concatenate([jnp.swapaxes(scaled, 1, 2), jnp.tril(cache.products(scaled, k), -1)], -1)
-    unit = jnp.eye(w.shape[1], dtype=w.dtype)[None, None]
-    solved = solve_triangular(apart + unit, rest, lower=True, unit_diagonal=True)
+    solved = unit_lower_solve(apart, rest)
     return jnp.swapaxes(solved[..., : w.shape[-1]], 1, 2), solved[..., w.shape[-1] :]

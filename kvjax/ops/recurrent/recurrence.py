@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.packed_sequences import segment_numbers, segment_starts
+from kvjax.ops.base.solve import unit_lower_solve
 
 # Tokens per chunk: decays of channels are compared pairwise, [C, C, K], those of heads as [C, C].
 CHUNK_VECTOR, CHUNK_SCALAR = 16, 32
@@ -221,12 +221,7 @@ def _one_chunk(
 
     if p is not None:
         rest = v - jnp.einsum("bhik,bhkv->bhiv", p * entering, state)
-        v = solve_triangular(
-            products(p, jnp.tril(lower, -1)) + jnp.eye(size, dtype=v.dtype)[None, None],
-            rest,
-            lower=True,
-            unit_diagonal=True,
-        )
+        v = unit_lower_solve(products(p, jnp.tril(lower, -1)), rest)
     out = jnp.einsum("bhik,bhkv->bhiv", q * entering, state)
     out = out + jnp.einsum("bhij,bhjv->bhiv", products(q, lower), v)
     behind = (whole[:, :, -1:] - whole) + (part[:, :, -1:] - part)
