@@ -310,7 +310,6 @@ def check(method: Method) -> None:
     together = granule > 1 or residual > 0
     problems = [
         *([] if keep is None else refused(keep)),
-        *refused_parts(method),
         (
             method.stack is not None and (keep is not None or read is not None or method.reread is not None),
             "it merges the tokens of two layers one by one, and what leaves tokens out, or reads some of "
@@ -353,6 +352,7 @@ def check(method: Method) -> None:
             "what stays of its prompts is chosen as they are read, and a keep would choose again: leave one "
             "out",
         ),
+        *refused_parts(method),
         (
             read is not None and read.granule % granule != 0,
             f"the pages that are read ({getattr(read, 'granule', 0)} tokens) must be a multiple of the "
