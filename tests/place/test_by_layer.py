@@ -166,8 +166,11 @@ def test_prompts_in_chunks_beams_and_texts_are_those_of_the_device():
         chunks, _ = kvjax.prefill(small(), PROMPTS, method=method, room=8, chunk=4)
         beams = kvjax.generate(small(), PROMPTS, method=method, max_new_tokens=4, beams=2)
         text = kvjax.generate(small(), PROMPTS, method=method, max_new_tokens=4)
-        found.append((chunks, beams.tokens, beams.logprobs, text.tokens))
-    assert_equal(*found)
+        found.append(((chunks, beams.tokens, text.tokens), beams.logprobs))
+    (near, near_logprobs), (far, far_logprobs) = found
+    assert_equal(near, far)
+    # A search compiles its softmax together with its step, so other steps may round its logarithms otherwise.
+    np.testing.assert_allclose(near_logprobs, far_logprobs, rtol=1e-6)
 
 
 MESHES = [("data=2,model=2", "tensor"), ("data=2", "batch")]
