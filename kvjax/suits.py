@@ -53,7 +53,7 @@ def check_fit(method: Method, config: Config) -> None:
             check_fit(one, config)
         return
     _check_fitted(method, config)
-    config = config_of(method, config)
+    config = _remade(method, config)
     facts = _facts(config)
     if facts.encoder:
         raise InputError(
@@ -239,6 +239,20 @@ def config_of(method: Method, config: Config) -> Config:
         return method.make.config(config)
     except ValueError as error:
         raise InputError(f"{method.id} does not fit this model: {error}") from error
+
+
+def _remade(method: Method, config: Config) -> Config:
+    """`config_of`; InputError also where layers would have other numbers than arrays were fitted to."""
+    found = config_of(method, config)
+    others = [*fitted_words(dataclasses.replace(method, make=None))]
+    if found.layers != config.layers and others:
+        _refuse(
+            method,
+            f"its arrays are for the {config.layers} layers of this model, and {method.make.by} makes "
+            f"{found.layers} of them",
+            "a method that nothing is fitted for",
+        )
+    return found
 
 
 def _check_fitted(method: Method, config: Config) -> None:

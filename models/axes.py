@@ -29,11 +29,12 @@ _TOP: dict[str, Axes] = {"embed": (_V, _E), "unembed": (_E, _V), "norm": (None,)
 # order, such as the channels that a short convolution takes together, stays whole.
 _LAYER: dict[str, Axes] = {
     **dict.fromkeys(
-        ("q", "attn_gate", "q_low", "r", "z", "dt", "decay", "beta", "level", "out_gate"), (_E, _H)
+        ("q", "cache_q", "attn_gate", "q_low", "r", "z", "dt", "decay", "beta", "level", "out_gate"), (_E, _H)
     ),
     **dict.fromkeys(("k", "v", "k_low", "k_down", "v_down"), (_E, _K)),
     "forget": (_E, _K),
-    "o": (_H, _E),
+    **dict.fromkeys(("o", "cache_o"), (_H, _E)),
+    **dict.fromkeys(("cache_k", "cache_v"), (None, _K)),
     **dict.fromkeys(("sink_bias", "memory_share", "a_log", "dt_bias", "skip"), (_H,)),
     **dict.fromkeys(("bonus", "level_scale"), (_H, None)),
     **dict.fromkeys(("extra_k", "extra_v"), (_K, None)),

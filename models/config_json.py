@@ -23,6 +23,7 @@ from kvjax.models.mixers.goldfinch import FinchC2, Gold
 from kvjax.models.mixers.grouped_latent import GroupedLatent
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.hgrn import Hgrn
+from kvjax.models.mixers.hidden_cache import CacheAttention, HiddenCache
 from kvjax.models.mixers.infini import Infini
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.lattice import Lattice
@@ -75,6 +76,8 @@ MIXERS = {
         GatedUnit,
         VectorQuantised,
         Hgrn,
+        HiddenCache,
+        CacheAttention,
         Mamba,
         Conba,
         SlopeDecay,

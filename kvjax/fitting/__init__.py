@@ -34,6 +34,7 @@ from kvjax.fitting.retaining import fit_retaining_heads
 from kvjax.fitting.run_gates import fit_run_gates
 from kvjax.fitting.search import fit_budgets
 from kvjax.fitting.sharing import fit_sharing
+from kvjax.fitting.states import fit_states
 from kvjax.fitting.write_gates import fit_write_gate
 from kvjax.grammar import Method
 from kvjax.inputs import finite_number, whole_number
@@ -54,6 +55,7 @@ from kvjax.keep.semantic import SemanticHeads
 from kvjax.keep.trigonometric import QueryCentres
 from kvjax.make.clustered_heads import ClusteredHeads
 from kvjax.make.grouped_low_rank import GroupedLowRank
+from kvjax.make.hidden_cache import StatesOfThePast
 from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods import method as build_method
 from kvjax.methods import takes_budget
@@ -104,6 +106,7 @@ FITS: dict[type, Fitter] = {
     GroupedLowRank: Fitter(fit_projections),
     SharedLayers: Fitter(fit_sharing),
     ClusteredHeads: Fitter(fit_clusters),
+    StatesOfThePast: Fitter(fit_states, asks=True, acts=True),
 }
 
 

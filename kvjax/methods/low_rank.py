@@ -11,9 +11,10 @@ from kvjax.keep.patterns import Recent
 from kvjax.keep.residue import Residue
 from kvjax.keep.score import AccumulatedAttention
 from kvjax.make.grouped_low_rank import GroupedLowRank
+from kvjax.make.hidden_cache import StatesOfThePast
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Portion, Range
-from kvjax.methods.shared import Amount, Fit, Seed, Share
+from kvjax.methods.shared import Amount, Depth, Fit, Seed, Share, Window
 from kvjax.store.affine import Affine
 from kvjax.store.rotate import Rotate
 from kvjax.when import STEP
@@ -76,3 +77,37 @@ def palu(
     )
     codec = None if bits is None else Affine(bits)
     return Method(store=None if codec is None else Store(codec, codec), make=made)
+
+
+@paper(
+    "Neurocache: Efficient Vector Retrieval for Long-range Language Modeling",
+    arxiv="2407.02486",
+    family="low-rank",
+    exact="deviates",
+)
+def neurocache(
+    *,
+    window: Window = 2048,
+    top: Annotated[int, Range(1)] = 32,
+    neighbours: Annotated[int, Range(1)] = 2,
+    context: Annotated[int, Range(1)] = 2,
+    factor: Annotated[int, Range(1)] = 8,
+    layer: Depth = 0.75,
+    fitted: Fit | None = None,
+) -> Method:
+    """Neurocache (Safaya and Yuret, 2024, arXiv:2407.02486), section 3: windows, and states of what left them.
+
+    Layers see `window` tokens. Of all before, one state of D / `factor` channels is held per token, once for
+    the whole model: a normalised projection of what enters layer `layer`. A token looks up the `top` nearest
+    states by its own and takes `neighbours` of each; the layers from there on attend to these, to those of
+    the token before it (`context`=2), and add that to their attention (`StatesOfThePast`). fitted: projection
+    and cache attention, and a LoRA, as `kvjax fit neurocache` writes them.
+
+    Deviation: a window slides, where the paper reads segments and looks among those before; all states stay,
+    where the paper's queue forgets the oldest of 16384; the nearest are exact, where the authors' code takes
+    the best of 512 buckets; what is not there has no weight, where it is a zero; and the queries and outputs
+    of cache attention, which start as the layer's own, learn changes of low rank, where the paper learns them
+    whole.
+    """
+    made = StatesOfThePast(window, top, neighbours, context, factor, layer, as_fitted(fitted))
+    return Method(make=made)

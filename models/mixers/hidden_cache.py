@@ -1,0 +1,119 @@
+"""Neurocache's layers: one list of compressed hidden states, and layers above it that attend to the nearest."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kvjax.models.config import Config
+from kvjax.models.layers import Params, Shapes, group_norm, linear
+from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, RecurrentState, Take
+from kvjax.models.mixers.attention import Attention
+from kvjax.models.mixers.kept_tokens import kept_of, state_of
+from kvjax.ops.attention.nearest_states import attend_to_states, nearest_states
+
+# Of the LayerNorm, as in the authors' code.
+EPS = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class HiddenCache(Mixer):
+    """Keeps s_t = LayerNorm(x_t W) of every token and looks up the nearest ones, once for the layers above.
+
+    Neurocache (Safaya and Yuret, 2024, arXiv:2407.02486), section 3. It adds nothing to the hidden state. No
+    gradient goes through what is kept but that of W and the norm. width: channels of s. window, top,
+    neighbours, context: of `kvjax.ops.attention.nearest_states`.
+    """
+
+    width: int
+    window: int
+    top: int = 32
+    neighbours: int = 2
+    context: int = 2
+    grows = frozenset({"states"})
+    in_segments = True
+
+    def check(self, config: Config) -> None:
+        sizes = (self.width, self.window, self.top, self.neighbours, self.context)
+        if min(sizes) < 1:
+            raise ValueError(
+                "width, window, top, neighbours and context of HiddenCache must be at least 1, got "
+                f"{', '.join(map(str, sizes))}"
+            )
+
+    def offers(self, config: Config) -> frozenset[str]:
+        return frozenset({"retrieved"})
+
+    def shapes(self, config: Config) -> Shapes:
+        norm = {"compress_norm": (self.width,), "compress_norm_bias": (self.width,)}
+        return {"compress": (config.d_model, self.width)} | norm
+
+    def state(self, config: Config) -> Shapes:
+        return {"states": (0, self.width), "count": ()}
+
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
+        states = linear(p, "compress", jax.lax.stop_gradient(x))
+        states = group_norm(p, "compress_norm", states, 1, EPS)
+
+        def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
+            index, slots = nearest_states(
+                states, window=self.window, top=self.top, neighbours=self.neighbours, context=self.context,
+                mask=mask, segments=memory.segments, **kept_of(past, ("states",)),
+            )  # fmt: skip
+            retrieved.append((slots.kept["states"], index))
+            # What found no room is no answer.
+            lost = (slots.count > slots.capacity)[:, None, None]
+            return jnp.where(lost, jnp.nan, jnp.zeros_like(x)), state_of(slots, {"states": x.dtype})
+
+        retrieved: list[tuple[Array, Array]] = []
+        out, state, left = memory.recur(layer, step, state)
+        if "retrieved" in layer.publishes:
+            left = left | {"retrieved": retrieved[0]}
+        return out, state, left
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheAttention(Attention):
+    """Attention, and beside it attention to the states that the `HiddenCache` of layer `cache` retrieved.
+
+    Neurocache (arXiv:2407.02486), section 3: y + softmax(q k' / sqrt(H)) v W_o' with the layer's input for q
+    and the retrieved states for k and v, by projections of its own that nothing turns. width: channels of a
+    state.
+    """
+
+    cache: int = 0
+    width: int = 1
+
+    @property
+    def takes(self) -> dict[str, Take]:
+        return super().takes | {"retrieved": Take("retrieved", self.cache)}
+
+    def check_takes(self, config: Config, layer: int) -> None:
+        super().check_takes(config, layer)
+        below = config.mixers[self.cache]
+        if self.cache >= layer or not isinstance(below, HiddenCache) or below.width != self.width:
+            raise ValueError(
+                f"layer {layer} attends to states of width {self.width} of layer {self.cache}, expected a "
+                f"HiddenCache of that width below it, got {below!r}"
+            )
+
+    def shapes(self, config: Config) -> Shapes:
+        d, (heads, kv_heads) = config.d_model, self.count(config)
+        n, k = heads * config.head_dim, kv_heads * config.head_dim
+        own: Shapes = {"cache_q": (d, n), "cache_o": (n, d)}
+        return super().shapes(config) | own | {f"cache_{x}": (self.width, k) for x in "kv"}
+
+    def __call__(
+        self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
+    ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
+        near, state, left = super().__call__(p, x, layer, memory, state)
+        states, index = layer.taken["retrieved"]
+        q = linear(p, "cache_q", x).reshape(*x.shape[:2], -1, layer.config.head_dim)
+        k, v = (p[f"cache_{n}"].reshape(self.width, -1, layer.config.head_dim) for n in "kv")
+        out = attend_to_states(q, states, index, k, v, scale=layer.config.scale)
+        return near + linear(p, "cache_o", out.reshape(*x.shape[:2], -1)), state, left
