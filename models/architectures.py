@@ -107,6 +107,10 @@ _SHARING = (
     _A("pod", "Compressing KV Cache for Long-Context LLM Inference with Inter-Layer Attention Similarity",
        "2412.02252", "cross-layer-share", "own keys for near tokens, another layer's for distant ones",
        _PER_TOKEN + "v of all layers, k of one per block; near keys", "SharedKeys", "bytes-pod"),
+    _A("neurocache", "Neurocache: Efficient Vector Retrieval for Long-range Language Modeling", "2407.02486",
+       "retrofit-training", "windows, and upper layers attend to the nearest states of what left them",
+       _PER_TOKEN + "one compressed hidden state for all layers; k and v of windows",
+       "HiddenCache, CacheAttention"),
     _A("attndrop", "What Matters in Transformers? Not All Attention is Needed", "2406.15786", "attn-arch",
        "layers without attention", _PER_TOKEN + "k and v of the other layers", "Dropped"),
 )  # fmt: skip

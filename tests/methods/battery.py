@@ -155,8 +155,11 @@ def observed(name: str, own: Method | None = None, asked: frozenset | None = Non
         pos = new_positions(run, gm, prompt.positions, prompt.narrowed)
         return jnp.where((pos >= 0)[None, :, None, :, None], x, GARBAGE)
 
-    pairs = zip(run.groups(m.params), prompt.fresh, strict=True)
-    fresh = tuple(f._replace(k=soiled(f.k, gm), v=soiled(f.v, gm)) for gm, f in pairs)
+    def stained(f: Any, gm: GroupMethod) -> Any:
+        # A state has no padding.
+        return f if isinstance(f, dict) else f._replace(k=soiled(f.k, gm), v=soiled(f.v, gm))
+
+    fresh = tuple(stained(f, gm) for gm, f in zip(run.groups(m.params), prompt.fresh, strict=True))
     return prompt._replace(fresh=fresh)
 
 

@@ -279,3 +279,36 @@ def homer_left(s):
     """Slots: two halves of chunks, what stands before and behind them, and room."""
     chunk = CHUNKS["chunk"]
     return s.tokens - 4 * chunk + 2 * (chunk // 2) + s.room
+
+
+# Neurocache, on the model "deep": 3 layers, of which the upper two attend to states of 4 channels.
+PAST = dict(window=5, top=3, layer=1)
+
+
+def _states():
+    """What Neurocache is taught: a projection and its norm, and per upper layer keys, values and a LoRA."""
+    rng, c, rank, inner = np.random.default_rng(23), WIDTH // 8, 2, 48
+    heads, groups = HEADS * CHANNELS, KV_HEADS * CHANNELS
+    sizes = {"q": (WIDTH, heads), "o": (heads, WIDTH), "gate": (WIDTH, inner), "up": (WIDTH, inner)}
+    shapes = {"compress": (1, WIDTH, c), "norm": (1, c), "norm_bias": (1, c)}
+    shapes |= {name: (2, c, groups) for name in "kv"}
+    for name, (rows, columns) in (sizes | {"down": (inner, WIDTH)}).items():
+        shapes |= {f"{name}_down": (2, rows, rank), f"{name}_up": (2, rank, columns)}
+    arrays = {name: 0.3 * rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    return Fitted(arrays | {"norm": arrays["norm"] + 1}, "StatesOfThePast", "")
+
+
+STATES = _states()
+
+
+def past_bytes(s):
+    """Windows of three layers and the token that is attended, and one state per token for all of them."""
+    slots = 3 * s.k * (PAST["window"] + 1) * (2 * s.h * 4 + 4)
+    return s.b * (slots + (s.tokens + s.room) * WIDTH // 8 * 4 + 4 + 4)
+
+
+def past_kept(prompt):
+    """The window of every layer; no slots where states are kept."""
+    window = np.arange(prompt.length) >= prompt.length - PAST["window"]
+    slots, none = np.stack([window] * KV_HEADS), np.zeros((0, prompt.length), bool)
+    return [slots, none, slots, slots]

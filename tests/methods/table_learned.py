@@ -68,4 +68,9 @@ LEARNED = [
         "homer", dense(learned.homer_left), hyper=learned.CHUNKS | dict(fitted=learned.BIAS), model="deep",
         phase=learned.MERGING, narrow=learned.homer_goes_on, kept=learned.homer_kept, stacks=False,
     ),
+    # Its answers are in tests/test_neurocache.py.
+    row(
+        "neurocache", learned.past_bytes, hyper=learned.PAST | dict(fitted=learned.STATES), model="deep",
+        kept=learned.past_kept, error=None, stacks=False,
+    ),
 ]  # fmt: skip

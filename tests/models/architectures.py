@@ -21,6 +21,7 @@ from kvjax.models.mixers.goldfinch import FinchC2, Gold
 from kvjax.models.mixers.grouped_latent import GroupedLatent
 from kvjax.models.mixers.head_maps import HeadMaps
 from kvjax.models.mixers.hgrn import Hgrn
+from kvjax.models.mixers.hidden_cache import CacheAttention, HiddenCache
 from kvjax.models.mixers.infini import Infini
 from kvjax.models.mixers.latent import Latent
 from kvjax.models.mixers.lattice import Lattice
@@ -209,6 +210,13 @@ TABLE = {
     "parallax": Row(with_layers(LocalLinear(2, 6, 5, learned=True)), 2 * (6 + 5), 0, 1),
     "pod": Row(
         with_layers(POD, dataclasses.replace(POD, source=0)), 2 * (6 + 5) + 2 * 5, 0, 1 + 1 + 5 * 2 * 6,
+    ),
+    "neurocache": Row(
+        with_layers(
+            Attention(), HiddenCache(4, window=5, top=2), *[CacheAttention(cache=1, width=4)] * 2,
+            mlps=(GatedMLP(), NoMLP(), GatedMLP(), GatedMLP()), windows=(5, None, 5, 5),
+        ),
+        4, 0, 3 * 6 * (KV + 2) + 1,
     ),
     # Without a context, which tests/models/test_context.py gives them.
     "xc-cache": Row(with_layers(XC, Attention(), dataclasses.replace(XC, source=0)), KV, 2),

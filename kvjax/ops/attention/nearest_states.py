@@ -30,8 +30,8 @@ def nearest_states(
     """(the slots that every token retrieves, all states): the `top` nearest to its own in L2, and neighbours.
 
     Neurocache (Safaya and Yuret, 2024, arXiv:2407.02486), section 3. A token at slot t looks among s <= t -
-    window, and takes of each s that it finds `neighbours` slots in a row, from s - neighbours // 2 + 1 on,
-    cut off at the ends of what it may see. It also has what the `context` - 1 tokens before it retrieve, so M
+    window, and takes of each s that it finds `neighbours` slots in a row, from s - (neighbours - 1) // 2
+    on, cut off at the ends of what it may see. It also has what the `context` - 1 tokens before it retrieve, so M
     = context * top * neighbours; slots may come twice, and -1 stands for none. Where `segments` changes, a
     token sees its own segment alone; what is left continues rows of one segment.
 
@@ -42,8 +42,8 @@ def nearest_states(
     slots, at = cache.append({"states": states}, initial_state, segments, mask, capacity)
     kept = slots.kept["states"].astype(wide(states))
     square = jnp.square(kept).sum(-1)[:, None]
-    offsets = jnp.arange(neighbours, dtype=jnp.int32) - neighbours // 2 + (neighbours > 1)
-    number = jnp.arange(slots.capacity, dtype=jnp.int32)
+    offsets = jnp.arange(neighbours, dtype=jnp.int32) - (neighbours - 1) // 2
+    number = jnp.arange(slots.capacity, dtype=jnp.int32)[None, None]
 
     def found_by(slot: Int[Array, "B T"], first: Int[Array, "B T"]) -> Int[Array, "B T Z"]:
         own = jnp.take_along_axis(kept, jnp.clip(slot, 0, slots.capacity - 1)[..., None], axis=1)
@@ -51,7 +51,7 @@ def nearest_states(
         seen = (number >= first[..., None]) & (number <= last[..., None])
         near = jnp.where(seen, 2 * jnp.einsum("btc,bsc->bts", own, kept) - square, -jnp.inf)
         score, index = jax.lax.top_k(near, min(top, slots.capacity))
-        around = jnp.clip(index[..., None] + offsets, first[..., None, None], last[..., None, None])
+        around = jnp.clip(index[..., None] + offsets[None, None, None], first[..., None, None], last[..., None, None])
         around = jnp.where(jnp.isneginf(score)[..., None], -1, around)
         return around.reshape(*slot.shape, -1)
 
