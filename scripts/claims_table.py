@@ -175,6 +175,11 @@ CLAIMS = (
     Claim("minicache", "layers from the middle up can be merged with next to no loss", Near()),
     Claim("less", "a small state of what left closes a part of H2O's gap", Better("h2o")),
     Claim("palu", "half of the channels cost next to nothing", Near()),
+    Claim(
+        "neurocache",
+        "a cache of states does better than windows of the same length alone",
+        Untestable("nothing here leaves windows alone in all layers of a model"),
+    ),
     Claim("mustafar", "half of all numbers can go without loss", Near()),
     Claim("think", "two fifths of the channels of keys can go with next to no loss", Near()),
     Claim("turboquant", "no loss at 3.5 bits and above", Near(within=0.02)),

@@ -34,6 +34,7 @@ class HiddenCache(Mixer):
     neighbours: int = 2
     context: int = 2
     grows = frozenset({"states"})
+    untaught = frozenset({"attn_norm", "attn_post_norm"})
     in_segments = True
 
     def check(self, config: Config) -> None:

@@ -214,9 +214,9 @@ TABLE = {
     "neurocache": Row(
         with_layers(
             Attention(), HiddenCache(4, window=5, top=2), *[CacheAttention(cache=1, width=4)] * 2,
-            mlps=(GatedMLP(), NoMLP(), GatedMLP(), GatedMLP()), windows=(5, None, 5, 5),
+            mlps=(GatedMLP(), NoMLP(), GatedMLP(), GatedMLP()), windows=(None, None, 5, 5),
         ),
-        4, 0, 3 * 6 * (KV + 2) + 1,
+        KV + 4, 2, 2 * 6 * (KV + 2) + 1,
     ),
     # Without a context, which tests/models/test_context.py gives them.
     "xc-cache": Row(with_layers(XC, Attention(), dataclasses.replace(XC, source=0)), KV, 2),
