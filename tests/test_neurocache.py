@@ -130,6 +130,9 @@ def test_what_cannot_be_rewritten_or_chained_is_said():
         method(layer=3).make.config(model("deep").config)
     with pytest.raises(InputError, match=r"\(one, width, channels\) of its projection are \(1, 32, 4\)"):
         run(model("deep"), method(factor=4))
+    inner = dataclasses.replace(model("deep").config, d_ff=40)
+    with pytest.raises(ValueError, match="fitted to feed-forwards of 48 channels, and this model's have 40"):
+        method().make.config(inner)
     with pytest.raises(InputError, match="never fitted to a model: run `kvjax fit neurocache"):
         run(model("deep"), method(fitted=None))
     found = kvjax.fit(model("deep"), "kvzap", MAIN.first)

@@ -47,12 +47,16 @@ class StatesOfThePast:
 
     def check(self, model: ModelSizes) -> None:
         """InputError where the arrays are those of another kind of model."""
+        assert self.fitted is not None
         width, upper = self.width(model.width), model.layers - self.first(model.layers)
         check_sizes(self, "projection", "one, width, channels", "compress", (1, model.width, width))
         for name in "kv":
             sizes = (upper, width, model.kv_heads * model.head_dim)
             check_sizes(self, "cache attention", "upper layers, channels, heads", name, sizes)
+        arrays, heads = self.fitted.arrays, model.heads * model.head_dim
         check_sizes(self, "LoRA", "upper layers, width", "q_down", (upper, model.width))
+        sizes = (upper, arrays["q_down"].shape[-1], heads)
+        check_sizes(self, "LoRA", "upper layers, rank, heads", "q_up", sizes)
 
     def first(self, layers: int) -> int:
         """The lowest layer with cache attention, of so many."""
@@ -71,12 +75,20 @@ class StatesOfThePast:
                     f"is {mixer!r} with the window {config.window(i)}"
                 )
             if not isinstance(mlp_of(config, i), GatedMLP):
-                raise ValueError(f"layer {i} has {mlp_of(config, i)!r}, expected a gated MLP, which is taught")
+                raise ValueError(
+                    f"layer {i} has {mlp_of(config, i)!r}, expected a gated MLP, which is taught"
+                )
         first, width = self.first(config.layers), self.width(config.d_model)
         if first >= config.layers or not width:
             raise ValueError(
                 f"layer={self.layer} and factor={self.factor} leave no upper layer of {config.layers} or no "
                 f"channel of {config.d_model}: give lower ones"
+            )
+        inner = mlp_of(config, first).shapes(config)["gate"][1]
+        if self.fitted is not None and self.fitted.arrays["gate_up"].shape[-1] != inner:
+            raise ValueError(
+                f"it was fitted to feed-forwards of {self.fitted.arrays['gate_up'].shape[-1]} channels, and "
+                f"this model's have {inner}: run `kvjax fit neurocache` on this model"
             )
         upper = config.layers - first
         keeps = HiddenCache(width, self.window, self.top, self.neighbours, self.context)

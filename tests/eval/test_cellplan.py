@@ -39,7 +39,7 @@ def test_all_stands_for_everything_in_the_table_that_needs_no_fit_or_comes_with_
     entries = plan_cells(model, ["all"], [0.5], "short")
     fitted = {"headkv", "duoattention", "less", "kvquant", "q-filters", "compresskv"}
     fitted |= {"retrieval-head", "razorattention", "kvsharer", "evolkv", "lukv", "triattention", "chai"}
-    fitted |= {"gisting", "ccm", "ccm-merge"}
+    fitted |= {"gisting", "ccm", "ccm-merge", "neurocache"}
     assert {e.label for e in entries} == set(METHODS) - fitted
     assert all((e.budget is None) != takes_budget(e.label) for e in entries)
 

@@ -51,7 +51,9 @@ def nearest_states(
         seen = (number >= first[..., None]) & (number <= last[..., None])
         near = jnp.where(seen, 2 * jnp.einsum("btc,bsc->bts", own, kept) - square, -jnp.inf)
         score, index = jax.lax.top_k(near, min(top, slots.capacity))
-        around = jnp.clip(index[..., None] + offsets[None, None, None], first[..., None, None], last[..., None, None])
+        around = jnp.clip(
+            index[..., None] + offsets[None, None, None], first[..., None, None], last[..., None, None]
+        )
         around = jnp.where(jnp.isneginf(score)[..., None], -1, around)
         return around.reshape(*slot.shape, -1)
 
