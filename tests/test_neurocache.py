@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.special import log_softmax
@@ -12,6 +11,7 @@ import kvjax
 from kvjax.cache import nbytes
 from kvjax.commands.texts import read_texts
 from kvjax.errors import InputError
+from kvjax.fitted import Fitted
 from kvjax.fitting.states import said_in, surprise
 from tests.methods.battery import MAIN, decoder, model, off
 from tests.methods.learned import PAST, STATES
@@ -107,9 +107,9 @@ def test_the_surprise_of_answers_is_what_it_is_by_hand():
 
 def test_a_fit_starts_from_the_layers_own_weights_and_moves_all_arrays():
     m = model("deep")
-    start, end = (
-        kvjax.fit(m, method(fitted=None), questions(), epochs=1, rate=rate, rank=2) for rate in (0.0, 0.01)
-    )
+    first = method().make.start(m.params, m.config, 2, 0)
+    start = Fitted({n: np.asarray(x) for n, x in first.items()}, "StatesOfThePast", m.signature)
+    end = kvjax.fit(m, method(fitted=None), questions(), epochs=1, rate=0.01, rank=2)
     made = kvjax.prepare(m, method(fitted=start)).params["layers"]
     for upper in (1, 2):
         own, new = m.params["layers"][upper], made[upper + 1]
@@ -135,8 +135,8 @@ def test_what_cannot_be_rewritten_or_chained_is_said():
         method().make.config(inner)
     with pytest.raises(InputError, match="never fitted to a model: run `kvjax fit neurocache"):
         run(model("deep"), method(fitted=None))
-    found = kvjax.fit(model("deep"), "kvzap", MAIN.first)
-    both = kvjax.chain(method(), kvjax.method("kvzap", fitted=found))
+    gate = Fitted({"out": np.ones((3, 32, 2)), "out_bias": np.ones((3, 2))}, "HiddenGate", "")
+    both = kvjax.chain(method(), kvjax.method("kvzap", fitted=gate))
     with pytest.raises(InputError, match="its arrays are for the 3 layers of this model, and neurocache"):
         run(model("deep"), both)
 

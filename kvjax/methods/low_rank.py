@@ -95,7 +95,7 @@ def neurocache(
     layer: Depth = 0.75,
     fitted: Fit | None = None,
 ) -> Method:
-    """Neurocache (Safaya and Yuret, 2024, arXiv:2407.02486), section 3: windows, and states of what left them.
+    """Neurocache (Safaya and Yuret, 2024, arXiv:2407.02486), section 3: windows, and states of the past.
 
     Layers see `window` tokens. Of all before, one state of D / `factor` channels is held per token, once for
     the whole model: a normalised projection of what enters layer `layer`. A token looks up the `top` nearest

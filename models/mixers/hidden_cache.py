@@ -1,4 +1,4 @@
-"""Neurocache's layers: one list of compressed hidden states, and layers above it that attend to the nearest."""
+"""Neurocache's layers: a list of compressed hidden states, and layers that attend to the nearest."""
 
 from __future__ import annotations
 

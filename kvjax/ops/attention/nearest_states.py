@@ -30,9 +30,9 @@ def nearest_states(
     """(the slots that every token retrieves, all states): the `top` nearest to its own in L2, and neighbours.
 
     Neurocache (Safaya and Yuret, 2024, arXiv:2407.02486), section 3. A token at slot t looks among s <= t -
-    window, and takes of each s that it finds `neighbours` slots in a row, from s - (neighbours - 1) // 2
-    on, cut off at the ends of what it may see. It also has what the `context` - 1 tokens before it retrieve, so M
-    = context * top * neighbours; slots may come twice, and -1 stands for none. Where `segments` changes, a
+    window, and takes of each s that it finds `neighbours` slots in a row, from s - (neighbours - 1) // 2 on,
+    cut off at the ends of what it may see. It also has what the `context` - 1 tokens before it retrieve, so
+    M = context * top * neighbours; slots may come twice, and -1 stands for none. Where `segments` changes, a
     token sees its own segment alone; what is left continues rows of one segment.
 
     >>> x = jnp.asarray([[[0.0], [5.0], [1.0], [4.0]]])
