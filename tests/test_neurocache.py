@@ -161,3 +161,16 @@ def right(m, given):
         same.append(token == [s.answer[i] for s in samples])
         logits, cache = kvjax.step(m, cache, token)
     return np.mean(same)
+
+
+@pytest.mark.slow
+def test_a_fit_makes_answers_likelier_and_more_of_their_tokens_right(tiny):
+    seen, batch = samples_of(tiny, 256, 32), said_in(tiny, samples_of(tiny, 16, 8))
+    short, long = dict(rate=0.0, epochs=1), dict(epochs=8)
+    given = kvjax.method("neurocache", window=64)
+    fits = [kvjax.fit(tiny, given, seen, batch=8, **x) for x in (short, long)]
+    loss = jax.jit(surprise, static_argnums=(0, 1))
+    start, end = (loss(given.make, tiny.config, tiny.params, arrays_of(x), batch) for x in fits)
+    assert end < 0.6 * start
+    before, after = (right(tiny, kvjax.method("neurocache", window=64, fitted=x)) for x in fits)
+    assert after > before + 0.05

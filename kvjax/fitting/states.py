@@ -30,8 +30,8 @@ def fit_states(
     *,
     method: Method,
     rank: int = 8,
-    rate: float = 3e-3,
-    epochs: int = 16,
+    rate: float = 1e-3,
+    epochs: int = 8,
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:

@@ -108,6 +108,11 @@ def neurocache(
     the best of 512 buckets; what is not there has no weight, where it is a zero; and the queries and outputs
     of cache attention, which start as the layer's own, learn changes of low rank, where the paper learns them
     whole.
+
+    On the shipped model, with contexts of 256 tokens and a window of 64, a fit of a minute makes answers
+    likelier, at 2.7 nats a token in place of 6.2 before it; where the LoRA alone is learned, without states,
+    they are at 3.0. Of the tokens of values that are asked for, 39% are right in place of 26%, and as many
+    without states; of whole answers one in six, before and after. So no fit comes with it.
     """
     made = StatesOfThePast(window, top, neighbours, context, factor, layer, as_fitted(fitted))
     return Method(make=made)
