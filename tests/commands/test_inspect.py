@@ -50,7 +50,7 @@ def test_sizes_are_those_of_the_prefill(id):
     made = method(id, **{name: value for name, value in small.items() if name in known})
     # Which layers share is fitted; of low rank, only the weights are.
     shares = made.make if isinstance(made.make, SharedLayers) else None
-    if any(word.fitted is None for word in fitted_words((made.keep, made.store, shares))):
+    if any(word.fitted is None for word in fitted_words((made.keep, made.store, made.reread, shares))):
         pytest.skip("it has to be fitted to a model first")
     # What merges neighbours needs two without a window.
     config = CONFIG if made.stack is None else dataclasses.replace(CONFIG, windows=())
