@@ -15,8 +15,6 @@ from kvjax.codes import taught
 from kvjax.errors import InputError
 from kvjax.fitted import ModelSizes, fitted_words, lacks_fit
 from kvjax.grammar import Keep, Method, check
-from kvjax.keep.distilled import Distilled
-from kvjax.keep.memory_tokens import MemoryTokens
 from kvjax.keep.observe import Queries
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
@@ -276,8 +274,9 @@ def _check_fitted(method: Method, config: Config) -> None:
 def _check_reading(method: Method, config: Config) -> None:
     """InputError where tokens cannot be left out of a model's layers, or be marked there."""
     narrow = None if method.keep is None else method.keep.narrow
-    marks = isinstance(method.reread, Distilled | MemoryTokens)
-    if narrow is not None or (method.reread is not None and not isinstance(method.reread, MemoryTokens)):
+    # Words with fitted arrays mark tokens, and those with stages choose some at a layer.
+    marks = hasattr(method.reread, "fitted")
+    if narrow is not None or hasattr(method.reread, "stages"):
         _check_narrow(method, config)
     for layer in range(config.layers if marks else 0):
         mixer = mixer_of(config, layer)

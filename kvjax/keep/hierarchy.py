@@ -11,7 +11,7 @@ from kvjax.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.keep.observe import Queries
 from kvjax.keep.score import window_logits
 from kvjax.keep.select import slot_lists, top
-from kvjax.phase import SharedRanges
+from kvjax.phase import Phase, SharedRanges
 from kvjax.protocols import Observation, Seen, View
 
 
@@ -40,6 +40,9 @@ class Hierarchy:
     fitted: Fitted | None = None
     by = "homer"
     fit_first = False
+    # What leaves a layer is stored in none, and later turns are read whole.
+    all_layers = True
+    first_turn_only = True
 
     def __post_init__(self):
         if self.chunk < 2 or self.height < 1 or self.prefix < 0:
@@ -78,7 +81,7 @@ class Hierarchy:
         """Behind which layers tokens of a prompt of so many leave, and who chooses them."""
         return tuple((at, Thinning(self, level, tokens)) for level, at in enumerate(self.levels(layers)))
 
-    def phase_in(self, layer: int, layers: int) -> SharedRanges:
+    def phase_in(self, layer: int, layers: int, phase: Phase) -> Phase:
         """Which tokens of a first prompt meet in a layer: those of a block."""
         below = sum(at < layer for at in self.levels(layers))
         return dataclasses.replace(self.phase, together=2**below)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.keep.select import slot_lists, top
+from kvjax.phase import Phase
 from kvjax.protocols import Observation, Score, Seen, View
 from kvjax.word_protocols import check_words
 from kvjax.words import number_of, probes_of, scored
@@ -34,6 +35,9 @@ class Narrow:
     score: Score
     share: float
     window: int = 8
+    # Lower layers store what the upper ones do not see, and every turn gets narrower.
+    all_layers = False
+    first_turn_only = False
 
     def __post_init__(self):
         check_chooser("Narrow", self.layer, self.score)
@@ -57,6 +61,10 @@ class Narrow:
     def after(self, layers: int) -> int:
         """The number of the last layer that sees all tokens, in a model of so many layers."""
         return number_of(self.layer, layers)
+
+    def phase_in(self, layer: int, layers: int, phase: Phase) -> Phase:
+        """What a first prompt turns by in a layer: what all layers turn by."""
+        return phase
 
     def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Narrow], ...]:
         """Behind which layers tokens leave, and who chooses those that go on."""

@@ -43,9 +43,9 @@ def unnarrowed(run: Run) -> Run:
 def narrowing(run: Run, params: Params, at: Positions, first: bool) -> Narrowing | None:
     """Where new tokens at these positions get fewer, and how they are chosen. first: no turn was before."""
     narrow = narrow_of(run)
-    if narrow is None or (isinstance(narrow, Hierarchy) and not first):
+    if narrow is None or (narrow.first_turn_only and not first):
         return None
-    out, below = None, _left_below if isinstance(narrow, Hierarchy) else None
+    out, below = None, _left_below if narrow.all_layers else None
     for layer, word in reversed(narrow.stages(run.config.layers, at.pos.shape[1])):
         out = Narrowing(layer, _chooser(run, params, layer, word, at.length), below, out)
     return out
@@ -101,7 +101,7 @@ def new_positions(
     narrow = narrow_of(run)
     if narrowed is None or narrow is None:
         return at.pos
-    above = isinstance(narrow, Hierarchy) or gm.first > narrow.after(run.config.layers)
+    above = narrow.all_layers or gm.first > narrow.after(run.config.layers)
     return narrowed if above else at.pos
 
 
@@ -109,7 +109,8 @@ def stored_of(
     run: Run, pos: Int[Array, "B T"], narrowed: Int[Array, "B M"] | None, tokens: int
 ) -> tuple[int, int]:
     """Of how many new tokens, and of how many of a row's `tokens`, something is stored at most."""
-    if narrowed is None or not isinstance(narrow_of(run), Hierarchy):
+    narrow = narrow_of(run)
+    if narrowed is None or narrow is None or not narrow.all_layers:
         return pos.shape[1], tokens
     return narrowed.shape[1], min(tokens, narrowed.shape[1])
 

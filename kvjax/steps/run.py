@@ -13,7 +13,6 @@ from kvjax.choose import AsMet
 from kvjax.fitted import of_layer
 from kvjax.grammar import Method
 from kvjax.group import GroupMethod, group_method
-from kvjax.keep.hierarchy import Hierarchy
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -106,7 +105,7 @@ class Run(NamedTuple):
     def phase_in(self, layer: int) -> Phase:
         """The same in a layer that a first prompt runs through."""
         narrow = None if self.method.keep is None else self.method.keep.narrow
-        return narrow.phase_in(layer, self.config.layers) if isinstance(narrow, Hierarchy) else self.phase
+        return self.phase if narrow is None else narrow.phase_in(layer, self.config.layers, self.phase)
 
     @property
     def unrotated(self) -> bool:
