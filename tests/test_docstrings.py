@@ -26,15 +26,16 @@ def examples(name):
     return [test for test in tests if test.examples]
 
 
-# Examples of operations compile one by one, and these make a model or a picture for theirs; their own tests
-# compute the same and more every time.
+# Examples of operations, codecs and training compile one by one, and these make a model, a cache or a picture
+# for theirs; their own tests compute the same and more every time.
+IN_TURN = ("kvjax.ops.", "kvjax.store.", "kvjax.train.")
 SLOW = (
-    "block_transformer", "context", "eval.report.scores_picture", "generation", "models.transformer",
-    "nnx", "oracle", "place.rows", "pure", "train.convert", "train.recur",
+    "block_transformer", "cache_file", "context", "eval.report.scores_picture", "generation",
+    "models.transformer", "nnx", "oracle", "place.rollback", "place.rows", "pure",
 )  # fmt: skip
 CASES = [
     pytest.param(name, marks=pytest.mark.rotating)
-    if name.startswith("kvjax.ops.") or name.removeprefix("kvjax.") in SLOW
+    if name.startswith(IN_TURN) or name.removeprefix("kvjax.") in SLOW
     else name
     for name in MODULES
 ]

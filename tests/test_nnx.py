@@ -64,7 +64,7 @@ def test_an_optimizer_of_flax_trains_a_model_as_optax_trains_its_pytree():
 
 @pytest.mark.parametrize(
     "mixer",
-    [pytest.param(ATTENTION, marks=pytest.mark.rotating), KimiDelta(2, 8, 8)],
+    [ATTENTION, pytest.param(KimiDelta(2, 8, 8), marks=pytest.mark.rotating)],
     ids=["attention", "kda"],
 )
 def test_steps_over_the_cache_give_what_a_call_gives_for_the_whole_text(mixer, rng):

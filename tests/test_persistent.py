@@ -66,6 +66,7 @@ def test_only_layers_that_take_picks_leave_bytes_unread():
     assert found == [0, 0, left, 0, left, left]
 
 
+@pytest.mark.rotating
 def test_layers_with_a_window_neither_pick_nor_take():
     m = model(windows=(None, 5, None, 5, None, None))
     gms = Run(m.config, METHOD).groups(m.params)

@@ -83,6 +83,7 @@ def test_classes_whose_lists_must_lie_together_are_refused_by_name_and_left_whol
     assert on.devices("slots") == 1
 
 
+@pytest.mark.rotating
 def test_tensor_splits_slots_where_there_are_fewer_lists_than_devices_and_they_are_large():
     here, mesh = model("4/2"), as_mesh("model=4")
     for least, parts in ((0, 4), (2**20, 1)):

@@ -12,7 +12,7 @@ here = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this sys
 
 
 @here
-@pytest.mark.parametrize(("share", "left"), [(0.0, 0), (1.0, 1)])
+@pytest.mark.parametrize(("share", "left"), [(0.0, 0), pytest.param(1.0, 1, marks=pytest.mark.rotating)])
 def test_programs_are_dropped_beyond_the_share_of_regions(share, left, monkeypatch):
     monkeypatch.setattr(programs, "_MOST", share)
     call = jax.jit(lambda x: x + 1)

@@ -260,7 +260,7 @@ def test_a_row_is_the_same_among_other_rows(label):
     compare_rows(label, SHARED, talk(label, "other"), SHARED)
 
 
-@some("kivi")
+@some()
 def test_a_row_is_the_same_alone_and_in_a_smaller_bucket(label):
     compare_rows(label, ALONE, talk(label, "alone"), 0)
 

@@ -35,14 +35,14 @@ def told(random):
     return one
 
 
-@drawn(15)
+@drawn(10)
 def test_a_sentence_traces_and_what_was_refused_on_the_way_says_why(random):
     one = told(random)
     assert all(is_one_sentence(refusal) for refusal in one.refusals), one.refusals
     traced(one)
 
 
-@drawn(3, more=1_000_000)
+@drawn(2, more=1_000_000)
 def test_a_sentence_keeps_what_it_may_and_steps_go_on_from_there(random):
     one = told(random)
     ran(one)

@@ -36,7 +36,7 @@ def spread(rules, name):
     return kvjax.spread(m, as_mesh(MESHES[rules]), chosen)
 
 
-@pytest.mark.parametrize("rules, name", sweep(CASES, ("tensor", "kimi linear")))
+@pytest.mark.parametrize("rules, name", sweep(CASES, ("tensor", "gqa")))
 def test_a_conversation_on_a_mesh_is_that_on_one_device(rules, name):
     m, done, batch = spread(rules, name), talk(name), BATCHES["main"]
     read = np.array(batch.lengths)

@@ -56,24 +56,30 @@ def test_gradients_are_those_of_the_solution(rng):
                 assert rms(got, want) < 1e-10
 
 
-@pytest.mark.parametrize("size", [1, 6, 64])
-def test_lower_systems_are_solved_as_substitution_does(size, rng):
+def lower(size, rng):
+    """Systems that grow no vector, as chunks of the delta rule have."""
     below, b = rng.normal(size=(*N, size, size)), rng.normal(size=(*N, size, 3))
-    # Rows that grow no vector: what chunks of the delta rule have.
     below /= np.abs(np.tril(below, -1)).sum(-1, keepdims=True) + 1
     system = np.tril(below, -1) + np.eye(size)
-    want = np.linalg.solve(system, b)
+    return below, b, system, np.linalg.solve(system, b)
+
+
+@pytest.mark.parametrize("size", [1, 6, 64])
+def test_lower_systems_are_solved_as_substitution_does(size, rng):
+    below, b, _, want = lower(size, rng)
     x = unit_lower_solve(jnp.asarray(below, jnp.float32), jnp.asarray(b, jnp.float32))
     assert rms(x, want) < 1e-6
 
-    # The slope of sum(c x): c' dx = -u' dL x with u = (I + L)^-T c, and u' db.
+
+def test_slopes_of_lower_systems_are_those_of_the_equations(rng):
+    """Of sum(c x): c' dx = -u' dL x + u' db with u = (I + L)^-T c."""
+    below, b, system, want = lower(6, rng)
     c = rng.normal(size=b.shape)
     with jax.enable_x64(True):
         got = jax.grad(lambda a, b: (c * unit_lower_solve(a, b)).sum(), (0, 1))(*map(jnp.asarray, (below, b)))
     u = np.linalg.solve(system.swapaxes(-1, -2), c)
     assert rms(got[1], u) < 1e-12
-    if size > 1:
-        assert rms(got[0], np.tril(-u @ want.swapaxes(-1, -2), -1)) < 1e-12
+    assert rms(got[0], np.tril(-u @ want.swapaxes(-1, -2), -1)) < 1e-12
 
 
 def test_equal_directions_lose_no_digits():
