@@ -15,7 +15,9 @@ from kvjax.commands.sizes import Sizes, sizes_of
 from kvjax.commands.terminal import console, size
 from kvjax.errors import InputError
 from kvjax.grammar import Method
+from kvjax.loading import SHIPPED, load
 from kvjax.place.trim import counted
+from kvjax.ready import ready
 from kvjax.suits import check_budget
 
 _COLUMNS = 110
@@ -29,7 +31,10 @@ def print_explanation(method: Method, model: str, context: int, dtype: str) -> N
     Raises InputError where there is no such model, it has fewer positions, or what must stay is more than the
     budget.
     """
-    config, _ = find_config(model)
+    config, folder = find_config(model)
+    if folder is not None and folder.parent == SHIPPED:
+        # What comes with kvjax was fitted to such models alone, and these are read at once.
+        method = ready(load(model), method)
     if context > config.max_positions:
         raise InputError(
             f"--context is {context}, expected at most the model's {config.max_positions} positions: lower it"

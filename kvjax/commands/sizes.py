@@ -14,6 +14,7 @@ from kvjax.block_transformer import prefill as prefill_blocks
 from kvjax.cache import Cache, nbytes
 from kvjax.chunking import bucket
 from kvjax.errors import InputError
+from kvjax.fitted import with_fitted
 from kvjax.grammar import Method
 from kvjax.models.block_transformer import BlockConfig, layout_of
 from kvjax.models.config import Config
@@ -53,7 +54,7 @@ class Sizes:
         shared = [m for m in methods if m.make is None and not self._by_itself(m)]
         needs = (steps.needs_of(Run(config, m), self.params) for m in shared if _fits(m, config))
         observe = partial(steps.observe, Run(config, Method()), cache=None, needs=frozenset().union(*needs))
-        self.prompt = jax.eval_shape(observe, self.params, *self._given())
+        self.prompt = jax.eval_shape(observe, with_fitted(self.params, *shared), *self._given())
 
     def _given(self) -> list[jax.ShapeDtypeStruct]:
         """Tokens and their lengths."""
@@ -73,9 +74,9 @@ class Sizes:
         run, sizes = Run(self.config, method), dict(tokens_bound=self.tokens, room=room, compress=True)
         if self._by_itself(method):
             call = partial(steps.prefill, run, cache=None, **sizes)
-            return jax.eval_shape(call, self._apart(), *self._given())[1]
+            return jax.eval_shape(call, with_fitted(self._apart(), method), *self._given())[1]
         settle = partial(steps.settle, run, cache=None, tokens=self.tokens, room=room, compress=True)
-        return jax.eval_shape(settle, self.params, self.prompt)
+        return jax.eval_shape(settle, with_fitted(self.params, method), self.prompt)
 
     def nbytes(self, method: Method, room: int = 0) -> int:
         """Bytes of that cache, everything counted."""

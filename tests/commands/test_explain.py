@@ -12,15 +12,17 @@ from kvjax.cli import main
 from kvjax.commands.explain_print import weight
 from kvjax.commands.explain_sentences import at_each_step, at_prefill, inside, said
 from kvjax.commands.methods_cards import shown
+from kvjax.commands.terminal import size
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.algebra import Pool, Word
 from kvjax.keep.budget import Uniform
 from kvjax.keep.patterns import Recent
-from kvjax.methods import METHODS
+from kvjax.methods import METHODS, takes_budget
 from kvjax.methods.parse import parse_method
 from kvjax.store.affine import Affine
 from kvjax.when import Every
 from tests.methods.battery import model
+from tests.sweep import sweep
 
 
 def below(word) -> list:
@@ -150,3 +152,13 @@ def test_what_cannot_be_explained_is_one_line(words, told, capsys):
     assert main(["explain", *words.split()]) == 2
     error = capsys.readouterr().err
     assert re.search(told, error) and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("id", sweep(["kv-distill", "homer"], "kv-distill"))
+def test_what_comes_fitted_with_a_shipped_model_is_weighed_there(id, capsys):
+    model = kvjax.load("recall-tiny")
+    method = kvjax.method(id, **({"budget": 0.25} if takes_budget(id) else {}))
+    budget = ["--budget", "0.25"] if takes_budget(id) else []
+    assert main(["explain", id, *budget, "--context", "64"]) == 0
+    _, cache = kvjax.prefill(model, [list(range(64))], method=method, room=0)
+    assert f"After 64 tokens: {size(nbytes(cache))}, " in capsys.readouterr().out
