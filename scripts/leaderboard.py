@@ -1,6 +1,7 @@
 """The leaderboard: all methods on the same questions, from comparisons to data, page and pictures.
 
     python scripts/leaderboard.py run --samples 100 --out boards  # compares on every model; goes on if killed
+    python scripts/leaderboard.py run --methods fitted --out boards2  # those that are fitted, to each model
     python scripts/leaderboard.py speed --out boards              # times every method's prefill beside none
     python scripts/leaderboard.py collect --out boards            # what both found becomes the data
     python scripts/leaderboard.py collect --out boards --add      # beside what it has of others
@@ -51,7 +52,11 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=("run", "speed", "collect"), help="(default: the page)")
     parser.add_argument("--samples", type=int, default=100, metavar="N", help="contexts (default: 100)")
     parser.add_argument(
-        "--methods", nargs="+", default=["all"], metavar="METHOD", help="(default: all that need no fit)"
+        "--methods",
+        nargs="+",
+        default=["all"],
+        metavar="METHOD",
+        help="'fitted' is those of scripts/fits.py, fitted to each model (default: all that need no fit)",
     )
     parser.add_argument(
         "--models", nargs="+", type=Path, default=MODELS, metavar="DIR", help="(default: 3 seeds)"
@@ -91,7 +96,30 @@ def run(models: list[Path], methods: list[str], samples: int, out: Path) -> None
     for model in models:
         folder = out / model.name
         if not (folder / "metrics.json").exists():
-            compare(model=_named(model), methods=methods, samples=samples, out=folder, resume=folder.exists())
+            given: list[Any] = fitted(model, out / "fits" / model.name) if methods == ["fitted"] else methods
+            compare(model=_named(model), methods=given, samples=samples, out=folder, resume=folder.exists())
+
+
+def fitted(model: Path, folder: Path) -> list[Any]:
+    """The methods that are fitted, each with its fit for a model, which is made where the folder has none."""
+    import fits
+
+    import kvjax
+    from kvjax.fitted import shipped_for
+    from kvjax.gin_bindings import load_preset
+    from kvjax.methods.parse import parse_method
+
+    loaded = kvjax.load(str(model))
+    if shipped_for(loaded.signature):
+        return list(fits.FITS)
+    found = []
+    for method in fits.FITS:
+        file = folder / f"{method}.safetensors"
+        if not file.exists():
+            fits.fit(loaded, method, folder)
+        _, build = parse_method(f"{method}:fitted={file}", load_preset("short"))
+        found.append((method, build.takes_budget, build))
+    return found
 
 
 def _named(model: Path) -> str:
