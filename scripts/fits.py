@@ -4,8 +4,8 @@
     python scripts/fits.py --write [METHOD ...]        # fits all, or some methods
     python scripts/fits.py --write --model DIR --out DIR  # the same for another model of this language
 
-Everything is read from the model's own tasks, as `kvjax fit METHOD` reads them, and stored in float16 (numbers
-of layers and heads as they are).
+Everything is read from the model's own tasks, as `kvjax fit METHOD` reads them, and stored in float16 (whole
+numbers as they are).
 """
 
 from __future__ import annotations
