@@ -329,6 +329,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axes.annotate(row["name"], (x, y), xytext=place, textcoords="offset points", fontsize=7)
         drawn.append((x, y))
     axes.set_xscale("log", base=2)
+    # Names stand to the right of their dots.
+    axes.set_xlim(right=10 * max(x for x, _ in drawn))
     axes.set_xlabel("bytes of state behind 8192 tokens")
     axes.set_ylabel("bits per byte of held-out text")
     axes.grid(alpha=0.3)
