@@ -160,6 +160,7 @@ def test_a_row_that_is_emptied_forgets_its_sums():
         assert (got[:, 0] == 0).all() and (got[:, 1:] == before[:, 1:]).all()
 
 
+@pytest.mark.rotating
 def test_a_saved_cache_answers_as_before(tmp_path):
     m, method = model("4/2"), kvjax.method("sparq", budget=0.5, channels=5, newest=4)
     _, cache = kvjax.prefill(m, MAIN.first, method=method, room=ROOM)

@@ -36,6 +36,7 @@ def run(home, *words, most=2**30, **environment):
     return done.stdout.strip(), sorted(p.name for p in home.joinpath(*FOLDER).glob("*-cache"))
 
 
+@pytest.mark.rotating
 def test_what_a_command_compiled_the_next_one_takes_from_disk(tmp_path):
     said, first = run(tmp_path, "1.5")
     assert said.startswith("0 ") and f"{tmp_path.joinpath(*FOLDER)}: {len(first)} files, " in said

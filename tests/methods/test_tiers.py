@@ -75,6 +75,7 @@ def test_the_second_tier_holds_the_codes_of_what_the_first_one_held():
                     np.testing.assert_allclose(dense(body.k)[0, row, head, moved[p]][None], want, atol=1e-5)
 
 
+@pytest.mark.rotating
 def test_what_is_remembered_of_a_slot_goes_with_it():
     """The masses of both tiers together are those that H2O remembers of every token, had it kept all."""
     m = model("4/2")

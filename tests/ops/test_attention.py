@@ -304,6 +304,7 @@ def test_attending_to_all_asks_every_live_key_in_strips_of_queries(rng):
     assert not np.asarray(call(q, empty, jnp.asarray(q_pos))).any()
 
 
+@pytest.mark.rotating
 def test_the_gradient_of_a_long_prompt_keeps_no_map_of_its_attention():
     t = 4096
 

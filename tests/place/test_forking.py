@@ -284,6 +284,7 @@ def test_a_saved_cache_holds_every_row_for_itself(both, model, tmp_path):
     stepped(model, (fork(both[0], 1), loaded), np.ones((4, 1), np.int32))
 
 
+@pytest.mark.rotating
 def test_drafts_are_verified_and_taken_back_over_a_common_past(both, model):
     """What was added since the fork goes, and the past stays in common; what was before it is each row's."""
     draft = [[3, 1, 4, 1], [5], [9, 2], []]

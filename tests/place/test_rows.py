@@ -141,6 +141,7 @@ def test_wrong_arguments_say_what_is_expected(model):
         reset_rows(cache, np.array([0, 1], np.int32))
 
 
+@pytest.mark.rotating
 def test_a_row_that_needs_more_pages_than_others_is_taken_whole(model):
     """Where how many slots stay follows from the data, pools are cut to what all rows need together."""
     rng = np.random.default_rng(5)

@@ -160,6 +160,7 @@ def test_a_step_in_parts_is_the_step_of_all_rows_by_their_weighted_mean(texts):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.rotating
 def test_a_loss_that_is_no_number_changes_no_weight_and_the_layer_is_named(texts, tmp_path, monkeypatch):
     run = settings(texts, save_seconds=0.0)
     params = init(run.config, jax.random.key(0))

@@ -164,6 +164,7 @@ def test_a_run_learns_from_a_teachers_hidden_states_and_attention_outputs():
         assert float(found - base) == pytest.approx(want, rel=1e-4)
 
 
+@pytest.mark.rotating
 def test_a_teacher_of_another_width_teaches_no_hidden_states(tmp_path):
     first = train(settings(steps=1, length=96, data={"kind": "recall"}), tmp_path / "first")
     wide = training(
