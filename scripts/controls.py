@@ -6,6 +6,9 @@ kvjax compare --methods snapkv 'scripts/controls.py:snapkv_layer:layer=1' --prot
 
 from __future__ import annotations
 
+import dataclasses
+
+import kvjax
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import PerLayer, Uniform
 from kvjax.keep.layer_budgets import Together
@@ -34,3 +37,17 @@ def snapkv_layer(budget: float, layer: int = 0) -> Method:
     shares = tuple(1.9 if i == layer else 0.7 for i in range(4))
     score = window_score(16, 5, "grouped")
     return Method(Keep(score, Budget(budget), PerLayer(shares), (Recent(16),), page=16))
+
+
+def turned_round(budget: float, of: str = "q-filters") -> Method:
+    """A method that keeps what it would drop first; what it is told to keep in any case, it keeps."""
+    return _turned(kvjax.method(of, budget=budget))
+
+
+def large_keys(budget: float) -> Method:
+    """The keys of the largest norms, where L2Compress keeps those of the smallest."""
+    return _turned(kvjax.method("l2compress", budget=budget, skip_layers=0))
+
+
+def _turned(method: Method) -> Method:
+    return dataclasses.replace(method, keep=dataclasses.replace(method.keep, score=-1.0 * method.keep.score))

@@ -59,8 +59,9 @@ def _about(board: Leaderboard) -> str:
     models = ", ".join(f"`{run.about['model']}`" for run in board.runs)
     many = f"{len(board.runs)} models ({models})" if len(board.runs) > 1 else f"one model ({models})"
     text = (
-        f"All methods that need no fit, on the same {about['samples']} contexts of about {about['length']} "
-        f"tokens per protocol, on {many}; {about['device']}, {about['dtype']}, revision "
+        "Methods that need no fit, or were fitted to the model, on the same "
+        f"{about['samples']} contexts of about {about['length']} tokens per protocol, on {many}; "
+        f"{about['device']}, {about['dtype']}, revision "
         f"{about['git_revision']}. `{about['command']}` runs one of them; see "
         "`scripts/leaderboard.py` for all."
     )
