@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.ops.base.dtypes import wide
+from kvjax.ops.base.solve import one_by_one
 from kvjax.read.ranked import RankedSlots, summed
 
 
@@ -55,7 +56,7 @@ class PrincipalKeys(NarrowKeys):
         count = jnp.maximum(live.sum(-2, keepdims=True), 1).astype(x.dtype)
         apart = jnp.where(live, x - jnp.where(live, x, 0.0).sum(-2, keepdims=True) / count, 0.0)
         covariance = jnp.einsum("...sh,...si->...hi", apart, apart, precision="highest") / count
-        vectors = jnp.linalg.eigh(covariance)[1]
+        vectors = one_by_one(lambda x: jnp.linalg.eigh(x)[1], covariance)
         return {"directions": vectors[..., ::-1][..., : min(self.rank, k.shape[-1])]}
 
 

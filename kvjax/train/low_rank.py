@@ -16,6 +16,7 @@ from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.params import plan, regroup
+from kvjax.ops.base.solve import one_by_one
 from kvjax.train.by_predictions import Texts, learn
 from kvjax.train.latents import Moments
 
@@ -131,7 +132,7 @@ def turned(basis: Float[Array, "*a H H"], skew: Float[Array, "*a H H"]) -> Float
     s = (skew - jnp.swapaxes(skew, -1, -2)) / 2
     eye = jnp.broadcast_to(jnp.eye(s.shape[-1], dtype=s.dtype), s.shape)
     # (I - S) and (I + S)^-1 commute.
-    return jnp.matmul(basis, jnp.linalg.solve(eye + s, eye - s))
+    return jnp.matmul(basis, one_by_one(jnp.linalg.solve, eye + s, eye - s))
 
 
 def projected(params: Params, config: Config, bases: dict[str, Float[Array, "L K H R"]]) -> Params:

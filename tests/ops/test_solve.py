@@ -1,11 +1,16 @@
 """Systems of equations: both ways against numpy, in values and in gradients."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.grammar import Budget
 from kvjax.ops.base.solve import cholesky_solve, conjugate_gradient, unit_lower_solve
+from kvjax.read.narrow_keys import PrincipalKeys
+from kvjax.train.low_rank import turned
 from tests.ops.oracles import rms
 
 N, K = (3, 2), 5
@@ -88,3 +93,22 @@ def test_equal_directions_lose_no_digits():
     b = np.arange(64.0)[None, :, None]
     x = unit_lower_solve(jnp.asarray(ones, jnp.float32), jnp.asarray(b, jnp.float32))
     assert rms(x, np.linalg.solve(np.tril(ones, -1) + np.eye(64), b)) < 1e-6
+
+
+CALLERS = {
+    "cholesky": lambda a: cholesky_solve(a, a[..., 0]),
+    "gradients": jax.grad(lambda a: cholesky_solve(a, a[..., 0]).sum()),
+    "learnt bases": jax.grad(lambda a: turned(a, a).sum()),
+    "principal keys": lambda a: PrincipalKeys(Budget(0.5)).learn(a, jnp.zeros(a.shape[:-1], jnp.int32)),
+}
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="later jaxlib does not split LAPACK's work")
+@pytest.mark.parametrize("name", CALLERS)
+def test_lapack_is_given_one_matrix_at_a_time_on_cpus(name):
+    given = jnp.broadcast_to(jnp.eye(K), (*N, K, K))
+    text = jax.jit(CALLERS[name]).lower(given).compile().as_text()
+    calls = [line.split("custom-call")[0] for line in text.splitlines() if '"lapack_' in line]
+    assert calls
+    # What comes back of it: matrices, vectors and numbers, none of a row of them.
+    assert all(shape.count(",") <= 1 for line in calls for shape in re.findall(r"f32\[([\d,]*)\]", line))

@@ -1,4 +1,4 @@
-"""Many small systems at once: symmetric positive definite, or triangular with ones on the diagonal."""
+"""Many small systems and matrices at once: positive definite, triangular, or whatever LAPACK takes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+# On CPUs jaxlib 0.10 splits LAPACK's work on many matrices among the threads that run the program, and has
+# the thread that asked wait. Where all threads ask at once, all wait for ever. Later ones do not split it.
+_WAITS = jax.__version_info__ < (0, 11)
+
+
+def one_by_one(f: Callable[..., Array], *xs: Float[Array, "*n _ _"]) -> Float[Array, "*n ..."]:
+    """f, which calls LAPACK, of all matrices; on CPUs one after the other where several could wait for ever.
+
+    >>> one_by_one(jnp.linalg.inv, jnp.array([[[2.0]], [[4.0]]])).tolist()
+    [[[0.5]], [[0.25]]]
+    """
+    lead = xs[0].shape[:-2]
+    if not _WAITS or not lead:
+        return f(*xs)
+
+    def each(*xs: Array) -> Array:
+        found = jax.lax.map(lambda one: f(*one), tuple(x.reshape(-1, *x.shape[-2:]) for x in xs))
+        return found.reshape(*lead, *found.shape[1:])
+
+    return jax.lax.platform_dependent(*xs, cpu=each, default=f)
+
 
 def cholesky_solve(a: Float[Array, "*n K K"], b: Float[Array, "*n K"]) -> Float[Array, "*n K"]:
     """x with A x = b for every leading index; A symmetric positive definite.
@@ -15,10 +36,11 @@ def cholesky_solve(a: Float[Array, "*n K K"], b: Float[Array, "*n K"]) -> Float[
     >>> cholesky_solve(4 * jnp.eye(2), jnp.ones(2)).tolist()
     [0.25, 0.25]
     """
-    factor = jax.scipy.linalg.cho_factor(jax.lax.stop_gradient(a))
+    factor = one_by_one(lambda x: jax.scipy.linalg.cholesky(x, lower=True), jax.lax.stop_gradient(a))
 
     def run(_: Callable[[Array], Array], b: Array) -> Array:
-        return jax.scipy.linalg.cho_solve(factor, b[..., None])[..., 0]
+        solved = one_by_one(lambda c, x: jax.scipy.linalg.cho_solve((c, True), x), factor, b[..., None])
+        return solved[..., 0]
 
     # Gradients use the same factor again.
     return jax.lax.custom_linear_solve(lambda x: jnp.einsum("...kj,...j->...k", a, x), b, run, symmetric=True)
@@ -28,8 +50,7 @@ def unit_lower_solve(below: Float[Array, "*n C C"], b: Float[Array, "*n C V"]) -
     """x with (I + L) x = b for every leading index, where L is the strictly lower part of `below`.
 
     An inverse is made of those of its halves, [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']], so all is
-    products, and as exact as substitution row by row. It takes the place of LAPACK's solver, because in
-    jaxlib 0.10 on CPUs two of those that run at once may wait for each other's threads for ever.
+    products, and as exact as substitution row by row. Unlike LAPACK's solver it needs no `one_by_one`.
 
     >>> unit_lower_solve(jnp.array([[0.0, 0.0], [3.0, 0.0]]), jnp.array([[1.0], [5.0]])).tolist()
     [[1.0], [2.0]]
