@@ -38,6 +38,8 @@ class MemoryTokens:
     by: str = "ccm"
     fitted: Fitted | None = None
     turns = True
+    # Whether the memory tokens of a chunk see those behind them, too.
+    mutual = False
     reads = "The prompt is read chunk by chunk, and what learned tokens behind each hold alone stays."
 
     def __post_init__(self):
@@ -65,6 +67,24 @@ class MemoryTokens:
         """How many chunks that prompt has; its last token is in none."""
         return -(-(tokens - 1) // self.chunk(tokens))
 
+    def of(self, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
+        """How many memory tokens stand behind a chunk of so many tokens."""
+        return self.tokens * jnp.minimum(tokens, 1)
+
+    def before(self, number: Int[Array, ""]) -> Int[Array, ""]:
+        """At which position of its turn a chunk begins that has so many before it."""
+        return self.tokens * (jnp.minimum(number, 1) if self.mean else number)
+
+    def stands(self, number: Int[Array, ""], tokens: Int[Array, "B"]) -> Int[Array, "B M"]:
+        """At which positions of its turn the memory of a chunk of so many tokens stands."""
+        first = jnp.zeros_like(number) if self.mean else self.before(number)
+        at = first + jnp.arange(self.tokens, dtype=jnp.int32)
+        return jnp.broadcast_to(at, (len(tokens), self.tokens))
+
+    def behind(self, text: Int[Array, "B"]) -> Int[Array, "B"]:
+        """At which position of its turn the token behind a text of so many tokens stands."""
+        return self.count(text + 1) - 1
+
     def slots(self, chunks: int) -> int:
         """How many slots the memory of so many chunks is."""
         return self.tokens * (min(chunks, 1) if self.mean else chunks)
@@ -76,5 +96,72 @@ class MemoryTokens:
     def count(self, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
         """The same, per row of so many tokens; 0 of rows without any."""
         text = jnp.maximum(tokens - 1, 0)
-        chunks = jnp.minimum(text, 1) if self.every is None or self.mean else -(-text // self.every)
-        return self.tokens * chunks + jnp.minimum(tokens, 1)
+        if self.every is None or self.mean:
+            return self.of(text) + jnp.minimum(tokens, 1)
+        full, rest = text // self.every, text % self.every
+        return self.tokens * full + self.of(rest) + jnp.minimum(tokens, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunMemory(MemoryTokens):
+    """Memory tokens that see each other both ways, and of which a shorter last run has its share.
+
+    Runs are of `every` tokens, a multiple of `tokens`, and every memory token sees its run and all memory tokens
+    behind that. It turns, and stays, at the position of the last token of those for which it stands; so
+    the cache's positions and length are those of the text. A last run of r tokens has r `tokens` / `every` of them, rounded up
+    (arXiv:2401.09486). fitted: as of `MemoryTokens`, and "repeat" [1, D], the embedding of the tokens by which
+    a fit has a run said again from its memory.
+
+    ValueError for runs that are no multiple of their memory.
+
+    >>> word = RunMemory(2, every=8)
+    >>> word.most(33), word.count(jnp.array([33, 30, 18, 1])).tolist()
+    (9, [9, 9, 6, 1])
+    """
+
+    by: str = "loma"
+    mutual = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.every is None or self.mean or self.every % self.tokens:
+            raise ValueError(
+                f"runs are of a multiple of their {self.tokens} memory tokens, of which all stay, got "
+                f"{self.every!r} tokens and mean={self.mean}"
+            )
+
+    @property
+    def ratio(self) -> int:
+        """How many tokens of a run a memory token stands for."""
+        assert self.every is not None
+        return self.every // self.tokens
+
+    @property
+    def says(self) -> str:
+        return (
+            f"Behind every {self.every} tokens of a prompt {self.tokens} learned tokens are read, which see each "
+            "other both ways and alone stay."
+        )
+
+    def check(self, model: ModelSizes) -> None:
+        """InputError where the arrays are those of another kind of model, or of other memory tokens."""
+        super().check(model)
+        check_sizes(self, "repetition", "one, width", "repeat", (1, model.width))
+
+    def of(self, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
+        """How many memory tokens are read behind a run of so many tokens."""
+        return -(-tokens // self.ratio)
+
+    def before(self, number: Int[Array, ""]) -> Int[Array, ""]:
+        """At which position of its turn a run begins that has so many before it."""
+        assert self.every is not None
+        return self.every * number
+
+    def stands(self, number: Int[Array, ""], tokens: Int[Array, "B"]) -> Int[Array, "B M"]:
+        """At which positions of its turn the memory of a run of so many tokens stands."""
+        ends = self.ratio * jnp.arange(1, self.tokens + 1, dtype=jnp.int32)
+        return self.before(number) + jnp.minimum(ends, tokens[:, None]) - 1
+
+    def behind(self, text: Int[Array, "B"]) -> Int[Array, "B"]:
+        """At which position of its turn the token behind a text of so many tokens stands."""
+        return text

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from kvjax.fitted import as_fitted
 from kvjax.grammar import Method
-from kvjax.keep.memory_tokens import MemoryTokens
+from kvjax.keep.memory_tokens import MemoryTokens, RunMemory
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Fit
@@ -14,6 +14,8 @@ from kvjax.methods.shared import Fit
 # Memory tokens behind a chunk, and the tokens of a chunk.
 Memory = Annotated[int, Range(1)]
 Chunk = Annotated[int, Range(1)]
+# Tokens of a run for which one memory token stands.
+Ratio = Annotated[int, Range(1)]
 
 
 @paper(
@@ -78,3 +80,16 @@ def ccm_merge(*, fitted: Fit | None = None, tokens: Memory = 8, chunk: Chunk = 6
     On the shipped model a fit lowers 10.2 nats a token to 3.0, and finds nothing, as that of `ccm`.
     """
     return Method(reread=MemoryTokens(tokens, chunk, mean=True, by="ccm-merge", fitted=as_fitted(fitted)))
+
+
+@paper(
+    "LoMA: Lossless Compressed Memory Attention",
+    arxiv="2401.09486",
+    family="merge-token",
+    exact="deviates",
+)
+def loma(*, fitted: Fit | None = None, tokens: Memory = 16, ratio: Ratio = 4) -> Method:
+    """LoMA (Wang and Xiao, 2024, arXiv:2401.09486): behind every t c tokens stand t memory tokens, which stay.
+
+    """
+    return Method(reread=RunMemory(tokens, tokens * ratio, by="loma", fitted=as_fitted(fitted)))

@@ -22,7 +22,7 @@ from kvjax.ops.attention.in_common import for_rows
 from kvjax.ops.attention.union import Keys
 from kvjax.protocols import Carried, Inputs, Meeting, Observation, Trace
 from kvjax.steps.lending import lend, taught_groups
-from kvjax.steps.marking import Marks, marked, marked_output
+from kvjax.steps.marking import Marks, marked, marked_output, standing
 from kvjax.steps.narrowing import narrow_of, narrowing
 from kvjax.steps.observed import by_owner, carried_behind, decoded, past_sets, surprisals
 from kvjax.steps.run import Run, answered, held
@@ -93,7 +93,9 @@ class _Reading(NamedTuple):
         past = past_sets(layer, completed(self.states, layer.group, state), self.pools)
         # A prefill that ends early has the queries of the last tokens alone, over the keys of all.
         pos = layer.pos if self.narrows else at.pos
-        k = stored = x.k if run.unrotated or x.k is None else rotary(layer, x.k, pos, at.length)
+        stands, meets = standing(layer, self.marks)
+        by = pos if stands is layer.pos else stands
+        k = stored = x.k if run.unrotated or x.k is None else rotary(layer, x.k, by, at.length)
         v = x.v
         if self.as_steps and k is not None:
             k, v = decoded(gm, layer, pos, (k, v))
@@ -101,11 +103,11 @@ class _Reading(NamedTuple):
             past = [for_rows(keys, pos.shape[0]) for keys in past]
         new = new_keys(layer, k, v, pos)
         stood = [*(s.pos for s in past if s.pos is not None), pos[:, None]] if run.unrotated else []
-        turns = turns_of(run, layer.pos, stood, gm.first if self.narrows else None)
+        turns = turns_of(run, stands, stood, gm.first if self.narrows else None)
         q = turned_queries(layer, x.q, turns[0], at.length)
         gone = answered(gm, layer, state, q, self.params)
         out, found, scores = attend_turned(
-            run, layer, x, new, past, turns, at.length, gone,
+            run, meets, x, new, past, turns, at.length, gone, in_order=meets is layer,
             mass=tuple(o.reduction for o in self.asked.masses), on=self._mesh(x.q.shape[2]),
         )  # fmt: skip
         out = marked_output(layer, out, self.marks, self.params)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.fitted import of_layer
 from kvjax.models.layers import Params
@@ -15,11 +15,14 @@ from kvjax.models.mixer import Layer, Projected
 class Marks(NamedTuple):
     """Which tokens are marked, and the digest of the arrays that are theirs.
 
-    share: 1 of marked tokens and 0 of others; between them while a fit looks for a slope.
+    share: 1 of marked tokens and 0 of others; between them while a fit looks for a slope. sees: up to which
+    position every token sees, and turns: by which positions they turn, where these are not their own.
     """
 
     share: Float[Array, "B T"]
     digest: str
+    sees: Int[Array, "B T"] | None = None
+    turns: Int[Array, "B T"] | None = None
 
 
 def marked(layer: Layer, x: Projected, marks: Marks | None, params: Params) -> Projected:
@@ -39,6 +42,14 @@ def marked(layer: Layer, x: Projected, marks: Marks | None, params: Params) -> P
         for name, y in (("q", x.q), ("k", x.k), ("v", x.v))
     )
     return x._replace(q=q, k=k, v=v)
+
+
+def standing(layer: Layer, marks: Marks | None) -> tuple[Int[Array, "B T"], Layer]:
+    """By which positions a layer's new tokens turn, and the layer whose queries see as far as marks say."""
+    if marks is None:
+        return layer.pos, layer
+    turns = layer.pos if marks.turns is None else marks.turns
+    return turns, layer if marks.sees is None else layer._replace(pos=marks.sees)
 
 
 def marked_output(

@@ -63,26 +63,32 @@ def remembered(
         part = jax.lax.dynamic_slice_in_dim(padded, number * size, size, axis=1)
         one = _Chunk(number, jnp.clip(text - number * size, 0, size), start)
         x, mine = _with_memory(run, params, part, one.tokens)
-        marks = Marks(mine.astype(jnp.float32), digest)
-        many = jnp.where(one.tokens > 0, one.tokens + word.tokens, 0)
-        held = word.tokens * (jnp.minimum(number, 1) if word.mean else number)
-        found = read_tokens(bare, params, x, many, over(views, held), frozenset({RawKeys()}), marks=marks)
+        many = one.tokens + word.of(one.tokens)
+        first = word.before(number)
+        marks = Marks(mine.astype(jnp.float32), digest, *_mutual(word, mine, one, start + first))
+        found = read_tokens(bare, params, x, many, over(views, first), frozenset({RawKeys()}), marks=marks)
         pairs = zip(gms, views, _with_slots(found), strict=True)
         return tuple(_taken_up(run, gm, view, fresh, one, slots) for gm, view, fresh in pairs), None
 
     views, _ = jax.lax.scan(read, views, jnp.arange(chunks, dtype=jnp.int32))
-    held, live = word.count(lengths) - jnp.minimum(lengths, 1), jnp.minimum(lengths, 1)
+    live = jnp.minimum(lengths, 1)
+    held = word.count(lengths) - live
     last = jnp.take_along_axis(tokens, text[:, None], axis=1)
-    found = read_tokens(bare, params, last, live, over(views, held), frozenset())
+    behind = word.behind(text)
+    found = read_tokens(bare, params, last, live, over(views, behind), frozenset())
     index = jnp.arange(slots + 1, dtype=jnp.int32)[None]
-    # The last token stands right behind the memory of its row.
+    # The last token lies right behind the memory of its row.
     source = jnp.where(index < held[:, None], index, slots)
-    pos = jnp.where(index < (held + live)[:, None], start[:, None] + index, -1)
+    each = jnp.arange(slots // word.tokens, dtype=jnp.int32)
+    stands = jax.vmap(lambda i: word.stands(i, jnp.clip(text - i * size, 0, size)), out_axes=1)(each)
+    stands = jnp.concatenate([stands.reshape(len(text), slots), behind[:, None]], axis=1)
+    pos = start[:, None] + jnp.take_along_axis(stands, source, axis=1)
+    pos = jnp.where(index < (held + live)[:, None], pos, -1)
     fresh = tuple(_joined(view, f, slots, source) for view, f in zip(views, _with_slots(found), strict=True))
     own = (index == held[:, None]) & (live > 0)[:, None]
     return found._replace(
         fresh=fresh,
-        positions=Positions(pos, start + held + live),
+        positions=Positions(pos, start + behind + live),
         tokens=jnp.where(own, last, 0),
         source=jnp.where(own, text[:, None], -1),
     )
@@ -122,9 +128,26 @@ def _with_memory(
     memory = params["fitted"][word.fitted.digest]["memory"][0].astype(embed.dtype)
     x = embed[ids] * jnp.asarray(run.config.embed_scale, embed.dtype)
     at = jnp.arange(ids.shape[1] + many)[None] - count[:, None]
-    mine = (at >= 0) & (at < many)
+    mine = (at >= 0) & (at < word.of(count)[:, None])
     x = jnp.pad(x, ((0, 0), (0, many), (0, 0)))
     return jnp.where(mine[..., None], memory[jnp.clip(at, 0, many - 1)], x), mine
+
+
+def _mutual(
+    word: MemoryTokens, mine: Bool[Array, "B C"], one: _Chunk, first: Int[Array, "B"]
+) -> tuple[Int[Array, "B C"] | None, Int[Array, "B C"] | None]:
+    """Up to where tokens of a chunk from `first` on see, and what they turn by, where memory is mutual."""
+    if not word.mutual:
+        return None, None
+    many, at = one.tokens + word.of(one.tokens), jnp.arange(mine.shape[1], dtype=jnp.int32)[None]
+    stands = one.start[:, None] + word.stands(one.number, one.tokens)
+    behind = jnp.clip(at - one.tokens[:, None], 0, word.tokens - 1)
+    each = (
+        jnp.where(mine, x, first[:, None] + at)
+        for x in (first[:, None] + many[:, None] - 1, jnp.take_along_axis(stands, behind, axis=1))
+    )
+    sees, turns = (jnp.where(at < many[:, None], x, -1) for x in each)
+    return sees, turns
 
 
 def _taken_up(run: Run, gm: GroupMethod, view: View, fresh: Fresh, one: _Chunk, slots: int) -> View:
@@ -132,12 +155,13 @@ def _taken_up(run: Run, gm: GroupMethod, view: View, fresh: Fresh, one: _Chunk, 
     word: MemoryTokens = run.method.reread
     many, rope = word.tokens, run.attention_spec(gm.first).rope
     first = jnp.zeros_like(one.number) if word.mean else one.number * many
-    stand = one.start[:, None] + first + jnp.arange(many, dtype=jnp.int32)[None]
+    stand = one.start[:, None] + word.stands(one.number, one.tokens)
     index = (one.tokens[:, None] + jnp.arange(many, dtype=jnp.int32)[None])[None, :, None, :, None]
     assert fresh.v is not None
     raw, v = (jnp.take_along_axis(x, index, axis=3) for x in (fresh.observed[repr(RawKeys())], fresh.v))
-    k = jax.vmap(lambda x: turned(rope, x, stand, one.start + first + many))(raw)
-    there, at = (one.tokens > 0)[None, :, None, None], view.k.shape[3] - slots + first
+    k = jax.vmap(lambda x: turned(rope, x, stand, stand[:, -1] + 1))(raw)
+    there = (jnp.arange(many)[None] < word.of(one.tokens)[:, None])[None, :, None]
+    at = view.k.shape[3] - slots + first
     old = [jax.lax.dynamic_slice_in_dim(x, at, many, axis=3) for x in (view.k, view.v, view.pos)]
     if word.mean:
         weight = 1 / (one.number + 1).astype(k.dtype)

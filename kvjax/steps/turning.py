@@ -92,6 +92,7 @@ def attend_turned(
     more: Sequence[tuple[Array, Array]] = (),
     *,
     mass: tuple[Reduction, ...] = (),
+    in_order: bool = True,
     on: OnMesh | None = None,
 ) -> tuple[Float[Array, "B N T V"], tuple[Masses, ...], AttentionLogits | None]:
     """Attention of a layer's unrotated queries, as `attend_new`; where there are several turns, part by part.
@@ -116,7 +117,7 @@ def attend_turned(
     q, sets = _met(layer, x, [*past, new], turns[0], length)
     return attend_new(
         layer._replace(window=window), x, q, sets[-1], sets[:-1], layer.pos, parts, mass=mass,
-        implementation=run.without_gpu, on=on,
+        in_order=in_order, implementation=run.without_gpu, on=on,
     )  # fmt: skip
 
 
