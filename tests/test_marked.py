@@ -14,17 +14,20 @@ from kvjax.fitted import Fitted, with_fitted
 from kvjax.fitting.asked import asked
 from kvjax.fitting.distilled import Aim, Batch, distilled, hidden_at
 from kvjax.fitting.remembered import run_of, surprise
+from kvjax.fitting.repeated import losses
 from kvjax.grammar import Store
-from kvjax.keep.memory_tokens import MemoryTokens
+from kvjax.keep.memory_tokens import MemoryTokens, RunMemory
 from tests.methods import marked
 from tests.methods.battery import MAIN, decoder, model
+from tests.methods.rows import THETA
 from tests.methods.table import BY_LABEL
-from tests.reference import Prompt
+from tests.reference import Prompt, rope
 from tests.reference import Row as Slotwise
 from tests.sweep import sweep
 from tests.test_learned import arrays_of, questions
 
-NAMES = ["kv-distill", "gisting", "ccm", "ccm-merge"]
+MEMORY = ["gisting", "ccm", "ccm-merge"]
+NAMES = ["kv-distill", *MEMORY, "loma"]
 AIM = Aim(0.2, 0.6, 0.4, 0.7)
 
 
@@ -39,7 +42,7 @@ def said(slots, sample):
     return log_softmax(np.stack(logits)[-len(sample.answer) :], -1)
 
 
-@pytest.mark.parametrize("name", sweep(["gisting", "ccm", "ccm-merge"], "ccm"))
+@pytest.mark.parametrize("name", sweep(MEMORY, "ccm"))
 def test_the_surprise_of_answers_behind_memory_tokens_is_what_it_is_by_hand(name):
     row, m, samples = BY_LABEL[name], model("4/2"), questions()
     off = []
@@ -52,6 +55,39 @@ def test_the_surprise_of_answers_behind_memory_tokens_is_what_it_is_by_hand(name
     run = run_of(m, method, method.reread.fitted)
     got = jax.jit(surprise, static_argnums=0)(run, with_fitted(m.params, method), batch_of(m, samples))
     assert abs(got / np.mean(off) - 1) < 1e-4
+
+
+def said_again(context):
+    """-log p of the tokens of a context's runs, each said from the memory of its run alone."""
+    d, size, text = decoder("4/2"), marked.RUN, context[:-1]
+    memory = BY_LABEL["loma"].reread(Prompt(d, context))
+    stood, off = memory.at[0], []
+    cue = marked.RUNS.arrays["repeat"].astype(np.float64)
+    for first in range(0, len(text), size):
+        ids = text[first : first + size]
+        mine = (stood >= first) & (stood < min(first + size, len(text)))
+        past = [[rope(k[:, mine], stood[mine], THETA) for k in memory.raw_k], [v[:, mine] for v in memory.v]]
+        n = len(ids)
+        sees = np.concatenate([np.ones((n, mine.sum()), bool), np.tri(n, dtype=bool)], 1)
+        x, at = np.repeat(cue, n, 0), first + n + np.arange(n)
+        read = marked.Read(d, x, at, sees, np.zeros(n), marked.RUNS, past)
+        off += (-log_softmax(read.all_logits, -1)[np.arange(n), ids]).tolist()
+    return off
+
+
+@pytest.mark.rotating
+def test_the_losses_of_runs_and_answers_are_what_they_are_by_hand():
+    row, m, samples = BY_LABEL["loma"], model("4/2"), questions()
+    runs, answers = [], []
+    for sample in samples:
+        prompt = row.reread(Prompt(decoder("4/2"), sample.context))
+        p = said(Slotwise(prompt, marked.runs_kept(prompt)), sample)
+        answers += (-p[np.arange(len(p)), list(sample.answer)]).tolist()
+        runs += said_again(list(sample.context))
+    method = row.method()
+    run = run_of(m, method, method.reread.fitted)
+    got = jax.jit(losses, static_argnums=0)(run, with_fitted(m.params, method), batch_of(m, samples))
+    np.testing.assert_allclose(got, (np.mean(answers), np.mean(runs)), rtol=1e-4)
 
 
 def by_hand(sample, part, noise, told):
@@ -103,6 +139,18 @@ def test_twenty_steps_of_a_fit_move_from_where_it_starts(name):
     kvjax.prefill(m, MAIN.first, method=method_of(name, end), room=1)
 
 
+@pytest.mark.rotating
+def test_twenty_steps_make_runs_and_answers_likelier():
+    m, method = model("4/2"), method_of("loma")
+    batch, off = batch_of(m, questions()), []
+    for rate in (0.0, 1e-2):
+        fitted = kvjax.fit(m, method, questions(), epochs=20, rate=rate, rank=2)
+        run = run_of(m, method, fitted)
+        params = with_fitted(m.params, method_of("loma", fitted))
+        off.append(np.array(jax.jit(losses, static_argnums=0)(run, params, batch)))
+    assert (off[1] < off[0]).all()
+
+
 def test_unfitted_weights_change_nothing_of_what_marked_tokens_are():
     """Tokens that stay are then those that the model computes."""
     method = method_of("kv-distill", marked.WITHOUT_EFFECT, budget=1.0)
@@ -114,6 +162,8 @@ def test_unfitted_weights_change_nothing_of_what_marked_tokens_are():
 def test_what_memory_tokens_cannot_do_is_said():
     with pytest.raises(ValueError, match="every is a number of tokens, at least 1, got 0"):
         MemoryTokens(2, every=0)
+    with pytest.raises(ValueError, match="runs are of a multiple of their 2 memory tokens"):
+        RunMemory(2, every=5)
     windowed, ccm = model("windowed"), BY_LABEL["ccm"].method()
     with pytest.raises(InputError, match=r"ccm does not fit this model: (.*) layer 0 is .* the window"):
         kvjax.prefill(windowed, MAIN.first, method=method_of("ccm", three_layers(ccm)), room=1)
@@ -167,7 +217,7 @@ def test_a_fit_of_kv_distill_finds_what_unfitted_scores_and_weights_lose(tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", MEMORY)
 def test_a_fit_of_memory_tokens_makes_answers_likelier_than_unfitted_ones_do(name, tiny):
     seen, batch = samples_of(tiny, 96, 32), batch_of(tiny, samples_of(tiny, 16, 8))
     short, long = dict(rate=0.0, epochs=1), dict(epochs=8)

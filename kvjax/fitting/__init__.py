@@ -28,6 +28,7 @@ from kvjax.fitting.profiles import fit_copies, fit_profile, fit_semantic_heads
 from kvjax.fitting.projections import fit_projections
 from kvjax.fitting.queries import fit_centres, fit_filters, fit_norms, fit_statistics
 from kvjax.fitting.remembered import fit_memory
+from kvjax.fitting.repeated import fit_repetition
 from kvjax.fitting.repeats import fit_repeating_heads
 from kvjax.fitting.residues import fit_residue
 from kvjax.fitting.retaining import fit_retaining_heads
@@ -45,7 +46,7 @@ from kvjax.keep.filters import QueryFilters
 from kvjax.keep.gate import HiddenGate
 from kvjax.keep.gate_forms import RetainingHead, SinkGate, WriteGate
 from kvjax.keep.hierarchy import Hierarchy
-from kvjax.keep.memory_tokens import MemoryTokens
+from kvjax.keep.memory_tokens import MemoryTokens, RunMemory
 from kvjax.keep.merge_conv import ConvMerge
 from kvjax.keep.merge_runs import Opening
 from kvjax.keep.profile import CopyProfile, CurveProfile, DriftProfile, Profile, SearchedProfile
@@ -85,6 +86,7 @@ FITS: dict[type, Fitter] = {
     AttentionGate: Fitter(fit_attention_gate, asks=True),
     Opening: Fitter(fit_run_gates, asks=True),
     MemoryTokens: Fitter(fit_memory, asks=True, acts=True),
+    RunMemory: Fitter(fit_repetition, asks=True, acts=True),
     TokenScorer: Fitter(fit_distilled, asks=True, acts=True),
     QueryFilters: Fitter(fit_filters),
     Hierarchy: Fitter(fit_biases),

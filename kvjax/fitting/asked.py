@@ -83,8 +83,17 @@ def _told(config: Config, params: Params, batch: Asked) -> Float[Array, "B Q V"]
 
 def left_by(run: Run, params: Params, batch: Asked) -> Cache:
     """What a method leaves of the contexts, with room for what stands behind them."""
+    return left_of(run, params, read_by(run, params, batch), batch)
+
+
+def read_by(run: Run, params: Params, batch: Asked) -> steps.Prompt:
+    """The contexts as a method reads them."""
     needs = steps.needs_of(run, params)
-    prompt = steps.observe(run, params, batch.context, batch.lengths, None, needs)
+    return steps.observe(run, params, batch.context, batch.lengths, None, needs)
+
+
+def left_of(run: Run, params: Params, prompt: steps.Prompt, batch: Asked) -> Cache:
+    """What a method leaves of contexts that it has read."""
     sizes: dict[str, Any] = dict(tokens=batch.context.shape[1], room=batch.tail.shape[1])
     return steps.settle(run, params, prompt, None, compress=True, **sizes)
 

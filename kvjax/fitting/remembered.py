@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from kvjax.cache import Cache
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted
 from kvjax.fitting.asked import Asked, adapter, asked, left_by, mean_said, said_behind
@@ -69,5 +70,10 @@ def run_of(model: Model, method: Method, fitted: Fitted) -> Run:
 
 def surprise(run: Run, params: Params, batch: Asked) -> Float[Array, ""]:
     """The mean of -log p of answers' tokens behind what a method leaves of contexts."""
-    said = said_behind(run.config, params, left_by(run, params, batch), batch)
+    return surprise_over(run, params, left_by(run, params, batch), batch)
+
+
+def surprise_over(run: Run, params: Params, cache: Cache, batch: Asked) -> Float[Array, ""]:
+    """The mean of -log p of answers' tokens over what a cache holds of contexts."""
+    said = said_behind(run.config, params, cache, batch)
     return mean_said(-jnp.take_along_axis(said, batch.answer[..., None], axis=-1)[..., 0], batch)

@@ -1,9 +1,9 @@
-"""Memory from which its run can be said again: the repetition zone of LoMA."""
+"""Memory tokens, taught by saying runs of a text again from their memory alone (LoMA)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ from kvjax.cache import Cache, GroupState
 from kvjax.choose import Fresh
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted
-from kvjax.fitting.asked import Asked, asked, mean_said, said_behind
+from kvjax.fitting.asked import Asked, asked, left_of, read_by
 from kvjax.fitting.descent import Arrays, descended
-from kvjax.fitting.remembered import run_of, start_of
+from kvjax.fitting.remembered import run_of, start_of, surprise_over
 from kvjax.fitting.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.keep.memory_tokens import RunMemory
@@ -26,10 +26,13 @@ from kvjax.models.model import Model
 from kvjax.protocols import View
 from kvjax.segments import whole_slots
 from kvjax.steps import Prompt, Run
-from kvjax.steps.marking import Marks
 
-MARK = True
-WEIGHT = 1.0
+
+class Runs(NamedTuple):
+    """The runs of contexts, one behind the other [B U]: how many tokens each has, and how many are before it."""
+
+    tokens: Int[Array, "B U"]
+    before: Int[Array, "U"]
 
 
 def fit_repetition(
@@ -43,6 +46,15 @@ def fit_repetition(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
+    """Embeddings of memory tokens and a LoRA of rank `rank`, by which runs are said again (arXiv:2401.09486).
+
+    Contexts are read as the method reads them. What becomes small is -log p of the tokens of every run, said
+    from its memory alone (`repeated`), plus -log p of the answers behind all of the memory; by Adam
+    (arXiv:1412.6980) at learning rate `rate`, one step per batch, in `epochs` readings. Deviations: the model
+    stays as it is, where the paper trains all of it, so what is repeated is what its own weights read in the
+    memory; and of the text behind memory only answers count, where the paper's first loss is that of all
+    tokens. Raises InputError for a model whose layers are not all plain attention that keeps all tokens.
+    """
     check_whole(model, "memory tokens")
     embed = model.params["embed"]
     cue = jax.random.normal(jax.random.key(seed + 2), (1, model.config.d_model)) * jnp.std(embed)
@@ -51,7 +63,7 @@ def fit_repetition(
     run = run_of(model, method, first)
 
     def loss(arrays: Arrays, batch: Asked, params: Params) -> Float[Array, ""]:
-        return sum(losses(run, params | {"fitted": {first.digest: arrays}}, batch))
+        return sum(losses(run, params | {"fitted": {first.digest: arrays}}, batch), jnp.zeros(()))
 
     read = asked(model, batches, epochs, seed, progress)
     found = descended(loss, start, read, model.params, rate=rate)
@@ -59,50 +71,55 @@ def fit_repetition(
 
 
 def losses(run: Run, params: Params, batch: Asked) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The means of -log p of answers' tokens behind the memory of contexts, and of runs' tokens behind theirs."""
-    needs = steps.needs_of(run, params)
-    prompt = steps.observe(run, params, batch.context, batch.lengths, None, needs)
-    sizes: dict[str, Any] = dict(tokens=batch.context.shape[1], room=batch.tail.shape[1])
-    cache = steps.settle(run, params, prompt, None, compress=True, **sizes)
-    said = said_behind(run.config, params, cache, batch)
-    answers = mean_said(-jnp.take_along_axis(said, batch.answer[..., None], axis=-1)[..., 0], batch)
+    """The means of -log p: of answers' tokens behind contexts' memory, of runs' tokens from theirs alone."""
+    prompt = read_by(run, params, batch)
+    answers = surprise_over(run, params, left_of(run, params, prompt, batch), batch)
     return answers, repeated(run, params, prompt, batch.context, batch.lengths)
 
 
 def repeated(
     run: Run, params: Params, prompt: Prompt, context: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> Float[Array, ""]:
-    """The mean of -log p of the tokens of every run, said one behind the other from its memory alone."""
+    """The mean of -log p of the tokens of every run, said in their order from its memory alone.
+
+    Behind the memory as many tokens with the embedding "repeat" are read as the run has; the i-th sees the
+    memory and those before it, stands as far behind the run's i-th token as the run is long, and says it.
+    """
     word: RunMemory = run.method.reread
     assert word.fitted is not None
-    (rows, t), text, many = context.shape, jnp.maximum(lengths - 1, 0), word.tokens
-    size, runs = word.chunk(t), word.chunks(t)
-    each = jnp.arange(runs, dtype=jnp.int32)[None]
-    count = jnp.clip(text[:, None] - each * size, 0, size)
-    at = jnp.arange(many, dtype=jnp.int32)
-    stands = jax.vmap(lambda i: word.stands(i, count[:, i]), out_axes=1)(each[0])
-    stand = jnp.where(at < word.of(count)[..., None], stands, -1)
-    following = (each * size + count).reshape(-1)
+    (rows, t), text = context.shape, jnp.maximum(lengths - 1, 0)
+    size, many = word.chunk(t), word.chunks(t)
+    before = size * jnp.arange(many, dtype=jnp.int32)
+    runs = Runs(jnp.clip(text[:, None] - before[None], 0, size), before)
+    cue = params["fitted"][word.fitted.digest]["repeat"].astype(params["embed"].dtype)
+    cues, counts = jnp.broadcast_to(cue, (rows * many, size, cue.shape[-1])), runs.tokens.reshape(-1)
+    plain, over = Run(run.config, Method()), _apart(run, params, prompt, runs)
+    read = steps.read_tokens(plain, params, cues, counts, over, frozenset(), as_steps=True)
+    ids = jnp.pad(context, ((0, 0), (0, max(0, many * size - t))))[:, : many * size].reshape(-1, size)
+    said = jax.nn.log_softmax(read.logits.astype(jnp.float32))
+    off = -jnp.take_along_axis(said, ids[..., None], axis=-1)[..., 0]
+    own = jnp.arange(size)[None] < counts[:, None]
+    return jnp.where(own, off, 0.0).sum() / jnp.maximum(own.sum(), 1).astype(jnp.float32)
 
-    def apart(x: Array) -> Array:
-        x = x[:, :, :, : runs * many].reshape(*x.shape[:3], runs, many, x.shape[-1])
-        return jnp.moveaxis(x, 3, 2).reshape(x.shape[0], rows * runs, x.shape[2], many, -1)
+
+def _apart(run: Run, params: Params, prompt: Prompt, runs: Runs) -> Cache:
+    """A cache in which every run's memory is a row of its own, as if nothing stood before it."""
+    word: RunMemory = run.method.reread
+    (rows, many), size = runs.tokens.shape, word.tokens
+    each = jnp.arange(many, dtype=jnp.int32)
+    stands = jax.vmap(word.stands, in_axes=(0, 1), out_axes=1)(each, runs.tokens)
+    there = jnp.arange(size)[None, None] < word.of(runs.tokens)[..., None]
+    stands = jnp.where(there, stands, -1).reshape(rows * many, 1, size)
+
+    def split(x: Float[Array, "Lg B K S X"] | None) -> Float[Array, "Lg R K M X"]:
+        assert x is not None
+        x = x[:, :, :, : many * size].reshape(*x.shape[:3], many, size, x.shape[-1])
+        return jnp.moveaxis(x, 3, 2).reshape(x.shape[0], rows * many, x.shape[2], size, -1)
 
     groups = []
     for gm, fresh in zip(run.groups(params), prompt.fresh, strict=True):
-        assert isinstance(fresh, Fresh) and fresh.k is not None and fresh.v is not None
-        k, v = apart(fresh.k), apart(fresh.v)
-        pos = jnp.broadcast_to(stand.reshape(1, rows * runs, 1, many), k.shape[:4])
+        assert isinstance(fresh, Fresh)
+        k, v = split(fresh.k), split(fresh.v)
+        pos = jnp.broadcast_to(stands, k.shape[:4])
         groups.append(GroupState(tail=whole_slots(gm, View(k, v, pos, None, {}))))
-    cue = params["fitted"][word.fitted.digest]["repeat"].astype(params["embed"].dtype)
-    cues, counts = jnp.broadcast_to(cue, (rows * runs, size, cue.shape[-1])), count.reshape(-1)
-    marks = Marks(jnp.ones(cues.shape[:2]), word.fitted.digest) if MARK else None
-    plain = Run(run.config, Method())
-    read = steps.read_tokens(
-        plain, params, cues, counts, Cache(tuple(groups), following), frozenset(), as_steps=True, marks=marks
-    )
-    said = jax.nn.log_softmax(read.logits.astype(jnp.float32))
-    ids = jnp.pad(context, ((0, 0), (0, max(0, runs * size - t))))[:, : runs * size].reshape(-1, size)
-    own = jnp.arange(size)[None] < counts[:, None]
-    off = -jnp.take_along_axis(said, ids[..., None], axis=-1)[..., 0]
-    return jnp.where(own, off, 0.0).sum() / jnp.maximum(own.sum(), 1).astype(jnp.float32)
+    return Cache(tuple(groups), (runs.before[None] + runs.tokens).reshape(-1))

@@ -67,7 +67,7 @@ class MemoryTokens:
         """How many chunks that prompt has; its last token is in none."""
         return -(-(tokens - 1) // self.chunk(tokens))
 
-    def of(self, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
+    def of(self, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
         """How many memory tokens stand behind a chunk of so many tokens."""
         return self.tokens * jnp.minimum(tokens, 1)
 
@@ -148,7 +148,7 @@ class RunMemory(MemoryTokens):
         super().check(model)
         check_sizes(self, "repetition", "one, width", "repeat", (1, model.width))
 
-    def of(self, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
+    def of(self, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
         """How many memory tokens are read behind a run of so many tokens."""
         return -(-tokens // self.ratio)
 
@@ -160,7 +160,7 @@ class RunMemory(MemoryTokens):
     def stands(self, number: Int[Array, ""], tokens: Int[Array, "B"]) -> Int[Array, "B M"]:
         """At which positions of its turn the memory of a run of so many tokens stands."""
         ends = self.ratio * jnp.arange(1, self.tokens + 1, dtype=jnp.int32)
-        return self.before(number) + jnp.minimum(ends, tokens[:, None]) - 1
+        return self.before(number) + jnp.minimum(ends[None], tokens[:, None]) - 1
 
     def behind(self, text: Int[Array, "B"]) -> Int[Array, "B"]:
         """At which position of its turn the token behind a text of so many tokens stands."""

@@ -132,7 +132,7 @@ class Remembers:
         sees = np.ones((1, many + 1), bool)
         last = embed[np.asarray(prompt.tokens[-1:])]
         found = Read(d, last, [many], sees, np.zeros(1), self.fitted, self.turned(old))
-        return self.joined(prompt, found, old, many)
+        return self.joined(prompt, found, old, np.arange(many + 1))
 
     def held(self, raw, values):
         """Unrotated keys and values of the memory, per layer; None where there is none yet."""
@@ -146,13 +146,15 @@ class Remembers:
             return None
         return [[rope(k, np.arange(k.shape[1]), THETA) for k in old[0]], old[1]]
 
-    def joined(self, prompt, found, old, many):
+    def joined(self, prompt, found, old, at, length=None):
+        """What stays: memory and, behind it, the last token. at: their positions. length: of the cache."""
+        many = len(at) - 1
         if old is not None:
             found.raw_k = [np.concatenate(pair, 1) for pair in zip(old[0], found.raw_k, strict=True)]
             found.v = [np.concatenate(pair, 1) for pair in zip(old[1], found.v, strict=True)]
-        found.length, found.group = many + 1, prompt.group
+        found.length, found.group = length or many + 1, prompt.group
         found.tokens = [0] * many + prompt.tokens[-1:]
-        found.at = [np.arange(many + 1)] * LAYERS
+        found.at = [at] * LAYERS
         wide = lambda x, n: np.zeros((*x.shape[:-n], *[many + 1] * n))  # noqa: E731
         found.p = [wide(x, 2) for x in found.p]
         found.q = [np.zeros((HEADS, many + 1, CHANNELS)) for _ in found.q]
@@ -160,6 +162,48 @@ class Remembers:
         return found
 
 
+class RunsRemember(Remembers):
+    """Prompts of whose runs memory tokens stay that see each other both ways, where their tokens stood."""
+
+    def __init__(self, fitted, tokens, ratio):
+        super().__init__(fitted, tokens, tokens * ratio)
+        self.ratio = ratio
+
+    def __call__(self, prompt):
+        d, text = prompt.decoder, prompt.tokens[:-1]
+        embed, memory = d.rest["embed"], self.fitted.arrays["memory"][0].astype(np.float64)
+        raw, values, stood = [], [], np.zeros(0, int)
+        for first in range(0, len(text), self.chunk):
+            ids = text[first : first + self.chunk]
+            size, many = len(ids), -(-len(ids) // self.ratio)
+            mine = first + np.minimum(self.ratio * np.arange(1, many + 1), size) - 1
+            at, order = np.concatenate([first + np.arange(size), mine]), np.arange(size + many)
+            among = (order[None] <= order[:, None]) | (order[:, None] >= size)
+            sees = np.concatenate([np.ones((size + many, len(stood)), bool), among], 1)
+            x = np.concatenate([embed[np.asarray(ids)], memory[:many]])
+            past = self.at_positions(self.held(raw, values), stood)
+            read = Read(d, x, at, sees, order >= size, self.fitted, past)
+            raw.append([y[:, -many:] for y in read.raw_k])
+            values.append([y[:, -many:] for y in read.v])
+            stood = np.concatenate([stood, mine])
+        old, last = self.held(raw, values), embed[np.asarray(prompt.tokens[-1:])]
+        sees, past = np.ones((1, len(stood) + 1), bool), self.at_positions(old, stood)
+        found = Read(d, last, [len(text)], sees, np.zeros(1), self.fitted, past)
+        return self.joined(prompt, found, old, np.append(stood, len(text)), len(text) + 1)
+
+    def at_positions(self, old, at):
+        return None if old is None else [[rope(k, at, THETA) for k in old[0]], old[1]]
+
+
 GISTS, COMPS, CHUNK = 3, 2, 5
 GIST = memory_of(GISTS, "gisting", 19)
 COMP = memory_of(COMPS, "ccm", 20)
+MEMORIES, RATIO, RUN = 2, 3, 6
+
+
+def runs_kept(found):
+    """The positions at which something stays."""
+    return [np.tile(np.isin(np.arange(found.length), at), (KV_HEADS, 1)) for at in found.at]
+
+
+RUNS = of_all_layers("RunMemory", ADAPTER, {"memory": (MEMORIES, WIDTH), "repeat": (WIDTH,)}, 21)

@@ -65,6 +65,11 @@ LEARNED = [
         reread=marked.Remembers(marked.COMP, marked.COMPS, marked.CHUNK, mean=True),
     ),
     row(
+        "loma", dense(lambda s: -(-(s.tokens - 1) // marked.RUN) * marked.MEMORIES + 1 + s.room),
+        hyper=dict(tokens=marked.MEMORIES, ratio=marked.RATIO, fitted=marked.RUNS),
+        reread=marked.RunsRemember(marked.RUNS, marked.MEMORIES, marked.RATIO), kept=marked.runs_kept,
+    ),
+    row(
         "homer", dense(learned.homer_left), hyper=learned.CHUNKS | dict(fitted=learned.BIAS), model="deep",
         phase=learned.MERGING, narrow=learned.homer_goes_on, kept=learned.homer_kept, stacks=False,
     ),
