@@ -129,7 +129,7 @@ class Row:
     distance that larger ones count as, or shared ranges (`tests.ranges.Ranges`). leave(memory, lists, gone):
     what a layer's slots become when those numbered in `gone`, per list, leave; memory is a dict that the
     layer keeps; a slot's `votes` say how many tokens it stands for. A slot notes what every query has given
-    it, in `given`, and in all (`mass`).
+    it, in `given`, and in all (`mass`); that of a step also the `inputs` of its layer up to itself.
     leave.answer(memory, layer, list, q), where it has one: sums and weights that the queries get beside those
     of the slots. attends(q, k, v, pos, at): what a group's queries get instead of their attention over a
     list; `at` says where (`At`).
@@ -142,6 +142,8 @@ class Row:
         self.slots = []
         # Rotated queries [N, T, H] of all tokens so far, per layer.
         self.queries = list(prompt.q)
+        # The inputs [T, D] of all layers, of all tokens so far.
+        self.inputs = list(prompt.hidden)
         for layer, keep in enumerate(kept):
             share = len(keep) // prompt.decoder.config.kv_heads
             at = prompt.at[layer]
@@ -185,6 +187,8 @@ class Row:
             if append:
                 turned = rope(raw_q, [at], c.rope.theta)
                 self.queries[number] = np.concatenate([self.queries[number], turned], 1)
+                new = rms_norm(x, layer["attn_norm"], c.norm_eps)
+                self.inputs[number] = np.concatenate([self.inputs[number], new])
             for i, slots in enumerate(lists):
                 if append:
                     slots.append(
@@ -198,7 +202,8 @@ class Row:
                             given=[],
                             layer=number,
                             token=token,
-                            hidden=rms_norm(x, layer["attn_norm"], c.norm_eps)[0],
+                            hidden=new[0],
+                            inputs=self.inputs[number],
                         )
                     )
                 pos = np.array([s["pos"] for s in slots])

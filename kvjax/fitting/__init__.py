@@ -16,6 +16,7 @@ from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted, fitted_words
 from kvjax.fitting.biases import fit_biases
 from kvjax.fitting.clusters import fit_clusters
+from kvjax.fitting.controller import fit_controller
 from kvjax.fitting.convolutions import fit_convolutions
 from kvjax.fitting.curves import fit_curves
 from kvjax.fitting.distilled import fit_distilled
@@ -39,6 +40,7 @@ from kvjax.fitting.states import fit_states
 from kvjax.fitting.write_gates import fit_write_gate
 from kvjax.grammar import Method
 from kvjax.inputs import finite_number, whole_number
+from kvjax.keep.controller import Controller
 from kvjax.keep.distilled import TokenScorer
 from kvjax.keep.eviction_gates import AttentionGate, EvictionGate
 from kvjax.keep.expected import QueryStatistics
@@ -92,6 +94,7 @@ FITS: dict[type, Fitter] = {
     Hierarchy: Fitter(fit_biases),
     QueryStatistics: Fitter(fit_statistics),
     QueryCentres: Fitter(fit_centres),
+    Controller: Fitter(fit_controller, asks=True),
     Profile: Fitter(fit_profile, asks=True),
     CopyProfile: Fitter(fit_copies, asks=True),
     CurveProfile: Fitter(fit_curves, acts=True),
@@ -177,6 +180,7 @@ _WHOLE = {
     "slots": (1, "slots that are mixtures"),
     "neighbours": (1, "neighbours of a convolution"),
     "heads": (1, "heads of a gate"),
+    "channels": (1, "channels of a controller"),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.methods import learned, marked
+from tests.methods import controlled, learned, marked
 from tests.methods.expected import chooses, each_layer, ends
 from tests.methods.rows import PAGE, WINDOW, count, dense, due_by_2, half, paged, plain, row
 
@@ -68,6 +68,11 @@ LEARNED = [
         "loma", dense(lambda s: -(-(s.tokens - 1) // marked.RUN) * marked.MEMORIES + 1 + s.room),
         hyper=dict(tokens=marked.MEMORIES, ratio=marked.RATIO, fitted=marked.RUNS),
         reread=marked.RunsRemember(marked.RUNS, marked.MEMORIES, marked.RATIO), kept=marked.runs_kept,
+    ),
+    row(
+        "adore", controlled.adore_bytes,
+        hyper=dict(newest=controlled.KEEPS, bits=None, fitted=controlled.CONTROLLER),
+        kept=each_layer(controlled.adore_score, ends(0, controlled.KEEPS)), victim=controlled.adore_leaves,
     ),
     row(
         "homer", dense(learned.homer_left), hyper=learned.CHUNKS | dict(fitted=learned.BIAS), model="deep",
