@@ -83,7 +83,8 @@ def attend_new(
 
     past sets of fewer rows are what rows have in common. more: (out, lse) of what was attended elsewhere,
     which joins the output. Masses come as (one per past set ..., the new tokens), in the heads that the layer
-    stores; logits only where the layer publishes them. in_order: as of `attend_sets`; on: as of `causal_attention`.
+    stores; logits only where the layer publishes them. in_order: as of `attend_sets`; on: as of
+    `causal_attention`.
     """
     out, lse, masses, scores = attend_sets(
         layer, x, q, new, past, pos, mass=mass, in_order=in_order, implementation=implementation, on=on

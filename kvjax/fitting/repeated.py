@@ -29,7 +29,7 @@ from kvjax.steps import Prompt, Run
 
 
 class Runs(NamedTuple):
-    """The runs of contexts, one behind the other [B U]: how many tokens each has, and how many are before it."""
+    """The runs of contexts: how many tokens each has, and how many of the context are before it."""
 
     tokens: Int[Array, "B U"]
     before: Int[Array, "U"]

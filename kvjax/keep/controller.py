@@ -1,4 +1,4 @@
-"""ADORE's controller: a recurrent network over a layer's tokens asks for those that the next query looks at."""
+"""ADORE's controller: a recurrent network over tokens asks for those that the next query looks at."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ Carries = tuple[Float[Array, "B X"], Float[Array, "B K R"]]
 def check_controller(word: Controller | Told, model: ModelSizes) -> None:
     """InputError where a controller's arrays are those of another kind of model."""
     assert word.fitted is not None
-    hidden, channels = word.fitted.arrays["state"].shape[1], word.fitted.arrays["told"].shape[-1]
     layers, width, heads = model.layers, model.width, model.kv_heads
     check_sizes(word, "controller", "layers, width", "in", (layers, width))
-    check_sizes(word, "controller", "layers, states, KV heads, channels", "ask", (layers, hidden, heads, channels))
+    check_sizes(word, "controller", "layers", "state", (layers,))
     check_sizes(word, "controller", "layers, width, KV heads", "told", (layers, width, heads))
+    hidden, channels = word.fitted.arrays["state"].shape[1], word.fitted.arrays["told"].shape[-1]
+    check_sizes(
+        word, "controller", "layers, states, KV heads, channels", "ask", (layers, hidden, heads, channels)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +38,8 @@ class Controller:
 
     z_t = GRU(x_t, z_(t-1)) (arXiv:2407.02328, as in arXiv:1412.3555 with a bias on the state's side, too):
     r, u = sigmoid(x W + b + z V + c), n = tanh(x W + b + r (z V + c)), z' = (1 - u) n + u z. Rows carry z.
-    fitted: "in" [L, D, 3 X] and "in_bias" [L, 3 X], of r, u and n one behind the other, "state" [L, X, 3 X] and
-    "state_bias" [L, 3 X], "ask" [L, X, K, R] and "ask_bias" [L, K, R]; "told" [L, D, K, R] of `Told`.
+    fitted: "in" [L, D, 3 X] and "in_bias" [L, 3 X], of r, u and n one behind the other, "state" [L, X, 3 X]
+    and "state_bias" [L, 3 X], "ask" [L, X, K, R] and "ask_bias" [L, K, R]; "told" [L, D, K, R] of `Told`.
     """
 
     fitted: Fitted | None = None

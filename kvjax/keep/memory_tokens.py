@@ -106,11 +106,11 @@ class MemoryTokens:
 class RunMemory(MemoryTokens):
     """Memory tokens that see each other both ways, and of which a shorter last run has its share.
 
-    Runs are of `every` tokens, a multiple of `tokens`, and every memory token sees its run and all memory tokens
-    behind that. It turns, and stays, at the position of the last token of those for which it stands; so
-    the cache's positions and length are those of the text. A last run of r tokens has r `tokens` / `every` of them, rounded up
-    (arXiv:2401.09486). fitted: as of `MemoryTokens`, and "repeat" [1, D], the embedding of the tokens by which
-    a fit has a run said again from its memory.
+    Runs are of `every` tokens, a multiple of `tokens`, and every memory token sees its run and all memory
+    tokens behind that (arXiv:2401.09486). It turns, and stays, at the position of the last token of those
+    for which it stands; so the cache's positions and length are those of the text. A last run of r tokens
+    has r `tokens` / `every` of them, rounded up. fitted: as of `MemoryTokens`, and "repeat" [1, D], the
+    embedding of the tokens by which a fit has a run said again from its memory.
 
     ValueError for runs that are no multiple of their memory.
 
@@ -139,8 +139,8 @@ class RunMemory(MemoryTokens):
     @property
     def says(self) -> str:
         return (
-            f"Behind every {self.every} tokens of a prompt {self.tokens} learned tokens are read, which see each "
-            "other both ways and alone stay."
+            f"Behind every {self.every} tokens of a prompt {self.tokens} learned tokens are read, which see "
+            "each other both ways and alone stay."
         )
 
     def check(self, model: ModelSizes) -> None:

@@ -15,7 +15,7 @@ from kvjax.methods.shared import Fit
 Memory = Annotated[int, Range(1)]
 Chunk = Annotated[int, Range(1)]
 # Tokens of a run for which one memory token stands.
-Ratio = Annotated[int, Range(1)]
+PerMemory = Annotated[int, Range(1)]
 
 
 @paper(
@@ -88,8 +88,18 @@ def ccm_merge(*, fitted: Fit | None = None, tokens: Memory = 8, chunk: Chunk = 6
     family="merge-token",
     exact="deviates",
 )
-def loma(*, fitted: Fit | None = None, tokens: Memory = 16, ratio: Ratio = 4) -> Method:
-    """LoMA (Wang and Xiao, 2024, arXiv:2401.09486): behind every t c tokens stand t memory tokens, which stay.
+def loma(*, fitted: Fit | None = None, tokens: Memory = 4, ratio: PerMemory = 4) -> Method:
+    """LoMA (Wang and Xiao, 2024, arXiv:2401.09486), section 3: behind t c tokens stand t memory tokens.
 
+    A run of `tokens` x `ratio` tokens sees the memory of the runs before it and itself; the memory tokens
+    behind it see all of it and each other both ways, and their keys and values alone stay (`RunMemory`). A
+    shorter last run has one memory token for every `ratio` tokens. fitted: embeddings and LoRA, as
+    `kvjax fit loma` writes them: it has every run said again from its memory alone, by as many repetition
+    tokens. Deviations: the model stays as it is, and memory tokens have a LoRA of their own, where the
+    paper trains all of it; memory tokens turn and stay at the positions of the last of the `ratio` tokens for
+    which they stand, which is how we read the paper's positions; the last token of a prompt is read behind
+    its memory and stays; and what is written is not compressed.
+
+    FIGURES
     """
     return Method(reread=RunMemory(tokens, tokens * ratio, by="loma", fitted=as_fitted(fitted)))

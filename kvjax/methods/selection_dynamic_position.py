@@ -6,9 +6,10 @@ from typing import Annotated
 
 from kvjax.errors import InputError
 from kvjax.fitted import as_fitted
-from kvjax.grammar import Budget, Keep, Method
+from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.keep.algebra import Aged
 from kvjax.keep.budget import Uniform
+from kvjax.keep.controller import Controller, Wanted
 from kvjax.keep.hashed import HashLikeness
 from kvjax.keep.ladder import Ladder
 from kvjax.keep.norms import NormRatio, Rounded
@@ -20,8 +21,9 @@ from kvjax.keep.tokens import SeparatorsFirst, TokensOf
 from kvjax.keep.trigonometric import QueryCentres, Trigonometric
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Fit, Page, Planes, Seed, TokenIds, Tokens, Window
+from kvjax.methods.shared import Amount, Bits, Fit, Group, Page, Planes, Seed, TokenIds, Tokens, Window
 from kvjax.phase import ByRank, Clamped
+from kvjax.store.affine import Affine
 from kvjax.when import STEP, Every
 
 
@@ -211,3 +213,30 @@ def triattention(
     """
     score = Trigonometric(QueryCentres(as_fitted(fitted)), farthest)
     return Method(Keep(score, Budget(budget), Uniform(), when=Every(every)))
+
+
+@paper(
+    "Efficient Sparse Attention needs Adaptive Token Release",
+    arxiv="2407.02328",
+    family="selection-dynamic",
+    exact="deviates",
+)
+def adore(
+    budget: Amount, *, newest: Tokens = 32, bits: Bits | None = 2, group: Group | None = 32,
+    fitted: Fit | None = None,
+) -> Method:  # fmt: skip
+    """ADORE (Zhang et al., 2024, arXiv:2407.02328), section 3: a controller says which tokens stay.
+
+    A GRU runs over the tokens, and behind every one of them the tokens that it expects to be looked at most
+    stay (`Wanted`); of all others the least expected is released after every token. fitted: the controller,
+    as `kvjax fit adore` writes it. Deviations: what is released lies in a second tier of `bits` bits, in
+    groups of `group` channels (None: all of a head), and is still attended to, where the paper drops it and
+    computes anew those that are expected again; with bits=None it is dropped for good. A later prompt
+    chooses among all tokens again, as they are stored. Every layer has a GRU over its own inputs and every
+    head its own choice, where the paper has one for the whole stack; the `newest` tokens always stay,
+    because the controller does not know how old a token is. The authors' code is not public, and the form of
+    the network's output is ours.
+    """
+    lower = None if bits is None else Store(Affine(bits, group=group), Affine(bits, group=group))
+    score = Wanted(Controller(as_fitted(fitted)))
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(newest),), when=STEP, lower=lower))
