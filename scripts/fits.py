@@ -35,7 +35,7 @@ FITS: dict[str, tuple[int, dict[str, Any]]] = {
     "attention-gate": (32, dict(epochs=20)),
     "dmc": (32, dict(epochs=20)),
     "kv-distill": (128, dict(rank=12, epochs=12)),
-    "adore": (48, dict(hidden=20, epochs=6)),
+    "adore": (48, dict(hidden=20)),
     "lococo": (32, dict(budget=0.25, slots=16, neighbours=5, epochs=6)),
     "less": (32, dict(budget=0.25, hidden=32)),
     "evolkv": (32, dict(budget=0.25)),

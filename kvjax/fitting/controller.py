@@ -45,8 +45,8 @@ def fit_controller(
     hidden: int = 32,
     channels: int = 4,
     rate: float = 3e-3,
-    epochs: int = 4,
-    steps: int = 4,
+    epochs: int = 3,
+    steps: int = 8,
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
@@ -90,15 +90,16 @@ def looked_at(
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
     order = jnp.arange(tokens.shape[1])
     counts = (order[None, :, None] >= order[None, None]) & (order[None, :, None] < lengths[:, None, None] - 1)
-    many = jnp.ceil(share * (order + 1).astype(jnp.float32))[None, None, :, None]
+    last = jnp.ceil(share * (order + 1).astype(jnp.float32)).astype(jnp.int32) - 1
 
     def attention(layer: Layer, inputs: Inputs, keys: Keys, s: Array) -> tuple[Array, tuple[Array, Array]]:
         p = probabilities(s)
         out = jnp.einsum("bkgts,bksv->bkgtv", p, keys.v.astype(p.dtype)).reshape(*inputs.q.shape[:3], -1)
         # Of the query behind t; the last one has none.
         next_one = jnp.where(counts[:, None], jnp.roll(p.sum(2), -1, axis=2), -1.0)
-        ranks = jnp.argsort(jnp.argsort(-next_one, axis=-1), axis=-1).astype(jnp.float32)
-        return out, (inputs.hidden, (ranks < many) & counts[:, None])
+        best = -jnp.sort(-next_one, axis=-1)
+        least = jnp.take_along_axis(best, jnp.broadcast_to(last[:, None], (*best.shape[:3], 1)), axis=-1)
+        return out, (inputs.hidden, (next_one >= least) & (next_one > 0))
 
     ran = read_whole(config, params, tokens, at, attention, "controllers")
     hidden, most = (jnp.concatenate(part) for part in zip(*ran.collected, strict=True))

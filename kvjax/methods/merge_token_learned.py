@@ -100,6 +100,9 @@ def loma(*, fitted: Fit | None = None, tokens: Memory = 4, ratio: PerMemory = 4)
     which they stand, which is how we read the paper's positions; the last token of a prompt is read behind
     its memory and stays; and what is written is not compressed.
 
-    FIGURES
+    On the shipped model a fit of three minutes (1400 steps, rank 12) says runs again at 2.4 nats a token,
+    where unfitted memory leaves 8.0, and answers behind contexts of 256 tokens at 3.0 instead of 8.7. The
+    memory says much of its run, but not to the model's own questions: it finds none of 24 records, so no fit
+    comes with kvjax.
     """
     return Method(reread=RunMemory(tokens, tokens * ratio, by="loma", fitted=as_fitted(fitted)))
