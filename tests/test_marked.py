@@ -217,6 +217,18 @@ def test_a_fit_of_kv_distill_finds_what_unfitted_scores_and_weights_lose(tiny):
 
 
 @pytest.mark.slow
+def test_a_fit_of_loma_says_runs_again_that_unfitted_memory_has_lost(tiny):
+    seen, batch = samples_of(tiny, 96, 32), batch_of(tiny, samples_of(tiny, 16, 8))
+    fits = [kvjax.fit(tiny, "loma", seen, **x) for x in (dict(rate=0.0, epochs=1), dict(epochs=8))]
+    off = []
+    for fitted in fits:
+        method = kvjax.method("loma", fitted=fitted)
+        run, params = run_of(tiny, method, fitted), with_fitted(tiny.params, method)
+        off.append(np.array(jax.jit(losses, static_argnums=0)(run, params, batch)))
+    assert (off[1] < 0.75 * off[0]).all()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEMORY)
 def test_a_fit_of_memory_tokens_makes_answers_likelier_than_unfitted_ones_do(name, tiny):
     seen, batch = samples_of(tiny, 96, 32), batch_of(tiny, samples_of(tiny, 16, 8))

@@ -40,6 +40,7 @@ def fit_repetition(
     batches: list[list[Sample]],
     *,
     method: Method,
+    answers: float = 0.1,
     rank: int = 16,
     rate: float = 3e-3,
     epochs: int = 16,
@@ -49,11 +50,12 @@ def fit_repetition(
     """Embeddings of memory tokens and a LoRA of rank `rank`, by which runs are said again (arXiv:2401.09486).
 
     Contexts are read as the method reads them. What becomes small is -log p of the tokens of every run, said
-    from its memory alone (`repeated`), plus -log p of the answers behind all of the memory; by Adam
-    (arXiv:1412.6980) at learning rate `rate`, one step per batch, in `epochs` readings. Deviations: the model
-    stays as it is, where the paper trains all of it, so what is repeated is what its own weights read in the
-    memory; and of the text behind memory only answers count, where the paper's first loss is that of all
-    tokens. Raises InputError for a model whose layers are not all plain attention that keeps all tokens.
+    from its memory alone (`repeated`), plus `answers` times -log p of the answers behind all of the memory;
+    by Adam (arXiv:1412.6980) at learning rate `rate`, one step per batch, in `epochs` readings. Deviations:
+    the model stays as it is, where the paper trains all of it, so what is repeated is what its own weights
+    read in the memory; and of the text behind memory only answers count, where the paper's first loss is that
+    of all tokens, with a weight of 1: with that, runs are learned later. Raises InputError for a model whose
+    layers are not all plain attention that keeps all tokens.
     """
     check_whole(model, "memory tokens")
     embed = model.params["embed"]
@@ -63,7 +65,8 @@ def fit_repetition(
     run = run_of(model, method, first)
 
     def loss(arrays: Arrays, batch: Asked, params: Params) -> Float[Array, ""]:
-        return sum(losses(run, params | {"fitted": {first.digest: arrays}}, batch), jnp.zeros(()))
+        said, runs = losses(run, params | {"fitted": {first.digest: arrays}}, batch)
+        return runs + answers * said
 
     read = asked(model, batches, epochs, seed, progress)
     found = descended(loss, start, read, model.params, rate=rate)
@@ -73,8 +76,8 @@ def fit_repetition(
 def losses(run: Run, params: Params, batch: Asked) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The means of -log p: of answers' tokens behind contexts' memory, of runs' tokens from theirs alone."""
     prompt = read_by(run, params, batch)
-    answers = surprise_over(run, params, left_of(run, params, prompt, batch), batch)
-    return answers, repeated(run, params, prompt, batch.context, batch.lengths)
+    said = surprise_over(run, params, left_of(run, params, prompt, batch), batch)
+    return said, repeated(run, params, prompt, batch.context, batch.lengths)
 
 
 def repeated(
