@@ -8,6 +8,8 @@ import pytest
 from scipy.special import expit, log_softmax
 
 import kvjax
+from kvjax import steps
+from kvjax.cache import kept_positions
 from kvjax.commands.texts import read_texts
 from kvjax.errors import InputError
 from kvjax.fitted import Fitted, with_fitted
@@ -137,6 +139,22 @@ def test_twenty_steps_of_a_fit_move_from_where_it_starts(name):
     start, end = (kvjax.fit(m, method, questions(), epochs=20, rate=rate, rank=2) for rate in (0.0, 1e-2))
     assert start != end and end.model == m.signature
     kvjax.prefill(m, MAIN.first, method=method_of(name, end), room=1)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", ["ccm", "loma"])
+def test_of_what_stays_behind_memory_tokens_the_last_one_alone_is_of_the_prompt(name):
+    m, method, rows = model("4/2"), BY_LABEL[name].method(), MAIN.first
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens = np.array([[*row, *[0] * (max(lengths) - len(row))] for row in rows], np.int32)
+    run, params = run_of(m, method, method.reread.fitted), with_fitted(m.params, method)
+    read = jax.jit(steps.observe, static_argnums=(0, 5))
+    source = np.asarray(read(run, params, tokens, lengths, None, frozenset()).source)
+    for pos in kept_positions(kvjax.prefill(m, rows, method=method, room=1)[1]):
+        for b, length in enumerate(lengths):
+            kept = pos[b][pos[b] >= 0]
+            assert set(source[b][kept].tolist()) == {-1, length - 1}
+            assert source[b][kept.max()] == length - 1
 
 
 @pytest.mark.rotating

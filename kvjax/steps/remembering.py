@@ -79,19 +79,26 @@ def remembered(
     index = jnp.arange(slots + 1, dtype=jnp.int32)[None]
     # The last token lies right behind the memory of its row.
     source = jnp.where(index < held[:, None], index, slots)
-    each = jnp.arange(slots // word.tokens, dtype=jnp.int32)
-    stands = jax.vmap(lambda i: word.stands(i, jnp.clip(text - i * size, 0, size)), out_axes=1)(each)
-    stands = jnp.concatenate([stands.reshape(len(text), slots), behind[:, None]], axis=1)
+    stands = jnp.concatenate([_stands(word, text, size, slots), behind[:, None]], axis=1)
     pos = start[:, None] + jnp.take_along_axis(stands, source, axis=1)
     pos = jnp.where(index < (held + live)[:, None], pos, -1)
     fresh = tuple(_joined(view, f, slots, source) for view, f in zip(views, _with_slots(found), strict=True))
     own = (index == held[:, None]) & (live > 0)[:, None]
+    # Of the places in what was read, the last token's alone is that of a token.
+    place = jnp.arange(t if word.mutual else slots + 1, dtype=jnp.int32)[None]
     return found._replace(
         fresh=fresh,
         positions=Positions(pos, start + behind + live),
         tokens=jnp.where(own, last, 0),
-        source=jnp.where(own, text[:, None], -1),
+        source=jnp.where((place == behind[:, None]) & (live > 0)[:, None], text[:, None], -1),
     )
+
+
+def _stands(word: MemoryTokens, text: Int[Array, "B"], size: int, slots: int) -> Int[Array, "B _"]:
+    """At which positions of their turn all memory tokens stand, of chunks of `size` tokens of a text."""
+    each = jnp.arange(slots // word.tokens, dtype=jnp.int32)
+    found = jax.vmap(lambda i: word.stands(i, jnp.clip(text - i * size, 0, size)), out_axes=1)(each)
+    return found.reshape(len(text), slots)
 
 
 def _with_slots(prompt: Prompt) -> list[Fresh]:
