@@ -90,7 +90,7 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
             capacity = whole_tiles(max(capacity - gm.sinks, 1), view.k.shape[-1], gm.multiple)
     slots = take(gm, view, kept, capacity)
     if gm.keep is not None and gm.keep.lower is not None:
-        return GroupState((_lower(gm, view, live & ~kept, tokens, room),), encoded(slots, gm))
+        return GroupState((lower_tier(gm, view, live & ~kept, tokens, room),), encoded(slots, gm))
     if not gm.split:
         return GroupState(tail=_tail(gm, slots), sinks=sinks)
     # The tail is filled as if everything were new, then flushed into an empty body.
@@ -110,7 +110,9 @@ def _sinks(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"]) -> Slots 
     return take(gm, view, kept & (view.pos < gm.sinks), gm.sinks) if gm.sinks else None
 
 
-def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens: int, room: int) -> Slots:
+def lower_tier(
+    gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens: int, room: int
+) -> Slots:
     """The second tier: what leaves the first, with room for what will leave it in steps."""
     assert gm.keep is not None and gm.keep.lower is not None
     most = tokens + room if gm.evicting else tokens

@@ -8,7 +8,7 @@ import kvjax
 from kvjax.cache import kept_positions
 from kvjax.codes import dense, encode
 from kvjax.errors import InputError
-from kvjax.grammar import Budget, Keep, Store, chain
+from kvjax.grammar import Budget, Keep, Method, Store, chain
 from kvjax.keep.budget import AcrossHeads, Uniform
 from kvjax.keep.merge import ZipMerge
 from kvjax.keep.score import AccumulatedAttention
@@ -120,3 +120,20 @@ def test_rows_that_ask_again_move_nothing():
 def test_codes_of_a_second_tier_that_cannot_hold_a_models_channels_are_refused():
     with pytest.raises(InputError, match="leankv cannot store keys of 24 channels: group=16 must divide"):
         bind(kvjax.method("leankv", group=16, high=8), golden_model("latents"))
+
+
+@pytest.mark.rotating
+def test_behind_a_prompt_that_was_not_compressed_steps_move_slots_to_the_second_tier():
+    m, method = model("4/2"), kvjax.method("mikv", budget=0.5, high=8, low=4, group=8)
+    _, cache = kvjax.prefill(m, MAIN.first, method=method, room=8, compress=False)
+    _, codes = kvjax.prefill(m, MAIN.first, method=Method(store=method.store), room=8)
+    got, cache = kvjax.step(m, cache, MAIN.steps[0])
+    # Its query attends before a slot leaves, to the first tier's codes of all.
+    np.testing.assert_allclose(got, kvjax.step(m, codes, MAIN.steps[0])[0], atol=1e-5)
+    for token in MAIN.steps[1:]:
+        cache = kvjax.step(m, cache, token)[1]
+    for group in cache.groups:
+        for row, head in np.ndindex(*group.tail.pos.shape[1:3]):
+            first, second = tier(group.tail, 0, row, head), tier(group.bodies[0], 0, row, head)
+            assert first.keys() | second.keys() == set(range(len(MAIN.first[row]) + len(MAIN.steps)))
+            assert not first.keys() & second.keys() and len(second) == len(MAIN.steps)
