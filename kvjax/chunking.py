@@ -168,7 +168,7 @@ class _Turns:
             return tail_slots(gm, self.listed, room, width) - newest
         built = gm if self.acting[i] else gm._replace(keep=None, stack=None)
         slots = slots_needed(built, self.bound, room, width)
-        if gm.evicting and not gm.paged:
+        if gm.rated:
             assert gm.keep is not None
             return tokens_in(gm.keep, slots) - self.next
         held = self.next

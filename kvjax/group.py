@@ -14,11 +14,11 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.keep.budget import Uniform
 from kvjax.keep.observe import Mass, Queries
 from kvjax.keep.score import Position
-from kvjax.protocols import Answering, Carried, CarryingMerge, Meeting, Stacking, Trace
+from kvjax.protocols import Answering, Carried, CarryingMerge, Hiding, Meeting, Stacking, Trace
 from kvjax.read_protocols import Remembering
 from kvjax.stored import is_steady
 from kvjax.when import STEP
-from kvjax.words import observations
+from kvjax.words import counts_slots, hiding_of, observations
 
 
 class GroupMethod(NamedTuple):
@@ -82,6 +82,16 @@ class GroupMethod(NamedTuple):
     def at_once(self) -> bool:
         """Whether a slot may leave after every token, inside the layer."""
         return self.keep is not None and self.keep.when.at_once
+
+    @property
+    def hiding(self) -> Hiding | None:
+        """What hides slots from tokens behind them, before a layer attends."""
+        return hiding_of(self.keep)
+
+    @property
+    def rated(self) -> bool:
+        """Whether steps keep the group's dense lists at a budget, rather than let slots leave alone."""
+        return self.evicting and not self.paged and not counts_slots(self.keep)
 
     @property
     def lasting(self) -> bool:

@@ -35,10 +35,11 @@ from kvjax.models.model import Model
 from kvjax.not_numbers import check_scores
 from kvjax.place.common import apart, has_common, is_shared
 from kvjax.place.rollback import Added, more_added
-from kvjax.place.trim import counted, trimmed
+from kvjax.place.trim import counted
 from kvjax.pure import bind
 from kvjax.reach import last_position
 from kvjax.ready import ready
+from kvjax.room import as_used
 from kvjax.steps import Run
 from kvjax.suits import check_budget
 from kvjax.verbs import Lengths, TokenIds, has_verbs, refuse
@@ -200,7 +201,7 @@ def prefill(
     logits, cache, lost = _read_chunks(run, params, batch, cache, sizes, width, compress, last)
     check_scores(chosen.id, np.any(fetch(lost), 0))
     if counted(chosen) and compress:
-        cache = placed(trimmed(cache, bucket), on)
+        cache = placed(as_used(run.groups(params), cache, bucket, room), on)
     cache = labelled(cache, chosen, model)
     note = noted(model, cache) if compress or note is None else note
     return logits, dataclasses.replace(cache, added=note if compress else more_added(note, batch.lengths))

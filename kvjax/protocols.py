@@ -136,6 +136,28 @@ class Meeting(Observation, Protocol):
         ...
 
 
+# Of a slot that no query is hidden from.
+NEVER = 2**30
+
+
+@runtime_checkable
+class Hiding(Observation, Protocol):
+    """From which new tokens on slots are hidden, themselves included; a call on `Inputs` raises.
+
+    It is known before a layer attends, of a prompt's tokens and in a step, where what it hides leaves first.
+    traces: what it asks of slots, which the score must remember.
+    """
+
+    @property
+    def traces(self) -> tuple[Trace, ...]: ...
+
+    def since(
+        self, inputs: Inputs, traces: dict[str, Float[Array, "B K S"]], pos: Int[Array, "B #K S"]
+    ) -> Int[Array, "B K S"]:
+        """The position of the first new token that does not see a slot; `NEVER` where all do."""
+        ...
+
+
 @runtime_checkable
 class Trace(Protocol):
     """What a method remembers of every slot: one number, which moves with it wherever it is stored.

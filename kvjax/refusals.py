@@ -9,7 +9,7 @@ import numpy as np
 from kvjax.fitted import fitted_words
 from kvjax.protocols import Answering, Judging
 from kvjax.when import Full
-from kvjax.words import IN_PREFILL, IN_STEP, observations, probes_of
+from kvjax.words import IN_PREFILL, IN_STEP, hiding_of, observations, probes_of
 
 if TYPE_CHECKING:
     from kvjax.grammar import Keep
@@ -64,6 +64,7 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
             and keep.when.at_once
             and threshold
             and keep.allocate.uniform
+            and keep.budget.ratio != 1
             and not getattr(score, "bounded", False),
             f"{keep.allocate!r} lets slots leave by their own score, and {score!r} gives more than fit "
             "a high one: use a score that is `bounded`, such as Votes(256, 256)",
@@ -77,6 +78,18 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
             in_steps and not keep.when.at_once and bool(masses),
             f"{keep.when!r} evicts after many queries, and {', '.join(map(repr, masses))} is what slots "
             "receive of the newest one: name traces, such as Received(Mass()), in its score",
+        ),
+        (
+            hiding_of(keep) is not None and in_steps and not (keep.when.at_once and keep.allocate.uniform),
+            "what newer tokens drop leaves where the next one comes, from lists of equal heads: use "
+            "UpTo(0.0), and when=STEP or PREFILL_END",
+        ),
+        (
+            hiding_of(keep) is not None
+            and in_steps
+            and (len(observations(keep)) > 1 or keep.merge is not None),
+            f"{hiding_of(keep)!r} decides before a token attends, and merges or other observations ask what it "
+            "attends to: leave them out",
         ),
         (
             in_steps and keep.when.at_once and any(isinstance(t, Judging) for t in score.traces),

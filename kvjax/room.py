@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import reduce
 
 import jax
@@ -13,10 +14,13 @@ from kvjax.cache import Cache, GroupState, Slots, State
 from kvjax.codes import Codes, width_of
 from kvjax.grammar import Keep
 from kvjax.group import GroupMethod
+from kvjax.hosts.arrays import fetch
 from kvjax.ops.base.memory import there
 from kvjax.place.host import in_its_memory
+from kvjax.place.trim import trimmed
 from kvjax.segments import whole_tiles
 from kvjax.when import Full
+from kvjax.words import counts_slots
 from kvjax.writing import pad_slots
 
 # Tokens that fit where a group makes room by itself.
@@ -42,7 +46,7 @@ def free_by_group(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "gro
         if gm.kind != "slots":
             free.append(jnp.full(cache.next.shape, PLENTY, jnp.int32))
             continue
-        if gm.evicting and not gm.paged:
+        if gm.rated:
             # A token needs an empty slot before another leaves, and a share of the tokens grows with them.
             slots = group.tail
             assert gm.keep is not None and slots is not None
@@ -69,13 +73,37 @@ def reserve(gms: tuple[GroupMethod, ...], cache: Cache, room: int) -> Cache:
     def grow(gm: GroupMethod, group: GroupState) -> GroupState:
         if gm.grows:
             return widened(gm, group, more_slots(gm, room, 0))
-        if (gm.evicting and not gm.paged) or gm.kind != "slots":
+        if gm.rated or gm.kind != "slots":
             return group
         tail = group.tail
         assert tail is not None
         return widened(gm, group, more_slots(gm, room, width_of(tail.k)))
 
     groups = tuple(grow(g, x) for g, x in zip(gms, cache.groups, strict=True))
+    return dataclasses.replace(cache, groups=groups)
+
+
+def as_used(
+    gms: tuple[GroupMethod, ...], cache: Cache, bucket: Callable[[int], int], room: int
+) -> Cache:  # fmt: skip
+    """The cache cut to what is in use, where only the data says how much that is.
+
+    Pools as `trimmed` says; dense lists of which a threshold says how long they are, to bucket(the longest
+    one's slots) and `room` more. bucket: as of `trimmed`.
+    """
+
+    def shorter(gm: GroupMethod, group: GroupState) -> GroupState:
+        if not counts_slots(gm.keep):
+            return group
+        tail = group.tail
+        assert tail is not None
+        # What stays lies in the first slots of every list.
+        longest = bucket(int((fetch(tail.pos) >= 0).sum(-1).max(initial=1)))
+        size = whole_tiles(longest + room, width_of(tail.k), gm.multiple)
+        return group.with_tail(jax.tree.map(lambda x: x[:, :, :, :size], tail))
+
+    cache = trimmed(cache, bucket)
+    groups = tuple(shorter(gm, group) for gm, group in zip(gms, cache.groups, strict=True))
     return dataclasses.replace(cache, groups=groups)
 
 

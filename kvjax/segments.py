@@ -27,6 +27,7 @@ from kvjax.protocols import View, over_layers
 from kvjax.read_protocols import Remembering
 from kvjax.sinks import behind_sinks, empty_slots, write_sinks
 from kvjax.summaries import summary_of_new, sums_with_new, with_summary
+from kvjax.words import counts_slots
 from kvjax.writing import pad_slots, write_blocks, write_slots
 
 TILE, LANES, SUBLANES = 32, 128, 8
@@ -53,7 +54,7 @@ def slots_needed(gm: GroupMethod, tokens: int, room: int, width: int) -> int:
     """Static capacity of one head's list: a function of method, bucket, room and platform only."""
     if gm.budget is None:
         return whole_tiles(tokens + room, width, gm.multiple)
-    if gm.keep is not None and gm.evicting:
+    if gm.keep is not None and gm.evicting and not counts_slots(gm.keep):
         # More than the budget: a token is attended before others leave.
         return whole_tiles(gm.keep.when.due_at(gm.keep.budget.capacity(tokens + room)), width, gm.multiple)
     return whole_tiles(gm.budget.capacity(tokens) + room, width, gm.multiple)

@@ -25,7 +25,7 @@ from kvjax.place.pairs import pairs_of
 from kvjax.protocols import Answering, Preferring
 from kvjax.read_protocols import Remembering, Resting, Reusing, Sampling
 from kvjax.refusals import crowded
-from kvjax.words import observations, shaped
+from kvjax.words import hiding_of, observations, shaped
 
 
 @lru_cache(maxsize=1024)
@@ -179,6 +179,8 @@ def _check_keep(method: Method, keep: Keep, config: Config, facts: _Facts) -> No
         _refuse(method, "it evicts after many tokens, and layers share their slots", "h2o")
     if facts.clipped and not keep.phase.alike:
         _refuse(method, "near and far tokens are attended apart, and layers clip the softmax", "sink-recent")
+    if hiding_of(keep) is not None and facts.lent:
+        _refuse(method, "tokens drop slots of their own layer, and several layers read them", "h2o")
     if isinstance(keep.merge, Answering) and (facts.lent or facts.clipped):
         _refuse(method, "what leaves is asked apart, and layers share slots or clip the softmax", "h2o")
     if keep.merge is not None and (facts.latent or facts.factors):

@@ -10,7 +10,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from kvjax.grammar import Keep
-from kvjax.protocols import CarryingMerge, Preferring, View
+from kvjax.protocols import CarryingMerge, Hiding, Preferring, View
 
 # When an observation exists: while many new tokens are read, or in the step of one token.
 IN_PREFILL, IN_STEP = "prefill", "step"
@@ -71,6 +71,19 @@ def observations(keep: Keep) -> list[Any]:
     words += [keep.allocate] if isinstance(keep.allocate, Preferring) else []
     words += [] if keep.score is None else keep.score.traces
     return sorted({o for word in words for o in word.needs}, key=repr)
+
+
+def hiding_of(keep: Keep | None) -> Hiding | None:
+    """What hides slots from tokens behind them where a keep chooses; None where nothing does."""
+    words = [] if keep is None or keep.score is None else observations(keep)
+    return next((o for o in words if isinstance(o, Hiding)), None)
+
+
+def counts_slots(keep: Keep | None) -> bool:
+    """Whether dense lists hold as many slots as a threshold lets stay, however many that is."""
+    if keep is None or not hasattr(keep.allocate, "threshold"):
+        return False
+    return keep.allocate.uniform and keep.budget.ratio == 1
 
 
 def number_of(layer: int | float, layers: int) -> int:

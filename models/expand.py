@@ -41,7 +41,7 @@ class Expand(NamedTuple):
         made = stored._replace(**_named(self.keys(stored.k, stored.v)))
         each = made.k.shape[1] // stored.k.shape[1]
         if each > 1:
-            beside = {n: _of_heads(getattr(made, n), each) for n in ("pos", "bias")}
+            beside = {n: _of_heads(getattr(made, n), each) for n in ("pos", "bias", "until")}
             made = made._replace(**beside)
         if self.turn is None or made.pos is None:
             return made

@@ -21,6 +21,7 @@ from kvjax.fitting.convolutions import fit_convolutions
 from kvjax.fitting.curves import fit_curves
 from kvjax.fitting.distilled import fit_distilled
 from kvjax.fitting.drift import fit_drift
+from kvjax.fitting.droppings import fit_dropping
 from kvjax.fitting.eviction_gates import fit_attention_gate, fit_eviction_gate
 from kvjax.fitting.gates import fit_gate, fit_sink_gate
 from kvjax.fitting.head_gates import fit_head_gates
@@ -42,6 +43,7 @@ from kvjax.grammar import Method
 from kvjax.inputs import finite_number, whole_number
 from kvjax.keep.controller import Controller
 from kvjax.keep.distilled import TokenScorer
+from kvjax.keep.dropping import Dropping
 from kvjax.keep.eviction_gates import AttentionGate, EvictionGate
 from kvjax.keep.expected import QueryStatistics
 from kvjax.keep.filters import QueryFilters
@@ -87,6 +89,7 @@ FITS: dict[type, Fitter] = {
     EvictionGate: Fitter(fit_eviction_gate, asks=True),
     AttentionGate: Fitter(fit_attention_gate, asks=True),
     Opening: Fitter(fit_run_gates, asks=True),
+    Dropping: Fitter(fit_dropping, asks=True),
     MemoryTokens: Fitter(fit_memory, asks=True, acts=True),
     RunMemory: Fitter(fit_repetition, asks=True, acts=True),
     TokenScorer: Fitter(fit_distilled, asks=True, acts=True),

@@ -101,10 +101,17 @@ def divergence(
     """
     told, *_ = behind(config, params, batch, None, what)
     said, _, found = behind(config, params, batch, leaving, what)
+    return divergence_of(told, said, batch.said), found
+
+
+def divergence_of(
+    told: Float[Array, "B T Z"], said: Float[Array, "B T Z"], at: Bool[Array, "B T"]
+) -> Float[Array, ""]:
+    """KL(p || q) in nats, the mean over the tokens `at`; p by the logits `told`, which are no subject."""
     wanted = jax.lax.stop_gradient(jax.nn.log_softmax(told))
     each = (jnp.exp(wanted) * (wanted - jax.nn.log_softmax(said))).sum(-1)
-    many = jnp.maximum(batch.said.sum(), 1).astype(jnp.float32)
-    return jnp.where(batch.said, each, 0.0).sum() / many, found
+    many = jnp.maximum(at.sum(), 1).astype(jnp.float32)
+    return jnp.where(at, each, 0.0).sum() / many
 
 
 def mean_before(x: Float[Array, "B K T"], before: Bool[Array, "B T"]) -> Float[Array, ""]:

@@ -25,6 +25,7 @@ from kvjax.steps.forward import Prompt, needs_of
 from kvjax.steps.observing import observe
 from kvjax.steps.prompt import settled
 from kvjax.steps.run import Run
+from kvjax.words import hiding_of
 
 
 def chooses(method: Method) -> bool:
@@ -35,11 +36,12 @@ def chooses(method: Method) -> bool:
 def reading(run: Run) -> Run:
     """What reading a prompt depends on beside the observations: nothing of most methods.
 
-    Which tokens a layer sees, the phase of its keys, what answers for slots that have left, and codes that
+    Which tokens a layer sees or hides, the phase of its keys, what answers for slots that have left, and codes that
     only fitted arrays can read change what is read.
     """
     keeps = [one.keep for one in run.method.sentences if one.keep is not None]
-    own = any(k.narrow is not None or isinstance(k.merge, Answering) for k in keeps) or run.unrotated
+    own = any(k.narrow is not None or isinstance(k.merge, Answering) or hiding_of(k) for k in keeps)
+    own = own or run.unrotated
     own = own or any(True for one in run.method.sentences for _ in fitted_words(one.store))
     return run if own or run.method.reread is not None else run._replace(method=Method())
 

@@ -30,7 +30,7 @@ from kvjax.segments import flush_in_place, is_full
 from kvjax.sinks import behind_sinks, write_sinks
 from kvjax.steps.arriving import ahead_of, arrived, next_one, started, without
 from kvjax.steps.attend import attend_past, attend_turn, brought, met_by, persistent, selected
-from kvjax.steps.evict import Now, evict_one, evict_shared, tail_of
+from kvjax.steps.evict import Now, evict_hidden, evict_one, evict_shared, tail_of
 from kvjax.steps.evict_due import evict_due
 from kvjax.steps.lending import lend, taught_groups
 from kvjax.steps.past import past_of
@@ -84,6 +84,8 @@ def step_hidden(
             where = jnp.where(append, at, -1)
             k = repeated(run, gm.first, k)
             state = _append(run, gm, layer, state, k, v, where, traces)
+            if gm.hiding is not None and gm.at_once:
+                state = evict_hidden(run, gm, layer, state, inputs, append)
         past = arrived(past_of(owner, gm, layer, completed(cache.groups, layer.group, state)))
         state = next_one(state, layer.index)
         turn, *others = turns_over(run, at, past.parts, past.index, cache.pools)
@@ -101,7 +103,7 @@ def step_hidden(
             return out, state, left | {"collected": Asked(received, x.q, {})}
         inputs = _inputs(params, layer, x, at, length, append)._replace(q_raw=q, tokens=ids)
         asked = Asked(() if gm.at_once else received, None, carried(gm, layer, state, inputs))
-        if gm.at_once:
+        if gm.at_once and gm.hiding is None:
             weights = jax.tree.map(lambda w: w[layer.index], weights_of(gm, params["layers"][layer.group]))
             # What moves into a second tier is written where this layer's attention has read.
             at_last = length if gm.keep is None or gm.keep.lower is None else after(length, out)

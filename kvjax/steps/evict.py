@@ -18,7 +18,7 @@ from kvjax.keep.observe import Mass, Queries
 from kvjax.models.exchange import published
 from kvjax.models.mixer import Layer
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.protocols import Seen, View
+from kvjax.protocols import Inputs, Seen, View
 from kvjax.steps.attend import Received
 from kvjax.steps.remember import received_in_all
 from kvjax.steps.run import Run
@@ -119,6 +119,17 @@ def evict_one(
     pos = slots.pos.at[layer.index].set(jnp.where(gone, -1, one.pos))
     new = {name: slots.traces[name].at[layer.index].set(x) for name, x in traces.items()}
     return group.with_tail(dataclasses.replace(slots, pos=pos, traces=new)), rows, lost
+
+
+def evict_hidden(
+    run: Run, gm: GroupMethod, layer: Layer, group: GroupState, inputs: Inputs, append: Bool[Array, "B"]
+) -> GroupState:
+    """Empties the slots that a token hides, from itself too: before it attends."""
+    assert gm.hiding is not None
+    one = tail_of(group).layer(layer.index)
+    since = {repr(gm.hiding): gm.hiding.since(inputs, one.traces, one.pos)}
+    now = Now((since,), inputs.q, {}, inputs.length, append, None, inputs.fitted)
+    return evict_one(run, gm, layer, group, now)[0]
 
 
 def _demoted(

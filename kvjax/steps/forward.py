@@ -20,7 +20,8 @@ from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.transformer import IdsOrVectors, Positions, decode_layers, positions, unembed
 from kvjax.ops.attention.in_common import for_rows
 from kvjax.ops.attention.union import Keys
-from kvjax.protocols import Carried, Inputs, Meeting, Observation, Trace
+from kvjax.protocols import Carried, Hiding, Inputs, Meeting, Observation, Trace
+from kvjax.steps.hiding import hidden, remembered
 from kvjax.steps.lending import lend, taught_groups
 from kvjax.steps.marking import Marks, marked, marked_output, standing
 from kvjax.steps.narrowing import narrow_of, narrowing
@@ -62,7 +63,7 @@ def _asked(needs: frozenset) -> _Asked:
     return _Asked(
         masses=tuple(sorted((o for o in needs if isinstance(o, Mass)), key=repr)),
         meetings=tuple(sorted((o for o in needs if isinstance(o, Meeting)), key=repr)),
-        others=tuple(o for o in needs if not isinstance(o, Mass | Trace | Meeting)),
+        others=tuple(o for o in needs if not isinstance(o, Mass | Trace | Meeting | Hiding)),
         traces=tuple(o for o in needs if isinstance(o, Trace)),
     )
 
@@ -99,23 +100,28 @@ class _Reading(NamedTuple):
         v = x.v
         if self.as_steps and k is not None:
             k, v = decoded(gm, layer, pos, (k, v))
-        if run.unrotated or self.asked.meetings:
+        if run.unrotated or self.asked.meetings or gm.hiding is not None:
             past = [for_rows(keys, pos.shape[0]) for keys in past]
         new = new_keys(layer, k, v, pos)
         stood = [*(s.pos for s in past if s.pos is not None), pos[:, None]] if run.unrotated else []
         turns = turns_of(run, stands, stood, gm.first if self.narrows else None)
         q = turned_queries(layer, x.q, turns[0], at.length)
-        gone = answered(gm, layer, state, q, self.params)
-        out, found, scores = attend_turned(
-            run, meets, x, new, past, turns, at.length, gone, in_order=meets is layer,
-            mass=tuple(o.reduction for o in self.asked.masses), on=self._mesh(x.q.shape[2]),
-        )  # fmt: skip
-        out = marked_output(layer, out, self.marks, self.params)
         taught = of_layer(self.params, layer.number)
         raw, met = (new.k if y is None else y for y in (x.k, stored))
         met = rotary(layer, met, pos, at.length) if run.unrotated else met
         inputs = Inputs(q, x.q, raw, x.hidden, pos, at.length, taught, self._ids(pos), met, x.v)
-        fresh = self._observed(layer, state, inputs, found, [*past, new])._replace(k=stored, v=x.v)
+        mesh, since = self._mesh(x.q.shape[2]), []
+        if gm.hiding is not None:
+            # No kernel hides slots from some queries alone, nor do devices that meet each other's.
+            (*past, new), since = hidden(gm, inputs, [*past, new], remembered(layer, state, self.pools))
+            mesh = None
+        gone = answered(gm, layer, state, q, self.params)
+        out, found, scores = attend_turned(
+            run, meets, x, new, past, turns, at.length, gone, in_order=meets is layer,
+            mass=tuple(o.reduction for o in self.asked.masses), on=mesh,
+        )  # fmt: skip
+        out = marked_output(layer, out, self.marks, self.params)
+        fresh = self._observed(layer, state, inputs, found, [*past, new], since)._replace(k=stored, v=x.v)
         return out, state, published_by(layer, state, k, v, scores) | {"collected": fresh}
 
     def _ids(self, pos: Int[Array, "B _"]) -> Int[Array, "B _"] | None:
@@ -132,9 +138,9 @@ class _Reading(NamedTuple):
         return None if any(lie_apart(part, on) for part in parts) else on
 
     def _observed(
-        self, layer: Layer, state: GroupState, inputs: Inputs, found: tuple, sets: list[Keys]
+        self, layer: Layer, state: GroupState, inputs: Inputs, found: tuple, sets: list[Keys], since: list
     ) -> Fresh:
-        """What was asked for, of one layer. found: the masses of every set of keys."""
+        """What was asked for, of one layer. found: the masses of every set of keys; since: what hides them."""
         asked, q, pos, new = self.asked, inputs.q, inputs.pos, sets[-1]
         received = tuple({repr(o): m for o, m in zip(asked.masses, of_set, strict=True)} for of_set in found)
         if asked.meetings:
@@ -143,6 +149,8 @@ class _Reading(NamedTuple):
                 {repr(o): o.of(q, pos, s.k, s.pos) for o in asked.meetings if s.pos is not None} for s in sets
             ]
             received = tuple(a | b for a, b in zip(received, met, strict=True))
+        if since:
+            received = tuple(a | b for a, b in zip(received or ({},) * len(sets), since, strict=True))
         rows = {
             repr(o): carried_behind(o, inputs, layer, state) for o in asked.others if isinstance(o, Carried)
         }

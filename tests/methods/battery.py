@@ -25,6 +25,7 @@ from kvjax.models.params import init
 from kvjax.pure import bind
 from kvjax.steps import Run
 from kvjax.steps.narrowing import new_positions
+from kvjax.words import hiding_of
 from tests.methods.expected import WINDOWS
 from tests.methods.rows import Row
 from tests.methods.table import BY_LABEL, ROWS
@@ -122,6 +123,7 @@ def params(name: str) -> dict[str, Any]:
 def reads_apart(method: Method) -> bool:
     keep = method.keep
     own = keep is not None and (keep.narrow is not None or not keep.phase.first_alike)
+    own = own or hiding_of(keep) is not None
     return own or method.reread is not None or method.make is not None
 
 

@@ -35,9 +35,11 @@ from kvjax.making import made
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.not_numbers import check_scores, refuse_prompt, refuse_step
-from kvjax.place.trim import counted, trimmed
+from kvjax.place.trim import counted
+from kvjax.room import as_used
 from kvjax.segments import unread_bytes
 from kvjax.steps import Prompt, Run
+from kvjax.words import hiding_of
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -114,6 +116,7 @@ def reads_apart(method: Method) -> bool:
     """Whether a method reads a prompt in its own way: by other weights or phases, or some tokens alone."""
     keep = method.keep
     own = keep is not None and (keep.narrow is not None or not keep.phase.first_alike)
+    own = own or hiding_of(keep) is not None
     return own or method.reread is not None or method.make is not None
 
 
@@ -207,7 +210,7 @@ class Runner:
             run, (model, params) = bare_run(self.model, entry.method), self.given(entry)
             build = partial(settle, run, tokens=self.tokens, room=0)
             if counted(entry.method):
-                cache = trimmed(build(params, prompt)[0], bucket)
+                cache = as_used(run.groups(params), build(params, prompt)[0], bucket, 0)
             else:
                 cache, _ = jax.eval_shape(build, params, prompt)
             rows = prompt.positions.length.shape[0]
@@ -226,7 +229,7 @@ class Runner:
         cache, lost = settle(run, params, prompt, tokens=self.tokens, room=self.room)
         jax.block_until_ready(cache)
         check_scores(entry.label, fetch(lost))
-        return trimmed(cache, bucket) if counted(entry.method) else cache
+        return as_used(run.groups(params), cache, bucket, self.room) if counted(entry.method) else cache
 
     def units(
         self, make: Callable[..., X], todo: list[Entry], timed: Iterable[Entry] = ()

@@ -148,6 +148,8 @@ def refusal(
     for s in sets:
         if s.pos is not None and s.bias is not None:
             return "slots have biases"
+        if s.until is not None:
+            return "slots are hidden from some queries on"
         why = "" if s.pos is None else flash.refusal(q, s.k, s.v, s.pos)
         why = why or ("" if not mass else stats.refusal(q, s.k))
         if why:

@@ -26,7 +26,8 @@ class Keys(NamedTuple):
     learned keys). `bias` is added to the logits (log counts of merged slots); it has an axis of N query heads
     in place of the K heads where these differ in it. Values of empty slots must be finite, because they are
     multiplied by zero and not left out. sizes: what the keys and the values of every slot are multiplied by,
-    where they are not whole; `logits` and `weigh` alone take such sets.
+    where they are not whole; `logits` and `weigh` alone take such sets. until: queries from these positions on
+    do not see a slot.
     """
 
     k: Float[Array, "B K S H"]
@@ -34,6 +35,7 @@ class Keys(NamedTuple):
     pos: Int[Array, "B #K S"] | None
     bias: Float[Array, "B K S"] | Float[Array, "B N S"] | None = None
     sizes: tuple[Float[Array, "B K S"] | None, Float[Array, "B K S"] | None] = (None, None)
+    until: Int[Array, "B #K S"] | None = None
 
 
 class Reduction(NamedTuple):
@@ -90,13 +92,17 @@ def newer_queries(q_pos: Int[Array, "B T"], mass: tuple[Reduction, ...]) -> Int[
 Masses = tuple[Float[Array, "_ _ _"], ...]
 
 
-def visible(q_pos: Int[Array, "B T"], k_pos: Int[Array, "B K S"] | None, window: int | None = None) -> Array:
+def visible(
+    q_pos: Int[Array, "B T"], k_pos: Int[Array, "B K S"] | None, window: int | None = None,
+    until: Int[Array, "B K S"] | None = None,
+) -> Array:  # fmt: skip
     """Boolean mask [B, K, T, S]: which key each query may see. Queries with position -1 see nothing."""
     q = q_pos[:, None, :, None]
     if k_pos is None:
         return q >= 0
     k = k_pos[:, :, None, :]
     seen = (k >= 0) & (k <= q)
+    seen = seen if until is None else seen & (q < until[:, :, None, :])
     return seen if window is None else seen & (k > q - window)
 
 
@@ -124,7 +130,7 @@ def logits(
         s = softcap * jnp.tanh(s / softcap)
     if keys.bias is not None:
         s = s + keys.bias.reshape(b, kv_heads, -1, 1, keys.bias.shape[-1])
-    return jnp.where(visible(q_pos, keys.pos, window)[:, :, None], s, NEG_INF)
+    return jnp.where(visible(q_pos, keys.pos, window, keys.until)[:, :, None], s, NEG_INF)
 
 
 def _products(rows: Float[Array, "B K R H"], k: Float[Array, "B K S H"]) -> Float[Array, "B K R S"]:
