@@ -88,8 +88,8 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
             hiding_of(keep) is not None
             and in_steps
             and (len(observations(keep)) > 1 or keep.merge is not None),
-            f"{hiding_of(keep)!r} decides before a token attends, and merges or other observations ask what it "
-            "attends to: leave them out",
+            f"{hiding_of(keep)!r} decides before a token attends, and merges or other observations ask what "
+            "it attends to: leave them out",
         ),
         (
             in_steps and keep.when.at_once and any(isinstance(t, Judging) for t in score.traces),

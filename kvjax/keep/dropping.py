@@ -69,11 +69,8 @@ class Dropping:
         assert self.fitted is not None
         arrays = {name: x.astype(jnp.float32) for name, x in inputs.fitted[self.fitted.digest].items()}
         keys = jnp.stack([traces[repr(t)] for t in self.traces], -1).astype(jnp.float32)
-        pos, (b, t), size = (
-            jnp.broadcast_to(pos, keys.shape[:3]),
-            inputs.pos.shape,
-            min(STRIP, inputs.pos.shape[1]),
-        )
+        pos, t = jnp.broadcast_to(pos, keys.shape[:3]), inputs.pos.shape[1]
+        size = min(STRIP, t)
         asks = inputs.hidden.astype(jnp.float32) @ arrays["query"] * keys.shape[-1] ** -0.5
         asks = jnp.pad(asks, ((0, 0), (0, -t % size), (0, 0)))
         at = jnp.pad(inputs.pos, ((0, 0), (0, -t % size)), constant_values=-1)
@@ -85,7 +82,7 @@ class Dropping:
             drops = (pos[:, :, None] >= 0) & (new > pos[:, :, None]) & (s < 0)
             return jnp.minimum(first, jnp.where(drops, new, NEVER).min(2))
 
-        return jax.lax.fori_loop(0, -(-t // size), sooner, jnp.full((b, *keys.shape[1:3]), NEVER, jnp.int32))
+        return jax.lax.fori_loop(0, -(-t // size), sooner, jnp.full(pos.shape, NEVER, jnp.int32))
 
     def __call__(self, inputs: Inputs) -> NoReturn:
         raise TypeError("what is dropped is known where new tokens and slots meet")

@@ -36,8 +36,8 @@ def chooses(method: Method) -> bool:
 def reading(run: Run) -> Run:
     """What reading a prompt depends on beside the observations: nothing of most methods.
 
-    Which tokens a layer sees or hides, the phase of its keys, what answers for slots that have left, and codes that
-    only fitted arrays can read change what is read.
+    Which tokens a layer sees or hides, the phase of its keys, what answers for slots that have left, and
+    codes that only fitted arrays can read change what is read.
     """
     keeps = [one.keep for one in run.method.sentences if one.keep is not None]
     own = any(k.narrow is not None or isinstance(k.merge, Answering) or hiding_of(k) for k in keeps)

@@ -140,7 +140,7 @@ class _Reading(NamedTuple):
     def _observed(
         self, layer: Layer, state: GroupState, inputs: Inputs, found: tuple, sets: list[Keys], since: list
     ) -> Fresh:
-        """What was asked for, of one layer. found: the masses of every set of keys; since: what hides them."""
+        """What was asked for, of one layer. found: the masses of every set; since: where sets are hidden."""
         asked, q, pos, new = self.asked, inputs.q, inputs.pos, sets[-1]
         received = tuple({repr(o): m for o, m in zip(asked.masses, of_set, strict=True)} for of_set in found)
         if asked.meetings:

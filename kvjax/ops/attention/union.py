@@ -26,8 +26,8 @@ class Keys(NamedTuple):
     learned keys). `bias` is added to the logits (log counts of merged slots); it has an axis of N query heads
     in place of the K heads where these differ in it. Values of empty slots must be finite, because they are
     multiplied by zero and not left out. sizes: what the keys and the values of every slot are multiplied by,
-    where they are not whole; `logits` and `weigh` alone take such sets. until: queries from these positions on
-    do not see a slot.
+    where they are not whole; `logits` and `weigh` alone take such sets. until: queries from these positions
+    on do not see a slot.
     """
 
     k: Float[Array, "B K S H"]
