@@ -71,10 +71,11 @@ class Prompt:
     hidden: per layer, its normalised input [T, D]. at: per layer, the positions of the tokens that it saw.
     narrow: (prompt, layer) -> indices of the tokens that go on from a layer, None where all of them do.
     farthest: the distance that larger ones count as. ranges: what tokens turn by instead of their positions,
-    and what they attend to (`tests.ranges.Ranges`).
+    and what they attend to (`tests.ranges.Ranges`). hides: (prompt, layer) -> boolean [T, T], which queries
+    see which tokens no more.
     """
 
-    def __init__(self, decoder, tokens, narrow=None, farthest=None, ranges=None):
+    def __init__(self, decoder, tokens, narrow=None, farthest=None, ranges=None, hides=None):
         c, self.decoder, self.tokens, self.length = decoder.config, decoder, list(tokens), len(tokens)
         self.group, pos = c.heads // c.kv_heads, np.arange(len(tokens))
         self.q, self.raw_q, self.k, self.raw_k, self.v, self.p = [], [], [], [], [], []
@@ -96,6 +97,8 @@ class Prompt:
             hidden = pos[None] > pos[:, None]
             if window is not None:
                 hidden |= pos[:, None] - pos[None] >= window
+            if hides is not None:
+                hidden |= hides(self, i)
             s = np.where(hidden, -np.inf, s)
             p = softmax(s) if met is None else met.probabilities(s, pos, pos)
             for name, value in zip(
@@ -176,36 +179,41 @@ class Row:
                 del slots[index]
 
     def step(self, token, append=True, victim=None):
-        """Logits of one token. victim(lists, length, queries) -> per list the slots that leave, or None."""
+        """Logits of one token. victim(lists, length, queries) -> per list the slots that leave, or None.
+
+        victim.first, where it has one: they leave before the token attends.
+        """
         c, at = self.decoder.config, self.next if append else self.next - 1
         x = self.decoder.rest["embed"][[token]]
         for number, (layer, lists) in enumerate(zip(self.decoder.layers, self.slots, strict=True)):
             raw_q, raw_k, v = self.decoder.project(layer, x)
             group, share = c.heads // len(lists), len(lists) // c.kv_heads
             window = c.windows[number] if c.windows else None
-            outs = []
+            outs, first = [], getattr(victim, "first", False)
             if append:
                 turned = rope(raw_q, [at], c.rope.theta)
                 self.queries[number] = np.concatenate([self.queries[number], turned], 1)
                 new = rms_norm(x, layer["attn_norm"], c.norm_eps)
                 self.inputs[number] = np.concatenate([self.inputs[number], new])
-            for i, slots in enumerate(lists):
-                if append:
-                    slots.append(
-                        dict(
-                            pos=at,
-                            k=raw_k[i // share][0],
-                            v=v[i // share][0],
-                            mass=0.0,
-                            squares=0.0,
-                            read=False,
-                            given=[],
-                            layer=number,
-                            token=token,
-                            hidden=new[0],
-                            inputs=self.inputs[number],
-                        )
+            for i, slots in enumerate(lists if append else ()):
+                slots.append(
+                    dict(
+                        pos=at,
+                        k=raw_k[i // share][0],
+                        v=v[i // share][0],
+                        mass=0.0,
+                        squares=0.0,
+                        read=False,
+                        given=[],
+                        layer=number,
+                        token=token,
+                        hidden=new[0],
+                        inputs=self.inputs[number],
                     )
+                )
+            if append and first:
+                self.remove(number, victim(lists, at + 1, self.queries[number]))
+            for i, slots in enumerate(lists):
                 pos = np.array([s["pos"] for s in slots])
                 phases, mine = pos, at
                 if self.phase == "rank":
@@ -240,7 +248,7 @@ class Row:
             if self.attends is not None:
                 together = getattr(self.attends, "of_layer", None)
                 outs = together(outs) if together else [self.attends(*one) for one in outs]
-            if append and victim is not None:
+            if append and victim is not None and not first:
                 found = victim(lists, at + 1, self.queries[number])
                 self.remove(number, [np.atleast_1d([] if x is None else x).astype(int) for x in found])
             x = self.decoder.finish(layer, x, np.concatenate(outs)[:, None])

@@ -26,6 +26,8 @@ from kvjax.protocols import Inputs
 
 # Log-odds beyond these are as good as certain, and so is a drop: exp(-16) of a token's weight is left.
 MOST = 16.0
+# The bias at first, by which a token is dropped by none of many newer ones.
+START = 8.0
 
 
 class Softened(NamedTuple):
@@ -62,7 +64,7 @@ def fit_dropping(
     shape = (c.layers, c.d_model, rank)
     start = {name: uniform(key, shape, c.d_model) for name, key in zip(("query", "key"), keys, strict=True)}
     # At first a token is dropped by few of many newer ones.
-    start["bias"] = jnp.full((c.layers, 1), 4.0)
+    start["bias"] = jnp.full((c.layers, 1), START)
 
     def loss(arrays: Arrays, batch: Softened, params: Params) -> Float[Array, ""]:
         return dropped(c, params, arrays, batch, sparsity)

@@ -6,6 +6,8 @@ with 4 query heads and 2 KV heads of 16 channels.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from scipy.special import erf
 
@@ -206,6 +208,45 @@ def attention_gate_kept(prompt):
     """What its gates let stay, and the best of every head."""
     odds = [attention_odds(x, layer) for layer, x in enumerate(prompt.hidden)]
     return [best(x, np.maximum((x >= 0).sum(-1), 1)) for x in odds]
+
+
+INTERACTS = 3
+DROPPING = made_up("Dropping", {"query": (WIDTH, INTERACTS), "key": (WIDTH, INTERACTS), "bias": (1,)}, 18)
+# Tokens drop about one of twenty.
+DROPPING = dataclasses.replace(DROPPING, arrays=DROPPING.arrays | {"bias": DROPPING.arrays["bias"] + 20})
+
+
+def dcp_interactions(x, older, layer):
+    """[T, S] of the inputs x [T, D] of tokens and those of older ones [S, D]."""
+    a = of_layer(DROPPING, layer)
+    return (x @ a["query"]) @ (older @ a["key"]).T / np.sqrt(INTERACTS) + a["bias"]
+
+
+def dcp_hides(prompt, layer):
+    """A token is hidden from the first one behind it that drops it, and from all later ones."""
+    x = prompt.hidden[layer]
+    stays = (dcp_interactions(x, x, layer) > 0) | np.triu(np.ones((len(x), len(x)), bool))
+    return np.cumprod(stays, 0) == 0
+
+
+def dcp_kept(prompt):
+    """What the last token sees."""
+    return [np.stack([~dcp_hides(prompt, layer)[-1]] * KV_HEADS) for layer in range(LAYERS)]
+
+
+def dcp_leaves(lists, length, queries):
+    """What the newest token drops, before it attends."""
+    gone = []
+    for slots in lists:
+        (newest,) = (slot for slot in slots if slot["pos"] == length - 1)
+        found = dcp_interactions(
+            newest["hidden"], np.stack([slot["hidden"] for slot in slots]), newest["layer"]
+        )
+        gone.append([j for j, s in enumerate(found) if s < 0 and slots[j] is not newest])
+    return gone
+
+
+dcp_leaves.first = True
 
 
 RUNS = made_up(

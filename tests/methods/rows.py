@@ -53,7 +53,8 @@ class Row:
     what a reading of its own leaves. attends:
     what a step gives the queries, where it does not attend to all slots (as `tests.reference.Row` takes it).
     stored: prompt -> the same with the keys and values that its cache holds in place of its own. stacks:
-    whether layers may be stacked. looks_ahead: whether chunks of a prompt are told what comes behind them.
+    whether layers may be stacked. hides: (prompt, layer) -> which tokens of the prompt see which others no
+    more (as `Prompt` takes it). looks_ahead: whether chunks of a prompt are told what comes behind them.
     """
 
     label: str
@@ -73,6 +74,7 @@ class Row:
     attends: Callable | None = None
     stored: Callable | None = None
     stacks: bool = True
+    hides: Callable | None = None
     looks_ahead: bool = False
 
     def method(self, parts: tuple[tuple[str, dict[str, Any]], ...] | None = None) -> Method:
@@ -93,9 +95,9 @@ class Row:
             return self.stored(prompt)
         farthest = self.phase if isinstance(self.phase, int) else None
         ranges = self.phase if isinstance(self.phase, Ranges) else None
-        if self.narrow is None and farthest is None and ranges is None:
+        if self.narrow is None and farthest is None and ranges is None and self.hides is None:
             return prompt
-        return Prompt(prompt.decoder, prompt.tokens, self.narrow, farthest, ranges)
+        return Prompt(prompt.decoder, prompt.tokens, self.narrow, farthest, ranges, self.hides)
 
     @property
     def reads_all(self) -> bool:

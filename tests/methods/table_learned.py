@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.methods import controlled, learned, marked
 from tests.methods.expected import chooses, each_layer, ends
-from tests.methods.rows import PAGE, WINDOW, count, dense, due_by_2, half, paged, plain, row
+from tests.methods.rows import PAGE, WINDOW, count, dense, due_by_2, everything, half, paged, plain, row
 
 LEARNED = [
     row(
@@ -43,6 +43,10 @@ LEARNED = [
         "dmc", paged(lambda s, i: s.k * s.tokens, slot=lambda s: plain(s) + 12),
         hyper=dict(fitted=learned.RUNS, page=PAGE),
         kept=learned.dmc_kept, victim=learned.dmc_leaves, leave=learned.runs_merge, counted=True,
+    ),
+    row(
+        "dcp", dense(everything, extra=4 * learned.INTERACTS), hyper=dict(fitted=learned.DROPPING),
+        kept=learned.dcp_kept, victim=learned.dcp_leaves, hides=learned.dcp_hides, counted=True,
     ),
     row(
         "kv-distill", dense(half), hyper=dict(layer=marked.SCORER_LAYER, fitted=marked.DISTILLED),

@@ -94,7 +94,7 @@ Masses = tuple[Float[Array, "_ _ _"], ...]
 
 def visible(
     q_pos: Int[Array, "B T"], k_pos: Int[Array, "B K S"] | None, window: int | None = None,
-    until: Int[Array, "B K S"] | None = None,
+    until: Int[Array, "B _ S"] | None = None,
 ) -> Array:  # fmt: skip
     """Boolean mask [B, K, T, S]: which key each query may see. Queries with position -1 see nothing."""
     q = q_pos[:, None, :, None]
