@@ -110,6 +110,7 @@ CLAIMS = (
     Claim("loma", "a quarter of the memory answers as well as the full context", Near(protocol=AGNOSTIC)),
     Claim("homer", "a model answers about texts several times as long as its positions", _WITHIN),
     Claim("dmc", "half of the cache is merged with next to no loss", Near(protocol=AGNOSTIC)),
+    Claim("dcp", "up to 80% of the context leaves with next to no loss", Near(protocol=AGNOSTIC)),
     Claim("lococo", "better than dropping what has the least attention", Better("h2o")),
     Claim("lagkv", "far better than H2O in retrieval, without attention", Better("h2o", protocol=AGNOSTIC)),
     Claim("lagkv", "half of the cache costs next to nothing", Near((0.5,), protocol=AGNOSTIC)),

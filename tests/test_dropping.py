@@ -12,6 +12,7 @@ from scipy.special import log_softmax
 import kvjax
 from kvjax.cache import nbytes
 from kvjax.chunking import bucket
+from kvjax.commands.texts import read_texts
 from kvjax.fitting.cuts import Cut, cut_behind_contexts
 from kvjax.fitting.droppings import Softened, dropped, log_sparse_sigmoid
 from kvjax.grammar import Budget, Keep
@@ -183,3 +184,40 @@ def test_twenty_steps_of_a_fit_lower_its_loss():
     start, end = (kvjax.fit(m, "dcp", asked, rate=rate, **short) for rate in (0.0, 1e-1))
     loss = loss_of(m, asked, 1.0)
     assert end.model == m.signature and loss(end) < 0.9 * loss(start)
+
+
+def left_of(m, method, samples):
+    """The bytes of a cache of contexts, and the share of answers that are found in it."""
+    cache = kvjax.prefill(m, [one.context for one in samples], method=method, room=24)[1]
+    weighs, longest = nbytes(cache), max(len(one.answer) for one in samples)
+    asked = [one.question for one in samples]
+    said = kvjax.generate(m, asked, cache=cache, max_new_tokens=longest, stop=[]).tokens
+    right = [tuple(row[: len(one.answer)]) == one.answer for row, one in zip(said, samples, strict=True)]
+    return weighs, np.mean(right)
+
+
+def with_bias(fitted, bias):
+    """Interactions by which fewer tokens are dropped the larger `bias` is."""
+    arrays = fitted.arrays | {"bias": np.full_like(fitted.arrays["bias"], bias)}
+    return dataclasses.replace(fitted, arrays=arrays)
+
+
+@pytest.mark.slow
+def test_a_fit_finds_what_unfitted_interactions_of_as_many_bytes_lose():
+    m = kvjax.load("recall-tiny")
+    seen, other = (
+        read_texts(m, text=None, tasks=None, rows=n, length=256, seed=n, questions=True) for n in (32, 8)
+    )
+    start, end = (kvjax.fit(m, "dcp", seen, epochs=12, **more) for more in (dict(rate=0.0), {}))
+    asked = read_texts(m, text=None, tasks=["get"], rows=16, length=256, seed=99, questions=True)
+    weighs, found = left_of(m, kvjax.method("dcp", fitted=end), asked)
+    assert weighs < 0.7 * left_of(m, None, asked)[0]
+    low, high = -4.0, 8.0
+    for _ in range(7):
+        bias = (low + high) / 2
+        unfitted = left_of(m, kvjax.method("dcp", fitted=with_bias(start, bias)), asked)
+        low, high = (bias, high) if unfitted[0] < weighs else (low, bias)
+    unfitted = left_of(m, kvjax.method("dcp", fitted=with_bias(start, high)), asked)
+    assert unfitted[0] >= weighs and found > unfitted[1] + 0.3
+    loss = loss_of(m, other, 4.0)
+    assert loss(end) < 0.8 * loss(with_bias(start, high))
