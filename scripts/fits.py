@@ -34,6 +34,7 @@ FITS: dict[str, tuple[int, dict[str, Any]]] = {
     "dms": (32, dict(recent=16, epochs=12)),
     "attention-gate": (32, dict(epochs=20)),
     "dmc": (32, dict(epochs=20)),
+    "dcp": (32, {}),
     "kv-distill": (128, dict(rank=12, epochs=12)),
     "adore": (48, dict(hidden=20)),
     "lococo": (32, dict(budget=0.25, slots=16, neighbours=5, epochs=6)),

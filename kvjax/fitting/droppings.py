@@ -42,10 +42,10 @@ def fit_dropping(
     batches: list[list[Sample]],
     *,
     rank: int = 8,
-    sparsity: float = 1.0,
-    alpha: float = 8.0,
-    rate: float = 1e-2,
-    epochs: int = 16,
+    sparsity: float = 0.5,
+    alpha: float = 4.0,
+    rate: float = 3e-3,
+    epochs: int = 12,
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
@@ -56,14 +56,13 @@ def fit_dropping(
     all steps, as a cosine does. What becomes small is the divergence from the model itself where it says
     answers, plus `sparsity` times the mean of I over layers and pairs j < n; by Adam (arXiv:1412.6980) at
     learning rate `rate`, one step per batch, in `epochs` readings. Deviations: the model stays as it is and
-    tells what to say, where the authors train it on texts; and I is never below exp(-16). Raises InputError
+    tells what to say, where the authors train it on texts; and no sigmoid is below exp(-16). Raises InputError
     for a model whose layers are not all plain attention that keeps all tokens.
     """
     check_whole(model, "interactions")
     c, keys = model.config, jax.random.split(jax.random.key(seed))
     shape = (c.layers, c.d_model, rank)
     start = {name: uniform(key, shape, c.d_model) for name, key in zip(("query", "key"), keys, strict=True)}
-    # At first a token is dropped by few of many newer ones.
     start["bias"] = jnp.full((c.layers, 1), START)
 
     def loss(arrays: Arrays, batch: Softened, params: Params) -> Float[Array, ""]:

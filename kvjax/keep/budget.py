@@ -130,7 +130,8 @@ class UpTo:
     """Slots whose score is at least `threshold` stay, at least one and at most n in every head.
 
     In steps, too, slots leave by their own score: all but the n best have one below the threshold. A score
-    that sees to that says `bounded = True`.
+    that sees to that says `bounded = True`; a budget of everything needs none, and then a prefill cuts lists
+    to what is in use (`kvjax.room.as_used`).
     """
 
     threshold: float

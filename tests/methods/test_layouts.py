@@ -29,7 +29,7 @@ SEVERAL = {
     "dense, kv heads, evicts at prefill, merges into slots": 2,
     "dense, kv heads, evicts at prefill, rotates by rank": 2,
     "dense, kv heads, evicts at prefill, rotates by shared ranges": 2,
-    "dense, kv heads, evicts every step": 3,
+    "dense, kv heads, evicts every step": 4,
     "pages, kv heads, evicts at prefill": 4,
     "pages, kv heads, evicts every step": 4,
 }
