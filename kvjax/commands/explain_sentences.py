@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kvjax.commands.methods_written import written
+from kvjax.fitted import Fitted
 from kvjax.grammar import Keep, Method, Store
 from kvjax.phase import BY_POSITION
 from kvjax.protocols import Answering
 from kvjax.read_protocols import Resting
-from kvjax.words import observations
+from kvjax.words import hiding_of, observations
 
 _ONE_LINE = 10_000
 
@@ -65,7 +66,7 @@ def inside(word: Any) -> Iterator[Any]:
     for field in dataclasses.fields(word):
         value = getattr(word, field.name)
         for one in value if isinstance(value, tuple) else (value,):
-            if dataclasses.is_dataclass(one) and not isinstance(one, type):
+            if dataclasses.is_dataclass(one) and not isinstance(one, type | Fitted):
                 yield one
 
 
@@ -84,7 +85,8 @@ def at_prefill(method: Method, tokens: int) -> list[Told]:
     if narrow is not None:
         told.append(Told("The layers read the prompt; the upper ones see some of its tokens.", (narrow,)))
     elif method.reread is None:
-        told.append(Told(f"The layers read all {tokens} tokens, each of which attends to all before it."))
+        left = "all before it" if hiding_of(keep) is None else "what it and those before it have not dropped"
+        told.append(Told(f"The layers read all {tokens} tokens, each of which attends to {left}."))
     told += [] if keep is None else _kept(keep, tokens)
     if method.stack is not None:
         told.append(Told("Layers are stored together.", (method.stack,)))
@@ -182,6 +184,9 @@ def at_each_step(method: Method) -> list[Told]:
     """What happens to every token that is written, in the order in which it happens."""
     keep, store, read = method.keep, method.store, method.read
     told = [_written(store)]
+    first = keep is not None and hiding_of(keep) is not None and keep.when.in_steps
+    if first:
+        told.append(Told("It says which older slots leave, before its query attends.", (keep.score,)))
     if keep is not None and keep.phase != BY_POSITION:
         told.append(Told("Its query and all keys turn anew.", (keep.phase,)))
     if method.host is not None:
@@ -203,10 +208,10 @@ def at_each_step(method: Method) -> list[Told]:
     if keep is None or keep.score is None or not keep.when.in_steps:
         told.append(Told("No slot leaves: the cache grows by one slot for every token."))
     else:
-        told.append(Told("Then slots may leave.", (keep.when,)))
-        told.append(
-            Told("Those of the lowest scores do, by the same words as at the end of a prompt.", (keep.score,))
-        )
+        if not first:
+            told.append(Told("Then slots may leave.", (keep.when,)))
+            same = "Those of the lowest scores do, by the same words as at the end of a prompt."
+            told.append(Told(same, (keep.score,)))
         if keep.protect:
             told.append(Told("Some stay whatever their scores.", keep.protect))
     if store is not None and store.granule > 1:

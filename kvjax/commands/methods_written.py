@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+from kvjax.fitted import Fitted
 from kvjax.keep.algebra import Pooled, Product, Scaled, Shifted, Sum
 
 # Parts of a sentence are called by their names; of other words, fields without a default are not.
@@ -56,7 +57,7 @@ def _call(word: Any) -> _Call | str:
         case tuple() if word and not hasattr(word, "_fields"):
             end = ",)" if len(word) == 1 else ")"
             return _Call("(", tuple(("", _call(one)) for one in word), end)
-    if not dataclasses.is_dataclass(word) or isinstance(word, type):
+    if not dataclasses.is_dataclass(word) or isinstance(word, type | Fitted):
         return _quoted(word) if isinstance(word, str) else repr(word)
     name, parts = type(word).__name__, []
     for field in dataclasses.fields(word):

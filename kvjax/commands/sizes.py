@@ -23,7 +23,7 @@ from kvjax.read_protocols import Reusing
 from kvjax.segments import unread_bytes
 from kvjax.steps import Run
 from kvjax.suits import check_block_transformer, check_fit, config_of
-from kvjax.words import with_token_ids
+from kvjax.words import hiding_of, with_token_ids
 
 
 def sizes_of(
@@ -109,8 +109,9 @@ class Sizes:
         return abstract_params(self.config, self.params["norm"].dtype, stacked=False)
 
     def _by_itself(self, method: Method) -> bool:
-        """Whether a method cannot share a trace over stacked layers."""
+        """Whether a method reads a prompt in its own way, or cannot share a trace over stacked layers."""
         narrows = method.reread is not None or (method.keep is not None and method.keep.narrow is not None)
+        narrows = narrows or any(hiding_of(one.keep) is not None for one in method.sentences)
         picks = any(isinstance(one.read, Reusing) for one in method.sentences)
         if narrows or picks or method.stack is not None:
             return True

@@ -56,8 +56,8 @@ def fit_dropping(
     all steps, as a cosine does. What becomes small is the divergence from the model itself where it says
     answers, plus `sparsity` times the mean of I over layers and pairs j < n; by Adam (arXiv:1412.6980) at
     learning rate `rate`, one step per batch, in `epochs` readings. Deviations: the model stays as it is and
-    tells what to say, where the authors train it on texts; and no sigmoid is below exp(-16). Raises InputError
-    for a model whose layers are not all plain attention that keeps all tokens.
+    tells what to say, where the authors train it on texts; and no sigmoid is below exp(-16). Raises
+    InputError for a model whose layers are not all plain attention that keeps all tokens.
     """
     check_whole(model, "interactions")
     c, keys = model.config, jax.random.split(jax.random.key(seed))

@@ -123,7 +123,7 @@ def params(name: str) -> dict[str, Any]:
 def reads_apart(method: Method) -> bool:
     keep = method.keep
     own = keep is not None and (keep.narrow is not None or not keep.phase.first_alike)
-    own = own or hiding_of(keep) is not None
+    own = own or any(hiding_of(one.keep) is not None for one in method.sentences)
     return own or method.reread is not None or method.make is not None
 
 
