@@ -213,7 +213,7 @@ def test_a_fit_finds_what_unfitted_interactions_of_as_many_bytes_lose():
     weighs, found = left_of(m, kvjax.method("dcp", fitted=end), asked)
     assert weighs < 0.7 * left_of(m, None, asked)[0]
     low, high = -4.0, 8.0
-    for _ in range(7):
+    for _ in range(5):
         bias = (low + high) / 2
         unfitted = left_of(m, kvjax.method("dcp", fitted=with_bias(start, bias)), asked)
         low, high = (bias, high) if unfitted[0] < weighs else (low, bias)

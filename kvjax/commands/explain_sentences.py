@@ -184,8 +184,8 @@ def at_each_step(method: Method) -> list[Told]:
     """What happens to every token that is written, in the order in which it happens."""
     keep, store, read = method.keep, method.store, method.read
     told = [_written(store)]
-    first = keep is not None and hiding_of(keep) is not None and keep.when.in_steps
-    if first:
+    first = hiding_of(keep) is not None
+    if keep is not None and first and keep.when.in_steps:
         told.append(Told("It says which older slots leave, before its query attends.", (keep.score,)))
     if keep is not None and keep.phase != BY_POSITION:
         told.append(Told("Its query and all keys turn anew.", (keep.phase,)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -119,9 +120,8 @@ def dropped(
         return weigh([s + left[:, None, None]], [keys])[0], found
 
     def said(drops: bool) -> tuple[Array, tuple[Any, ...]]:
-        ran = read_whole(
-            config, params, texts.tokens, at, lambda *given: attention(*given, drops), "interactions"
-        )
+        how = partial(attention, drops=drops)
+        ran = read_whole(config, params, texts.tokens, at, how, "interactions")
         return unembed(params, ran.x, config).astype(jnp.float32), ran.collected
 
     (told, _), (thinned, found) = said(False), said(True)
