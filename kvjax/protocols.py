@@ -145,7 +145,7 @@ class Hiding(Observation, Protocol):
     """From which new tokens on slots are hidden, themselves included; a call on `Inputs` raises.
 
     It is known before a layer attends, of a prompt's tokens and in a step, where what it hides leaves first.
-    traces: what it asks of slots, which the score must remember.
+    traces: what it asks of slots, which the score must remember; it is the same in all lists of a layer.
     """
 
     @property

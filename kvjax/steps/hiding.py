@@ -34,10 +34,13 @@ def hidden(
     """
     word, heads, rows = gm.hiding, sets[-1].k.shape[1], inputs.pos.shape[0]
     assert word is not None
-    new = {repr(t): t.start(inputs, heads) for t in word.traces}
+    # New tokens lie in the same places of all lists, which lose the same ones.
+    new = {repr(t): t.start(inputs, heads)[:, :1] for t in word.traces}
     wide = [jax.tree.map(lambda x: jnp.repeat(x, rows // x.shape[0], axis=0), old) for old in traces]
     since = [
         word.since(inputs, t, s.pos) for t, s in zip([*wide, new], sets, strict=True) if s.pos is not None
     ]
     seen = [s._replace(until=at) for s, at in zip(sets, since, strict=True)]
-    return seen, [{repr(word): at} for at in since]
+    return seen, [
+        {repr(word): jnp.broadcast_to(at, s.k.shape[:3])} for s, at in zip(sets, since, strict=True)
+    ]
