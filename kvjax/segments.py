@@ -91,7 +91,7 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
             capacity = whole_tiles(max(capacity - gm.sinks, 1), view.k.shape[-1], gm.multiple)
     slots = take(gm, view, kept, capacity)
     if gm.keep is not None and gm.keep.lower is not None:
-        return GroupState((lower_tier(gm, view, live & ~kept, tokens, room),), encoded(slots, gm))
+        return GroupState((_lower(gm, view, live & ~kept, tokens, room),), encoded(slots, gm))
     if not gm.split:
         return GroupState(tail=_tail(gm, slots), sinks=sinks)
     # The tail is filled as if everything were new, then flushed into an empty body.
@@ -111,15 +111,21 @@ def _sinks(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"]) -> Slots 
     return take(gm, view, kept & (view.pos < gm.sinks), gm.sinks) if gm.sinks else None
 
 
-def lower_tier(
-    gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens: int, room: int
-) -> Slots:
+def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens: int, room: int) -> Slots:
     """The second tier: what leaves the first, with room for what will leave it in steps."""
     assert gm.keep is not None and gm.keep.lower is not None
     most = tokens + room if gm.evicting else tokens
     size = max(most - gm.keep.budget.capacity(most), 1)
     slots = take(gm, view, leaving, whole_tiles(size, view.k.shape[-1], gm.multiple))
     return encoded(slots, gm._replace(codecs=(gm.keep.lower.keys, gm.keep.lower.values)))
+
+
+def with_empty_tier(gm: GroupMethod, group: GroupState, view: View, tokens: int, room: int) -> GroupState:
+    """A group that nothing has left yet, with the second tier that its steps need for what will, if any."""
+    if not gm.evicting or gm.keep is None or gm.keep.lower is None:
+        return group
+    nothing = jnp.zeros(view.pos.shape, bool)
+    return dataclasses.replace(group, bodies=(_lower(gm, view, nothing, tokens, room),))
 
 
 def body_slots(gm: GroupMethod, capacity: int) -> int:

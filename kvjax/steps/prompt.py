@@ -36,7 +36,7 @@ from kvjax.pairs import Half, merge_pair
 from kvjax.phase import BY_POSITION
 from kvjax.protocols import View, over_layers
 from kvjax.room import longer, widened
-from kvjax.segments import AT_ONCE, Ahead, build, extend, lower_tier, remember_in_pages, whole_slots
+from kvjax.segments import AT_ONCE, Ahead, build, extend, remember_in_pages, whole_slots, with_empty_tier
 from kvjax.steps.forward import Prompt, needs_of
 from kvjax.steps.lending import lend, returned, taught_groups
 from kvjax.steps.narrowing import by_token, new_positions, stored_of, unnarrowed
@@ -252,11 +252,7 @@ def _built(
     if sizes.ahead.slots and not (acting or gm.evicting):
         return widened(plain, build(plain, view, None, new, sizes.room), sizes.ahead.slots[index])
     built = build(plain, view, kept, sizes.tokens, sizes.room)
-    if acting or not gm.evicting or gm.keep is None or gm.keep.lower is None:
-        return built
-    # Nothing has left yet, and steps need a second tier for what will.
-    lower = lower_tier(gm, view, jnp.zeros(view.pos.shape, bool), sizes.tokens, sizes.room)
-    return dataclasses.replace(built, bodies=(lower,))
+    return built if acting else with_empty_tier(gm, built, view, sizes.tokens, sizes.room)
 
 
 def _lost(
