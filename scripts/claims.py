@@ -53,6 +53,12 @@ def by_cell(board: Leaderboard) -> Lines:
     return {(line.method, line.budget, line.protocol): line for line in board.lines()}
 
 
+def with_both(board: Leaderboard, *methods: str) -> Leaderboard:
+    """The runs on models on which all of these methods were compared."""
+    runs = [run for run in board.runs if {*methods} <= {cell.method for cell in run.cells}]
+    return board._replace(runs=tuple(runs))
+
+
 def difference(pairs: list[tuple[Line, Line]]) -> Difference:
     """The mean of ours minus theirs over pairs of lines, ends added as those of independent means."""
     n = len(pairs)
@@ -80,7 +86,7 @@ def judged(found: Difference, least: float) -> str:
 
 def check(claim: Claim, board: Leaderboard) -> Found:
     """What the leaderboard says of a claim."""
-    test, lines = claim.test, by_cell(board)
+    test = claim.test
     if isinstance(test, Untestable):
         return Found(NONE, test.why)
     if isinstance(test, Faster):
@@ -89,6 +95,7 @@ def check(claim: Claim, board: Leaderboard) -> Found:
             return Found(MISSING, "")
         return Found(YES if speed.prefill < 1 else NO, f"{speed.prefill:.2f}x the prefill of none")
     least = 0.0 if isinstance(test, Better) else -test.within
+    lines = by_cell(with_both(board, claim.method, test.other))
     pairs = [(lines.get((claim.method, b, test.protocol)), _other(lines, test, b)) for b in test.budgets]
     whole = [(a, b) for a, b in pairs if a is not None and b is not None]
     if len(whole) < len(pairs):

@@ -33,7 +33,7 @@ def page(board: Leaderboard) -> str:
         return f"# Leaderboard\n\n{MADE}\n\nNothing was compared yet: `python scripts/leaderboard.py run`.\n"
     lines = board.lines()
     protocols = list(dict.fromkeys(line.protocol for line in lines))
-    parts = ["# Leaderboard", MADE, _about(board), _reading()]
+    parts = ["# Leaderboard", MADE, _about(board), _reading(), _on_fewer(board)]
     for protocol in protocols:
         mine = [line for line in lines if line.protocol == protocol]
         parts += [
@@ -81,6 +81,19 @@ def _reading() -> str:
         "the bytes that were measured, in percent of the full cache. **Bold**: the best of its family in "
         f"that column, of those that hold at most {ROOM:g} times the budget's bytes."
     )
+
+
+def _on_fewer(board: Leaderboard) -> str:
+    """Which methods were not compared on every model."""
+    on: dict[str, list[str]] = {}
+    for run in board.runs:
+        for method in {cell.method: None for cell in run.cells}:
+            on.setdefault(method, []).append(f"`{run.about['model']}`")
+    fewer: dict[str, list[str]] = {}
+    for method, models in on.items():
+        if len(models) < len(board.runs):
+            fewer.setdefault(", ".join(models), []).append(method)
+    return " ".join(f"On {models} alone: {', '.join(methods)}." for models, methods in fewer.items())
 
 
 def best(lines: Sequence[Line], names: Sequence[str]) -> dict[NominalBudget, str]:
