@@ -48,15 +48,9 @@ class Difference(NamedTuple):
 Lines = dict[tuple[str, object, str], Line]
 
 
-def by_cell(board: Leaderboard) -> Lines:
-    """Lines by method, budget and protocol."""
-    return {(line.method, line.budget, line.protocol): line for line in board.lines()}
-
-
-def with_both(board: Leaderboard, *methods: str) -> Leaderboard:
-    """The runs on models on which all of these methods were compared."""
-    runs = [run for run in board.runs if {*methods} <= {cell.method for cell in run.cells}]
-    return board._replace(runs=tuple(runs))
+def by_cell(board: Leaderboard, *methods: str) -> Lines:
+    """Lines by method, budget and protocol, over the models on which all these methods were compared."""
+    return {(line.method, line.budget, line.protocol): line for line in board.lines(methods)}
 
 
 def difference(pairs: list[tuple[Line, Line]]) -> Difference:
@@ -95,7 +89,7 @@ def check(claim: Claim, board: Leaderboard) -> Found:
             return Found(MISSING, "")
         return Found(YES if speed.prefill < 1 else NO, f"{speed.prefill:.2f}x the prefill of none")
     least = 0.0 if isinstance(test, Better) else -test.within
-    lines = by_cell(with_both(board, claim.method, test.other))
+    lines = by_cell(board, claim.method, test.other)
     pairs = [(lines.get((claim.method, b, test.protocol)), _other(lines, test, b)) for b in test.budgets]
     whole = [(a, b) for a, b in pairs if a is not None and b is not None]
     if len(whole) < len(pairs):

@@ -63,7 +63,7 @@ class Board(Leaderboard):
 
     given: list[Line]
 
-    def lines(self):
+    def lines(self, methods=()):
         return self.given
 
 

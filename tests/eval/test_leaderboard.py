@@ -43,6 +43,17 @@ def board(tmp_path):
     return read_leaderboard(file), rows, worse
 
 
+def test_methods_are_compared_on_the_models_that_have_both(board):
+    found, *_ = board
+    first, second = found.runs
+    fewer = second._replace(cells=tuple(cell for cell in second.cells if cell.method != "snapkv"))
+    partly = found._replace(runs=(first, fewer))
+    models = {line.method: len(line.models) for line in partly.lines()}
+    assert models.pop("snapkv") == 1 and set(models.values()) == {2}
+    assert {len(line.models) for line in partly.lines(["snapkv", "full"])} == {1}
+    assert {len(line.models) for line in partly.lines(["full"]) if line.method == "full"} == {2}
+
+
 def test_the_file_holds_the_means_of_all_models(board):
     found, *given = board
     lines = {(x.method, x.budget, x.protocol): x for x in found.lines()}

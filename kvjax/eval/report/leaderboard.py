@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,10 +64,11 @@ class Leaderboard(NamedTuple):
     speed: dict[str, Speed]
     timed: dict[str, Any]
 
-    def lines(self) -> list[Line]:
-        """The cells of all models together, in the order of the first one's."""
+    def lines(self, methods: Collection[str] = ()) -> list[Line]:
+        """The cells of all models together on which these methods were compared, in the first one's order."""
         groups: dict[tuple[str, str, str], list[Cell]] = {}
-        for cell in (cell for run in self.runs for cell in run.cells):
+        runs = [run for run in self.runs if {*methods} <= {cell.method for cell in run.cells}]
+        for cell in (cell for run in runs for cell in run.cells):
             groups.setdefault((cell.method, repr(cell.budget), cell.protocol), []).append(cell)
         return [_line(group) for group in groups.values()]
 
