@@ -48,7 +48,7 @@ class Claim(NamedTuple):
 
 _SHORT_ANSWERS = Untestable("answers here are a few tokens long, and the method acts on what is written")
 _HEAVIER = Untestable(
-    "what it releases lies in a second tier here, so it holds half as many bytes again as H2O at the same budget"
+    "what it releases lies in a second tier here, so at one budget it holds half as many bytes again as H2O"
 )
 _WITHIN = Untestable("all contexts here lie within the length that the model was trained on")
 SMALL = (0.125,)
