@@ -20,12 +20,16 @@ class Better(NamedTuple):
 
 
 class Near(NamedTuple):
-    """The method scores at most `within` less than another one: the full cache, or one at the same budget."""
+    """The method scores at most `within` less than another one: the full cache, or one at the same budget.
+
+    percent: what it may hold of the full cache's bytes, where the claim says that something leaves.
+    """
 
     budgets: tuple[float | None, ...] = (None,)
     within: float = 0.05
     protocol: str = AWARE
     other: str = "full"
+    percent: float | None = None
 
 
 class Faster(NamedTuple):
@@ -59,6 +63,14 @@ CLAIMS = (
     Claim("pagedeviction", "more accurate than StreamingLLM at small budgets", Better("streamingllm")),
     Claim("lacache", "more accurate than StreamingLLM with the same cache", Better("streamingllm")),
     Claim("lm-infinite", "a model trained on short texts goes on to far longer ones", _WITHIN),
+    Claim("sepllm", "half of the cache can go with comparable results", Near((0.5,))),
+    Claim("sepllm", "better than StreamingLLM, which keeps no separators", Better("streamingllm")),
+    Claim(
+        "sirllm",
+        "what surprised the model is remembered better than by StreamingLLM",
+        Better("streamingllm", protocol=AGNOSTIC),
+    ),
+    Claim("triattention", "a tenth of the cache keeps long reasoning as right as all of it", _SHORT_ANSWERS),
     Claim(
         "h2o", "heavy hitters beside recent tokens do better than recent tokens alone", Better("sink-recent")
     ),
@@ -67,6 +79,10 @@ CLAIMS = (
     Claim("tova", "an eighth of the cache nearly suffices", Near(SMALL)),
     Claim("vatp", "values' norms beside attention improve H2O", Better("h2o")),
     Claim("a2sf", "forgetting in the sums improves H2O", Better("h2o")),
+    Claim("keyformer", "half of the cache keeps the model's accuracy", Near((0.5,))),
+    Claim("keyformer", "noise and temperature in the sums improve H2O", Better("h2o")),
+    Claim("scissorhands", "up to five times less cache without loss", Near((0.25,))),
+    Claim("alisa", "four fifths of the tokens can go with next to no loss", Near((0.25,))),
     Claim("r-kv", "a tenth of the cache keeps a reasoning model's long answers right", _SHORT_ANSWERS),
     Claim("morphkv", "more accurate than SnapKV on long responses, with less memory", _SHORT_ANSWERS),
     Claim("roco", "more robust than H2O", Better("h2o")),
@@ -81,6 +97,7 @@ CLAIMS = (
     Claim("keydiff", "a quarter of the cache less costs next to nothing", Near((0.5,), protocol=AGNOSTIC)),
     Claim("curdkv", "better than SnapKV at aggressive budgets", Better("snapkv", SMALL)),
     Claim("curdkv", "better than ChunkKV at aggressive budgets", Better("chunkkv", SMALL)),
+    Claim("capkv", "consistently better than earlier methods", Better("snapkv")),
     Claim("compactor", "half of the cache suffices, whatever is asked", Near((0.5,), protocol=AGNOSTIC)),
     Claim(
         "compactor", "better than SnapKV where the question is not known", Better("snapkv", protocol=AGNOSTIC)
@@ -151,6 +168,26 @@ CLAIMS = (
         "infinipot", "better than StreamingLLM in bounded memory", Better("streamingllm", protocol=AGNOSTIC)
     ),
     Claim("chunkkv", "whole chunks are better than single tokens, as SnapKV chooses them", Better("snapkv")),
+    Claim("windowkv", "12% of the cache match all of it", Near(SMALL)),
+    Claim(
+        "shotkv", "whole examples are better than single tokens at aggressive ratios", Better("snapkv", SMALL)
+    ),
+    Claim("laq", "queries looked ahead at improve SnapKV at tight budgets", Better("snapkv", SMALL)),
+    Claim(
+        "citrus", "better than methods that do not ask with the instruction, at equal memory", Better("h2o")
+    ),
+    Claim("lazyllm", "upper layers answer as well when they read a part of the prompt", Near()),
+    Claim("lazyllm", "prompts are read faster", Faster()),
+    Claim("dbudgetkv", "a quarter of the cache leaves without loss, whatever the text", Near(percent=75)),
+    Claim("epicache", "a quarter to a sixth of the cache answers nearly as all of it does", Near((0.25,))),
+    Claim("epicache", "better than other methods in bounded memory", Better("infinipot")),
+    Claim("fastgen", "half of the cache leaves with next to no loss", Near(percent=50)),
+    Claim("intactkv", "4 bits cost less where the first tokens keep all", Better("int4", (None,))),
+    Claim(
+        "ape",
+        "contexts that are read apart from each other answer nearly as well as in one text",
+        Untestable("contexts here are single texts, of which nothing is read apart"),
+    ),
     Claim("pyramidkv", "12% of the cache match all of it", Near(SMALL)),
     Claim("pyramidkv", "better than equal layers where budgets are small", Better("snapkv", SMALL)),
     Claim("cake", "better than equal layers where budgets are small", Better("snapkv", SMALL)),
@@ -172,12 +209,28 @@ CLAIMS = (
     Claim("headkv", "budgets by what heads retrieve are better than Ada-KV's", Better("adakv", SMALL)),
     Claim("duoattention", "half of the heads may stream without loss", Near(protocol=AGNOSTIC)),
     Claim(
+        "razorattention", "70% of the cache leave with next to no loss", Near(protocol=AGNOSTIC, percent=50)
+    ),
+    Claim(
+        "retrieval-head", "few heads find facts, and all others may stream", Near((0.25,), protocol=AGNOSTIC)
+    ),
+    Claim("kv-compress", "an eighth of the cache costs next to nothing", Near(SMALL)),
+    Claim("leankv", "three to five times less cache with next to no loss", Near(percent=33)),
+    Claim(
         "lukv", "budgets by later use improve Expected Attention", Better("expected-attention", (0.5, 0.25))
     ),
     Claim("keepkv", "merging is better than dropping by the same scores, as H2O does", Better("h2o")),
     Claim("keepkv", "better than D2O's merge", Better("d2o")),
     Claim("d2o", "merging what leaves is better than dropping it", Better("h2o")),
     Claim("cam", "merging values is better than dropping them", Better("h2o")),
+    Claim("zeromerge", "a twentieth of the cache answers as well as all of it", Near(SMALL)),
+    Claim("zeromerge", "merging what leaves is better than dropping it", Better("h2o")),
+    Claim("ems", "better than SnapKV at small budgets", Better("snapkv", SMALL)),
+    Claim("kvmerger", "merging is better than dropping, as H2O does", Better("h2o", (0.5,))),
+    Claim("kvmerger", "better than CaM's merge", Better("cam", (0.5,))),
+    Claim("compressive-transformer", "what is old is better pooled than dropped", Better("sink-recent")),
+    Claim("chai", "heads that share their attention cost at most 3.2 points", Near(within=0.032)),
+    Claim("kvsharer", "a quarter of the layers can share with little loss", Near()),
     Claim("minicache", "layers from the middle up can be merged with next to no loss", Near()),
     Claim("less", "a small state of what left closes a part of H2O's gap", Better("h2o")),
     Claim("palu", "half of the channels cost next to nothing", Near()),
@@ -198,6 +251,7 @@ CLAIMS = (
     Claim("zipcache", "a fraction of salient tokens with more bits suffices", Near((0.25,))),
     Claim("kv-adaquant", "four bits for keys and two for values cost next to nothing", Near()),
     Claim("more-tokens-lower-precision", "more tokens of 4 bits beat fewer of 16", Better("snapkv")),
+    Claim("minikv", "half of the tokens in 2 bits answer nearly as well as all", Near((0.5,))),
     Claim("mikv", "few bits for what H2O would drop keep what dropping loses", Better("h2o")),
     Claim("mikv", "a quarter of the tokens with all bits answers nearly as well as all", Near((0.25,))),
     Claim("quest", "reading the pages that matter costs next to nothing", Near((0.25,))),

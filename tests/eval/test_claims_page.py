@@ -82,6 +82,9 @@ def test_what_was_not_compared_or_with_too_few_samples_is_not_judged(claims):
     near = claims.Claim("h2o", "", claims.Near((0.25,)))
     assert claims.check(near, with_lines(ours, line("full", 0.92, budget=None))).verdict == "yes"
     assert claims.check(near, with_lines(line("h2o", 0.5), line("full", 0.92, budget=None))).verdict == "no"
+    lighter = claims.Claim("h2o", "", claims.Near((0.25,), percent=20))
+    found = claims.check(lighter, with_lines(ours, line("full", 0.92, budget=None)))
+    assert found.verdict == "no" and found.numbers.endswith("25% of the bytes")
     fast = claims.Claim("fastkv", "", claims.Faster())
     assert claims.check(fast, with_lines(speed={"fastkv": Speed(0.8, 1.0)})).verdict == "yes"
     assert claims.check(fast, with_lines(speed={"fastkv": Speed(1.2, 1.0)})).verdict == "no"
@@ -99,6 +102,8 @@ def test_every_claim_names_cells_that_a_comparison_of_all_methods_has(claims):
                 assert (budget is None) == (not takes_budget(claim.method)), claim
             assert test.other == "full" or takes_budget(test.other) == (None not in test.budgets), claim
     assert sum(not isinstance(c.test, claims.Untestable) for c in claims.CLAIMS) >= 40
+    papers = {id for id, method in METHODS.items() if method.paper.arxiv}
+    assert papers <= {claim.method for claim in claims.CLAIMS}
 
 
 def test_the_commands_are_commands(claims):
