@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from claims_table import CLAIMS, Better, Claim, Faster, Near, Untestable
-from surprises_table import SURPRISES
+from surprises_table import BELOW_SINK_RECENT, SURPRISES
 
 from kvjax.eval.report.cells import budget_label
 from kvjax.eval.report.leaderboard import Leaderboard, Line, read_leaderboard
@@ -177,6 +177,7 @@ def page(board: Leaderboard) -> str:
     lines += ["", "## Below random, and why", ""]
     for surprise in SURPRISES:
         lines += [f"* **{', '.join(surprise.methods)}**. {surprise.found} `{surprise.command}`"]
+    lines += ["", " ".join(BELOW_SINK_RECENT.split())]
     return "\n".join(lines) + "\n"
 
 

@@ -44,6 +44,19 @@ def turned_round(budget: float, of: str = "q-filters") -> Method:
     return _turned(kvjax.method(of, budget=budget))
 
 
+def equal_layers(budget: float, of: str = "kv-compress") -> Method:
+    """A method whose lists all keep the same number of slots, by its own score."""
+    method = kvjax.method(of, budget=budget)
+    return dataclasses.replace(method, keep=dataclasses.replace(method.keep, allocate=Uniform()))
+
+
+def newest_kept(budget: float, of: str = "curdkv", tokens: int = 32) -> Method:
+    """A method that also keeps the newest tokens, so that a question at the end of a prompt stays whole."""
+    method = kvjax.method(of, budget=budget)
+    protect = (*method.keep.protect, Recent(tokens))
+    return dataclasses.replace(method, keep=dataclasses.replace(method.keep, protect=protect))
+
+
 def large_keys(budget: float) -> Method:
     """The keys of the largest norms, where L2Compress keeps those of the smallest."""
     return _turned(kvjax.method("l2compress", budget=budget, skip_layers=0))

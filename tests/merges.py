@@ -148,16 +148,22 @@ def take_up(slot, key, others, weights, keys, theta):
     slot["votes"] = slot.get("votes", 1) + sum(o.get("votes", 1) for o in others)
 
 
-def counted(theta, count, threshold=-1.0, takers=1.0):
-    """ZeroMerge (arXiv:2503.10714) and EMS (arXiv:2412.08521): what leaves joins the most similar taker."""
+def counted(theta, count, threshold=-1.0, takers=1.0, newest=0.0):
+    """ZeroMerge (arXiv:2503.10714) and EMS (arXiv:2412.08521): what leaves joins the most similar taker.
+
+    `takers` and `newest` are shares of the slots that `count` says; newest tokens become no takers.
+    """
 
     def leave(memory, lists, gone):
         for slots, some in zip(lists, gone, strict=True):
             stay, old = stays_and_leaves(slots, some)
             if not old:
                 continue
-            many = max(int(count(1 + max(s["pos"] for s in slots)) * takers + 1e-9), 1)
-            order = sorted(range(len(stay)), key=lambda i, s=stay: (s[i].get("votes", 1) == 1, s[i]["mass"]))
+            read = 1 + max(s["pos"] for s in slots)
+            many = max(int(count(read) * takers + 1e-9), 1)
+            young = read - int(count(read) * newest + 1e-9)
+            old_enough = [i for i, s in enumerate(stay) if s["pos"] < young or s.get("votes", 1) > 1]
+            order = sorted(old_enough, key=lambda i, s=stay: (s[i].get("votes", 1) == 1, s[i]["mass"]))
             able = sorted(order[:many]) if takers < 1 else range(len(stay))
             k, e = turned(stay, theta), turned(old, theta)
             unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.keep.algebra import Word
 from kvjax.keep.merge import nearest, pick
 from kvjax.keep.observe import Mass
+from kvjax.keep.patterns import Recent
 from kvjax.keep.select import ranks
 from kvjax.keep.trace import Received
 from kvjax.protocols import Observation, Seen, Trace, View
@@ -24,11 +25,13 @@ class CountedMerge:
     n_i x_i / sum n_i for keys and values x, with n_i the tokens that slot i stands for, and log sum n_i is
     added to its logits; otherwise the slot is dropped. takers: the share of a head's budget that takes slots
     up, at least one slot: those that have done so before, then those that received the least attention; 1 is
-    all (ZeroMerge, arXiv:2503.10714; EMS, arXiv:2412.08521).
+    all (ZeroMerge, arXiv:2503.10714; EMS, arXiv:2412.08521). newest: tokens that do not begin to take slots
+    up, as in `Recent`: few queries have seen them, so they have received the least attention of all.
     """
 
     threshold: float = -1.0
     takers: float = 1.0
+    newest: int | float = 0
 
     @property
     def needs(self) -> frozenset[Observation]:
@@ -54,8 +57,10 @@ class CountedMerge:
             return kept
         many = jnp.maximum(seen.n * round(self.takers * 1000) // 1000, 1)[:, None, None]
         mass = -view.of(Received(Mass("sum")))
-        first = jnp.where(biases(view) > 0, jnp.inf, mass)
-        return kept & (ranks(jnp.where(kept, first, -jnp.inf)) < many)
+        taking = biases(view) > 0
+        able = kept & (taking | ~Recent(self.newest)(view.pos, seen.length, seen.n))
+        first = jnp.where(taking, jnp.inf, mass)
+        return able & (ranks(jnp.where(able, first, -jnp.inf)) < many)
 
 
 def biases(view: View) -> Float[Array, "B K S"]:

@@ -99,11 +99,12 @@ def zeromerge(budget: Amount, *, recent: Share = 0.5, share: Share = 0.1) -> Met
 
     Heavy hitters and recent tokens stay as in H2O. Of the budget, `share` are slots that take up
     what leaves, each the tokens whose keys are most similar, as a running mean, with the log of their number
-    on its logits (`CountedMerge`). Deviations: the residual slots are those of the least attention when the
-    first token leaves, and a share is given, where the paper splits the budget of a head by its own
-    attention.
+    on its logits (`CountedMerge`). Deviations: the residual slots are those of the least attention among the
+    heavy hitters when the first token leaves, where the authors' code pools runs of a prompt's other tokens;
+    a share is given, where the paper splits the budget of a head by its own attention; similarity is that of
+    directions, not the code's product of keys.
     """
-    merge = CountedMerge(takers=share)
+    merge = CountedMerge(takers=share, newest=recent)
     keep = Keep(AccumulatedAttention(), Budget(budget), Uniform(), (Recent(recent),), when=STEP, merge=merge)
     return Method(keep)
 

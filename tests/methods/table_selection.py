@@ -93,7 +93,7 @@ SELECTION = [
     row(
         "zeromerge", dense(half_and_one, extra=8), hyper=dict(share=0.2),
         kept=each_layer(received, recent_half), victim=h2o_victim(count),
-        leave=merges.counted(THETA, count, takers=0.2),
+        leave=merges.counted(THETA, count, takers=0.2, newest=0.5),
     ),
     row(
         "ems", dense(half, extra=8), hyper=dict(window=3, kernel=KERNEL, threshold=0.3, sinks=1),
