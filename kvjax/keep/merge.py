@@ -103,5 +103,13 @@ def nearest(
         cos = jnp.where(kept[:, :, None], cos, -jnp.inf)
         return jnp.argmax(cos, -1).astype(jnp.int32), cos.max(-1)
 
-    parts = [best(e[:, :, i : i + strip]) for i in range(0, e.shape[2], strip)]
-    return jnp.concatenate([p[0] for p in parts], 2), jnp.concatenate([p[1] for p in parts], 2)
+    many = e.shape[2]
+    if many <= strip:
+        return best(e)
+    # One strip after the other: side by side, their cosines would be all there are.
+    padded = jnp.pad(e, ((0, 0), (0, 0), (0, -many % strip), (0, 0)))
+    strips = padded.reshape(*e.shape[:2], -1, strip, e.shape[-1])
+    index, cosine = jax.lax.map(best, jnp.moveaxis(strips, 2, 0))
+    flat = (*e.shape[:2], padded.shape[2])
+    index, cosine = (jnp.moveaxis(x, 0, 2).reshape(flat)[:, :, :many] for x in (index, cosine))
+    return index, cosine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
@@ -116,10 +116,18 @@ def _by_strips(
     newer: Int[Array, "B T"] | None = None,
     size: int = STRIP,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
-    """strip over every `size` queries, masses joined; a remainder that is not a whole strip goes at once."""
+    """strip over every `size` queries, masses joined; what is less than two strips goes at once."""
     b, n, t, h = q.shape
-    if t <= size or t % size:
+    if t <= size or (t % size and t < 2 * size):
         return strip((q, q_pos, newer))
+    if rest := t % size:
+        cuts = (slice(0, t - rest), slice(t - rest, t))
+        parts = [
+            _by_strips(strip, q[:, :, at], q_pos[:, at], mass, None if newer is None else newer[:, at], size)
+            for at in cuts
+        ]
+        out, lse = (jnp.concatenate(x, axis=2) for x in ([p[0] for p in parts], [p[1] for p in parts]))
+        return out, lse, _joined(mass, parts[0][2], parts[1][2])
     rows = jnp.moveaxis(q.reshape(b, n, t // size, size, h), 2, 0)
     cut = lambda x: jnp.moveaxis(x.reshape(b, t // size, size), 1, 0)  # noqa: E731
     strips = (rows, cut(q_pos), None if newer is None else cut(newer))
@@ -154,14 +162,7 @@ def attend_in_strips(
     def strip(at: Strip) -> tuple[Array, Array, tuple[Masses, ...]]:
         return attend(at[0], sets, at[1], mass=mass, newer=at[2], **options)
 
-    whole = t - t % size
-    cuts = [(a, z) for a, z in ((0, whole), (whole, t)) if a < z]
-    parts = [
-        _by_strips(strip, q[:, :, a:z], q_pos[:, a:z], mass, None if newer is None else newer[:, a:z], size)
-        for a, z in cuts
-    ]
-    out, lse = (jnp.concatenate(x, axis=2) for x in ([p[0] for p in parts], [p[1] for p in parts]))
-    return out, lse, reduce(partial(_joined, mass), [p[2] for p in parts])
+    return _by_strips(strip, q, q_pos, mass, newer, size)
 
 
 def attend_to_all(

@@ -1,0 +1,166 @@
+"""Memory of long prompts: what every method takes to read one, at two lengths, on the shipped model's shape.
+
+    python scripts/long_prompts.py plan                    # what the compiler plans, for every method
+    python scripts/long_prompts.py run --methods h2o kvzip # and what a process holds when it does it
+    python scripts/long_prompts.py                         # prints the table
+    python scripts/long_prompts.py --write                 # writes it into docs/benchmarks.md
+
+`plan` compiles `kvjax.pure.prefill`, one program that reads a prompt and compresses it, and adds up its
+arguments, temporaries and results. From 8192 tokens to 32768 what is linear grows 4 times, and a map of all
+tokens by all tokens 16 times. `run` reads the long prompt in a process of its own. Both add to
+docs/long-prompts.json, and leave out what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from docs_tables import DOCS, write_table
+
+DATA = DOCS / "long-prompts.json"
+SHORT, LONG, ROOM, BUDGET = 8192, 32768, 128, 0.25
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", choices=("plan", "run", "one"), help="(default: the table)")
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="(default: all)")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/benchmarks.md")
+    args = parser.parse_args()
+    found: dict[str, dict[str, Any]] = json.loads(DATA.read_text()) if DATA.exists() else {}
+    if args.what == "one":
+        print(json.dumps(held(args.methods[0])))
+    elif args.what is not None:
+        measure_all(args.what, args.methods, found)
+    elif args.write:
+        write_table("benchmarks.md", "long prompts", table(found))
+    else:
+        print(table(found))
+
+
+def measure_all(what: str, methods: list[str] | None, found: dict[str, dict[str, Any]]) -> None:
+    """Adds what is missing to the data, a method at a time."""
+    from kvjax.eval.report.console import make_console
+    from kvjax.files import write_atomic
+    from kvjax.methods import METHODS
+
+    unknown = [name for name in methods or () if name not in METHODS]
+    if unknown:
+        sys.exit(f"{unknown[0]!r} is no method: `kvjax methods` lists them")
+    key = "planned" if what == "plan" else "held_bytes"
+    todo = [name for name in methods or METHODS if key not in found.get(name, {})]
+    console = make_console()
+    for i, name in enumerate(todo):
+        with console.status(f"{i + 1} of {len(todo)}: {name}"):
+            new = planned(name) if what == "plan" else _in_process(name)
+        found.setdefault(name, {}).update(new)
+        write_atomic(DATA, json.dumps(found, indent=1, sort_keys=True).encode() + b"\n")
+        console.print(f"{name}: {new}")
+
+
+def long_model() -> Any:
+    """The shipped model with positions for long prompts."""
+    import kvjax
+
+    model = kvjax.load("recall-tiny", dtype="float32")
+    config = dataclasses.replace(model.config, max_positions=2 * LONG)
+    return dataclasses.replace(model, config=config)
+
+
+def chosen(name: str, model: Any) -> Any:
+    """A method at its defaults, with the fit that ships with the model where there is one."""
+    import kvjax
+    from kvjax.fitted import shipped_for
+    from kvjax.methods import takes, takes_budget
+
+    given: dict[str, Any] = {"budget": BUDGET} if takes_budget(name) else {}
+    if takes(name, "fitted"):
+        given["fitted"] = shipped_for(model.signature).get(name)
+    return kvjax.method(name, **given)
+
+
+def planned(name: str) -> dict[str, Any]:
+    """Bytes that the compiler plans for a prompt, by its length; or why there are none."""
+    import jax
+    import jax.numpy as jnp
+
+    import kvjax
+
+    model, bytes_of = long_model(), {}
+    try:
+        method = chosen(name, model)
+        model = kvjax.prepare(model, method)
+        static = kvjax.pure.static(model, method)
+        for tokens in (SHORT, LONG):
+            prompt = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+            read = jax.jit(partial(kvjax.pure.prefill, static, room=ROOM))
+            lowered = read.lower(model.params, prompt, fitted=kvjax.pure.fitted(static.method))
+            memory = lowered.compile().memory_analysis()
+            bytes_of[str(tokens)] = (
+                memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+            )
+    except ValueError as error:
+        return {"planned": None, "why": str(error)}
+    return {"planned": bytes_of}
+
+
+def held(name: str) -> dict[str, Any]:
+    """Seconds of reading a long prompt, the second time, and the most that this process held at once."""
+    import jax
+    import numpy as np
+
+    import kvjax
+
+    model = long_model()
+    method = chosen(name, model)
+    prompt = np.random.default_rng(0).integers(1, model.config.vocab, (1, LONG))
+    start = time.perf_counter()
+    jax.block_until_ready(kvjax.prefill(model, prompt, method=method, room=ROOM))
+    seconds = time.perf_counter() - start
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"held_bytes": most, "seconds": round(seconds, 1), "cores": len(os.sched_getaffinity(0))}
+
+
+def _in_process(name: str) -> dict[str, Any]:
+    """`held` in a process of its own, whose memory is then that of one method alone."""
+    words = [sys.executable, str(Path(__file__)), "one", "--methods", name]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        return {"held_bytes": None}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """Markdown: bytes at both lengths, how they grow, and what was held in fact."""
+    head = ["method", f"planned at {SHORT}", f"at {LONG}", "grows", f"held at {LONG}", "s"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, row in found.items():
+        plan, most = row.get("planned"), row.get("held_bytes")
+        if plan is None and most is None:
+            continue
+        cells = [_mib(plan[str(SHORT)]), _mib(plan[str(LONG)]), f"{plan[str(LONG)] / plan[str(SHORT)]:.1f}x"]
+        held_there = [_mib(most), f"{row['seconds']:.0f}"] if most else ["", ""]
+        lines.append(f"| {' | '.join([name, *cells, *held_there])} |")
+    left = {name: row["why"] for name, row in found.items() if row.get("planned") is None and "why" in row}
+    notes = [f"* `{name}` is not here: {why}" for name, why in sorted(left.items())]
+    return "\n".join([*lines, "", *notes]) if notes else "\n".join(lines)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"
+
+
+if __name__ == "__main__":
+    main()
