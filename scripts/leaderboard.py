@@ -2,7 +2,7 @@
 
     python scripts/leaderboard.py run --samples 100 --out boards  # compares on every model; goes on if killed
     python scripts/leaderboard.py run --methods fitted --out boards2  # those that are fitted, to each model
-    python scripts/leaderboard.py speed --out boards              # times every method's prefill beside none
+    python scripts/leaderboard.py speed --out boards              # times every method beside no compression
     python scripts/leaderboard.py collect --out boards            # what both found becomes the data
     python scripts/leaderboard.py collect --out boards --add      # beside what it has of others
     python scripts/leaderboard.py                                 # prints the page
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -42,7 +41,7 @@ ROOT = Path(__file__).parents[1]
 MODELS = tuple(sorted((ROOT / "tests" / "fixtures" / "recall_seeds").glob("[0-9]")))
 # The budget at which speed is told, where a method has one.
 BUDGET = 0.25
-ROWS, TOKENS, ROUNDS = 4, 512, 9
+ROWS, TOKENS, STEPS, ROUNDS = 4, 512, 16, 9
 
 
 def main() -> None:
@@ -131,22 +130,28 @@ def _named(model: Path) -> str:
 
 
 def speed(model: Path, methods: list[str], out: Path) -> None:
-    """Times prefills of every method beside those of none, in turn; goes on where it stopped."""
+    """Times prefills and steps of every method beside those of none, in turn; goes on where it stopped."""
     import jax
     import numpy as np
 
     import kvjax
     from kvjax.eval.run.cellplan import plan_cells
+    from kvjax.files import write_atomic
 
     loaded = kvjax.load(str(model))
     file = out / "speed.json"
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     tokens = np.random.default_rng(0).integers(0, loaded.config.vocab, (ROWS, TOKENS), np.int32)
 
-    def once(method: Any) -> float:
+    def once(method: Any) -> tuple[float, float]:
+        """Seconds of a prompt, and of STEPS tokens behind it."""
         start = time.perf_counter()
-        jax.block_until_ready(kvjax.prefill(loaded, tokens, method=method))
-        return time.perf_counter() - start
+        logits, cache = jax.block_until_ready(kvjax.prefill(loaded, tokens, method=method, room=STEPS))
+        middle = time.perf_counter()
+        for _ in range(STEPS):
+            logits, cache = kvjax.step(loaded, cache, logits.argmax(-1).astype("int32"))
+        logits.block_until_ready()
+        return middle - start, time.perf_counter() - middle
 
     entries = plan_cells(loaded, methods, [BUDGET], "short")
     full = entries[0].method
@@ -156,25 +161,22 @@ def speed(model: Path, methods: list[str], out: Path) -> None:
         once(full), once(entry.method)  # these compile
         rounds = [(once(full), once(entry.method)) for _ in range(ROUNDS)]
         # Whatever else the machine does only adds.
-        found[entry.label] = [min(one[i] for one in rounds) for i in (0, 1)]
+        best = [[min(one[side][phase] for one in rounds) for side in (0, 1)] for phase in (0, 1)]
+        found[entry.label] = dict(zip(("prefill", "decode"), best, strict=True))
         out.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"{entry.label}: {found[entry.label][1] / found[entry.label][0]:.2f}x", flush=True)
+        write_atomic(file, json.dumps(found, indent=1).encode() + b"\n")
+        (none, mine), (before, after) = best
+        print(f"{entry.label}: prefill {mine / none:.2f}x, decode {before / after:.2f}x", flush=True)
 
 
 def collect(models: list[Path], out: Path, old: Leaderboard | None = None) -> str:
     """The data's text, of what `run` and `speed` left in a folder, and what `old` has of others."""
-    runs, decode = [], {}
+    runs = []
     for model in (m for m in models if old is None or (out / m.name).is_dir()):
         found = read_results(out / model.name)
         named = {"model": f"{model.resolve().parent.name}/{model.name}"}
         run = Run(about_of(found.metrics) | named, tuple(summarise(found.rows)))
         runs.append(run if old is None else _added(run, old))
-        full = _tokens_per_s(found.timings, "full", None)
-        for method in {name for name, _ in found.timings}:
-            mine = _tokens_per_s(found.timings, method, BUDGET) or _tokens_per_s(found.timings, method, None)
-            if mine and full:
-                decode.setdefault(method, []).append(mine / full)
     if old is not None:
         mine = {run.about["model"] for run in runs}
         runs += [run for run in old.runs if run.about["model"] not in mine]
@@ -182,15 +184,11 @@ def collect(models: list[Path], out: Path, old: Leaderboard | None = None) -> st
     file = out / "speed.json"
     before = {} if old is None else old.speed
     timed = json.loads(file.read_text()) if file.exists() else {}
-    fast = before | {
-        method: Speed(
-            round(mine / none, 3), round(statistics.median(decode[method]), 3) if method in decode else None
-        )
-        for method, (none, mine) in timed.items()
-    }
+    fast = before | {method: Speed(*_times(**seconds)) for method, seconds in timed.items()}
     about = {
         "rows": ROWS,
         "tokens": TOKENS,
+        "steps": STEPS,
         "rounds": ROUNDS,
         "budget": BUDGET,
         "model": runs[0].about["model"],
@@ -221,8 +219,9 @@ def _place(order: dict[str, int]) -> Callable[[Cell], tuple[str, int]]:
     return lambda cell: (cell.protocol, order[cell.method])
 
 
-def _tokens_per_s(timings: Any, method: str, budget: float | None) -> float | None:
-    return timings.get((method, budget), {}).get("decode_tokens_per_s")
+def _times(prefill: list[float], decode: list[float]) -> tuple[float, float]:
+    """How often as long a prefill takes as none's, and how often as fast it decodes."""
+    return round(prefill[1] / prefill[0], 3), round(decode[0] / decode[1], 3)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def _about(board: Leaderboard) -> str:
         text += (
             f" Prefill: seconds of {timed['rows']} prompts of {timed['tokens']} tokens at a budget of "
             f"{timed['budget']}, over those without a method, the least of {timed['rounds']} rounds in turn. "
-            "Decode: tokens per second over those of the full cache, in the comparison itself."
+            f"Decode: tokens per second of {timed['steps']} steps behind them, over those without a method."
         )
     return text
 
@@ -122,8 +122,7 @@ def table(lines: Sequence[Line], speed: Mapping[str, Speed]) -> str:
             mine = {line.budget: line for line in lines if line.method == name}
             cells = [_cell(mine.get(b), winners.get(b) == name) for b in columns]
             fast = speed.get(name)
-            decode = "" if fast is None or fast.decode is None else f"{fast.decode:.2f}x"
-            times = [f"{fast.prefill:.2f}x", decode] if fast else ["", ""]
+            times = [f"{fast.prefill:.2f}x", f"{fast.decode:.2f}x"] if fast else ["", ""]
             rows.append(_row([f"[{name}](methods/{family}.md#{name})", *cells, *(times if speed else [])]))
     return "\n".join(rows)
 

@@ -60,7 +60,7 @@ def measure_all(what: str, methods: list[str] | None, found: dict[str, dict[str,
     if unknown:
         sys.exit(f"{unknown[0]!r} is no method: `kvjax methods` lists them")
     key = "planned" if what == "plan" else "held_bytes"
-    todo = [name for name in methods or METHODS if key not in found.get(name, {})]
+    todo = [name for name in methods or METHODS if not found.get(name, {}).get(key)]
     console = make_console()
     for i, name in enumerate(todo):
         with console.status(f"{i + 1} of {len(todo)}: {name}"):
@@ -82,12 +82,14 @@ def long_model() -> Any:
 def chosen(name: str, model: Any) -> Any:
     """A method at its defaults, with the fit that ships with the model where there is one."""
     import kvjax
-    from kvjax.fitted import shipped_for
+    from kvjax.fitted import as_fitted, shipped_for
     from kvjax.methods import takes, takes_budget
 
     given: dict[str, Any] = {"budget": BUDGET} if takes_budget(name) else {}
-    if takes(name, "fitted"):
-        given["fitted"] = shipped_for(model.signature).get(name)
+    fit = as_fitted(shipped_for(kvjax.load("recall-tiny").signature).get(name))
+    if fit is not None and takes(name, "fitted"):
+        # Of the same weights, whose model has fewer positions.
+        given["fitted"] = dataclasses.replace(fit, model=model.signature)
     return kvjax.method(name, **given)
 
 

@@ -39,7 +39,9 @@ def board(tmp_path):
     runs = [Run(about(name), tuple(summarise(each))) for name, each in (("a", rows), ("b", worse))]
     file = tmp_path / "board.json"
     speed = {"snapkv": Speed(1.25, 0.5), "full": Speed(1.0, 1.0)}
-    file.write_text(leaderboard_text(runs, speed, {"rows": 4, "tokens": 512, "rounds": 5, "budget": 0.25}))
+    file.write_text(
+        leaderboard_text(runs, speed, {"rows": 4, "tokens": 512, "steps": 8, "rounds": 5, "budget": 0.25})
+    )
     return read_leaderboard(file), rows, worse
 
 
@@ -132,12 +134,15 @@ def test_what_a_run_left_is_collected(tmp_path, scripts):
     rows, folder = comparison(), tmp_path / "0"
     folder.mkdir()
     (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    speeds = {("full", None): 200.0, ("snapkv", 0.25): 100.0, ("kivi", None): 50.0}
-    cells = [{"method": m, "budget": b, "decode_tokens_per_s": s} for (m, b), s in speeds.items()]
-    metrics = {**METRICS, "settings": SETTINGS, "command": "kvjax compare", "fingerprint": "", "cells": cells}
+    metrics = {**METRICS, "settings": SETTINGS, "command": "kvjax compare", "fingerprint": "", "cells": []}
     (folder / "metrics.json").write_text(json.dumps(metrics))
+    seconds = {
+        "snapkv": ([1.0, 1.5], [1.0, 2.0]),
+        "full": ([1.0, 1.0],) * 2,
+        "kivi": ([2.0, 2.2], [1.0, 4.0]),
+    }
     (tmp_path / "speed.json").write_text(
-        json.dumps({"snapkv": [1.0, 1.5], "full": [1.0, 1.0], "kivi": [2.0, 2.2]})
+        json.dumps({method: {"prefill": p, "decode": d} for method, (p, d) in seconds.items()})
     )
     file = tmp_path / "board.json"
     file.write_text(leaderboard.collect([Path("0")], tmp_path))

@@ -41,13 +41,10 @@ class Line(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """One method beside no compression: how often as long a prefill takes, how often as fast it decodes.
-
-    decode: None where the comparison had too few batches to time any.
-    """
+    """One method beside no compression: how often as long a prefill takes, how often as fast it decodes."""
 
     prefill: float
-    decode: float | None
+    decode: float
 
 
 class Run(NamedTuple):
