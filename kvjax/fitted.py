@@ -164,7 +164,10 @@ def as_fitted(given: str | Fitted | None) -> Fitted | None:
 
 @cache
 def _shipped(path: Path) -> Fitted:
-    return load_fitted(path)
+    """Shipped arrays are halves, so that they are small, and are computed with as they were fitted."""
+    found = load_fitted(path)
+    whole = {n: x.astype(np.float32) if x.dtype == np.float16 else x for n, x in found.arrays.items()}
+    return Fitted(whole, found.word, found.model)
 
 
 @cache

@@ -13,6 +13,8 @@ from kvjax.methods import METHODS
 
 # How much more than its budget a method may hold to be the best of its family there.
 ROOM = 1.1
+# How often as long as without a method a prefill may take (an aim, unless it makes further passes).
+MOST_PREFILL = 1.5
 BASELINES = ("random", "sink-recent")
 MADE = "<!-- made by `python scripts/leaderboard.py --write` from kvjax/eval/report/leaderboard.json -->"
 
@@ -70,9 +72,17 @@ def _about(board: Leaderboard) -> str:
         text += (
             f" Prefill: seconds of {timed['rows']} prompts of {timed['tokens']} tokens at a budget of "
             f"{timed['budget']}, over those without a method, the least of {timed['rounds']} rounds in turn. "
-            f"Decode: tokens per second of {timed['steps']} steps behind them, over those without a method."
+            f"Decode: tokens per second of {timed['steps']} steps behind them, over those without a method. "
+            f"Prefills of more than {MOST_PREFILL:g} times: {_slow(board.speed)}; methods that read a prompt "
+            "again are meant to be among them (`kvzip`, `kvcompose`)."
         )
     return text
+
+
+def _slow(speed: Mapping[str, Speed]) -> str:
+    """The methods whose prefill costs more than the aim, the dearest first."""
+    slow = sorted((x for x in speed.items() if x[1].prefill > MOST_PREFILL), key=lambda x: -x[1].prefill)
+    return ", ".join(f"{name} {fast.prefill:.2f}" for name, fast in slow) or "none"
 
 
 def _reading() -> str:
