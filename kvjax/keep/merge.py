@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.keep.observe import Queries
+from kvjax.ops.base.largest import first_largest
 from kvjax.protocols import Observation, Seen, View
 
 
@@ -99,9 +100,8 @@ def nearest(
     stay = unit(k)
 
     def best(part: Array) -> tuple[Array, Array]:
-        cos = jnp.einsum("bkeh,bksh->bkes", unit(part), stay)
-        cos = jnp.where(kept[:, :, None], cos, -jnp.inf)
-        return jnp.argmax(cos, -1).astype(jnp.int32), cos.max(-1)
+        cos = jnp.einsum("bksh,bkeh->bkse", stay, unit(part))
+        return first_largest(jnp.where(kept[..., None], cos, -jnp.inf), 2)
 
     many = e.shape[2]
     if many <= strip:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.ops.base.dtypes import wide
+from kvjax.ops.base.largest import first_largest
 from kvjax.read.ranked import RankedSlots, summed
 
 
@@ -30,11 +31,10 @@ def k_means(
     start = jnp.take_along_axis(x, (odd * many // (2 * count))[..., None], axis=-2)
 
     def turn(_: int | Array, centroids: Float[Array, "*b C H"]) -> Float[Array, "*b C H"]:
-        mine = jax.nn.one_hot(nearest_centroid(x, centroids), count, dtype=x.dtype) * live[..., None].astype(
-            x.dtype
-        )
-        held = mine.sum(-2)[..., None]
-        total = jnp.einsum("...sc,...sh->...ch", mine, x, precision="highest")
+        mine = jax.nn.one_hot(nearest_centroid(x, centroids), count, axis=-2, dtype=x.dtype)
+        mine = mine * live[..., None, :].astype(x.dtype)
+        held = mine.sum(-1)[..., None]
+        total = jnp.einsum("...cs,...sh->...ch", mine, x, precision="highest")
         return jnp.where(held > 0, total / jnp.maximum(held, 1), centroids)
 
     return jax.lax.fori_loop(0, turns, turn, start)
@@ -42,8 +42,8 @@ def k_means(
 
 def nearest_centroid(x: Float[Array, "*b S H"], centroids: Float[Array, "*b C H"]) -> Int[Array, "*b S"]:
     """The number of the centroid of least distance, the first one of equals."""
-    product = jnp.einsum("...sh,...ch->...sc", x, centroids, precision="highest")
-    return jnp.argmin((centroids**2).sum(-1)[..., None, :] - 2 * product, -1).astype(jnp.int32)
+    product = jnp.einsum("...ch,...sh->...cs", centroids, x, precision="highest")
+    return first_largest(2 * product - (centroids**2).sum(-1)[..., None], -2)[0]
 
 
 @dataclasses.dataclass(frozen=True)

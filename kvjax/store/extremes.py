@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.codes import Codec
+from kvjax.ops.base.largest import first_largest
 from kvjax.store.wrap import Around, Wrapper, joined, part_of
 from kvjax.writing import put_in_rows
 
@@ -74,10 +76,8 @@ class Between(Around):
         lines = self._lines(x)
         n = lines.shape[-1]
         k = self.extremes.count(n)
-        order = jnp.argsort(lines, axis=-1)
-        at = jnp.concatenate([order[..., :k], order[..., n - k :]], -1)
+        at, others = _ends(jax.lax.stop_gradient(lines), k)
         values = jnp.take_along_axis(lines, at, -1)
-        others = jnp.put_along_axis(jnp.ones(lines.shape, bool), at, jnp.asarray(False), -1, inplace=False)
         # One number alone is both ends, and leaves none to take the mean of.
         total = jnp.where(others, lines, 0).sum(-1, keepdims=True, dtype=jnp.float32)
         mean = (total / max(n - 2 * k, 1)).astype(x.dtype)
@@ -119,3 +119,19 @@ class Between(Around):
             return x
         *batch, groups, h, _ = lines.shape
         return jnp.swapaxes(x.reshape(*batch, groups, -1, h), -1, -2)
+
+
+def _ends(lines: Float[Array, "*b n"], count: int) -> tuple[Int[Array, "*b m"], Bool[Array, "*b n"]]:
+    """Where the largest `count` numbers of every line are and then the smallest, and which are neither.
+
+    They are few, so that they are found one after the other sooner than all numbers are sorted.
+    """
+    place = jax.lax.broadcasted_iota(jnp.int32, lines.shape, lines.ndim - 1)
+
+    def take(others: Bool[Array, "*b n"], sign: Array) -> tuple[Bool[Array, "*b n"], Int[Array, "*b"]]:
+        at, _ = first_largest(jnp.where(others, lines * sign, -jnp.inf), -1)
+        return others & (place != at[..., None]), at
+
+    signs = jnp.repeat(jnp.array([1, -1], lines.dtype), count)
+    others, at = jax.lax.scan(take, jnp.ones(lines.shape, bool), signs)
+    return jnp.moveaxis(at, 0, -1), others

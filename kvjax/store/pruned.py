@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.ops.base.bit_packing import pack, unpack
+from kvjax.ops.base.largest import largest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +42,30 @@ class Pruned:
         return max(1, int(round(self.share * width, 9)))
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        # Sorts of rows stay on the devices that these lie on; XLA gathers all rows for a top_k.
-        largest, count = jnp.argsort(-jnp.abs(x), axis=-1, stable=True), self.count(x.shape[-1])
-        bits = (jnp.argsort(largest, axis=-1) < count).astype(jnp.uint32)
-        channels = jnp.sort(largest[..., :count], -1)
-        return {"values": jnp.take_along_axis(x, channels, -1), "words": pack(bits, 1)}
+        count = self.count(x.shape[-1])
+        words = pack(largest(x, count).astype(jnp.uint32), 1)
+        channels = _places(_stored(words, x.shape[-1]), count)
+        return {"values": jnp.take_along_axis(x, channels, -1), "words": words}
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
-        bits = unpack(data["words"], 1, width).astype(jnp.int32)
+        bits = unpack(data["words"], 1, width)
         # Slots that hold nothing have no bits at all.
-        place = jnp.maximum(jnp.cumsum(bits, -1) - 1, 0)
+        place = jnp.maximum(_stored(data["words"], width) - 1, 0)
         rows = jnp.take_along_axis(data["values"], place, -1)
         return jnp.where(bits == 1, rows, 0).astype(dtype)
+
+
+def _stored(words: UInt32[Array, "*b w"], width: int) -> Int[Array, "*b H"]:
+    """How many of the channels up to each one, and with it, are stored."""
+    whole = jax.lax.population_count(words).astype(jnp.int32)
+    before = jnp.cumsum(whole, -1) - whole
+    up_to = (jnp.uint32(2) << jnp.arange(32, dtype=jnp.uint32)) - jnp.uint32(1)
+    up_to = up_to.reshape((1,) * words.ndim + (-1,))
+    inside = jax.lax.population_count(words[..., None] & up_to).astype(jnp.int32)
+    return (before[..., None] + inside).reshape(*words.shape[:-1], -1)[..., :width]
+
+
+@partial(jnp.vectorize, signature="(h)->(m)", excluded=(1,))
+def _places(stored: Int[Array, "H"], count: int) -> Int[Array, "m"]:
+    """The channels of the first, second, ... number that is stored."""
+    return jnp.searchsorted(stored, jnp.arange(1, count + 1), method="scan_unrolled")

@@ -62,10 +62,13 @@ class Leaderboard(NamedTuple):
     timed: dict[str, Any]
 
     def lines(self, methods: Collection[str] = ()) -> list[Line]:
-        """The cells of all models together on which these methods were compared, in the first one's order."""
+        """The cells of all models together, in the first one's order.
+
+        methods: these methods alone, over the models on which all of them were compared.
+        """
         groups: dict[tuple[str, str, str], list[Cell]] = {}
         runs = [run for run in self.runs if {*methods} <= {cell.method for cell in run.cells}]
-        for cell in (cell for run in runs for cell in run.cells):
+        for cell in (cell for run in runs for cell in run.cells if not methods or cell.method in methods):
             groups.setdefault((cell.method, repr(cell.budget), cell.protocol), []).append(cell)
         return [_line(group) for group in groups.values()]
 

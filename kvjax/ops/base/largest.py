@@ -1,0 +1,48 @@
+"""The largest numbers of a row: found without sorting it, and without going through it one by one."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def largest(x: Float[Array, "*b n"], count: int) -> Bool[Array, "*b n"]:
+    """Which `count` numbers of a row have the largest magnitudes; of equal ones, the first.
+
+    Read as integers, magnitudes have the order that they have as numbers. So the least that stays is found
+    bit by bit, from the highest: a bit is set where `count` numbers are still as large. These passes over
+    rows use whole vectors and stay on the devices that the rows lie on; a sort of short rows does neither.
+
+    >>> import jax.numpy as jnp
+    >>> largest(jnp.array([1.0, -4.0, 3.0, -3.0]), 2).tolist()
+    [False, True, True, False]
+    """
+    word = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    size = jax.lax.bitcast_convert_type(jnp.abs(x), word)
+    bits = 8 * x.dtype.itemsize - 1  # without the sign
+
+    def set_bit(i: Array, least: Array) -> Array:
+        tried = least | jnp.left_shift(jnp.ones((), word), (bits - 1 - i).astype(word))
+        enough = (size >= tried[..., None]).sum(-1, dtype=jnp.int32) >= count
+        return jnp.where(enough, tried, least)
+
+    least = jax.lax.fori_loop(0, bits, set_bit, jnp.zeros(x.shape[:-1], word))[..., None]
+    above, equal = size > least, size == least
+    left = count - above.sum(-1, keepdims=True, dtype=jnp.int32)
+    return above | (equal & (jnp.cumsum(equal, -1, dtype=jnp.int32) <= left))
+
+
+def first_largest(x: Float[Array, "*b"], axis: int) -> tuple[Int[Array, "*c"], Float[Array, "*c"]]:
+    """Where along an axis the largest number is, the first of equal ones, and that number.
+
+    `jnp.argmax` is one pass, in which XLA's CPU compiler compares single numbers; these are two of whole
+    vectors.
+
+    >>> import jax.numpy as jnp
+    >>> [found.tolist() for found in first_largest(jnp.array([[1.0, 4.0, 4.0]]), -1)]
+    [[1], [4.0]]
+    """
+    most = x.max(axis, keepdims=True)
+    at = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis % x.ndim)
+    return jnp.where(x == most, at, x.shape[axis] - 1).min(axis), most.squeeze(axis)
