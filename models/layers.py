@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.ops.base.dispatch import platform
+from kvjax.ops.base.dispatch import alone, platform
 from kvjax.ops.base.dtypes import wide
 
 Params = dict[str, Any]
@@ -69,10 +69,15 @@ def linear(p: Params, name: str, x: Array) -> Array:
     """x W + b with W = p[name], and b = p[name_bias] where there is one.
 
     XLA for GPUs computes one row times a small matrix as products that it writes to memory and then sums. A
-    second row, of zeros, makes it a matrix product, which it does not write out.
+    second row, of zeros, makes it a matrix product, which it does not write out. XLA for CPUs computes the
+    gradient of a product with more axes from a transposed copy of what lies behind it, activation and all,
+    which takes twice as long as the gradient of one matrix.
     """
-    if platform() == "gpu" and x.size == x.shape[-1]:
-        y = (jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0))) @ p[name])[:1].reshape(*x.shape[:-1], -1)
+    flat = x.reshape(-1, x.shape[-1])
+    if platform() == "gpu" and len(flat) == 1:
+        y = (jnp.pad(flat, ((0, 1), (0, 0))) @ p[name])[:1].reshape(*x.shape[:-1], -1)
+    elif platform() == "cpu" and alone(x, p[name]):
+        y = (flat @ p[name]).reshape(*x.shape[:-1], -1)
     else:
         y = x @ p[name]
     bias = p.get(name + "_bias")

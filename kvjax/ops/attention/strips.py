@@ -15,7 +15,7 @@ from kvjax.ops.base.dispatch import platform
 
 # Queries per strip, and how many different key prefixes a long prompt is cut into: each prefix is compiled
 # apart and its strips run in a loop, so more prefixes skip more of the causal half and compile longer.
-STRIP = 256
+STRIP = 128
 PREFIXES = 8
 REMAT_FROM = 1024
 # Beyond so many bytes of scores, a CPU works one KV head at a time: what stays in its cache is faster. Other

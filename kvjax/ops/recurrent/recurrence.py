@@ -22,7 +22,7 @@ from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.packed_sequences import segment_numbers, segment_starts
 from kvjax.ops.base.solve import unit_lower_solve
 
-# Tokens per chunk: decays of channels are compared pairwise, [C, C, K], those of heads as [C, C].
+# Tokens per chunk, where decays are of channels and where they are of heads.
 CHUNK_VECTOR, CHUNK_SCALAR = 16, 32
 
 
@@ -211,13 +211,11 @@ def _one_chunk(
     def products(x: Array, mask: Array) -> Array:
         """x_i' Diag(exp(G_i - G_j)) k_j where mask; only differences, so that no factor overflows."""
         seen = mask & same
-        if g.shape[-1] == 1:
-            apart = (whole - jnp.swapaxes(whole, 2, 3)) + (part - jnp.swapaxes(part, 2, 3))
-            decay = jnp.where(seen, jnp.exp(jnp.where(seen, apart, 0.0)), 0.0)
-            return jnp.einsum("bhik,bhjk->bhij", x, k) * decay
-        apart = (whole[:, :, :, None] - whole[:, :, None]) + (part[:, :, :, None] - part[:, :, None])
-        decay = jnp.where(seen[..., None], jnp.exp(jnp.where(seen[..., None], apart, 0.0)), 0.0)
-        return jnp.einsum("bhik,bhjk,bhijk->bhij", x, k, decay)
+        if g.shape[-1] > 1:
+            return jnp.where(seen, _by_channels(x, k, whole, part), 0.0)
+        apart = (whole - jnp.swapaxes(whole, 2, 3)) + (part - jnp.swapaxes(part, 2, 3))
+        decay = jnp.where(seen, jnp.exp(jnp.where(seen, apart, 0.0)), 0.0)
+        return jnp.einsum("bhik,bhjk->bhij", x, k) * decay
 
     if p is not None:
         rest = v - jnp.einsum("bhik,bhkv->bhiv", p * entering, state)
@@ -230,3 +228,29 @@ def _one_chunk(
     new = jnp.einsum("bhik,bhiv->bhkv", k * kept, v)
     carried = entering[:, :, -1]
     return out, carried[..., None] * state + new
+
+
+def _by_channels(
+    x: Float[Array, "B H C K"], k: Float[Array, "B H C K"], *decay: Float[Array, "B H C K"]
+) -> Float[Array, "B H C C"]:
+    """x_i' Diag(exp(G_i - G_j)) k_j for i >= j, and 0 elsewhere, where G is the sum of `decay`.
+
+    Of two blocks of tokens that follow each other, rows of the later and columns of the earlier one meet as
+    G_i - M and M - G_j, with M the last G of the earlier. Both are at most 0, so all is products of matrices,
+    of ever larger blocks, and no pair of tokens has an exponential of its own.
+    """
+    c = x.shape[2]
+    most = 1 << max(c - 1, 0).bit_length()
+    fill = ((0, 0), (0, 0), (0, most - c), (0, 0))
+    x, k, decay = jnp.pad(x, fill), jnp.pad(k, fill), tuple(jnp.pad(y, fill, mode="edge") for y in decay)
+    found = (x * k).sum(-1)[..., None, None]  # [B, H, blocks, size, size]
+    for size in (1 << i for i in range(most.bit_length() - 1)):
+        pairs = (*x.shape[:2], -1, 2, size, x.shape[-1])
+        rows, columns, *parts = (y.reshape(pairs) for y in (x, k, *decay))
+        since = sum(y[:, :, :, 1] - y[:, :, :, 0, -1:] for y in parts)
+        until = sum(y[:, :, :, 0, -1:] - y[:, :, :, 0] for y in parts)
+        rows, columns = rows[:, :, :, 1] * jnp.exp(since), columns[:, :, :, 0] * jnp.exp(until)
+        met = jnp.einsum("bhnik,bhnjk->bhnij", rows, columns)
+        top = jnp.concatenate([found[:, :, 0::2], jnp.zeros_like(met)], -1)
+        found = jnp.concatenate([top, jnp.concatenate([met, found[:, :, 1::2]], -1)], -2)
+    return found[:, :, 0, :c, :c]
