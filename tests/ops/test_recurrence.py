@@ -123,6 +123,23 @@ def test_gradients_stay_finite_under_strong_decay_and_agree(name):
         assert rms(got[key], x) < 1e-5, key
 
 
+def test_chunks_of_any_size_take_decays_beyond_the_range_of_floats(rng):
+    """Sums of these decays have no exponential in float32, and chunks of 7 are filled up to 8."""
+    tokens = draw(rng, vector=True, erase=True)
+    strong = jnp.where(jnp.asarray(rng.random(tokens.log_decay.shape)) < 0.3, -400.0, tokens.log_decay)
+    tokens = tokens._replace(log_decay=strong)
+
+    def loss(tokens, form):
+        return (form(tokens)[0] ** 2).sum()
+
+    want, slope = jax.jit(jax.value_and_grad(partial(loss, form=scan)))(tokens)
+    for size in (7, 16):
+        got, mine = jax.jit(jax.value_and_grad(partial(loss, form=partial(chunked, chunk=size))))(tokens)
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+        for name, x in slope._asdict().items():
+            assert rms(getattr(mine, name), x) < 1e-4, (size, name)
+
+
 def test_keys_serve_a_group_of_value_heads(rng):
     q, k = (jnp.asarray(rng.normal(size=(B, T, 1, K)), jnp.float32) for _ in range(2))
     v = jnp.asarray(rng.normal(size=(B, T, H, V)), jnp.float32)
