@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops.recurrent.selective_scan import selective_scan
+from kvjax.ops.recurrent import selective_scan as module
 from tests.ops import rows
 
 B, T, D, N = 2, rows.T, 5, 3
@@ -14,7 +14,7 @@ A, SKIP = -np.random.default_rng(1).random((D, N)) - 0.1, np.random.default_rng(
 def run(x, **how):
     # Outputs [B, T, D] with a last axis more, as the checks have it.
     a, skip = (jnp.asarray(y, x["v"].dtype) for y in (A, SKIP))
-    out, state = selective_scan(x["v"][..., 0], x["dt"], a, x["b"], x["c"], skip, **how)
+    out, state = module.selective_scan(x["v"][..., 0], x["dt"], a, x["b"], x["c"], skip, **how)
     return out[..., None], state
 
 
@@ -24,6 +24,12 @@ def row(x, state):
         h = np.exp(dt[:, None] * A) * h + (dt * v)[:, None] * b
         out.append(h @ c + SKIP * v)
     return np.reshape(out, (-1, D, 1)), h
+
+
+@pytest.fixture(params=["cpu", "tpu"], autouse=True)
+def form(request, monkeypatch):
+    """Tokens one after the other, as on CPUs, and all states of a chunk at once, as elsewhere."""
+    monkeypatch.setattr(module, "platform", lambda: request.param)
 
 
 @pytest.fixture

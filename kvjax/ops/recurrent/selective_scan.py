@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.ops.base.chunks import Chunk, scan_chunks
+from kvjax.ops.base.dispatch import platform
 from kvjax.ops.base.dtypes import wide
 
-# Tokens whose states exist at the same time, [B, CHUNK, D, N].
+# Tokens whose states exist at the same time, [B, CHUNK, D, N], or are computed anew for a gradient.
 CHUNK = 32
 
 ScanState = Float[Array, "B D N"]
@@ -33,7 +34,8 @@ def selective_scan(
     Mamba (Gu and Dao, 2023, arXiv:2312.00752), algorithm 2 with the simplified discretisation of b that its
     code has. dt > 0 and a < 0 are what softplus and -exp have made. A parallel prefix of (e^(dt a), dt x b')
     within chunks of 32 tokens, which only ever multiplies decays, so nothing overflows; token by token where
-    `recurrent`. A gradient computes the states of a chunk anew. Tokens that mask leaves out change no state.
+    `recurrent`, and on CPUs, where a token's states fill a core and stay in its cache. A gradient computes
+    the states of a chunk anew. Tokens that mask leaves out change no state.
 
     >>> one = jnp.ones((1, 2, 1))
     >>> y, state = selective_scan(one, one, jnp.full((1, 1), jnp.log(0.5)), one, one, jnp.zeros(1))
@@ -47,20 +49,59 @@ def selective_scan(
     shape = (x.shape[0], *a.shape)
     start = jnp.zeros(shape, dtype) if initial_state is None else initial_state.astype(dtype)
 
-    def after(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-        return first[0] * second[0], second[0] * first[1] + second[1]
+    one_by_one = recurrent or platform() == "cpu"
 
     @jax.checkpoint
     def body(state: Array, chunk: Chunk) -> tuple[Array, Array]:
-        x, dt, b, c = chunk.tokens
         previous = jnp.concatenate([chunk.before[:, None], chunk.number[:, :-1]], 1)
-        goes_on = (chunk.number == previous)[..., None, None]
-        decay = jnp.where(goes_on, jnp.exp(dt[..., None] * a[None, None]), jnp.zeros((), dtype))
-        new = (dt * x)[..., None] * b[:, :, None]
-        new = new.at[:, 0].add(decay[:, 0] * state)
-        _, states = jax.lax.associative_scan(after, (decay, new), axis=1)
-        return states[:, -1], jnp.einsum("btdn,btn->btd", states, c)
+        tokens = (*chunk.tokens, chunk.number == previous)
+        return (_in_turn if one_by_one else _side_by_side)(state, a, *tokens)
 
-    size = 1 if recurrent else min(CHUNK, x.shape[1])
+    size = min(CHUNK, x.shape[1])
     state, out = scan_chunks(body, start, (x, dt, b, c), size=size, segments=segments)
     return out + skip[None, None] * x, state
+
+
+def _in_turn(
+    state: ScanState,
+    a: Float[Array, "D N"],
+    x: Float[Array, "B T D"],
+    dt: Float[Array, "B T D"],
+    b: Float[Array, "B T N"],
+    c: Float[Array, "B T N"],
+    goes_on: Bool[Array, "B T"],
+) -> tuple[ScanState, Float[Array, "B T D"]]:
+    """(state, outputs) of tokens one after the other; where one does not go on, it starts from zero."""
+
+    def token(h: Array, at: tuple[Array, ...]) -> tuple[Array, Array]:
+        x, dt, b, c, goes_on = at
+        kept = jnp.where(goes_on[:, None, None], jnp.exp(dt[..., None] * a[None]) * h, jnp.zeros((), h.dtype))
+        h = kept + (dt * x)[..., None] * b[:, None]
+        return h, jnp.einsum("bdn,bn->bd", h, c)
+
+    state, out = jax.lax.scan(
+        token, state, jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), (x, dt, b, c, goes_on))
+    )
+    return state, jnp.moveaxis(out, 0, 1)
+
+
+def _side_by_side(
+    state: ScanState,
+    a: Float[Array, "D N"],
+    x: Float[Array, "B T D"],
+    dt: Float[Array, "B T D"],
+    b: Float[Array, "B T N"],
+    c: Float[Array, "B T N"],
+    goes_on: Bool[Array, "B T"],
+) -> tuple[ScanState, Float[Array, "B T D"]]:
+    """The same by a parallel prefix: all states exist at once."""
+
+    def after(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+        return first[0] * second[0], second[0] * first[1] + second[1]
+
+    decay = jnp.exp(dt[..., None] * a[None, None])
+    decay = jnp.where(goes_on[..., None, None], decay, jnp.zeros((), decay.dtype))
+    new = (dt * x)[..., None] * b[:, :, None]
+    new = new.at[:, 0].add(decay[:, 0] * state)
+    _, states = jax.lax.associative_scan(after, (decay, new), axis=1)
+    return states[:, -1], jnp.einsum("btdn,btn->btd", states, c)
