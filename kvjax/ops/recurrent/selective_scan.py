@@ -54,8 +54,9 @@ def selective_scan(
     @jax.checkpoint
     def body(state: Array, chunk: Chunk) -> tuple[Array, Array]:
         previous = jnp.concatenate([chunk.before[:, None], chunk.number[:, :-1]], 1)
-        tokens = (*chunk.tokens, chunk.number == previous)
-        return (_in_turn if one_by_one else _side_by_side)(state, a, *tokens)
+        x, dt, b, c = chunk.tokens
+        run = _in_turn if one_by_one else _side_by_side
+        return run(state, a, x, dt, b, c, chunk.number == previous)
 
     size = min(CHUNK, x.shape[1])
     state, out = scan_chunks(body, start, (x, dt, b, c), size=size, segments=segments)
