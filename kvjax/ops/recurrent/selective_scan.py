@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -14,6 +16,16 @@ from kvjax.ops.base.dtypes import wide
 CHUNK = 32
 
 ScanState = Float[Array, "B D N"]
+
+
+class Tokens(NamedTuple):
+    """Some tokens in a row; goes_on: whether a token reads the state that the one before it left."""
+
+    x: Float[Array, "B T D"]
+    dt: Float[Array, "B T D"]
+    b: Float[Array, "B T N"]
+    c: Float[Array, "B T N"]
+    goes_on: Bool[Array, "B T"]
 
 
 def selective_scan(
@@ -55,8 +67,8 @@ def selective_scan(
     def body(state: Array, chunk: Chunk) -> tuple[Array, Array]:
         previous = jnp.concatenate([chunk.before[:, None], chunk.number[:, :-1]], 1)
         x, dt, b, c = chunk.tokens
-        run = _in_turn if one_by_one else _side_by_side
-        return run(state, a, x, dt, b, c, chunk.number == previous)
+        tokens = Tokens(x, dt, b, c, chunk.number == previous)
+        return _in_turn(state, a, tokens) if one_by_one else _side_by_side(state, a, tokens)
 
     size = min(CHUNK, x.shape[1])
     state, out = scan_chunks(body, start, (x, dt, b, c), size=size, segments=segments)
@@ -64,42 +76,29 @@ def selective_scan(
 
 
 def _in_turn(
-    state: ScanState,
-    a: Float[Array, "D N"],
-    x: Float[Array, "B T D"],
-    dt: Float[Array, "B T D"],
-    b: Float[Array, "B T N"],
-    c: Float[Array, "B T N"],
-    goes_on: Bool[Array, "B T"],
+    state: ScanState, a: Float[Array, "D N"], tokens: Tokens
 ) -> tuple[ScanState, Float[Array, "B T D"]]:
     """(state, outputs) of tokens one after the other; where one does not go on, it starts from zero."""
 
-    def token(h: Array, at: tuple[Array, ...]) -> tuple[Array, Array]:
-        x, dt, b, c, goes_on = at
-        kept = jnp.where(goes_on[:, None, None], jnp.exp(dt[..., None] * a[None]) * h, jnp.zeros((), h.dtype))
-        h = kept + (dt * x)[..., None] * b[:, None]
-        return h, jnp.einsum("bdn,bn->bd", h, c)
+    def token(h: Array, at: Tokens) -> tuple[Array, Array]:
+        kept = jnp.exp(at.dt[..., None] * a[None]) * h
+        kept = jnp.where(at.goes_on[:, None, None], kept, jnp.zeros((), h.dtype))
+        h = kept + (at.dt * at.x)[..., None] * at.b[:, None]
+        return h, jnp.einsum("bdn,bn->bd", h, at.c)
 
-    state, out = jax.lax.scan(
-        token, state, jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), (x, dt, b, c, goes_on))
-    )
+    state, out = jax.lax.scan(token, state, jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), tokens))
     return state, jnp.moveaxis(out, 0, 1)
 
 
 def _side_by_side(
-    state: ScanState,
-    a: Float[Array, "D N"],
-    x: Float[Array, "B T D"],
-    dt: Float[Array, "B T D"],
-    b: Float[Array, "B T N"],
-    c: Float[Array, "B T N"],
-    goes_on: Bool[Array, "B T"],
+    state: ScanState, a: Float[Array, "D N"], tokens: Tokens
 ) -> tuple[ScanState, Float[Array, "B T D"]]:
     """The same by a parallel prefix: all states exist at once."""
 
     def after(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
         return first[0] * second[0], second[0] * first[1] + second[1]
 
+    x, dt, b, c, goes_on = tokens
     decay = jnp.exp(dt[..., None] * a[None, None])
     decay = jnp.where(goes_on[..., None, None], decay, jnp.zeros((), decay.dtype))
     new = (dt * x)[..., None] * b[:, :, None]
