@@ -17,6 +17,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 LINEAR = (
@@ -48,12 +49,30 @@ def pin(threads: int) -> None:
 def main() -> None:
     args = arguments()
     pin(args.threads)
+    check(args)
     found: dict[str, Any] = {"torch": beside_torch(args), "lengths": {}}
     for length in args.lengths:
         found["lengths"][length] = at_length(length, args)
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(found, file, indent=1)
+        from kvjax.files import write_atomic
+
+        write_atomic(Path(args.json), (json.dumps(found, indent=1) + "\n").encode())
+
+
+def check(args: argparse.Namespace) -> None:
+    """Ends with a line about what cannot be measured, before anything is."""
+    from kvjax.errors import InputError
+    from kvjax.gin_bindings import load_training
+
+    try:
+        for name in args.gin:
+            load_training(name)
+    except InputError as error:
+        raise SystemExit(f"error: {error}") from None
+    if min(*args.lengths, args.tokens, args.rounds, args.threads) < 1:
+        raise SystemExit("error: --lengths, --tokens, --rounds and --threads are whole numbers from 1 on")
+    if args.json and not Path(args.json).parent.is_dir():
+        raise SystemExit(f"error: there is no folder {Path(args.json).parent} for --json: make it first")
 
 
 def beside_torch(args: argparse.Namespace) -> dict[str, float]:
