@@ -24,8 +24,9 @@ HERE = Path(__file__).parent
 PACKAGES = ("jax", "jaxlib", "torch", "transformers", "kvpress")
 # Part, its script, and the share of the time by whose end it must be done.
 PARTS = (
-    ("attention", "bench_attention.py", 0.35),
-    ("kvjax", "bench_decode.py", 0.75),
+    ("attention", "bench_attention.py", 0.3),
+    ("kvjax", "bench_decode.py", 0.65),
+    ("training", "bench_flops.py", 0.8),
     ("kvpress", "bench_decode.py", 1.0),
 )
 LABELS = {
@@ -139,6 +140,20 @@ def decode_table(rows: list[dict[str, Any]]) -> str:
     return table([*head, "cache GiB, kvjax", "kvpress", "compile s"], lines)
 
 
+def training_table(rows: list[dict[str, Any]]) -> str:
+    rates = [r["flops_per_s"] for r in rows if r["part"] == "product"]
+    lines = []
+    for r in (r for r in rows if r["part"] == "training"):
+        share = 100 * r["flops_per_s"] / max(rates) if rates else None
+        lines.append([
+            f"{r['tokens']}", f"{r['batch']}", "computed again" if r["name"] == "remat" else "kept",
+            f"{r['tokens_per_s']:,.0f}", cell(r["flops_per_s"] / 1e12), cell(max(rates, default=0) / 1e12),
+            cell(share, ".0f", " %"), cell(r["compile_s"]),
+        ])  # fmt: skip
+    head = ["tokens of a row", "rows", "activations", "tokens/s", "TFLOP/s", "of a product", "share", "compile s"]
+    return table(head, lines)
+
+
 def page(rows: list[dict[str, Any]], device: dict[str, Any]) -> str:
     """Both tables, with the hardware and the versions named."""
     versions = ", ".join(f"{n} {v}" for n, v in device["versions"].items() if v)
@@ -157,7 +172,12 @@ Decoding with Llama-8B's shape, random weights in bfloat16, tokens per second of
 with a budget keep or read half of the slots. The floor reads the weights and the cache once, as fast as the
 fastest copy of the table above reads and writes.
 
-{decode_table(rows)}"""
+{decode_table(rows)}
+
+Training a model of 154 million parameters in bfloat16 by the step of `kvjax train`. The share is of a large product of
+matrices on the same device; activations are kept for the gradient or computed again, which counts once.
+
+{training_table(rows)}"""
 
 
 def main(args: argparse.Namespace) -> None:

@@ -122,9 +122,12 @@ def timed(sides: dict[str, Step], rounds: int, tokens: int) -> dict[str, float]:
 
 
 class Ours:
-    """Steps of `kvjax train` by one of its files, over the same random rows again and again."""
+    """Steps of `kvjax train` by one of its files, over the same random rows again and again.
 
-    def __init__(self, gin: str, rows: int, length: int):
+    settings: further ones, as `--set` takes them.
+    """
+
+    def __init__(self, gin: str, rows: int, length: int, *settings: str):
         import jax
         import jax.numpy as jnp
         import numpy as np
@@ -137,7 +140,7 @@ class Ours:
         from kvjax.train.step import Parts, make_step
 
         changes = [f"train.batch={rows}", f"train.length={length}", "optimiser.schedule=constant"]
-        run = training(load_training(gin, [*changes, "optimiser.warmup=0"]), vocab=257)
+        run = training(load_training(gin, [*changes, "optimiser.warmup=0", *settings]), vocab=257)
         assert run.config is not None
         self.config, self.optimiser = run.config, run.optimiser
         self.params = init(run.config, jax.random.key(0))
