@@ -23,6 +23,7 @@ from kvjax.ops.attention.union import (
     newer_queries,
     weigh,
 )
+from kvjax.ops.attention.whole_rows import attend_whole_rows, can_run
 from kvjax.ops.base.rope import Rope, angles, rotate
 
 
@@ -76,6 +77,7 @@ def attend_new(
     *,
     mass: tuple[Reduction, ...] = (),
     in_order: bool = True,
+    in_places: bool = False,
     implementation: str | None = None,
     on: OnMesh | None = None,
 ) -> tuple[Float[Array, "B N T V"], tuple[Masses, ...], AttentionLogits | None]:
@@ -83,15 +85,34 @@ def attend_new(
 
     past sets of fewer rows are what rows have in common. more: (out, lse) of what was attended elsewhere,
     which joins the output. Masses come as (one per past set ..., the new tokens), in the heads that the layer
-    stores; logits only where the layer publishes them. in_order: as of `attend_sets`; on: as of
-    `causal_attention`.
+    stores; logits only where the layer publishes them. in_order: as of `attend_sets`; in_places: whether the
+    new tokens stand one behind the other, padding behind them; on: as of `causal_attention`.
     """
+    if in_places and not (past or more or mass):
+        out = _whole_rows(layer, x, q, new, implementation)
+        if out is not None:
+            return out, (), None
     out, lse, masses, scores = attend_sets(
         layer, x, q, new, past, pos, mass=mass, in_order=in_order, implementation=implementation, on=on
     )
     if more:
         out = merge([(out, lse), *more])[0]
     return out, masses, scores
+
+
+def _whole_rows(
+    layer: Layer, x: Projected, q: Float[Array, "B N T H"], new: Keys, implementation: str | None
+) -> Float[Array, "B N T V"] | None:
+    """Attention of new tokens to nothing but themselves, where a library's kernel can do it; else None."""
+    slots = layer.taken.get("slots")
+    shares = "logits" in layer.publishes or "logits" in layer.taken or (slots is not None and slots.above)
+    if shares or x.extra is not None or layer.mixer.clip is not None or layer.config.attention_softcap:
+        return None
+    if x.expand is not None:
+        q, (new,) = x.expand.queries(q), x.expand.sets([new])
+    if new.bias is not None or not can_run(q, new.k, new.v, layer.window, implementation):
+        return None
+    return attend_whole_rows(q, new.k, new.v, scale=layer.scale, window=layer.window)
 
 
 def attend_sets(

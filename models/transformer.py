@@ -325,7 +325,8 @@ def run_layers(
             layer = layer._replace(window=min(t, layer.window or t))
         q = rotary(layer, x.q, turn, at.length)
         k = None if x.k is None else rotary(layer, x.k, turn, at.length)
-        out, _, scores = attend_new(layer, x, q, new_keys(layer, k, x.v, seen), (), seen)
+        new = new_keys(layer, k, x.v, seen)
+        out, _, scores = attend_new(layer, x, q, new, (), seen, in_places=segments is None)
         return out, state, published_by(layer, state, k, x.v, scores)
 
     def recur(layer: Layer, step: Step, state: GroupState) -> tuple[Array, GroupState, Left]:

@@ -199,7 +199,10 @@ class Theirs:
             layer.self_attn.masked_key_indices = None
         cache, press = DynamicCache(), self.press(name)
         with torch.no_grad(), contextlib.nullcontext() if press is None else press(self.model):
-            self.model.model(input_ids=torch.tensor(tokens), past_key_values=cache)
+            ids = torch.tensor(tokens, device=self.model.device)
+            self.model.model(input_ids=ids, past_key_values=cache)
+        if ids.is_cuda:
+            torch.cuda.synchronize()
         return cache
 
     def decode(self, name: str, cache: Any, start: int) -> Any:

@@ -24,9 +24,11 @@ HERE = Path(__file__).parent
 PACKAGES = ("jax", "jaxlib", "torch", "transformers", "kvpress")
 # Part, its script, and the share of the time by whose end it must be done.
 PARTS = (
-    ("attention", "bench_attention.py", 0.3),
-    ("kvjax", "bench_decode.py", 0.65),
-    ("training", "bench_flops.py", 0.8),
+    ("attention", "bench_attention.py", 0.2),
+    ("training", "bench_flops.py", 0.35),
+    ("kvjax", "bench_prefill.py", 0.45),
+    ("kvjax", "bench_decode.py", 0.8),
+    ("kvpress", "bench_prefill.py", 0.86),
     ("kvpress", "bench_decode.py", 1.0),
 )
 LABELS = {
@@ -129,7 +131,7 @@ def decode_table(rows: list[dict[str, Any]]) -> str:
             if copies and "read_bytes" in ours:
                 floor = batch * max(copies) * 1e9 / ours["read_bytes"]
             lines.append([
-                f"{tokens}", f"{batch}", label,
+                f"{tokens}", f"{batch}", f"{label}, {ours['how']}" if "how" in ours else label,
                 ours.get("skipped") or cell(a), theirs.get("skipped") or cell(b),
                 cell(a / b if a and b else None, ".2f", "x"), cell(floor),
                 cell(ours["bytes"] / 2**30 if "bytes" in ours else None, ".2f"),
@@ -140,22 +142,49 @@ def decode_table(rows: list[dict[str, Any]]) -> str:
     return table([*head, "cache GiB, kvjax", "kvpress", "compile s"], lines)
 
 
-def training_table(rows: list[dict[str, Any]]) -> str:
-    rates = [r["flops_per_s"] for r in rows if r["part"] == "product"]
+def prefill_table(rows: list[dict[str, Any]]) -> str:
+    made = {(r["tokens"], r["name"], r["side"]): r for r in rows if r["part"] == "prefill"}
     lines = []
-    for r in (r for r in rows if r["part"] == "training"):
-        share = 100 * r["flops_per_s"] / max(rates) if rates else None
-        lines.append([
-            f"{r['tokens']}", f"{r['batch']}", "computed again" if r["name"] == "remat" else "kept",
-            f"{r['tokens_per_s']:,.0f}", cell(r["flops_per_s"] / 1e12), cell(max(rates, default=0) / 1e12),
-            cell(share, ".0f", " %"), cell(r["compile_s"]),
-        ])  # fmt: skip
-    head = ["tokens of a row", "rows", "activations", "tokens/s", "TFLOP/s", "of a product", "share", "compile s"]
+    for tokens in sorted({k[0] for k in made}):
+        for name, label in LABELS.items():
+            ours, theirs = (made.get((tokens, name, side), {}) for side in ("kvjax", "kvpress"))
+            if not ours and not theirs:
+                continue
+            a, b, rate = ours.get("tokens_per_s"), theirs.get("tokens_per_s"), rate_of(rows)
+            share = 100 * a * ours["flops"] / tokens / rate if a and rate else None
+            lines.append([
+                f"{tokens}", label, ours.get("skipped") or cell(a, ",.0f"),
+                theirs.get("skipped") or cell(b, ",.0f"), cell(a / b if a and b else None, ".2f", "x"),
+                cell(share, ".0f", " %"), cell(ours.get("compile_s")),
+            ])  # fmt: skip
+    head = ["tokens", "method", "kvjax tok/s", "kvpress tok/s", "ratio", "share of a product", "compile s"]
     return table(head, lines)
 
 
+def rate_of(rows: list[dict[str, Any]]) -> float | None:
+    """FLOPs per second of a large product of matrices on the same device."""
+    return max((r["flops_per_s"] for r in rows if r["part"] == "product"), default=None)
+
+
+def whole_rows_error(rows: list[dict[str, Any]]) -> float | None:
+    return next((r["error"] for r in rows if r["part"] == "error" and r["name"] == "whole rows"), None)
+
+
+def training_table(rows: list[dict[str, Any]]) -> str:
+    rate, lines = rate_of(rows), []
+    for r in (r for r in rows if r["part"] == "training"):
+        share = 100 * r["flops_per_s"] / rate if rate else None
+        lines.append([
+            f"{r['tokens']}", f"{r['batch']}", "computed again" if r["name"] == "remat" else "kept",
+            f"{r['tokens_per_s']:,.0f}", cell(r["flops_per_s"] / 1e12), cell(rate / 1e12 if rate else None),
+            cell(share, ".0f", " %"), cell(r["compile_s"]),
+        ])  # fmt: skip
+    head = ["tokens of a row", "rows", "activations", "tokens/s", "TFLOP/s", "of a product", "share"]
+    return table([*head, "compile s"], lines)
+
+
 def page(rows: list[dict[str, Any]], device: dict[str, Any]) -> str:
-    """Both tables, with the hardware and the versions named."""
+    """All tables, with the hardware and the versions named."""
     versions = ", ".join(f"{n} {v}" for n, v in device["versions"].items() if v)
     settings = {r["name"]: r["setting"] for r in rows if r["part"] == "attention" and r.get("setting")}
     tuned = "; ".join(f"{name} {tuple(s)}" for name, s in settings.items())
@@ -174,8 +203,15 @@ fastest copy of the table above reads and writes.
 
 {decode_table(rows)}
 
-Training a model of 154 million parameters in bfloat16 by the step of `kvjax train`. The share is of a large product of
-matrices on the same device; activations are kept for the gradient or computed again, which counts once.
+Prompts of the same model, one row, until the last token's logits and the compressed cache are there. The
+share counts the operations of the model, attention's causal half among them.
+
+{prefill_table(rows)}
+
+Training a model of 154 million parameters in bfloat16 by the step of `kvjax train`. The share is of a large
+product of matrices on the same device; activations are kept for the gradient or computed again, which counts
+once. Attention and its gradients differ from the plain form's by a relative RMS of
+{cell(whole_rows_error(rows), ".1e")}.
 
 {training_table(rows)}"""
 

@@ -19,7 +19,7 @@ ROUNDS, PER_ROUND, ROOM = 3, 16, 64
 
 
 class Ours:
-    """kvjax: the compiled step over a made-up cache. A step compiles once for each cell."""
+    """kvjax: the loop in which `kvjax.generate` writes tokens, over a made-up cache."""
 
     side = "kvjax"
 
@@ -49,9 +49,12 @@ class Ours:
         import jax
         import jax.numpy as jnp
         import made_up_cache
+        import numpy as np
 
         from kvjax import steps
         from kvjax.cache import nbytes
+        from kvjax.samples import write_slice
+        from kvjax.stepping import OneStep
 
         run = self.run(name)
         like = made_up_cache.shapes(run, self.params, batch, tokens, ROOM)
@@ -59,23 +62,24 @@ class Ours:
         if (why := no_room(held + size, memory())) is not None:
             return {"skipped": why}
         groups = run.groups(self.params)
-        run = steps.Run(self.config, run.method.decode_part())
-        token, append = jnp.full((batch,), 3, jnp.int32), jnp.ones((batch,), bool)
+        one = OneStep(steps.Run(self.config, run.method.decode_part()))
+        draws, none = greedy(batch), jnp.zeros((batch,), bool)
+        logits = jnp.zeros((batch, self.config.vocab), jnp.float32)
+        many = np.int32(self.decode_tokens)
         start = time.perf_counter()
-        compiled = steps.step.lower(run, self.params, like, token, append).compile()
+        compiled = write_slice.lower(one, self.params, like, logits, none, draws, np.int32(0), many).compile()
         seconds = time.perf_counter() - start
         used = compiled.memory_analysis()
         scratch = used.temp_size_in_bytes if used is not None else 0
         if (why := no_room(held + size + scratch, memory())) is not None:
             return {"skipped": f"{why}, with what the step takes beside"}
-        state = [made_up_cache.made_up(like, groups, tokens, ROOM)]
+        state = [logits, made_up_cache.made_up(like, groups, tokens, ROOM)]
 
         def some() -> None:
-            at = token
-            for _ in range(self.decode_tokens):
-                logits, state[0] = compiled(self.params, state[0], at, append)
-                at = jnp.argmax(logits, -1).astype(jnp.int32)
-            jax.block_until_ready((at, state[0]))
+            out = compiled(self.params, state[1], state[0], none, draws, np.int32(0), many)
+            state[:] = jax.block_until_ready((out.logits, out.cache))
+            if int(out.count) != self.decode_tokens:
+                raise RuntimeError(f"{int(out.count)} of {many} tokens were written: a logit was NaN")
 
         some()
         took = median_seconds(some, ROUNDS) / self.decode_tokens
@@ -87,6 +91,19 @@ class Ours:
             "compile_s": round(seconds, 1),
         }
         return found | {"read_bytes": held - embed + size, "scratch_bytes": scratch}
+
+
+def greedy(rows: int) -> Any:
+    """How `write_slice` draws the likeliest token for rows that no token ends."""
+    import jax
+    import jax.numpy as jnp
+
+    from kvjax.samples import Draws, padded_stop
+    from kvjax.sampling import Sampler
+
+    keys = jnp.broadcast_to(jax.random.key(0), (rows,))
+    stop = padded_stop(jnp.asarray([-1], jnp.int32))
+    return Draws(Sampler().settings, keys, stop, jnp.zeros((rows,), jnp.int32))
 
 
 class Kvpress:

@@ -1,8 +1,8 @@
 """Training of a model of 150 million parameters in bfloat16: a part of `bench.py --accelerator`.
 
 Tells the share of the device's rate that steps of `kvjax train` reach. The rate is measured, not read from a
-data sheet: the product of two square matrices of random numbers. Operations are those of the model, forward and
-backward; what is computed twice to save memory counts once.
+data sheet: the product of two square matrices of random numbers. Operations are those of the model, forward
+and backward; what is computed twice to save memory counts once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from bench_rows import Deadline, Rows, child_arguments, median_seconds
 from bench_training import Ours
+
+from kvjax.ops.attention.whole_rows import attend_whole_rows
 
 LENGTH, SIDE, ROUNDS = 2048, 8192, 5
 LARGE = dict(layers=12, d_model=1024, heads=16, kv_heads=16, head_dim=64, d_ff=2816)
@@ -61,6 +63,23 @@ def measure(rows: int, remat: bool, shape: dict[str, int], length: int) -> dict[
     }
 
 
+def error(length: int) -> float:
+    """Relative RMS of attention and its gradients as training has them on this device, against strips."""
+    shapes = [(2, 8, length, 64), (2, 4, length, 64), (2, 4, length, 64)]
+    q, k, v = (jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(shapes))
+    found = []
+    for implementation in (None, "reference"):
+
+        def squares(q: Any, k: Any, v: Any, by: Any = implementation) -> Any:
+            out = attend_whole_rows(q, k, v, scale=0.125, window=length // 2, implementation=by)
+            return jnp.square(out.astype(jnp.float32)).sum(), out
+
+        (_, out), slopes = jax.jit(jax.value_and_grad(squares, (0, 1, 2), has_aux=True))(q, k, v)
+        found.append([x.astype(jnp.float32) for x in (out, *slopes)])
+    pairs = zip(*found, strict=True)
+    return max(float(jnp.sqrt(jnp.square(a - b).sum() / jnp.square(b).sum())) for a, b in pairs)
+
+
 def main() -> None:
     args = child_arguments()
     rows, until = Rows(args.rows), Deadline(args.until, 30.0)
@@ -69,13 +88,17 @@ def main() -> None:
     product = key | dict(part="product", name="bfloat16", tokens=128 if args.smoke else SIDE, batch=1)
     if not rows.has(**product):
         until.run("product", lambda: rows.add(**product, flops_per_s=rate(product["tokens"])))
-    for batch, remat in STEPS:
+    whole = key | dict(part="error", name="whole rows", tokens=length, batch=2)
+    if not rows.has(**whole):
+        until.run("error", lambda: rows.add(**whole, error=error(length)))
+    for size in STEPS:
+        batch, remat = size
         cell = key | dict(part="training", name="remat" if remat else "kept", tokens=length, batch=batch)
         if rows.has(**cell):
             continue
         until.run(
             f"training {cell['name']} {length} x {batch}",
-            lambda cell=cell, batch=batch, remat=remat: rows.add(**cell, **measure(batch, remat, shape, length)),
+            lambda cell=cell, size=size: rows.add(**cell, **measure(*size, shape, length)),
         )
         gc.collect()
     until.report()

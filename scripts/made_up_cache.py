@@ -37,7 +37,7 @@ def _noise(key: Any, shape: tuple[int, ...], dtype: Any, spread: float) -> Any:
 
 def noise(key: Any, like: jax.ShapeDtypeStruct, spread: float = 1.0) -> jax.Array:
     """Random numbers of a shape, layer by layer, so that drawing them takes little memory."""
-    if like.ndim < 2 or like.shape[0] == 1:
+    if like.ndim < 3 or like.shape[0] == 1:
         return _noise(key, like.shape, like.dtype, jnp.bfloat16(spread))
 
     def layer(key: Any) -> jax.Array:

@@ -116,8 +116,9 @@ class _Reading(NamedTuple):
             (*past, new), since = hidden(gm, inputs, [*past, new], remembered(layer, state, self.pools))
             mesh = None
         gone = answered(gm, layer, state, q, self.params)
+        in_places = self.marks is None and gm.hiding is None and not self.narrows
         out, found, scores = attend_turned(
-            run, meets, x, new, past, turns, at.length, gone, in_order=meets is layer,
+            run, meets, x, new, past, turns, at.length, gone, in_order=meets is layer, in_places=in_places,
             mass=tuple(o.reduction for o in self.asked.masses), on=mesh,
         )  # fmt: skip
         out = marked_output(layer, out, self.marks, self.params)

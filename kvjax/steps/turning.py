@@ -93,6 +93,7 @@ def attend_turned(
     *,
     mass: tuple[Reduction, ...] = (),
     in_order: bool = True,
+    in_places: bool = False,
     on: OnMesh | None = None,
 ) -> tuple[Float[Array, "B N T V"], tuple[Masses, ...], AttentionLogits | None]:
     """Attention of a layer's unrotated queries, as `attend_new`; where there are several turns, part by part.
@@ -117,7 +118,8 @@ def attend_turned(
     q, sets = _met(layer, x, [*past, new], turns[0], length)
     return attend_new(
         layer._replace(window=window), x, q, sets[-1], sets[:-1], layer.pos, parts, mass=mass,
-        in_order=in_order, implementation=run.without_gpu, on=on,
+        in_order=in_order, in_places=in_places and turns[0].meeting is None, implementation=run.without_gpu,
+        on=on,
     )  # fmt: skip
 
 

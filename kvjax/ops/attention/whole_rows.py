@@ -1,0 +1,89 @@
+"""Attention of rows of tokens over themselves alone: on a GPU by cuDNN's FlashAttention, with gradients.
+
+A row that nothing was read before, as in training and at the start of a prompt. Its tokens lie in order, so
+that places within the row say who sees whom, and no positions are needed.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.ops.attention.strips import causal_in_strips
+from kvjax.ops.attention.union import Keys
+from kvjax.ops.base.dispatch import INTERPRET, alone, form, platform
+
+
+def attend_whole_rows(
+    q: Float[Array, "B N T H"],
+    k: Float[Array, "B K T H"],
+    v: Float[Array, "B K T V"],
+    *,
+    scale: float,
+    window: int | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B N T V"]:
+    """Causal attention of T tokens over themselves; a token sees at most `window` of them, its own included.
+
+    implementation: "reference" (`kvjax.ops.attention.strips`), "gpu" (`jax.nn.dot_product_attention` by
+    cuDNN) or "gpu interpret" (the same call without cuDNN, for tests); None takes cuDNN where it can run.
+    Raises NotImplementedError where a forced form cannot.
+
+    >>> x = jnp.arange(3.0).reshape(1, 1, 3, 1) * jnp.ones((1, 1, 3, 8))
+    >>> attend_whole_rows(x, x, x, scale=0.0)[0, 0, :, 0].tolist()
+    [0.0, 0.5, 1.0]
+    """
+    asked = implementation is None or not implementation.endswith(INTERPRET)
+    why = refusal(q, k, v) or (unable(q, k, v, window) if asked else "")
+    chosen = form("attention of whole rows", implementation, q, k, v, gpu=why)
+    if chosen == "reference":
+        pos = jnp.broadcast_to(jnp.arange(q.shape[2], dtype=jnp.int32), (q.shape[0], q.shape[2]))
+        return causal_in_strips(q, Keys(k, v, pos[:, None]), (), pos, scale=scale, window=window)[0]
+    call = _call("xla" if chosen.endswith(INTERPRET) else "cudnn", window)
+    return _rows_last(call(*map(_rows_last, (q, k, v)), scale=scale))
+
+
+def _rows_last(x: Array) -> Array:
+    """Heads and tokens exchanged."""
+    return jnp.swapaxes(x, 1, 2)
+
+
+def _call(by: Any, window: int | None) -> Any:
+    reach = None if window is None else (window - 1, 0)
+    call = partial(jax.nn.dot_product_attention, is_causal=True, local_window_size=reach, implementation=by)
+
+    def attend(q: Array, k: Array, v: Array, scale: float) -> Array:
+        with jax.numpy_dtype_promotion("standard"):  # jax raises bfloat16 to float32 in it
+            return call(q, k, v, scale=scale)
+
+    return attend
+
+
+def can_run(q: Array, k: Array, v: Array, window: int | None, implementation: str | None = None) -> bool:
+    """Whether cuDNN is taken for these operands, where `implementation` does not force another form."""
+    if implementation is not None or platform() != "gpu" or not alone(q, k, v):
+        return False
+    return not (refusal(q, k, v) or unable(q, k, v, window))
+
+
+def refusal(q: Array, k: Array, v: Array) -> str:
+    """Why cuDNN's attention is not one of these operands; empty where it is."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
+        return f"q, k and v of {q.dtype}, {k.dtype} and {v.dtype}, expected bfloat16 or float16 of all"
+    if q.shape[2] != k.shape[2] or q.shape[3] != v.shape[3]:
+        return f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}, expected one length and width"
+    return ""
+
+
+def unable(q: Array, k: Array, v: Array, window: int | None) -> str:
+    """Why this jax, its cuDNN or its GPU cannot; empty where they can."""
+    shapes = [jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:0:-1], x.shape[3]), x.dtype) for x in (q, k, v)]
+    try:
+        jax.eval_shape(partial(_call("cudnn", window), scale=1.0), *shapes)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return ""
