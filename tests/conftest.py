@@ -9,9 +9,14 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
-# These are inherited by the commands that tests start. Tests run a program a few times, so mostly the speed
-# of the compiler counts; `tests.compilation.optimised` is for those that look at what it makes.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# `JAX_PLATFORMS=tpu pytest -m tpu` runs on the hardware instead, `JAX_PLATFORMS=cuda,cpu pytest -k gpu` on
+# that of a GPU.
+# These are inherited by the commands that tests start.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    # Tests run a program a few times, so mostly the speed of the compiler counts;
+    # `tests.compilation.optimised` is for those that look at what it makes.
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # One thread compiles a program. Many take half as much work again, and every core has a test of its own.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_parallel_codegen_split_count=1"
 if version("jaxlib").startswith("0.10."):
@@ -19,8 +24,6 @@ if version("jaxlib").startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 # Commands would keep compiled programs in the user's folder.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
-# `JAX_PLATFORMS=tpu pytest -m tpu` runs on the hardware instead.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np

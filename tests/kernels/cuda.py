@@ -1,8 +1,11 @@
-"""Programs as they are lowered for an NVIDIA GPU, on a machine that has none."""
+"""Kernels of an NVIDIA GPU: interpreted, or lowered, on a machine that has none; on one that has, run."""
 
-import warnings
+import os
 
 import jax
+
+ON_GPU = "cuda" in os.environ["JAX_PLATFORMS"]
+FORM = "gpu" if ON_GPU else "gpu interpret"
 
 
 def as_on_a_gpu():
@@ -16,6 +19,5 @@ def as_on_a_gpu():
 
 def lowered_for_cuda(call, *shapes):
     """The text of the program of call(*shapes); nothing is compiled."""
-    with as_on_a_gpu(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+    with as_on_a_gpu():
         return jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()

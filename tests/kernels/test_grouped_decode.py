@@ -11,6 +11,7 @@ from kvjax.methods import method
 from kvjax.ops.base.bit_packing import pack_tokens
 from kvjax.ops.decode.grouped_decode import Grouped, gpu_grouped_decode, grouped_decode, tpu_grouped_decode
 from tests.kernels.close import check, with_races
+from tests.kernels.cuda import FORM, ON_GPU
 from tests.sweep import sweep
 
 B, K, G, LAYERS = 1, 3, 2, 2
@@ -87,12 +88,12 @@ def test_it_is_attention_over_the_numbers_that_the_codes_stand_for(bits, group, 
     tpu = jax.jit(partial(tpu_grouped_decode, **options, block=8 * group, interpret=True))
     check(tpu(*args), want, 2e-6)
     # Four programs a list at most, some of several steps.
-    gpu = jax.jit(partial(gpu_grouped_decode, **options, programs=4 * K, interpret=True))
+    gpu = jax.jit(partial(gpu_grouped_decode, **options, programs=4 * K, interpret=not ON_GPU))
     check(gpu(*args), want, 2e-6)
     check(jax.jit(partial(grouped_decode, **options, implementation="reference"))(*args), want, 2e-6)
 
 
-@pytest.mark.parametrize("how", sweep(["tpu interpret", "gpu interpret"]))
+@pytest.mark.parametrize("how", sweep(["tpu interpret", FORM]))
 def test_several_queries_and_a_softcap_in_one_block(how):
     q, stored, plain, lengths = draw(4, 16, t=3, seed=1)
     options = dict(bits=4, group=16, scale=0.05, softcap=2.0)
@@ -101,7 +102,7 @@ def test_several_queries_and_a_softcap_in_one_block(how):
     check(got, by_hand(q, *plain, lengths, 0.05, 2.0), 2e-6)
 
 
-@pytest.mark.parametrize("how", sweep(["tpu interpret", "gpu interpret"], "tpu interpret"))
+@pytest.mark.parametrize("how", sweep(["tpu interpret", FORM], "tpu interpret"))
 def test_bfloat16_queries(how):
     q, stored, plain, lengths = draw(2, 32, tiles=1, seed=2)
     q = q.astype(jnp.bfloat16)

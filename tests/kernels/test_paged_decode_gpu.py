@@ -18,7 +18,7 @@ from kvjax.ops.decode.paged_decode_gpu import gpu_paged_decode
 from kvjax.pallas_kernels.paged_decode import kernel_gpu
 from kvjax.pallas_kernels.partial_gpu import Cut
 from tests.kernels.close import check
-from tests.kernels.cuda import lowered_for_cuda
+from tests.kernels.cuda import FORM, ON_GPU, lowered_for_cuda
 from tests.kernels.test_paged_decode import AFFINE, CASES, KIVI, by_hand, draw, split
 from tests.sweep import sweep
 
@@ -47,7 +47,9 @@ def test_the_kernel_is_the_equation(case, programs):
     inputs = draw(1, **drawn)
     at = jnp.asarray(1, jnp.int32)
     how = dict(window=None, softcap=None) | options
-    call = jax.jit(lambda *x: gpu_paged_decode(*x, at, mass=True, programs=programs, interpret=True, **how))
+    call = jax.jit(
+        lambda *x: gpu_paged_decode(*x, at, mass=True, programs=programs, interpret=not ON_GPU, **how)
+    )
     bar = 1e-2 if drawn.get("dtype") == jnp.bfloat16 else 2e-6
     check(call(*inputs), by_hand(*inputs, **options), bar)
 
@@ -58,7 +60,7 @@ def test_codes_meet_queries_of_bfloat16(dtype):
     q, *rest = draw(2, rows=AFFINE, page=128, pages=2, dtype=jnp.dtype(dtype))
     q = q.astype(jnp.bfloat16)
     at = jnp.asarray(1, jnp.int32)
-    call = partial(paged_decode, scale=0.09, mass=True, implementation="gpu interpret")
+    call = partial(paged_decode, scale=0.09, mass=True, implementation=FORM)
     check(jax.jit(call)(q, *rest, at), by_hand(q, *rest, scale=0.09), 1e-2)
 
 
@@ -160,7 +162,7 @@ def test_a_table_that_ends_within_a_split_is_refused():
 @pytest.mark.rotating
 def test_programs_change_only_the_rounding():
     inputs = (*draw(3, page=16, pages=9), jnp.asarray(1, jnp.int32))
-    how = dict(scale=0.09, window=None, softcap=None, mass=False, interpret=True)
+    how = dict(scale=0.09, window=None, softcap=None, mass=False, interpret=not ON_GPU)
     found = [
         jax.jit(partial(gpu_paged_decode, programs=n, block=block, **how))(*inputs)[:2]
         for n, block in ((1, 16), (60, 32))

@@ -19,7 +19,7 @@ from tests.kernels import test_picked_decode as picked
 from tests.kernels import test_ragged_decode as ragged
 from tests.kernels import test_stacked_decode as stacked
 from tests.kernels.close import check
-from tests.kernels.cuda import lowered_for_cuda
+from tests.kernels.cuda import FORM, lowered_for_cuda
 from tests.sweep import sweep
 
 # Latents wider than a power of two, rows that fill no block, and heads that fill no lanes: it masks them all.
@@ -27,7 +27,6 @@ MORE = {
     "heads of 64 in rows": dict(width=64, slots=40),
     "latents of 96": stacked.CASES["latents on the lanes"],
 }
-GPU = "gpu interpret"
 
 
 # Few programs take several steps each, many take one and leave more to merge.
@@ -49,7 +48,7 @@ def test_dense_lists(case, programs, monkeypatch):
     monkeypatch.setattr(partial_gpu, "PROGRAMS", programs)
     drawn, options = stacked.split(case)
     inputs = stacked.draw(1, **drawn)
-    call = jax.jit(lambda *x: stacked_decode(*x, 1, implementation=GPU, **options))
+    call = jax.jit(lambda *x: stacked_decode(*x, 1, implementation=FORM, **options))
     check(
         stacked.given(call(*inputs)),
         stacked.by_hand(*inputs, **options),
@@ -64,7 +63,7 @@ def test_dense_codes(case, programs, monkeypatch):
     options = dict(scale=0.09, window=200, mass=True, pos=stacked.sides(12, 320)["pos"])
     coded_k, plain_k = (k, k) if case == "values" else stacked.code(k)
     coded_v, plain_v = (v, v) if case in ("keys", "latents") else stacked.code(v)
-    call = jax.jit(lambda *x: stacked_decode(*x, 1, implementation=GPU, **options))
+    call = jax.jit(lambda *x: stacked_decode(*x, 1, implementation=FORM, **options))
     check(
         call(q, coded_k, coded_v, lengths, pos),
         stacked.by_hand(q, plain_k, plain_v, lengths, pos, **options),
@@ -76,7 +75,7 @@ def test_dense_codes(case, programs, monkeypatch):
 def test_lists_of_unequal_lengths(case, programs, monkeypatch):
     monkeypatch.setattr(partial_gpu, "PROGRAMS", programs)
     inputs, options = ragged.draw(1, **ragged.CASES[case])
-    call = jax.jit(partial(ragged_decode, implementation=GPU, softcap=5.0, **options))
+    call = jax.jit(partial(ragged_decode, implementation=FORM, softcap=5.0, **options))
     check(call(*inputs), ragged.by_hand(inputs, options, 5.0), ragged.bar(case))
 
 
@@ -87,7 +86,7 @@ def test_codes_of_unequal_lengths(case, programs, monkeypatch):
     (coded_k, plain_k), (coded_v, plain_v) = (
         ragged.coded(x, starts, lengths, options["most"]) for x in (k, v)
     )
-    call = jax.jit(partial(ragged_decode, implementation=GPU, **options))
+    call = jax.jit(partial(ragged_decode, implementation=FORM, **options))
     want = ragged.by_hand((q, plain_k, plain_v, starts, lengths), options)
     check(call(q, coded_k, coded_v, starts, lengths), want, 2e-6)
 
@@ -97,7 +96,7 @@ def test_picked_pages(case, programs, monkeypatch):
     monkeypatch.setattr(partial_gpu, "PROGRAMS", programs)
     how, options = picked.CASES[case]
     inputs, options = picked.draw(0, **how), options | dict(scale=0.09)
-    call = jax.jit(lambda *x: picked_decode(*x, 1, implementation=GPU, **options))
+    call = jax.jit(lambda *x: picked_decode(*x, 1, implementation=FORM, **options))
     check(
         call(*inputs), picked.by_hand(inputs, **options), 1e-2 if how.get("dtype") == jnp.bfloat16 else 2e-6
     )
@@ -109,7 +108,7 @@ def test_picked_slots_with_biases_of_query_heads(case, programs, monkeypatch):
     page = 16 if case == "pages" else 1
     inputs = picked.draw(0, group=3, t=2, page=page)
     options = dict(page=page, scale=0.09, bias=picked.bias(2, 3 * picked.K, page))
-    call = jax.jit(lambda *x: picked_decode(*x, 1, implementation=GPU, **options))
+    call = jax.jit(lambda *x: picked_decode(*x, 1, implementation=FORM, **options))
     check(call(*inputs), picked.by_hand(inputs, **options), 2e-6)
 
 
@@ -123,7 +122,7 @@ def test_it_is_chosen_on_a_gpu_and_refuses_by_name():
     assert "triton" not in lowered_for_cuda(plain, q, k, k, *numbers)
     q, k, v, lengths, pos = stacked.draw(0)
     force = partial(stacked_decode, scale=1.0, implementation="gpu")
-    with pytest.raises(NotImplementedError, match="queries of float16, expected float32 or bfloat16; this"):
+    with pytest.raises(NotImplementedError, match="queries of float16, expected float32 or bfloat16"):
         force(q.astype(jnp.float16), k, v, lengths, pos)
     with pytest.raises(NotImplementedError, match="a cache of float16, expected float32, bfloat16 or codes"):
         force(q, k, v.astype(jnp.float16), lengths, pos)
