@@ -278,14 +278,23 @@ class _Session:
             open(self.folder / LOG if is_first() else os.devnull, "a") as log,
         ):
             bar = progress.add_task(self.folder.name, total=loop.steps, completed=done, news="")
+
+            def read(i: int) -> Parts:
+                length, batch = loop.size(i)
+                return in_parts(next_rows(batch, length), loop.accumulate, self.on)
+
             try:
+                ahead = read(done) if done < loop.steps else None
                 for i in range(done, loop.steps):
-                    length, batch = loop.size(i)
-                    parts = in_parts(next_rows(batch, length), loop.accumulate, self.on)
+                    parts, last = ahead, i + 1 == loop.steps
+                    assert parts is not None
                     state, found = step(state, parts)
+                    due = last or self._due(i, time.monotonic() - saved)
+                    reached = place() if due else None
+                    # The host reads the next rows while the device computes.
+                    ahead = None if last else read(i + 1)
                     if not bool(found.finite):
                         raise InputError(self._broken(i, state, parts))
-                    last = i + 1 == loop.steps
                     if (i + 1) % loop.log_every == 0 or last:
                         speed = (loop.tokens(i + 1) - loop.tokens(asked)) / (time.monotonic() - began)
                         record = self._record(i, found, speed)
@@ -296,8 +305,8 @@ class _Session:
                         progress.update(bar, news=_news(record))
                         began, asked = time.monotonic(), i + 1
                     progress.advance(bar)
-                    if last or self._due(i, time.monotonic() - saved):
-                        self.saver.save(i + 1, state, {"place": place(), "seconds": self.now()})
+                    if due:
+                        self.saver.save(i + 1, state, {"place": reached, "seconds": self.now()})
                         saved = time.monotonic()
             finally:
                 self.saver.close()
