@@ -2,8 +2,9 @@
 
 A step takes rows of words, each of which holds some tokens of one group. Each place within the words is a
 plane of tokens, unpacked by one shift and attended by itself: as one program text for all planes, which
-compiles in a second and not in a minute. What it computes is defined by `ops.decode.grouped_decode`, and what
-kernels in parts share lies in `partial_gpu`.
+compiles in a second and not in a minute. What zeros of values add is summed over tokens at the very end,
+because such a sum has the warps of a program wait for each other. What it computes is defined by
+`ops.decode.grouped_decode`, and what kernels in parts share lies in `partial_gpu`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _kernel(layer, lengths, q, words, numbers, value_words, value_numbers, out, 
     length, first = lengths[i], split * (cut.blocks * cut.block)
     kind = jnp.float32 if q.dtype == jnp.float32 else jnp.bfloat16
     queries, width = q[i].astype(kind), words.shape[3]
-    load = partial(_load, layer[0], i)
+    load, parted = partial(_load, layer[0], i), width // sizes.group
 
     def visit(step: Any, running: parts.Running) -> parts.Running:
         row = first + step * cut.block + jnp.arange(cut.block)
@@ -75,20 +76,22 @@ def _kernel(layer, lengths, q, words, numbers, value_words, value_numbers, out, 
             z = z * sizes.scale
             z = z if sizes.softcap is None else sizes.softcap * jnp.tanh(z / sizes.softcap)
             running, (p,) = parts.weigh(running, jnp.where((token < length)[None], z, NEG_INF))
-            acc = []
-            for n, (own, codes) in enumerate(zip(running.acc, values, strict=True)):
+            acc, zeros = [], []
+            for n, (own, codes) in enumerate(zip(running.acc[:parted], values, strict=True)):
                 at = value_numbers.at[layer[0], i, group, n * sizes.group + within]
                 step_of, zero_of = halves(plt.load(at, mask=token < length, other=0))
-                rest = (p * (zero_of + sizes.middle * step_of)[None]).sum(1)[:, None]
+                zeros.append(running.acc[parted + n] + p * (zero_of + sizes.middle * step_of)[None])
                 codes = _code(codes, plane, sizes, kind)
-                acc.append(own + rest + parts.product((p * step_of[None]).astype(kind), codes, 0))
-            return running._replace(acc=tuple(acc))
+                acc.append(own + parts.product((p * step_of[None]).astype(kind), codes, 0))
+            return running._replace(acc=(*acc, *zeros))
 
         return jax.lax.fori_loop(0, 32 // sizes.bits, one, running)
 
-    running = parts.nothing_yet(queries.shape[0], [sizes.group] * (width // sizes.group))
+    running = parts.nothing_yet(queries.shape[0], [sizes.group] * parted + [cut.block] * parted)
     turns = parts.trips(pl.cdiv(length, sizes.group) * sizes.rows, first, cut)
-    parts.finish(jax.lax.fori_loop(0, turns, visit, running), out, lse, i, split, cut.queries)
+    r = jax.lax.fori_loop(0, turns, visit, running)
+    summed = tuple(x + y.sum(1)[:, None] for x, y in zip(r.acc[:parted], r.acc[parted:], strict=True))
+    parts.finish(r._replace(acc=summed), out, lse, i, split, cut.queries)
 
 
 def _load(layer: Any, i: Any, ref: Any, row: Any, lane: Any, live: Any) -> Any:

@@ -20,6 +20,9 @@ from kvjax.pallas_kernels.block_sizes import cores_for, tuned
 from kvjax.pallas_kernels.grouped_decode import kernel_tpu as tpu
 from kvjax.pallas_kernels.streaming import LANES, SUBLANES
 
+# Two programs of so many registers fit each of the 132 processors of an H100 at once.
+PROGRAMS = 256
+
 
 class Grouped(NamedTuple):
     """Codes and their scales: words [L, B, K, S bits / 32, W] and scale_zero [L, B, K, S / group, W].
@@ -149,13 +152,17 @@ def _reference(
 
 def gpu_grouped_decode(
     q: Array, k: Grouped, v: Grouped, lengths: Array, layer: Array, *,
-    bits: int, group: int, scale: float, softcap: float | None = None, block: int | None = 16,
+    bits: int, group: int, scale: float, softcap: float | None = None, block: int | None = None,
     programs: int | None = None, warps: int | None = None, stages: int = 2, interpret: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The kernel on the operands of `grouped_decode`. block, programs, warps, stages: see `partial_gpu`."""
     from kvjax.pallas_kernels.grouped_decode import kernel_gpu as gpu
 
     (heads, rows, width), lists = k.words.shape[2:], lengths.size
+    block = block or (16 if group < 32 else None)
+    if width > 128:
+        programs, warps = programs or PROGRAMS // 2, warps or 8
+    programs = programs or PROGRAMS
     how = parts.cut(q, heads, rows, width, block=block, programs=programs, warps=warps, stages=stages)
     asked, _ = parts.asked(q, jnp.zeros((q.shape[0], q.shape[2]), jnp.int32), heads, parts.power(width))
     outs, lses = gpu.grouped_decode(
