@@ -89,7 +89,7 @@ def attend_new(
     new tokens stand one behind the other, padding behind them; on: as of `causal_attention`.
     """
     if in_places and not (past or more or mass):
-        out = _whole_rows(layer, x, q, new, implementation)
+        out = _whole_rows(layer, x, q, new, implementation, on)
         if out is not None:
             return out, (), None
     out, lse, masses, scores = attend_sets(
@@ -101,8 +101,9 @@ def attend_new(
 
 
 def _whole_rows(
-    layer: Layer, x: Projected, q: Float[Array, "B N T H"], new: Keys, implementation: str | None
-) -> Float[Array, "B N T V"] | None:
+    layer: Layer, x: Projected, q: Float[Array, "B N T H"], new: Keys, implementation: str | None,
+    on: OnMesh | None,
+) -> Float[Array, "B N T V"] | None:  # fmt: skip
     """Attention of new tokens to nothing but themselves, where a library's kernel can do it; else None."""
     slots = layer.taken.get("slots")
     shares = "logits" in layer.publishes or "logits" in layer.taken or (slots is not None and slots.above)
@@ -110,9 +111,11 @@ def _whole_rows(
         return None
     if x.expand is not None:
         q, (new,) = x.expand.queries(q), x.expand.sets([new])
-    if new.bias is not None or not can_run(q, new.k, new.v, layer.window, implementation):
+    if new.bias is not None or (on is not None and on.token_axes(q.shape[2])):
         return None
-    return attend_whole_rows(q, new.k, new.v, scale=layer.scale, window=layer.window)
+    if not can_run(q, new.k, new.v, layer.window, implementation, on):
+        return None
+    return attend_whole_rows(q, new.k, new.v, scale=layer.scale, window=layer.window, on=on)
 
 
 def attend_sets(

@@ -316,6 +316,8 @@ def run_layers(
 ) -> Ran:
     """`hidden` with all that the layers left; on_mesh, passes and look as in `Memory`."""
     b, t = tokens.shape[:2]
+    # Every device attends to whole texts here.
+    on_mesh = None if on_mesh is None else on_mesh.with_whole_tokens()
     lengths = jnp.full((b,), t, jnp.int32) if lengths is None else lengths
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
     turn, seen = (at.pos, at.pos) if segments is None else _in_segments(config, segments, at.pos)
@@ -326,7 +328,7 @@ def run_layers(
         q = rotary(layer, x.q, turn, at.length)
         k = None if x.k is None else rotary(layer, x.k, turn, at.length)
         new = new_keys(layer, k, x.v, seen)
-        out, _, scores = attend_new(layer, x, q, new, (), seen, in_places=segments is None)
+        out, _, scores = attend_new(layer, x, q, new, (), seen, in_places=segments is None, on=on_mesh)
         return out, state, published_by(layer, state, k, x.v, scores)
 
     def recur(layer: Layer, step: Step, state: GroupState) -> tuple[Array, GroupState, Left]:
@@ -336,8 +338,6 @@ def run_layers(
         return [] if context is None else [context]
 
     nothing = (NOTHING,) * len(params["layers"])
-    # Every device attends to whole texts here.
-    on_mesh = None if on_mesh is None else on_mesh.with_whole_tokens()
     memory = Memory(
         seen, attend, recur, held, remat=remat, on_mesh=on_mesh, segments=segments, passes=passes, look=look
     )

@@ -3,12 +3,15 @@
 That cuDNN itself gives the same numbers can only be seen on a GPU: `scripts/bench.py --accelerator` says so.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax.mesh.on_mesh import on_mesh
 from kvjax.models import attending
 from kvjax.models.config import Config
 from kvjax.models.mixers.latent import Latent
@@ -46,6 +49,16 @@ def test_it_is_the_equation(implementation, window, rng):
     assert got.shape == q.shape and rms(got, equation(q, k, v, 0.3, window)) < 6e-3
 
 
+@pytest.mark.parametrize(("mesh", "heads"), [("data=2,model=2", 2), ("data=2,model=2", 1), ("data=4", 2)])
+def test_devices_attend_to_their_own_rows_and_heads(mesh, heads, rng):
+    q, k, v = (jnp.repeat(x, 2, axis=0) for x in draw(rng, heads))
+    on = on_mesh(mesh, "tensor" if "model" in mesh else "batch")
+    whole = partial(attend_whole_rows, scale=0.3, window=4, implementation="gpu interpret")
+    got = jax.jit(partial(whole, on=on))(q, k, v)
+    assert rms(got, whole(q, k, v)) < 1e-6
+    assert got.addressable_shards[0].data.size * on.mesh.size == got.size
+
+
 def test_what_cudnn_cannot_take_says_why(rng):
     q, k, v = draw(rng)
     with pytest.raises(NotImplementedError, match=r"cuDNN is not detected.*this runs on cpu"):
@@ -63,7 +76,7 @@ def made(monkeypatch):
     """Has layers make the call wherever a GPU would; the shapes of the queries that did."""
     calls = []
 
-    def able(q, k, v, window, implementation=None):
+    def able(q, k, v, window, implementation=None, on=None):
         return implementation is None and not whole_rows.refusal(q, k, v)
 
     def call(q, k, v, **options):

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax.mesh.on_mesh import OnMesh
+from kvjax.mesh.per_device import asked_of_one, axes_of_queries, each_device, specs_of
 from kvjax.ops.attention.strips import causal_in_strips
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dispatch import INTERPRET, alone, form, platform
@@ -26,25 +28,44 @@ def attend_whole_rows(
     scale: float,
     window: int | None = None,
     implementation: str | None = None,
+    on: OnMesh | None = None,
 ) -> Float[Array, "B N T V"]:
     """Causal attention of T tokens over themselves; a token sees at most `window` of them, its own included.
 
     implementation: "reference" (`kvjax.ops.attention.strips`), "gpu" (`jax.nn.dot_product_attention` by
     cuDNN) or "gpu interpret" (the same call without cuDNN, for tests); None takes cuDNN where it can run.
-    Raises NotImplementedError where a forced form cannot.
+    Raises NotImplementedError where a forced form cannot. on: the mesh that rows and heads are split over, by
+    its rules; every device then attends to its own.
 
     >>> x = jnp.arange(3.0).reshape(1, 1, 3, 1) * jnp.ones((1, 1, 3, 8))
     >>> attend_whole_rows(x, x, x, scale=0.0)[0, 0, :, 0].tolist()
     [0.0, 0.5, 1.0]
     """
     asked = implementation is None or not implementation.endswith(INTERPRET)
-    why = refusal(q, k, v) or (unable(q, k, v, window) if asked else "")
-    chosen = form("attention of whole rows", implementation, q, k, v, gpu=why)
+
+    def form_of(q: Array, k: Array, v: Array) -> str:
+        why = refusal(q, k, v) or (unable(q, k, v, window) if asked else "")
+        return form("attention of whole rows", implementation, q, k, v, gpu=why)
+
+    on, specs = _split(on, q, k, v)
+    chosen = asked_of_one(on, form_of, specs, (q, k, v))
     if chosen == "reference":
         pos = jnp.broadcast_to(jnp.arange(q.shape[2], dtype=jnp.int32), (q.shape[0], q.shape[2]))
         return causal_in_strips(q, Keys(k, v, pos[:, None]), (), pos, scale=scale, window=window)[0]
     call = _call("xla" if chosen.endswith(INTERPRET) else "cudnn", window)
-    return _rows_last(call(*map(_rows_last, (q, k, v)), scale=scale))
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return _rows_last(call(*map(_rows_last, (q, k, v)), scale=scale))
+
+    return each_device(on, attend, specs, specs and specs[0])(q, k, v)
+
+
+def _split(on: OnMesh | None, q: Array, k: Array, v: Array) -> tuple[OnMesh | None, list[Any]]:
+    """The mesh, and how it splits these, where every device has lists of its own; else none."""
+    axes = None if on is None else axes_of_queries(on, k.shape[1], mass=False)
+    if on is None or axes is None:
+        return None, []
+    return on, [specs_of(on, axes, q), *(specs_of(on, ("batch", "kv_heads"), x) for x in (k, v))]
 
 
 def _rows_last(x: Array) -> Array:
@@ -63,11 +84,19 @@ def _call(by: Any, window: int | None) -> Any:
     return attend
 
 
-def can_run(q: Array, k: Array, v: Array, window: int | None, implementation: str | None = None) -> bool:
+def can_run(
+    q: Array, k: Array, v: Array, window: int | None, implementation: str | None = None,
+    on: OnMesh | None = None,
+) -> bool:  # fmt: skip
     """Whether cuDNN is taken for these operands, where `implementation` does not force another form."""
-    if implementation is not None or platform() != "gpu" or not alone(q, k, v):
+    if implementation is not None or platform() != "gpu":
         return False
-    return not (refusal(q, k, v) or unable(q, k, v, window))
+
+    def able(q: Array, k: Array, v: Array) -> bool:
+        return alone(q, k, v) and not (refusal(q, k, v) or unable(q, k, v, window))
+
+    on, specs = _split(on, q, k, v)
+    return asked_of_one(on, able, specs, (q, k, v))
 
 
 def refusal(q: Array, k: Array, v: Array) -> str:
