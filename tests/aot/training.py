@@ -1,4 +1,4 @@
-"""Compiles a step of `kvjax train` for four TPUs, in a process of its own, and prints how many kernels it has.
+"""Compiles a step of `kvjax train` for four TPUs, in a process of its own, and counts its kernels.
 
 python -m tests.aot.training RULES
 """
