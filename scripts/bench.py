@@ -64,9 +64,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--smoke", action="store_true", help="with --accelerator: tiny shapes, on any machine"
     )
-    parser.add_argument("--write", action="store_true", help="with --accelerator: into docs/benchmarks.md")
+    parser.add_argument(
+        "--write", action="store_true",
+        help="with --accelerator: into docs/benchmarks.md, the rows into docs/accelerator.jsonl",
+    )  # fmt: skip
+    parser.add_argument(
+        "--again", action="store_true", help="with --accelerator: measure rows of this device anew"
+    )
     args = parser.parse_args()
-    for name in ("smoke", "write"):
+    for name in ("smoke", "write", "again"):
         if getattr(args, name) and not args.accelerator:
             parser.error(f"--{name} was given without --accelerator: add that, or leave it out")
     return args

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_rows import Rows
-from docs_tables import write_table
+from docs_tables import DOCS, write_table
 
 HERE = Path(__file__).parent
 PACKAGES = ("jax", "jaxlib", "torch", "transformers", "kvpress")
@@ -225,7 +225,10 @@ def main(args: argparse.Namespace) -> None:
             "--accelerator measures on a GPU or TPU, and jax sees only a CPU here: install jax[cuda13] or "
             "jax[tpu] on a machine that has one, or add --smoke to try every row on tiny shapes"
         )
-    path = args.json or ("smoke.jsonl" if args.smoke else "accelerator.jsonl")
+    beside = DOCS / "accelerator.jsonl" if args.write else "accelerator.jsonl"
+    path = args.json or ("smoke.jsonl" if args.smoke else str(beside))
+    if args.again:
+        Rows(path).drop(device=device["device"], smoke=args.smoke)
     print(f"{device['device']}, {args.minutes:g} minutes, rows go to {path}")
     run_parts(path, args, device)
     rows = [r for r in Rows(path).rows if r["device"] == device["device"] and r["smoke"] == args.smoke]

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvjax.files import write_atomic
+
 KEY = ("part", "side", "name", "tokens", "batch", "device", "smoke")
 
 
@@ -27,6 +29,11 @@ class Rows:
 
     def has(self, **key: Any) -> bool:
         return any(all(r.get(k) == key.get(k) for k in KEY) for r in self.rows)
+
+    def drop(self, **key: Any) -> None:
+        """Leaves out the rows that have all of these."""
+        self.rows = [r for r in self.rows if any(r.get(k) != v for k, v in key.items())]
+        write_atomic(self.path, "".join(json.dumps(r) + "\n" for r in self.rows).encode())
 
     def add(self, **row: Any) -> None:
         self.rows.append(row)

@@ -85,6 +85,11 @@ def test_rows_outlive_a_kill(tmp_path, scripts, capsys):
     again.add(**key | {"tokens": 16})
     assert [json.loads(line)["tokens"] for line in rows.path.read_text().splitlines()] == [8, 16]
 
+    again.drop(device="x", smoke=False)
+    assert len(Rows(str(rows.path)).rows) == 2
+    again.drop(device="x", smoke=True)
+    assert not rows.path.read_text() and not again.has(**key)
+
     done = []
     late = Deadline(time.time() + 5.0, first=10.0)
     late.run("first", lambda: done.append(1))
@@ -106,7 +111,7 @@ def test_without_an_accelerator_it_says_what_it_needs(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("option", ["--smoke", "--write"])
+@pytest.mark.parametrize("option", ["--smoke", "--write", "--again"])
 def test_an_option_of_the_accelerator_alone_is_refused_without_it(option, scripts, monkeypatch, capsys):
     import bench as script
 
