@@ -8,7 +8,8 @@ from kvjax.steps.apart import chooses, compress, prefill_apart, read, reading
 from kvjax.steps.decode import step, step_fn, step_hidden, step_keeping
 from kvjax.steps.forward import Prompt, needs_of, read_tokens
 from kvjax.steps.observing import observe
-from kvjax.steps.prompt import prefill, probed, scored, settle, settled
+from kvjax.steps.probing import probed
+from kvjax.steps.prompt import prefill, scored, settle, settled
 from kvjax.steps.run import Run
 from kvjax.steps.verify import until_flush, verify
 

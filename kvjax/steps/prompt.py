@@ -24,25 +24,22 @@ from kvjax.choose import (
     union,
 )
 from kvjax.codes import encode
-from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.group import GroupMethod
-from kvjax.keep.budget import Uniform
 from kvjax.keep.observe import RawKeys
 from kvjax.models.layers import Params
-from kvjax.models.transformer import IdsOrVectors, Positions
-from kvjax.ops.attention.union import Keys
+from kvjax.models.transformer import IdsOrVectors
 from kvjax.paging import build_group_pages
 from kvjax.pairs import Half, merge_pair
-from kvjax.phase import BY_POSITION
-from kvjax.protocols import View, over_layers
+from kvjax.protocols import View
 from kvjax.room import longer, widened
-from kvjax.segments import AT_ONCE, Ahead, build, extend, remember_in_pages, whole_slots, with_empty_tier
+from kvjax.segments import AT_ONCE, Ahead, build, extend, remember_in_pages, with_empty_tier
 from kvjax.steps.forward import Prompt, needs_of
 from kvjax.steps.lending import lend, returned, taught_groups
 from kvjax.steps.narrowing import by_token, new_positions, stored_of, unnarrowed
 from kvjax.steps.observing import observe
+from kvjax.steps.probing import with_probe
 from kvjax.steps.run import Run, repeated
-from kvjax.steps.turning import seen_by_words, turned_keys, turns_of
+from kvjax.steps.turning import seen_by_words
 from kvjax.summaries import learnt
 
 
@@ -119,7 +116,7 @@ def settled(
     groups, fresh, views, pools = at_work.groups, at_work.fresh, at_work.views, at_work.pools
     probe = None if run.method.keep is None or not compress else run.method.keep.probe
     if probe is not None and any(repr(probe) not in f.observed for f in fresh.values()):
-        fresh = _with_probe(run, params, prompt, fresh, at_work.views, probe, pasts)
+        fresh = with_probe(run, params, prompt, fresh, at_work.views, probe, pasts)
     shown = {i: view for i, view in at_work.shown.items() if acting[i]}
     scores = _scores(run, params, gms, shown, fresh, length)
     preferred = {
@@ -282,96 +279,11 @@ def scored(run: Run, params: Params, prompt: Prompt) -> dict[int, Float[Array, "
     views = {i: judged_layers(gms[i], view, length, specs[i]) for i, view in views.items()}
     probe = None if run.method.keep is None else run.method.keep.probe
     if probe is not None:
-        fresh = _with_probe(run, params, prompt, fresh, stored, probe, (NOTHING,) * len(gms))
+        fresh = with_probe(run, params, prompt, fresh, stored, probe, (NOTHING,) * len(gms))
     choosing = {i: view for i, view in views.items() if gms[i].keep is not None}
     found = _scores(run, params, gms, choosing, fresh, length)
     tokens = prompt.positions.pos.shape[1]
     return {i: by_token(x, at[i], tokens) if x.shape[3] < tokens else x for i, x in found.items()}
-
-
-def _with_probe(
-    run: Run,
-    params: Params,
-    prompt: Prompt,
-    fresh: dict[int, Fresh],
-    views: dict[int, View],
-    probe: Any,
-    pasts: tuple[GroupState, ...],
-) -> dict[int, Fresh]:
-    """`fresh` with what a probe's queries see of every uncompressed slot, which lie in `views` as stored."""
-    pos, length = prompt.positions
-    given = prompt.question
-    if given is None and not probe.ahead:
-        given = probe.tokens(prompt.tokens, (pos >= 0).sum(-1, dtype=jnp.int32))
-        if given is None:
-            return fresh
-    gms = run.groups(params)
-    whole = {i: GroupState(tail=whole_slots(gms[i], view)) for i, view in views.items()}
-    asked = probe.ahead if given is None else given[0].shape[1]
-    states = {
-        i: longer(gms[i], GroupState(state=State(dict(new))), asked)
-        for i, new in enumerate(prompt.fresh)
-        if isinstance(new, dict)
-    }
-    fixed = {i: pasts[i] for i, new in enumerate(prompt.fresh) if new is None}
-    groups = tuple((whole | states | fixed).get(i, NOTHING) for i in range(len(gms)))
-    bare, over = _as_it_turns(run), Cache(groups, length)
-    tokens, lengths = given or _written(bare, params, prompt.logits, over, probe.ahead)
-    reading = observe(bare, params, tokens, lengths, over, probe.needs)
-    out = {}
-    for i, f in fresh.items():
-        new = reading.fresh[i]
-        assert isinstance(new, Fresh)
-        keys = _keys_of_probe(run, gms[i], views[i], new, reading.positions) if probe.keys else None
-        seen = {repr(probe): probe.seen(new.masses[0] if new.masses else {}, new.observed, keys)}
-        out[i] = f._replace(observed=f.observed | seen, readers=tuple(r | seen for r in f.readers))
-    return out
-
-
-def _written(
-    run: Run, params: Params, logits: Float[Array, "B V"], over: Cache, many: int
-) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
-    """The likeliest tokens behind a prompt, each read anew with those before it, and their number."""
-    rows = jnp.zeros(logits.shape[0], jnp.int32)
-
-    def write(i: int | Array, tokens: Int[Array, "B P"], logits: Float[Array, "B V"]) -> Int[Array, "B P"]:
-        return tokens.at[:, i].set(logits.argmax(-1).astype(jnp.int32))
-
-    def more(i: int | Array, tokens: Int[Array, "B P"]) -> Int[Array, "B P"]:
-        return write(i, tokens, observe(run, params, tokens, rows + i, over, frozenset()).logits)
-
-    first = write(0, jnp.zeros((len(rows), many), jnp.int32), logits)
-    return jax.lax.fori_loop(1, many, more, first), rows + many
-
-
-def _as_it_turns(run: Run) -> Run:
-    """A run that keeps everything, over keys that lie as they do in this one."""
-    keep = None if run.phase == BY_POSITION else Keep(None, Budget(1.0), Uniform(), phase=run.phase)
-    bare = Store(unrotated=True) if run.unrotated and keep is None else None
-    return run._replace(method=Method(keep, bare), implementation=None)
-
-
-def _keys_of_probe(
-    run: Run, gm: GroupMethod, view: View, new: Fresh, at: Positions
-) -> Float[Array, "Lg B K P H"]:
-    """A probe's own keys as its queries meet them, behind the slots of a view."""
-    rope, mine = run.attention_spec(gm.first).rope, at.pos[:, None]
-
-    def one(k: Float[Array, "B K P H"], pos: Int[Array, "B K S"]) -> Float[Array, "B K P H"]:
-        (turn,) = turns_of(run, at.pos, [pos, mine])
-        return turned_keys(rope, Keys(k, k, mine), turn, 1, at.length).k
-
-    assert new.k is not None
-    return over_layers(one, new.k, view.pos)
-
-
-def probed(run: Run, params: Params, prompt: Prompt, probe: Any) -> Prompt:
-    """A prompt read for the first time together with a probe's scores, so that many budgets share them."""
-    gms = run.groups(params)
-    fresh = {i: f for i, f in enumerate(prompt.fresh) if isinstance(f, Fresh)}
-    views = {i: union(gms[i], NOTHING, (), f, prompt.positions.pos) for i, f in fresh.items()}
-    fresh = _with_probe(run, params, prompt, fresh, views, probe, (NOTHING,) * len(gms))
-    return prompt._replace(fresh=tuple(fresh.get(i, f) for i, f in enumerate(prompt.fresh)))
 
 
 @partial(jax.jit, static_argnames=("run", "tokens_bound", "room", "compress", "ahead", "watched"))
