@@ -107,7 +107,7 @@ def test_what_a_probe_reads_again_stands_behind_the_states_of_the_prompt(monkeyp
         seen.append(cache)
         return observe(run, params, tokens, lengths, cache, needs)
 
-    for module in (apart, prompt):
+    for module in (apart, probing, prompt):
         monkeypatch.setattr(module, "observe", spy)
     started("kimi linear", kvjax.method("kvzip", budget=6, page=4))
     first, again = seen
