@@ -15,7 +15,7 @@ from kvjax.errors import InputError
 from kvjax.grammar import Method, chain
 from kvjax.keep.observe import Mass
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.steps import Run, apart, prompt
+from kvjax.steps import Run, apart, probing, prompt
 from tests.models.architectures import TABLE
 from tests.models.conversation import TEXTS, close, model, whole
 from tests.models.memory_classes import REPRESENTATIVES
