@@ -131,7 +131,7 @@ def decode_table(rows: list[dict[str, Any]]) -> str:
             if copies and "read_bytes" in ours:
                 floor = batch * max(copies) * 1e9 / ours["read_bytes"]
             lines.append([
-                f"{tokens}", f"{batch}", f"{label}, {ours['how']}" if "how" in ours else label,
+                f"{tokens}", f"{batch}", label,
                 ours.get("skipped") or cell(a), theirs.get("skipped") or cell(b),
                 cell(a / b if a and b else None, ".2f", "x"), cell(floor),
                 cell(ours["bytes"] / 2**30 if "bytes" in ours else None, ".2f"),
