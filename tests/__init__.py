@@ -1,22 +1,58 @@
 """The suite; its folders mirror the package. Helpers that several tests share import as `tests.<name>`."""
 
-from beartype import beartype
+import functools
+import inspect
+import typing
+
+import jaxtyping
+from beartype import BeartypeConf, beartype
+
+_check = beartype(conf=BeartypeConf(violation_type=TypeError))
+_with_lengths = functools.partial(jaxtyping.jaxtyped, typechecker=None)
 
 
-def checked(function):
-    """Checks a function's annotations at each call; conftest.py has jaxtyping put it around all of kvjax.
+def checked(typechecker=None):
+    """Checks a function's annotations at each call; jaxtyping's import hook puts it around all of kvjax.
 
-    Constructors are left alone: JAX rebuilds registered dataclasses through them with placeholders for leaves
-    (`object()`, shapes, shardings), which no array annotation admits. The check is made at the first
-    call, because one process of tests calls few of the functions.
+    It stands for `jaxtyping.jaxtyped`, which checks the arguments of each call twice, and remembers lengths
+    in functions that have no arrays, too. Classes are left alone: JAX rebuilds registered dataclasses through
+    their constructors with placeholders for leaves (`object()`, shapes, shardings), which no array annotation
+    admits. The check is made at the first call, because one process of tests calls few of the functions.
     """
-    if function.__name__ == "__init__":
-        return function
-    check = None
 
-    def first(*args, **kwargs):
-        nonlocal check
-        check = check or beartype(function)
-        return check(*args, **kwargs)
+    def around(function):
+        if inspect.isclass(function) or function.__name__ == "__init__":
+            return function
+        check = None
 
-    return first
+        @functools.wraps(function)
+        def first(*args, **kwargs):
+            nonlocal check
+            check = check or _checking(function)
+            return check(*args, **kwargs)
+
+        return first
+
+    return around
+
+
+def _checking(function):
+    hints = {name: _hint(function, name) for name in function.__annotations__}
+    function.__annotations__ = hints
+    check = _check(function)
+    return _with_lengths(check) if any(map(_has_lengths, hints.values())) else check
+
+
+def _hint(function, name):
+    """The type that an annotation names; Any where there is none, as for a name that type checkers import."""
+    alone = type("Alone", (), {"__annotations__": {name: function.__annotations__[name]}})
+    try:
+        return typing.get_type_hints(alone, function.__globals__, include_extras=True)[name]
+    except Exception:
+        return typing.Any
+
+
+def _has_lengths(hint):
+    if inspect.isclass(hint) and issubclass(hint, jaxtyping.AbstractArray):
+        return True
+    return any(map(_has_lengths, typing.get_args(hint)))

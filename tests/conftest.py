@@ -22,20 +22,25 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_parallel
 if version("jaxlib").startswith("0.10."):
     # Halves the compiler's work; later releases no longer know the flag.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-# Commands would keep compiled programs in the user's folder.
+# Where each operation was traced from: nobody reads it in a test, and it takes a twentieth of the time.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+# Commands that tests start would keep compiled programs in the user's folder.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 import jax
+import jaxtyping
 import numpy as np
 import pytest
-from jaxtyping import install_import_hook
 
+from tests import checked
+from tests.kept_programs import pytest_configure  # noqa: F401
 from tests.parts import pytest_addoption, pytest_collection_modifyitems  # noqa: F401
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-install_import_hook("kvjax", "tests.checked")
+jaxtyping.jaxtyped = checked
+jaxtyping.install_import_hook("kvjax", None)
 # Tracing makes many objects that live on: looking for cycles among them as often as Python does by default
 # takes a tenth of the time.
 gc.set_threshold(100_000, 50, 100)
@@ -50,8 +55,8 @@ def rng() -> np.random.Generator:
 # end in a crash of the compiler. And a laptop with 8 cores runs 8 processes side by side. So each forgets its
 # programs when it holds 2.2 GB. What it still holds then is not theirs, so it may grow by GROWTH before it
 # forgets again: forgetting after every test would compile everything anew. Counting the regions takes as long
-# as a short test does, so they are counted after every LOOK-th one.
-MOST_MAPPINGS, LOOK = 30_000, 8
+# as a test does, so they are counted after every LOOK-th one.
+MOST_MAPPINGS, LOOK = 30_000, 64
 MOST_MEMORY, GROWTH = 2_200_000_000, 300_000_000
 _most_memory, _done = MOST_MEMORY, 0
 

@@ -82,8 +82,9 @@ def test_a_slice_ends_when_all_rows_have_stopped_and_rows_that_have_write_nothin
 
 @pytest.mark.parametrize("broken", [0, 1, SLICE - 1, SLICE, SLICE + 13])
 def test_the_first_token_whose_logits_are_no_numbers_is_named(broken):
-    with pytest.raises(Broken, match=f"^{broken}$"):
+    with pytest.raises(Broken) as named:
         said([0, -100], 2 * SLICE, [-1], broken=broken)
+    assert str(named.value) == str(broken)
 
 
 def test_a_row_that_is_done_may_be_no_number():

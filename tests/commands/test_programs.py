@@ -72,12 +72,28 @@ def test_a_folder_that_cannot_be_made_stops_no_command(tmp_path):
     assert run(tmp_path, "1.5") == (f"0 {tmp_path.joinpath(*FOLDER)}: 0 files, 0 B", [])
 
 
-def test_tests_keep_nothing_and_info_says_so(capsys):
+@pytest.fixture
+def keeping_none():
+    """JAX as it is with $JAX_ENABLE_COMPILATION_CACHE=false."""
+    before = jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir
+    for name, value in (("enable_compilation_cache", False), ("compilation_cache_dir", None)):
+        jax.config.update(f"jax_{name}", value)
+    yield
+    for name, value in zip(("enable_compilation_cache", "compilation_cache_dir"), before, strict=True):
+        jax.config.update(f"jax_{name}", value)
+
+
+def test_nothing_is_kept_where_that_is_turned_off_and_info_says_so(keeping_none, capsys):
     assert programs.folder() is None
     programs.keep_programs()
     assert jax.config.jax_compilation_cache_dir is None
     assert main(["info"]) == 0
     assert "none are kept" in capsys.readouterr().out
+
+
+def test_info_says_where_the_programs_of_tests_are(pytestconfig, capsys):
+    assert main(["info"]) == 0
+    assert str(pytestconfig.cache.mkdir("programs")) in capsys.readouterr().out.replace("\n", "")
 
 
 def test_commands_that_run_a_model_keep_their_programs(monkeypatch):
