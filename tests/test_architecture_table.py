@@ -106,6 +106,7 @@ def test_answers_count_where_the_value_of_the_key_is_likeliest(scripts, monkeypa
     assert am.answered(Path("x"), (2, 4, 16)) == {"2": 1.0, "4": 1.0, "16": 0.25}
 
 
+@pytest.mark.rotating
 def test_a_text_that_stood_there_before_is_measured_apart(scripts):
     import architecture_measures as am
 

@@ -158,6 +158,7 @@ def test_methods_compress_the_blocks(model, tokens, whole):
         assert np.abs(np.asarray(logits) - whole[:, T + i]).max() < 0.05 * np.abs(whole).max()
 
 
+@pytest.mark.rotating
 def test_methods_that_evict_at_every_step_act_on_the_blocks(model, tokens):
     ends = kvjax.method("sink-recent", budget=3, sinks=1)
     logits, cache = kvjax.prefill(model, tokens[:, :T], method=ends, room=10)
@@ -239,6 +240,7 @@ def test_a_checkpoint_comes_back_with_the_same_logits(model, tokens, whole, save
     save_checkpoint(again, saved)
 
 
+@pytest.mark.rotating
 def test_a_checkpoint_keeps_its_dtype_and_loads_in_any_stacking_and_place(model, tmp_path):
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params)
     save_checkpoint(dataclasses.replace(model, params=low, stop_ids=(3,)), tmp_path / "low")

@@ -199,6 +199,7 @@ def test_a_read_of_all_tokens_beside_learned_sinks_is_what_the_full_cache_reads(
     conversation.close(logits, conversation.whole(name).logits[:2, 13])
 
 
+@pytest.mark.rotating
 def test_sinks_outside_the_text_take_no_part_in_what_the_rest_weighs():
     """The rest has odds against what is read of the text; a sink only divides both."""
     name, word = "sinks", LargestChannels(Budget(3), channels=3, newest=2)

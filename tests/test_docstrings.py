@@ -30,8 +30,10 @@ def examples(name):
 # for theirs; their own tests compute the same and more every time.
 IN_TURN = ("kvjax.ops.", "kvjax.store.", "kvjax.train.")
 SLOW = (
-    "block_transformer", "cache_file", "context", "eval.report.scores_picture", "generation",
-    "models.transformer", "nnx", "oracle", "place.rollback", "place.rows", "pure",
+    "block_transformer", "cache_file", "context", "eval.report.page", "eval.report.scores_picture", "fitting",
+    "fitting.droppings", "forking", "generation", "keep.preference", "models.transformer", "nnx", "oracle",
+    "place.rollback", "place.rows", "processors", "pure", "read.blocks", "read.channels", "read.hashed",
+    "sampling", "verifying",
 )  # fmt: skip
 CASES = [
     pytest.param(name, marks=pytest.mark.rotating)

@@ -48,6 +48,7 @@ def test_a_linear_gate_is_the_least_squares_fit_to_the_logarithm_of_kvzips_score
         np.testing.assert_allclose(wide @ got, wide @ want, atol=2e-3)
 
 
+@pytest.mark.rotating
 def test_a_gate_with_a_hidden_layer_learns_more_than_a_constant():
     found = kvjax.fit(model("4/2"), "kvzap", ROWS, batch=8, hidden=16, epochs=60, rate=1e-2)
     for layer, (x, y) in enumerate(zip(*by_hand(ROWS), strict=True)):
@@ -146,6 +147,7 @@ def test_gated_heads_change_hidden_states_as_much_as_by_hand():
     assert want > 1e-4 and abs(got / want - 1) < 1e-3
 
 
+@pytest.mark.rotating
 def test_gates_close_where_nothing_is_missed_and_stay_open_without_a_penalty():
     options = dict(batch=3, epochs=3, rate=0.5, sinks=2)
     found = kvjax.fit(model("4/2"), "duoattention", questions(), recent=3, penalty=0.0, **options)

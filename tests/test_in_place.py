@@ -22,7 +22,7 @@ from tests.compilation import optimised
 from tests.sweep import sweep
 
 # Where XLA for CPUs once made copies: slots that move to a second tier, and pages that a step reads, too.
-ALWAYS = ("mikv", "quest")
+ALWAYS = ("quest",)
 # As users compile; tests do without, as long as there is a choice.
 USUAL = {"xla_cpu_use_fusion_emitters": True} if version("jaxlib").startswith("0.10.") else {}
 

@@ -166,7 +166,7 @@ def test_how_unlikely_a_text_is_behind_what_was_mixed_is_what_it_is_by_hand():
     assert abs(got / surprise_by_hand(tokens, cut, kept[:, 0, :, :cut]) - 1) < 1e-4
 
 
-@pytest.mark.parametrize("name", sweep([*NAMES, "lococo"], "fast-kvzip", "locret"))
+@pytest.mark.parametrize("name", sweep([*NAMES, "lococo"], "locret"))
 def test_a_fit_moves_from_where_it_starts(name):
     m, options = model("4/2"), SHORT[name] | dict(epochs=2)
     start, end = (kvjax.fit(m, name, texts(name), rate=rate, **options) for rate in (0.0, 1e-2))

@@ -36,6 +36,7 @@ def test_no_method_holds_a_map_of_all_tokens_by_all_tokens(long_prompts, found):
     assert {name for name, row in planned.items() if row[long] > 5 * row[short]} == set()
 
 
+@pytest.mark.rotating
 def test_a_method_without_a_fit_says_so_and_one_with_it_is_planned(long_prompts, monkeypatch):
     monkeypatch.setattr(long_prompts, "SHORT", 512)
     monkeypatch.setattr(long_prompts, "LONG", 1024)

@@ -105,6 +105,7 @@ def test_the_surprise_of_answers_is_what_it_is_by_hand():
     assert abs(got / np.mean(off) - 1) < 1e-4
 
 
+@pytest.mark.rotating
 def test_a_fit_starts_from_the_layers_own_weights_and_moves_all_arrays():
     m = model("deep")
     first = method().make.start(m.params, m.config, 2, 0)

@@ -140,6 +140,7 @@ def shapes(layers, method, dtype=jnp.bfloat16):
     return config, params, jax.eval_shape(read, params, tokens)
 
 
+@pytest.mark.rotating
 def test_half_of_the_layers_hold_half_of_the_numbers():
     mini, int4 = kvjax.method("minicache"), kvjax.method("int4")
     full, plain, coded = (nbytes(shapes(4, x)[2]) for x in (Method(), mini, kvjax.chain(mini, int4)))

@@ -13,6 +13,7 @@ from kvjax.models.params import init
 from kvjax.processors import FrequencyPenalty, RepetitionPenalty, history, process, put
 from kvjax.sampling import Sampler
 from kvjax.stopping import StopStrings
+from tests.sweep import sweep
 
 PROMPTS = [[3, 1, 4, 1, 5], [2, 7]]
 
@@ -101,7 +102,7 @@ def no_numbers(logits, tokens):
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize(("processor", "step"), [(nothing, 3), (no_numbers, 0)])
+@pytest.mark.parametrize(("processor", "step"), sweep([(nothing, 3), (no_numbers, 0)], (no_numbers, 0)))
 def test_processors_that_leave_no_token_are_refused(model, processor, step, beams):
     with pytest.raises(InputError, match=f"processors leave no token to choose at step {step}: .* allow at"):
         kvjax.generate(model, [[1, 2]], max_new_tokens=5, processors=[processor], beams=beams, stop=[])

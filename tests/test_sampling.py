@@ -167,6 +167,7 @@ def test_a_row_that_is_emptied_and_filled_again_answers_like_a_new_one():
     assert off(got[0], want[0]) < 1e-5
 
 
+@pytest.mark.rotating
 def test_a_saved_cache_answers_as_before(tmp_path):
     m = model("4/2")
     _, cache = kvjax.prefill(m, MAIN.first, method=METHOD, room=ROOM)

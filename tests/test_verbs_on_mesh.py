@@ -19,6 +19,7 @@ def same_weights(got, want):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(its))
 
 
+@pytest.mark.rotating
 def test_weights_are_read_where_their_axes_say_and_are_the_same(tmp_path):
     want = kvjax.load("recall-tiny")
     got = kvjax.load("recall-tiny", mesh="data=2,model=2", rules="tensor")

@@ -171,6 +171,7 @@ def test_methods_of_which_one_pass_is_not_single_steps_are_refused_before_anythi
     check_alive(cache)
 
 
+@pytest.mark.rotating
 def test_encoded_states_and_rotations_that_grow_are_refused():
     m = architecture("retnet")
     _, cache = kvjax.prefill(m, TEXTS[:1, :4], method="int8", room=8)

@@ -71,6 +71,7 @@ def test_sizes_are_those_of_the_prefill(model, folder, name):
     ) == kvjax.nbytes(cache)
 
 
+@pytest.mark.rotating
 def test_inspect_shows_a_saved_cache(model, tmp_path, capsys):
     _, cache = kvjax.prefill(model, [[*range(1, 23)]], method="int8", room=2)
     kvjax.save_cache(tmp_path / "a.cache", cache)

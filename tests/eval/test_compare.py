@@ -42,6 +42,7 @@ def small(tmp_path_factory):
     return compare(**SMALL, **QUIET, out=tmp_path_factory.mktemp("runs") / "small")
 
 
+@pytest.mark.rotating
 def test_the_full_cache_answers_exactly_as_the_model_without_a_cache(small):
     model = kvjax.load("recall-tiny")
     full = {r["id"]: r for r in small.rows if r["method"] == "full" and r["protocol"] == "agnostic"}

@@ -155,6 +155,7 @@ def test_divergence_is_kl_near_and_far(rng):
         assert (np.asarray(found) >= 0).all()
 
 
+@pytest.mark.rotating
 def test_batches_of_windows_give_what_one_batch_gives(model, book, rows, monkeypatch):
     monkeypatch.setattr(streaming, "BATCH_ROWS", 2)
     (half,) = stream_text(model, [HALF], book, **SIZES)

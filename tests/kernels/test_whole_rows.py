@@ -102,8 +102,11 @@ LATENT = Latent(rank=16, rope_dim=4, nope_dim=8, value_dim=12)
 
 @pytest.mark.parametrize(
     "shape",
-    [config(), config(windows=(5,)), config(mixers=(LATENT,))],
-    ids=["grouped", "window", "latent"],
+    [
+        pytest.param(config(), marks=pytest.mark.rotating, id="grouped"),
+        pytest.param(config(windows=(5,)), id="window"),
+        pytest.param(config(mixers=(LATENT,)), marks=pytest.mark.rotating, id="latent"),
+    ],
 )
 def test_a_model_trains_as_by_strips(shape, made, monkeypatch, rng):
     weights = model(shape).params
@@ -141,10 +144,10 @@ def test_texts_of_one_row_are_kept_apart_by_strips(made, rng):
 @pytest.mark.parametrize(
     ("name", "options", "calls"),
     [
-        ("full", {}, True),
         ("snapkv", dict(budget=0.5, window=8), True),
         ("h2o", dict(budget=0.5), False),
-        ("streamingllm", dict(budget=0.5), True),
+        pytest.param("full", {}, True, marks=pytest.mark.rotating),
+        pytest.param("streamingllm", dict(budget=0.5), True, marks=pytest.mark.rotating),
     ],
 )
 def test_prompts_of_unlike_lengths_are_read_as_by_strips(name, options, calls, made, monkeypatch, rng):

@@ -34,6 +34,8 @@ def params(names, always=PLAIN):
     return [pytest.param(n, marks=[pytest.mark.xdist_group(n), *marks]) for n, marks in turn.items()]
 
 
+# A second turn of layers that one of these has is that of the others: states, slots, windows, what is taken.
+TURNING = ("goldfinch", "lckv", "kimi linear", "gqkva", "lisa", "pod", "neurocache")
 EVERY = pytest.mark.parametrize("name", params(TABLE))
 # Slots, states and what is handed on: a scan takes the layers of all others from the stack as it does these.
 STACKED = pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_the_plain_suite_has_every_kind_of_layer_but_those_that_read_a_context()
     assert {kind for name in PLAIN for kind in kinds[name]} == every
 
 
-@EVERY
+@pytest.mark.parametrize("name", params(TABLE, TURNING))
 def test_a_second_turn_continues_some_rows_and_begins_another_anew(name):
     done, m, want = talk(name), model(name), whole(name).logits
     before = done.steps[-1]

@@ -276,6 +276,7 @@ def test_rows_that_are_taken_or_emptied_have_slots_of_their_own(both, model):
         stepped(model, (plain, shared), np.arange(2 * rows, dtype=np.int32).reshape(rows, 2))
 
 
+@pytest.mark.rotating
 def test_a_saved_cache_holds_every_row_for_itself(both, model, tmp_path):
     kvjax.save_cache(tmp_path / "shared.cache", both[1])
     loaded = kvjax.load_cache(tmp_path / "shared.cache")

@@ -260,6 +260,7 @@ def test_on_a_mesh_every_device_fetches_pages_of_its_own_lists(mesh, rules):
     assert max(collectives(steps.step.lower(*args).compile().as_text()), default=0) <= B * 32
 
 
+@pytest.mark.rotating
 def test_where_there_is_one_memory_the_body_stays_there_and_is_read_alike(rng, monkeypatch):
     pages, counts = jnp.asarray(np.tile([3, 1], (2, 2, 1)), jnp.int32), jnp.asarray([[2, 1], [1, 2]])
     far = drawn(rng)

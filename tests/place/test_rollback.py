@@ -137,6 +137,7 @@ def test_taken_and_copied_rows_know_what_they_have_added():
         kvjax.rollback(taken, [9, 6])
 
 
+@pytest.mark.rotating
 def test_what_was_stored_without_compressing_may_be_taken_back():
     m = model("4/2")
     cache = started(m, BY_LABEL["snapkv"].method())
@@ -194,6 +195,7 @@ def test_sums_of_a_body_are_not_undone():
         rollback(cache, [len(row) for row in MAIN.first])
 
 
+@pytest.mark.rotating
 def test_a_state_is_not_undone():
     m = architecture("kimi linear")
     _, cache = kvjax.prefill(m, TEXTS[:2, :6], room=8)
@@ -221,6 +223,7 @@ def test_wrong_numbers_and_unknown_caches_are_refused():
         kvjax.rollback(cache, 1)
 
 
+@pytest.mark.rotating
 def test_values_that_are_no_numbers_go_with_their_tokens():
     m = model("4/2")
     cache = started(m, "full")

@@ -66,6 +66,7 @@ def test_a_job_runs_in_a_process_of_its_own_as_it_does_here():
     assert there["cache"] == planner.sizes.cache(planner.layout.on, 8, 512)
 
 
+@pytest.mark.rotating
 def test_what_cannot_be_compiled_leaves_sizes_and_says_what_to_install(monkeypatch):
     monkeypatch.setattr(planning, "missing", lambda topology: "the compiler is not here: pip install it")
     monkeypatch.setattr(planning, "in_child", lambda job: pytest.fail("compiled all the same"))

@@ -78,6 +78,7 @@ def test_an_extreme_costs_a_number_and_an_index(rng, dtype, group, index):
     assert nbytes(encode(x, Residual(first, TOKENS))) == nbytes(channel) + nbytes(alone)
 
 
+@pytest.mark.rotating
 def test_equal_numbers_and_single_ones_come_back():
     for shape in ((1, 1, 8, 16), (1, 1, 8, 1)):
         x = jnp.full(shape, 3.0)

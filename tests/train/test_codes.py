@@ -22,6 +22,7 @@ def layer():
     return params, {name: w[0] for name, w in params["layers"][0].items()}
 
 
+@pytest.mark.rotating
 def test_distance_is_that_of_the_nearest_code_at_one_length():
     _, p = layer()
     x = jax.random.normal(jax.random.key(1), (2, 9, 12))

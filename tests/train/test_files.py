@@ -24,7 +24,7 @@ SMALL = ("train.steps=2", "train.batch=2", "train.length=16", "train.evaluate_ro
 TINY = ("model.layers=1", "model.d_model=16", "model.heads=2", "model.kv_heads=1", "model.head_dim=8")
 
 
-@pytest.mark.parametrize("name", sweep(training_files(), "bytes", "bytes-kimi-linear"))
+@pytest.mark.parametrize("name", sweep(training_files(), "bytes"))
 def test_every_shipped_file_is_a_run_of_about_a_million_parameters(name):
     run = training(load_training(name), vocab=257)
     params = jax.eval_shape(lambda: layout_of(run.config).init(run.config, jax.random.key(0)))

@@ -101,6 +101,7 @@ def test_what_learns_from_predictions_moves_nothing_where_nothing_is_to_be_learn
     assert 0.7 < float(far) < 1.2
 
 
+@pytest.mark.rotating
 def test_bases_stay_orthogonal_and_what_they_leave_out_is_projected_away():
     rng = np.random.default_rng(0)
     basis = np.linalg.qr(rng.normal(size=(2, 4, 4, 4)))[0]
@@ -141,6 +142,7 @@ def test_nested_bases_learn_to_be_cut_short():
     )
 
 
+@pytest.mark.rotating
 def test_ranks_fall_from_layer_to_layer_by_condition_numbers():
     config = dataclasses.replace(CONFIG, layers=3)
     params = init(config, jax.random.key(0))
