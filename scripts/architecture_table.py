@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from architecture_measures import answered, measured, speeds
+from architecture_picture import draw
 from docs_tables import DOCS, write_table
 
 from kvjax.files import write_atomic
@@ -307,36 +308,6 @@ def _cells(row: dict[str, Any], best: float) -> list[str]:
         *(cell("{:,.0f}", "decode_tokens_per_second", str(n)) for n in CONTEXTS),
         cell("{:,}", "training_tokens_per_second"),
     ]
-
-
-def draw(found: dict[str, Any], path: Path) -> None:
-    """Quality against bytes at 8k tokens, a dot for each row."""
-    import io
-
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 5.0), layout="constrained")
-    axes = figure.subplots()
-    drawn: list[tuple[int, float]] = []
-    for row in found["rows"].values():
-        if "bits_per_byte" not in row:
-            continue
-        x, y = row["state_bytes"]["8192"], row["bits_per_byte"]
-        axes.plot(x, y, "o", color="#0072B2")
-        # The name of a dot that lies on another one stands below.
-        below = any(x < 1.4 * a and a < 1.4 * x and abs(y - b) < 0.01 for a, b in drawn)
-        place = (4, -9 if below else 3)
-        axes.annotate(row["name"], (x, y), xytext=place, textcoords="offset points", fontsize=7)
-        drawn.append((x, y))
-    axes.set_xscale("log", base=2)
-    # Names stand to the right of their dots.
-    axes.set_xlim(right=10 * max(x for x, _ in drawn))
-    axes.set_xlabel("bytes of state behind 8192 tokens")
-    axes.set_ylabel("bits per byte of held-out text")
-    axes.grid(alpha=0.3)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=110)
-    write_atomic(path, file.getvalue())
 
 
 def write(data: Path) -> None:

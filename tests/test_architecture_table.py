@@ -47,6 +47,25 @@ def test_the_table_has_every_row_that_is_there_and_marks_the_best(scripts, tmp_p
     assert {row.gin for row in at.ROWS.values()} - set(training_files()) <= {"bytes-lckv"}
 
 
+def test_names_of_dots_that_lie_close_touch_neither_each_other_nor_other_dots(scripts):
+    import architecture_picture as ap
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(7.5, 5.0)).subplots()
+    axes.set(xlim=(0, 100), ylim=(0, 100))
+    dots = {"MixAttention": (50, 50), "YOCO": (50.2, 50.5), "MQA": (50, 50), "alone": (10, 90)}
+    texts = ap.write_names(axes, dots)
+    boxes = [text.get_window_extent() for text in texts]
+    assert [text.get_text() for text in texts] == list(dots)
+    for i, (box, own) in enumerate(zip(boxes, dots.values(), strict=True)):
+        assert box.count_overlaps([other for j, other in enumerate(boxes) if j != i]) == 0
+        others = [axes.transData.transform(dot) for dot in dots.values() if dot != own]
+        assert not any(box.contains(*at) for at in others)
+    assert (boxes[3].x0, boxes[3].y0) > tuple(
+        axes.transData.transform((10, 90))
+    )  # to the right, a little higher
+
+
 def test_what_is_not_measured_is_an_empty_cell(scripts):
     import architecture_table as at
 

@@ -1,5 +1,6 @@
-"""Attention of rows of tokens over themselves alone: on a GPU by cuDNN's FlashAttention, with gradients.
+"""Attention of rows of tokens over themselves alone: on a GPU by cuDNN's kernel, with gradients.
 
+The kernel is NVIDIA's form of FlashAttention-2 (Dao, 2023, arXiv:2307.08691), called through `jax.nn`.
 A row that nothing was read before, as in training and at the start of a prompt. Its tokens lie in order, so
 that places within the row say who sees whom, and no positions are needed.
 """
