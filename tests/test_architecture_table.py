@@ -173,7 +173,7 @@ def test_a_block_transformer_is_measured_as_other_models_are(scripts):
     assert am.state_bytes(config, 1024) < am.state_bytes(blocks, 1024) and am.decode_speed(model, 18) > 0
 
 
-@pytest.mark.parametrize("name", sweep(("pod", "yoco", "kimi linear", "transformer-vq"), "pod"))
+@pytest.mark.parametrize("name", sweep(("pod", "yoco", "kimi linear", "transformer-vq")))
 def test_what_is_timed_has_the_shape_of_a_cache_after_a_prompt(scripts, name):
     import architecture_measures as am
 

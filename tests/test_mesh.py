@@ -1,6 +1,7 @@
 """A step on a mesh that splits rows and heads: every device writes its own slots, where they lie."""
 
 import re
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from kvjax.models.params import init
 from kvjax.steps import Run
 from kvjax.writing import write_blocks, write_rows
 from tests.methods.battery import off
+from tests.sweep import sweep
 
 AUTO = (jax.sharding.AxisType.Auto,) * 2
 MESH = jax.make_mesh((2, 4), ("rows", "heads"), AUTO, devices=jax.devices())
@@ -86,9 +88,9 @@ def test_a_step_moves_activations_alone_and_its_cache_lies_in_the_one_it_was_giv
             np.testing.assert_array_equal(mine, its)
 
 
-@pytest.mark.parametrize("tail", [(), (3,), (2, 3)], ids=["numbers", "rows", "matrices"])
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(
+    ("layers", "size", "tail"), sweep(product([1, 2], [1, 2], [(), (3,), (2, 3)]), (2, 2, (2, 3)), (1, 1, ()))
+)
 def test_writes_into_spread_slots_are_those_into_whole_ones(rng, tail, size, layers):
     """Slots in and outside of what there is; a layer that is data; one token or block, and several."""
     x = rng.normal(size=(3, B, K, 8, *tail)).astype(np.float32)

@@ -260,7 +260,7 @@ def answers(model, samples, protocol, stop=-1):
     return said, [predicted(sample, said[i], start) for i, (start, sample) in enumerate(turns)]
 
 
-@pytest.mark.parametrize("protocol", sweep(["agnostic", "aware"], "agnostic"))
+@pytest.mark.parametrize("protocol", sweep(["agnostic", "aware"]))
 def test_free_answers_are_those_of_greedy_generation(model, rng, protocol):
     draw = lambda n: rng.integers(3, 900, n).tolist()  # noqa: E731
     lengths = [(20, 5, 9), (31, 2, 1), (12, 7, 4)]

@@ -208,6 +208,15 @@ def first_of_each_class() -> list[str]:
     return list(first.values())
 
 
+# Whose conversation in test_battery.py runs every time, because their steps do what no other's do: evict by
+# mass, by the query or by rank, merge, see a window, read pages, write into pages, into a pool of all layers,
+# or into granules of codes. (What answers for slots that are not read or have left is in
+# `tests/test_channels.py` and `tests/keep/test_residue.py`; what samples slots, in `tests/test_sampling.py`.)
+PLAIN = (
+    "streamingllm", "h2o", "tova", "snapkv windowed", "adakv", "kvzip", "keepkv", "kivi", "quest",
+)  # fmt: skip
+
+
 def attends_as(row: Row) -> Hashable:
     """What a token attends by: rows of which this is equal differ in nothing but which slots there are."""
     method, keep = row.method(), row.method().keep

@@ -24,6 +24,7 @@ from tests.methods.battery import (
     ALONE,
     BATCHES,
     MAIN,
+    PLAIN,
     ROOM,
     SHARED,
     VOCAB,
@@ -46,13 +47,6 @@ from tests.reference import Row as Slotwise
 
 LABELS = [r.label for r in ROWS]
 FIRST = first_of_each_class()
-# Of those the ones whose steps do what no other's do: evict by mass, by the query or by rank, merge, see a
-# window, read pages, write into pages, into a pool of all layers, or into granules of codes. (What answers
-# for slots that are not read or have left is in `tests/test_channels.py` and `tests/keep/test_residue.py`,
-# and what samples slots in `tests/test_sampling.py`.)
-PLAIN = (
-    "streamingllm", "h2o", "tova", "snapkv windowed", "adakv", "kvzip", "keepkv", "kivi", "quest",
-)  # fmt: skip
 
 
 def rows(labels, plain=PLAIN):
@@ -83,7 +77,7 @@ def test_every_class_of_layout_has_a_method_that_stands_for_it():
 # --- what it keeps and what it answers, against float64 numpy ---------------------------------------------
 
 
-@some("snapkv windowed", "kivi")
+@some("snapkv windowed")
 def test_a_prompt_leaves_what_the_shared_reading_of_it_leaves(label):
     mine, shared = talk(label), packed(label)
     assert off(mine.prompt[0], shared.logits[:B]) < 1e-6
@@ -130,7 +124,7 @@ def test_a_second_turn_attends_to_what_is_kept_and_to_itself(label):
     assert off(talk(label).second[0], np.stack(want)) < BY_LABEL[label].error
 
 
-@rows([r.label for r in ROWS if r.reread is None])
+@rows([r.label for r in ROWS if r.reread is None], ("h2o", "adakv", "kvzip", "keepkv", "kivi"))
 def test_a_second_turn_leaves_each_head_a_subset_of_old_and_new_within_the_budget(label):
     row, done = BY_LABEL[label], talk(label)
     before, after = positions(done.prompt[1]), positions(done.second[1])

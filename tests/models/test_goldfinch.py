@@ -132,7 +132,8 @@ def test_the_token_before_is_found_in_any_set_and_order(rng):
     assert [s.v.shape for s in both] == [(2, 1, 4, 2), (2, 1, 1, 2), (2, 1, 6, 2)]
 
 
-@pytest.mark.parametrize("store", ["int8", pytest.param("kivi", marks=pytest.mark.rotating)])
+@pytest.mark.rotating
+@pytest.mark.parametrize("store", ["int8", "kivi"])
 def test_codecs_leave_token_ids_alone(rng, store):
     model = Model(CONFIG, init(CONFIG, jax.random.key(0), groups=plan(CONFIG, stacked=False)), name="gold")
     ids = rng.integers(0, 700, (1, T))

@@ -461,13 +461,8 @@ def test_checkpoints_load_in_any_stacking_dtype_and_sharding(dtype, tmp_path):
                 assert model.params["norm"].sharding == place("norm", model.params["norm"].shape)
 
 
-@pytest.mark.parametrize(
-    "sharding",
-    [
-        pytest.param(None, id="one device", marks=pytest.mark.rotating),
-        pytest.param(tensor_parallel, id="four"),
-    ],
-)
+@pytest.mark.rotating
+@pytest.mark.parametrize("sharding", [None, tensor_parallel], ids=["one device", "four"])
 def test_weights_lie_as_their_device_multiplies_them_and_stay_so(sharding, tmp_path, monkeypatch):
     """Other tiles are a TPU's; a CPU can only swap axes."""
     folder, fixture = directory("olmo2", tmp_path)

@@ -49,12 +49,8 @@ REPRESENTED = [n for n in SLOTTED if n in REPRESENTATIVES]
 
 
 # What always runs: keeps and stores, each on a memory that asks much of it.
-KEPT = {
-    ("lckv", "h2o"), ("clla", "adakv"),
-}  # fmt: skip
-CODED = {
-    ("goldfinch", "int8"), ("clla", "int4"),
-}  # fmt: skip
+KEPT = {("lckv", "h2o")}
+CODED = {("goldfinch", "int8")}
 
 
 def in_turn(cases, always):
