@@ -48,7 +48,7 @@ def _hint(function, name):
     alone = type("Alone", (), {"__annotations__": {name: function.__annotations__[name]}})
     try:
         return typing.get_type_hints(alone, function.__globals__, include_extras=True)[name]
-    except Exception:
+    except NameError:
         return typing.Any
 
 

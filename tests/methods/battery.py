@@ -218,10 +218,13 @@ PLAIN = (
 
 
 def attends_as(row: Row) -> Hashable:
-    """What a token attends by: rows of which this is equal differ in nothing but which slots there are."""
+    """What a token attends by: rows of which this is equal differ in which slots there are, and how they lie.
+
+    How slots lie is what the classes of layout tell apart, whose conversations are in test_battery.py.
+    """
     method, keep = row.method(), row.method().keep
     of_prompt = None if keep is None else (keep.merge, keep.narrow is not None)
-    return class_of(row), method.store, method.read, method.stack, method.make, of_prompt
+    return method.store, method.read, method.stack, method.make, of_prompt
 
 
 def step(model: Model, cache: Cache, token: Any, append: bool) -> tuple[jax.Array, Cache]:

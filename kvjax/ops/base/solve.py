@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 _WAITS = jax.__version_info__ < (0, 11)
 
 
-def one_by_one(f: Callable[..., Array], *xs: Float[Array, "*n _ _"]) -> Float[Array, "*n ..."]:
-    """f, which calls LAPACK, of all matrices; on CPUs one after the other where several could wait for ever.
+def one_by_one(f: Callable[..., Array], *xs: Float[Array, "*n _ _"]) -> Float[Array, "..."]:
+    """f, which calls LAPACK, of all n matrices; on CPUs one by one where several could wait for ever.
 
     >>> one_by_one(jnp.linalg.inv, jnp.array([[[2.0]], [[4.0]]])).tolist()
     [[[0.5]], [[0.25]]]
