@@ -62,7 +62,7 @@ def _about(board: Leaderboard) -> str:
     many = f"{len(board.runs)} models ({models})" if len(board.runs) > 1 else f"one model ({models})"
     text = (
         "Methods that need no fit, or were fitted to the model, on the same "
-        f"{about['samples']} contexts of about {about['length']} tokens per protocol, on {many}; "
+        f"{_contexts(board)} of about {about['length']} tokens per protocol, on {many}; "
         f"{about['device']}, {about['dtype']}, revision "
         f"{about['git_revision']}. `{about['command']}` runs one of them; see "
         "`scripts/leaderboard.py` for all."
@@ -79,6 +79,17 @@ def _about(board: Leaderboard) -> str:
             "`pqcache` clusters keys."
         )
     return text
+
+
+def _contexts(board: Leaderboard) -> str:
+    """How many contexts there were, and on which models fewer or more of them."""
+    samples = board.runs[0].about["samples"]
+    others = [
+        f"{run.about['samples']} of them on `{run.about['model']}`"
+        for run in board.runs
+        if run.about["samples"] != samples
+    ]
+    return f"{samples} contexts ({', '.join(others)})" if others else f"{samples} contexts"
 
 
 def _slow(speed: Mapping[str, Speed]) -> str:

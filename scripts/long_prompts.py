@@ -56,13 +56,14 @@ def measure_all(what: str, methods: list[str] | None, found: dict[str, dict[str,
     """Adds what is missing to the data, a method at a time."""
     from kvjax.eval.report.console import make_console
     from kvjax.files import write_atomic
-    from kvjax.methods import METHODS
+    from kvjax.methods import METHODS, resolve
 
-    unknown = [name for name in methods or () if name not in METHODS]
-    if unknown:
-        sys.exit(f"{unknown[0]!r} is no method: `kvjax methods` lists them")
+    try:
+        names = [resolve(name) for name in methods or METHODS]
+    except ValueError as error:
+        sys.exit(str(error))
     key = "planned" if what == "plan" else "held_bytes"
-    todo = [name for name in methods or METHODS if not found.get(name, {}).get(key)]
+    todo = [name for name in names if not found.get(name, {}).get(key)]
     console = make_console()
     for i, name in enumerate(todo):
         with console.status(f"{i + 1} of {len(todo)}: {name}"):
