@@ -133,7 +133,7 @@ def test_one_token_writes_the_states_of_every_device_where_they_lie(fed):
     assert not collectives(program.as_text())
     out, new = program(layers, spread)
     # The equation in float64.
-    q, k, v, g, p = (np.float64(x) for x in token)
+    q, k, v, g, p = (np.float64(x) for x in token[:5])
     decayed = np.exp(g)[..., None] * 2 * np.float64(state)
     want = decayed + np.einsum("bhk,bhv->bhkv", k, v - np.einsum("bhkv,bhk->bhv", decayed, p))
     np.testing.assert_allclose(new, np.stack([state, want]), atol=1e-5)

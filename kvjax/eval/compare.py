@@ -50,6 +50,9 @@ SCHEMA = 1
 SAMPLES = 32
 # Batches whose seconds are measured, per cell and number of rows.
 TIMED = 3
+# Cells that go through all batches before others do: a process holds the programs of so many. With all cells
+# on one batch after the other it would forget programs, and compile them again for every batch.
+TOGETHER = 40
 
 
 class Comparison(NamedTuple):
@@ -189,28 +192,41 @@ def _run(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> No
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("reading the first prompts", total=len(batches) * len(entries))
-        for (protocol, number, seed, _), rows in zip(batches, arrays, strict=True):
-            todo = [e for e in entries if _key(protocol, number, e) not in log.done]
-            progress.advance(bar, len(entries) - len(todo))
-            if not todo:
-                continue
-            prompt, read_s = runner.prompt(rows)
-            full_bytes = runner.bytes_of(plan.entries[0], prompt).kept
-            for entry, unit in _units(runner, todo, prompt, rows, protocol, full_bytes):
-                budget = "" if entry.budget is None else f" {entry.budget}"
-                progress.update(bar, description=f"{entry.label}{budget}, {protocol}", advance=1)
-                log.add(_key(protocol, number, entry), _record(unit, read_s, rows, seed))
-                runner.make_room()
-            if len(batches) == 1:
-                # These first runs compiled, so their seconds say nothing: run the batch again to time it.
-                progress.update(bar, description="timing")
+        for cells in _groups(entries, len(batches)):
+            for (protocol, number, seed, _), rows in zip(batches, arrays, strict=True):
+                todo = [e for e in cells if _key(protocol, number, e) not in log.done]
+                progress.advance(bar, len(cells) - len(todo))
+                if not todo:
+                    continue
                 prompt, read_s = runner.prompt(rows)
-                for entry in todo:
-                    runner.make_room()
-                    if not runner.together and not runner.times_run(entry, rows):
-                        runner.unit(entry, prompt, rows, protocol, full_bytes, alone=True)
-                    unit = runner.unit(entry, prompt, rows, protocol, full_bytes, alone=True)
+                full_bytes = runner.bytes_of(plan.entries[0], prompt).kept
+                for entry, unit in _units(runner, todo, prompt, rows, protocol, full_bytes):
+                    budget = "" if entry.budget is None else f" {entry.budget}"
+                    progress.update(bar, description=f"{entry.label}{budget}, {protocol}", advance=1)
                     log.add(_key(protocol, number, entry), _record(unit, read_s, rows, seed))
+                    runner.make_room()
+                if len(batches) == 1:
+                    progress.update(bar, description="timing")
+                    _time_again(runner, log, batches[0], rows, todo, full_bytes)
+
+
+def _groups(entries: list[Entry], batches: int) -> list[list[Entry]]:
+    """The cells in the order in which they run: all together where there is one batch."""
+    together = len(entries) if batches == 1 else TOGETHER
+    return [entries[at : at + together] for at in range(0, len(entries), together)]
+
+
+def _time_again(
+    runner: Runner, log: UnitLog, batch: Batch, rows: Rows, cells: list[Entry], full_bytes: int
+) -> None:
+    """The only batch once more: its first runs compiled, so their seconds say nothing."""
+    prompt, read_s = runner.prompt(rows)
+    for entry in cells:
+        runner.make_room()
+        if not runner.together and not runner.times_run(entry, rows):
+            runner.unit(entry, prompt, rows, batch.protocol, full_bytes, alone=True)
+        unit = runner.unit(entry, prompt, rows, batch.protocol, full_bytes, alone=True)
+        log.add(_key(batch.protocol, batch.number, entry), _record(unit, read_s, rows, batch.seed))
 
 
 def _record(unit: Unit, read_s: dict[str, float] | None, rows: Rows, seed: int) -> dict[str, Any]:
@@ -278,7 +294,8 @@ def _report(
     started: float,
     console: Console,
 ) -> Comparison:
-    rows = [row for unit in log.done.values() for row in unit["rows"]]
+    keys = [_key(batch.protocol, batch.number, entry) for batch in batches for entry in plan.entries]
+    rows = [row for key in keys if key in log.done for row in log.done[key]["rows"]]
     cells, timings = summarise(rows), timings_of(plan.entries, log.done)
     preset = given["settings"]["preset"]
     metrics = {

@@ -27,6 +27,7 @@ from kvjax.methods import METHODS as EVERY
 # One process makes the run that all tests look at.
 pytestmark = pytest.mark.xdist_group("compare")
 QUIET = {"console": Console(file=StringIO(), width=140)}
+PRINTED = StringIO()  # by the run that all tests look at
 METHODS = ["snapkv:variant=kvpress", "int8"]
 SMALL = {"methods": METHODS, "budgets": [0.25], "tasks": ["get", "copy"], "samples": 4}
 
@@ -39,7 +40,8 @@ def without_times(rows):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    return compare(**SMALL, **QUIET, out=tmp_path_factory.mktemp("runs") / "small")
+    console = Console(file=PRINTED, width=140)
+    return compare(**SMALL, console=console, out=tmp_path_factory.mktemp("runs") / "small")
 
 
 @pytest.mark.rotating
@@ -116,6 +118,17 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_cell(small, tmp_path
     assert without_times(found.rows) == without_times(small.rows)
 
 
+@pytest.mark.rotating
+def test_cells_that_run_in_groups_leave_the_same_rows_in_the_same_order(small, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvjax.eval.compare.TOGETHER", 2)
+    found = compare(**SMALL, **QUIET, out=tmp_path / "groups")
+    log = (tmp_path / "groups" / "units.jsonl").read_text().splitlines()
+    two = ["agnostic"] * 2 + ["aware"] * 2
+    assert [json.loads(x)["key"].partition("/")[0] for x in log] == [*two, *two, "agnostic", "aware"]
+    for row, same in zip(found.rows, small.rows, strict=True):
+        assert row | {"seconds": 0} == same | {"seconds": 0}
+
+
 def test_a_run_is_not_resumed_with_other_settings(small):
     with pytest.raises(InputError, match="budgets|cells|samples"):
         compare(**{**SMALL, "samples": 5}, **QUIET, out=small.out, resume=True)
@@ -172,7 +185,9 @@ def test_a_method_answers_in_a_comparison_and_weighs_what_its_report_says(method
     (cell,) = [cell for cell in found.cells if cell.method == method]
     rows = [row for row in found.rows if row["method"] == method]
     assert len(rows) == 2 and 0 <= cell.tasks["get"].mean <= 1
-    assert 0 < cell.kept_bytes <= 1.2 * next(c.kept_bytes for c in found.cells if c.method == "full")
+    full = next(c.kept_bytes for c in found.cells if c.method == "full")
+    # Blocks in host memory may have a copy on the device.
+    assert 0 < cell.kept_bytes <= cell.host_bytes + 1.2 * full
 
 
 @pytest.mark.rotating
@@ -244,6 +259,6 @@ def test_contexts_are_a_number_that_can_be_drawn(samples, tmp_path):
 
 
 def test_the_line_below_a_table_names_the_preset_and_not_what_it_binds(small):
-    lines = QUIET["console"].file.getvalue().splitlines()
-    (line, *_) = [x for x in lines if "compiled programs" in x]
+    lines = PRINTED.getvalue().splitlines()
+    (line,) = [x for x in lines if "compiled programs" in x]
     assert line.endswith("GiB, preset short") and not any("window" in x for x in lines)

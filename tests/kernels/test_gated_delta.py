@@ -112,6 +112,16 @@ def test_results_and_gradients_are_those_of_the_equation(vector, erase, dtype):
     check(got, plain_gradient(tokens, state, segments), BARS[dtype])
 
 
+def test_tokens_that_erase_along_another_key_are_two_of_the_kernels():
+    tokens, state = draw(3, True, True, b=2)
+    tokens = tokens._replace(removal=jnp.roll(tokens.k, 1, axis=-1) * 0.7)
+    segments = jnp.asarray([[0] * 9 + [1] * 10, [2] * 19], jnp.int32)
+    check(kernel(tokens, state, segments), by_hand(tokens, state, np.asarray(segments)), 2e-6)
+    token = jax.tree.map(lambda x: x[:, 0], tokens)
+    with pytest.raises(NotImplementedError, match="erases along another key"):
+        gated_delta_step(state, token, implementation="tpu interpret")
+
+
 @pytest.mark.rotating
 @pytest.mark.parametrize("t", [1, 8, 16, 17])
 def test_any_length_fits(t):

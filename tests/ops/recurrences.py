@@ -21,14 +21,15 @@ def draw(rng, *, vector=True, erase=True, t=T):
 
 def by_hand(tokens, state, segments=None):
     """Token by token in float64 numpy, from the equation; a segment that starts in a row starts from zero."""
-    q, k, v, g, p = (None if x is None else np.asarray(x, np.float64) for x in tokens)
+    q, k, v, g, p, r = (None if x is None else np.asarray(x, np.float64) for x in tokens)
+    r = k if r is None else r
     state, out = np.array(state, np.float64), np.zeros(v.shape)
     for b, t, h in np.ndindex(*v.shape[:3]):
         if segments is not None and t > 0 and segments[b, t] != segments[b, t - 1]:
             state[b, h] = 0
         s = np.exp(g[b, t, h])[:, None] * state[b, h]
         if p is not None:
-            s = s - np.outer(k[b, t, h], s.T @ p[b, t, h])
+            s = s - np.outer(r[b, t, h], s.T @ p[b, t, h])
         state[b, h] = s + np.outer(k[b, t, h], v[b, t, h])
         out[b, t, h] = state[b, h].T @ q[b, t, h]
     return out, state

@@ -83,7 +83,7 @@ def by_hand(tokens, scales, state):
 
     A given level stands where one of its tokens was: the last token, for l >= 1 with bit l - 1 cleared.
     """
-    q, k, v, g, p = (None if x is None else np.asarray(x, np.float64) for x in tokens)
+    q, k, v, g, p = (None if x is None else np.asarray(x, np.float64) for x in tokens[:5])
     lam, given = np.asarray(scales, np.float64), np.asarray(state.levels, np.float64)
     top, out, final = lam.shape[-1] - 1, np.zeros(v.shape), np.zeros(given.shape)
     level_of = lambda t, s: min((t ^ s).bit_length(), top)  # noqa: E731
@@ -261,14 +261,14 @@ def test_masks_and_segments_go_together(rng, double):
 
 
 def test_scales_of_one_are_the_plain_member_without_erasing(rng, double):
-    (q, k, v, g, _), scales = draw(rng)
+    (q, k, v, g, *_), scales = draw(rng)
     out, state = attention(q, k, v, g, np.ones_like(scales))
     want, final = jax.jit(lambda *x: plain.gla(*x, scale=1.0, recurrent=True))(q, k, v, g)
     assert rms(out, want) < 1e-10 and rms(np.asarray(state.levels).sum(1), final) < 1e-10
 
 
 def test_scales_of_one_are_the_plain_member_with_erasing(rng, double):
-    (q, k, v, g, _), scales = draw(rng, vector=False)
+    (q, k, v, g, *_), scales = draw(rng, vector=False)
     beta = rng.random((B, T, H))
     out, state = gated_delta(q, k, v, g[..., 0], beta, np.ones_like(scales), scale=K**-0.5)
     want, final = jax.jit(lambda *x: plain.gated_delta_rule(*x, recurrent=True))(q, k, v, g[..., 0], beta)
@@ -276,7 +276,7 @@ def test_scales_of_one_are_the_plain_member_with_erasing(rng, double):
 
 
 def test_keys_serve_a_group_of_value_heads(rng, double):
-    (q, k, v, g, _), scales = draw(rng)
+    (q, k, v, g, *_), scales = draw(rng)
     q, k, beta = q[:, :, :1], k[:, :, :1], rng.random((B, T, H))
     want = gated_delta(*(np.repeat(x, H, 2) for x in (q, k)), v, g, beta, scales, recurrent=True)
     close(gated_delta(q, k, v, g, beta, scales, recurrent=True), want)

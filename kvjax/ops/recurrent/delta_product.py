@@ -8,20 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.recurrent.linear_attention import Mask, Output, PerChannel, PerHead, gated_delta_rule
-
-
-def substeps(*parts: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B S *rest"]:
-    """[B, T, ...] of the first, second, ... sub-step of every token, as one sequence of T * len(parts).
-
-    >>> substeps(jnp.asarray([[1, 2]]), jnp.asarray([[10, 20]])).tolist()
-    [[1, 10, 2, 20]]
-    """
-    b, t, *rest = parts[0].shape
-    return jnp.stack(parts, 2).reshape(b, t * len(parts), *rest)
+from kvjax.ops.recurrent.recurrence import substeps
 
 
 def gated_delta_product(

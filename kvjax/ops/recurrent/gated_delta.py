@@ -115,7 +115,8 @@ def gated_delta_step(
 
 def refusal(tokens: Tokens) -> str:
     """Why the TPU kernels cannot take these tokens; empty where they can."""
-    kinds = {x.dtype.name for x in (tokens.q, tokens.k, tokens.v, tokens.erase) if x is not None}
+    arrays = (tokens.q, tokens.k, tokens.v, tokens.erase, tokens.removal)
+    kinds = {x.dtype.name for x in arrays if x is not None}
     if len(kinds) > 1 or not kinds <= {"float32", "bfloat16"}:
         return f"tokens of {' and '.join(sorted(kinds))}, expected all float32 or all bfloat16"
     if tokens.log_decay.dtype != jnp.float32:
@@ -127,6 +128,8 @@ def refusal(tokens: Tokens) -> str:
 
 def step_refusal(state: Array, token: Tokens) -> str:
     """Why the TPU kernel cannot take these states [..., K, V] and token; empty where it can."""
+    if token.removal is not None:
+        return "a token that erases along another key than it writes to"
     if state.dtype != jnp.float32:
         return f"states of {state.dtype}, expected float32"
     keys, values = state.shape[-2:]
@@ -148,8 +151,13 @@ def tpu_gated_delta(
     """The kernels on the operands of `gated_delta`.
 
     chunk: tokens per grid step, a power of two from 8 on; span: chunks from one state that is kept for the
-    gradient to the next.
+    gradient to the next. A token with a removal is two of theirs.
     """
+    if tokens.removal is not None:
+        twice = None if segments is None else jnp.repeat(segments, 2, axis=1)
+        one = recurrence.with_one_key(tokens)
+        out, last = tpu_gated_delta(one, state, twice, chunk=chunk, span=span, interpret=interpret)
+        return out[:, 1::2], last
     b, t, h, keys = tokens.k.shape
     values = tokens.v.shape[-1]
     size = chunk or min(LARGEST_CHUNK, max(16, 1 << (t - 1).bit_length()))
@@ -189,7 +197,7 @@ def tpu_gated_delta_step(
     # About a megabyte per copy.
     together = max(SUBLANES, STEP_NUMBERS // (keys * values) // SUBLANES * SUBLANES)
     g = jnp.broadcast_to(token.log_decay, token.k.shape)
-    q, k, v, g, p = (None if x is None else x.reshape(b * h, -1) for x in token._replace(log_decay=g))
+    q, k, v, g, p = (None if x is None else x.reshape(b * h, -1) for x in token._replace(log_decay=g)[:5])
     out, new = decode(
         q, k, v, g, p,  # pyright: ignore[reportArgumentType]
         state.layers.reshape(layers, b * h, keys, values), jnp.asarray(state.layer, jnp.int32)[None],

@@ -84,7 +84,7 @@ def tpu_log_linear_decode(
     g = jnp.broadcast_to(token.log_decay, token.k.shape)
     together = SUBLANES if h % SUBLANES == 0 and keys * values <= 2 * LANES**2 else h
     out, levels = decode_levels(
-        *token._replace(log_decay=g), jnp.moveaxis(level_scales, 2, 1)[..., None].astype(jnp.float32),
+        *token._replace(log_decay=g)[:5], jnp.moveaxis(level_scales, 2, 1)[..., None].astype(jnp.float32),
         stack.layers, jnp.asarray(stack.layer, jnp.int32)[None], visits, counts, targets,
         together=together, interpret=interpret,
     )  # fmt: skip

@@ -97,7 +97,7 @@ def log_linear_step(
 
 def without(tokens: Tokens, mask: Bool[Array, "..."]) -> Tokens:
     """Tokens that decay, erase and write nothing where the mask leaves them out."""
-    q, k, v, g, p = tokens
+    q, k, v, g, p = tokens[:5]
     real = mask[..., None, None]
     k, v, g = (jnp.where(real, x, jnp.zeros((), x.dtype)) for x in (k, v, g))
     return Tokens(q, k, v, g, None if p is None else jnp.where(real, p, jnp.zeros((), p.dtype)))

@@ -1,13 +1,15 @@
 """One recurrence behind most linear attentions: a state [K, V] per head that decays, erases and writes.
 
     S~ = Diag(exp g) S
-    S  = S~ + k (w v - S~' p)'
+    S  = S~ + k (w v)' - r (S~' p)'
     o  = scale S' q
 
-g is the log decay (one per head, or one per key channel), p the erase vector and w the write factor. Linear
-attention, RetNet, GLA, HGRN2, Mamba-2, DeltaNet, Gated DeltaNet, KDA, GDN-2 and Comba are calls of it
-(`kvjax.ops.recurrent.linear_attention`). `step` is one token, `scan` a sequence token by token, `chunked` the
-same in chunks that are matrix products (DeltaNet, arXiv:2406.06484; Kimi Linear, arXiv:2510.26692, eq. 6-9).
+g is the log decay (one per head, or one per key channel), w the write factor and p the erase vector. What p
+reads is taken away along r, which is k but in RWKV-7. Linear attention, RetNet, GLA, HGRN2, Mamba-2,
+DeltaNet, Gated DeltaNet, KDA, GDN-2, Comba (`kvjax.ops.recurrent.linear_attention`), RWKV-6 and RWKV-7
+(`kvjax.ops.recurrent.rwkv`) are calls of it. `step` is one token, `scan` a sequence token by token, `chunked`
+the same in chunks that are matrix products (DeltaNet, arXiv:2406.06484; Kimi Linear, arXiv:2510.26692, eq.
+6-9).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.packed_sequences import segment_numbers, segment_starts
@@ -29,7 +31,8 @@ CHUNK_VECTOR, CHUNK_SCALAR = 16, 32
 class Tokens(NamedTuple):
     """What a sequence feeds the recurrence; the time axis is the second one, heads H are those of the values.
 
-    log_decay: [B, T, H, K] or [B, T, H, 1], at most 0. erase is None where nothing is erased.
+    log_decay: [B, T, H, K] or [B, T, H, 1], at most 0. erase is None where nothing is erased; removal is the
+    key along which it is, None where that is k.
     """
 
     q: Float[Array, "B T H K"]
@@ -37,6 +40,7 @@ class Tokens(NamedTuple):
     v: Float[Array, "B T H V"]
     log_decay: Float[Array, "B T H _"]
     erase: Float[Array, "B T H K"] | None
+    removal: Float[Array, "B T H K"] | None = None
 
 
 def tokens_of(
@@ -46,6 +50,7 @@ def tokens_of(
     log_decay: Float[Array, "B T H *c"] | None = None,
     *,
     erase: Float[Array, "B T _ K"] | None = None,
+    removal: Float[Array, "B T _ K"] | None = None,
     write: Float[Array, "B T H *d"] | None = None,
     scale: float | None = None,
     mask: Bool[Array, "B T"] | None = None,
@@ -66,15 +71,34 @@ def tokens_of(
     k = grouped(k)
     g = jnp.zeros((*v.shape[:3], 1), dtype) if log_decay is None else log_decay.astype(dtype)
     g = g[..., None] if g.ndim == 3 else g
-    p = None if erase is None else grouped(erase.astype(dtype))
+    p, r = (None if x is None else grouped(x.astype(dtype)) for x in (erase, removal))
     if write is not None:
         w = write.astype(dtype)
         v = v * (w[..., None] if w.ndim == 3 else w)
     if mask is not None:
         real = mask[:, :, None, None]
-        k, v, g = (jnp.where(real, x, jnp.zeros((), dtype)) for x in (k, v, g))
-        p = None if p is None else jnp.where(real, p, jnp.zeros((), dtype))
-    return Tokens(q, k, v, g, p)
+        k, v, g, p, r = (x if x is None else jnp.where(real, x, 0).astype(dtype) for x in (k, v, g, p, r))
+    return Tokens(q, k, v, g, p, r)
+
+
+def substeps(*parts: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B S *rest"]:
+    """[B, T, ...] of the first, second, ... sub-step of every token, as one sequence of T * len(parts).
+
+    >>> substeps(jnp.asarray([[1, 2]]), jnp.asarray([[10, 20]])).tolist()
+    [[1, 10, 2, 20]]
+    """
+    b, t, *rest = parts[0].shape
+    return jnp.stack(parts, 2).reshape(b, t * len(parts), *rest)
+
+
+def with_one_key(tokens: Tokens) -> Tokens:
+    """Tokens with a removal as two without: the first decays and erases, the second writes and reads."""
+    q, k, v, g, p, r = tokens
+    none = jnp.zeros_like(k)
+    return Tokens(
+        substeps(none, q), substeps(r, k), substeps(jnp.zeros_like(v), v), substeps(g, jnp.zeros_like(g)),
+        substeps(p, none),
+    )  # fmt: skip
 
 
 class StackedState(NamedTuple):
@@ -119,8 +143,8 @@ def step(
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
     """One token per row, its arrays without the time axis: (output, new state).
 
-    With a = exp g: u = v - S' (a p), o = S' (a q) + (q'k) u, S = Diag(a) S + k u'. Both products are of the
-    state as it was, so that no other one has to be made for them.
+    With a = exp g and u = S' (a p): o = S' (a q) + (q'k) v - (q'r) u, S = Diag(a) S + k v' - r u'. Both
+    products are of the state as it was, so that no other one has to be made for them.
     """
     return advance(state, token, products(state, token))
 
@@ -136,10 +160,15 @@ def advance(
     state: Float[Array, "B H K V"], token: Tokens, found: Float[Array, "B H R V"]
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
     """`step` with its `products` found before."""
-    q, k, v, g, p = token
-    u = v if p is None else v - found[:, :, 1]
-    out = found[:, :, 0] + (q * k).sum(-1, keepdims=True) * u
-    return out, jnp.exp(g)[..., None] * state + k[..., None] * u[..., None, :]
+    q, k, v, g, p, r = token
+    if p is not None and r is None:
+        v = v - found[:, :, 1]
+    out = found[:, :, 0] + (q * k).sum(-1, keepdims=True) * v
+    new = jnp.exp(g)[..., None] * state + k[..., None] * v[..., None, :]
+    if r is not None:
+        out = out - (q * r).sum(-1, keepdims=True) * found[:, :, 1]
+        new = new - r[..., None] * found[:, :, 1, None]
+    return out, new
 
 
 def scan(
@@ -197,7 +226,7 @@ def _one_chunk(
     tokens: Tokens, state: Float[Array, "B H K V"], segment: Int[Array, "B C"], before: Int[Array, "B"]
 ) -> tuple[Float[Array, "B H C V"], Float[Array, "B H K V"]]:
     """One chunk, [B, H, C, ...]. `before` is the segment that the entering state belongs to."""
-    q, k, v, g, p = tokens
+    q, k, v, g, p, r = tokens
     # Decays are split into multiples of 1/16, whose sums are exact, and small rests. So a strong decay leaves
     # no rounding error in the differences of weak ones behind it.
     coarse = jax.lax.stop_gradient(jnp.round(g * 16) / 16)
@@ -208,49 +237,60 @@ def _one_chunk(
     same = (segment[:, :, None] == segment[:, None, :])[:, None]
     entering = jnp.where((segment == before[:, None])[:, None, :, None], jnp.exp(total), 0.0).astype(v.dtype)
 
-    def products(x: Array, mask: Array) -> Array:
-        """x_i' Diag(exp(G_i - G_j)) k_j where mask; only differences, so that no factor overflows."""
-        seen = mask & same
-        if g.shape[-1] > 1:
-            return jnp.where(seen, _by_channels(x, k, whole, part), 0.0)
-        apart = (whole - jnp.swapaxes(whole, 2, 3)) + (part - jnp.swapaxes(part, 2, 3))
-        decay = jnp.where(seen, jnp.exp(jnp.where(seen, apart, 0.0)), 0.0)
-        return jnp.einsum("bhik,bhjk->bhij", x, k) * decay
-
-    if p is not None:
-        rest = v - jnp.einsum("bhik,bhkv->bhiv", p * entering, state)
-        v = unit_lower_solve(products(p, jnp.tril(lower, -1)), rest)
-    out = jnp.einsum("bhik,bhkv->bhiv", q * entering, state)
-    out = out + jnp.einsum("bhij,bhjv->bhiv", products(q, lower), v)
     behind = (whole[:, :, -1:] - whole) + (part[:, :, -1:] - part)
     ends = (segment == segment[:, -1:])[:, None, :, None]
     kept = jnp.where(ends, jnp.exp(jnp.where(ends, behind, 0.0)), 0.0).astype(v.dtype)
-    new = jnp.einsum("bhik,bhiv->bhkv", k * kept, v)
-    carried = entering[:, :, -1]
-    return out, carried[..., None] * state + new
+    # What reads, q and p, and the keys that are written along, k and r, side by side: [B, H, 1 or 2, C, K].
+    reads, keys = (jnp.stack([x for x in pair if x is not None], 2) for pair in ((q, p), (k, r)))
+    found = jnp.einsum("bhrik,bhkv->bhriv", reads * entering[:, :, None], state)
+    if g.shape[-1] > 1:
+        met = jnp.where((lower & same)[:, :, None, None], _by_channels(reads, keys, whole, part), 0.0)
+    else:
+        met = jnp.einsum("bhrik,bhsjk->bhrsij", reads, keys)
+        met = met * _decay(whole, part, lower & same)[:, :, None, None]
+    written = v[:, :, None]
+    if p is not None and r is None:
+        written = unit_lower_solve(met[:, :, 1, 0], v - found[:, :, 1])[:, :, None]
+    elif p is not None:
+        read = found[:, :, 1] + jnp.einsum("bhij,bhjv->bhiv", jnp.tril(met[:, :, 1, 0], -1), v)
+        written = jnp.stack([v, -unit_lower_solve(met[:, :, 1, 1], read)], 2)
+    out = found[:, :, 0] + jnp.einsum("bhsij,bhsjv->bhiv", met[:, :, 0], written)
+    new = jnp.einsum("bhsik,bhsiv->bhkv", keys * kept[:, :, None], written)
+    return out, entering[:, :, -1, :, None] * state + new
+
+
+def _decay(
+    whole: Float[Array, "B H C 1"], part: Float[Array, "B H C 1"], seen: Bool[Array, "B 1 C C"]
+) -> Float[Array, "B H C C"]:
+    """exp(G_i - G_j) where seen, G = whole + part; only differences, so that no factor overflows."""
+    apart = (whole - jnp.swapaxes(whole, 2, 3)) + (part - jnp.swapaxes(part, 2, 3))
+    return jnp.where(seen, jnp.exp(jnp.where(seen, apart, 0.0)), 0.0)
 
 
 def _by_channels(
-    x: Float[Array, "B H C K"], k: Float[Array, "B H C K"], *decay: Float[Array, "B H C K"]
-) -> Float[Array, "B H C C"]:
+    x: Float[Array, "B H R C K"], k: Float[Array, "B H S C K"], *decay: Float[Array, "B H C K"]
+) -> Float[Array, "B H R S C C"]:
     """x_i' Diag(exp(G_i - G_j)) k_j for i >= j, and 0 elsewhere, where G is the sum of `decay`.
 
     Of two blocks of tokens that follow each other, rows of the later and columns of the earlier one meet as
     G_i - M and M - G_j, with M the last G of the earlier. Both are at most 0, so all is products of matrices,
     of ever larger blocks, and no pair of tokens has an exponential of its own.
     """
-    c = x.shape[2]
+    c = x.shape[-2]
     most = 1 << max(c - 1, 0).bit_length()
-    fill = ((0, 0), (0, 0), (0, most - c), (0, 0))
-    x, k, decay = jnp.pad(x, fill), jnp.pad(k, fill), tuple(jnp.pad(y, fill, mode="edge") for y in decay)
-    found = (x * k).sum(-1)[..., None, None]  # [B, H, blocks, size, size]
+
+    def filled(y: Array, mode: str = "constant") -> Array:
+        return jnp.pad(y, [(0, 0)] * (y.ndim - 2) + [(0, most - c), (0, 0)], mode=mode)
+
+    x, k, decay = filled(x), filled(k), tuple(filled(y, "edge") for y in decay)
+    found = jnp.einsum("bhrtk,bhstk->bhrst", x, k)[..., None, None]  # [B, H, R, S, blocks, size, size]
     for size in (1 << i for i in range(most.bit_length() - 1)):
-        pairs = (*x.shape[:2], -1, 2, size, x.shape[-1])
-        rows, columns, *parts = (y.reshape(pairs) for y in (x, k, *decay))
+        rows, columns, *parts = (y.reshape(*y.shape[:-2], -1, 2, size, y.shape[-1]) for y in (x, k, *decay))
         since = sum(y[:, :, :, 1] - y[:, :, :, 0, -1:] for y in parts)
         until = sum(y[:, :, :, 0, -1:] - y[:, :, :, 0] for y in parts)
-        rows, columns = rows[:, :, :, 1] * jnp.exp(since), columns[:, :, :, 0] * jnp.exp(until)
-        met = jnp.einsum("bhnik,bhnjk->bhnij", rows, columns)
-        top = jnp.concatenate([found[:, :, 0::2], jnp.zeros_like(met)], -1)
-        found = jnp.concatenate([top, jnp.concatenate([met, found[:, :, 1::2]], -1)], -2)
-    return found[:, :, 0, :c, :c]
+        rows = rows[..., 1, :, :] * jnp.exp(since)[:, :, None]
+        columns = columns[..., 0, :, :] * jnp.exp(until)[:, :, None]
+        met = jnp.einsum("bhrnik,bhsnjk->bhrsnij", rows, columns)
+        top = jnp.concatenate([found[..., 0::2, :, :], jnp.zeros_like(met)], -1)
+        found = jnp.concatenate([top, jnp.concatenate([met, found[..., 1::2, :, :]], -1)], -2)
+    return found[..., 0, :c, :c]

@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.packed_sequences import segment_starts
-from kvjax.ops.recurrent.delta_product import substeps
 from kvjax.ops.recurrent.linear_attention import Mask, MatrixState, Output, PerChannel, Values, run
 from kvjax.ops.recurrent.recurrence import tokens_of, zero_state
 
@@ -84,9 +83,8 @@ def rwkv7(
     RWKV-7 "Goose" (Peng et al., 2025, arXiv:2503.14456). kk is the removal key, of unit length; a in (0, 1)
     the in-context learning rate; k the replacement key.
 
-    The erase reads the state before it decays, and takes away along another key than v is written to. So a
-    token is two steps of the recurrence: decay and erase, then write. The first reads the decayed state with
-    kk e^-w, which is safe because w is never below -0.607.
+    What is erased is read of the state before it decays, which is the decayed state read with kk e^-w: safe,
+    because w is never below -0.607. It is taken away along a * kk, another key than v is written to.
 
     >>> x = jnp.full((1, 1, 1, 1), 0.5)
     >>> state = jnp.full((1, 1, 1, 1), 8.0)
@@ -97,16 +95,5 @@ def rwkv7(
     dtype = wide(v)
     r, k, v, w_pre, kk, a = (x.astype(dtype) for x in (r, k, v, w_pre, kk, a))
     w = -math.exp(-0.5) * jax.nn.sigmoid(w_pre)
-    zero, nothing = jnp.zeros_like(k), jnp.zeros_like(v)
-    tokens = tokens_of(
-        substeps(zero, r),
-        substeps(a * kk, k),
-        substeps(nothing, v),
-        substeps(w, zero),
-        erase=substeps(kk * jnp.exp(-w), zero),
-        scale=scale,
-        mask=None if mask is None else jnp.repeat(mask, 2, axis=1),
-    )
-    twice = None if segments is None else jnp.repeat(segments, 2, axis=1)
-    out, state = run(tokens, initial_state, twice, recurrent)
-    return out[:, 1::2], state
+    tokens = tokens_of(r, k, v, w, erase=kk * jnp.exp(-w), removal=a * kk, scale=scale, mask=mask)
+    return run(tokens, initial_state, segments, recurrent)
