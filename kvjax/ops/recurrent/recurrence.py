@@ -237,60 +237,55 @@ def _one_chunk(
     same = (segment[:, :, None] == segment[:, None, :])[:, None]
     entering = jnp.where((segment == before[:, None])[:, None, :, None], jnp.exp(total), 0.0).astype(v.dtype)
 
+    def products(x: Array, key: Array) -> Array:
+        """x_i' Diag(exp(G_i - G_j)) key_j for i >= j; only differences, so that no factor overflows."""
+        seen = lower & same
+        if g.shape[-1] > 1:
+            return jnp.where(seen, _by_channels(x, key, whole, part), 0.0)
+        apart = (whole - jnp.swapaxes(whole, 2, 3)) + (part - jnp.swapaxes(part, 2, 3))
+        decay = jnp.where(seen, jnp.exp(jnp.where(seen, apart, 0.0)), 0.0)
+        return jnp.einsum("bhik,bhjk->bhij", x, key) * decay
+
     behind = (whole[:, :, -1:] - whole) + (part[:, :, -1:] - part)
     ends = (segment == segment[:, -1:])[:, None, :, None]
     kept = jnp.where(ends, jnp.exp(jnp.where(ends, behind, 0.0)), 0.0).astype(v.dtype)
-    # What reads, q and p, and the keys that are written along, k and r, side by side: [B, H, 1 or 2, C, K].
-    reads, keys = (jnp.stack([x for x in pair if x is not None], 2) for pair in ((q, p), (k, r)))
-    found = jnp.einsum("bhrik,bhkv->bhriv", reads * entering[:, :, None], state)
-    if g.shape[-1] > 1:
-        met = jnp.where((lower & same)[:, :, None, None], _by_channels(reads, keys, whole, part), 0.0)
-    else:
-        met = jnp.einsum("bhrik,bhsjk->bhrsij", reads, keys)
-        met = met * _decay(whole, part, lower & same)[:, :, None, None]
-    written = v[:, :, None]
-    if p is not None and r is None:
-        written = unit_lower_solve(met[:, :, 1, 0], v - found[:, :, 1])[:, :, None]
-    elif p is not None:
-        read = found[:, :, 1] + jnp.einsum("bhij,bhjv->bhiv", jnp.tril(met[:, :, 1, 0], -1), v)
-        written = jnp.stack([v, -unit_lower_solve(met[:, :, 1, 1], read)], 2)
-    out = found[:, :, 0] + jnp.einsum("bhsij,bhsjv->bhiv", met[:, :, 0], written)
-    new = jnp.einsum("bhsik,bhsiv->bhkv", keys * kept[:, :, None], written)
-    return out, entering[:, :, -1, :, None] * state + new
-
-
-def _decay(
-    whole: Float[Array, "B H C 1"], part: Float[Array, "B H C 1"], seen: Bool[Array, "B 1 C C"]
-) -> Float[Array, "B H C C"]:
-    """exp(G_i - G_j) where seen, G = whole + part; only differences, so that no factor overflows."""
-    apart = (whole - jnp.swapaxes(whole, 2, 3)) + (part - jnp.swapaxes(part, 2, 3))
-    return jnp.where(seen, jnp.exp(jnp.where(seen, apart, 0.0)), 0.0)
+    written = [(k, v)]  # what goes into the state: keys, and a vector along each
+    if p is not None:
+        found = jnp.einsum("bhik,bhkv->bhiv", p * entering, state)
+        if r is None:
+            written = [(k, unit_lower_solve(products(p, k), v - found))]
+        else:
+            found = found + jnp.einsum("bhij,bhjv->bhiv", jnp.tril(products(p, k), -1), v)
+            written.append((r, -unit_lower_solve(products(p, r), found)))
+    out = jnp.einsum("bhik,bhkv->bhiv", q * entering, state)
+    new = entering[:, :, -1, :, None] * state
+    for key, value in written:
+        out = out + jnp.einsum("bhij,bhjv->bhiv", products(q, key), value)
+        new = new + jnp.einsum("bhik,bhiv->bhkv", key * kept, value)
+    return out, new
 
 
 def _by_channels(
-    x: Float[Array, "B H R C K"], k: Float[Array, "B H S C K"], *decay: Float[Array, "B H C K"]
-) -> Float[Array, "B H R S C C"]:
+    x: Float[Array, "B H C K"], k: Float[Array, "B H C K"], *decay: Float[Array, "B H C K"]
+) -> Float[Array, "B H C C"]:
     """x_i' Diag(exp(G_i - G_j)) k_j for i >= j, and 0 elsewhere, where G is the sum of `decay`.
 
     Of two blocks of tokens that follow each other, rows of the later and columns of the earlier one meet as
     G_i - M and M - G_j, with M the last G of the earlier. Both are at most 0, so all is products of matrices,
     of ever larger blocks, and no pair of tokens has an exponential of its own.
     """
-    c = x.shape[-2]
+    c = x.shape[2]
     most = 1 << max(c - 1, 0).bit_length()
-
-    def filled(y: Array, mode: str = "constant") -> Array:
-        return jnp.pad(y, [(0, 0)] * (y.ndim - 2) + [(0, most - c), (0, 0)], mode=mode)
-
-    x, k, decay = filled(x), filled(k), tuple(filled(y, "edge") for y in decay)
-    found = jnp.einsum("bhrtk,bhstk->bhrst", x, k)[..., None, None]  # [B, H, R, S, blocks, size, size]
+    fill = ((0, 0), (0, 0), (0, most - c), (0, 0))
+    x, k, decay = jnp.pad(x, fill), jnp.pad(k, fill), tuple(jnp.pad(y, fill, mode="edge") for y in decay)
+    found = (x * k).sum(-1)[..., None, None]  # [B, H, blocks, size, size]
     for size in (1 << i for i in range(most.bit_length() - 1)):
-        rows, columns, *parts = (y.reshape(*y.shape[:-2], -1, 2, size, y.shape[-1]) for y in (x, k, *decay))
+        pairs = (*x.shape[:2], -1, 2, size, x.shape[-1])
+        rows, columns, *parts = (y.reshape(pairs) for y in (x, k, *decay))
         since = sum(y[:, :, :, 1] - y[:, :, :, 0, -1:] for y in parts)
         until = sum(y[:, :, :, 0, -1:] - y[:, :, :, 0] for y in parts)
-        rows = rows[..., 1, :, :] * jnp.exp(since)[:, :, None]
-        columns = columns[..., 0, :, :] * jnp.exp(until)[:, :, None]
-        met = jnp.einsum("bhrnik,bhsnjk->bhrsnij", rows, columns)
-        top = jnp.concatenate([found[..., 0::2, :, :], jnp.zeros_like(met)], -1)
-        found = jnp.concatenate([top, jnp.concatenate([met, found[..., 1::2, :, :]], -1)], -2)
-    return found[..., 0, :c, :c]
+        rows, columns = rows[:, :, :, 1] * jnp.exp(since), columns[:, :, :, 0] * jnp.exp(until)
+        met = jnp.einsum("bhnik,bhnjk->bhnij", rows, columns)
+        top = jnp.concatenate([found[:, :, 0::2], jnp.zeros_like(met)], -1)
+        found = jnp.concatenate([top, jnp.concatenate([met, found[:, :, 1::2]], -1)], -2)
+    return found[:, :, 0, :c, :c]
