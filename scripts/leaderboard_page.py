@@ -82,14 +82,16 @@ def _about(board: Leaderboard) -> str:
 
 
 def _contexts(board: Leaderboard) -> str:
-    """How many contexts there were, and on which models fewer or more of them."""
-    samples = board.runs[0].about["samples"]
-    others = [
-        f"{run.about['samples']} of them on `{run.about['model']}`"
-        for run in board.runs
-        if run.about["samples"] != samples
+    """How many contexts there were, and on which models fewer of them."""
+    samples, *others = dict.fromkeys(run.about["samples"] for run in board.runs)
+    fewer = [
+        f"{count} of them on {' and '.join(_models(board, count))}" for count in others if count < samples
     ]
-    return f"{samples} contexts ({', '.join(others)})" if others else f"{samples} contexts"
+    return f"{samples} contexts ({', '.join(fewer)})" if fewer else f"{samples} contexts"
+
+
+def _models(board: Leaderboard, samples: int) -> list[str]:
+    return [f"`{run.about['model']}`" for run in board.runs if run.about["samples"] == samples]
 
 
 def _slow(speed: Mapping[str, Speed]) -> str:
