@@ -101,8 +101,8 @@ def _panel(axes: Axes, lines: Sequence[Line], names: Sequence[str]) -> None:
         hollow = dict(marker="o", markersize=4.5, markerfacecolor="white", color=_MUTED, linewidth=0.8)
         handles.append(Line2D([], [], label="hollow: read by a step", **hollow))
     legend = axes.legend(
-        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=6.6, frameon=False,
-        handlelength=1.6, columnspacing=0.8, labelspacing=0.25,
+        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=6.6,
+        frameon=False, handlelength=1.6, columnspacing=0.8, labelspacing=0.25,
     )  # fmt: skip
     for text in legend.get_texts():
         text.set_color(_INK)
