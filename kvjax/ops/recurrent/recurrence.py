@@ -77,7 +77,8 @@ def tokens_of(
         v = v * (w[..., None] if w.ndim == 3 else w)
     if mask is not None:
         real = mask[:, :, None, None]
-        k, v, g, p, r = (x if x is None else jnp.where(real, x, 0).astype(dtype) for x in (k, v, g, p, r))
+        k, v, g = (jnp.where(real, x, jnp.zeros((), dtype)) for x in (k, v, g))
+        p, r = (None if x is None else jnp.where(real, x, jnp.zeros((), dtype)) for x in (p, r))
     return Tokens(q, k, v, g, p, r)
 
 
@@ -95,6 +96,7 @@ def with_one_key(tokens: Tokens) -> Tokens:
     """Tokens with a removal as two without: the first decays and erases, the second writes and reads."""
     q, k, v, g, p, r = tokens
     none = jnp.zeros_like(k)
+    p, r = none if p is None else p, k if r is None else r
     return Tokens(
         substeps(none, q), substeps(r, k), substeps(jnp.zeros_like(v), v), substeps(g, jnp.zeros_like(g)),
         substeps(p, none),
