@@ -150,12 +150,16 @@ def test_what_a_run_left_is_collected(tmp_path, scripts):
     assert found.speed == {"snapkv": (1.5, 0.5), "full": (1.0, 1.0), "kivi": (1.1, 0.25)}
     assert len(found.lines()) == len(summarise(rows)) and found.runs[0].about["samples"] == 12
 
-    # A run of another model comes beside it; the same model asked otherwise does not.
+    # A run of another model comes beside it; some methods of the same model, asked otherwise, do not.
     folder.rename(tmp_path / "1")
     file.write_text(leaderboard.collect([Path("0"), Path("1")], tmp_path, found))
     assert [run.about["model"][-1] for run in read_leaderboard(file).runs] == ["0", "1"]
     metrics["settings"] = SETTINGS | {"samples": 13}
     (tmp_path / "1" / "metrics.json").write_text(json.dumps(metrics))
+    again = leaderboard.collect([Path("1")], tmp_path, read_leaderboard(file))
+    assert '"samples": 13' in again.partition('"model": "')[2]  # all its methods are asked anew
+    few = [row for row in rows if row["method"] == "full"]
+    (tmp_path / "1" / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in few))
     with pytest.raises(SystemExit, match="asked with .*13.* in the data with .*12"):
         leaderboard.collect([Path("1")], tmp_path, read_leaderboard(file))
 
