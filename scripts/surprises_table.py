@@ -6,15 +6,16 @@ from typing import NamedTuple
 
 
 class Surprise(NamedTuple):
-    """What was found of some methods, and the methods to compare, at half of the cache.
+    """What was found of some methods, and the methods to compare.
 
-    protocol: whether the question is seen before compression ("aware") or not.
+    protocol: whether the question is seen before compression ("aware") or not. budget: at which they are.
     """
 
     methods: tuple[str, ...]
     text: str
     compared: str
     protocol: str = "agnostic"
+    budget: float = 0.5
 
     @property
     def found(self) -> str:
@@ -24,7 +25,7 @@ class Surprise(NamedTuple):
     @property
     def command(self) -> str:
         """The comparison that shows it."""
-        more = f"--budgets 0.5 --protocol {self.protocol} --samples 30"
+        more = f"--budgets {self.budget} --protocol {self.protocol} --samples 30"
         return f"kvjax compare --methods {self.compared} {more}"
 
 
@@ -195,6 +196,7 @@ SURPRISES = (
         """,
         "random h2o cam cam:following=4 cam:following=128",
         protocol="aware",
+        budget=0.125,
     ),
     Surprise(
         ("zeromerge",),
