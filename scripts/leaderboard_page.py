@@ -83,10 +83,8 @@ def _about(board: Leaderboard) -> str:
 
 def _contexts(board: Leaderboard) -> str:
     """How many contexts there were, and on which models fewer of them."""
-    samples, *others = dict.fromkeys(run.about["samples"] for run in board.runs)
-    fewer = [
-        f"{count} of them on {' and '.join(_models(board, count))}" for count in others if count < samples
-    ]
+    samples, *others = sorted({run.about["samples"] for run in board.runs}, reverse=True)
+    fewer = [f"{count} of them on {' and '.join(_models(board, count))}" for count in others]
     return f"{samples} contexts ({', '.join(fewer)})" if fewer else f"{samples} contexts"
 
 

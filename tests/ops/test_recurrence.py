@@ -77,18 +77,23 @@ def test_a_step_is_one_token_of_the_scan(rng):
         np.testing.assert_allclose(out, want[:, t], atol=1e-6)
 
 
-@pytest.mark.parametrize("vector", sweep([False, True], False))
-def test_what_is_read_may_be_taken_away_along_another_key(rng, vector):
-    """RWKV-7 does; decays of heads with it are no published layer, so they are held to the equation here."""
-    tokens = draw(rng, vector=vector)
-    tokens = tokens._replace(removal=jnp.roll(tokens.k, 1, axis=-1) * 0.7)
-    segments = jnp.asarray([[0] * 9 + [1] * (T - 9), [0] * 20 + [4] * (T - 20)], jnp.int32)
+def both_forms_are_the_equation(rng, tokens, segments):
+    """From a state that is not zero."""
     state = jnp.asarray(rng.normal(size=(B, H, K, V)), jnp.float32)
     want, end = by_hand(tokens, state, np.asarray(segments))
     for form in (scan, chunked):
         got, last = jax.jit(form)(tokens, state, segments)
         np.testing.assert_allclose(got, want, atol=3e-6)
         np.testing.assert_allclose(last, end, atol=3e-6)
+
+
+@pytest.mark.parametrize("vector", sweep([False, True], False))
+def test_what_is_read_may_be_taken_away_along_another_key(rng, vector):
+    """RWKV-7 does; decays of heads with it are no published layer, so they are held to the equation here."""
+    tokens = draw(rng, vector=vector)
+    tokens = tokens._replace(removal=jnp.roll(tokens.k, 1, axis=-1) * 0.7)
+    segments = jnp.asarray([[0] * 9 + [1] * (T - 9), [0] * 20 + [4] * (T - 20)], jnp.int32)
+    both_forms_are_the_equation(rng, tokens, segments)
 
 
 @pytest.mark.parametrize("cut", sweep([1, 16, 30], 30))
@@ -106,12 +111,7 @@ def test_packed_segments_are_each_alone(rng, vector):
     tokens = draw(rng, vector=vector)
     ends = [[9, 33, T], [20, 21, T]]
     segments = jnp.asarray([np.searchsorted(e, np.arange(T), side="right") for e in ends], jnp.int32)
-    state = jnp.asarray(rng.normal(size=(B, H, K, V)), jnp.float32)
-    want, end = by_hand(tokens, state, np.asarray(segments))
-    for form in (scan, chunked):
-        got, last = jax.jit(form)(tokens, state, segments)
-        np.testing.assert_allclose(got, want, atol=3e-6)
-        np.testing.assert_allclose(last, end, atol=3e-6)
+    both_forms_are_the_equation(rng, tokens, segments)
 
 
 def test_masked_tokens_leave_the_state_unchanged(rng):
