@@ -96,6 +96,11 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
             f"{keep.when!r} sees slots in any order, and its score ranks them with their neighbours: evict "
             "after several tokens, as in Every(128)",
         ),
+        (
+            in_steps and keep.when.at_once and getattr(keep.merge, "ordered", False),
+            f"{keep.when!r} sees slots in any order, and {keep.merge!r} asks which are neighbours: evict "
+            "after several tokens, as in Every(128)",
+        ),
     ]
 
 

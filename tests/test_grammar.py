@@ -8,13 +8,14 @@ import kvjax
 from kvjax.grammar import Budget, Keep, Store, chain
 from kvjax.keep.budget import AcrossHeads, Uniform, UpTo
 from kvjax.keep.merge_cam import ValueMerge
+from kvjax.keep.merge_counted import GaussianMerge
 from kvjax.keep.patterns import Recent
 from kvjax.keep.recent_queries import Votes
-from kvjax.keep.score import AccumulatedAttention, Position
+from kvjax.keep.score import AccumulatedAttention, DecayedAttention, Position
 from kvjax.methods import ALIASES, METHODS, methods, takes_budget
 from kvjax.read.pages import PageBounds
 from kvjax.store.affine import Affine
-from kvjax.when import STEP
+from kvjax.when import STEP, Every
 
 
 def make(id, **hyper):
@@ -57,6 +58,11 @@ def test_words_that_cannot_work_together_are_refused():
     with pytest.raises(ValueError, match=r"asks for Received\(.*which its score does not remember"):
         chain(Keep(Position(), half, Uniform(), merge=ValueMerge()))
     chain(Keep(AccumulatedAttention(), half, Uniform(), merge=ValueMerge()))
+    with pytest.raises(ValueError, match=r"asks for Received\(.*which its score does not remember"):
+        chain(Keep(DecayedAttention(0.7), half, Uniform(), merge=GaussianMerge()))
+    with pytest.raises(ValueError, match="asks which are neighbours: evict after several tokens"):
+        chain(Keep(AccumulatedAttention(), half, Uniform(), merge=GaussianMerge(), when=STEP))
+    chain(Keep(AccumulatedAttention(), half, Uniform(), merge=GaussianMerge(), when=Every(128)))
     # A step has room for n slots and one more, however many are above a threshold.
     with pytest.raises(ValueError, match="gives more than fit a high one: use a score that is `bounded`"):
         chain(Keep(AccumulatedAttention(), half, UpTo(1.0), when=STEP))

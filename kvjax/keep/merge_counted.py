@@ -147,6 +147,9 @@ class GaussianMerge:
     Where the pivot leaves, too, the slot is dropped (KVMerger, arXiv:2407.08454, section 4.2).
     """
 
+    ordered = True
+    traces = frozenset({Received(Mass("sum"))})
+
     runs: Runs = Runs()
 
     @property
