@@ -42,13 +42,15 @@ def gated_delta(
     *,
     implementation: str | None = None,
     on: OnMesh | None = None,
+    least: float | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """`recurrence.chunked`: (outputs in the dtype of v, final state in float32), from `state` or zeros.
 
     implementation: "reference", "tpu" or "tpu interpret"; None takes the kernel where it can run. For the
     gradient, that keeps the state before every 16th chunk and makes the others again. Raises
     NotImplementedError where a forced one cannot run. on: the mesh that rows and heads are split over, by its
-    rules; the kernel then runs on every device's own.
+    rules; the kernel then runs on every device's own. least: a bound that no log decay is below, by which the
+    plain form may take fewer exponentials.
 
     >>> x = jnp.ones((1, 3, 1, 2)) * 0.5**0.5
     >>> out, state = gated_delta(Tokens(x, x, x, -x, x))
@@ -62,7 +64,7 @@ def gated_delta(
     of_tokens, of_state = (specs_of(on, axes, x) for axes, x in ((SEQUENCE, tokens), (HEADS, state)))
     chosen = asked_of_one(on, form_of, (of_tokens, of_state), (tokens, state))
     if chosen == "reference":
-        out, state = recurrence.chunked(widened(tokens), state, segments)
+        out, state = recurrence.chunked(widened(tokens), state, segments, least=least)
         return out.astype(tokens.v.dtype), state
     call = partial(tpu_gated_delta, interpret=chosen != "tpu")
     specs = of_tokens, of_state, specs_of(on, HEADS[:1], segments)

@@ -39,12 +39,13 @@ def run(
     recurrent: bool = False,
     implementation: str | None = None,
     on: OnMesh | None = None,
+    least: float | None = None,
 ) -> Output:
     """The recurrence in chunks of matrix products, or token by token where `recurrent` or there is but one.
 
     It starts from initial_state (zeros where None), and from zeros again wherever `segments` changes. Of one
     token it may be a `StackedState`, which comes back as one.
-    implementation and on: as in `gated_delta`, for chunks and for single tokens.
+    implementation and on: as in `gated_delta`, for chunks and for single tokens. least: as there.
     Raises NotImplementedError where a forced one cannot run.
     """
     count = tokens.k.shape[1]
@@ -58,7 +59,7 @@ def run(
     if isinstance(initial_state, StackedState):
         raise ValueError(f"a stacked state takes one token without segments, got {count} tokens")
     if not recurrent:
-        return gated_delta(tokens, initial_state, segments, implementation=implementation, on=on)
+        return gated_delta(tokens, initial_state, segments, implementation=implementation, on=on, least=least)
     if implementation not in (None, "reference"):
         raise NotImplementedError(
             f"{implementation!r} has no recurrent form for {count} tokens: give one, or leave recurrent out"

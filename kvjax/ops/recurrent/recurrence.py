@@ -26,6 +26,8 @@ from kvjax.ops.base.solve import unit_lower_solve
 
 # Tokens per chunk, where decays are of channels and where they are of heads.
 CHUNK_VECTOR, CHUNK_SCALAR = 16, 32
+# Where log decays add up to no more than this, exp(G) and exp(-G) are both far from what float32 cannot hold.
+MOST_DECAY = 40.0
 
 
 class Tokens(NamedTuple):
@@ -196,8 +198,9 @@ def chunked(
     segments: Int[Array, "B T"] | None = None,
     *,
     chunk: int | None = None,
+    least: float | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
-    """`scan` in chunks of matrix products, at any length."""
+    """`scan` in chunks of matrix products, at any length. least: a bound that no log decay is below."""
     state = zero_state(tokens) if state is None else state.astype(tokens.v.dtype)
     b, t = tokens.k.shape[:2]
     size = chunk or (CHUNK_SCALAR if tokens.log_decay.shape[-1] == 1 else CHUNK_VECTOR)
@@ -215,7 +218,7 @@ def chunked(
     def body(carry: tuple[Array, Array], at: tuple[Tokens, Array]) -> tuple[tuple[Array, Array], Array]:
         s, segment = carry
         one, number = at
-        out, s = _one_chunk(one, s, number, segment)
+        out, s = _one_chunk(one, s, number, segment, weak=least is not None and size * -least <= MOST_DECAY)
         return (s, number[:, -1]), out
 
     start = (state, jnp.zeros((b,), jnp.int32))
@@ -225,9 +228,13 @@ def chunked(
 
 
 def _one_chunk(
-    tokens: Tokens, state: Float[Array, "B H K V"], segment: Int[Array, "B C"], before: Int[Array, "B"]
-) -> tuple[Float[Array, "B H C V"], Float[Array, "B H K V"]]:
-    """One chunk, [B, H, C, ...]. `before` is the segment that the entering state belongs to."""
+    tokens: Tokens, state: Float[Array, "B H K V"], segment: Int[Array, "B C"], before: Int[Array, "B"],
+    weak: bool,
+) -> tuple[Float[Array, "B H C V"], Float[Array, "B H K V"]]:  # fmt: skip
+    """One chunk, [B, H, C, ...]. `before` is the segment that the entering state belongs to.
+
+    weak: whether the log decays of a chunk add up to no less than -MOST_DECAY.
+    """
     q, k, v, g, p, r = tokens
     # Decays are split into multiples of 1/16, whose sums are exact, and small rests. So a strong decay leaves
     # no rounding error in the differences of weak ones behind it.
@@ -240,8 +247,11 @@ def _one_chunk(
     entering = jnp.where((segment == before[:, None])[:, None, :, None], jnp.exp(total), 0.0).astype(v.dtype)
 
     def products(x: Array, key: Array) -> Array:
-        """x_i' Diag(exp(G_i - G_j)) key_j for i >= j; only differences, so that no factor overflows."""
+        """x_i' Diag(exp(G_i - G_j)) key_j for i >= j; by differences, unless no factor can overflow."""
         seen = lower & same
+        if weak:
+            met = jnp.einsum("bhik,bhjk->bhij", x * jnp.exp(total), key * jnp.exp(-total))
+            return jnp.where(seen, met, 0.0)
         if g.shape[-1] > 1:
             return jnp.where(seen, _by_channels(x, key, whole, part), 0.0)
         apart = (whole - jnp.swapaxes(whole, 2, 3)) + (part - jnp.swapaxes(part, 2, 3))

@@ -22,6 +22,9 @@ from kvjax.ops.base.packed_sequences import segment_starts
 from kvjax.ops.recurrent.linear_attention import Mask, MatrixState, Output, PerChannel, Values, run
 from kvjax.ops.recurrent.recurrence import tokens_of, zero_state
 
+# RWKV-7's log decays are this times a sigmoid.
+LEAST_LOG_DECAY = -math.exp(-0.5)
+
 
 def rwkv6(
     r: PerChannel,
@@ -94,6 +97,6 @@ def rwkv7(
     """
     dtype = wide(v)
     r, k, v, w_pre, kk, a = (x.astype(dtype) for x in (r, k, v, w_pre, kk, a))
-    w = -math.exp(-0.5) * jax.nn.sigmoid(w_pre)
+    w = LEAST_LOG_DECAY * jax.nn.sigmoid(w_pre)
     tokens = tokens_of(r, k, v, w, erase=kk * jnp.exp(-w), removal=a * kk, scale=scale, mask=mask)
-    return run(tokens, initial_state, segments, recurrent)
+    return run(tokens, initial_state, segments, recurrent, least=LEAST_LOG_DECAY)
