@@ -128,6 +128,16 @@ SURPRISES = (
         "random laq finch finch:question=128 citrus citrus:question=128 morphkv morphkv:window=128",
     ),
     Surprise(
+        ("nacl",),
+        """
+        The method, and TOVA's reason: it asks the last queries of a context, each slot for itself. Chosen by
+        their attention alone (share=1), half of the cache scores 28, as SnapKV does without its pooling over
+        neighbours (29; 42 with it), and drawn alone (share=0) 31, as random eviction (29). Both together
+        score 33 on these 30 contexts, and less than random eviction on the leaderboard's 100.
+        """,
+        "random nacl nacl:share=1.0 nacl:share=0.0 snapkv snapkv:kernel=1",
+    ),
+    Surprise(
         ("kv-compress",),
         """
         The method's premise, as with DynamicKV: slots go to the best scores of the whole stack, and squared
