@@ -57,6 +57,12 @@ def newest_kept(budget: float, of: str = "curdkv", tokens: int = 32) -> Method:
     return dataclasses.replace(method, keep=dataclasses.replace(method.keep, protect=protect))
 
 
+def without_merge(budget: float, of: str = "d2o") -> Method:
+    """A method that drops what it would merge."""
+    method = kvjax.method(of, budget=budget)
+    return dataclasses.replace(method, keep=dataclasses.replace(method.keep, merge=None))
+
+
 def large_keys(budget: float) -> Method:
     """The keys of the largest norms, where L2Compress keeps those of the smallest."""
     return _turned(kvjax.method("l2compress", budget=budget, skip_layers=0))

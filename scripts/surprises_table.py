@@ -209,6 +209,17 @@ SURPRISES = (
         budget=0.125,
     ),
     Surprise(
+        ("d2o",),
+        """
+        The method, for CaM's reason: at an eighth of the cache seven tokens join every slot that stays, in a
+        mean by weights, and answers are copied from single tokens. D2O scores 4, 10 where it drops what it
+        would merge, H2O 11, and random eviction 6.
+        """,
+        "random h2o d2o 'scripts/controls.py:without_merge:of=d2o'",
+        protocol="aware",
+        budget=0.125,
+    ),
+    Surprise(
         ("zeromerge",),
         """
         Our form of it, which is mended. Slots that take up what leaves were those of the least attention, and
