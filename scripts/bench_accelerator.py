@@ -136,10 +136,11 @@ def decode_table(rows: list[dict[str, Any]]) -> str:
                 cell(a / b if a and b else None, ".2f", "x"), cell(floor),
                 cell(ours["bytes"] / 2**30 if "bytes" in ours else None, ".2f"),
                 cell(theirs["bytes"] / 2**30 if "bytes" in theirs else None, ".2f"),
-                cell(ours.get("compile_s")),
+                cell(ours.get("ms"), ".2f"), cell(ours.get("device_ms"), ".2f"), cell(ours.get("compile_s")),
             ])  # fmt: skip
     head = ["tokens", "batch", "method", "kvjax tok/s", "kvpress tok/s", "ratio", "floor tok/s"]
-    return table([*head, "cache GiB, kvjax", "kvpress", "compile s"], lines)
+    head += ["cache GiB, kvjax", "kvpress", "kvjax ms a token", "of the device", "compile s"]
+    return table(head, lines)
 
 
 def prefill_table(rows: list[dict[str, Any]]) -> str:
@@ -199,7 +200,7 @@ Settings (rows per step, warps, stages, programs): {tuned or "none to choose"}.
 
 Decoding with Llama-8B's shape, random weights in bfloat16, tokens per second of all rows together. Methods
 with a budget keep or read half of the slots. The floor reads the weights and the cache once, as fast as the
-fastest copy of the table above reads and writes.
+fastest copy of the table above reads and writes. What a token takes beyond the device's work is the host's.
 
 {decode_table(rows)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,28 @@ def median_seconds(call: Callable[[], Any], rounds: int) -> float:
         call()
         found.append(time.perf_counter() - start)
     return statistics.median(found)
+
+
+def device_work(call: Callable[[], Any], calls: int, most: int = 6) -> dict[str, Any]:
+    """Milliseconds that a GPU works in `call`, by `calls`, and those of its longest kernels, by name.
+
+    What wall time has beyond it is the host's. Empty on a device whose profile has no streams.
+    """
+    import jax
+
+    spent: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            call()
+        for file in Path(folder).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+                for line in plane.lines if plane.name.startswith("/device:GPU") else ():
+                    for event in line.events if line.name.startswith("Stream") else ():
+                        spent[event.name] = spent.get(event.name, 0.0) + event.duration_ns / 1e6 / calls
+    if not spent:
+        return {}
+    longest = sorted(spent, key=spent.__getitem__, reverse=True)[:most]
+    return {"device_ms": sum(spent.values()), "kernels_ms": {name: spent[name] for name in longest}}
 
 
 def child_arguments() -> argparse.Namespace:

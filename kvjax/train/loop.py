@@ -42,6 +42,7 @@ from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.models.params import init, regroup
 from kvjax.models.transformer import carrying
+from kvjax.train.ahead import Ahead
 from kvjax.train.beside import beside, check_tokenizer
 from kvjax.train.curve import draw_losses
 from kvjax.train.devices import places, rows_placed
@@ -91,7 +92,7 @@ def train(
     _check(run, config, on)
     others = beside(run, config, words)
     segments = run.data.segments and not run.loop.context and not _carrying(config)
-    source, held = source_of(run.data, words, run.loop, segments=segments)
+    source, held = source_of(run.data, words, run.loop, segments=segments, workers=run.devices.workers)
     _open(folder, run, config, resume)
     steps = optimiser(run.optimiser, run.loop)
     learns = others.encoder if run.tune.encoder else None
@@ -115,6 +116,9 @@ def train(
             f"{folder} could not be written ({error.strerror}), {saver.kept}: free some space, then go on "
             "with --resume"
         ) from error
+    finally:
+        if isinstance(source, Ahead):
+            source.close()
     trained, others = parted(state.params, others)
     if run.tune.encoder:
         assert others.encoder is not None

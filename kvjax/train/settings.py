@@ -256,12 +256,16 @@ class Tune:
 @dataclasses.dataclass(frozen=True)
 class Devices:
     """On which devices a run computes, as in `kvjax.load`. mesh: axes in words, such as "data=8"; rules: by
-    which of them weights and rows are split. A run may go on by another mesh and other rules."""
+    which of them weights and rows are split. workers: processes that make the rows of the tasks "recall" and
+    "pairs" while the devices compute, which a GPU or TPU needs; 0: the run's own. A run may go on by another
+    mesh, other rules and other workers."""
 
     mesh: str | None = None
     rules: str | None = None
+    workers: int = 0
 
     def __post_init__(self):
+        _count("devices.workers", self.workers, 0)
         if self.mesh is not None and self.rules is None:
             object.__setattr__(self, "rules", "batch")
 

@@ -13,6 +13,7 @@ from kvjax.eval.tasks.pairs import pair_count, pairs_batch
 from kvjax.eval.tasks.recall_tasks import MIX, training_batch
 from kvjax.loading import model_folder
 from kvjax.models.tokenizer import read_text
+from kvjax.train.ahead import Ahead
 from kvjax.train.byte_tokenizer import END, byte_tokenizer
 from kvjax.train.rows import HeldOut, Place, Rows, Stream, held_out_rows
 from kvjax.train.settings import OF_WORDS, Data, Loop
@@ -42,13 +43,16 @@ class Recall:
 
     def __init__(self, seed: int, place: Place | None = None, tasks: Sequence[str] = ()):
         self.seed, self.place = seed, place or Place()
-        self.mix = {task: MIX[task] for task in tasks} if tasks else MIX
+        self.mix = {task: MIX[task] for task in tasks or MIX}
+
+    def batch(self, number: int, rows: int, length: int) -> Rows:
+        rng = np.random.default_rng([self.seed, number])
+        tokens, weights, _ = training_batch(rng, rows, length, self.mix)
+        return Rows(np.asarray(tokens), np.asarray(weights, np.float32), None)
 
     def next(self, rows: int, length: int) -> Rows:
-        rng = np.random.default_rng([self.seed, self.place.reading])
-        tokens, weights, _ = training_batch(rng, rows, length, self.mix)
         self.place.reading += 1
-        return Rows(np.asarray(tokens), np.asarray(weights, np.float32), None)
+        return self.batch(self.place.reading - 1, rows, length)
 
 
 class Pairs:
@@ -57,10 +61,13 @@ class Pairs:
     def __init__(self, seed: int, place: Place | None = None):
         self.seed, self.place = seed, place or Place()
 
-    def next(self, rows: int, length: int) -> Rows:
-        tokens, weights = pairs_batch(np.random.default_rng([self.seed, self.place.reading]), rows, length)
-        self.place.reading += 1
+    def batch(self, number: int, rows: int, length: int) -> Rows:
+        tokens, weights = pairs_batch(np.random.default_rng([self.seed, number]), rows, length)
         return Rows(tokens, weights, None)
+
+    def next(self, rows: int, length: int) -> Rows:
+        self.place.reading += 1
+        return self.batch(self.place.reading - 1, rows, length)
 
 
 def words_of(data: Data) -> Words:
@@ -83,15 +90,15 @@ def words_of(data: Data) -> Words:
 
 
 def source_of(
-    data: Data, words: Words, loop: Loop, *, segments: bool, place: Place | None = None
+    data: Data, words: Words, loop: Loop, *, segments: bool, place: Place | None = None, workers: int = 0
 ) -> tuple[Source, HeldOut | None]:
-    """The source of a run and its held-out rows; place: where to go on."""
-    if data.kind == "recall":
-        return Recall(data.seed, place, data.tasks), None
-    if data.kind == "pairs":
-        for length in {length for _, length, _ in loop.stages} or {loop.length}:
-            pair_count(length)
-        return Pairs(data.seed, place), None
+    """The source of a run and its held-out rows; place: where to go on.
+
+    workers: processes that make rows of tasks ahead; texts are read by the process itself.
+    """
+    if data.kind in OF_WORDS:
+        source = _of_tasks(data, loop, place)
+        return (Ahead(source, workers) if workers else source), None
     texts = read_texts(data)
 
     def encode(text: str) -> list[int]:
@@ -112,3 +119,11 @@ def source_of(
         place=place,
     )  # fmt: skip
     return stream, held
+
+
+def _of_tasks(data: Data, loop: Loop, place: Place | None) -> Recall | Pairs:
+    if data.kind == "recall":
+        return Recall(data.seed, place, data.tasks)
+    for length in {length for _, length, _ in loop.stages} or {loop.length}:
+        pair_count(length)
+    return Pairs(data.seed, place)

@@ -1,5 +1,6 @@
 """The decoder with its attention in kernels, in the interpreter, against the same in plain jnp."""
 
+import contextlib
 import dataclasses
 import itertools
 
@@ -21,6 +22,7 @@ from kvjax.ops.base.rope import Rope
 from kvjax.store.affine import Affine
 from kvjax.store.rotate import Rotate
 from tests.kernels.close import check
+from tests.kernels.cuda import ON_GPU
 from tests.ops.oracles import rms
 from tests.sweep import sweep
 
@@ -31,6 +33,13 @@ LENGTHS = np.array([96, 61])
 # prompt changes these logits by 0.8 of their size, so that attention is no small part of them.
 BAR = 2e-6
 TPU, GPU = "tpu interpret", "gpu interpret"
+
+
+@pytest.fixture(autouse=True)
+def whole_products():
+    """A GPU rounds what it multiplies to 10 bits unless it is told not to, in kernels and in plain jnp alike."""
+    with jax.default_matmul_precision("float32") if ON_GPU else contextlib.nullcontext():
+        yield
 
 
 def model(stacked=True, layers=2, **options):

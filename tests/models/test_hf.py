@@ -420,7 +420,7 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path):
 
 
 def test_the_shipped_model_loads_by_name():
-    assert shipped() == ["bytes-tiny", "recall-tiny"]
+    assert shipped() == ["bytes-tiny", "recall-small", "recall-tiny"]
     model = load("recall-tiny", dtype=jnp.bfloat16)
     assert (model.name, model.config.vocab) == ("recall-tiny", 220)
     assert model.tokenizer.encode("<get> brave otter").ids == [3, 12, 64]

@@ -1,0 +1,49 @@
+"""Rows that processes make ahead are those that the source would have made itself."""
+
+import multiprocessing
+
+import numpy as np
+import pytest
+
+from kvjax.errors import InputError
+from kvjax.train.ahead import Ahead
+from kvjax.train.rows import Place
+from kvjax.train.settings import Data, Devices, Loop
+from kvjax.train.sources import Pairs, source_of, words_of
+
+
+def same(got, want):
+    for x, y in zip(got[:2], want[:2], strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert x.dtype == y.dtype
+
+
+def test_stages_and_places_give_the_rows_of_the_source():
+    ahead, alone = Ahead(Pairs(seed=3), workers=1), Pairs(seed=3)
+    try:
+        for rows, length in ((2, 16), (2, 16), (3, 16), (2, 32), (2, 32)):
+            same(ahead.next(rows, length), alone.next(rows, length))
+        assert ahead.place == alone.place == Place(reading=5)
+        # As a run does that goes on from a checkpoint.
+        ahead.place, alone.place = Place(reading=2), Place(reading=2)
+        same(ahead.next(2, 32), alone.next(2, 32))
+        assert multiprocessing.active_children()
+    finally:
+        ahead.close()
+    assert not multiprocessing.active_children()
+
+
+def test_a_run_of_tasks_has_workers_and_one_of_texts_has_none():
+    for data, kind in ((Data(kind="recall"), Ahead), (Data(kind="pairs"), Ahead)):
+        source, _ = source_of(data, words_of(data), Loop(length=16), segments=False, workers=2)
+        assert isinstance(source, kind) and source.depth == 4
+        source.close()
+    data = Data(kind="python")
+    source, _ = source_of(data, words_of(data), Loop(), segments=False, workers=2)
+    assert not isinstance(source, Ahead)
+
+
+@pytest.mark.parametrize("workers", (-1, 1.5, True))
+def test_workers_that_are_no_count_are_refused(workers):
+    with pytest.raises(InputError, match=f"devices.workers is {workers}, expected a whole number"):
+        Devices(workers=workers)
