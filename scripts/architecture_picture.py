@@ -24,11 +24,13 @@ PLACES = (
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Held-out bits per byte against bytes at 8k tokens, of the rows that have both."""
+    """Held-out bits per byte against bytes at 8k tokens, of the rows that read as many bytes as any."""
+    rows = [row for row in found["rows"].values() if "bits_per_byte" in row]
+    most = max((row["tokens"] for row in rows), default=0)
     dots = {
         row["name"]: (row["state_bytes"]["8192"], row["bits_per_byte"])
-        for row in found["rows"].values()
-        if "bits_per_byte" in row
+        for row in rows
+        if row["tokens"] == most
     }
     if not dots:
         return

@@ -2,6 +2,7 @@
 
     python scripts/architecture_table.py train --steps 4000     # all rows, two at a time, a core each
     python scripts/architecture_table.py train --seconds 1500 --rows mha gqa mla
+    python scripts/architecture_table.py train --steps 1000 --jobs 7 --accelerator  # seven share a GPU
     python scripts/architecture_table.py recall                 # and each on associative recall
     python scripts/architecture_table.py speed                  # on an idle machine: speeds that are missing
     python scripts/architecture_table.py write                  # table and picture in docs/architectures.md
@@ -104,7 +105,10 @@ PAIRS = (4, 8, 16)
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    args = _parser().parse_args(words)
+    parser = _parser()
+    args = parser.parse_args(words)
+    if args.jobs < 1:
+        parser.error(f"--jobs is {args.jobs}, expected at least 1")
     if args.what == "write":
         write(args.data)
         return
@@ -145,7 +149,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
     parser.add_argument("--steps", type=int, help="of train: steps of every row")
     parser.add_argument("--seconds", type=float, default=1500.0, help="or: the time of the slowest row")
-    parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="rows at a time, a core each")
+    parser.add_argument("--jobs", type=int, default=2, help="rows at a time, a core each (default: 2)")
+    parser.add_argument(
+        "--accelerator", action="store_true", help="rows share a GPU or TPU, and no core is set apart"
+    )
     parser.add_argument("--set", nargs="+", default=[], metavar="SECTION.NAME=VALUE", help="for all rows")
     parser.add_argument("--out", type=Path, default=Path("runs/architectures"), metavar="DIR")
     parser.add_argument("--data", type=Path, default=DATA, metavar="FILE")
@@ -162,10 +169,10 @@ def _apart(id: str, place: int, args: argparse.Namespace) -> dict[str, Any] | No
     words += ["--steps", str(args.steps)] if args.steps else []
     words += ["--set", *args.set] if args.set else []
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    pin = None if len(cores) < 2 or args.jobs < 2 else {cores[place % len(cores)]}
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+    alone = args.accelerator or len(cores) < 2 or args.jobs < 2
+    pin = None if alone else {cores[place % len(cores)]}
     run = subprocess.run(
-        [sys.executable, __file__, *words], env=os.environ | {"XLA_FLAGS": flags},
+        [sys.executable, __file__, *words], env=os.environ | _environment(args.accelerator),
         stdout=subprocess.PIPE, text=True, check=False,
         preexec_fn=None if pin is None else lambda: os.sched_setaffinity(0, pin),
     )  # fmt: skip
@@ -173,6 +180,13 @@ def _apart(id: str, place: int, args: argparse.Namespace) -> dict[str, Any] | No
         print(f"{id} failed (exit {run.returncode}); its run goes on when this is started again", flush=True)
         return None
     return json.loads(run.stdout.splitlines()[-1])
+
+
+def _environment(accelerator: bool) -> dict[str, str]:
+    """What a row's process is told: to share a device's memory, or to compute on one core."""
+    if accelerator:
+        return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"}
 
 
 def trained(id: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -277,12 +291,14 @@ def table(found: dict[str, Any]) -> str:
         *(f"decode tokens/s at {n}" for n in sizes), "training tokens/s",
     ]  # fmt: skip
     best = min(row["bits_per_byte"] for row in rows if "bits_per_byte" in row)
+    *fewer, most = sorted({row["tokens"] for row in rows if "tokens" in row})
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    lines += [f"| {' | '.join(_cells(row, best))} |" for row in rows]
-    tokens = " or ".join(f"{n:,}" for n in sorted({row["tokens"] for row in rows if "tokens" in row}))
+    lines += [f"| {' | '.join(_cells(row, best, most))} |" for row in rows]
+    less = f", with * on {' or '.join(f'{n:,}' for n in fewer)}" if fewer else ""
     notes = [
-        f"Trained on {tokens} bytes of text. A text read once / again: bits per byte of 120 held-out bytes,",
-        "and of the same bytes behind them, which a model could look up in its state. State: bytes of one",
+        f"Trained on {most:,} bytes of text{less}.",
+        "A text read once / again: bits per byte of 120 held-out bytes, and of the same bytes behind them,",
+        "which a model could look up in its state. State: bytes of one",
         "row, keys and values in bfloat16. Recall: the share of 2048 unseen questions for the value of a key",
         "that a model answers, each trained on such rows apart from the text. What is empty was not",
         "measured: `scripts/architecture_table.py recall` fills it, and `... speed` on an idle machine.",
@@ -290,7 +306,7 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *notes, "", f"![Bits per byte against bytes of state]({PICTURE.name})"])
 
 
-def _cells(row: dict[str, Any], best: float) -> list[str]:
+def _cells(row: dict[str, Any], best: float, most: int) -> list[str]:
     def cell(form: str, *path: str) -> str:
         x: Any = row
         for name in path:
@@ -299,7 +315,7 @@ def _cells(row: dict[str, Any], best: float) -> list[str]:
 
     bits = cell("{:.3f}", "bits_per_byte")
     return [
-        row["name"],
+        row["name"] + ("*" if row.get("tokens", most) < most else ""),
         cell("{:,}", "parameters"),
         f"**{bits}**" if row.get("bits_per_byte") == best else bits,
         " / ".join(f"{x:.3f}" for x in row.get("recall_bits", ())),

@@ -3,7 +3,7 @@
     python scripts/leaderboard.py run --samples 100 --out boards  # compares on every model; goes on if killed
     python scripts/leaderboard.py run --methods fitted --out boards2  # those that are fitted, to each model
     python scripts/leaderboard.py speed --out boards              # times every method beside no compression
-    python scripts/leaderboard.py collect --out boards            # what both found becomes the data
+    python scripts/leaderboard.py collect --out boards boards2    # what they found becomes the data
     python scripts/leaderboard.py collect --out boards --add      # beside what it has of others
     python scripts/leaderboard.py                                 # prints the page
     python scripts/leaderboard.py --write                         # writes docs/leaderboard.md, its pictures
@@ -15,6 +15,7 @@ cores `run` takes about 40 minutes per model with --samples 100, and the fits of
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -60,7 +61,9 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="+", type=Path, default=MODELS, metavar="DIR", help="(default: 3 seeds)"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where results of run and speed lie")
+    parser.add_argument(
+        "--out", nargs="+", type=Path, metavar="DIR", help="where results lie; several to collect"
+    )
     parser.add_argument("--add", action="store_true", help="with collect: keep other methods and models")
     parser.add_argument("--write", action="store_true", help="write the page and its pictures")
     args = parser.parse_args()
@@ -68,10 +71,12 @@ def main() -> None:
         parser.error(
             f"{args.what} was given without --out, expected the folder of its results: add --out boards"
         )
+    if args.what in ("run", "speed") and len(args.out) > 1:
+        parser.error(f"{args.what} was given {len(args.out)} folders, and writes into one: give one --out")
     if args.what == "run":
-        run(args.models, args.methods, args.samples, args.out)
+        run(args.models, args.methods, args.samples, args.out[0])
     elif args.what == "speed":
-        speed(args.models[0], args.methods, args.out)
+        speed(args.models[0], args.methods, args.out[0])
     elif args.what == "collect":
         DATA.write_text(collect(args.models, args.out, read_leaderboard() if args.add else None))
     else:
@@ -169,22 +174,26 @@ def speed(model: Path, methods: list[str], out: Path) -> None:
         print(f"{entry.label}: prefill {mine / none:.2f}x, decode {before / after:.2f}x", flush=True)
 
 
-def collect(models: list[Path], out: Path, old: Leaderboard | None = None) -> str:
-    """The data's text, of what `run` and `speed` left in a folder, and what `old` has of others."""
-    runs = []
-    for model in (m for m in models if old is None or (out / m.name).is_dir()):
-        found = read_results(out / model.name)
-        named = {"model": f"{model.resolve().parent.name}/{model.name}"}
-        run = Run(about_of(found.metrics) | named, tuple(summarise(found.rows)))
-        runs.append(run if old is None else _added(run, old))
-    if old is not None:
-        mine = {run.about["model"] for run in runs}
-        runs += [run for run in old.runs if run.about["model"] not in mine]
-        runs.sort(key=lambda run: str(run.about["model"]))
-    file = out / "speed.json"
-    before = {} if old is None else old.speed
-    timed = json.loads(file.read_text()) if file.exists() else {}
-    fast = before | {method: Speed(*_times(**seconds)) for method, seconds in timed.items()}
+def collect(models: list[Path], folders: list[Path], old: Leaderboard | None = None) -> str:
+    """The data's text, of what `run` and `speed` left in folders, and what `old` has of others.
+
+    Of a method that several folders have, the first one's cells stand.
+    """
+    before = {} if old is None else {str(run.about["model"]): run for run in old.runs}
+    runs = dict(before)
+    for model in models:
+        name = f"{model.resolve().parent.name}/{model.name}"
+        there = [folder / model.name for folder in folders if (folder / model.name).is_dir()]
+        if not there and old is None:
+            sys.exit(f"none of {', '.join(map(str, folders))} has a folder {model.name}: run it first")
+        found = [_found(folder, name) for folder in there]
+        if found:
+            runs[name] = functools.reduce(_added, [*found, *([before[name]] if name in before else ())])
+    runs = [runs[name] for name in sorted(runs)]
+    fast = {} if old is None else dict(old.speed)
+    for file in (folder / "speed.json" for folder in reversed(folders)):
+        timed = json.loads(file.read_text()) if file.exists() else {}
+        fast |= {method: Speed(*_times(**seconds)) for method, seconds in timed.items()}
     about = {
         "rows": ROWS,
         "tokens": TOKENS,
@@ -196,22 +205,27 @@ def collect(models: list[Path], out: Path, old: Leaderboard | None = None) -> st
     return leaderboard_text(runs, fast, about if fast else {})
 
 
-def _added(run: Run, old: Leaderboard) -> Run:
-    """A run with the cells that `old` has of other methods, asked the same questions of the same model."""
-    before = next((r for r in old.runs if r.about["model"] == run.about["model"]), None)
+def _found(folder: Path, model: str) -> Run:
+    found = read_results(folder)
+    return Run(about_of(found.metrics) | {"model": model}, tuple(summarise(found.rows)))
+
+
+def _added(run: Run, other: Run) -> Run:
+    """A run with the cells that another has of other methods, asked the same questions of the same model."""
     mine = {cell.method for cell in run.cells}
-    if before is None or mine >= {cell.method for cell in before.cells}:
+    if mine >= {cell.method for cell in other.cells}:
         return run
     same = ("fingerprint", "samples", "length", "protocols", "seed")
-    given, has = ({name: r.about[name] for name in same} for r in (run, before))
+    given, has = ({name: r.about[name] for name in same} for r in (run, other))
     if given != has:
         sys.exit(
-            f"{run.about['model']} was asked with {given}, and in the data with {has}: collect without --add"
+            f"{run.about['model']} was asked with {given}, and {other.about['model']} of other methods with "
+            f"{has}: collect those that were asked alike, without --add if it is the data that differs"
         )
     order = {id: i for i, id in enumerate(METHODS)}
-    cells = sorted((*run.cells, *(c for c in before.cells if c.method not in mine)), key=_place(order))
-    revisions = dict.fromkeys([*before.about["git_revision"].split(", "), run.about["git_revision"]])
-    return Run(before.about | {"git_revision": ", ".join(revisions)}, tuple(cells))
+    cells = sorted((*run.cells, *(c for c in other.cells if c.method not in mine)), key=_place(order))
+    revisions = dict.fromkeys([*other.about["git_revision"].split(", "), run.about["git_revision"]])
+    return Run(other.about | {"git_revision": ", ".join(revisions)}, tuple(cells))
 
 
 def _place(order: dict[str, int]) -> Callable[[Cell], tuple[str, int]]:

@@ -78,6 +78,19 @@ def test_what_is_not_measured_is_an_empty_cell(scripts):
     assert "| 2.250 / 1.125 | 50% / 25% / 12% | 1,024 |" in text and "recall of 4 / 8 / 16 pairs" in text
 
 
+def test_a_row_that_read_fewer_bytes_is_marked_and_not_in_the_picture(scripts, tmp_path, monkeypatch):
+    import architecture_picture
+    import architecture_table as at
+
+    rows = {id: result(2.0) | {"name": id.upper(), "tokens": n} for id, n in (("mha", 900), ("gqa", 400))}
+    text = at.table({"rows": rows})
+    assert "| MHA |" in text and "| GQA* |" in text and "Trained on 900 bytes of text, with * on 400." in text
+    drawn = []
+    monkeypatch.setattr(architecture_picture, "write_names", lambda axes, dots: drawn.extend(dots))
+    architecture_picture.draw({"rows": rows}, tmp_path / "picture.png")
+    assert drawn == ["MHA"]
+
+
 def test_speed_is_that_of_a_core_and_its_compiling_no_part_of_it(scripts):
     import architecture_table as at
 

@@ -145,23 +145,52 @@ def test_what_a_run_left_is_collected(tmp_path, scripts):
         json.dumps({method: {"prefill": p, "decode": d} for method, (p, d) in seconds.items()})
     )
     file = tmp_path / "board.json"
-    file.write_text(leaderboard.collect([Path("0")], tmp_path))
+    file.write_text(leaderboard.collect([Path("0")], [tmp_path]))
     found = read_leaderboard(file)
     assert found.speed == {"snapkv": (1.5, 0.5), "full": (1.0, 1.0), "kivi": (1.1, 0.25)}
     assert len(found.lines()) == len(summarise(rows)) and found.runs[0].about["samples"] == 12
 
     # A run of another model comes beside it; some methods of the same model, asked otherwise, do not.
     folder.rename(tmp_path / "1")
-    file.write_text(leaderboard.collect([Path("0"), Path("1")], tmp_path, found))
+    file.write_text(leaderboard.collect([Path("0"), Path("1")], [tmp_path], found))
     assert [run.about["model"][-1] for run in read_leaderboard(file).runs] == ["0", "1"]
     metrics["settings"] = SETTINGS | {"samples": 13}
     (tmp_path / "1" / "metrics.json").write_text(json.dumps(metrics))
-    again = leaderboard.collect([Path("1")], tmp_path, read_leaderboard(file))
+    again = leaderboard.collect([Path("1")], [tmp_path], read_leaderboard(file))
     assert '"samples": 13' in again.partition('"model": "')[2]  # all its methods are asked anew
     few = [row for row in rows if row["method"] == "full"]
     (tmp_path / "1" / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in few))
-    with pytest.raises(SystemExit, match="asked with .*13.* in the data with .*12"):
-        leaderboard.collect([Path("1")], tmp_path, read_leaderboard(file))
+    with pytest.raises(SystemExit, match="asked with .*13.* of other methods with .*12"):
+        leaderboard.collect([Path("1")], [tmp_path], read_leaderboard(file))
+
+
+def test_two_folders_of_one_model_are_collected_at_once(tmp_path, scripts):
+    import leaderboard
+
+    rows = comparison()
+    metrics = {**METRICS, "settings": SETTINGS, "command": "kvjax compare", "fingerprint": "", "cells": []}
+    parts = {
+        "a": [r for r in rows if r["method"] != "snapkv"],
+        "b": [r for r in rows if r["method"] == "snapkv"],
+    }
+    for name, some in {**parts, "whole": rows}.items():
+        folder = tmp_path / name / "0"
+        folder.mkdir(parents=True)
+        (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        (folder / "metrics.json").write_text(json.dumps(metrics))
+
+    def board(*names):
+        text = leaderboard.collect([Path("0")], [tmp_path / name for name in names])
+        (tmp_path / "board.json").write_text(text)
+        return read_leaderboard(tmp_path / "board.json")
+
+    def cells(found):
+        return sorted(map(str, found.runs[0].cells))
+
+    assert cells(board("a", "b")) == cells(board("b", "a")) == cells(board("whole"))
+    assert cells(board("whole", "b")) == cells(board("whole"))
+    with pytest.raises(SystemExit, match="has a folder 0: run it first"):
+        board("nothing")
 
 
 def test_the_page_and_the_data_that_are_shipped_agree(scripts):
