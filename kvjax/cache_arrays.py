@@ -18,12 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from kvjax.errors import InputError
 from kvjax.hosts.arrays import from_pieces
 from kvjax.hosts.messages import by_first, count, is_first, number_of, wait_for_all
-from kvjax.models.files import open_safetensors
+from kvjax.models.files import open_safetensors, save_safetensors
 
 # What safetensors' numpy side reads back; other dtypes are written as their bytes.
 _PLAIN = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "float32")
@@ -81,7 +80,9 @@ def write_arrays(path: Path, arrays: dict[str, Any], metadata: dict[str, str]) -
     """
     before = _parts_of(path)
     with atomic(path) as temporary:
-        save_file({name: _plain(np.ascontiguousarray(x)) for name, x in arrays.items()}, temporary, metadata)
+        save_safetensors(
+            {name: _plain(np.ascontiguousarray(x)) for name, x in arrays.items()}, temporary, metadata
+        )
     _remove(path, before)
 
 
@@ -104,12 +105,12 @@ def write_parts(path: Path, arrays: dict[str, jax.Array], metadata: dict[str, st
             pieces[f"{name}@"] = _plain(np.ascontiguousarray(x))
             spans[f"{name}@"] = [[0, n] for n in x.shape]
     with atomic(path.with_name(names[number_of()])) as temporary:
-        save_file(pieces, temporary, {"pieces": json.dumps(spans)})
+        save_safetensors(pieces, temporary, {"pieces": json.dumps(spans)})
     wait_for_all()
     if is_first():
         before = _parts_of(path)
         with atomic(path) as temporary:
-            save_file({}, temporary, metadata | {"parts": json.dumps(names)})
+            save_safetensors({}, temporary, metadata | {"parts": json.dumps(names)})
         _remove(path, before)
     wait_for_all()
 

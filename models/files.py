@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from kvjax.errors import InputError
 from kvjax.hosts.messages import by_first, is_first, wait_for_all
@@ -73,6 +74,19 @@ class Stored(NamedTuple):
         """A copy of the piece that one slice (step 1) per leading dimension picks; no other rows are read."""
         spans = [s.indices(n) for s, n in zip(index, self.shape, strict=False)]
         return self.file.get_slice(self.name)[tuple(slice(start, stop) for start, stop, _ in spans)]
+
+
+def save_safetensors(
+    arrays: dict[str, np.ndarray], path: str | os.PathLike[str], metadata: dict[str, str]
+) -> None:
+    """Writes one safetensors file, for those to read who may read any new file of this user.
+
+    The library's own writer leaves files that nobody else can read.
+    """
+    Path(path).touch()
+    mode = os.stat(path).st_mode
+    save_file(arrays, path, metadata)
+    os.chmod(path, mode)
 
 
 def open_safetensors(path: Path) -> safe_open:

@@ -20,14 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.numpy import save_file
 
 from kvjax.errors import InputError
 from kvjax.hosts.arrays import from_pieces
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.axes import weight_shardings
 from kvjax.models.config import Config
-from kvjax.models.files import Stored, atomic_folder, check_folder, read_header, read_json
+from kvjax.models.files import Stored, atomic_folder, check_folder, read_header, read_json, save_safetensors
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.hf_config_out import config_to_hf
 from kvjax.models.hf_tensors import Part, check_layers, hf_name, match, short_name, tensors, top_names
@@ -298,7 +297,7 @@ def save_hf(model: Model, path: str | os.PathLike[str], *, shard_bytes: int = SH
         files = _split(sizes, dtype.itemsize, shard_bytes)
         for file, names in files.items():
             weights = {name: np.ascontiguousarray(fetch(name), dtype) for name in names}
-            save_file(weights, folder / file, metadata={"format": "pt"})
+            save_safetensors(weights, folder / file, {"format": "pt"})
         if len(files) > 1:
             total = sum(int(np.prod(s)) for s in sizes.values()) * dtype.itemsize
             index = {n: file for file, names in files.items() for n in names}

@@ -176,7 +176,7 @@ def test_an_older_file_stays_whole_until_the_new_one_is(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(cache_arrays, "save_file", cut)
+        patch.setattr(cache_arrays, "save_safetensors", cut)
         kvjax.save_cache(path, blank())
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["a.cache"]
     kvjax.save_cache(path, blank())

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvjax.checkpoint import load_checkpoint, save_checkpoint
 from kvjax.errors import InputError
+from kvjax.eval.tasks.recall_tasks import sample
 from kvjax.loading import load, shipped
 from kvjax.models import hf, placement
 from kvjax.models.config import Config
@@ -327,7 +328,7 @@ def test_a_failed_save_leaves_the_older_one(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("disk full")
 
-    monkeypatch.setattr(hf, "save_file", fail)
+    monkeypatch.setattr(hf, "save_safetensors", fail)
     with pytest.raises(RuntimeError):
         save_hf(model, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
@@ -426,6 +427,14 @@ def test_the_shipped_model_loads_by_name():
     assert model.tokenizer.encode("<get> brave otter").ids == [3, 12, 64]
 
 
+def test_the_larger_shipped_model_finds_records_behind_thousands_of_tokens():
+    model, asked = load("recall-small"), sample("get", seed=0, index=0, tokens=2048)
+    row = [*asked.context, *asked.question, *asked.answer]
+    assert model.config.max_positions > 4096 and len(row) > 2000
+    said = model(jnp.asarray([row[:-1]]))[0].argmax(-1)
+    assert said[-len(asked.answer) :].tolist() == list(asked.answer)
+
+
 def test_the_shipped_model_of_bytes_reads_python():
     model = load("bytes-tiny")
     source = (
@@ -436,6 +445,12 @@ def test_the_shipped_model_of_bytes_reads_python():
     nats = -float(jnp.take_along_axis(logp, jnp.asarray(ids[1:])[:, None], 1).mean())
     # Bytes that are all alike would have 8 bits each.
     assert nats / math.log(2) < 1.5
+
+
+def test_who_reads_other_new_files_reads_the_weights(tmp_path):
+    save_hf(load("recall-tiny"), tmp_path / "model")
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "model").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
 
 
 def test_load_takes_directories_of_both_kinds(tmp_path):
