@@ -7,6 +7,9 @@ made at once. One process makes about 80 thousand tokens a second, which is less
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import threading
 from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any, Protocol
@@ -35,7 +38,7 @@ class Ahead:
     def __init__(self, source: Made, workers: int):
         self.source, self.place, self.depth = source, source.place, 2 * workers
         # Processes that a fork makes would share the locks of the threads of jax.
-        self.pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+        self.pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin)
         self.under_way: deque[Future[Rows]] = deque()
         self.next_of: Any = None
 
@@ -59,3 +62,16 @@ class Ahead:
         """Ends the processes."""
         self._drop()
         self.pool.shutdown(cancel_futures=True)
+
+
+def _begin() -> None:
+    """Leaves Ctrl-C to the run, whose end also ends this process, however it comes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_run, daemon=True).start()
+
+
+def _end_with_the_run() -> None:
+    run = multiprocessing.parent_process()
+    assert run is not None
+    run.join()
+    os._exit(1)

@@ -1,8 +1,12 @@
 """Rows that processes make ahead are those that the source would have made itself."""
 
 import multiprocessing
+import subprocess
+import sys
+import time
 
 import numpy as np
+import psutil
 import pytest
 
 from kvjax.errors import InputError
@@ -31,6 +35,38 @@ def test_stages_and_places_give_the_rows_of_the_source():
     finally:
         ahead.close()
     assert not multiprocessing.active_children()
+
+
+RUN = """
+import multiprocessing, time
+from kvjax.train.ahead import Ahead
+from kvjax.train.sources import Pairs
+
+if __name__ == "__main__":
+    Ahead(Pairs(seed=0), workers=1).next(2, 16)
+    print(multiprocessing.active_children()[0].pid, flush=True)
+    time.sleep(100)
+"""
+
+
+def test_a_run_that_is_killed_leaves_no_process(tmp_path):
+    (tmp_path / "run.py").write_text(RUN)
+    with subprocess.Popen([sys.executable, tmp_path / "run.py"], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        worker = psutil.Process(int(run.stdout.readline()))
+        assert worker.is_running()
+        run.kill()
+    until = time.monotonic() + 20
+    while lives(worker) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not lives(worker)
+
+
+def lives(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_run_of_tasks_has_workers_and_one_of_texts_has_none():
