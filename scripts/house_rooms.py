@@ -96,7 +96,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
             ),
             _room(
                 "models",
-                "the decoder: config, mixers, feed-forwards, the stack; Hugging Face files; the shipped models",
+                "the decoder: config, mixers, feed-forwards, the stack; Hugging Face files; shipped models",
                 "models",
             ),
         ),
