@@ -216,7 +216,6 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
         "tools",
         (
             _room("fitting", "what words are taught about a model, from a few texts", "kvjax/fitting"),
-            _room("train", "training loops, conversion of layers, grouping of heads", "kvjax/train"),
             _room("nnx", "models as modules of flax, and a cache in a user's own", "kvjax/nnx.py"),
             _room("aot", "kernels and decoders through the compilers of TPUs and GPUs", "kvjax/aot"),
         ),
@@ -229,6 +228,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "whether models and caches fit many devices, and what a step costs there",
                 "kvjax/plan",
             ),
+            _room("train", "training loops, conversion of layers, grouping of heads", "kvjax/train"),
         ),
     ),
     (

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvjax.commands.options import add_hosts
 from kvjax.commands.programs import keep_programs
+
+if TYPE_CHECKING:
+    from kvjax.train.settings import Training
 
 HELP = "train a decoder as a gin file says, and go on with a run that was cut"
 EXAMPLE = """examples:
@@ -53,4 +57,19 @@ def follow(bound: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
     out = console()
     run = training(bound, words_of(settings.data).vocab)
     model = train(run, args.out, resume=args.resume, console=out)
-    out.print(f"{model}: use it as kvjax compare --model {model}", soft_wrap=True)
+    out.print(f"{model}: use it as kvjax compare --model {model}{_under(run, model)}", soft_wrap=True)
+
+
+def _under(run: Training, model: Path) -> str:
+    """How the model is compared under the method of its training, with what memory tokens learned."""
+    if run.loop.method is None:
+        return ""
+    from kvjax.methods.parse import parse_method
+
+    label, build = parse_method(run.loop.method)
+    learned = model.parent / f"{build().id}.safetensors"
+    if learned.exists():
+        name, _, hyper = label.partition(":")
+        kept = [part for part in hyper.split(",") if part and not part.startswith("fitted=")]
+        label = f"{name}:{','.join([f'fitted={learned}', *kept])}"
+    return f" --methods full {label}"

@@ -18,6 +18,7 @@ from kvjax.fitting.asked import Asked, adapter, asked, left_by, mean_said, said_
 from kvjax.fitting.descent import Arrays, descended
 from kvjax.fitting.whole import check_whole
 from kvjax.grammar import Method
+from kvjax.keep.memory_tokens import MemoryTokens, RunMemory
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.steps import Run
@@ -39,11 +40,12 @@ def fit_memory(
     Contexts are read as the method reads them. What becomes small is -log p of the answers behind what it
     leaves; by Adam (arXiv:1412.6980) at learning rate `rate`, one step per batch, in `epochs` readings. What
     is learned is of the method's number of memory tokens, length of chunks and way to hold several.
-    Deviation: the model stays as it is, as in CCM; the authors of Gisting train all of it. Raises InputError
-    for a model whose layers are not all plain attention that keeps all tokens.
+    Deviation: the model stays as it is, as in CCM; the authors of Gisting train all of it
+    (`kvjax.train.compressed`). Raises InputError for a model whose layers are not all plain attention that
+    keeps all tokens.
     """
     check_whole(model, "memory tokens")
-    start = start_of(model, method, rank, seed)
+    start = adapter(model, rank, seed) | embeddings(model, method.reread, seed)
     first = Fitted({n: np.asarray(x) for n, x in start.items()}, "MemoryTokens", model.signature)
     run = run_of(model, method, first)
 
@@ -55,11 +57,13 @@ def fit_memory(
     return Fitted(found, "MemoryTokens", model.signature)
 
 
-def start_of(model: Model, method: Method, rank: int, seed: int) -> Arrays:
-    """Arrays as they begin: embeddings as long as tokens' own, and weights without any effect."""
-    embed = model.params["embed"]
-    size, key = (1, method.reread.tokens, model.config.d_model), jax.random.key(seed + 1)
-    return adapter(model, rank, seed) | {"memory": jax.random.normal(key, size) * jnp.std(embed)}
+def embeddings(model: Model, word: MemoryTokens, seed: int) -> Arrays:
+    """Embeddings as they begin, as long as tokens' own: of memory tokens, and by what runs are said again."""
+    length, d = jnp.std(model.params["embed"].astype(jnp.float32)), model.config.d_model
+    found = {"memory": jax.random.normal(jax.random.key(seed + 1), (1, word.tokens, d)) * length}
+    if isinstance(word, RunMemory):
+        found["repeat"] = jax.random.normal(jax.random.key(seed + 2), (1, d)) * length
+    return found
 
 
 def run_of(model: Model, method: Method, fitted: Fitted) -> Run:

@@ -15,9 +15,9 @@ from kvjax.cache import Cache, GroupState
 from kvjax.choose import Fresh
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted
-from kvjax.fitting.asked import Asked, asked, left_of, read_by
+from kvjax.fitting.asked import Asked, adapter, asked, left_of, read_by
 from kvjax.fitting.descent import Arrays, descended
-from kvjax.fitting.remembered import run_of, start_of, surprise_over
+from kvjax.fitting.remembered import embeddings, run_of, surprise_over
 from kvjax.fitting.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.keep.memory_tokens import RunMemory
@@ -52,15 +52,13 @@ def fit_repetition(
     Contexts are read as the method reads them. What becomes small is -log p of the tokens of every run, said
     from its memory alone (`repeated`), plus `answers` times -log p of the answers behind all of the memory;
     by Adam (arXiv:1412.6980) at learning rate `rate`, one step per batch, in `epochs` readings. Deviations:
-    the model stays as it is, where the paper trains all of it, so what is repeated is what its own weights
-    read in the memory; and of the text behind memory only answers count, where the paper's first loss is that
-    of all tokens, with a weight of 1: with that, runs are learned later. Raises InputError for a model whose
-    layers are not all plain attention that keeps all tokens.
+    the model stays as it is, where the paper trains all of it (`kvjax.train.compressed`), so what is repeated
+    is what its own weights read in the memory; and of the text behind memory only answers count, where the
+    paper's first loss is that of all tokens, with a weight of 1: with that, runs are learned later. Raises
+    InputError for a model whose layers are not all plain attention that keeps all tokens.
     """
     check_whole(model, "memory tokens")
-    embed = model.params["embed"]
-    cue = jax.random.normal(jax.random.key(seed + 2), (1, model.config.d_model)) * jnp.std(embed)
-    start = start_of(model, method, rank, seed) | {"repeat": cue}
+    start = adapter(model, rank, seed) | embeddings(model, method.reread, seed)
     first = Fitted({n: np.asarray(x) for n, x in start.items()}, "RunMemory", model.signature)
     run = run_of(model, method, first)
 

@@ -1,6 +1,8 @@
-"""Models that stand beside the one that learns: a teacher, and an encoder of contexts."""
+"""What stands beside the model that learns: a teacher, and an encoder or a method that reads contexts."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 
@@ -8,19 +10,30 @@ from kvjax.errors import InputError
 from kvjax.loading import load
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
+from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.model import Model
 from kvjax.models.params import init
+from kvjax.train.compressed import Compressor, compressor
 from kvjax.train.settings import OF_WORDS, Training
 from kvjax.train.sources import Words
 from kvjax.train.step import Beside, Frozen
 
 
-def beside(run: Training, config: Config | BlockConfig, words: Words) -> Beside:
+def beside(run: Training, config: Config | BlockConfig, params: Params, words: Words) -> Beside:
     """What a run's settings name; InputError where it does not fit the model or its tokenizer."""
     teacher = None if run.teacher is None else _teacher(run, run.teacher, config, words)
+    if run.loop.method is not None:
+        return Beside(teacher, None, _compressor(run, run.loop.method, config, params))
     return Beside(teacher, _encoder(run, config, words))
+
+
+def learning(run: Training, others: Beside) -> Any:
+    """What of it learns with the model: parameters of an encoder, or what memory tokens have; or None."""
+    if others.compressor is not None:
+        return others.compressor.learns
+    return others.encoder.params if run.tune.encoder and others.encoder is not None else None
 
 
 def check_tokenizer(path: str, model: Model, words: Words, run: Training) -> None:
@@ -50,6 +63,24 @@ def _teacher(run: Training, path: str, config: Config | BlockConfig, words: Word
             "train.distil_hidden and train.distil_attention to 0, or teach with one as wide"
         )
     return Frozen(model.params, model.config)
+
+
+def _compressor(run: Training, method: str, config: Config | BlockConfig, params: Params) -> Compressor:
+    loop = run.loop
+    if not 1 <= loop.context < min(length for _, length, _ in loop.stages or ((0, loop.length, 0),)):
+        raise InputError(
+            f"train.method is {method!r}, which reads the first train.context tokens of every row, and "
+            f"that is {loop.context} of {loop.length}: set it to a part of a row, such as {loop.length // 2}"
+        )
+    if run.encoder is not None or run.tune.encoder or loop.chunk:
+        raise InputError("a context is read by an encoder or by train.method: leave one of them out")
+    if run.devices.mesh is not None or loop.distil_hidden or loop.distil_attention:
+        raise InputError(
+            "train.method trains on one device, and what layers give is not learned under it from a teacher: "
+            "leave out devices.mesh, train.distil_hidden and train.distil_attention"
+        )
+    assert isinstance(config, Config)  # one of two decoders was refused
+    return compressor(method, Model(config, params), loop.seed)
 
 
 def _encoder(run: Training, config: Config | BlockConfig, words: Words) -> Frozen | None:

@@ -30,6 +30,7 @@ from kvjax.block_transformer import BlockTransformer
 from kvjax.checkpoint import save_checkpoint
 from kvjax.errors import InputError
 from kvjax.files import write_atomic
+from kvjax.fitted import save_fitted
 from kvjax.hosts.messages import by_first, check_same, count, is_first
 from kvjax.loading import load
 from kvjax.mesh.on_mesh import OnMesh, on_mesh
@@ -43,7 +44,7 @@ from kvjax.models.model import Model
 from kvjax.models.params import init, regroup
 from kvjax.models.transformer import carrying
 from kvjax.train.ahead import Ahead
-from kvjax.train.beside import beside, check_tokenizer
+from kvjax.train.beside import beside, check_tokenizer, learning
 from kvjax.train.curve import draw_losses
 from kvjax.train.devices import places, rows_placed
 from kvjax.train.optimiser import optimiser, rate_of
@@ -56,7 +57,6 @@ from kvjax.train.sources import Source, Words, source_of, words_of
 from kvjax.train.step import (
     Beside,
     Found,
-    Frozen,
     Pair,
     Parts,
     TrainState,
@@ -90,13 +90,13 @@ def train(
     on = on_mesh(run.devices.mesh, run.devices.rules)
     config, start = _model(run, words)
     _check(run, config, on)
-    others = beside(run, config, words)
+    first = start()
+    others = beside(run, config, first, words)
     segments = run.data.segments and not run.loop.context and not _carrying(config)
     source, held = source_of(run.data, words, run.loop, segments=segments, workers=run.devices.workers)
     _open(folder, run, config, resume)
     steps = optimiser(run.optimiser, run.loop)
-    learns = others.encoder if run.tune.encoder else None
-    state, fixed = begin(start(), run, config, steps, on, learns)
+    state, fixed = begin(first, run, config, steps, on, learning(run, others))
     saver, before = Saver(folder), {}
     check_same("the newest checkpoints", saver.latest)
     if resume and saver.latest is not None:
@@ -123,17 +123,20 @@ def train(
     if run.tune.encoder:
         assert others.encoder is not None
         _save(folder / "encoder", others.encoder.config, others.encoder.params, words)
-    _save(folder / "model", config, joined(trained, fixed), words)
+    model, by = _save(folder / "model", config, joined(trained, fixed), words), others.compressor
+    if by is not None and by.learns is not None:
+        save_fitted(folder / f"{by.method.id}.safetensors", by.fitted(model))
     return folder / "model"
 
 
-def _save(path: Path, config: AnyConfig, params: Params, words: Words) -> None:
+def _save(path: Path, config: AnyConfig, params: Params, words: Words) -> Any:
     of: Any = BlockTransformer if isinstance(config, BlockConfig) else Model
     model = of(
         config, params, tokenizer=words.tokenizer, special_tokens=words.special, stop_ids=(words.end,),
         name=path.parent.name,
     )  # fmt: skip
     save_checkpoint(model, path)
+    return model
 
 
 def _carrying(config: AnyConfig) -> bool:
@@ -176,10 +179,11 @@ def _model(run: Training, words: Words) -> tuple[AnyConfig, Callable[[], Params]
 def _check(run: Training, config: AnyConfig, on: OnMesh | None) -> None:
     if isinstance(config, BlockConfig):
         loop = run.loop
-        if not run.tune.all or on is not None or loop.distil_hidden or loop.distil_attention or loop.context:
+        layers = loop.distil_hidden or loop.distil_attention
+        if not run.tune.all or on is not None or layers or loop.context or loop.method:
             raise InputError(
                 "a model of two decoders trains whole and on one device, reads no context and learns no more "
-                "than predictions from a teacher: leave out tune, devices, train.context, "
+                "than predictions from a teacher: leave out tune, devices, train.context, train.method, "
                 "train.distil_hidden and train.distil_attention"
             )
         return
@@ -207,11 +211,11 @@ def begin(
     config: AnyConfig,
     steps: optax.GradientTransformation,
     on: OnMesh | None,
-    encoder: Frozen | None = None,
+    other: Any = None,
 ) -> tuple[TrainState, Fixed | None]:
     """The state before the first step, in float32 and where the mesh has it, and what does not learn.
 
-    encoder: one that learns with the model.
+    other: what learns with the model.
     """
     if isinstance(config, BlockConfig):
         whole = jax.tree.map(lambda x: x.astype(jnp.float32), params)
@@ -222,8 +226,8 @@ def begin(
     trained, fixed = params, None
     if not run.tune.all:
         trained, fixed = split(params, groups, of, run.tune, jax.random.key(run.loop.seed))
-    if encoder is not None:
-        trained = Pair(trained, jax.tree.map(lambda x: x.astype(jnp.float32), encoder.params))
+    if other is not None:
+        trained = Pair(trained, jax.tree.map(lambda x: x.astype(jnp.float32), other))
     if on is None:
         return TrainState(trained, steps.init(trained), jnp.zeros((), jnp.int32)), fixed
     trained, fixed = (jax.device_put(x, places(x, params, config, on)) for x in (trained, fixed))

@@ -135,7 +135,9 @@ class Loop:
     a gradient and then with one stand for all of them (LCKV, arXiv:2405.10637; its code has 7 and 2).
     context: tokens at the start of every row that an encoder reads and the model does not (XC-Cache,
     arXiv:2404.15420), `chunk` of them at a time, apart from each other (CEPE, arXiv:2402.16617), or all at
-    once.
+    once. method: they are read by the model under this method instead, and the rest is said over what it
+    leaves in the cache (`kvjax.train.compressed`). repeat: with the method "loma", what it costs to say runs
+    of the context again from their memory alone (arXiv:2401.09486).
     """
 
     steps: int = 1000
@@ -148,6 +150,8 @@ class Loop:
     passes: tuple[int, int] = (7, 2)
     context: int = 0
     chunk: int = 0
+    method: str | None = None
+    repeat: float = 1.0
     balance: float = 0.01
     codes: float = 1e-3
     distil: float = 0.5
@@ -172,8 +176,12 @@ class Loop:
         _count("train.context", self.context, 0)
         _count("train.chunk", self.chunk, 0)
         _between("train.distil", self.distil, 0.0, 1.0)
-        for name in ("balance", "codes", "distil_hidden", "distil_attention"):
+        for name in ("balance", "codes", "repeat", "distil_hidden", "distil_attention"):
             _between(f"train.{name}", getattr(self, name), 0.0, math.inf)
+        if not isinstance(self.method, str | None):
+            raise InputError(
+                f"train.method is {self.method!r}, expected a method in words, such as 'gisting'"
+            )
         _one_of("train.compute", self.compute, ("bfloat16", "float32"))
         for batch in {self.batch, *(batch for *_, batch in self.stages)}:
             if batch % self.accumulate:

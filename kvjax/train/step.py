@@ -23,6 +23,7 @@ from kvjax.models.mixer import Passed
 from kvjax.models.mixers.transformer_vq import VectorQuantised
 from kvjax.models.transformer import run_layers, unembed
 from kvjax.ops.attention.union import Keys
+from kvjax.train.compressed import Compressor, read_and_said
 from kvjax.train.devices import places
 from kvjax.train.losses import distilled, next_token, squared
 from kvjax.train.settings import Loop
@@ -31,7 +32,7 @@ from kvjax.train.trained import Fixed, joined
 
 class TrainState(NamedTuple):
     """Everything that a step changes; params: those that learn, as `kvjax.train.trained.split` has them, or a
-    `Pair` of them and of an encoder's."""
+    `Pair` of them and of what learns beside the model."""
 
     params: Any
     optimiser: Any
@@ -69,36 +70,42 @@ class Frozen:
 
 
 class Beside(NamedTuple):
-    """What stands beside the model: a teacher, and an encoder that reads the start of every row."""
+    """What stands beside the model: a teacher, and what reads the start of every row: an encoder, or a method
+    that leaves a part of the model's own cache."""
 
     teacher: Frozen | None = None
     encoder: Frozen | None = None
+    compressor: Compressor | None = None
 
 
 class Pair(NamedTuple):
-    """What learns of a model, and an encoder that learns with it (CEPE, arXiv:2402.16617)."""
+    """What learns of a model, and with it: an encoder (CEPE, arXiv:2402.16617), or memory tokens."""
 
     model: Any
-    encoder: Params
+    other: Any
 
 
 def parted(trained: Any, beside: Beside) -> tuple[Any, Beside]:
-    """What learns of the model, and what stands beside it, an encoder as it has learned included."""
+    """What learns of the model, and what stands beside it, as it has learned."""
     if not isinstance(trained, Pair):
         return trained, beside
+    if beside.compressor is not None:
+        return trained.model, beside._replace(compressor=beside.compressor.taught(trained.other))
     assert beside.encoder is not None
-    return trained.model, beside._replace(encoder=dataclasses.replace(beside.encoder, params=trained.encoder))
+    return trained.model, beside._replace(encoder=dataclasses.replace(beside.encoder, params=trained.other))
 
 
 class Read(NamedTuple):
     """What a model made of a part: logits, and what the losses ask of each layer.
 
-    unequal, apart: unequal use of experts and distances of keys from their codes, summed over layers.
+    unequal, apart: unequal use of experts and distances of keys from their codes, summed over layers. again:
+    what it says of runs of the context from their memory alone is off by.
     """
 
     logits: Float[Array, "B T V"]
     unequal: Float[Array, ""]
     apart: Float[Array, ""]
+    again: Float[Array, ""]
     layers: list[dict[str, Any]]
 
 
@@ -106,7 +113,7 @@ ALONE = Beside()
 
 
 def told(part: Parts, loop: Loop) -> Parts:
-    """The rows of a part behind what an encoder reads of them: all of them, where it reads nothing."""
+    """The rows of a part behind their context, which is read apart: all of them, where there is none."""
     return Parts(*(None if x is None else x[..., loop.context :] for x in part))  # pyright: ignore
 
 
@@ -119,7 +126,7 @@ def total_loss(
     beside: Beside = ALONE,
 ) -> Float[Array, ""]:
     """The summed loss of the rows [B, T + 1] of one part, in nats."""
-    logits = _read(params, part, config, loop, on, encoder=beside.encoder).logits
+    logits = _read(params, part, config, loop, on, beside=beside).logits
     part = told(part, loop)
     return next_token(logits, part.tokens, part.weights)
 
@@ -134,20 +141,25 @@ def learned_loss(
 ) -> Float[Array, ""]:
     """What is made small: `total_loss`, in part the divergence from a teacher, and what layers add.
 
-    Unequal use of experts counts `loop.balance`, distance from codes `loop.codes` for every target and layer.
+    Unequal use of experts counts `loop.balance`, distance from codes `loop.codes` for every target and layer,
+    and runs that are said again `loop.repeat` for every target.
     """
     teacher = beside.teacher
     asked = {"hidden": loop.distil_hidden, "attention": loop.distil_attention} if teacher else {}
     asked = {what: share for what, share in asked.items() if share}
-    mine = _read(params, part, config, loop, on, tuple(asked), beside.encoder)
-    part = told(part, loop)
+    mine = _read(params, part, config, loop, on, tuple(asked), beside)
+    whole, part = part, told(part, loop)
     loss = next_token(mine.logits, part.tokens, part.weights)
     if teacher is not None:
-        theirs = _read(teacher.params, part, teacher.config, loop, on, tuple(asked))
-        loss = (1 - loop.distil) * loss + loop.distil * distilled(mine.logits, theirs.logits, part.weights)
+        # It reads the context as it is.
+        all_of_it = dataclasses.replace(loop, context=0, method=None)
+        theirs = _read(teacher.params, whole, teacher.config, all_of_it, on, tuple(asked))
+        said = theirs.logits[:, loop.context :]
+        loss = (1 - loop.distil) * loss + loop.distil * distilled(mine.logits, said, part.weights)
         for what, share in asked.items():
             loss += share * _from_layers(what, mine.layers, theirs.layers, part.weights)
-    return loss + part.weights[:, 1:].sum() * (loop.balance * mine.unequal + loop.codes * mine.apart)
+    more = loop.balance * mine.unequal + loop.codes * mine.apart + loop.repeat * mine.again
+    return loss + part.weights[:, 1:].sum() * more
 
 
 def fellow(layer: int, layers: int, theirs: int) -> int:
@@ -175,22 +187,25 @@ def _read(
     loop: Loop,
     on: OnMesh | None,
     asked: tuple[str, ...] = (),
-    encoder: Frozen | None = None,
+    beside: Beside = ALONE,
 ) -> Read:
+    none = jnp.zeros((), jnp.float32)
     if isinstance(config, BlockConfig):
-        none, logits = jnp.zeros((), jnp.float32), _said(params, part, config, loop)
-        return Read(logits, none, none, [])
+        return Read(_said(params, part, config, loop), none, none, none, [])
+    if beside.compressor is not None:
+        said, again = _compressed(params, part, config, loop, beside.compressor)
+        return Read(said, none, none, again, [])
 
     def look(passed: Passed) -> dict[str, Any]:
         seen = {"hidden": passed.out, "attention": passed.mixed}
-        unequal = apart = jnp.zeros((), jnp.float32)
+        unequal = apart = none
         if isinstance(passed.mixer, VectorQuantised) and passed.read is not None:
             apart = passed.mixer.apart(passed.p, passed.read)
         if isinstance(passed.mlp, MoE) and passed.fed is not None:
             unequal = passed.mlp.balance(passed.p, passed.fed)
         return {"unequal": unequal, "apart": apart} | {what: seen[what] for what in asked}
 
-    context, params = context_of(part, loop, encoder), computed(params, loop)
+    context, params = context_of(part, loop, beside.encoder), computed(params, loop)
     part = told(part, loop)
     segments = None if part.segments is None else part.segments[:, :-1]
     ran = run_layers(
@@ -202,14 +217,19 @@ def _read(
         for group in ran.collected
         for i in range(len(group["unequal"]))
     ]
-    unequal, apart = (
-        sum((layer[what] for layer in layers), jnp.zeros((), jnp.float32)) for what in ("unequal", "apart")
-    )
-    return Read(unembed(params, ran.x, config), unequal, apart, layers)
+    unequal, apart = (sum((layer[what] for layer in layers), none) for what in ("unequal", "apart"))
+    return Read(unembed(params, ran.x, config), unequal, apart, none, layers)
 
 
 def _said(params: Params, part: Parts, config: BlockConfig, loop: Loop) -> Float[Array, "B T V"]:
     return forward_blocks(computed(params, loop), part.tokens[:, :-1], config)
+
+
+def _compressed(
+    params: Params, part: Parts, config: Config, loop: Loop, by: Compressor
+) -> tuple[Float[Array, "B T V"], Float[Array, ""]]:
+    context, rest = part.tokens[:, : loop.context], told(part, loop).tokens[:, :-1]
+    return read_and_said(by, config, computed(params, loop), context, rest)
 
 
 def context_of(part: Parts, loop: Loop, encoder: Frozen | None) -> Keys | None:
@@ -273,6 +293,11 @@ def fault(
         if isinstance(config, BlockConfig):
             if not bool(jnp.isfinite(_said(params, part, config, loop)).all()):
                 return "the logits"
+            continue
+        if beside.compressor is not None:
+            said = _compressed(params, part, config, loop, beside.compressor)
+            if not all(bool(jnp.isfinite(x).all()) for x in said):
+                return f"what is said behind contexts that {beside.compressor.method.id} read"
             continue
         read, low = told(part, loop), computed(params, loop)
         segments = None if read.segments is None else read.segments[:, :-1]

@@ -1,0 +1,114 @@
+"""Training under a method: it reads the start of every row, and the rest is said over what it leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax import steps
+from kvjax.errors import InputError
+from kvjax.fitted import Fitted, fitted_words, lacks_fit, with_fitted
+from kvjax.fitting.asked import adapter
+from kvjax.fitting.remembered import embeddings
+from kvjax.fitting.repeated import repeated
+from kvjax.fitting.whole import check_whole
+from kvjax.grammar import Method
+from kvjax.keep.memory_tokens import MemoryTokens, RunMemory
+from kvjax.methods.parse import parse_method
+from kvjax.models.feed_forward import MoE, mlp_of
+from kvjax.models.layers import Params
+from kvjax.models.model import Model
+from kvjax.ready import ready
+from kvjax.steps import Run
+from kvjax.suits import check_fit
+
+Arrays = dict[str, Array]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["method"])
+@dataclasses.dataclass(frozen=True)
+class Compressor:
+    """A method by which contexts are read. arrays: those of its words, by their digests."""
+
+    method: Method
+    arrays: dict[str, Arrays]
+
+    @property
+    def learns(self) -> Arrays | None:
+        """What memory tokens have of their own, which learns with the model; None without any."""
+        word = self.method.reread
+        found = word.fitted if isinstance(word, MemoryTokens) else None
+        return None if found is None else self.arrays[found.digest]
+
+    def taught(self, arrays: Arrays) -> Compressor:
+        """The same with what memory tokens have learned."""
+        return dataclasses.replace(self, arrays=self.arrays | {self.method.reread.fitted.digest: arrays})
+
+    def fitted(self, model: Model) -> Fitted:
+        """What memory tokens have learned, as the method takes it for the model that learned with them."""
+        assert self.learns is not None
+        found = {name: np.asarray(x) for name, x in self.learns.items()}
+        return Fitted(found, type(self.method.reread).__name__, model.signature)
+
+
+def compressor(text: str, model: Model, seed: int) -> Compressor:
+    """The method that a run names, whose memory tokens start at random unless they were fitted before.
+
+    Raises InputError for a method that does not fit the model, or that passes no slope to weights.
+    """
+    label, build = parse_method(text)
+    if build.takes_budget:
+        raise InputError(f"train.method is {text!r}, which needs a budget: write {label}(budget=0.25)")
+    method = ready(model, build())
+    for part in ("store", "read", "layers", "make", "stack", "host"):
+        if getattr(method, part):
+            raise InputError(
+                f"train.method is {text!r}, whose {part} is not for training: give a method that drops or "
+                "merges tokens of the context, or leaves memory tokens, as snapkv(budget=0.25) and gisting do"
+            )
+    if any(isinstance(mlp_of(model.config, i), MoE) for i in range(model.config.layers)):
+        raise InputError("train.method is given, and the model has experts, whose balance is not learned so")
+    word = method.reread
+    if isinstance(word, MemoryTokens):
+        check_whole(model, "memory tokens")
+        if word.fitted is None:
+            # A LoRA that is zero on both sides changes nothing and learns nothing.
+            none = {name: jnp.zeros_like(x) for name, x in adapter(model, 1, seed).items()}
+            start = none | embeddings(model, word, seed)
+            fitted = Fitted({n: np.asarray(x) for n, x in start.items()}, type(word).__name__, "")
+            method = dataclasses.replace(method, reread=dataclasses.replace(word, fitted=fitted))
+    for word in fitted_words(method):
+        if lacks_fit(word):
+            raise InputError(
+                f"{method.id} was never fitted to this model: run `kvjax fit {word.by}`, and give the method "
+                "fitted=FILE"
+            )
+    check_fit(method, model.config)
+    return Compressor(method, with_fitted({}, method).get("fitted", {}))
+
+
+def read_and_said(
+    compressor: Compressor, config: Any, params: Params, context: Int[Array, "B C"], tail: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T V"], Float[Array, ""]]:
+    """Logits behind every token of `tail`, over what the method leaves of the contexts, and of runs.
+
+    The second is the mean of -log p of the tokens of every run, said from its memory alone (LoMA,
+    arXiv:2401.09486); 0 of other methods.
+    """
+    run, params = Run(config, compressor.method), params | {"fitted": compressor.arrays}
+    lengths, tails = (jnp.full(len(x), x.shape[1], jnp.int32) for x in (context, tail))
+    prompt = steps.observe(run, params, context, lengths, None, steps.needs_of(run, params))
+    sizes: dict[str, Any] = dict(tokens=context.shape[1], room=tail.shape[1])
+    cache = steps.settle(run, params, prompt, None, compress=True, **sizes)
+    behind = run._replace(method=dataclasses.replace(run.method, reread=None))
+    read = steps.read_tokens(behind, params, tail, tails, cache, frozenset(), as_steps=True)
+    again = jnp.zeros((), jnp.float32)
+    if isinstance(run.method.reread, RunMemory):
+        again = repeated(run, params, prompt, context, lengths)
+    return read.logits, again
