@@ -127,6 +127,16 @@ def test_a_model_learns_with_its_memory_tokens_is_saved_and_goes_on(model, metho
     assert load_fitted(folder / file.name) == load_fitted(file)
 
 
+@pytest.mark.rotating
+def test_numbers_that_are_none_end_a_run_and_say_where(model, tmp_path):
+    settings = bound(tmp_path, model, "streaming-llm:budget=0.5", steps=4)
+    settings["optimiser"]["peak"] = 1e30
+    with pytest.raises(
+        InputError, match="what is said behind contexts that streaming-llm read is not a number"
+    ):
+        train(training(settings), tmp_path / "run")
+
+
 def test_words_that_were_fitted_before_go_on_from_there(model):
     first = compressor(MEMORY[0], model, 3)
     trained, beside = first.learns, Beside(compressor=first)
