@@ -288,30 +288,12 @@ def fault(
     params: Params, parts: Parts, config: Config | BlockConfig, loop: Loop, beside: Beside = ALONE
 ) -> str:
     """What is no number first, in words: the output of a layer, the logits, or a gradient."""
+    beside = beside._replace(teacher=None)
     for a in range(parts.tokens.shape[0]):
         part = jax.tree.map(lambda x, a=a: x[a], parts)
-        if isinstance(config, BlockConfig):
-            if not bool(jnp.isfinite(_said(params, part, config, loop)).all()):
-                return "the logits"
-            continue
-        if beside.compressor is not None:
-            said = _compressed(params, part, config, loop, beside.compressor)
-            if not all(bool(jnp.isfinite(x).all()) for x in said):
-                return f"what is said behind contexts that {beside.compressor.method.id} read"
-            continue
-        read, low = told(part, loop), computed(params, loop)
-        segments = None if read.segments is None else read.segments[:, :-1]
-        context = context_of(part, loop, beside.encoder)
-        ran = run_layers(
-            low, read.tokens[:, :-1], config, None, context, segments=segments, passes=loop.passes,
-            look=lambda x: jnp.isfinite(x.out).all(),
-        )  # fmt: skip
-        layers = [bool(ok) for group in ran.collected for ok in group]
-        if not all(layers):
-            return f"the output of layer {layers.index(False)}"
-        if not bool(jnp.isfinite(unembed(low, ran.x, config)).all()):
-            return "the logits"
-        gradient = jax.grad(learned_loss)(params, part, config, loop, Beside(None, beside.encoder))
+        if found := _fault_ahead(params, part, config, loop, beside):
+            return found
+        gradient = jax.grad(learned_loss)(params, part, config, loop, beside)
         names = [
             jax.tree_util.keystr(path, simple=True, separator=".")
             for path, x in jax.tree.leaves_with_path(gradient)
@@ -320,3 +302,26 @@ def fault(
         if names:
             return f"the gradient of {', '.join(names[:4])}"
     return "the sum over the batch"
+
+
+def _fault_ahead(
+    params: Params, part: Parts, config: Config | BlockConfig, loop: Loop, beside: Beside
+) -> str | None:
+    """The same without the gradients."""
+    if isinstance(config, BlockConfig):
+        return None if bool(jnp.isfinite(_said(params, part, config, loop)).all()) else "the logits"
+    if beside.compressor is not None:
+        said = _compressed(params, part, config, loop, beside.compressor)
+        finite = all(bool(jnp.isfinite(x).all()) for x in said)
+        return None if finite else f"what is said behind contexts that {beside.compressor.method.id} read"
+    read, low = told(part, loop), computed(params, loop)
+    segments = None if read.segments is None else read.segments[:, :-1]
+    context = context_of(part, loop, beside.encoder)
+    ran = run_layers(
+        low, read.tokens[:, :-1], config, None, context, segments=segments, passes=loop.passes,
+        look=lambda x: jnp.isfinite(x.out).all(),
+    )  # fmt: skip
+    layers = [bool(ok) for group in ran.collected for ok in group]
+    if not all(layers):
+        return f"the output of layer {layers.index(False)}"
+    return None if bool(jnp.isfinite(unembed(low, ran.x, config)).all()) else "the logits"

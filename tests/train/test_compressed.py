@@ -131,9 +131,7 @@ def test_a_model_learns_with_its_memory_tokens_is_saved_and_goes_on(model, metho
 def test_numbers_that_are_none_end_a_run_and_say_where(model, tmp_path):
     settings = bound(tmp_path, model, "streaming-llm:budget=0.5", steps=4)
     settings["optimiser"]["peak"] = 1e30
-    with pytest.raises(
-        InputError, match="what is said behind contexts that streaming-llm read is not a number"
-    ):
+    with pytest.raises(InputError, match="step 3: .*(streaming-llm read|gradient of).* is not a number"):
         train(training(settings), tmp_path / "run")
 
 
