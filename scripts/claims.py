@@ -11,14 +11,16 @@ questions, so they are wider than they need be.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from claims_table import CLAIMS, Better, Claim, Faster, Near, Untestable
+from claims_table import CLAIMS, Better, Claim, Faster, Learned, Near, Untestable
+from memory_tokens import DATA as LEARNED
 from surprises_table import BELOW_SINK_RECENT, SURPRISES
 
 from kvjax.eval.report.cells import budget_label
@@ -88,6 +90,8 @@ def check(claim: Claim, board: Leaderboard) -> Found:
         if speed is None:
             return Found(MISSING, "")
         return Found(YES if speed.prefill < 1 else NO, f"{speed.prefill:.2f}x the prefill of none")
+    if isinstance(test, Learned):
+        return learned(claim.method, test.within, json.loads(LEARNED.read_text()))
     least = 0.0 if isinstance(test, Better) else -test.within
     lines = by_cell(board, claim.method, test.other)
     pairs = [(lines.get((claim.method, b, test.protocol)), _other(lines, test, b)) for b in test.budgets]
@@ -105,6 +109,21 @@ def check(claim: Claim, board: Leaderboard) -> Found:
         if held > test.percent:
             return Found(NO, numbers)
     return Found(judged(found, least), numbers)
+
+
+def learned(method: str, within: float, rows: dict[str, Any]) -> Found:
+    """What the data of scripts/memory_tokens.py says of a method."""
+    if method not in rows:
+        return Found(MISSING, "no model was trained with it")
+    ours, theirs = rows[method]["own"], rows[method]["start"]
+    mean = ours["mean"] - theirs["mean"]
+    low, high = (
+        mean + sign * math.hypot(ours["mean"] - ours[a], theirs["mean"] - theirs[b])
+        for sign, a, b in ((-1, "mean_low", "mean_high"), (1, "mean_high", "mean_low"))
+    )
+    share = ours["kept_bytes"] / ours["full_bytes"]
+    numbers = f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]; one model; {share:.0%} of the bytes"
+    return Found(judged(Difference(mean, low, high, (mean,)), -within), numbers)
 
 
 def _other(lines: Lines, test: Better | Near, budget: float | None) -> Line | None:
@@ -127,6 +146,9 @@ def said(test: object) -> str:
             held = "" if test.percent is None else f", {test.percent:g}% of the bytes or less"
             where = f"{_at(test.budgets)}, {test.protocol}{held}"
             return f"within {100 * test.within:g} points of {test.other} ({where})"
+        case Learned():
+            points = f"within {100 * test.within:g} points of the full cache"
+            return f"{points}, by a model that learned with it (contexts of 64 tokens)"
         case Faster():
             return "a shorter prefill than without it"
     return "–"
@@ -142,6 +164,8 @@ def command(claim: Claim) -> str:
     test = claim.test
     if isinstance(test, Faster):
         return f"python scripts/leaderboard.py speed --methods {claim.method} --out boards"
+    if isinstance(test, Learned):
+        return f"python scripts/memory_tokens.py run --rows {claim.method} --out runs/memory"
     if not isinstance(test, Better | Near):
         return ""
     budgets = " ".join(f"{b:g}" for b in test.budgets if b is not None)

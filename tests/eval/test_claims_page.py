@@ -92,6 +92,20 @@ def test_what_was_not_compared_or_with_too_few_samples_is_not_judged(claims):
     assert "fitted" in claims.check(needs_fit, with_lines()).numbers
 
 
+def test_a_claim_about_memory_tokens_is_judged_by_the_models_that_learned_with_them(claims):
+    def cell(mean, half):
+        return dict(mean=mean, mean_low=mean - half, mean_high=mean + half, kept_bytes=1.0, full_bytes=4.0)
+
+    def found(mean, half=0.01):
+        return claims.learned("loma", 0.05, {"loma": {"own": cell(mean, half), "start": cell(0.9, 0.0)}})
+
+    assert (
+        found(0.88).verdict == "yes" and found(0.8).verdict == "no" and found(0.88, 0.1).verdict == "unclear"
+    )
+    assert found(0.88).numbers == "-2.0 [-3.0, -1.0]; one model; 25% of the bytes"
+    assert claims.learned("loma", 0.05, {}).verdict == "not compared yet"
+
+
 def test_every_claim_names_cells_that_a_comparison_of_all_methods_has(claims):
     for claim in claims.CLAIMS:
         test = claim.test

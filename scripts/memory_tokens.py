@@ -1,0 +1,134 @@
+"""Models that learned with their memory tokens: what they answer from a quarter of their cache.
+
+    python scripts/memory_tokens.py run --out runs/memory       # goes on where it was cut
+    python scripts/memory_tokens.py                             # prints the table
+    python scripts/memory_tokens.py write                       # writes it into docs/training.md
+
+Every row is `kvjax train --gin gisting` under another method, half an hour of a core each, and then
+`kvjax compare` of that model under that method and with its full cache. Beside it stands recall-tiny, from
+which it went on, with its full cache, and with the first and newest tokens alone at about the same share. The
+same samples are asked of all, in contexts as long as those that the models learned on. Results lie in
+docs/memory-tokens.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from docs_tables import DOCS, write_table
+
+DATA = DOCS / "memory-tokens.json"
+START, BUDGET = "recall-tiny", "0.25"
+# The method as it is trained, and the steps.
+ROWS = {
+    "gisting": ("gisting:tokens=16", 4000),
+    "loma": ("loma", 2000),
+    "ccm": ("ccm(tokens=4,chunk=16)", 2000),
+}
+ASKED = ["--protocol", "agnostic", "--tasks", "get", "--length", "64", "--samples", "300"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", choices=("run", "write"), help="(default: print the table)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where runs lie")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="(default: all)")
+    args = parser.parse_args()
+    if args.what == "run":
+        if args.out is None:
+            parser.error("run needs --out DIR, where runs lie")
+        for name in args.rows:
+            add(name, args.out)
+    elif args.what == "write":
+        write_table("training.md", "memory tokens", table())
+    else:
+        print(table())
+
+
+def add(name: str, out: Path) -> None:
+    """Trains a row, compares it, and adds what was found to the data."""
+    from kvjax.files import write_atomic
+
+    (method, steps), folder = ROWS[name], out / name
+    trained = ["train", "--gin", "gisting", "--set", f"train.method={method}", f"train.steps={steps}"]
+    if not (folder / "model").exists():
+        _kvjax(*trained, "--out", str(folder), *(["--resume"] if (folder / "run.json").exists() else []))
+    known = f"{name}:fitted={folder / f'{name}.safetensors'}" + _hyper(method)
+    mine = _cells(out, f"{name}-own", str(folder / "model"), "full", known)
+    before = _cells(out, "start", START, "full", "streaming-llm", "--budgets", BUDGET)
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    row = {
+        "method": method,
+        "train": " ".join(["kvjax", *trained]),
+        "tokens": log[-1]["tokens"],
+        "cpu_seconds": log[-1]["cpu_seconds"],
+        "start": before["full"],
+        "streaming-llm": before["streamingllm"],
+        "own full": mine["full"],
+        "own": mine[name],
+    }
+    found = (json.loads(DATA.read_text()) if DATA.exists() else {}) | {name: row}
+    write_atomic(DATA, json.dumps(found, indent=1).encode() + b"\n")
+
+
+def _hyper(method: str) -> str:
+    """What a method's text says behind its name, as another part of a list: ",tokens=16"."""
+    inside = method.replace("(", ":").rstrip(")").partition(":")[2]
+    return f",{inside}" if inside else ""
+
+
+def _kvjax(*words: str) -> None:
+    subprocess.run([sys.executable, "-m", "kvjax", *words], check=True)
+
+
+def _cells(out: Path, name: str, model: str, *methods: str) -> dict[str, Any]:
+    """The cells of a comparison by their methods' names."""
+    folder = out / f"compare-{name}"
+    if not (folder / "metrics.json").exists():
+        _kvjax("compare", "--model", model, "--methods", *methods, *ASKED, "--out", str(folder))
+    cells = json.loads((folder / "metrics.json").read_text())["cells"]
+    numbers = ("mean", "mean_low", "mean_high", "kept_bytes", "full_bytes")
+    return {
+        cell["method"].partition(":")[0]: {n: cell[n] for n in numbers} | cell["tasks"]["get"]
+        for cell in cells
+    }
+
+
+def table() -> str:
+    """Markdown: what every row answers, and with how many bytes."""
+    head = [
+        "method",
+        "steps",
+        "of the full cache",
+        "answers",
+        "its model, full cache",
+        START,
+        "sinks + newest",
+    ]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in json.loads(DATA.read_text()).values():
+        own, steps = row["own"], row["train"].rpartition("=")[2]
+        cells = [
+            f"`{row['method']}`",
+            steps,
+            f"{own['kept_bytes'] / own['full_bytes']:.0%}",
+            f"**{_said(own)}**",
+        ]
+        cells += [_said(row[name]) for name in ("own full", "start", "streaming-llm")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _said(cell: dict[str, Any]) -> str:
+    return f"{cell['mean']:.0%} ({cell['mean_low']:.0%} to {cell['mean_high']:.0%})"
+
+
+if __name__ == "__main__":
+    main()

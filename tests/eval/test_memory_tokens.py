@@ -1,0 +1,68 @@
+"""scripts/memory_tokens.py: its rows go on where they were cut, and the page shows what the data says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvjax.cli import make_parser
+from kvjax.gin_bindings import load_training
+from kvjax.methods.parse import parse_method
+from kvjax.train.settings import training
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS.parent / "scripts"))
+    import memory_tokens
+
+    return memory_tokens
+
+
+def test_the_page_has_the_table_of_the_data(script):
+    text = (DOCS / "training.md").read_text()
+    assert script.table() in text, "run: python scripts/memory_tokens.py write"
+    for name, row in json.loads(script.DATA.read_text()).items():
+        args = make_parser().parse_args(row["train"].split()[1:] + ["--out", "x"])
+        loop = training(load_training(args.gin, args.set)).loop
+        assert (loop.method, loop.steps) == script.ROWS[name]
+        assert row["tokens"] == loop.tokens(loop.steps)
+
+
+def test_what_a_method_is_trained_with_it_is_compared_with(script):
+    for name, (method, _) in script.ROWS.items():
+        again = parse_method(name + script._hyper(method).replace(",", ":", 1))[1]()
+        assert again == parse_method(method)[1]()
+
+
+def test_a_row_goes_on_where_it_was_cut(script, tmp_path, monkeypatch):
+    asked, cell = [], dict(mean=0.5, mean_low=0.4, mean_high=0.6, kept_bytes=1, full_bytes=4)
+
+    def kvjax(*words):
+        asked.append(words)
+        out = Path(words[words.index("--out") + 1])
+        if words[0] == "train":
+            (out / "model").mkdir(parents=True)
+            (out / "run.json").write_text("{}")
+            (out / "log.jsonl").write_text(json.dumps({"tokens": 7, "cpu_seconds": 1.0}) + "\n")
+        else:
+            out.mkdir(parents=True)
+            names = ("full", "streamingllm", "loma:fitted=x")
+            cells = [cell | {"method": name, "tasks": {"get": {"samples": 300}}} for name in names]
+            (out / "metrics.json").write_text(json.dumps({"cells": cells}))
+
+    monkeypatch.setattr(script, "_kvjax", kvjax)
+    monkeypatch.setattr(script, "DATA", tmp_path / "data.json")
+    script.add("loma", tmp_path)
+    assert [words[0] for words in asked] == ["train", "compare", "compare"]
+    assert f"loma:fitted={tmp_path / 'loma' / 'loma.safetensors'}" in asked[1]
+    row = json.loads(script.DATA.read_text())["loma"]
+    assert row["own"]["samples"] == 300 and row["tokens"] == 7
+    script.add("loma", tmp_path)
+    assert len(asked) == 3
+    # A run that was cut before its end goes on.
+    (tmp_path / "loma" / "model").rmdir()
+    script.add("loma", tmp_path)
+    assert asked[3][-1] == "--resume"
