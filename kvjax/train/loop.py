@@ -52,7 +52,7 @@ from kvjax.train.recall_init import check_circuit, circuit_init
 from kvjax.train.rows import HeldOut, Place, Rows
 from kvjax.train.run_folder import LOG, clock, open_run, trim_log
 from kvjax.train.saving import Saver
-from kvjax.train.settings import Training
+from kvjax.train.settings import SECTIONS, Training
 from kvjax.train.sources import Source, Words, source_of, words_of
 from kvjax.train.step import (
     Beside,
@@ -242,7 +242,8 @@ def _open(folder: Path, run: Training, config: AnyConfig, resume: bool) -> None:
     encoder = run.encoder if isinstance(run.encoder, str | None) else config_to_json(run.encoder)
     model = {"start": run.start, "teacher": run.teacher, "init": run.init, "encoder": encoder}
     settings = {"model": config_to_json(config) | model, "train": dataclasses.asdict(run.loop)} | parts
-    by_first(lambda: open_run(folder, settings, resume))
+    defaults = {name: dataclasses.asdict(SECTIONS[name]()) for name in ("train", *parts)}
+    by_first(lambda: open_run(folder, settings, resume, defaults))
 
 
 def _digest(source: Source, held: HeldOut | None) -> str:

@@ -18,8 +18,10 @@ from kvjax.files import write_atomic
 LOG, SETTINGS = "log.jsonl", "run.json"
 
 
-def open_run(folder: Path, settings: dict[str, Any], resume: bool) -> None:
+def open_run(folder: Path, settings: dict[str, Any], resume: bool, defaults: Mapping[str, Any] = {}) -> None:
     """Create the folder of a run, or check that the run in it is the one asked for.
+
+    defaults: what holds, by section, for settings that are younger than the run.
 
     Raises InputError where it holds a run with other settings, or any without `resume`, and where it cannot
     be written.
@@ -34,7 +36,10 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool) -> None:
         ) from error
     asked, written = json.loads(json.dumps(settings)), folder / SETTINGS
     if resume and written.exists():
-        if other := differing(_settings_in(written), asked):
+        found = _settings_in(written)
+        for section, values in defaults.items():
+            found[section] = json.loads(json.dumps(values)) | found.get(section, {})
+        if other := differing(found, asked):
             had = ", ".join(f"{name} is {was} (asked: {now})" for name, was, now in other)
             raise InputError(
                 f"{folder} holds a run with other settings: {had}. Give those that it has, or another folder"

@@ -75,6 +75,13 @@ def test_a_folder_that_cannot_be_a_runs_is_refused_and_other_settings_are_named(
     with pytest.raises(InputError, match=r"other settings: train.steps is 2 \(asked: 3\)\. Give"):
         open_run(tmp_path / "run", other, resume=True)
     open_run(tmp_path / "run", settings, resume=True)
+    # A setting that came later is as it was before there was one, and no other.
+    later = {"train": settings["train"] | {"repeat": 1.0}}
+    open_run(tmp_path / "run", settings | later, resume=True, defaults={"train": {"repeat": 1.0}})
+    open_run(tmp_path / "new", settings, resume=False)
+    with pytest.raises(InputError, match=r"train.repeat is 1.0 \(asked: 2.0\)"):
+        later["train"]["repeat"] = 2.0
+        open_run(tmp_path / "new", settings | later, resume=True, defaults={"train": {"repeat": 1.0}})
     for text, message in (("{", "is not valid JSON"), ("[]", "holds no settings")):
         (tmp_path / "run" / "run.json").write_text(text)
         with pytest.raises(InputError, match=message):
