@@ -55,12 +55,13 @@ def main() -> None:
 def add(name: str, out: Path) -> None:
     """Trains a row, compares it, and adds what was found to the data."""
     from kvjax.files import write_atomic
+    from kvjax.methods.parse import with_file
 
     (method, steps), folder = ROWS[name], out / name
     trained = ["train", "--gin", "gisting", "--set", f"train.method={method}", f"train.steps={steps}"]
     if not (folder / "model").exists():
         _kvjax(*trained, "--out", str(folder), *(["--resume"] if (folder / "run.json").exists() else []))
-    known = f"{name}:fitted={folder / f'{name}.safetensors'}" + _hyper(method)
+    known = with_file(method, folder / f"{name}.safetensors")
     mine = _cells(out, f"{name}-own", str(folder / "model"), "full", known)
     before = _cells(out, "start", START, "full", "streaming-llm", "--budgets", BUDGET)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -76,12 +77,6 @@ def add(name: str, out: Path) -> None:
     }
     found = (json.loads(DATA.read_text()) if DATA.exists() else {}) | {name: row}
     write_atomic(DATA, json.dumps(found, indent=1).encode() + b"\n")
-
-
-def _hyper(method: str) -> str:
-    """What a method's text says behind its name, as another part of a list: ",tokens=16"."""
-    inside = method.replace("(", ":").rstrip(")").partition(":")[2]
-    return f",{inside}" if inside else ""
 
 
 def _kvjax(*words: str) -> None:

@@ -64,12 +64,8 @@ def _under(run: Training, model: Path) -> str:
     """How the model is compared under the method of its training, with what memory tokens learned."""
     if run.loop.method is None:
         return ""
-    from kvjax.methods.parse import parse_method
+    from kvjax.methods.parse import parse_method, with_file
 
     label, build = parse_method(run.loop.method)
     learned = model.parent / f"{build().id}.safetensors"
-    if learned.exists():
-        name, _, hyper = label.partition(":")
-        kept = [part for part in hyper.split(",") if part and not part.startswith("fitted=")]
-        label = f"{name}:{','.join([f'fitted={learned}', *kept])}"
-    return f" --methods full {label}"
+    return f" --methods full {with_file(label, learned) if learned.exists() else label}"

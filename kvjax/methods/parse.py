@@ -15,6 +15,7 @@ import inspect
 import math
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax.errors import InputError
@@ -107,6 +108,16 @@ def parse_method(text: str, defaults: Mapping[str, Mapping[str, Any]] | None = N
     builder = Builder(label, parts)
     builder(1.0 if builder.takes_budget else None)
     return label, builder
+
+
+def with_file(text: str, path: str | Path) -> str:
+    """A method's text with the file of its fitted arrays.
+
+    >>> with_file("gisting(tokens=16)", "mine.safetensors")
+    'gisting:fitted=mine.safetensors,tokens=16'
+    """
+    part = _part(text.strip(), text)
+    return _label(part._replace(hyper=_sorted({**dict(part.hyper), "fitted": path})))
 
 
 def parse_budget(text: str) -> float | int:

@@ -7,7 +7,6 @@ import pytest
 
 from kvjax.cli import make_parser
 from kvjax.gin_bindings import load_training
-from kvjax.methods.parse import parse_method
 from kvjax.train.settings import training
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -29,12 +28,6 @@ def test_the_page_has_the_table_of_the_data(script):
         loop = training(load_training(args.gin, args.set)).loop
         assert (loop.method, loop.steps) == script.ROWS[name]
         assert row["tokens"] == loop.tokens(loop.steps)
-
-
-def test_what_a_method_is_trained_with_it_is_compared_with(script):
-    for name, (method, _) in script.ROWS.items():
-        again = parse_method(name + script._hyper(method).replace(",", ":", 1))[1]()
-        assert again == parse_method(method)[1]()
 
 
 def test_a_row_goes_on_where_it_was_cut(script, tmp_path, monkeypatch):
