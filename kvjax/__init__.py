@@ -40,6 +40,7 @@ _HOMES = {
     "in_blocks": "kvjax.methods.wrappers",
     "merging": "kvjax.methods.wrappers",
     "while_decoding": "kvjax.methods.wrappers",
+    "phased": "kvjax.methods.wrappers",
     "prepare": "kvjax.making",
     "prefill": "kvjax.prefilling",
     "step": "kvjax.stepping",

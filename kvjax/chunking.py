@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.cache import Cache, Paged, Segment, Slots
+from kvjax.grammar import Method
 from kvjax.group import GroupMethod
 from kvjax.hosts.arrays import fetch
 from kvjax.models.layers import Params
@@ -39,6 +40,11 @@ def bucket(tokens: int) -> int:
         return max(16, -(-tokens // 16) * 16)
     unit = 2 ** ((tokens - 1).bit_length() - 4)
     return -(-tokens // unit) * unit
+
+
+def restored(method: Method) -> int:
+    """How many tokens of its own a method adds behind every prompt or chunk."""
+    return 0 if method.keep is None or method.keep.restore is None else method.keep.restore.tokens
 
 
 def bound(seen: int, width: int) -> int:
@@ -67,9 +73,10 @@ def plan(
     """The given cache with room for a prompt, and the size of each of its chunks of `width` tokens."""
     seen = 0 if cache is None else int(fetch(cache.next).max())
     chunks = -(-int(lengths.max()) // width)
-    # What stays of so many new tokens, where a method leaves some out as it reads them.
+    # What stays of so many new tokens, where a method leaves some out as it reads them, or adds its own.
     word = run.method.reread if compress else None
-    new = width if word is None else word.most(width)
+    more = restored(run.method) if compress else 0
+    new = (width if word is None else word.most(width)) + more
     if chunks == 1:
         cache = None if cache is None else with_room(run.groups(params), cache, new + room)
         return cache, [Size(bound(seen, width), room)]
@@ -78,6 +85,7 @@ def plan(
     for at in range(chunks):
         taken = np.clip(lengths - at * width, 0, width)
         taken = taken if word is None else fetch(word.count(jnp.asarray(taken)))
+        taken = taken + more * (taken > 0)
         slots += turns.read(taken, new, room if at == chunks - 1 else new)
     middle = Size(turns.bound, new, Ahead(lists=turns.bound))
     first = middle

@@ -95,7 +95,8 @@ class Keep:
     K = N heads. skip_layers: the first layers keep everything. phase: what keys and queries turn by
     (`kvjax.phase`). probe: extra tokens whose queries feed the scores. lower: slots that leave are not
     dropped but stored so, in a second tier. narrow: which tokens of a prompt the upper layers see
-    (`kvjax.keep.narrow`). reuse: so many layers in a row keep what the first of them chooses.
+    (`kvjax.keep.narrow`). reuse: so many layers in a row keep what the first of them chooses. restore:
+    learned tokens that read a prompt before slots of it leave, and stay (`kvjax.keep.restore`).
     """
 
     score: Score | None
@@ -112,6 +113,7 @@ class Keep:
     page: int = 128
     narrow: Any = None
     reuse: int = 1
+    restore: Any = None
 
     def __post_init__(self):
         check_words(self.score, self.allocate, self.protect, self.merge)

@@ -26,7 +26,7 @@ def refused(keep: Keep) -> Refusals:
     score = keep.score
     if score is None:
         return _narrowed(keep)
-    parts = (_in_steps, _per_query_head, _merged, _phased, _probed)
+    parts = (_in_steps, _per_query_head, _merged, _phased, _probed, _restored)
     found = [one for part in parts for one in part(keep, score)]
     return [_protected(keep), *found, *_lower(keep), *_narrowed(keep)]
 
@@ -216,6 +216,19 @@ def _probed(keep: Keep, score: Score) -> Refusals:
     ]
 
 
+def _restored(keep: Keep, score: Score) -> Refusals:
+    """Of learned tokens that read a prompt before slots of it leave."""
+    parts = (keep.merge, keep.lower, keep.narrow)
+    plain = parts == (None,) * 3 and keep.phase.steady and keep.skip_layers == 0
+    return [
+        (
+            keep.restore is not None and (keep.when.in_steps or bool(score.traces) or not plain),
+            f"{keep.restore!r} reads whole prompts, and what stays of them is not moved, merged or counted "
+            "again: use it with a keep that acts at the end of prompts alone, such as kvzip",
+        ),
+    ]
+
+
 def _masses(score: Score) -> list[Any]:
     """What slots receive, as a score asks for it."""
     return sorted((o for o in score.needs if hasattr(o, "reduction")), key=repr)
@@ -265,13 +278,15 @@ def crowded(keep: Keep, tokens: int, row: str = "") -> str:
     n = getattr(keep.allocate, "fewest", int)(n)
     pos, length = np.arange(tokens, dtype=np.int32)[None, None], np.array([tokens], np.int32)
     stays = (pos == tokens - 1) & newest
+    more = 0 if keep.restore is None else keep.restore.tokens
     for pattern in keep.protect:
         stays = stays | np.asarray(pattern(pos, length, np.array([n], np.int32)))  # type: ignore[arg-type]
-    if stays.sum() <= n:
+    if stays.sum() + more <= n:
         return ""
     names = [*map(repr, keep.protect), *(["the newest token"] if newest else [])]
+    names += [repr(keep.restore)] if more else []
     return (
-        f"{stays.sum()} of {row or f'{tokens} tokens'} must stay ({', '.join(names)}), "
+        f"{stays.sum() + more} of {row or f'{tokens} tokens'} must stay ({', '.join(names)}), "
         f"more than the budget of {n} slots (budget={keep.budget.amount!r}): raise the budget or lower "
         "what is protected (window=, sinks=)"
     )

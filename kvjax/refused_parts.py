@@ -20,7 +20,8 @@ def refused_parts(method: Method) -> Refusals:
 
 def _in_reading(method: Method) -> Refusals:
     """(wrong, why) for what cannot be where tokens of a prompt are marked."""
-    word, store = method.reread, method.store
+    restore = None if method.keep is None else method.keep.restore
+    word, store = restore or method.reread, method.store
     if not hasattr(word, "fitted"):
         return []
     return [
@@ -114,7 +115,7 @@ def _in_layers(method: Method) -> Refusals:
     ]
     stores = [one.store for one in method.sentences if one.store is not None and one.store.unrotated]
     keeps = [one.keep for one in method.sentences if one.keep is not None]
-    whole = [k for k in keeps if not k.phase.steady or k.per_query_head or k.probe or k.narrow]
+    whole = [k for k in keeps if not k.phase.steady or k.per_query_head or k.probe or k.narrow or k.restore]
     return [
         (not alone or any(one.layers for one in method.sentences), "its layers say all that it does"),
         (

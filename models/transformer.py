@@ -70,7 +70,11 @@ class Ran(NamedTuple):
 def block(
     p: Params, x: Float[Array, "B T D"], layer: Layer, mlp: FeedForward, memory: Memory, state: GroupState
 ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
-    """One decoder layer: x + mixer, then x + feed-forward, with the family's norms around them."""
+    """One decoder layer: x + mixer, then x + feed-forward, with the family's norms around them.
+
+    A layer may have a "perturbation" [B, T, D] among its parameters, zeros that are added behind the mixer:
+    the gradient with respect to it is that with respect to the hidden states there.
+    """
     config = layer.config
 
     def norm(name: str, y: Array) -> Array:
@@ -88,6 +92,8 @@ def block(
             out, state, left = layer.mixer(p, read, layer, memory, state)
             added = norm("attn_post_norm", out)
             x = x + added
+            if "perturbation" in p:
+                x = x + p["perturbation"]
     if mlp.shapes(config):
         with jax.named_scope("mlp"):
             given = norm("mlp_norm", x)

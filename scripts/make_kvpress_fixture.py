@@ -38,6 +38,8 @@ PREFILL = (
     "kvzip",
     "kvzip_layerwise",
     "kvzip_plus",
+    "kvgrad",
+    "restorekv",
     "per_layer_knorm",
     "chunk_knorm",
     "block_keydiff",
@@ -62,7 +64,15 @@ def trim(dump: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     out |= {name: array for name, array in dump.items() if name.startswith("w/")}
     for press in presses:
         out |= {f"{press}/{n}": dump[f"{press}/{n}"] for n in ARRAYS if f"{press}/{n}" in dump}
+    out["restorekv/x/memory"] = restore_tokens(int(meta["seed"]), config["hidden_size"])
     return out
+
+
+def restore_tokens(seed: int, width: int) -> np.ndarray:
+    """The embeddings of restore tokens, which the dump does not hold: torch draws them as it did there."""
+    import torch
+
+    return (0.1 * torch.randn(8, width, generator=torch.Generator().manual_seed(seed + 1008))).numpy()
 
 
 def main() -> None:

@@ -115,8 +115,9 @@ def test_every_method_says_what_it_is():
     assert [m.id for m in found] == list(METHODS)
     for m in found:
         assert m.title and m.phase in ("none", "prefill", "decode", "both")
-        # CaM's paper is in the proceedings of ICML alone, and the entropy gate is code of kvpress.
-        assert bool(m.arxiv) == (m.family != "baseline" and m.id not in ("cam", "entropy-gated-chunkkv"))
+        # The papers of CaM and KVgrad are not on arXiv, and the entropy gate is code of kvpress.
+        elsewhere = ("cam", "kvgrad", "entropy-gated-chunkkv")
+        assert bool(m.arxiv) == (m.family != "baseline" and m.id not in elsewhere)
         assert (m.year is None) == (not m.arxiv)
     by_id = {m.id: m for m in found}
     assert by_id["snapkv"].verbs == ("keep",) and by_id["adakv"].verbs == ("keep", "place")

@@ -33,6 +33,7 @@ from kvjax.fitting.remembered import fit_memory
 from kvjax.fitting.repeated import fit_repetition
 from kvjax.fitting.repeats import fit_repeating_heads
 from kvjax.fitting.residues import fit_residue
+from kvjax.fitting.restored import fit_restored
 from kvjax.fitting.retaining import fit_retaining_heads
 from kvjax.fitting.run_gates import fit_run_gates
 from kvjax.fitting.search import fit_budgets
@@ -55,6 +56,7 @@ from kvjax.keep.merge_conv import ConvMerge
 from kvjax.keep.merge_runs import Opening
 from kvjax.keep.profile import CopyProfile, CurveProfile, DriftProfile, Profile, SearchedProfile
 from kvjax.keep.residue import Residue
+from kvjax.keep.restore import RestoreTokens
 from kvjax.keep.retrieval import HeadGates, RepeatingHeads
 from kvjax.keep.semantic import SemanticHeads
 from kvjax.keep.trigonometric import QueryCentres
@@ -93,6 +95,7 @@ FITS: dict[type, Fitter] = {
     MemoryTokens: Fitter(fit_memory, asks=True, acts=True),
     RunMemory: Fitter(fit_repetition, asks=True, acts=True),
     TokenScorer: Fitter(fit_distilled, asks=True, acts=True),
+    RestoreTokens: Fitter(fit_restored, asks=True, acts=True),
     QueryFilters: Fitter(fit_filters),
     Hierarchy: Fitter(fit_biases),
     QueryStatistics: Fitter(fit_statistics),

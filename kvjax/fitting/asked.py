@@ -110,6 +110,12 @@ def mean_said(x: Float[Array, "B Q"], batch: Asked) -> Float[Array, ""]:
     return jnp.where(batch.said, x, 0.0).sum() / jnp.maximum(batch.said.sum(), 1).astype(jnp.float32)
 
 
+def divergence(p: Float[Array, "*b V"], q: Float[Array, "*b V"], forward: float = 0.5) -> Float[Array, "*b"]:
+    """2 (forward KL(p || q) + (1 - forward) KL(q || p)) of log-probabilities."""
+    back = (jnp.exp(q) * (q - p)).sum(-1)
+    return 2 * (forward * (jnp.exp(p) * (p - q)).sum(-1) + (1 - forward) * back)
+
+
 def adapter(model: Model, rank: int, seed: int) -> dict[str, Array]:
     """Weights of marked tokens as they begin: of this rank, and without any effect (arXiv:2106.09685)."""
     c, keys = model.config, jax.random.split(jax.random.key(seed), 4)

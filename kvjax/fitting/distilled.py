@@ -16,7 +16,7 @@ from kvjax.choose import Fresh
 from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted
-from kvjax.fitting.asked import Asked, adapter, asked, mean_said, said_behind
+from kvjax.fitting.asked import Asked, adapter, asked, divergence, mean_said, said_behind
 from kvjax.fitting.descent import Arrays, descended, uniform
 from kvjax.fitting.whole import check_whole
 from kvjax.grammar import Method
@@ -135,8 +135,7 @@ def distilled(config: Config, params: Params, arrays: Arrays, batch: Batch, aim:
         pos, bias = (jnp.broadcast_to(x[None, :, None], k.shape[:4]) for x in (read.positions.pos, amount))
         groups.append(GroupState(tail=whole_slots(gm, View(k, v, pos, bias, {}))))
     q, p = said_behind(config, params, Cache(tuple(groups), given.lengths), given), given.told
-    each = aim.forward * (jnp.exp(p) * (p - q)).sum(-1) + (1 - aim.forward) * (jnp.exp(q) * (q - p)).sum(-1)
-    return mean_said(each, given)
+    return mean_said(divergence(p, q, aim.forward) / 2, given)
 
 
 def decided(

@@ -12,6 +12,9 @@ from kvjax.keep.algebra import Word
 from kvjax.keep.observe import Mass
 from kvjax.protocols import Observation, Seen, View
 
+# Under this name probes find |d phi / d a_i| of every layer and token of theirs (`kvjax.steps.sensitivity`).
+SENSITIVITY = "sensitivity"
+
 
 class Probe:
     """The base of probes: what is read behind a prompt, and what is observed while it is.
@@ -20,7 +23,8 @@ class Probe:
     needs: what is observed of its queries; `seen` makes of that, for every layer, what scores find by the
     probe's repr. keys: whether it asks for the keys of its own tokens, as queries meet them. asks: whether it
     is nothing but its instruction, and so needs one. ahead: the model writes so many tokens itself, the
-    likeliest ones behind the prompt, and these are read.
+    likeliest ones behind the prompt, and these are read. sensitivity: whether it asks how much the last
+    hidden states depend on each of its tokens in every layer, which takes a pass backward.
     """
 
     prefix: tuple[int, ...] | None = ()
@@ -28,6 +32,7 @@ class Probe:
     keys: bool = False
     asks: bool = False
     ahead: int = 0
+    sensitivity: bool = False
 
     @property
     def needs(self) -> frozenset[Observation]:

@@ -13,7 +13,7 @@ from kvjax.keep.drawn import Drawn
 from kvjax.keep.narrow import Narrow
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.probe import Catalyst, ProbeAttention, RepeatContext
-from kvjax.keep.probe_normalised import NormalisedProbeAttention, RepeatWithSizes
+from kvjax.keep.probe_weighted import RepeatWithSensitivity, RepeatWithSizes, WeightedProbeAttention
 from kvjax.keep.question import Question, QuestionAttention
 from kvjax.keep.reread import Reread
 from kvjax.keep.score import LastLogits, Novelty, WindowAttention
@@ -37,6 +37,7 @@ from kvjax.methods.shared import (
     window_score,
 )
 from kvjax.phase import ByRank
+from kvjax.protocols import Allocation
 
 # Tokens of a text, or layers of a model, that belong together.
 Together = Annotated[int, Range(1)]
@@ -213,14 +214,42 @@ def kvzip(
     The prompt is read a second time over the full cache behind an instruction to repeat it; a slot's score
     is the largest attention it receives. The best slots of the whole stack stay (over="layer": of every
     layer; over="head": of every head). normalised: KVzip+ (arXiv:2601.07891), in which attention counts by
-    what the value writes, compared with the input of the layer (`NormalisedProbeAttention`). prefix: token
+    what the value writes, compared with the input of the layer (`RepeatWithSizes`). prefix: token
     ids of the instruction, by default encoded with the model's tokenizer. Deviation: one pass whatever the
     length, where the paper repeats 2048 tokens at a time; `sinks` stay as in kvpress.
     """
     probe = RepeatWithSizes(prefix) if normalised else RepeatContext(prefix)
-    score = NormalisedProbeAttention(probe) if normalised else ProbeAttention(probe)
-    allocate = pick(over, stack=AcrossLayers(), layer=AcrossHeads(0.0, blend=False), head=Uniform())
-    return Method(Keep(score, Budget(budget), allocate, (Sink(sinks),), probe=probe, page=page))
+    score = WeightedProbeAttention(probe) if normalised else ProbeAttention(probe)
+    return Method(Keep(score, Budget(budget), _over(over), (Sink(sinks),), probe=probe, page=page))
+
+
+@paper(
+    "KVgrad: KV pairs by input x gradient attribution",
+    family="selection-static",
+    kvpress=Press("KVgradPress", same="yes, for contexts up to 512 tokens"),
+)
+def kvgrad(
+    budget: Amount,
+    *,
+    sinks: Tokens = 4,
+    over: Literal["stack", "layer", "head"] = "stack",
+    page: Page = 128,
+    prefix: TokenIds | None = None,
+) -> Method:
+    """KVgrad (2026, openreview.net/forum?id=cg1wTCJjjk): what the last hidden states owe to each slot.
+
+    The prompt is read a second time behind an instruction to repeat it, as in `kvzip`, forward and backward:
+
+        score[j] = max_i p_ij ||W_O' v_j|| ||d phi / d a_i||, phi = sum_i ||h_i||^2
+
+    over the repeated queries i and the heads of a group; a_i is the hidden state behind the layer's
+    attention, h_i the output of the last layer. over, page, prefix: as in `kvzip`. The equations are those of
+    kvpress 0.5.5; the paper itself was not at hand. There 512 tokens are repeated at a time; here it is one
+    pass whatever the length.
+    """
+    probe = RepeatWithSensitivity(prefix)
+    score = WeightedProbeAttention(probe)
+    return Method(Keep(score, Budget(budget), _over(over), (Sink(sinks),), probe=probe, page=page))
 
 
 @paper(
@@ -289,3 +318,8 @@ def chunkkv(budget: Amount, *, chunk: Together = 10, window: Window = 64, reuse:
     """
     score = InChunks(WindowAttention(window), chunk)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), reuse=reuse))
+
+
+def _over(over: str) -> Allocation:
+    """Among which slots the best are chosen: those of the whole stack, of a layer, or of a head."""
+    return pick(over, stack=AcrossLayers(), layer=AcrossHeads(0.0, blend=False), head=Uniform())

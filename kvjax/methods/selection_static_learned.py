@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated
 
 from kvjax.fitted import as_fitted
@@ -12,9 +13,11 @@ from kvjax.keep.eviction_gates import AttentionGate, EvictionGate
 from kvjax.keep.gate import Gated, HiddenGate
 from kvjax.keep.gate_forms import RetainingHead, SinkGate, WriteGate
 from kvjax.keep.patterns import Recent, Sink
+from kvjax.keep.restore import RestoreTokens
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Depth, Fit, Page, Share, Tokens, Window
+from kvjax.methods.selection_static_attention import kvzip
+from kvjax.methods.shared import Amount, Depth, Fit, Page, Share, TokenIds, Tokens, Window
 from kvjax.when import STEP
 
 
@@ -193,3 +196,35 @@ def kv_distill(budget: Amount, *, fitted: Fit | None = None, layer: Depth = 0.5)
     arrays = as_fitted(fitted)
     score = Scored(TokenScorer(arrays))
     return Method(reread=Distilled(layer, score, Budget(budget), arrays))
+
+
+@paper(
+    "RestoreKV: Recovering Full-Cache Behavior Under Aggressive Query-Agnostic KV Cache Eviction",
+    arxiv="2608.01247",
+    family="selection-static",
+    exact="deviates",
+    kvpress=Press("RestoreKVPress", same="yes, with the same tokens, for contexts up to 2048 tokens"),
+)
+def restorekv(
+    budget: Amount,
+    *,
+    fitted: Fit | None = None,
+    tokens: Annotated[int, Range(1)] = 8,
+    sinks: Tokens = 4,
+    normalised: bool = False,
+    page: Page = 128,
+    prefix: TokenIds | None = None,
+) -> Method:
+    """RestoreKV (Baek et al., 2026, arXiv:2608.01247): learned tokens take up what is about to leave.
+
+    When KVzip (`kvzip`, or KVzip+ where `normalised`) has scored the slots of a prompt, and before any of
+    them leaves, `tokens` learned tokens are read behind it, with a LoRA of theirs (`RestoreTokens`). Their
+    keys and values stay in all lists, within the same budget. fitted: embeddings and LoRA, as
+    `kvjax fit restorekv` writes them. Read: the authors' public code and kvpress 0.5.5; not the paper itself.
+    Deviations: the LoRA is of queries, keys, values and attention outputs, where theirs is of the
+    feed-forwards, too; and those of `kvzip`. What follows a prompt stands behind its restore tokens, as
+    there.
+    """
+    keep = kvzip(budget, sinks=sinks, normalised=normalised, page=page, prefix=prefix).keep
+    assert keep is not None
+    return Method(dataclasses.replace(keep, restore=RestoreTokens(tokens, as_fitted(fitted))))

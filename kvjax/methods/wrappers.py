@@ -9,6 +9,7 @@ from kvjax.errors import InputError
 from kvjax.grammar import Method, check
 from kvjax.keep.chunk_wise import BlockByBlock, WithinChunks
 from kvjax.keep.merge_values import ValueBlend
+from kvjax.keep.phases import Phased
 from kvjax.when import Every
 
 
@@ -76,6 +77,44 @@ def while_decoding(method: Method, every: int = 1) -> Method:
     """
     _score(method)
     return _around(method, when=Every(_at_least_1("every", every)))
+
+
+def phased(prompt: Method, later: Method) -> Method:
+    """`prompt` says which slots stay at the ends of prompts, and `later` which one leaves at every step.
+
+    Both have one budget. What either protects stays in both; the rest of the sentence is that of `later`.
+
+    Raises InputError where one of them chooses no slots, where `prompt` evicts in steps or `later` does not
+    after every token, where budgets differ, and where what `prompt` is made of cannot be used in steps.
+
+    >>> import kvjax
+    >>> snapkv, tova = kvjax.method("snapkv", budget=256), kvjax.method("tova", budget=256)
+    >>> kvjax.phased(snapkv, tova).keep.when == tova.keep.when
+    True
+    """
+    first, then = _score(prompt), _score(later)
+    a, b = prompt.keep, later.keep
+    assert a is not None and b is not None
+    if a.when.in_steps:
+        raise InputError(f"{prompt.id} evicts while decoding, too: give a method for prompts, such as snapkv")
+    if not b.when.at_once:
+        raise InputError(
+            f"{later.id} does not evict after every token: give one that does, such as tova, or "
+            "kvjax.while_decoding(method)"
+        )
+    if a.budget != b.budget:
+        raise InputError(
+            f"{prompt.id} has the budget {a.budget.amount!r} and {later.id} {b.budget.amount!r}: give both "
+            "the same"
+        )
+    return _around(
+        later,
+        score=Phased(first, then),
+        protect=(*a.protect, *b.protect),
+        per_query_head=a.per_query_head or b.per_query_head,
+        probe=a.probe,
+        allocate=a.allocate,
+    )
 
 
 def _score(method: Method) -> Any:

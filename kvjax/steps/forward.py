@@ -182,6 +182,20 @@ def read_tokens(
     as_steps: as single steps compute it: tokens meet each other as they will be stored, in a method's codes,
     and the logits are those of all of them. marks: which tokens are projected by more weights.
     """
+    return read_with_hidden(run, params, tokens, lengths, cache, needs, as_steps, marks)[0]
+
+
+def read_with_hidden(
+    run: Run,
+    params: Params,
+    tokens: IdsOrVectors,
+    lengths: Int[Array, "B"],
+    cache: Cache | None,
+    needs: frozenset,
+    as_steps: bool = False,
+    marks: Marks | None = None,
+) -> tuple[Prompt, Float[Array, "B _ D"]]:
+    """`read_tokens`, and the last layer's outputs, before the last norm, as in `Ran.x`."""
     config = run.config
     on = run.on_mesh.with_whole_tokens() if as_steps and run.on_mesh is not None else run.on_mesh
     tokens = pinned_to(tokens, on, *("batch", "tokens", None)[: tokens.ndim])
@@ -204,14 +218,15 @@ def read_tokens(
     surprise = surprisals(params, x, tokens, at.pos, config) if late and narrow is None else None
     if narrowed is not None:
         last = jnp.maximum((narrowed >= 0).sum(-1, dtype=jnp.int32) - 1, 0)
+    said = x
     if not as_steps:
-        x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
-    logits = unembed(params, x, config)
+        said = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+    logits = unembed(params, said, config)
     logits = pinned_to(logits, on, "batch", *(None,) * (logits.ndim - 2), "vocab")
     fresh = _pinned(by_owner(gms, config, ran.collected, asked.masses), on)
     if surprise is not None:
         fresh = tuple(_told(f, late, surprise) if isinstance(f, Fresh) else f for f in fresh)
-    return Prompt(fresh, at, tokens, logits, narrowed)
+    return Prompt(fresh, at, tokens, logits, narrowed), x
 
 
 def _told(fresh: Fresh, late: list[Trace], surprise: Float[Array, "B T"]) -> Fresh:

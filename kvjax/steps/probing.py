@@ -13,6 +13,7 @@ from kvjax.choose import Fresh, union
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.group import GroupMethod
 from kvjax.keep.budget import Uniform
+from kvjax.keep.probe import SENSITIVITY
 from kvjax.models.layers import Params
 from kvjax.models.transformer import Positions
 from kvjax.ops.attention.union import Keys
@@ -23,6 +24,7 @@ from kvjax.segments import whole_slots
 from kvjax.steps.forward import Prompt
 from kvjax.steps.observing import observe
 from kvjax.steps.run import Run
+from kvjax.steps.sensitivity import read_with_sensitivity
 from kvjax.steps.turning import turned_keys, turns_of
 
 
@@ -52,15 +54,20 @@ def with_probe(
     }
     fixed = {i: pasts[i] for i, new in enumerate(prompt.fresh) if new is None}
     groups = tuple((whole | states | fixed).get(i, NOTHING) for i in range(len(gms)))
-    bare, over = _as_it_turns(run), Cache(groups, length)
+    bare, over = as_it_turns(run), Cache(groups, length)
     tokens, lengths = given or _written(bare, params, prompt.logits, over, probe.ahead)
-    reading = observe(bare, params, tokens, lengths, over, probe.needs)
+    slopes = ()
+    if probe.sensitivity:
+        reading, slopes = read_with_sensitivity(bare, params, tokens, lengths, over, probe.needs)
+    else:
+        reading = observe(bare, params, tokens, lengths, over, probe.needs)
     out = {}
     for i, f in fresh.items():
         new = reading.fresh[i]
         assert isinstance(new, Fresh)
         keys = _keys_of_probe(run, gms[i], views[i], new, reading.positions) if probe.keys else None
-        seen = {repr(probe): probe.seen(new.masses[0] if new.masses else {}, new.observed, keys)}
+        observed = new.observed | ({SENSITIVITY: slopes[i]} if slopes else {})
+        seen = {repr(probe): probe.seen(new.masses[0] if new.masses else {}, observed, keys)}
         out[i] = f._replace(observed=f.observed | seen, readers=tuple(r | seen for r in f.readers))
     return out
 
@@ -81,7 +88,7 @@ def _written(
     return jax.lax.fori_loop(1, many, more, first), rows + many
 
 
-def _as_it_turns(run: Run) -> Run:
+def as_it_turns(run: Run) -> Run:
     """A run that keeps everything, over keys that lie as they do in this one."""
     keep = None if run.phase == BY_POSITION else Keep(None, Budget(1.0), Uniform(), phase=run.phase)
     bare = Store(unrotated=True) if run.unrotated and keep is None else None

@@ -37,7 +37,8 @@ from kvjax.steps.forward import Prompt, needs_of
 from kvjax.steps.lending import lend, returned, taught_groups
 from kvjax.steps.narrowing import by_token, new_positions, stored_of, unnarrowed
 from kvjax.steps.observing import observe
-from kvjax.steps.probing import with_probe
+from kvjax.steps.probing import as_it_turns, with_probe
+from kvjax.steps.restoring import restore_of, with_restored
 from kvjax.steps.run import Run, repeated
 from kvjax.steps.turning import seen_by_words
 from kvjax.summaries import learnt
@@ -122,6 +123,9 @@ def settled(
     preferred = {
         i: preferences(gms[i], shown[i], fresh[i], length, run.attention_spec(gms[i].first)) for i in scores
     }
+    after = length
+    if compress and restore_of(run) is not None:
+        views, scores, after = with_restored(run, as_it_turns(run), params, prompt, views, scores)
     kept = choose({i: gms[i].keep for i in scores}, scores, preferred, length)
     if cache is not None:
         # A row without new tokens, such as one that ended in an earlier chunk, stays as it is.
@@ -138,7 +142,7 @@ def settled(
     paged = [i for i in scores if gms[i].paged]
     if paged:
         each = [(gms[i], views[i], kept[i]) for i in paged]
-        some, pools = build_group_pages(each, length, tokens, room, ahead.lists)
+        some, pools = build_group_pages(each, after, tokens, room, ahead.lists)
         groups |= dict(zip(paged, some, strict=True))
     for i, view in views.items():
         if i not in groups:
@@ -146,7 +150,7 @@ def settled(
         rows = {repr(o): fresh[i].rows[repr(o)] for o in gms[i].carried}
         groups[i] = dataclasses.replace(groups[i], rows=rows | carried[i])
     groups |= {i: learnt(gms[i], groups[i], pasts[i], (pos < 0).all(-1)) for i in fresh}
-    new = Cache(tuple(groups[i] for i in range(len(gms))), length, pools)
+    new = Cache(tuple(groups[i] for i in range(len(gms))), after, pools)
     return pinned(returned(new), run.on_mesh), _lost(params, scores, length)
 
 

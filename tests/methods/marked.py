@@ -11,7 +11,7 @@ from scipy.special import erf
 from kvjax.fitted import Fitted
 from tests.methods.learned import CHANNELS, HEADS, KV_HEADS, LAYERS, WIDTH, made_up, of_layer
 from tests.methods.rows import THETA, count
-from tests.reference import best, rms_norm, rope, softmax
+from tests.reference import Prompt, best, rms_norm, rope, softmax
 
 LOW = 3
 ADAPTER = {
@@ -207,3 +207,38 @@ def runs_kept(found):
 
 
 RUNS = of_all_layers("RunMemory", ADAPTER, {"memory": (MEMORIES, WIDTH), "repeat": (WIDTH,)}, 21)
+
+
+class Restores:
+    """Prompts behind which learned tokens are read over all slots; these stay, and KVzip's best of others."""
+
+    def __init__(self, fitted, tokens, prefix, sinks):
+        self.fitted, self.tokens, self.prefix, self.sinks = fitted, tokens, prefix, sinks
+
+    def __call__(self, prompt):
+        """The prompt and its restore tokens, as a prompt of both."""
+        t, many = prompt.length, self.tokens
+        memory, at = self.fitted.arrays["memory"][0].astype(np.float64), t + np.arange(many)
+        sees = np.concatenate([np.ones((many, t), bool), at[None] <= at[:, None]], 1)
+        found = Read(prompt.decoder, memory, at, sees, np.ones(many), self.fitted, (prompt.k, prompt.v))
+        for name in ("raw_q", "q", "raw_k", "k", "v"):
+            pairs = zip(getattr(prompt, name), getattr(found, name), strict=True)
+            setattr(found, name, [np.concatenate(pair, 1) for pair in pairs])
+        found.hidden = [np.concatenate(pair) for pair in zip(prompt.hidden, found.hidden, strict=True)]
+        found.p = [np.zeros((HEADS, t + many, t + many)) for _ in found.p]
+        found.tokens, found.at = [*prompt.tokens, *[0] * many], [np.arange(t + many)] * LAYERS
+        found.length, found.group, found.prompt = t + many, prompt.group, prompt
+        return found
+
+    def kept(self, found):
+        """What restore tokens leave of the budget goes to slots that repeating the prompt asks for."""
+        prompt, t = found.prompt, found.prompt.length
+        again = Prompt(prompt.decoder, [*prompt.tokens, *self.prefix, *prompt.tokens])
+        scores = [p[:, t:, :t].reshape(KV_HEADS, -1, len(p[0]) - t, t).max((1, 2)) for p in again.p]
+        flat = np.where(np.arange(t) < self.sinks, np.inf, np.stack(scores)).reshape(1, -1)
+        stays = best(flat, [LAYERS * KV_HEADS * (count(t) - self.tokens)]).reshape(LAYERS, KV_HEADS, t)
+        mine = np.ones((LAYERS, KV_HEADS, self.tokens), bool)
+        return list(np.concatenate([stays, mine], 2))
+
+
+RESTORED = Restores(of_all_layers("RestoreTokens", ADAPTER, {"memory": (2, WIDTH)}, 23), 2, (5, 7, 11), 1)

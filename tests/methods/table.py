@@ -119,6 +119,7 @@ from tests.methods.rows import (
     split,
     turboquant_bytes,
 )
+from tests.methods.sensitivity import kvgrad_kept
 from tests.methods.table_learned import LEARNED
 from tests.methods.table_reads import READS
 from tests.methods.table_selection import SELECTION
@@ -331,6 +332,10 @@ ROWS = [
     row(
         "kvzip", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
         hyper=dict(page=PAGE, prefix=PREFIX), kept=kvzip_kept,
+    ),
+    row(
+        "kvgrad", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
+        hyper=dict(page=PAGE, prefix=PREFIX), kept=kvgrad_kept,
     ),
     row(
         "kvcompose", paged(lambda s, i: s.k * count(s.tokens), one_pool=True), hyper=dict(page=PAGE),

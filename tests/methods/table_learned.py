@@ -54,6 +54,14 @@ LEARNED = [
         whole=dict(fitted=marked.WITHOUT_EFFECT),
     ),
     row(
+        "restorekv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
+        hyper=dict(
+            tokens=marked.RESTORED.tokens, fitted=marked.RESTORED.fitted, page=PAGE, sinks=1,
+            prefix=marked.RESTORED.prefix,
+        ),
+        reread=marked.RESTORED, kept=marked.RESTORED.kept,
+    ),
+    row(
         "gisting", dense(lambda s: marked.GISTS + 1 + s.room),
         hyper=dict(tokens=marked.GISTS, fitted=marked.GIST),
         reread=marked.Remembers(marked.GIST, marked.GISTS),

@@ -141,6 +141,10 @@ PRESSES = {
     "kvzip": lambda: kvzip(),
     "kvzip_layerwise": lambda: kvzip(over="layer"),
     "kvzip_plus": lambda: kvzip(normalised=True),
+    "kvgrad": lambda: kvjax.method("kvgrad", budget=0.5, page=16, prefix=repeat_prefix()),
+    "restorekv": lambda: kvjax.method(
+        "restorekv", budget=0.5, page=16, prefix=repeat_prefix(), fitted=restore_tokens()
+    ),
     "per_layer_knorm": lambda: kvjax.per_layer(knorm(), layer_shares(), page=16),
     "chunk_knorm": lambda: kvjax.in_chunks(knorm(), T // 4),
     "block_keydiff": lambda: kvjax.in_blocks(kvjax.method("keydiff", budget=0.5), T // 8),
@@ -172,12 +176,29 @@ def filters() -> Fitted:
     return Fitted({"filters": -recorded()["qfilter/x/q_filters"]}, "QueryFilters", "")
 
 
+def restore_tokens() -> Fitted:
+    """The embeddings that kvpress was given, and a LoRA as it begins, without any effect."""
+    c, memory = model().config, recorded()["restorekv/x/memory"]
+    q, k = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    arrays = {"memory": memory[None]}
+    for name, (width, out) in {
+        "q": (c.d_model, q),
+        "k": (c.d_model, k),
+        "v": (c.d_model, k),
+        "o": (q, q),
+    }.items():
+        arrays[f"{name}_down"] = np.ones((c.layers, width, 1), np.float32)
+        arrays[f"{name}_up"] = np.zeros((c.layers, 1, out), np.float32)
+    return Fitted(arrays, "RestoreTokens", "")
+
+
 @cache
 def scores(press: str) -> np.ndarray:
     """Our scores [L, K, T]; infinite where a pattern protects."""
     run, m = Run(model().config, PRESSES[press]()), model()
     if run.method.keep.probe is not None:
-        return normalised_scores(run) if press == "kvzip_plus" else probe_scores(run)
+        weighted = press in ("kvzip_plus", "kvgrad")
+        return weighted_scores(run) if weighted else probe_scores(run)
 
     @jax.jit
     def go(params, tokens, lengths):
@@ -209,7 +230,7 @@ def probe_scores(run: Run) -> np.ndarray:
     return found
 
 
-def normalised_scores(run: Run) -> np.ndarray:
+def weighted_scores(run: Run) -> np.ndarray:
     """The same by the method's own words, which see what the probe's queries came from."""
 
     @jax.jit
@@ -256,7 +277,7 @@ def test_scores_equal_those_of_kvpress(press):
     ours, theirs = scores(press), recorded()[f"{press}/scores"][:, 0]
     free = np.isfinite(ours)
     # What we protect without a score, kvpress scores above everything.
-    protected = theirs[:0] if press.startswith("kvzip") else theirs[~free]
+    protected = theirs[:0] if PRESSES[press]().keep.probe else theirs[~free]
     assert not protected.size or protected.min() >= theirs[free].max()
     ours = ours * SCALE.get(press, lambda c: 1)(model().config)
     assert free.mean() > 0.7
@@ -265,7 +286,7 @@ def test_scores_equal_those_of_kvpress(press):
 
 def decided(press: str) -> np.ndarray:
     """Boolean [L, K, T]: tokens that lie further from their cut than our scores are off."""
-    keep = recorded()[f"{press}/keep"][:, 0]
+    keep = recorded()[f"{press}/keep"][:, 0, :, :T]
     if press in UNSCORED:
         # SnapKV's window has one score for all, of which torch keeps any.
         return np.arange(T)[None, None] + 0 * keep < (T - 64 if press == TIED else T)
@@ -281,6 +302,8 @@ def decided(press: str) -> np.ndarray:
         "kvzip": (0, 1, 2),
         "kvzip_plus": (0, 1, 2),
         "kvzip_layerwise": (1, 2),
+        "kvgrad": (0, 1, 2),
+        "restorekv": (0, 1, 2),
     }.get(press, (2,))
     worst_kept = np.where(keep, theirs, np.inf).min(axes, keepdims=True)
     best_gone = np.where(keep, -np.inf, theirs).max(axes, keepdims=True)
@@ -289,7 +312,7 @@ def decided(press: str) -> np.ndarray:
 
 @pytest.mark.parametrize("press", sweep(PRESSES, "streaming_llm", "adakv_snapkv"))
 def test_kept_sets_equal_those_of_kvpress(press):
-    ours, theirs, sure = kept(compressed(press)[1]), recorded()[f"{press}/keep"][:, 0], decided(press)
+    ours, theirs, sure = kept(compressed(press)[1]), recorded()[f"{press}/keep"][:, 0, :, :T], decided(press)
     assert ours.sum() == theirs.sum()
     np.testing.assert_array_equal(ours[sure], theirs[sure])
     assert sure.mean() > (0.7 if press == TIED else 0.99)

@@ -6,8 +6,11 @@ import pytest
 import kvjax
 from kvjax.errors import InputError
 from kvjax.grammar import Method
-from tests.methods.battery import MAIN, ROOM, model, positions, prompt_of
+from tests.methods.battery import MAIN, ROOM, kept_of, model, off, positions, prompt_of
 from tests.methods.expected import keydiff_score
+from tests.methods.rows import WINDOW, count
+from tests.methods.table import BY_LABEL
+from tests.reference import Row
 
 KNORM = dict(budget=0.5, skip_layers=0)
 
@@ -44,6 +47,31 @@ def test_lists_come_back_to_their_budget_after_so_many_tokens():
     assert held == [{11}, {12}, {10}, {11}, {12}, {10}]
 
 
+def test_prompts_are_left_by_one_method_and_steps_by_another():
+    ((_, hyper),) = BY_LABEL["snapkv"].build
+    method, m = kvjax.phased(kvjax.method("snapkv", **hyper), kvjax.method("tova", budget=0.5)), model("4/2")
+    _, cache = kvjax.prefill(m, MAIN.first, method=method, room=ROOM)
+    prompts = [prompt_of("4/2", "main", b) for b in range(len(MAIN.first))]
+    rows = [Row(prompt, kept_of("snapkv", prompt)) for prompt in prompts]
+    assert [[lists[b] for lists in positions(cache)] for b in range(len(rows))] == [
+        r.positions() for r in rows
+    ]
+    for tokens in MAIN.steps:
+        logits, cache = kvjax.step(m, cache, tokens)
+        for b, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+            assert off(logits[b], row.step(token, victim=least_loved)) < 3e-5
+            assert [lists[b] for lists in positions(cache)] == row.positions()
+
+
+def least_loved(lists, length, queries):
+    """TOVA's choice among slots that SnapKV's window does not protect."""
+    if len(lists[0]) <= count(length):
+        return [None] * len(lists)
+    mean = np.mean([[slot["now"] for slot in slots] for slots in lists], axis=0)
+    free = np.array([[slot["pos"] < length - WINDOW for slot in slots] for slots in lists])
+    return [int(np.argmin(np.where(mine, mean, np.inf))) for mine in free]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -61,6 +89,13 @@ def test_lists_come_back_to_their_budget_after_so_many_tokens():
             "kvzip cannot be changed so: .* cannot work",
         ),
         (lambda: kvjax.in_chunks(Method(), 8), "full chooses no slots"),
+        (lambda: kvjax.phased(kvjax.method("h2o", budget=8), knorm()), "h2o evicts while decoding, too"),
+        (lambda: kvjax.phased(knorm(), knorm()), "l2compress does not evict after every token"),
+        (
+            lambda: kvjax.phased(knorm(), kvjax.method("tova", budget=8)),
+            "l2compress has the budget 0.5 and tova 8: give both the same",
+        ),
+        (lambda: kvjax.phased(Method(), knorm()), "full chooses no slots"),
     ],
 )
 def test_what_cannot_be_changed_so_says_why(make, message):

@@ -1,4 +1,4 @@
-"""KVzip+'s score: what a probe's queries take from a slot, by what it writes and what it is written to."""
+"""What a repeated context takes from a slot, by what the slot writes and by a weight of each query."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.keep.algebra import Word
-from kvjax.keep.probe import Probe, RepeatContext
+from kvjax.keep.probe import SENSITIVITY, Probe, RepeatContext
 from kvjax.keep.score import STRIP, output_norms, probabilities
 from kvjax.ops.attention.union import Keys, logits
 from kvjax.protocols import Inputs, Observation, Seen, View
@@ -31,17 +31,20 @@ class SizedQueries:
 
 
 class Repeated(NamedTuple):
-    """What a repeated context asked: queries, positions, norms of the layer's inputs, and its own keys."""
+    """What a repeated context asked: queries, positions, a weight of each query, and its own keys."""
 
     q: Float[Array, "*layers B N P H"]
     q_pos: Int[Array, "*layers B P"]
-    size: Float[Array, "*layers B P"]
+    weight: Float[Array, "*layers B P"]
     k: Float[Array, "*layers B K P H"]
 
 
 @dataclasses.dataclass(frozen=True)
 class RepeatWithSizes(RepeatContext):
-    """KVzip's probe (`RepeatContext`), of which all queries are recorded, and the norms of their inputs."""
+    """KVzip's probe (`RepeatContext`), of which all queries are recorded, and the norms of their inputs.
+
+    A query's weight is 1 / ||h_i||, h_i the layer's input there (KVzip+, arXiv:2601.07891, section 3).
+    """
 
     keys = True
 
@@ -52,18 +55,35 @@ class RepeatWithSizes(RepeatContext):
     def seen(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> Repeated:
-        """The queries, what they came from, and the probe's own keys."""
+        """The queries, their weights, and the probe's own keys."""
         assert keys is not None
         q, q_pos, size = observed[repr(SizedQueries())]
-        return Repeated(q, q_pos, size, keys)
+        return Repeated(q, q_pos, 1 / size, keys)
 
 
 @dataclasses.dataclass(frozen=True)
-class NormalisedProbeAttention(Word):
-    """score[j] = max_i p_ij ||W_O' v_j|| / ||h_i|| over a probe's queries i and the heads of a group.
+class RepeatWithSensitivity(RepeatWithSizes):
+    """KVzip's probe, of which all queries are recorded, and what the last hidden states owe to each of them.
 
-    h_i is the layer's input at query i, and W_O the rows of the head that asks (KVzip+, arXiv:2601.07891,
-    section 3). The softmax behind p runs over the slots and the tokens of the probe.
+    A query's weight is |d phi / d a_i|, a_i the hidden state behind the layer's attention, and
+    phi = sum_i |h_i|^2 over the probe's last hidden states (KVgrad, openreview.net/forum?id=cg1wTCJjjk).
+    """
+
+    sensitivity = True
+
+    def seen(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
+    ) -> Repeated:
+        """The queries, their weights, and the probe's own keys."""
+        return super().seen(received, observed, keys)._replace(weight=observed[SENSITIVITY])
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightedProbeAttention(Word):
+    """score[j] = max_i w_i p_ij ||W_O' v_j|| over a probe's queries i and the heads of a group.
+
+    The probe says how queries are weighted. W_O are the rows of the head that asks, and the softmax behind p
+    runs over the slots and the tokens of the probe.
     """
 
     probe: Probe
@@ -82,16 +102,17 @@ class NormalisedProbeAttention(Word):
             Keys(asked.k, asked.k, asked.q_pos[:, None]),
         )
         pad = [(0, 0), (0, -many % strip)]
-        q_pos, size = (jnp.pad(x, pad, constant_values=c) for x, c in ((asked.q_pos, -1), (asked.size, 1.0)))
+        q_pos = jnp.pad(asked.q_pos, pad, constant_values=-1)
+        weight = jnp.pad(asked.weight, pad)
         q = jnp.pad(asked.q, [(0, 0), *pad, (0, 0)])
 
         def more(i: int | Array, best: Float[Array, "B K G S"]) -> Float[Array, "B K G S"]:
             """The largest so far, with a strip of queries."""
             mine = jax.lax.dynamic_slice_in_dim(q, i * strip, strip, 2)
-            at, by = (jax.lax.dynamic_slice_in_dim(x, i * strip, strip, 1) for x in (q_pos, size))
+            at, by = (jax.lax.dynamic_slice_in_dim(x, i * strip, strip, 1) for x in (q_pos, weight))
             s = [logits(mine, x, at, scale=spec.scale, softcap=spec.softcap) for x in sets]
             p = probabilities(jnp.concatenate(s, -1))[..., :slots]
-            return jnp.maximum(best, (p / by[:, None, None, :, None]).max(3))
+            return jnp.maximum(best, (p * by[:, None, None, :, None]).max(3))
 
         b, heads, _ = view.pos.shape
         best = jnp.zeros((b, heads, q.shape[1] // heads, slots))

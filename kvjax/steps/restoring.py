@@ -1,0 +1,68 @@
+"""What learned tokens read of a prompt before slots of it leave, beside those that stay."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import Cache, GroupState
+from kvjax.choose import Fresh
+from kvjax.group import GroupMethod
+from kvjax.keep.observe import RawKeys
+from kvjax.keep.restore import RestoreTokens
+from kvjax.models.layers import Params
+from kvjax.protocols import View
+from kvjax.segments import whole_slots
+from kvjax.steps.forward import Prompt, read_tokens
+from kvjax.steps.marking import Marks
+from kvjax.steps.run import Run, repeated
+
+
+def restore_of(run: Run) -> RestoreTokens | None:
+    """The word by which a run's prompts are restored, if there is one."""
+    return None if run.method.keep is None else run.method.keep.restore
+
+
+def with_restored(
+    run: Run,
+    bare: Run,
+    params: Params,
+    prompt: Prompt,
+    views: dict[int, View],
+    scores: dict[int, Float[Array, "_ B K _"]],
+) -> tuple[dict[int, View], dict[int, Float[Array, "_ B K _"]], Int[Array, "B"]]:
+    """Views with the slots of restore tokens behind the prompt's, their scores, and the length with them.
+
+    bare: the run that keeps everything, over slots as they lie in the views. Rows without new tokens get no
+    more slots.
+    """
+    word = restore_of(run)
+    assert word is not None and word.fitted is not None
+    gms, (pos, length) = run.groups(params), prompt.positions
+    many = jnp.where((pos >= 0).any(-1), word.tokens, 0).astype(jnp.int32)
+    memory = params["fitted"][word.fitted.digest]["memory"].astype(params["norm"].dtype)
+    x = jnp.broadcast_to(memory, (len(many), *memory.shape[1:]))
+    marks = Marks(jnp.ones(x.shape[:2]), word.fitted.digest)
+    over = Cache(tuple(GroupState(tail=whole_slots(gm, views[i])) for i, gm in enumerate(gms)), length)
+    read = read_tokens(bare, params, x, many, over, frozenset({RawKeys()}), marks=marks)
+    stands, views, scores = read.positions.pos, dict(views), dict(scores)
+    for i, gm in enumerate(gms):
+        views[i] = _beside(run, gm, views[i], read.fresh[i], stands)
+        most = jnp.where(stands >= 0, jnp.inf, -jnp.inf)[None, :, None]
+        shape = (*scores[i].shape[:3], word.tokens)
+        scores[i] = jnp.concatenate([scores[i], jnp.broadcast_to(most, shape)], axis=3)
+    return views, scores, length + many
+
+
+def _beside(run: Run, gm: GroupMethod, view: View, fresh: object, stands: Int[Array, "B M"]) -> View:
+    """A view with restore tokens' slots, as the method stores keys and values."""
+    assert isinstance(fresh, Fresh) and fresh.k is not None and fresh.v is not None
+    k = fresh.observed[repr(RawKeys())] if run.unrotated else fresh.k
+    k, v = repeated(run, gm.first, k, 2), repeated(run, gm.first, fresh.v, 2)
+    pos = jnp.broadcast_to(stands[None, :, None], k.shape[:4])
+    bias = None if view.bias is None else jnp.zeros(pos.shape, view.bias.dtype)
+    new = View(k, v, pos, bias, {})
+    old = view._replace(traces={}, received={})
+    pairs = zip(old[:4], new[:4], strict=True)
+    k, v, pos, bias = (None if a is None else jnp.concatenate([a, b], axis=3) for a, b in pairs)
+    return View(k, v, pos, bias, {})
