@@ -170,6 +170,11 @@ CLAIMS = (
         "far better than PyramidKV where the question is not known",
         Better("pyramidkv", (0.5, 0.25, 0.125), AGNOSTIC),
     ),
+    Claim(
+        "restorekv",
+        "far better than KVzip where little of the cache stays",
+        Better("kvzip", (0.125,), AGNOSTIC),
+    ),
     Claim("finch", "halved by its question, a context answers as it did whole", Near((0.5,))),
     Claim(
         "infinipot", "better than StreamingLLM in bounded memory", Better("streamingllm", protocol=AGNOSTIC)

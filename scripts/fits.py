@@ -36,6 +36,7 @@ FITS: dict[str, tuple[int, dict[str, Any]]] = {
     "dmc": (32, dict(epochs=20)),
     "dcp": (32, {}),
     "kv-distill": (128, dict(rank=12, epochs=12)),
+    "restorekv": (128, dict(budget=0.125, rank=12, epochs=6)),
     "adore": (48, dict(hidden=20)),
     "lococo": (32, dict(budget=0.25, slots=16, neighbours=5, epochs=6)),
     "less": (32, dict(budget=0.25, hidden=32)),

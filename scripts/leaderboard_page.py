@@ -74,9 +74,9 @@ def _about(board: Leaderboard) -> str:
             f"{timed['budget']}, over those without a method, the least of {timed['rounds']} rounds in turn. "
             f"Decode: tokens per second of {timed['steps']} steps behind them, over those without a method. "
             f"Prefills of more than {MOST_PREFILL:g} times: {_slow(board.speed)}. By what they are, some do "
-            "more than read a prompt once: `kvzip` and `kvcompose` read it again, `ape` and `lm-infinite` "
-            "attend to its parts one by one, `keyformer` and `attention-gate` have a second attention, and "
-            "`pqcache` clusters keys."
+            "more than read a prompt once: `kvzip`, `restorekv` and `kvcompose` read it again, `kvgrad` also "
+            "backward, `ape` and `lm-infinite` attend to its parts one by one, `keyformer` and "
+            "`attention-gate` have a second attention, and `pqcache` clusters keys."
         )
     return text
 

@@ -114,7 +114,8 @@ def _kept(keep: Keep, tokens: int) -> list[Told]:
                 Told("More tokens are read behind the prompt, only to see what they ask for.", (keep.probe,))
             )
         if keep.restore is not None:
-            told.append(Told(keep.restore.says, (keep.restore,)))
+            read = "Learned tokens are read behind the prompt over all of its slots, and theirs stay."
+            told.append(Told(read, (keep.restore,)))
         told.append(Told("Every slot gets a score; the higher, the likelier it stays.", (keep.score,)))
         told.append(_counted(keep, tokens))
         if keep.protect:

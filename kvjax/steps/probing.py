@@ -89,7 +89,7 @@ def _written(
 
 
 def as_it_turns(run: Run) -> Run:
-    """A run that keeps everything, over keys that lie as they do in this one."""
+    """A run that keeps everything, over keys that lie as this one stores them."""
     keep = None if run.phase == BY_POSITION else Keep(None, Budget(1.0), Uniform(), phase=run.phase)
     bare = Store(unrotated=True) if run.unrotated and keep is None else None
     return run._replace(method=Method(keep, bare), implementation=None)

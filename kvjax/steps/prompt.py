@@ -37,7 +37,7 @@ from kvjax.steps.forward import Prompt, needs_of
 from kvjax.steps.lending import lend, returned, taught_groups
 from kvjax.steps.narrowing import by_token, new_positions, stored_of, unnarrowed
 from kvjax.steps.observing import observe
-from kvjax.steps.probing import as_it_turns, with_probe
+from kvjax.steps.probing import with_probe
 from kvjax.steps.restoring import restore_of, with_restored
 from kvjax.steps.run import Run, repeated
 from kvjax.steps.turning import seen_by_words
@@ -125,7 +125,7 @@ def settled(
     }
     after = length
     if compress and restore_of(run) is not None:
-        views, scores, after = with_restored(run, as_it_turns(run), params, prompt, views, scores)
+        views, scores, after = with_restored(run, params, prompt, views, scores)
     kept = choose({i: gms[i].keep for i in scores}, scores, preferred, length)
     if cache is not None:
         # A row without new tokens, such as one that ended in an earlier chunk, stays as it is.

@@ -15,6 +15,7 @@ from kvjax.protocols import View
 from kvjax.segments import whole_slots
 from kvjax.steps.forward import Prompt, read_tokens
 from kvjax.steps.marking import Marks
+from kvjax.steps.probing import as_it_turns
 from kvjax.steps.run import Run, repeated
 
 
@@ -25,7 +26,6 @@ def restore_of(run: Run) -> RestoreTokens | None:
 
 def with_restored(
     run: Run,
-    bare: Run,
     params: Params,
     prompt: Prompt,
     views: dict[int, View],
@@ -33,8 +33,7 @@ def with_restored(
 ) -> tuple[dict[int, View], dict[int, Float[Array, "_ B K _"]], Int[Array, "B"]]:
     """Views with the slots of restore tokens behind the prompt's, their scores, and the length with them.
 
-    bare: the run that keeps everything, over slots as they lie in the views. Rows without new tokens get no
-    more slots.
+    The views hold slots as they are stored. Rows without new tokens get no more of them.
     """
     word = restore_of(run)
     assert word is not None and word.fitted is not None
@@ -44,7 +43,7 @@ def with_restored(
     x = jnp.broadcast_to(memory, (len(many), *memory.shape[1:]))
     marks = Marks(jnp.ones(x.shape[:2]), word.fitted.digest)
     over = Cache(tuple(GroupState(tail=whole_slots(gm, views[i])) for i, gm in enumerate(gms)), length)
-    read = read_tokens(bare, params, x, many, over, frozenset({RawKeys()}), marks=marks)
+    read = read_tokens(as_it_turns(run), params, x, many, over, frozenset({RawKeys()}), marks=marks)
     stands, views, scores = read.positions.pos, dict(views), dict(scores)
     for i, gm in enumerate(gms):
         views[i] = _beside(run, gm, views[i], read.fresh[i], stands)
@@ -60,9 +59,9 @@ def _beside(run: Run, gm: GroupMethod, view: View, fresh: object, stands: Int[Ar
     k = fresh.observed[repr(RawKeys())] if run.unrotated else fresh.k
     k, v = repeated(run, gm.first, k, 2), repeated(run, gm.first, fresh.v, 2)
     pos = jnp.broadcast_to(stands[None, :, None], k.shape[:4])
-    bias = None if view.bias is None else jnp.zeros(pos.shape, view.bias.dtype)
-    new = View(k, v, pos, bias, {})
-    old = view._replace(traces={}, received={})
-    pairs = zip(old[:4], new[:4], strict=True)
-    k, v, pos, bias = (None if a is None else jnp.concatenate([a, b], axis=3) for a, b in pairs)
-    return View(k, v, pos, bias, {})
+
+    def join(old: Array, new: Array) -> Array:
+        return jnp.concatenate([old, new], axis=3)
+
+    bias = None if view.bias is None else join(view.bias, jnp.zeros(pos.shape, view.bias.dtype))
+    return View(join(view.k, k), join(view.v, v), join(view.pos, pos), bias, {})
