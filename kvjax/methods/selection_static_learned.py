@@ -226,7 +226,7 @@ def restorekv(
     there.
 
     On the shipped model, whose prompts of 512 tokens have 64 slots in a list at an eighth, a fit of 192 steps
-    (the authors take 5000) tells records apart better than restore tokens that nobody fitted do, and less well
+    (the authors take 5000) tells records apart better than restore tokens that nobody fitted, and less well
     than the slots of KVzip whose place they take: 42% of answers are right where KVzip has 51%. It is for
     questions behind what was compressed; where the question is compressed with the prompt, its answer stands
     behind restore tokens, which the fit has not seen.
