@@ -38,10 +38,10 @@ SURPRISES = (
         ("restorekv",),
         """
         The protocol, not the method: its tokens belong between a context and a question, and where the
-        question is compressed with its context they stand between it and its answer. Of 24 answers to `get` at
-        half of the slots, given the true tokens before, the first tokens are all right and the second ones all
-        wrong, because they look at what stands right before them; with KVzip all are right. For questions
-        behind it 98% are right.
+        question is compressed with its context they stand between it and its answer. Of 24 answers to
+        `get` at half of the slots, given the true tokens before, the first tokens are all right and the
+        second ones all wrong, because they look at what stands right before them; with KVzip all are
+        right. For questions behind it 98% are right.
         """,
         "restorekv kvzip random",
     ),
