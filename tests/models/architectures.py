@@ -78,6 +78,8 @@ GOLD = Gold(rank=3, mix_rank=2, adapt_rank=4, kv_input=2)
 GQKVA = HeadMaps((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 0, 1))
 POD = SharedKeys(4, 6, 5, groups=2, sinks=1, recent=4)
 CHOOSY = MoE(experts=4, top=2, width=8)
+# All experts answer, so none is another one because codes round what the router sees.
+MIXED = MoE(experts=4, top=4, width=8)
 
 KV = 2 * 2 * 8  # keys and values of SMALL's two KV heads
 TABLE = {
@@ -199,7 +201,7 @@ TABLE = {
     "hgrn": Row(with_layers(Hgrn(12), Hgrn(12, lower_bound=0.3)), 0, 0, 2 * 12),
     "mamba": Row(with_layers(Mamba(20, states=3, rank=2)), 0, 0, 20 * 3 + 4 * 20),
     "mixcon": Row(
-        with_layers(Conba(20, states=3), Attention(), mlps=(GatedMLP(), CHOOSY)), KV, 2, 20 * 3 + 4 * 20,
+        with_layers(Conba(20, states=3), Attention(), mlps=(GatedMLP(), MIXED)), KV, 2, 20 * 3 + 4 * 20,
     ),
     "mcsd": Row(with_layers(SlopeDecay(10)), 0, 0, 2 * 10),
     "forgetting": Row(with_layers(Forgetting(4, 8, 6, groups=2, norm=True)), 2 * (8 + 6) + 4, 0, 1),
