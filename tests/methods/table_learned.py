@@ -54,7 +54,9 @@ LEARNED = [
         whole=dict(fitted=marked.WITHOUT_EFFECT),
     ),
     row(
-        "restorekv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
+        # A list has room for all tokens of the prompt and for restore tokens, which is a page more.
+        "restorekv",
+        lambda s: paged(lambda s, i: s.k * count(s.tokens), one_pool=True)(s) + 4 * s.layers * s.b * s.k,
         hyper=dict(
             tokens=marked.RESTORED.tokens, fitted=marked.RESTORED.fitted, page=PAGE, sinks=1,
             prefix=marked.RESTORED.prefix,
