@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from tests.methods import controlled, learned, marked
 from tests.methods.expected import chooses, each_layer, ends
-from tests.methods.rows import PAGE, WINDOW, count, dense, due_by_2, everything, half, paged, plain, row
+from tests.methods.rows import (
+    PAGE,
+    WINDOW,
+    chained,
+    count,
+    dense,
+    due_by_2,
+    everything,
+    half,
+    paged,
+    plain,
+    row,
+)
 
 LEARNED = [
     row(
@@ -53,13 +65,17 @@ LEARNED = [
         reread=marked.distilled, kept=marked.distilled_kept, stacks=False,
         whole=dict(fitted=marked.WITHOUT_EFFECT),
     ),
-    row(
-        # A list has room for all tokens of the prompt and for restore tokens, which is a page more.
+    # Restore tokens take slots even where all would stay, so no budget keeps everything. A list has room for
+    # all tokens of the prompt and for them, which is a page more.
+    chained(
         "restorekv",
         lambda s: paged(lambda s, i: s.k * count(s.tokens), one_pool=True)(s) + 4 * s.layers * s.b * s.k,
-        hyper=dict(
-            tokens=marked.RESTORED.tokens, fitted=marked.RESTORED.fitted, page=PAGE, sinks=1,
-            prefix=marked.RESTORED.prefix,
+        (
+            "restorekv",
+            dict(
+                budget=0.5, tokens=marked.RESTORED.tokens, fitted=marked.RESTORED.fitted, page=PAGE, sinks=1,
+                prefix=marked.RESTORED.prefix,
+            ),
         ),
         reread=marked.RESTORED, kept=marked.RESTORED.kept,
     ),
