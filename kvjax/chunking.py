@@ -17,7 +17,6 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.cache import Cache, Paged, Segment, Slots
-from kvjax.grammar import Method
 from kvjax.group import GroupMethod
 from kvjax.hosts.arrays import fetch
 from kvjax.models.layers import Params
@@ -40,11 +39,6 @@ def bucket(tokens: int) -> int:
         return max(16, -(-tokens // 16) * 16)
     unit = 2 ** ((tokens - 1).bit_length() - 4)
     return -(-tokens // unit) * unit
-
-
-def restored(method: Method) -> int:
-    """How many tokens of its own a method adds behind every prompt or chunk."""
-    return 0 if method.keep is None or method.keep.restore is None else method.keep.restore.tokens
 
 
 def bound(seen: int, width: int) -> int:
@@ -75,7 +69,7 @@ def plan(
     chunks = -(-int(lengths.max()) // width)
     # What stays of so many new tokens, where a method leaves some out as it reads them, or adds its own.
     word = run.method.reread if compress else None
-    more = restored(run.method) if compress else 0
+    more = run.method.restore.tokens if compress and run.method.restore is not None else 0
     new = (width if word is None else word.most(width)) + more
     if chunks == 1:
         cache = None if cache is None else with_room(run.groups(params), cache, new + room)

@@ -190,6 +190,11 @@ class Method:
         return self.spec[0]
 
     @property
+    def restore(self) -> Any:
+        """The learned tokens that read its prompts before slots leave, if there are any."""
+        return None if self.keep is None else self.keep.restore
+
+    @property
     def sentences(self) -> tuple[Method, ...]:
         """The sentence itself, or those of its layers, each once."""
         return tuple(dict.fromkeys(self.layers)) or (self,)

@@ -21,9 +21,9 @@ def last_position(method: Method | None, config: Config | BlockConfig) -> int:
     keeps everything, no plain attention, or frequencies that depend on the length of the text ("dynamic").
     """
     most, keep = config.max_positions, None if method is None else method.keep
-    if keep is not None and keep.restore is not None:
+    if method is not None and method.restore is not None:
         # Restore tokens stand behind what was read.
-        most -= keep.restore.tokens
+        most -= method.restore.tokens
     if method is None or keep is None or not isinstance(config, Config):
         return most
     shared, leaves = method.shared_positions, _leaves(keep) and keep.skip_layers == 0

@@ -20,8 +20,7 @@ def refused_parts(method: Method) -> Refusals:
 
 def _in_reading(method: Method) -> Refusals:
     """(wrong, why) for what cannot be where tokens of a prompt are marked."""
-    restore = None if method.keep is None else method.keep.restore
-    word, store = restore or method.reread, method.store
+    word, store = method.restore or method.reread, method.store
     if not hasattr(word, "fitted"):
         return []
     return [

@@ -277,8 +277,7 @@ def _check_reading(method: Method, config: Config) -> None:
     """InputError where tokens cannot be left out of a model's layers, or be marked there."""
     narrow = None if method.keep is None else method.keep.narrow
     # Words with fitted arrays mark tokens, and those with stages choose some at a layer.
-    restores = method.keep is not None and method.keep.restore is not None
-    marks = hasattr(method.reread, "fitted") or restores
+    marks = hasattr(method.reread, "fitted") or method.restore is not None
     if narrow is not None or hasattr(method.reread, "stages"):
         _check_narrow(method, config)
     for layer in range(config.layers if marks else 0):

@@ -38,7 +38,7 @@ from kvjax.steps.lending import lend, returned, taught_groups
 from kvjax.steps.narrowing import by_token, new_positions, stored_of, unnarrowed
 from kvjax.steps.observing import observe
 from kvjax.steps.probing import with_probe
-from kvjax.steps.restoring import restore_of, with_restored
+from kvjax.steps.restoring import with_restored
 from kvjax.steps.run import Run, repeated
 from kvjax.steps.turning import seen_by_words
 from kvjax.summaries import learnt
@@ -124,7 +124,7 @@ def settled(
         i: preferences(gms[i], shown[i], fresh[i], length, run.attention_spec(gms[i].first)) for i in scores
     }
     after = length
-    if compress and restore_of(run) is not None:
+    if compress and run.method.restore is not None:
         views, scores, after = with_restored(run, params, prompt, views, scores)
     kept = choose({i: gms[i].keep for i in scores}, scores, preferred, length)
     if cache is not None:

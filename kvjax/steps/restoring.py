@@ -19,11 +19,6 @@ from kvjax.steps.probing import as_it_turns
 from kvjax.steps.run import Run, repeated
 
 
-def restore_of(run: Run) -> RestoreTokens | None:
-    """The word by which a run's prompts are restored, if there is one."""
-    return None if run.method.keep is None else run.method.keep.restore
-
-
 def with_restored(
     run: Run,
     params: Params,
@@ -35,8 +30,8 @@ def with_restored(
 
     The views hold slots as they are stored. Rows without new tokens get no more of them.
     """
-    word = restore_of(run)
-    assert word is not None and word.fitted is not None
+    word: RestoreTokens = run.method.restore
+    assert word.fitted is not None
     gms, (pos, length) = run.groups(params), prompt.positions
     many = jnp.where((pos >= 0).any(-1), word.tokens, 0).astype(jnp.int32)
     memory = params["fitted"][word.fitted.digest]["memory"].astype(params["norm"].dtype)
