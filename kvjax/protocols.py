@@ -209,7 +209,8 @@ class Merge(Protocol):
     all three. Where it writes biases, every slot has one. `traces`, where a word has them, names what it asks
     of slots (`View.of`), which the score must remember. `one_by_one` says that it can act after a token by
     whose threshold one slot leaves each list. `ordered` says that it asks which slots are neighbours, so that
-    it must see them in position order: no token's own step evicts with it.
+    it must see them in position order: no token's own step evicts with it. `at_prompts` is False of a word
+    that merges what leaves while decoding alone: what leaves a prompt is then dropped.
     """
 
     @property

@@ -44,6 +44,11 @@ def written(merge: Any) -> tuple[str, ...]:
     return () if merge is None else getattr(merge, "writes", ("k", "v", "bias"))
 
 
+def merges_prompts(merge: Any) -> bool:
+    """Whether a merge takes up what leaves a prompt, and not only what leaves while decoding."""
+    return merge is not None and getattr(merge, "at_prompts", True)
+
+
 def merged(
     merge: Any, view: View, kept: Any, leaving: Any, seen: Any, carried: dict[str, Any]
 ) -> tuple[View, dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from leaderboard_picture import picture
+from memory_tokens import table as memory_tokens
 
 from kvjax.eval.report.cells import NominalBudget, budget_label
 from kvjax.eval.report.comparison_table import PROTOCOLS
@@ -44,6 +45,7 @@ def page(board: Leaderboard) -> str:
             table(mine, board.speed),
             below_baselines(mine),
         ]
+    parts += [_learned_together(), memory_tokens()]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -117,6 +119,17 @@ def _on_fewer(board: Leaderboard) -> str:
         if len(models) < len(board.runs):
             fewer.setdefault(", ".join(models), []).append(method)
     return " ".join(f"On {models} alone: {', '.join(methods)}." for models, methods in fewer.items())
+
+
+def _learned_together() -> str:
+    return (
+        "## Models that learned with their method\n\n"
+        "Memory tokens find nothing in a model that did not learn with them, so `gisting`, `loma`, `ccm` and "
+        "`ccm-merge` are not in the tables above. Here models went on from `recall-tiny` with them, and were "
+        "asked `get` behind contexts of 64 tokens ([training.md](training.md#under-a-method) has the "
+        "commands). `neurocache` is not above either: what its fit learns of the shipped model makes answers "
+        "likelier and no more of them right ([its card](methods/low-rank.md#neurocache))."
+    )
 
 
 def best(lines: Sequence[Line], names: Sequence[str]) -> dict[NominalBudget, str]:

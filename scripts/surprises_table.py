@@ -207,24 +207,11 @@ SURPRISES = (
         "random h2o keepkv keepkv:threshold=0.99",
     ),
     Surprise(
-        ("cam",),
-        """
-        The method: values of tokens that leave are added to those of the `following` that stay behind them,
-        and an answer here is copied from the value of one token. At an eighth of the cache H2O, which keeps
-        the same tokens, scores 11; CaM scores 7 where a value goes to 4 tokens, 3 where it goes to 32, its
-        default, and 3 with 128, random eviction 6. That all of a prompt's tokens leave at once, which is our
-        form, may add to it: every slot takes up those of seven.
-        """,
-        "random h2o cam cam:following=4 cam:following=128",
-        protocol="aware",
-        budget=0.125,
-    ),
-    Surprise(
         ("d2o",),
         """
-        The method, for CaM's reason: at an eighth of the cache seven tokens join every slot that stays, in a
-        mean by weights, and answers are copied from single tokens. D2O scores 4, 10 where it drops what it
-        would merge, H2O 11, and random eviction 6.
+        The method: at an eighth of the cache seven tokens join every slot that stays, in a mean by weights,
+        and answers are copied from single tokens. D2O scores 4, 10 where it drops what it would merge, H2O
+        11, and random eviction 6.
         """,
         "random h2o d2o 'scripts/controls.py:without_merge:of=d2o'",
         protocol="aware",

@@ -74,6 +74,7 @@ def cam(following, seed=0):
             for slot, value in zip(stay, values, strict=True):
                 slot["v"] = value
 
+    leave.at_prompts = False
     return leave
 
 

@@ -133,6 +133,7 @@ class Row:
     what a layer's slots become when those numbered in `gone`, per list, leave; memory is a dict that the
     layer keeps; a slot's `votes` say how many tokens it stands for. A slot notes what every query has given
     it, in `given`, and in all (`mass`); that of a step also the `inputs` of its layer up to itself.
+    leave.at_prompts, where it is False: what leaves the prompt is dropped.
     leave.answer(memory, layer, list, q), where it has one: sums and weights that the queries get beside those
     of the slots. attends(q, k, v, pos, at): what a group's queries get instead of their attention over a
     list; `at` says where (`At`).
@@ -141,7 +142,8 @@ class Row:
     def __init__(self, prompt, kept, phase="position", leave=None, attends=None):
         self.decoder, self.next, self.phase = prompt.decoder, prompt.length, phase
         self.attends, self.prompt_tokens = attends, prompt.length
-        self.leave, self.memory = leave, [{} for _ in kept]
+        self.leave = leave if getattr(leave, "at_prompts", True) else None
+        self.memory = [{} for _ in kept]
         self.slots = []
         # Rotated queries [N, T, H] of all tokens so far, per layer.
         self.queries = list(prompt.q)
@@ -165,6 +167,7 @@ class Row:
                 for i in range(len(keep))
             ])  # fmt: skip
             self.remove(layer, [np.flatnonzero(~keep[i][at]) for i in range(len(keep))])
+        self.leave = leave
 
     def positions(self):
         """Per layer and list, the set of positions held."""

@@ -31,20 +31,16 @@ def test_the_table_on_the_page_is_that_of_the_data(long_prompts, found):
 def test_no_method_holds_a_map_of_all_tokens_by_all_tokens(long_prompts, found):
     """Four times the tokens take some four times the bytes; such a map alone would take 16 times as many."""
     short, long = str(long_prompts.SHORT), str(long_prompts.LONG)
-    planned = {name: row["planned"] for name, row in found.items() if row["planned"]}
-    assert set(found) == set(METHODS) and len(planned) > 0.9 * len(METHODS)
+    planned = {name: row["planned"] for name, row in found.items()}
+    assert set(found) == set(METHODS)
     assert {name for name, row in planned.items() if row[long] > 5 * row[short]} == set()
 
 
 @pytest.mark.rotating
-def test_a_method_without_a_fit_says_so_and_one_with_it_is_planned(long_prompts, monkeypatch):
+@pytest.mark.parametrize("name", ["triattention", "gisting", "neurocache"])
+def test_methods_are_planned_with_their_fit_or_what_it_starts_from(long_prompts, monkeypatch, name):
     monkeypatch.setattr(long_prompts, "SHORT", 512)
     monkeypatch.setattr(long_prompts, "LONG", 1024)
     monkeypatch.setattr(long_prompts, "ROOM", 8)
-    found = long_prompts.planned("triattention")
-    sizes = found["planned"]
-    assert sizes, found["why"]
+    sizes = long_prompts.planned(name)["planned"]
     assert 0 < sizes["512"] < sizes["1024"]
-    nothing = long_prompts.planned("gisting")
-    assert nothing["planned"] is None and "kvjax fit gisting" in nothing["why"]
-    assert "* `gisting` is not here" in long_prompts.table({"gisting": nothing})

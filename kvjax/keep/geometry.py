@@ -121,23 +121,43 @@ def leverage(
 ) -> Float[Array, "B K S"]:
     """x_j' (ridge I + sum_i weights_i x_i x_i')^-1 x_j; rows that do not count are zeros.
 
-    With A = L L', x' A^-1 x is the squared length of L^-1 x. L is found column by column, in plain
-    operations: on CPUs the library's Cholesky can wait forever for threads that another program has.
+    The ridge stands in the sum as further rows, sqrt(ridge) I. All rows are brought to coordinates in which
+    the sum is I; there, a row's squared length is its leverage. Where the ridge is less than the rounding of
+    the sum, as behind long texts, a Cholesky factor of the sum itself breaks down; so the first two of three
+    times a share of the trace is added, which leaves the next one a sum that is better to factor (shifted
+    CholeskyQR, Fukaya et al., 2018, arXiv:1809.11085).
     """
-    rank, at = x.shape[-1], jnp.arange(x.shape[-1])
-    gram = jnp.einsum("bksr,bks,bksq->bkrq", x, weights, x, precision="highest")
-    gram = gram + ridge * jnp.broadcast_to(jnp.eye(rank), gram.shape)
+    eye = jnp.broadcast_to(jnp.eye(x.shape[-1]), (*x.shape[:2], x.shape[-1], x.shape[-1]))
+    rows, least = math.sqrt(ridge) * eye, jnp.full(x.shape[:2], ridge)
+    for share in (1e-5, 1e-5, 0.0):
+        gram = jnp.einsum("bksr,bks,bksq->bkrq", x, weights, x, precision="highest")
+        gram += jnp.einsum("bksr,bksq->bkrq", rows, rows, precision="highest")
+        shift = share * jnp.trace(gram, axis1=-2, axis2=-1)
+        back = _whitening(gram + shift[..., None, None] * eye, least + shift)
+        x, rows = (jnp.einsum("bksr,bkrq->bksq", y, back, precision="highest") for y in (x, rows))
+        least = least / (least + shift)
+    return jnp.square(x).sum(-1)
+
+
+def _whitening(gram: Float[Array, "B K R R"], least: Float[Array, "B K"]) -> Float[Array, "B K R R"]:
+    """W with W' gram W = I, upper triangular. least: no eigenvalue of `gram` is smaller, but for rounding.
+
+    Column by column, in plain operations: on CPUs the library's Cholesky can wait forever for threads that
+    another program has.
+    """
+    rank, at = gram.shape[-1], jnp.arange(gram.shape[-1])
 
     def eliminate(r: int | Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         left, rest, found = state
-        root = jnp.sqrt(left[..., r, r])[..., None]
+        root = jnp.sqrt(jnp.maximum(left[..., r, r], least))[..., None]
         column = jnp.where((at >= r)[None, None], left[..., r] / root, 0.0)
         solved = rest[..., r] / root
         left = left - column[..., :, None] * column[..., None, :]
         rest = rest - solved[..., None] * column[..., None, :]
-        return left, rest, found + jnp.square(solved)
+        return left, rest, found.at[..., r].set(solved)
 
-    return jax.lax.fori_loop(0, rank, eliminate, (gram, x, jnp.zeros(x.shape[:3], x.dtype)))[2]
+    eye = jnp.broadcast_to(jnp.eye(rank), gram.shape)
+    return jax.lax.fori_loop(0, rank, eliminate, (gram, eye, jnp.zeros_like(gram)))[2]
 
 
 def unrotated(view: View, seen: Seen) -> Float[Array, "B K S H"]:

@@ -22,8 +22,10 @@ class ValueMerge:
     j runs over the next `following` kept slots in position order, m of them. A is the attention received so
     far, and p_i = A_i / (the mean A of these slots), at most 1. The key of i is dropped, and its value, too,
     where the draw of (seed, layer, head, position), of which nothing else decides, is not below p_i.
+    What leaves a prompt is dropped: as in the authors' code, steps alone merge.
     """
 
+    at_prompts = False
     writes = ("v",)
     traces = frozenset({Received(Mass("sum"))})
 

@@ -77,9 +77,9 @@ def d2o(budget: Amount, *, recent: Share = 0.5, sinks: Tokens = 4, smoothing: Sh
 def cam(budget: Amount, *, recent: Share = 0.5, following: Window = 32, seed: Seed = 0) -> Method:
     """CaM (Zhang et al., ICML 2024): the value of an evicted token is shared out among those that follow it.
 
-    Heavy hitters and recent tokens stay as in H2O; `ValueMerge` merges the others at random, the likelier the
-    more attention they received. Keys are dropped. The authors' code evicts as StreamingLLM does, one token
-    at a time; here the tokens that leave a prompt do so at once, each to those that stay.
+    Heavy hitters and recent tokens stay as in H2O, and what leaves a prompt is dropped, as in the authors'
+    code, which evicts as StreamingLLM does. While decoding, `ValueMerge` merges the token that leaves at
+    random, the likelier the more attention it received; its key is dropped.
     """
     keep = Keep(
         AccumulatedAttention(), Budget(budget), Uniform(), (Recent(recent),), when=STEP,

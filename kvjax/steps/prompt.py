@@ -42,6 +42,7 @@ from kvjax.steps.restoring import with_restored
 from kvjax.steps.run import Run, repeated
 from kvjax.steps.turning import seen_by_words
 from kvjax.summaries import learnt
+from kvjax.words import merges_prompts
 
 
 def _as_stored(run: Run, gm: GroupMethod, fresh: Fresh) -> Fresh:
@@ -134,7 +135,7 @@ def settled(
         kept = {i: jnp.where(idle, before[i], stay) for i, stay in kept.items()}
     carried = {i: _carried_by_merge(gms[i], pasts[i], view) for i, view in views.items()}
     for i, stay in kept.items():
-        if gms[i].keep.merge is not None:  # type: ignore[union-attr]
+        if merges_prompts(gms[i].keep.merge):  # type: ignore[union-attr]
             views[i], carried[i] = merge_evicted(
                 gms[i], views[i], stay, fresh[i], length, run.attention_spec(gms[i].first), carried[i], params
             )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.keep import geometry
 from kvjax.keep.algebra import standardised
 from kvjax.keep.geometry import Capacity, Leverage, LocalNorms, unrotated
 from kvjax.keep.non_causal import ChunkMates
@@ -48,6 +49,16 @@ def test_leverage_is_the_diagonal_of_the_ridge_projection_of_sketched_unrotated_
         raw = rope(k, -np.arange(len(k)), 10000.0)
         want[b, h, : len(k)] = leverage((raw - raw.mean(0)) @ phi, 0.1)
     check(word(view, seen_by()), want, view)
+
+
+def test_leverage_holds_where_the_ridge_is_less_than_the_rounding_of_the_sum(rng):
+    """Long texts of large keys, and more sketched dimensions than channels, which many keys leave empty."""
+    channels = 10 * np.exp(rng.normal(size=32))
+    x = rng.normal(size=(1, 2, 4096, 32)) * channels @ rng.normal(size=(32, 48))
+    x = f32(x) / 48**0.5
+    got = geometry.leverage(x, jnp.ones(x.shape[:3]), 1e-2)
+    want = [leverage(np.asarray(one, np.float64), 1e-2) for one in x[0]]
+    np.testing.assert_allclose(got[0], want, rtol=1e-4)
 
 
 def test_local_norms_are_shares_of_a_window_and_add_up_to_one(view):
