@@ -29,7 +29,7 @@ ROWS = {
     "gisting": ("gisting:tokens=16", 4000),
     "loma": ("loma", 2000),
     "ccm": ("ccm(tokens=4,chunk=16)", 2000),
-    "ccm-merge": ("ccm-merge(tokens=16,chunk=32)", 2000),
+    "ccm-merge": ("ccm-merge(tokens=16,chunk=32)", 4000),
 }
 ASKED = ["--protocol", "agnostic", "--tasks", "get", "--length", "64", "--samples", "300"]
 

@@ -19,6 +19,7 @@ from kvjax.fitting.descent import Arrays, descended
 from kvjax.fitting.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.keep.memory_tokens import MemoryTokens, RunMemory
+from kvjax.keep.restore import RestoreTokens
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.steps import Run
@@ -57,8 +58,8 @@ def fit_memory(
     return Fitted(found, "MemoryTokens", model.signature)
 
 
-def embeddings(model: Model, word: MemoryTokens, seed: int) -> Arrays:
-    """Embeddings as they begin, as long as tokens' own: of memory tokens, and by what runs are said again."""
+def embeddings(model: Model, word: MemoryTokens | RestoreTokens, seed: int) -> Arrays:
+    """Embeddings as they begin, as long as tokens': of learned tokens, and by what runs are said again."""
     length, d = jnp.std(model.params["embed"].astype(jnp.float32)), model.config.d_model
     found = {"memory": jax.random.normal(jax.random.key(seed + 1), (1, word.tokens, d)) * length}
     if isinstance(word, RunMemory):

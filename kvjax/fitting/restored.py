@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -16,6 +14,7 @@ from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted
 from kvjax.fitting.asked import Asked, adapter, asked, divergence, left_by, mean_said, said_behind
 from kvjax.fitting.descent import Arrays, descended
+from kvjax.fitting.remembered import embeddings
 from kvjax.fitting.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.models.layers import Params
@@ -51,11 +50,7 @@ def fit_restored(
             "restore tokens take up what leaves a cache, and nothing leaves one of the budget 1.0: give the "
             "budget that they are for, such as budget=0.125"
         )
-    length, d = jnp.std(model.params["embed"].astype(jnp.float32)), model.config.d_model
-    size = (1, method.keep.restore.tokens, d)
-    start = adapter(model, rank, seed) | {
-        "memory": jax.random.normal(jax.random.key(seed + 1), size) * length
-    }
+    start = adapter(model, rank, seed) | embeddings(model, method.keep.restore, seed)
     first = Fitted({n: np.asarray(x) for n, x in start.items()}, "RestoreTokens", model.signature)
     run = run_of(model, method, first)
 

@@ -30,7 +30,7 @@ def beside(run: Training, config: Config | BlockConfig, params: Params, words: W
 
 
 def learning(run: Training, others: Beside) -> Any:
-    """What of it learns with the model: parameters of an encoder, or what memory tokens have; or None."""
+    """What of it learns with the model: parameters of an encoder, or what learned tokens have; or None."""
     if others.compressor is not None:
         return others.compressor.learns
     return others.encoder.params if run.tune.encoder and others.encoder is not None else None

@@ -24,9 +24,9 @@ from kvjax.methods.parse import parse_method
 from kvjax.models.feed_forward import MoE, mlp_of
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
+from kvjax.pure import bind
 from kvjax.ready import ready
 from kvjax.steps import Run
-from kvjax.suits import check_fit
 
 Arrays = dict[str, Array]
 
@@ -41,24 +41,47 @@ class Compressor:
 
     @property
     def learns(self) -> Arrays | None:
-        """What memory tokens have of their own, which learns with the model; None without any."""
-        word = self.method.reread
-        found = word.fitted if isinstance(word, MemoryTokens) else None
-        return None if found is None else self.arrays[found.digest]
+        """What learned tokens have of their own, which learns with the model; None without any."""
+        word = _learned_tokens(self.method)
+        return None if word is None else self.arrays[word.fitted.digest]
 
     def taught(self, arrays: Arrays) -> Compressor:
-        """The same with what memory tokens have learned."""
-        return dataclasses.replace(self, arrays=self.arrays | {self.method.reread.fitted.digest: arrays})
+        """The same with what learned tokens have learned."""
+        digest = _learned_tokens(self.method).fitted.digest
+        return dataclasses.replace(self, arrays=self.arrays | {digest: arrays})
 
     def fitted(self, model: Model) -> Fitted:
-        """What memory tokens have learned, as the method takes it for the model that learned with them."""
+        """What learned tokens have learned, as the method takes it for the model that learned with them."""
         assert self.learns is not None
         found = {name: np.asarray(x) for name, x in self.learns.items()}
-        return Fitted(found, type(self.method.reread).__name__, model.signature)
+        return Fitted(found, type(_learned_tokens(self.method)).__name__, model.signature)
+
+
+def _learned_tokens(method: Method) -> Any:
+    """The memory tokens or restore tokens of a method, which learn; None of others."""
+    return method.reread if isinstance(method.reread, MemoryTokens) else method.restore
+
+
+def _begun(method: Method, model: Model, seed: int) -> Method:
+    """The method with its learned tokens at random, unless they were fitted before."""
+    word = _learned_tokens(method)
+    if word is None:
+        return method
+    check_whole(model, "learned tokens")
+    if word.fitted is not None:
+        return method
+    # A LoRA that is zero on both sides changes nothing and learns nothing.
+    none = {name: jnp.zeros_like(x) for name, x in adapter(model, 1, seed).items()}
+    start = none | embeddings(model, word, seed)
+    arrays = {name: np.asarray(x) for name, x in start.items()}
+    word = dataclasses.replace(word, fitted=Fitted(arrays, type(word).__name__, ""))
+    if method.restore is None:
+        return dataclasses.replace(method, reread=word)
+    return dataclasses.replace(method, keep=dataclasses.replace(method.keep, restore=word))
 
 
 def compressor(text: str, model: Model, seed: int) -> Compressor:
-    """The method that a run names, whose memory tokens start at random unless they were fitted before.
+    """The method that a run names, whose learned tokens start at random unless they were fitted before.
 
     Raises InputError for a method that does not fit the model, or that passes no slope to weights.
     """
@@ -74,22 +97,14 @@ def compressor(text: str, model: Model, seed: int) -> Compressor:
             )
     if any(isinstance(mlp_of(model.config, i), MoE) for i in range(model.config.layers)):
         raise InputError("train.method is given, and the model has experts, whose balance is not learned so")
-    word = method.reread
-    if isinstance(word, MemoryTokens):
-        check_whole(model, "memory tokens")
-        if word.fitted is None:
-            # A LoRA that is zero on both sides changes nothing and learns nothing.
-            none = {name: jnp.zeros_like(x) for name, x in adapter(model, 1, seed).items()}
-            start = none | embeddings(model, word, seed)
-            fitted = Fitted({n: np.asarray(x) for n, x in start.items()}, type(word).__name__, "")
-            method = dataclasses.replace(method, reread=dataclasses.replace(word, fitted=fitted))
+    method = _begun(method, model, seed)
     for word in fitted_words(method):
         if lacks_fit(word):
             raise InputError(
                 f"{method.id} was never fitted to this model: run `kvjax fit {word.by}`, and give the method "
                 "fitted=FILE"
             )
-    check_fit(method, model.config)
+    method = bind(method, model)
     return Compressor(method, with_fitted({}, method).get("fitted", {}))
 
 

@@ -24,6 +24,7 @@ from kvjax.train.step import Beside, Parts, learned_loss, parted
 CONFIG = Config(vocab=257, d_model=16, layers=2, heads=2, kv_heads=2, head_dim=8, d_ff=24)
 LOOP = dict(batch=2, length=24, context=12, compute="float32", log_every=1, evaluate_rows=2)
 MEMORY = ("gisting:tokens=2", "loma:tokens=2,ratio=2", "ccm:tokens=2,chunk=4")
+RESTORE = "restorekv:budget=0.5,tokens=2,sinks=1"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,13 @@ def test_a_method_that_keeps_all_changes_nothing(model):
         "streaming-llm:budget=0.5",
         *(
             pytest.param(method, marks=pytest.mark.rotating)
-            for method in ("snapkv:budget=0.5,window=2", "ada-kv:budget=0.5,window=2", "cam:budget=0.5")
+            for method in (
+                "snapkv:budget=0.5,window=2",
+                "ada-kv:budget=0.5,window=2",
+                "cam:budget=0.5",
+                "kvzip:budget=0.5,sinks=1",
+                RESTORE,
+            )
         ),
     ],
 )
@@ -67,7 +74,7 @@ def test_what_is_said_is_what_a_cache_says(model, method):
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("method", MEMORY)
+@pytest.mark.parametrize("method", [*MEMORY, RESTORE])
 def test_slopes_are_those_of_differences(model, method):
     """Of the whole loss, along a random direction, through what memory tokens leave."""
     by, ids, loop = compressor(method, model, 0), tokens(), Loop(method=method, **LOOP)
@@ -104,7 +111,10 @@ def bound(folder, model, method, **loop):
     }
 
 
-@pytest.mark.parametrize("method", [MEMORY[0], pytest.param(MEMORY[1], marks=pytest.mark.rotating)])
+@pytest.mark.parametrize(
+    "method",
+    [MEMORY[0], *(pytest.param(method, marks=pytest.mark.rotating) for method in (MEMORY[1], RESTORE))],
+)
 def test_a_model_learns_with_its_memory_tokens_is_saved_and_goes_on(model, method, tmp_path):
     run, id = training(bound(tmp_path, model, method, save_seconds=0.0)), method.partition(":")[0]
     out = kvjax.load(train(run, tmp_path / "run"))
