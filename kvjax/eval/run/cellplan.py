@@ -24,10 +24,9 @@ ALWAYS = ("full", "random", "sink-recent")
 # What a comparison runs that names no methods, so that it takes minutes: a few of every family, those that
 # people ask for first.
 WELL_KNOWN = (
-    *("streamingllm", "h2o", "tova", "r-kv"),
-    *("l2compress", "keydiff", "expected-attention", "lagkv", "snapkv", "kvzip", "chunkkv"),
-    *("pyramidkv", "cake", "adakv", "criticalkv", "keepkv", "d2o"),
-    *("int8", "int4", "fp8", "kivi", "turboquant", "quest", "sparq"),
+    *("streamingllm", "h2o", "tova"),
+    *("keydiff", "expected-attention", "snapkv", "kvzip", "pyramidkv", "adakv", "d2o"),
+    *("int8", "int4", "kivi", "turboquant", "quest"),
 )
 BUDGETS = (0.5, 0.25, 0.125)
 
