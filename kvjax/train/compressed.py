@@ -75,9 +75,10 @@ def _begun(method: Method, model: Model, seed: int) -> Method:
     start = none | embeddings(model, word, seed)
     arrays = {name: np.asarray(x) for name, x in start.items()}
     word = dataclasses.replace(word, fitted=Fitted(arrays, type(word).__name__, ""))
-    if method.restore is None:
+    keep = method.keep
+    if keep is None or keep.restore is None:
         return dataclasses.replace(method, reread=word)
-    return dataclasses.replace(method, keep=dataclasses.replace(method.keep, restore=word))
+    return dataclasses.replace(method, keep=dataclasses.replace(keep, restore=word))
 
 
 def compressor(text: str, model: Model, seed: int) -> Compressor:

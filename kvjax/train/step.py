@@ -79,7 +79,7 @@ class Beside(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """What learns of a model, and with it: an encoder (CEPE, arXiv:2402.16617), or memory or restore tokens."""
+    """What learns of a model, and with it: an encoder (CEPE, arXiv:2402.16617), or learned tokens."""
 
     model: Any
     other: Any
