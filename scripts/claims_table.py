@@ -133,7 +133,7 @@ CLAIMS = (
     ),
     Claim("gisting", "a prompt goes into a few tokens with next to no loss", Learned()),
     Claim("ccm", "a fifth of the memory answers as well as the full context", Learned()),
-    Claim("ccm-merge", "memory of one size loses little of the full context", Near(protocol=AGNOSTIC)),
+    Claim("ccm-merge", "memory of one size loses little of the full context", Learned()),
     Claim("loma", "a quarter of the memory answers as well as the full context", Learned()),
     Claim("homer", "a model answers about texts several times as long as its positions", _WITHIN),
     Claim("dmc", "half of the cache is merged with next to no loss", Near(protocol=AGNOSTIC)),
