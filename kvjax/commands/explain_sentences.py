@@ -17,7 +17,7 @@ from kvjax.grammar import Keep, Method, Store
 from kvjax.phase import BY_POSITION
 from kvjax.protocols import Answering
 from kvjax.read_protocols import Resting
-from kvjax.words import hiding_of, observations
+from kvjax.words import hiding_of, merges_prompts, observations
 
 _ONE_LINE = 10_000
 
@@ -124,8 +124,8 @@ def _kept(keep: Keep, tokens: int) -> list[Told]:
             told.append(Told(f"The first {_many(keep.skip_layers, 'layer')} keep everything."))
         if keep.reuse > 1:
             told.append(Told(f"{keep.reuse} layers in a row keep what the first of them chooses."))
-        if keep.merge is not None:
-            told.append(Told("What leaves is not lost at once.", (keep.merge,)))
+        if merges_prompts(keep.merge):
+            told.append(Told(_MERGED, (keep.merge,)))
         elif keep.lower is not None:
             told.append(Told("What leaves stays in a second tier, in fewer bits.", _codecs(keep.lower)))
         else:
@@ -179,6 +179,7 @@ def _codecs(store: Store) -> tuple[Any, ...]:
 # --- steps --------------------------------------------------------------------------------------------
 
 
+_MERGED = "What leaves is not lost at once."
 _BROUGHT = "The slots of each layer come from host memory while the layer below computes."
 _FETCHED = "What its query picks comes from host memory where the device has no copy of it."
 
@@ -217,6 +218,8 @@ def at_each_step(method: Method) -> list[Told]:
             told.append(Told(same, (keep.score,)))
         if keep.protect:
             told.append(Told("Some stay whatever their scores.", keep.protect))
+        if keep.merge is not None:
+            told.append(Told(_MERGED, (keep.merge,)))
     if store is not None and store.granule > 1:
         text = (
             f"As soon as {store.granule} tokens are older than the newest {store.residual}, they are encoded."

@@ -94,6 +94,13 @@ def test_a_word_of_ones_own_is_explained_like_any_other(capsys):
     assert said(Silent(3)) == ""
 
 
+def test_a_merge_is_told_where_it_acts():
+    d2o, cam = (METHODS[id](budget=0.5) for id in ("d2o", "cam"))
+    told = lambda method, part: [w for one in part(method) for w in one.words if w == method.keep.merge]  # noqa: E731
+    prompt = lambda method: at_prefill(method, 512)  # noqa: E731
+    assert [len(told(m, part)) for m in (d2o, cam) for part in (prompt, at_each_step)] == [1, 1, 0, 1]
+
+
 def test_the_budget_that_is_told_is_the_number_of_slots_that_stay():
     method = kvjax.method("snapkv", budget=0.3, window=8)
     _, cache = kvjax.prefill(model("4/2"), [list(range(50))], method=method)
