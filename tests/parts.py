@@ -1,8 +1,8 @@
 """Which part of the suite runs: `--every N` thins all tests out, `--rotate` adds cases that take turns.
 
 A test marked `rotating` is left out of the plain suite. `--rotate 3/20` adds the fourth twentieth of them
-(parts count from 0), `--rotate all` all. The gate takes another part every day, so each case runs within N
-days.
+(parts count from 0), `--rotate all` all. The gate takes another part every hour, so that changes of one day
+meet different cases.
 
 Tests of one file share what was compiled and computed before them: one process runs a whole file, or a whole
 group that its tests name (`xdist_group`).

@@ -69,6 +69,7 @@ def check(out, row, beams, want):
     np.testing.assert_allclose(out.logprobs[mine].sum(-1), out.scores[mine], atol=1e-5)
 
 
+@pytest.mark.rotating
 def test_enough_beams_find_every_text_in_the_order_of_its_probability(model, texts):
     beams = VOCAB**NEW
     out = kvjax.generate(model, PROMPTS, max_new_tokens=NEW, beams=beams, stop=[STOP])

@@ -275,6 +275,7 @@ def test_a_loop_of_ones_own_is_given_the_arrays(filled):
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
+@pytest.mark.rotating
 def test_how_much_stays_follows_from_the_text():
     """Pools hold as many pages as the lists of this text fill."""
 

@@ -234,6 +234,7 @@ def test_what_cannot_be_merged_is_refused_with_the_reason():
         check_fit(METHOD, Config(layers=4, **(SIZES | dict(mixers=(latent,) * 4, kv_heads=4))))
 
 
+@pytest.mark.rotating
 def test_only_programs_of_ones_own_are_refused_layers_that_are_stacked():
     config = Config(layers=6, **SIZES)
     params = init(config, jax.random.key(0), groups=plan(config, stacked=True))

@@ -47,6 +47,7 @@ def test_the_loss_of_restore_tokens_is_what_it_is_by_hand():
     assert abs(got / np.mean(off) - 1) < 1e-4
 
 
+@pytest.mark.rotating
 def test_restore_tokens_stand_behind_every_turn_and_take_slots_of_its_budget():
     m, rows = model("4/2"), MAIN.first
     lengths = np.array([len(row) for row in rows])

@@ -93,6 +93,7 @@ def test_quest_summarises_exactly_the_keys_of_each_page(model):
         np.testing.assert_array_equal(body.summary["high"][0, b, h, :pages], k.max(1))
 
 
+@pytest.mark.rotating
 def test_a_split_cache_says_that_it_is_full_before_it_loses_a_token(model):
     tokens = np.random.default_rng(0).integers(0, 64, 80).tolist()
     method = kvjax.method("kivi", bits=4, group=GROUP, residual=RESIDUAL)

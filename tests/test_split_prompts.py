@@ -130,6 +130,7 @@ def sent(program):
     return {one.kind: one for one in collectives(program.as_text())}
 
 
+@pytest.mark.rotating
 def test_a_ring_sends_what_the_others_hold_and_no_device_has_a_prompt_whole():
     """Besides keys, values and their positions there is a row's last hidden state."""
     ring = program(wide(), 8, "full")

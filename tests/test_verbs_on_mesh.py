@@ -39,6 +39,7 @@ def test_weights_are_read_where_their_axes_say_and_are_the_same(tmp_path):
         kvjax.load("recall-tiny", mesh="data=8", rules="fsdp", sharding=layer["q"].sharding)
 
 
+@pytest.mark.rotating
 def test_tokens_are_verified_and_taken_back_where_the_cache_lies():
     here, there = model("4/2"), spread("4/2", "tensor")
     tokens = np.random.default_rng(3).integers(0, here.config.vocab, (4, 3))

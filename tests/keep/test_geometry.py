@@ -18,6 +18,7 @@ from kvjax.protocols import AttentionSpec
 from tests.keep.test_score import LENGTH, B, G, H, K, S, check, f32, seen_by, slots
 from tests.methods.expected import leverage
 from tests.reference import rope, softmax
+from tests.sweep import sweep
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_capacity_weighs_leverage_by_the_cosine_to_a_mean_query(rng, view):
     check(got, want, view)
 
 
-@pytest.mark.parametrize("chunk", [4, 7, 64])
+@pytest.mark.parametrize("chunk", sweep([4, 7, 64], 7))
 def test_the_tokens_of_a_chunk_see_each_other_and_no_older_slot(rng, chunk):
     t, start = 10, np.array([5, 0])
     q, k = rng.normal(size=(B, K * G, t, H)), rng.normal(size=(B, K, t, H))

@@ -145,6 +145,7 @@ def test_the_newest_query_is_observed_in_steps_as_in_prefills():
     assert held == {(32 + 3) // 2}
 
 
+@pytest.mark.rotating
 def test_single_slots_are_read_like_pages():
     """Pages of one token whose bound is its logit: a budget of everything reads what the full cache holds."""
     m = model("4/2")

@@ -112,6 +112,7 @@ def test_results_and_gradients_are_those_of_the_equation(vector, erase, dtype):
     check(got, plain_gradient(tokens, state, segments), BARS[dtype])
 
 
+@pytest.mark.rotating
 def test_tokens_that_erase_along_another_key_are_two_of_the_kernels():
     tokens, state = draw(3, True, True, b=2)
     tokens = tokens._replace(removal=jnp.roll(tokens.k, 1, axis=-1) * 0.7)

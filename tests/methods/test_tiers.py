@@ -108,6 +108,7 @@ def test_tiers_that_cannot_work_are_refused(keep, message):
         chain(Keep(AccumulatedAttention(), Budget(0.5), **dict(allocate=Uniform(), when=STEP) | keep))
 
 
+@pytest.mark.rotating
 def test_rows_that_ask_again_move_nothing():
     m = model("4/2")
     cache = conversation(id="mikv", high=8, low=4, group=8)[0]

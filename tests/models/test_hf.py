@@ -427,6 +427,7 @@ def test_the_shipped_model_loads_by_name():
     assert model.tokenizer.encode("<get> brave otter").ids == [3, 12, 64]
 
 
+@pytest.mark.rotating
 def test_the_larger_shipped_model_finds_records_behind_thousands_of_tokens():
     model, asked = load("recall-small"), sample("get", seed=0, index=0, tokens=2048)
     row = [*asked.context, *asked.question, *asked.answer]

@@ -173,7 +173,7 @@ CASES = {
     "conba": (Conba(6, states=3), conba),
     "mcsd": (SlopeDecay(5), slope_decay),
 }
-ALWAYS = ("mamba", "conba", "lattice")
+ALWAYS = ("mamba", "lattice")
 
 
 @pytest.mark.parametrize(

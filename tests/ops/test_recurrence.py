@@ -137,6 +137,7 @@ def test_gradients_stay_finite_under_strong_decay_and_agree(name):
         assert rms(got[key], x) < 1e-5, key
 
 
+@pytest.mark.rotating
 def test_chunks_of_any_size_take_decays_beyond_the_range_of_floats(rng):
     """Sums of these decays have no exponential in float32, and chunks of 7 are filled up to 8."""
     tokens = draw(rng, vector=True, erase=True)

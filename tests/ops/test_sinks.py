@@ -96,6 +96,7 @@ def test_ordinary_attention_takes_a_sink_and_a_bias_afterwards(tokens, rng):
     assert rms(one[1], other[1]) < 1e-6
 
 
+@pytest.mark.rotating
 def test_float64_slots_are_exact_also_where_nothing_is_seen(rng):
     out, lse, score, value = (rng.normal(size=s) for s in ((3, V), 3, 3, (3, V)))
     out[0], lse[0] = 0, -np.inf

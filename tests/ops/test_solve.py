@@ -87,6 +87,7 @@ def test_slopes_of_lower_systems_are_those_of_the_equations(rng):
     assert rms(got[0], np.tril(-u @ want.swapaxes(-1, -2), -1)) < 1e-12
 
 
+@pytest.mark.rotating
 def test_equal_directions_lose_no_digits():
     """Powers of such a matrix have entries of 1e18, and its inverse none beyond 1."""
     ones = np.ones((1, 64, 64))

@@ -104,7 +104,8 @@ def same_positions(a, b):
 # --- the same text, wherever the past lies ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sweep(METHODS, "kvzip, one pool"))
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", METHODS)
 def test_copies_with_a_past_in_common_go_on_as_copies_of_their_own_do(name, models, rng):
     """Steps, and a second turn, which a method compresses for every row."""
     m = models[name]

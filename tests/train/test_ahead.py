@@ -49,6 +49,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.rotating
 def test_a_run_that_is_killed_leaves_no_process(tmp_path):
     (tmp_path / "run.py").write_text(RUN)
     with subprocess.Popen([sys.executable, tmp_path / "run.py"], stdout=subprocess.PIPE, text=True) as run:

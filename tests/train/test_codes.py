@@ -34,6 +34,7 @@ def test_distance_is_that_of_the_nearest_code_at_one_length():
     assert float(WORD.apart(p, x)) == pytest.approx(squares.min(-1).mean(), rel=1e-4)
 
 
+@pytest.mark.rotating
 def test_codes_learn_from_their_distance_alone_and_keys_from_both():
     _, p = layer()
     x = jax.random.normal(jax.random.key(1), (2, 9, 12))

@@ -41,6 +41,7 @@ def said(model, method, ids):
     return read_and_said(compressor(method, model, 0), CONFIG, model.params, ids[:, :12], ids[:, 12:])
 
 
+@pytest.mark.rotating
 def test_a_method_that_keeps_all_changes_nothing(model):
     ids = tokens()
     found, again = said(model, "full", ids)
@@ -111,10 +112,8 @@ def bound(folder, model, method, **loop):
     }
 
 
-@pytest.mark.parametrize(
-    "method",
-    [MEMORY[0], *(pytest.param(method, marks=pytest.mark.rotating) for method in (MEMORY[1], RESTORE))],
-)
+@pytest.mark.rotating
+@pytest.mark.parametrize("method", [*MEMORY[:2], RESTORE])
 def test_a_model_learns_with_its_memory_tokens_is_saved_and_goes_on(model, method, tmp_path):
     run, id = training(bound(tmp_path, model, method, save_seconds=0.0)), method.partition(":")[0]
     out = kvjax.load(train(run, tmp_path / "run"))

@@ -72,6 +72,7 @@ def test_layers_whose_loss_does_the_most_damage_stay():
     assert again.config.mixers == (word, GatedDelta(4, 4, 4), word)
 
 
+@pytest.mark.rotating
 def test_what_stands_behind_a_text_teaches_nothing():
     params, texts = init(CONFIG, jax.random.key(0)), [TEXTS[0][:9], TEXTS[1][:12]]
     lengths = jnp.asarray([9, 12], jnp.int32)
