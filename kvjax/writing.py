@@ -15,6 +15,7 @@ from kvjax.cache import Slots
 from kvjax.codes import Codes
 from kvjax.ops.base.dispatch import alone, platform
 from kvjax.ops.base.memory import copy_blocks, in_host, listed, there, to_device, to_host
+from kvjax.ops.base.row_scatter import scatter_rows
 from kvjax.ops.decode.stacked_decode import on_lanes
 
 
@@ -47,7 +48,7 @@ def write_rows(
     )
     flat = x.reshape(-1, *x.shape[4:])
     rows = new.reshape(layers * b * k * c, *x.shape[4:]).astype(x.dtype)
-    return flat.at[row.reshape(-1)].set(rows, mode="drop").reshape(x.shape)
+    return scatter_rows(flat, row.reshape(-1), rows).reshape(x.shape)
 
 
 def _write_far(write: Callable[..., Array], x: Array, at: Array, new: Array, layer: int | Array) -> Array:

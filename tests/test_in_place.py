@@ -4,21 +4,28 @@ What it cannot leave where it lies is named in `tests/aot/known.py`, with what T
 (`tests/aot/test_layouts.py`); `scripts/layouts.py` writes the record of all.
 """
 
+import dataclasses
+from functools import partial
 from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from kvjax import steps
 from kvjax.aot import reading
 from kvjax.aot.cases import layouts
 from kvjax.aot.probe import on_cpu
 from kvjax.cache import nbytes
+from kvjax.grammar import Method
+from kvjax.models.params import init
 from kvjax.samples import Draws, write_slice
 from kvjax.sampling import Sampler
 from kvjax.stepping import OneStep
+from kvjax.steps import Run
 from tests.aot.known import KNOWN, assert_as_recorded, assert_in_place
 from tests.compilation import optimised
+from tests.models.architectures import MLA, SMALL, TABLE, TPA, with_layers
 from tests.sweep import sweep
 
 # Where XLA for CPUs once made copies: slots that move to a second tier, and pages that a step reads, too.
@@ -48,3 +55,26 @@ def test_a_loop_of_steps_carries_its_cache_where_it_lies(name):
     assert compiled.memory_analysis().alias_size_in_bytes == nbytes(cache)
     moved = reading.largest_move(compiled.as_text())
     assert (moved >= layouts.leaf_bytes(cache)) == (name in KNOWN["cpu"])
+
+
+# One row of an array is written by a step: caches of one row whose layers have one list, or their own slots.
+ONE_LIST = {
+    "mqa": dataclasses.replace(SMALL, kv_heads=1),
+    "mla": with_layers(MLA, MLA),
+    "tpa": with_layers(TPA, TPA),
+    "forgetting": TABLE["forgetting"].config,
+    "pod": TABLE["pod"].config,
+}
+
+
+@pytest.mark.parametrize("name", sweep(ONE_LIST, "mqa", "forgetting"))
+def test_a_step_of_one_row_copies_no_layer_where_one_slot_is_written(name):
+    run, params = Run(ONE_LIST[name], Method()), init(ONE_LIST[name], jax.random.key(0))
+    tokens, lengths = jnp.zeros((1, 2000), jnp.int32), jnp.full((1,), 2000, jnp.int32)
+    prefill = partial(steps.prefill, run, tokens_bound=2000, room=48, compress=True)
+    cache = jax.eval_shape(lambda: prefill(params, tokens, lengths, None)[1])
+    step = jax.jit(partial(steps.step, run), donate_argnums=1)
+    with optimised(True):
+        compiled = step.lower(params, cache, lengths, jnp.ones(1, bool)).compile(USUAL)
+    keys = max(nbytes(x) for x in jax.tree.leaves(cache))
+    assert reading.largest_move(compiled.as_text()) < keys

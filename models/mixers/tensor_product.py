@@ -11,6 +11,7 @@ from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape
+from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import angles, rotate
 
 
@@ -63,7 +64,11 @@ class TensorProduct(Mixer):
 
         def whole(stored: Float[Array, "B 1 S F"], rank: int) -> Float[Array, "B N S H"]:
             a, c = self._factors(stored[:, 0], rank, config)
-            return jnp.einsum("bsrn,bsrh->bnsh", a, c) / rank
+            # As products of matrices, each of a few numbers, XLA would compute them one by one.
+            a, c = jnp.moveaxis(a, (2, 3), (0, 2))[..., None], jnp.moveaxis(c, 2, 0)[:, :, None]
+            nothing = jnp.zeros((), wide(stored))
+            each = (x.astype(nothing.dtype) * y for x, y in zip(a, c, strict=True))
+            return (sum(each, nothing) / rank).astype(stored.dtype)
 
         def keys(k: Array, v: Array) -> tuple[Array, Array]:
             return whole(k, self.key_rank), whole(v, self.value_rank)

@@ -61,8 +61,21 @@ def forgetting_attention(
         slots = cache.put(slots, {"k": k, "v": v, "since": since}, at)
         return slots, cache.checked(out, at.slot[..., None], slots.capacity)
 
+    def token(slots: TokenCache, token: tuple[Array, ...]) -> tuple[TokenCache, Array]:
+        """`chunk` of one token, which is put first: slots are then read once, where they lie."""
+        q, k, v, g, fresh, real = token
+        at = cache.places(slots, fresh, real)
+        aged = slots.kept["since"] + jnp.where(real[..., None], g, 0).astype(g.dtype)
+        aging = slots._replace(kept=slots.kept | {"since": aged})
+        slots = cache.put(aging, {"k": k, "v": v, "since": jnp.zeros_like(g)}, at)
+        bias = jnp.moveaxis(slots.kept["since"], 1, 2)[:, :, None]
+        visible = cache.seen(at, cache.stored(slots))
+        out, _ = cache.attend(q, slots.kept["k"], slots.kept["v"], visible, scale=factor, bias=bias)
+        return slots, cache.checked(out, at.slot[..., None], slots.capacity)
+
     tokens = (q, k, v, g, *cache.marks(q, segments, mask))
-    return cache.by_chunks(chunk, slots, tokens, 1 if recurrent else CHUNK)
+    one = recurrent or q.shape[1] == 1
+    return cache.by_chunks(token if one else chunk, slots, tokens, 1 if one else CHUNK)
 
 
 def gates(

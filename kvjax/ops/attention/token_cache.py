@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.ops.base.packed_sequences import segment_starts
+from kvjax.ops.base.row_scatter import scatter_rows
 from kvjax.ops.base.softmax import softmax
 
 # Tokens per chunk where a chunk changes the state, and queries at a time where it does not.
@@ -86,8 +87,7 @@ def places(slots: TokenCache, fresh: Bool[Array, "B T"], real: Bool[Array, "B T"
 def put(slots: TokenCache, new: dict[str, Array], at: Places) -> TokenCache:
     """`slots` with the real ones of the new tokens in their places."""
     index = jnp.where(at.real, at.slot, slots.capacity)
-    rows = jnp.arange(index.shape[0])[:, None]
-    kept = {n: x.at[rows, index].set(new[n], mode="drop") for n, x in slots.kept.items()}
+    kept = {n: jax.vmap(scatter_rows)(x, index, new[n]) for n, x in slots.kept.items()}
     return TokenCache(kept, at.first[:, -1], at.slot[:, -1] + 1)
 
 
@@ -122,13 +122,26 @@ def products(q: Float[Array, "B T N K"], k: Float[Array, "B S H K"]) -> Float[Ar
     """q k' of every query head with the keys of its group."""
     b, t, n, d = q.shape
     grouped = q.reshape(b, t, k.shape[2], -1, d)
+    if t == 1:
+        whole = _apart(grouped[:, 0]).reshape(b, n, -1)
+        return jnp.einsum("bnc,bsc->bns", whole, k.reshape(*k.shape[:2], -1))[:, :, None]
     return jnp.einsum("bthgk,bshk->bhgts", grouped, k).reshape(b, n, t, -1)
+
+
+def _apart(q: Float[Array, "B H G K"]) -> Float[Array, "B H G H K"]:
+    """Every head's queries in the channels of its own keys, with zeros in those of the other heads."""
+    own = jnp.eye(q.shape[1], dtype=bool)[None, :, None, :, None]
+    return jnp.where(own, q[:, :, :, None], jnp.zeros((), q.dtype))
 
 
 def mix(p: Float[Array, "B N T S"], v: Float[Array, "B S H V"]) -> Float[Array, "B T N V"]:
     """Sum of the values of its group, weighted by p, for every query head."""
     b, n, t, s = p.shape
-    grouped = p.reshape(b, v.shape[2], -1, t, s)
+    heads, d = v.shape[2:]
+    if t == 1:
+        found = jnp.einsum("bns,bsc->bnc", p[:, :, 0], v.reshape(b, s, -1)).reshape(b, heads, -1, heads, d)
+        return jnp.einsum("bhghv->bhgv", found).reshape(b, 1, n, d)
+    grouped = p.reshape(b, heads, -1, t, s)
     return jnp.einsum("bhgts,bshv->bthgv", grouped, v).reshape(b, t, n, -1)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.ops.base.dispatch import form
+from kvjax.ops.base.row_scatter import scatter_rows
 from kvjax.pallas_kernels.append import kernel_tpu as tpu
 
 LANES, SUBLANES, CHUNK = 128, 8, 64
@@ -69,7 +70,7 @@ def _scatter(pool: Array, new: Array, block: Array, slot: Array) -> Array:
     at = jnp.where(slot[:, None] >= 0, at, nowhere).reshape(-1)
     flat = pool.reshape(count, *pool.shape[3:])
     rows = new.reshape(lists * many, *pool.shape[3:])
-    return flat.at[at].set(rows, mode="drop", unique_indices=True).reshape(pool.shape)
+    return scatter_rows(flat, at, rows, unique=True).reshape(pool.shape)
 
 
 def tpu_append(

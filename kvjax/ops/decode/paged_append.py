@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from kvjax.ops.base.dispatch import form
+from kvjax.ops.base.row_scatter import scatter_rows
 from kvjax.ops.decode.append import LANES
 from kvjax.ops.decode.page_pool import BITS, PER_CHANNEL, SUBLANES, PagePool
 from kvjax.pallas_kernels.append import words_tpu as tpu
@@ -128,7 +129,7 @@ def _scatter(
     index = jnp.where(slot[:, None] >= 0, index, np.iinfo(np.int32).max).reshape(-1)
     kept = jnp.stack(masks, 1)
     done = (old & ~kept) | (jnp.stack(words, 1) & kept)
-    return flat.at[index].set(done.reshape(-1, width), mode="drop").reshape(pool.words.shape)
+    return scatter_rows(flat, index, done.reshape(-1, width)).reshape(pool.words.shape)
 
 
 def tpu_paged_append(
