@@ -7,6 +7,7 @@ import argparse
 from kvjax.commands.options import add_dtype, add_mesh, add_model, add_refused, mesh_options, whole
 from kvjax.commands.programs import keep_programs
 from kvjax.commands.texts import read_texts
+from kvjax.errors import InputError
 
 HELP = "fit what a method must learn of a model, such as KVzap's gate or HeadKV's profile"
 EXAMPLE = """examples:
@@ -19,12 +20,15 @@ EXAMPLE = """examples:
   kvjax fit locret --rows 64 --hidden 256 --out locret.safetensors
   kvjax fit wg-kv --set recent=64 penalty=0.02 --out wg-kv.safetensors
   kvjax fit dmc --rows 64 --set target=0.75 --out dmc.safetensors
+  kvjax fit ccm:tokens=1,chunk=2 --tasks get --length 64 --rows 9600 --batch 16 --epochs 1 --out c.safetensors
   kvjax fit kvquant --text book.txt --set bits=4 --out kvquant.safetensors
   kvjax compare --methods kvzap:fitted=kvzap.safetensors headkv:fitted=headkv.safetensors snapkv"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("method", metavar="METHOD", help="a method that is fitted, such as kvzap or headkv")
+    parser.add_argument(
+        "method", metavar="METHOD", help="a method that is fitted, such as kvzap, or ccm:tokens=8,chunk=32"
+    )
     add_model(parser)
     add_dtype(parser)
     parser.add_argument(
@@ -76,8 +80,11 @@ def run(args: argparse.Namespace) -> None:
     from kvjax.fitting import fit, learns_from_questions, options_of
     from kvjax.loading import load
     from kvjax.methods import takes
-    from kvjax.methods.parse import parse_budget, read_options
+    from kvjax.methods.parse import parse_budget, parse_method, read_options, with_file
 
+    part, *more = parse_method(args.method)[1].parts
+    if more:
+        raise InputError(f"{args.method!r} is a chain, expected the one method of it that is fitted")
     keep_programs()
     model = load(args.model, dtype=args.dtype, **mesh_options(args))
     texts = read_texts(
@@ -95,5 +102,9 @@ def run(args: argparse.Namespace) -> None:
     save_fitted(args.out, found)
     out.print(f"{args.out}: {found.word}, fitted on {len(texts)} texts")
     # What the fit and the method must have in common, such as KVQuant's bits.
-    also = "".join(f",{name}={value}" for name, value in options.items() if takes(args.method, name))
-    out.print(f"use it as {args.method}:fitted={args.out}{also}", soft_wrap=True)
+    also = "".join(
+        f",{name}={value}"
+        for name, value in options.items()
+        if ".py:" not in part.name and takes(part.name, name)
+    )
+    out.print(f"use it as {with_file(args.method, args.out)}{also}", soft_wrap=True)

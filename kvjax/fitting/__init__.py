@@ -64,8 +64,7 @@ from kvjax.make.clustered_heads import ClusteredHeads
 from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.make.hidden_cache import StatesOfThePast
 from kvjax.make.shared_layers import SharedLayers
-from kvjax.methods import method as build_method
-from kvjax.methods import takes_budget
+from kvjax.methods.parse import parse_method
 from kvjax.models.model import Model, check_single
 from kvjax.store.channels import AskedChannels
 from kvjax.store.levels import ByChannel, Levels
@@ -133,10 +132,11 @@ def fit(
 ) -> Fitted:
     """What a method's word is to be taught about a model, from texts or questions; give it as `fitted=`.
 
+    method: as `kvjax.method` builds it, or its text, such as "kvzap" or "ccm:tokens=8,chunk=32".
     texts: rows of tokens, or samples (`kvjax.eval.tasks.sample`): questions about contexts, their answers and
     the spans of the context that these need. Words that learn from texts read the contexts of samples; words
     that learn from questions read the samples that have an answer and spans. batch: texts that are read at a
-    time. budget: of a method given by its id, where what is learned depends on it. progress: wraps what is
+    time. budget: of a method given as text, where what is learned depends on it. progress: wraps what is
     iterated over, as `rich.progress.track` does. options: of the word's own fit
     (`kvjax.fitting.gates.fit_gate`, `kvjax.fitting.profiles.fit_profile`,
     `kvjax.fitting.head_gates.fit_head_gates`, `kvjax.fitting.residues.fit_residue`,
@@ -219,9 +219,13 @@ def options_of(method: Method | str) -> list[str]:
 
 def _fitter(method: Method | str, budget: float | int | None) -> tuple[Method, Fitter]:
     """The method, and how its word is fitted."""
-    needs = isinstance(method, str) and takes_budget(method)
-    whole = {"budget": 1.0 if budget is None else budget} if needs else {}
-    chosen = build_method(method, **whole) if isinstance(method, str) else method
+    needs = False
+    if isinstance(method, Method):
+        chosen = method
+    else:
+        _, build = parse_method(method)
+        needs = build.takes_budget
+        chosen = build((1.0 if budget is None else budget) if needs else None)
     words = [word for word in fitted_words(chosen) if type(word) in FITS]
     if not words:
         raise InputError(f"{chosen.id} has no word that is fitted, expected a method such as kvzap")

@@ -33,6 +33,15 @@ def test_the_sentence_to_use_says_what_the_fit_and_the_method_have_in_common(tmp
     assert kvjax.method("kvquant", bits=2, outliers=0.02, fitted=str(tmp_path / "fitted.safetensors"))
 
 
+@pytest.mark.rotating
+def test_a_method_is_fitted_with_its_own_hyper_parameters(tmp_path, capsys):
+    fitted = fit(tmp_path, "ccm(tokens=3, chunk=8)", "--epochs", "1", "--rank", "2")
+    assert fitted.arrays["memory"].shape[1] == 3
+    assert (
+        f"use it as ccm:chunk=8,fitted={tmp_path / 'fitted.safetensors'},tokens=3" in capsys.readouterr().out
+    )
+
+
 @pytest.mark.parametrize(("method", "reads"), sweep([("kvzap", 1), ("headkv", 3)], ("kvzap", 1)))
 def test_contexts_are_read_once_where_questions_do_not_matter_and_as_many_as_there_are(
     method, reads, tmp_path, monkeypatch, capsys
@@ -51,6 +60,8 @@ def test_contexts_are_read_once_where_questions_do_not_matter_and_as_many_as_the
     [
         (("snapkv",), "snapkv has no word that is fitted"),
         (("kvzap", "--set", "ridge"), "expected key=value"),
+        (("ccm:token=2",), "tokens"),
+        (("kvzap + int8",), "is a chain, expected the one method of it that is fitted"),
         (("kvzap", "--set", "ridge=x"), "ridge is 'x', expected a finite number"),
         (("kvzap", "--set", "penalty=1"), "has no option 'penalty', it takes"),
         (("kvzap", "--budget", "0.5"), "does not depend on a budget"),
