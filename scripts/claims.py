@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -115,14 +116,20 @@ def learned(method: str, within: float, rows: dict[str, Any]) -> Found:
     """What the data of scripts/memory_tokens.py says of a method."""
     if method not in rows:
         return Found(MISSING, "no model was trained with it")
-    ours, theirs = rows[method]["own"], rows[method]["start"]
-    mean = ours["mean"] - theirs["mean"]
-    low, high = (
-        mean + sign * math.hypot(ours["mean"] - ours[a], theirs["mean"] - theirs[b])
-        for sign, a, b in ((-1, "mean_low", "mean_high"), (1, "mean_high", "mean_low"))
-    )
-    share = ours["kept_bytes"] / ours["full_bytes"]
-    numbers = f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]; one model; {share:.0%} of the bytes"
+    theirs, runs = rows[method]["start"], [rows[method], *rows[method].get("seeds", {}).values()]
+    each = [run["own"] for run in runs]
+    mean = statistics.mean(ours["mean"] for ours in each) - theirs["mean"]
+
+    def end(sign: int, a: str, b: str) -> float:
+        """The furthest end of any model's interval."""
+        off = [math.hypot(ours["mean"] - ours[a], theirs["mean"] - theirs[b]) for ours in each]
+        ends = [ours["mean"] - theirs["mean"] + sign * x for ours, x in zip(each, off, strict=True)]
+        return sign * max(sign * x for x in ends)
+
+    low, high = end(-1, "mean_low", "mean_high"), end(1, "mean_high", "mean_low")
+    share = each[0]["kept_bytes"] / each[0]["full_bytes"]
+    models = "one model" if len(each) == 1 else f"{len(each)} models"
+    numbers = f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]; {models}; {share:.0%} of the bytes"
     return Found(judged(Difference(mean, low, high, (mean,)), -within), numbers)
 
 

@@ -1,6 +1,7 @@
 """Models that learned with their memory tokens: what they answer from a quarter of their cache.
 
     python scripts/memory_tokens.py run --out runs/memory       # goes on where it was cut
+    python scripts/memory_tokens.py run --seed 1 --out runs/memory   # other data
     python scripts/memory_tokens.py                             # prints the table
     python scripts/memory_tokens.py write                       # writes it into docs/training.md
 
@@ -8,7 +9,7 @@ Every row is `kvjax train --gin gisting` under another method, half an hour of a
 `kvjax compare` of that model under that method and with its full cache. Beside it stands recall-tiny, from
 which it went on, with its full cache, and with the first and newest tokens alone at about the same share. The
 same samples are asked of all, in contexts as long as those that the models learned on. Results lie in
-docs/memory-tokens.json.
+docs/memory-tokens.json, those of seeds other than 0 under "seeds" of their row.
 """
 
 from __future__ import annotations
@@ -41,42 +42,49 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=("run", "write"), help="(default: print the table)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where runs lie")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="(default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of the data and of what learns (default: 0)")
     args = parser.parse_args()
     if args.what == "run":
         if args.out is None:
             parser.error("run needs --out DIR, where runs lie")
         for name in args.rows:
-            add(name, args.out)
+            add(name, args.out, args.seed)
     elif args.what == "write":
         write_table("training.md", "memory tokens", table())
     else:
         print(table())
 
 
-def add(name: str, out: Path) -> None:
+def add(name: str, out: Path, seed: int = 0) -> None:
     """Trains a row, compares it, and adds what was found to the data."""
     from kvjax.files import write_atomic
     from kvjax.methods.parse import with_file
 
-    (method, steps), folder = ROWS[name], out / name
+    (method, steps), run = ROWS[name], f"{name}-{seed}" if seed else name
+    folder, found = out / run, json.loads(DATA.read_text()) if DATA.exists() else {}
+    if seed and name not in found:
+        raise SystemExit(f"{name} has no row of seed 0 yet: run it without --seed first")
     trained = ["train", "--gin", "gisting", "--set", f"train.method={method}", f"train.steps={steps}"]
+    trained += [f"train.seed={seed}", f"data.seed={seed}"] if seed else []
     if not (folder / "model").exists():
         _kvjax(*trained, "--out", str(folder), *(["--resume"] if (folder / "run.json").exists() else []))
     known = with_file(method, folder / f"{name}.safetensors")
-    mine = _cells(out, f"{name}-own", str(folder / "model"), "full", known)
-    before = _cells(out, "start", START, "full", "streaming-llm", "--budgets", BUDGET)
+    mine = _cells(out, f"{run}-own", str(folder / "model"), "full", known)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    row = {
-        "method": method,
+    learned = {
         "train": " ".join(["kvjax", *trained]),
         "tokens": log[-1]["tokens"],
         "cpu_seconds": log[-1]["cpu_seconds"],
-        "start": before["full"],
-        "streaming-llm": before["streamingllm"],
         "own full": mine["full"],
         "own": mine[name],
     }
-    found = (json.loads(DATA.read_text()) if DATA.exists() else {}) | {name: row}
+    if seed:
+        found[name].setdefault("seeds", {})[str(seed)] = learned
+    else:
+        before = _cells(out, "start", START, "full", "streaming-llm", "--budgets", BUDGET)
+        beside = {"start": before["full"], "streaming-llm": before["streamingllm"]}
+        seeds = {"seeds": found[name]["seeds"]} if "seeds" in found.get(name, {}) else {}
+        found[name] = {"method": method} | learned | beside | seeds
     write_atomic(DATA, json.dumps(found, indent=1).encode() + b"\n")
 
 
@@ -104,6 +112,7 @@ def table() -> str:
         "steps",
         "of the full cache",
         "answers",
+        "other seeds",
         "its model, full cache",
         START,
         "sinks + newest",
@@ -116,6 +125,7 @@ def table() -> str:
             steps,
             f"{own['kept_bytes'] / own['full_bytes']:.0%}",
             f"**{_said(own)}**",
+            ", ".join(f"{one['own']['mean']:.0%}" for one in row.get("seeds", {}).values()),
         ]
         cells += [_said(row[name]) for name in ("own full", "start", "streaming-llm")]
         lines.append(f"| {' | '.join(cells)} |")

@@ -103,6 +103,9 @@ def test_a_claim_about_memory_tokens_is_judged_by_the_models_that_learned_with_t
         found(0.88).verdict == "yes" and found(0.8).verdict == "no" and found(0.88, 0.1).verdict == "unclear"
     )
     assert found(0.88).numbers == "-2.0 [-3.0, -1.0]; one model; 25% of the bytes"
+    two = {"own": cell(0.88, 0.01), "start": cell(0.9, 0.0), "seeds": {"1": {"own": cell(0.84, 0.02)}}}
+    both = claims.learned("loma", 0.05, {"loma": two})
+    assert both.verdict == "unclear" and both.numbers.startswith("-4.0 [-8.0, -1.0]; 2 models")
     assert claims.learned("loma", 0.05, {}).verdict == "not compared yet"
 
 

@@ -59,3 +59,11 @@ def test_a_row_goes_on_where_it_was_cut(script, tmp_path, monkeypatch):
     (tmp_path / "loma" / "model").rmdir()
     script.add("loma", tmp_path)
     assert asked[3][-1] == "--resume"
+    # Another seed is a run of its own, beside the same row.
+    script.add("loma", tmp_path, seed=2)
+    assert {"train.seed=2", "data.seed=2"} <= set(asked[4])
+    (other,) = json.loads(script.DATA.read_text())["loma"]["seeds"].items()
+    assert other[0] == "2" and other[1]["own"]["samples"] == 300
+    assert "| 50% |" in script.table()
+    with pytest.raises(SystemExit, match="ccm has no row of seed 0 yet"):
+        script.add("ccm", tmp_path, seed=1)
