@@ -272,9 +272,9 @@ def test_a_fit_of_memory_tokens_makes_answers_likelier_than_unfitted_ones_do(nam
 @pytest.mark.slow
 def test_a_fit_of_memory_tokens_of_short_chunks_finds_what_unfitted_ones_lose(tiny):
     """The last token of an answer ends it, and is the same in all."""
-    seen = read_texts(tiny, text=None, tasks=["get"], rows=9600, length=64, seed=1, questions=True)
+    seen = read_texts(tiny, text=None, tasks=["get"], rows=16000, length=64, seed=1, questions=True)
     method, found = kvjax.method("ccm", tokens=1, chunk=2), []
-    for rows, rate in ((16, 0.0), (9600, 3e-3)):
+    for rows, rate in ((16, 0.0), (16000, 3e-3)):
         fitted = kvjax.fit(tiny, method, seen[:rows], batch=16, epochs=1, rate=rate)
         given = kvjax.method("ccm", tokens=1, chunk=2, fitted=fitted)
         found.append(said_right(tiny, given, 100, 64)[:-1].mean())

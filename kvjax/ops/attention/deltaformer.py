@@ -66,5 +66,22 @@ def deltaformer(
         out = cache.mix_both(p, old["u"], u)
         return cache.put(slots, {"k": k, "u": u}, at), cache.checked(out, at.slot[..., None], size)
 
+    def token(slots: TokenCache, token: tuple[Array, ...]) -> tuple[TokenCache, Array]:
+        """`chunk` of one token, whose key is put first: slots are then read where they lie."""
+        q, k, v, beta, r, fresh, real = token
+        at = cache.places(slots, fresh, real)
+        slots = cache.put(slots, {"k": k}, at)
+        number = cache.stored(slots)
+        visible, own = cache.seen(at, number), number[:, None] == at.slot[..., None]
+        scores = cache.products(q, slots.kept["k"]) * factor
+        held = cache.products(r, slots.kept["k"]) * factor if apart else scores
+        p, _ = cache.softmax(held, visible & ~own[:, None])
+        u = v - beta[..., None] * cache.mix(p, slots.kept["u"])
+        slots = cache.put(slots, {"u": u}, at)
+        p, _ = cache.softmax(scores, visible)
+        out = cache.mix(p, slots.kept["u"])
+        return slots, cache.checked(out, at.slot[..., None], slots.capacity)
+
     tokens = (q, k, v, beta, r, *cache.marks(q, segments, mask))
-    return cache.by_chunks(chunk, slots, tokens, 1 if recurrent else CHUNK)
+    one = recurrent or q.shape[1] == 1
+    return cache.by_chunks(token if one else chunk, slots, tokens, 1 if one else CHUNK)

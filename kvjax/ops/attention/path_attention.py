@@ -72,8 +72,23 @@ def path_attention(
         slots = cache.put(slots, {"k": k, "v": v, "since": since}, at)
         return slots, cache.checked(out, at.slot[..., None], slots.capacity)
 
+    def token(slots: TokenCache, token: tuple[Array, ...]) -> tuple[TokenCache, Array]:
+        """`chunk` of one token, which turns the older keys and is put, before its query meets them all."""
+        q, k, v, w, beta, g, fresh, real = token
+        at, old = cache.places(slots, fresh, real), slots.kept
+        beta = jnp.where(real[..., None], beta, 0.0).astype(dtype)
+        along = jnp.moveaxis(cache.products(beta[..., None] * w, old["k"]), 3, 1)  # [B, S, H, 1]
+        aged = old["since"] + jnp.where(real[..., None], g, 0).astype(dtype)
+        slots = slots._replace(kept=old | {"k": old["k"] - along * w, "since": aged})
+        slots = cache.put(slots, {"k": k, "v": v, "since": jnp.zeros_like(g)}, at)
+        bias = jnp.moveaxis(slots.kept["since"], 1, 2)[:, :, None] * factor
+        visible = cache.seen(at, cache.stored(slots))
+        out, _ = cache.attend(q, slots.kept["k"], slots.kept["v"], visible, scale=factor, bias=bias)
+        return slots, cache.checked(out, at.slot[..., None], slots.capacity)
+
     tokens = (q, k, v, w, beta, g, *cache.marks(q, segments, mask))
-    return cache.by_chunks(chunk, slots, tokens, 1 if recurrent else CHUNK)
+    one = recurrent or q.shape[1] == 1
+    return cache.by_chunks(token if one else chunk, slots, tokens, 1 if one else CHUNK)
 
 
 def compact(

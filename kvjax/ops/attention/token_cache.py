@@ -85,10 +85,10 @@ def places(slots: TokenCache, fresh: Bool[Array, "B T"], real: Bool[Array, "B T"
 
 
 def put(slots: TokenCache, new: dict[str, Array], at: Places) -> TokenCache:
-    """`slots` with the real ones of the new tokens in their places."""
+    """`slots` with the real ones of the new tokens in their places; what `new` does not name stays."""
     index = jnp.where(at.real, at.slot, slots.capacity)
-    kept = {n: jax.vmap(scatter_rows)(x, index, new[n]) for n, x in slots.kept.items()}
-    return TokenCache(kept, at.first[:, -1], at.slot[:, -1] + 1)
+    kept = {n: jax.vmap(scatter_rows)(slots.kept[n], index, x) for n, x in new.items()}
+    return TokenCache(slots.kept | kept, at.first[:, -1], at.slot[:, -1] + 1)
 
 
 def append(
