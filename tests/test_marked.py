@@ -202,9 +202,9 @@ def tiny():
     return kvjax.load("recall-tiny")
 
 
-def said_right(m, method, rows, length):
-    """Which tokens of answers [A, rows] are right behind contexts of the task "get"."""
-    samples = read_texts(m, text=None, tasks=["get"], rows=rows, length=length, seed=99, questions=True)
+def right(m, method):
+    """The shares of answers, and of their tokens, that are right behind contexts of the task "get"."""
+    samples = read_texts(m, text=None, tasks=["get"], rows=24, length=256, seed=99, questions=True)
     cache = kvjax.prefill(m, [s.context for s in samples], method=method, room=16)[1]
     logits, cache = kvjax.prefill(m, [s.question for s in samples], cache=cache, compress=False, room=16)
     same = []
@@ -212,12 +212,6 @@ def said_right(m, method, rows, length):
         token = np.asarray(logits).argmax(-1).astype(np.int32)
         same.append(token == [s.answer[i] for s in samples])
         logits, cache = kvjax.step(m, cache, token)
-    return np.array(same)
-
-
-def right(m, method):
-    """The shares of answers, and of their tokens, that are right behind contexts of 256 tokens."""
-    same = said_right(m, method, 24, 256)
     return np.all(same, 0).mean(), np.mean(same)
 
 
@@ -267,15 +261,3 @@ def test_a_fit_of_memory_tokens_makes_answers_likelier_than_unfitted_ones_do(nam
     assert end < 0.6 * start
     before, after = (right(tiny, one)[1] for one in methods)
     assert after > before + 0.1
-
-
-@pytest.mark.slow
-def test_a_fit_of_memory_tokens_of_short_chunks_finds_what_unfitted_ones_lose(tiny):
-    """The last token of an answer ends it, and is the same in all."""
-    seen = read_texts(tiny, text=None, tasks=["get"], rows=16000, length=64, seed=1, questions=True)
-    method, found = kvjax.method("ccm", tokens=1, chunk=2), []
-    for rows, rate in ((16, 0.0), (16000, 3e-3)):
-        fitted = kvjax.fit(tiny, method, seen[:rows], batch=16, epochs=1, rate=rate)
-        given = kvjax.method("ccm", tokens=1, chunk=2, fitted=fitted)
-        found.append(said_right(tiny, given, 100, 64)[:-1].mean())
-    assert found[1] > found[0] + 0.1

@@ -61,11 +61,11 @@ def ccm(*, fitted: Fit | None = None, tokens: Memory = 8, chunk: Chunk = 64) -> 
     On the shipped model a fit of two minutes makes answers behind contexts of 256 tokens likelier, at 3.0
     nats a token, where unfitted ones leave 9.1. That is what answers look like and not what they say: it
     finds none of 24 records, so no fit comes with kvjax. Shorter chunks are easier: with tokens=1 and
-    chunk=2 a fit of 600 steps gets 22% of the tokens of answers right behind contexts of 64 tokens (without
-    the last one, which ends all of them), where unfitted ones get none; whole answers are not among them.
-    Where all of the model learns with them (`train.method` of `kvjax train`), a quarter of an hour has it
-    answer 86% of questions behind contexts of 64 tokens from a quarter as many slots (docs/training.md,
-    "Under a method").
+    chunk=2 a fit of 600 steps got 22% of the tokens of answers right behind contexts of 64 tokens (without
+    the last one, which ends all of them), where unfitted ones get none; but no whole answer, and on another
+    draw of texts no more than 2%. Where all of the model learns with them (`train.method` of `kvjax
+    train`), a quarter of an hour has it answer 86% of questions behind contexts of 64 tokens from a quarter
+    as many slots (docs/training.md, "Under a method").
     """
     return Method(reread=MemoryTokens(tokens, chunk, by="ccm", fitted=as_fitted(fitted)))
 
