@@ -64,18 +64,34 @@ def forgetting_attention(
     def token(slots: TokenCache, token: tuple[Array, ...]) -> tuple[TokenCache, Array]:
         """`chunk` of one token, which is put first: slots are then read once, where they lie."""
         q, k, v, g, fresh, real = token
-        at = cache.places(slots, fresh, real)
-        aged = slots.kept["since"] + jnp.where(real[..., None], g, 0).astype(g.dtype)
-        aging = slots._replace(kept=slots.kept | {"since": aged})
-        slots = cache.put(aging, {"k": k, "v": v, "since": jnp.zeros_like(g)}, at)
-        bias = jnp.moveaxis(slots.kept["since"], 1, 2)[:, :, None]
-        visible = cache.seen(at, cache.stored(slots))
-        out, _ = cache.attend(q, slots.kept["k"], slots.kept["v"], visible, scale=factor, bias=bias)
-        return slots, cache.checked(out, at.slot[..., None], slots.capacity)
+        return put_and_attend(slots, q, k, v, g, cache.places(slots, fresh, real), factor, 1.0)
 
     tokens = (q, k, v, g, *cache.marks(q, segments, mask))
     one = recurrent or q.shape[1] == 1
     return cache.by_chunks(token if one else chunk, slots, tokens, 1 if one else CHUNK)
+
+
+def put_and_attend(
+    slots: TokenCache,
+    q: Float[Array, "B 1 N K"],
+    k: Float[Array, "B 1 H K"],
+    v: Float[Array, "B 1 H V"],
+    g: Float[Array, "B 1 N"],
+    at: cache.Places,
+    scale: float,
+    gate_scale: float,
+) -> tuple[TokenCache, Float[Array, "B 1 N V"]]:
+    """One token is put into slots that its gate ages, and attends to all that are then there.
+
+    Logits are scale q k' + gate_scale `since`.
+    """
+    aged = slots.kept["since"] + jnp.where(at.real[..., None], g, 0).astype(g.dtype)
+    aging = slots._replace(kept=slots.kept | {"since": aged})
+    slots = cache.put(aging, {"k": k, "v": v, "since": jnp.zeros_like(g)}, at)
+    bias = jnp.moveaxis(slots.kept["since"], 1, 2)[:, :, None] * gate_scale
+    visible = cache.seen(at, cache.stored(slots))
+    out, _ = cache.attend(q, slots.kept["k"], slots.kept["v"], visible, scale=scale, bias=bias)
+    return slots, cache.checked(out, at.slot[..., None], slots.capacity)
 
 
 def gates(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.ops.attention import token_cache as cache
-from kvjax.ops.attention.forgetting import gates
+from kvjax.ops.attention.forgetting import gates, put_and_attend
 from kvjax.ops.attention.token_cache import CHUNK, Mask, Segments, TokenCache
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.solve import unit_lower_solve
@@ -78,13 +78,8 @@ def path_attention(
         at, old = cache.places(slots, fresh, real), slots.kept
         beta = jnp.where(real[..., None], beta, 0.0).astype(dtype)
         along = jnp.moveaxis(cache.products(beta[..., None] * w, old["k"]), 3, 1)  # [B, S, H, 1]
-        aged = old["since"] + jnp.where(real[..., None], g, 0).astype(dtype)
-        slots = slots._replace(kept=old | {"k": old["k"] - along * w, "since": aged})
-        slots = cache.put(slots, {"k": k, "v": v, "since": jnp.zeros_like(g)}, at)
-        bias = jnp.moveaxis(slots.kept["since"], 1, 2)[:, :, None] * factor
-        visible = cache.seen(at, cache.stored(slots))
-        out, _ = cache.attend(q, slots.kept["k"], slots.kept["v"], visible, scale=factor, bias=bias)
-        return slots, cache.checked(out, at.slot[..., None], slots.capacity)
+        slots = slots._replace(kept=old | {"k": old["k"] - along * w})
+        return put_and_attend(slots, q, k, v, g, at, factor, factor)
 
     tokens = (q, k, v, w, beta, g, *cache.marks(q, segments, mask))
     one = recurrent or q.shape[1] == 1
