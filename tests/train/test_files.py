@@ -24,11 +24,13 @@ SMALL = ("train.steps=2", "train.batch=2", "train.length=16", "train.evaluate_ro
 TINY = ("model.layers=1", "model.d_model=16", "model.heads=2", "model.kv_heads=1", "model.head_dim=8")
 
 
-@pytest.mark.parametrize("name", sweep(training_files(), "bytes"))
-def test_every_shipped_file_is_a_run_of_about_a_million_parameters(name):
+# gisting's file binds no sizes: it goes on from a model (tests/train/test_compressed.py).
+@pytest.mark.parametrize("name", sweep(sorted(training_files().keys() - {"gisting"}), "bytes"))
+def test_every_shipped_file_is_a_run_of_a_few_million_parameters(name):
     run = training(load_training(name), vocab=257)
     params = jax.eval_shape(lambda: layout_of(run.config).init(run.config, jax.random.key(0)))
-    assert 0.5e6 < sum(x.size for x in jax.tree.leaves(params)) < 1.5e6
+    about = 4.8e6 if name == "recall-small" else 1e6  # the others are compared with each other
+    assert 0.5 * about < sum(x.size for x in jax.tree.leaves(params)) < 1.5 * about
     steps = optimiser(run.optimiser, run.loop)
     state = jax.eval_shape(lambda p: TrainState(p, steps.init(p), jnp.zeros((), jnp.int32)), params)
     parts = Parts(*(jax.ShapeDtypeStruct((1, 2, 33), dtype) for dtype in ("int32", "float32")), None)
@@ -38,7 +40,7 @@ def test_every_shipped_file_is_a_run_of_about_a_million_parameters(name):
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("name", sorted(training_files().keys() - {"uptrain", "recall-tiny"}))
+@pytest.mark.parametrize("name", sorted(training_files().keys() - {"uptrain", "recall-tiny", "gisting"}))
 def test_every_shipped_architecture_learns_and_its_steps_say_what_its_forward_pass_says(name):
     sizes = {"d_model": 32, "d_ff": 32}
     bound = load_training(name, ["optimiser.warmup=2", "train.compute=float32"])
