@@ -13,8 +13,9 @@ from kvjax.cache import kept_positions
 from kvjax.commands.texts import read_texts
 from kvjax.errors import InputError
 from kvjax.fitted import Fitted, with_fitted
-from kvjax.fitting.asked import asked
+from kvjax.fitting.asked import asked, read_by
 from kvjax.fitting.distilled import Aim, Batch, distilled, hidden_at
+from kvjax.fitting.imitated import imitated
 from kvjax.fitting.remembered import run_of, surprise
 from kvjax.fitting.repeated import losses
 from kvjax.grammar import Store
@@ -59,6 +60,42 @@ def test_the_surprise_of_answers_behind_memory_tokens_is_what_it_is_by_hand(name
     assert abs(got / np.mean(off) - 1) < 1e-4
 
 
+def stood_for(name, memory, text):
+    """For which of so many tokens the memory of every chunk stands: the last of its even share."""
+    if name == "loma":
+        return [memory.at[0][:-1]]
+    size, many = (text, marked.GISTS) if name == "gisting" else (marked.CHUNK, marked.COMPS)
+    firsts = range(0, text, size)
+    each = [min(size, text - first) for first in firsts]
+    share = np.arange(1, many + 1) / many
+    return [first + np.ceil(share * n).astype(int) - 1 for first, n in zip(firsts, each, strict=True)]
+
+
+@pytest.mark.parametrize("name", sweep([*MEMORY, "loma"], "ccm"))
+def test_how_far_memory_is_from_slots_of_tokens_is_what_it_is_by_hand(name):
+    row, m, samples = BY_LABEL[name], model("4/2"), questions()
+    join = (lambda xs: np.mean(xs, 0)) if name == "ccm-merge" else (lambda xs: np.concatenate(xs, 1))
+    errors, lengths = np.zeros((2, 2)), np.zeros((2, 2))
+    for sample in samples:
+        whole = Prompt(decoder("4/2"), sample.context)
+        memory = row.reread(Prompt(decoder("4/2"), sample.context))
+        at = stood_for(name, memory, whole.length - 1)
+        for layer in range(2):
+            for i, kind in enumerate(("raw_k", "v")):
+                want = join([getattr(whole, kind)[layer][:, chunk] for chunk in at])
+                got = getattr(memory, kind)[layer][:, :-1]
+                errors[layer, i] += np.square(got - want).sum()
+                lengths[layer, i] += np.square(want).sum()
+    method = row.method()
+    run, params = run_of(m, method, method.reread.fitted), with_fitted(m.params, method)
+    off = jax.jit(lambda batch: imitated(run, params, read_by(run, params, batch), batch))
+    assert abs(off(batch_of(m, samples)) / (errors / lengths).mean() - 1) < 1e-4
+
+
+def of_runs(run, params, batch):
+    return losses(run, params, read_by(run, params, batch), batch)
+
+
 def said_again(context):
     """-log p of the tokens of a context's runs, each said from the memory of its run alone."""
     d, size, text = decoder("4/2"), marked.RUN, context[:-1]
@@ -88,7 +125,7 @@ def test_the_losses_of_runs_and_answers_are_what_they_are_by_hand():
         runs += said_again(list(sample.context))
     method = row.method()
     run = run_of(m, method, method.reread.fitted)
-    got = jax.jit(losses, static_argnums=0)(run, with_fitted(m.params, method), batch_of(m, samples))
+    got = jax.jit(of_runs, static_argnums=0)(run, with_fitted(m.params, method), batch_of(m, samples))
     np.testing.assert_allclose(got, (np.mean(answers), np.mean(runs)), rtol=1e-4)
 
 
@@ -165,7 +202,7 @@ def test_twenty_steps_make_runs_and_answers_likelier():
         fitted = kvjax.fit(m, method, questions(), epochs=20, rate=rate, rank=2)
         run = run_of(m, method, fitted)
         params = with_fitted(m.params, method_of("loma", fitted))
-        off.append(np.array(jax.jit(losses, static_argnums=0)(run, params, batch)))
+        off.append(np.array(jax.jit(of_runs, static_argnums=0)(run, params, batch)))
     assert (off[1] < off[0]).all()
 
 
@@ -202,13 +239,16 @@ def tiny():
     return kvjax.load("recall-tiny")
 
 
-def right(m, method):
-    """The shares of answers, and of their tokens, that are right behind contexts of the task "get"."""
-    samples = read_texts(m, text=None, tasks=["get"], rows=24, length=256, seed=99, questions=True)
+def right(m, method, rows=24, length=256, tokens=None):
+    """The shares of answers, and of their tokens, that are right behind contexts of the task "get".
+
+    tokens: how many of an answer's tokens count; all of them if None.
+    """
+    samples = read_texts(m, text=None, tasks=["get"], rows=rows, length=length, seed=99, questions=True)
     cache = kvjax.prefill(m, [s.context for s in samples], method=method, room=16)[1]
     logits, cache = kvjax.prefill(m, [s.question for s in samples], cache=cache, compress=False, room=16)
     same = []
-    for i in range(len(samples[0].answer)):
+    for i in range(tokens or len(samples[0].answer)):
         token = np.asarray(logits).argmax(-1).astype(np.int32)
         same.append(token == [s.answer[i] for s in samples])
         logits, cache = kvjax.step(m, cache, token)
@@ -242,7 +282,7 @@ def test_a_fit_of_loma_says_runs_again_that_unfitted_memory_has_lost(tiny):
     for fitted in fits:
         method = kvjax.method("loma", fitted=fitted)
         run, params = run_of(tiny, method, fitted), with_fitted(tiny.params, method)
-        off.append(np.array(jax.jit(losses, static_argnums=0)(run, params, batch)))
+        off.append(np.array(jax.jit(of_runs, static_argnums=0)(run, params, batch)))
     assert (off[1] < 0.75 * off[0]).all()
 
 
@@ -261,3 +301,15 @@ def test_a_fit_of_memory_tokens_makes_answers_likelier_than_unfitted_ones_do(nam
     assert end < 0.6 * start
     before, after = (right(tiny, one)[1] for one in methods)
     assert after > before + 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_fit_of_short_chunks_says_what_contexts_say(seed, tiny):
+    """The last token of an answer ends all of them, so the others alone show what was read in memory."""
+    seen = read_texts(tiny, text=None, tasks=["get"], rows=9600, length=64, seed=seed + 1, questions=True)
+    hyper, short = dict(tokens=1, chunk=2), dict(epochs=1, batch=16, seed=seed)
+    fitted = kvjax.fit(tiny, kvjax.method("ccm", **hyper), seen, imitate=100, **short)
+    before = kvjax.fit(tiny, kvjax.method("ccm", **hyper), seen[:16], rate=0.0, **short)
+    was, now = (right(tiny, kvjax.method("ccm", fitted=x, **hyper), 100, 64, 3)[1] for x in (before, fitted))
+    assert was < 0.05 and now > 0.2

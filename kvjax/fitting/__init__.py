@@ -176,6 +176,7 @@ _WHOLE = {
     "bits": (1, "bits"),
     "epochs": (1, "readings"),
     "seed": (0, "seeds to skip"),
+    "imitate": (0, "first steps"),
     "sinks": (0, "first tokens"),
     "recent": (1, "newest tokens"),
     "tokens": (2, "tokens of a text"),

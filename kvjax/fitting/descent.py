@@ -22,13 +22,15 @@ def descended(
     rate: float,
     steps: int = 1,
     within: Callable[[Arrays], Arrays] | None = None,
+    rule: Callable[[float], optax.GradientTransformation] = optax.adam,
 ) -> dict[str, np.ndarray]:
     """The arrays that Adam (arXiv:1412.6980) finds at learning rate `rate`, by `steps` steps on every batch.
 
     loss: (arrays, batch, fixed) -> what becomes small; fixed: what it needs besides, such as the parameters
-    of a model. within: brings the arrays back to where they may be, behind every step.
+    of a model. within: brings the arrays back to where they may be, behind every step. rule: what moves the
+    arrays, of a learning rate.
     """
-    optimiser = optax.adam(rate)
+    optimiser = rule(rate)
 
     @jax.jit
     def improved(arrays: Arrays, state: Any, batch: Any, fixed: PyTree) -> tuple[Arrays, Any]:
@@ -42,6 +44,12 @@ def descended(
         for _ in range(steps):
             arrays, state = improved(arrays, state, batch, fixed)
     return {name: np.asarray(x) for name, x in arrays.items()}
+
+
+def warmed_up(rate: float) -> optax.GradientTransformation:
+    """Adam whose rate grows to `rate` over 50 steps, on gradients of a norm of at most 1."""
+    grown = optax.warmup_constant_schedule(0.0, rate, 50)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(grown))
 
 
 def uniform(key: Array, shape: tuple[int, ...], fan_in: int) -> Float[Array, "*_"]:

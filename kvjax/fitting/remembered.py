@@ -14,15 +14,16 @@ from jaxtyping import Array, Float
 from kvjax.cache import Cache
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted
-from kvjax.fitting.asked import Asked, adapter, asked, left_by, mean_said, said_behind
-from kvjax.fitting.descent import Arrays, descended
+from kvjax.fitting.asked import Asked, adapter, asked, left_by, left_of, mean_said, said_behind
+from kvjax.fitting.descent import Arrays
+from kvjax.fitting.imitated import taught
 from kvjax.fitting.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.keep.memory_tokens import MemoryTokens, RunMemory
 from kvjax.keep.restore import RestoreTokens
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
-from kvjax.steps import Run
+from kvjax.steps import Prompt, Run
 
 
 def fit_memory(
@@ -33,28 +34,33 @@ def fit_memory(
     rank: int = 16,
     rate: float = 3e-3,
     epochs: int = 16,
+    imitate: int = 150,
+    alike: float = 0.3,
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
     """Embeddings of memory tokens and a LoRA of rank `rank` (arXiv:2312.03414, section 3.2; 2304.08467).
 
     Contexts are read as the method reads them. What becomes small is -log p of the answers behind what it
-    leaves; by Adam (arXiv:1412.6980) at learning rate `rate`, one step per batch, in `epochs` readings. What
-    is learned is of the method's number of memory tokens, length of chunks and way to hold several.
-    Deviation: the model stays as it is, as in CCM; the authors of Gisting train all of it
-    (`kvjax.train.compressed`). Raises InputError for a model whose layers are not all plain attention that
-    keeps all tokens.
+    leaves; by Adam (arXiv:1412.6980) at learning rate `rate`, which grows over 50 steps, on gradients of a
+    norm of at most 1, one step per batch, in `epochs` readings. What is learned is of the method's number of
+    memory tokens, length of chunks and way to hold several. Deviations: the first `imitate` steps, but half
+    of all at most, teach memory to leave slots like those of tokens (`kvjax.fitting.imitated`), which has a
+    weight of `alike` afterwards; and the model stays as it is, as in CCM; the authors of Gisting train all
+    of it (`kvjax.train.compressed`). Raises InputError for a model whose layers are not all plain attention
+    that keeps all tokens.
     """
     check_whole(model, "memory tokens")
     start = adapter(model, rank, seed) | embeddings(model, method.reread, seed)
     first = Fitted({n: np.asarray(x) for n, x in start.items()}, "MemoryTokens", model.signature)
     run = run_of(model, method, first)
 
-    def loss(arrays: Arrays, batch: Asked, params: Params) -> Float[Array, ""]:
-        return surprise(run, params | {"fitted": {first.digest: arrays}}, batch)
+    def loss(params: Params, prompt: Prompt, batch: Asked) -> Float[Array, ""]:
+        return surprise_over(run, params, left_of(run, params, prompt, batch), batch)
 
+    first_steps = min(imitate, epochs * len(batches) // 2)
     read = asked(model, batches, epochs, seed, progress)
-    found = descended(loss, start, read, model.params, rate=rate)
+    found = taught(model, run, start, read, loss, rate=rate, imitate=first_steps, alike=alike)
     return Fitted(found, "MemoryTokens", model.signature)
 
 

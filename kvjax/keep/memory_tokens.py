@@ -71,6 +71,11 @@ class MemoryTokens:
         """How many memory tokens stand behind a chunk of so many tokens."""
         return self.tokens * jnp.minimum(tokens, 1)
 
+    def stands_for(self, tokens: Int[Array, "B"]) -> Int[Array, "B M"]:
+        """For which of a chunk's so many tokens each of its memory tokens stands, which are evenly spaced."""
+        ends = jnp.arange(1, self.tokens + 1, dtype=jnp.int32)
+        return jnp.maximum(-(-ends[None] * tokens[:, None] // self.tokens), 1) - 1
+
     def before(self, number: Int[Array, ""]) -> Int[Array, ""]:
         """At which position of its turn a chunk begins that has so many before it."""
         return self.tokens * (jnp.minimum(number, 1) if self.mean else number)
@@ -152,6 +157,11 @@ class RunMemory(MemoryTokens):
         """How many memory tokens are read behind a run of so many tokens."""
         return -(-tokens // self.ratio)
 
+    def stands_for(self, tokens: Int[Array, "B"]) -> Int[Array, "B M"]:
+        """For which of a run's so many tokens each of its memory tokens stands: the last of its share."""
+        ends = self.ratio * jnp.arange(1, self.tokens + 1, dtype=jnp.int32)
+        return jnp.minimum(ends[None], tokens[:, None]) - 1
+
     def before(self, number: Int[Array, ""]) -> Int[Array, ""]:
         """At which position of its turn a run begins that has so many before it."""
         assert self.every is not None
@@ -159,8 +169,7 @@ class RunMemory(MemoryTokens):
 
     def stands(self, number: Int[Array, ""], tokens: Int[Array, "B"]) -> Int[Array, "B M"]:
         """At which positions of its turn the memory of a run of so many tokens stands."""
-        ends = self.ratio * jnp.arange(1, self.tokens + 1, dtype=jnp.int32)
-        return self.before(number) + jnp.minimum(ends[None], tokens[:, None]) - 1
+        return self.before(number) + self.stands_for(tokens)
 
     def behind(self, text: Int[Array, "B"]) -> Int[Array, "B"]:
         """At which position of its turn the token behind a text of so many tokens stands."""
