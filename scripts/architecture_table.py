@@ -33,8 +33,11 @@ from architecture_measures import answered, measured, speeds
 from architecture_picture import draw
 from docs_tables import DOCS, write_table
 
+from kvjax.errors import InputError
 from kvjax.files import write_atomic
-from kvjax.gin_bindings import training_files
+from kvjax.gin_bindings import load_training, training_files
+from kvjax.train.settings import OF_WORDS, Data
+from kvjax.train.texts import is_held_out, read_texts
 
 DATA, PICTURE = DOCS / "architecture-table.json", DOCS / "architecture-table.png"
 CONTEXTS = (1024, 8192, 65536)
@@ -119,6 +122,9 @@ def main(words: Sequence[str] | None = None) -> None:
     if missing:
         print(f"left out, for want of a training file: {', '.join(missing)}")
     rows = [id for id in args.rows if id not in missing]
+    if args.what == "train":
+        for id in rows:
+            _check_held_out(id, args)
     if args.steps is None and args.what == "train":
         args.steps = _steps_in(args.seconds, rows, args)
     kind = KINDS[args.what]
@@ -212,6 +218,20 @@ def timed(id: str, args: argparse.Namespace) -> dict[str, Any]:
     folder = args.out / f"{id}-trial"
     log = _trial(id, args)
     return {"training_tokens_per_second": speed_of(log), **speeds(folder / "model", CONTEXTS)}
+
+
+def _check_held_out(id: str, args: argparse.Namespace) -> None:
+    """Ends the program where a row would train, and no text is left to measure its bits per byte on."""
+    try:
+        data = Data(**load_training(ROWS[id].gin, args.set)["data"])
+        texts = [] if data.kind in OF_WORDS else read_texts(data)
+    except InputError as error:
+        sys.exit(str(error))
+    if not any(is_held_out(text, data.held_out) for text in texts):
+        sys.exit(
+            f"{id} would read data.kind {data.kind!r}, of which no text is held out with "
+            f"data.held_out={data.held_out}, and bits per byte are measured there: give more files"
+        )
 
 
 def _train(id: str, folder: Path, settings: list[str]) -> list[dict[str, Any]]:

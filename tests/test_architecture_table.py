@@ -167,6 +167,21 @@ def test_a_row_that_is_there_under_the_same_budget_is_left_out(scripts, tmp_path
     assert asked[2:] == ["gqa"]
 
 
+def test_a_row_of_whose_texts_none_is_held_out_is_refused_before_it_trains(scripts, tmp_path, monkeypatch):
+    import architecture_table as at
+
+    monkeypatch.setattr(at, "_apart", lambda *_: pytest.fail("it trains"))
+    (tmp_path / "a.txt").write_text("one text")
+    words = ["train", "--steps", "7", "--data", str(tmp_path / "data.json"), "--rows", "gqa", "--set"]
+    files = f"data.files=['{tmp_path}/a.txt']"
+    with pytest.raises(SystemExit, match="no text is held out with data.held_out=0.05"):
+        at.main([*words, "data.kind=text", files])
+    with pytest.raises(SystemExit, match="'recall', of which no text is held out"):
+        at.main([*words, "data.kind=recall"])
+    with pytest.raises(SystemExit, match="b.txt"):
+        at.main([*words, "data.kind=text", files.replace("a.txt", "b.txt")])
+
+
 @pytest.mark.rotating
 def test_a_block_transformer_is_measured_as_other_models_are(scripts):
     import architecture_measures as am

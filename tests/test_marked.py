@@ -92,10 +92,6 @@ def test_how_far_memory_is_from_slots_of_tokens_is_what_it_is_by_hand(name):
     assert abs(off(batch_of(m, samples)) / (errors / lengths).mean() - 1) < 1e-4
 
 
-def of_runs(run, params, batch):
-    return losses(run, params, read_by(run, params, batch), batch)
-
-
 def said_again(context):
     """-log p of the tokens of a context's runs, each said from the memory of its run alone."""
     d, size, text = decoder("4/2"), marked.RUN, context[:-1]
@@ -125,7 +121,7 @@ def test_the_losses_of_runs_and_answers_are_what_they_are_by_hand():
         runs += said_again(list(sample.context))
     method = row.method()
     run = run_of(m, method, method.reread.fitted)
-    got = jax.jit(of_runs, static_argnums=0)(run, with_fitted(m.params, method), batch_of(m, samples))
+    got = jax.jit(losses, static_argnums=0)(run, with_fitted(m.params, method), batch_of(m, samples))
     np.testing.assert_allclose(got, (np.mean(answers), np.mean(runs)), rtol=1e-4)
 
 
@@ -202,7 +198,7 @@ def test_twenty_steps_make_runs_and_answers_likelier():
         fitted = kvjax.fit(m, method, questions(), epochs=20, rate=rate, rank=2)
         run = run_of(m, method, fitted)
         params = with_fitted(m.params, method_of("loma", fitted))
-        off.append(np.array(jax.jit(of_runs, static_argnums=0)(run, params, batch)))
+        off.append(np.array(jax.jit(losses, static_argnums=0)(run, params, batch)))
     assert (off[1] < off[0]).all()
 
 
@@ -282,7 +278,7 @@ def test_a_fit_of_loma_says_runs_again_that_unfitted_memory_has_lost(tiny):
     for fitted in fits:
         method = kvjax.method("loma", fitted=fitted)
         run, params = run_of(tiny, method, fitted), with_fitted(tiny.params, method)
-        off.append(np.array(jax.jit(of_runs, static_argnums=0)(run, params, batch)))
+        off.append(np.array(jax.jit(losses, static_argnums=0)(run, params, batch)))
     assert (off[1] < 0.75 * off[0]).all()
 
 

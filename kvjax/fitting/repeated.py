@@ -15,8 +15,8 @@ from kvjax.cache import Cache, GroupState
 from kvjax.choose import Fresh
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted
-from kvjax.fitting.asked import Asked, adapter, asked, left_of
-from kvjax.fitting.imitated import taught
+from kvjax.fitting.asked import Asked, adapter, asked, left_of, read_by
+from kvjax.fitting.descent import Arrays, descended
 from kvjax.fitting.remembered import embeddings, run_of, surprise_over
 from kvjax.fitting.whole import check_whole
 from kvjax.grammar import Method
@@ -44,8 +44,6 @@ def fit_repetition(
     rank: int = 16,
     rate: float = 3e-3,
     epochs: int = 16,
-    imitate: int = 150,
-    alike: float = 0.3,
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
@@ -53,34 +51,29 @@ def fit_repetition(
 
     Contexts are read as the method reads them. What becomes small is -log p of the tokens of every run, said
     from its memory alone (`repeated`), plus `answers` times -log p of the answers behind all of the memory;
-    by Adam (arXiv:1412.6980) at learning rate `rate`, which grows over 50 steps, on gradients of a norm of at
-    most 1, one step per batch, in `epochs` readings. Deviations: the first `imitate` steps, but half of all
-    at most, teach memory to leave slots like those of tokens (`kvjax.fitting.imitated`), which has a weight
-    of `alike` afterwards; the model stays as it is, where the paper trains all of it
-    (`kvjax.train.compressed`), so what is repeated is what its own weights read in the memory; and of the
-    text behind memory only answers count, where the paper's first loss is that of all tokens, with a weight
-    of 1: with that, runs are learned later. Raises InputError for a model whose layers are not all plain
-    attention that keeps all tokens.
+    by Adam (arXiv:1412.6980) at learning rate `rate`, one step per batch, in `epochs` readings. Deviations:
+    the model stays as it is, where the paper trains all of it (`kvjax.train.compressed`), so what is repeated
+    is what its own weights read in the memory; and of the text behind memory only answers count, where the
+    paper's first loss is that of all tokens, with a weight of 1: with that, runs are learned later. Raises
+    InputError for a model whose layers are not all plain attention that keeps all tokens.
     """
     check_whole(model, "memory tokens")
     start = adapter(model, rank, seed) | embeddings(model, method.reread, seed)
     first = Fitted({n: np.asarray(x) for n, x in start.items()}, "RunMemory", model.signature)
     run = run_of(model, method, first)
 
-    def loss(params: Params, prompt: Prompt, batch: Asked) -> Float[Array, ""]:
-        said, runs = losses(run, params, prompt, batch)
+    def loss(arrays: Arrays, batch: Asked, params: Params) -> Float[Array, ""]:
+        said, runs = losses(run, params | {"fitted": {first.digest: arrays}}, batch)
         return runs + answers * said
 
-    first_steps = min(imitate, epochs * len(batches) // 2)
     read = asked(model, batches, epochs, seed, progress)
-    found = taught(model, run, start, read, loss, rate=rate, imitate=first_steps, alike=alike)
+    found = descended(loss, start, read, model.params, rate=rate)
     return Fitted(found, "RunMemory", model.signature)
 
 
-def losses(
-    run: Run, params: Params, prompt: Prompt, batch: Asked
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
+def losses(run: Run, params: Params, batch: Asked) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The means of -log p: of answers' tokens behind contexts' memory, of runs' tokens from theirs alone."""
+    prompt = read_by(run, params, batch)
     said = surprise_over(run, params, left_of(run, params, prompt, batch), batch)
     return said, repeated(run, params, prompt, batch.context, batch.lengths)
 
