@@ -67,7 +67,7 @@ def imitated(run: Run, params: Params, prompt: Prompt, batch: Asked) -> Float[Ar
     pos, off = prompt.positions.pos[:, :slots], []
     at, there = _stood_for(word, batch)
     for gm, mine, own in zip(run.groups(params), prompt.fresh, whole.fresh, strict=True):
-        assert isinstance(mine, Fresh) and isinstance(own, Fresh)
+        assert isinstance(mine, Fresh) and isinstance(own, Fresh) and own.v is not None
         rope = run.attention_spec(gm.first).rope
         raw, v = (_slots_of(word, x, at, there) for x in (own.observed[repr(RawKeys())], own.v))
         k = jax.vmap(lambda x, rope=rope: turned(rope, x, pos, pos.max(1) + 1))(raw)

@@ -35,7 +35,7 @@ def fit_memory(
     rate: float = 3e-3,
     epochs: int = 16,
     imitate: int = 150,
-    alike: float = 0.3,
+    alike: float = 2.0,
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
