@@ -20,7 +20,7 @@ EXAMPLE = """examples:
   kvjax fit locret --rows 64 --hidden 256 --out locret.safetensors
   kvjax fit wg-kv --set recent=64 penalty=0.02 --out wg-kv.safetensors
   kvjax fit dmc --rows 64 --set target=0.75 --out dmc.safetensors
-  kvjax fit ccm:tokens=1,chunk=2 --tasks get --length 64 --rows 9600 --batch 16 --epochs 1 --out c.safetensors
+  kvjax fit gisting:tokens=16 --tasks get --length 64 --rows 12000 --batch 16 --epochs 1 --out g.safetensors
   kvjax fit kvquant --text book.txt --set bits=4 --out kvquant.safetensors
   kvjax compare --methods kvzap:fitted=kvzap.safetensors headkv:fitted=headkv.safetensors snapkv"""
 
