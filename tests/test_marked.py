@@ -39,6 +39,10 @@ def batch_of(m, rows):
     return found
 
 
+def surprised(run, params, batch):
+    return surprise(run, params, read_by(run, params, batch), batch)
+
+
 def said(slots, sample):
     """Log-probabilities at the tokens that say an answer, over slots."""
     logits = [slots.step(token) for token in [*sample.question, *sample.answer[:-1]]]
@@ -56,7 +60,7 @@ def test_the_surprise_of_answers_behind_memory_tokens_is_what_it_is_by_hand(name
         off += (-p[np.arange(len(p)), list(sample.answer)]).tolist()
     method = row.method()
     run = run_of(m, method, method.reread.fitted)
-    got = jax.jit(surprise, static_argnums=0)(run, with_fitted(m.params, method), batch_of(m, samples))
+    got = jax.jit(surprised, static_argnums=0)(run, with_fitted(m.params, method), batch_of(m, samples))
     assert abs(got / np.mean(off) - 1) < 1e-4
 
 
@@ -289,7 +293,7 @@ def test_a_fit_of_memory_tokens_makes_answers_likelier_than_unfitted_ones_do(nam
     short, long = dict(rate=0.0, epochs=1), dict(epochs=8)
     fits = [kvjax.fit(tiny, name, seen, **x) for x in (short, long)]
     methods = [kvjax.method(name, fitted=x) for x in fits]
-    loss = jax.jit(surprise, static_argnums=0)
+    loss = jax.jit(surprised, static_argnums=0)
     start, end = (
         loss(run_of(tiny, one, x), with_fitted(tiny.params, one), batch)
         for one, x in zip(methods, fits, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float
 from kvjax.cache import Cache
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted
-from kvjax.fitting.asked import Asked, adapter, asked, left_by, left_of, mean_said, said_behind
+from kvjax.fitting.asked import Asked, adapter, asked, left_of, mean_said, said_behind
 from kvjax.fitting.descent import Arrays
 from kvjax.fitting.imitated import taught
 from kvjax.fitting.whole import check_whole
@@ -55,12 +56,11 @@ def fit_memory(
     first = Fitted({n: np.asarray(x) for n, x in start.items()}, "MemoryTokens", model.signature)
     run = run_of(model, method, first)
 
-    def loss(params: Params, prompt: Prompt, batch: Asked) -> Float[Array, ""]:
-        return surprise_over(run, params, left_of(run, params, prompt, batch), batch)
-
     first_steps = min(imitate, epochs * len(batches) // 2)
     read = asked(model, batches, epochs, seed, progress)
-    found = taught(model, run, start, read, loss, rate=rate, imitate=first_steps, alike=alike)
+    found = taught(
+        model, run, start, read, partial(surprise, run), rate=rate, imitate=first_steps, alike=alike
+    )
     return Fitted(found, "MemoryTokens", model.signature)
 
 
@@ -79,9 +79,9 @@ def run_of(model: Model, method: Method, fitted: Fitted) -> Run:
     return Run(model.config, dataclasses.replace(method, reread=word))
 
 
-def surprise(run: Run, params: Params, batch: Asked) -> Float[Array, ""]:
-    """The mean of -log p of answers' tokens behind what a method leaves of contexts."""
-    return surprise_over(run, params, left_by(run, params, batch), batch)
+def surprise(run: Run, params: Params, prompt: Prompt, batch: Asked) -> Float[Array, ""]:
+    """The mean of -log p of answers' tokens behind what a method leaves of contexts that it has read."""
+    return surprise_over(run, params, left_of(run, params, prompt, batch), batch)
 
 
 def surprise_over(run: Run, params: Params, cache: Cache, batch: Asked) -> Float[Array, ""]:

@@ -15,9 +15,9 @@ from kvjax.cache import Cache, GroupState
 from kvjax.choose import Fresh
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitted import Fitted
-from kvjax.fitting.asked import Asked, adapter, asked, left_of, read_by
+from kvjax.fitting.asked import Asked, adapter, asked, read_by
 from kvjax.fitting.descent import Arrays, descended
-from kvjax.fitting.remembered import embeddings, run_of, surprise_over
+from kvjax.fitting.remembered import embeddings, run_of, surprise
 from kvjax.fitting.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.keep.memory_tokens import RunMemory
@@ -74,7 +74,7 @@ def fit_repetition(
 def losses(run: Run, params: Params, batch: Asked) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The means of -log p: of answers' tokens behind contexts' memory, of runs' tokens from theirs alone."""
     prompt = read_by(run, params, batch)
-    said = surprise_over(run, params, left_of(run, params, prompt, batch), batch)
+    said = surprise(run, params, prompt, batch)
     return said, repeated(run, params, prompt, batch.context, batch.lengths)
 
 
