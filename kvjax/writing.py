@@ -54,7 +54,7 @@ def write_rows(
 def _write_far(write: Callable[..., Array], x: Array, at: Array, new: Array, layer: int | Array) -> Array:
     """write(x, at, new, layer) of an x in host memory, whose layers come to the device and go back."""
 
-    def one(i: Array, x: Array) -> Array:
+    def one(i: int | Array, x: Array) -> Array:
         own = (jax.lax.dynamic_slice_in_dim(y, i, 1) for y in (at, new))
         part = write(to_device(jax.lax.dynamic_slice_in_dim(x, layer + i, 1)), *own)
         return jax.lax.dynamic_update_slice_in_dim(x, to_host(part), layer + i, 0)

@@ -22,8 +22,8 @@ def largest(x: Float[Array, "*b n"], count: int) -> Bool[Array, "*b n"]:
     size = jax.lax.bitcast_convert_type(jnp.abs(x), word)
     bits = 8 * x.dtype.itemsize - 1  # without the sign
 
-    def set_bit(i: Array, least: Array) -> Array:
-        tried = least | jnp.left_shift(jnp.ones((), word), (bits - 1 - i).astype(word))
+    def set_bit(i: int | Array, least: Array) -> Array:
+        tried = least | jnp.left_shift(jnp.ones((), word), jnp.asarray(bits - 1 - i, word))
         enough = (size >= tried[..., None]).sum(-1, dtype=jnp.int32) >= count
         return jnp.where(enough, tried, least)
 

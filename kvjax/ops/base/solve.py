@@ -109,7 +109,7 @@ def conjugate_gradient(
         return x / jnp.where(y > 0, y, 1)
 
     def run(matvec: Callable[[Array], Array], b: Array) -> Array:
-        def body(_: Array, at: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
+        def body(_: int | Array, at: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
             x, rest, p, size = at
             product = matvec(p)
             length = ratio(size, dot(p, product))
