@@ -19,6 +19,8 @@ from kvjax.commands.inspect_model import find_config, model_rows
 from kvjax.commands.sizes import Sizes
 from kvjax.fitted import fitted_words
 from kvjax.loading import SHIPPED
+from kvjax.make.clustered_heads import ClusteredHeads
+from kvjax.make.hidden_cache import StatesOfThePast
 from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods import METHODS, method
 from kvjax.models.config import Config
@@ -45,8 +47,8 @@ def test_sizes_are_those_of_the_prefill(id):
     small |= {"prefix": (1, 2), "separators": (3,)}
     known = inspect.signature(METHODS[id]).parameters
     made = method(id, **{name: value for name, value in small.items() if name in known})
-    # Which layers share is fitted; of low rank, only the weights are.
-    shares = made.make if isinstance(made.make, SharedLayers) else None
+    # What these share or add is fitted; of low rank, only the weights are.
+    shares = made.make if isinstance(made.make, (SharedLayers, ClusteredHeads, StatesOfThePast)) else None
     if any(word.fitted is None for word in fitted_words((made.keep, made.store, made.reread, shares))):
         pytest.skip("it has to be fitted to a model first")
     # What merges neighbours needs two without a window.
