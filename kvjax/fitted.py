@@ -88,6 +88,11 @@ class ModelSizes(NamedTuple):
     kv_heads: int
     head_dim: int
 
+    @classmethod
+    def of(cls, config: Any) -> ModelSizes:
+        """Those of a model's config."""
+        return cls(config.layers, config.d_model, config.heads, config.kv_heads, config.head_dim)
+
 
 def check_sizes(word: Any, called: str, axes: str, name: str, sizes: tuple[int, ...]) -> None:
     """InputError where the first axes of a word's array `name` are not of these sizes."""

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from kvjax.errors import InputError
-from kvjax.fitted import as_fitted, fitted_words, lacks_fit, shipped_for
+from kvjax.fitted import ModelSizes, as_fitted, fitted_words, lacks_fit, shipped_for
 from kvjax.grammar import Method
 from kvjax.methods import METHODS, takes
 from kvjax.models.model import Model
@@ -32,10 +32,21 @@ def ready(model: Model, method: Method) -> Method:
                 f"{method.id}: it was fitted to another model (of the signature {word.fitted.model}, this "
                 f"model's is {model.signature}): run `kvjax fit {word.by}` on this model"
             )
-    names = shipped_for(model.signature)
-    if not any(lacks_fit(word) and word.by in names for word in words):
+    shipped, sizes = shipped_for(model.signature), ModelSizes.of(model.config)
+    lacking = [word for word in words if lacks_fit(word) and word.by in shipped]
+    names = {word.by: shipped[word.by] for word in lacking if _takes(word, shipped[word.by], sizes)}
+    if not names:
         return method
     return dataclasses.replace(_filled(method, names), spec=_named(method.spec, names))
+
+
+def _takes(word: Any, name: str, sizes: ModelSizes) -> bool:
+    """Whether shipped arrays are a word's, and not those of another number of memory tokens, say."""
+    try:
+        dataclasses.replace(word, fitted=as_fitted(name)).check(sizes)
+    except InputError:
+        return False
+    return True
 
 
 def _filled(word: Any, names: dict[str, str]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -257,20 +258,30 @@ def _remade(method: Method, config: Config) -> Config:
 
 def _check_fitted(method: Method, config: Config) -> None:
     """InputError where a word was never fitted, or to another kind of model."""
-    c = config
-    sizes = ModelSizes(c.layers, c.d_model, c.heads, c.kv_heads, c.head_dim)
+    sizes = ModelSizes.of(config)
     for word in fitted_words(method):
         if word.fitted is None and not lacks_fit(word):
             continue
         if word.fitted is None:
             raise InputError(
-                f"{method.id} was never fitted to a model: run `kvjax fit {word.by} --model MODEL --out "
-                f"{word.by}.safetensors` and give the method fitted={word.by}.safetensors"
+                f"{method.id} was never fitted to a model: run `kvjax fit {_spelled(method.spec, word.by)} "
+                f"--model MODEL --out {word.by}.safetensors` and give the method fitted={word.by}.safetensors"
             )
         try:
             word.check(sizes)
         except InputError as error:
             raise InputError(f"{method.id}: {error}") from error
+
+
+def _spelled(spec: tuple[Any, ...], id: str) -> str:
+    """A method of a sentence with the hyper-parameters that it was given, as commands read it."""
+    match spec:
+        case (str(), ("chain", *parts)):
+            return next((found for part in parts if (found := _spelled(part, id)) != id), id)
+        case (str() as name, tuple() as hyper) if name == id:
+            given = ",".join(f"{name}={value}" for name, value in hyper if value is not None)
+            return shlex.quote(f"{id}:{given}") if given else id
+    return id
 
 
 def _check_reading(method: Method, config: Config) -> None:

@@ -22,6 +22,8 @@ import kvjax
 from kvjax.commands.texts import read_texts
 from kvjax.fitted import SHIPPED, save_fitted
 from kvjax.fitting import learns_from_questions
+from kvjax.gin_bindings import load_preset
+from kvjax.methods.parse import parse_method
 
 MODEL = "recall-tiny"
 # Rows of 512 tokens, and the options of each fit. Widths are below the papers' to stay below 100 KB.
@@ -36,6 +38,11 @@ FITS: dict[str, tuple[int, dict[str, Any]]] = {
     "dmc": (32, dict(epochs=20)),
     "dcp": (32, {}),
     "kv-distill": (128, dict(rank=12, epochs=12)),
+    "gisting": (256, dict(rank=12, epochs=6)),
+    "ccm": (256, dict(rank=12, epochs=6)),
+    "ccm-merge": (256, dict(rank=12, epochs=6)),
+    "loma": (256, dict(rank=12, epochs=6)),
+    "neurocache": (128, {}),
     "restorekv": (128, dict(budget=0.125, rank=12, epochs=6)),
     "adore": (48, dict(hidden=20)),
     "lococo": (32, dict(budget=0.25, slots=16, neighbours=5, epochs=6)),
@@ -53,6 +60,8 @@ FITS: dict[str, tuple[int, dict[str, Any]]] = {
     "triattention": (32, {}),
     "kvquant": (32, {}),
 }
+# What these learn is of their window, so they learn with that of the preset for prompts of 512 tokens.
+AS_PRESET = ("neurocache",)
 SEED = 7
 
 
@@ -64,7 +73,8 @@ def fit(model: kvjax.Model, method: str, out: Path) -> None:
         questions=learns_from_questions(method),
     )  # fmt: skip
     start = time.monotonic()
-    found = kvjax.fit(model, method, texts, **options)
+    built = parse_method(method, load_preset("short"))[1](None) if method in AS_PRESET else method
+    found = kvjax.fit(model, built, texts, **options)
     half = {name: x.astype(np.float16) if x.dtype == np.float32 else x for name, x in found.arrays.items()}
     save_fitted(out / f"{method}.safetensors", dataclasses.replace(found, arrays=half))
     print(f"{method}: {time.monotonic() - start:.0f} s", flush=True)

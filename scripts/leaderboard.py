@@ -2,6 +2,7 @@
 
     python scripts/leaderboard.py run --samples 100 --out boards  # compares on every model; goes on if killed
     python scripts/leaderboard.py run --methods fitted --out boards2  # those that are fitted, to each model
+    python scripts/leaderboard.py run --methods gisting h2o --out boards3  # some, fitted where need be
     python scripts/leaderboard.py speed --out boards              # times every method beside no compression
     python scripts/leaderboard.py collect --out boards boards2    # what they found becomes the data
     python scripts/leaderboard.py collect --out boards --add      # beside what it has of others
@@ -56,7 +57,7 @@ def main() -> None:
         nargs="+",
         default=["all"],
         metavar="METHOD",
-        help="'fitted' is those of scripts/fits.py, fitted to each model (default: all that need no fit)",
+        help="'fitted' is those of scripts/fits.py; these are fitted to each model (default: all)",
     )
     parser.add_argument(
         "--models", nargs="+", type=Path, default=MODELS, metavar="DIR", help="(default: 3 seeds)"
@@ -100,12 +101,12 @@ def run(models: list[Path], methods: list[str], samples: int, out: Path) -> None
     for model in models:
         folder = out / model.name
         if not (folder / "metrics.json").exists():
-            given: list[Any] = fitted(model, out / "fits" / model.name) if methods == ["fitted"] else methods
+            given = fitted(model, methods, out / "fits" / model.name)
             compare(model=_named(model), methods=given, samples=samples, out=folder, resume=folder.exists())
 
 
-def fitted(model: Path, folder: Path) -> list[Any]:
-    """The methods that are fitted, each with its fit for a model, which is made where the folder has none."""
+def fitted(model: Path, methods: list[str], folder: Path) -> list[Any]:
+    """Methods, those of scripts/fits.py with their fit for a model, which is made where none is there."""
     import fits
 
     import kvjax
@@ -113,11 +114,14 @@ def fitted(model: Path, folder: Path) -> list[Any]:
     from kvjax.gin_bindings import load_preset
     from kvjax.methods.parse import parse_method
 
-    loaded = kvjax.load(str(model))
+    loaded, methods = kvjax.load(str(model)), [*fits.FITS] if methods == ["fitted"] else methods
     if shipped_for(loaded.signature):
-        return list(fits.FITS)
-    found = []
-    for method in fits.FITS:
+        return methods
+    found: list[Any] = []
+    for method in methods:
+        if method not in fits.FITS:
+            found.append(method)
+            continue
         file = folder / f"{method}.safetensors"
         if not file.exists():
             fits.fit(loaded, method, folder)

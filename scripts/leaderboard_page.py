@@ -124,13 +124,11 @@ def _on_fewer(board: Leaderboard) -> str:
 def _learned_together() -> str:
     return (
         "## Models that learned with their method\n\n"
-        "A model that did not learn with memory tokens answers no question from them: a fit beside it has "
-        "some words of answers right and not all of them ([their cards](methods/merge-token.md#gisting)). So "
-        "`gisting`, `loma`, `ccm` and `ccm-merge` are not in the tables above. Here models went on from "
-        "`recall-tiny` with them, and were asked `get` behind contexts of 64 tokens "
-        "([training.md](training.md#under-a-method) has the "
-        "commands). `neurocache` is not above either: what its fit learns of the shipped model makes answers "
-        "likelier and no more of them right ([its card](methods/low-rank.md#neurocache))."
+        "Memory tokens that are fitted beside a model that stays as it is (`gisting`, `loma`, `ccm`, "
+        "`ccm-merge` above) answer no question about 512 tokens: where such fits read contexts at all, they "
+        "have some words of answers right ([their cards](methods/merge-token.md#gisting)). Most authors "
+        "train the model with them. Here models went on from `recall-tiny` so, and were asked `get` behind "
+        "contexts of 64 tokens ([training.md](training.md#under-a-method) has the commands)."
     )
 
 

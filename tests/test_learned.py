@@ -208,6 +208,12 @@ def test_another_model_is_told_which_command_fits_it_and_takes_no_fit_of_this_on
         kvjax.prefill(other, [[1, 2]], method=foreign)
 
 
+def test_a_fit_of_so_many_memory_tokens_is_not_taken_for_another_number_of_them(tiny):
+    assert kvjax.prefill(tiny, [[1, 2, 3]], method="gisting", room=1)[1].next.tolist() == [5]
+    with pytest.raises(InputError, match="gisting was never fitted .* run `kvjax fit gisting:tokens=3 --mod"):
+        kvjax.prefill(tiny, [[1, 2, 3]], method=kvjax.method("gisting", tokens=3), room=1)
+
+
 @pytest.mark.rotating
 def test_the_signature_of_a_model_is_that_of_its_weights_in_any_dtype(tiny):
     assert kvjax.load(TINY, dtype=jnp.float16).signature == tiny.signature

@@ -85,7 +85,7 @@ def test_what_restore_tokens_cannot_do_is_said():
         kvjax.prefill(m, MAIN.first, method=method(budget=0.1), room=1)
     with pytest.raises(InputError, match=r"\(one, tokens, width\) of its restore tokens are \(1, 2, 32\)"):
         kvjax.prefill(m, MAIN.first, method=method(budget=0.5, tokens=3), room=1)
-    with pytest.raises(InputError, match="never fitted to a model: run `kvjax fit restorekv --model MODEL"):
+    with pytest.raises(InputError, match="never fitted to a model: run `kvjax fit 'restorekv:budget=0.5,"):
         kvjax.prefill(m, MAIN.first, method=method(None, budget=0.5), room=1)
     with pytest.raises(InputError, match="restore tokens take up what leaves a cache, and nothing leaves"):
         kvjax.fit(m, "restorekv", questions())

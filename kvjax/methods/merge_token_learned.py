@@ -37,7 +37,8 @@ def gisting(*, fitted: Fit | None = None, tokens: Memory = 4) -> Method:
     gist tokens (docs/training.md, "Under a method"). A fit beside the unchanged model learns less: with
     tokens=16, five minutes of a core (750 steps of 16 texts) have 26% to 28% of the tokens of answers right
     behind such contexts, by three draws, where unfitted gist tokens have none, and next to no whole answer
-    (without the last token, which ends all answers). So no fit comes with kvjax.
+    (without the last token, which ends all answers). The fit that comes with kvjax is of 4 gist tokens for
+    prompts of 512 tokens, and answers no question about them.
     """
     return Method(reread=MemoryTokens(tokens, by="gisting", fitted=as_fitted(fitted)))
 
@@ -62,10 +63,10 @@ def ccm(*, fitted: Fit | None = None, tokens: Memory = 8, chunk: Chunk = 64) -> 
     Beside the shipped model a fit of five minutes of a core with tokens=1 and chunk=2 (600 steps of 16
     texts, `alike=0.3`) has 29% to 32% of the tokens of answers right behind contexts of 64 tokens, by three
     draws, where unfitted ones have none; and next to no whole answer (without the last token, which ends all
-    answers). With tokens=4 and chunk=16 it learned nothing by 750 steps, so no fit comes with kvjax. Where
-    all of the model learns with them (`train.method` of `kvjax train`), a quarter of an hour has it answer
-    86% of questions behind contexts of 64 tokens from a quarter as many slots (docs/training.md, "Under a
-    method").
+    answers). With tokens=4 and chunk=16 it learned nothing by 750 steps, and the fit that comes with kvjax,
+    for prompts of 512 tokens, answers no question about them. Where all of the model learns with them
+    (`train.method` of `kvjax train`), a quarter of an hour has it answer 86% of questions behind contexts of
+    64 tokens from a quarter as many slots (docs/training.md, "Under a method").
     """
     return Method(reread=MemoryTokens(tokens, chunk, by="ccm", fitted=as_fitted(fitted)))
 
@@ -84,7 +85,8 @@ def ccm_merge(*, fitted: Fit | None = None, tokens: Memory = 8, chunk: Chunk = 6
     writes it. Deviations: those of `ccm`.
 
     Of one chunk it is Gisting, and a fit of it learns what that of `gisting` does; of several, a fit beside
-    the shipped model found nothing. A model that learns with it answers 90% (docs/training.md).
+    the shipped model found nothing, that which comes with kvjax included. A model that learns with it answers
+    90% (docs/training.md).
     """
     return Method(reread=MemoryTokens(tokens, chunk, mean=True, by="ccm-merge", fitted=as_fitted(fitted)))
 
@@ -111,6 +113,6 @@ def loma(*, fitted: Fit | None = None, tokens: Memory = 4, ratio: PerMemory = 4)
     Trained so for half an hour, recall-tiny answers 97% of questions behind contexts of 64 tokens from a
     quarter as many slots (docs/training.md, "Under a method"). A fit of three minutes (1400 steps, rank 12)
     says runs again at 2.4 nats a token, where unfitted memory leaves 8.0, and finds none of 24 records behind
-    256 tokens, so none comes with kvjax.
+    256 tokens. The fit that comes with kvjax, for prompts of 512 tokens, is shorter and finds none either.
     """
     return Method(reread=RunMemory(tokens, tokens * ratio, by="loma", fitted=as_fitted(fitted)))

@@ -37,8 +37,7 @@ def test_kvzip_asks_the_shipped_model_in_its_own_words(model):
 
 def test_all_stands_for_everything_in_the_table_that_needs_no_fit_or_comes_with_one(model):
     entries = plan_cells(model, ["all"], [0.5], "short")
-    fitted = {"gisting", "ccm", "ccm-merge", "loma", "neurocache"}
-    assert {e.label for e in entries} == set(METHODS) - fitted
+    assert {e.label for e in entries} == set(METHODS)
     assert all((e.budget is None) != takes_budget(e.label) for e in entries)
 
 
@@ -51,9 +50,10 @@ def test_without_methods_well_known_ones_of_every_family_run(model):
 def test_all_goes_with_other_texts_and_says_what_is_wrong_with_a_named_one(model):
     labels = [e.label for e in plan_cells(model, ["snapkv:window=16", "all"], [0.5], "short")]
     assert {"snapkv", "snapkv:window=16"} < {*labels} and len({*labels}) == len(labels)
-    assert "ccm" not in labels
-    with pytest.raises(InputError, match="fit"):
-        plan_cells(model, ["ccm", "all"], [0.5], "short")
+    other = dataclasses.replace(model, params=model.params | {"embed": -model.params["embed"]})
+    assert "ccm" not in {e.label for e in plan_cells(other, ["all"], [0.5], "short")}
+    with pytest.raises(InputError, match="run `kvjax fit ccm --model MODEL"):
+        plan_cells(other, ["ccm", "all"], [0.5], "short")
 
 
 def test_all_leaves_out_what_rewrites_weights_where_a_model_has_others(model):
