@@ -27,7 +27,7 @@ from kvjax.models.model import Model
 from kvjax.models.params import Group, regroup
 from kvjax.models.transformer import forward
 from kvjax.place.rows import reset_rows
-from kvjax.steps import apart, prompt
+from kvjax.steps import apart, probing, prompt
 from tests.models.architectures import CEPE, SMALL, TABLE, with_layers
 from tests.models.conversation import parameters
 from tests.sweep import sweep
@@ -359,7 +359,7 @@ def test_what_a_probe_reads_again_sees_the_context(monkeypatch):
         return observe(run, params, tokens, lengths, cache, needs)
 
     cache = pair.cache(method=kvjax.method("kvzip", budget=3, sinks=1, page=4))
-    for module in (prompt, apart):
+    for module in (prompt, apart, probing):
         monkeypatch.setattr(module, "observe", spy)
     # Without jit, because what two programs are given is never the same to them.
     with jax.disable_jit():
