@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="METHOD",
         help="ids (see `kvjax methods`), with hyper-parameters as snapkv:window=16, chained as snapkv+kivi, "
-        "or your own as my_file.py:my_method; all: every one that needs no fit (default: the best known of "
-        "every family)",
+        "or your own as my_file.py:my_method; all: every one that needs no fit or comes with one "
+        "(default: the best known of every family)",
     )
     parser.add_argument(
         "--budgets",
