@@ -38,7 +38,7 @@ def picture(lines: Sequence[Line], families: Mapping[str, Sequence[str]], form: 
         one.set_title(family, loc="left", fontsize=10, fontweight="bold", color=_INK)
         one.set_xscale("log", base=2)
         one.set_xlim(reach)
-        one.set_xticks(ticks, [f"{x:g}%" for x in ticks])
+        one.set_xticks(ticks, [f"{x:.3g}%" for x in ticks])
         one.set_xticks([], minor=True)
         one.set_ylim(-3, 103)
         one.tick_params(colors=_MUTED, length=0, labelsize=8, labelbottom=True, labelleft=True)
