@@ -89,7 +89,9 @@ def add(name: str, out: Path, seed: int = 0) -> None:
 
 
 def _kvjax(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "kvjax", *words], check=True)
+    done = subprocess.run([sys.executable, "-m", "kvjax", *words])
+    if done.returncode:
+        sys.exit(done.returncode)  # it has said why
 
 
 def _cells(out: Path, name: str, model: str, *methods: str) -> dict[str, Any]:

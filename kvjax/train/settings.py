@@ -77,6 +77,7 @@ class Data:
         object.__setattr__(self, "files", files)
         _one_of("data.kind", self.kind, KINDS)
         _between("data.held_out", self.held_out, 0.0, 0.5)
+        _count("data.seed", self.seed, 0)
         needs = self.kind in FROM_FILES
         if needs and not files:
             raise InputError(f"data.kind is {self.kind!r} and data.files names no file: give a list of paths")
@@ -175,6 +176,7 @@ class Loop:
         _count("train.evaluate_rows", self.evaluate_rows, 1)
         _count("train.context", self.context, 0)
         _count("train.chunk", self.chunk, 0)
+        _count("train.seed", self.seed, 0)
         _between("train.distil", self.distil, 0.0, 1.0)
         for name in ("balance", "codes", "repeat", "distil_hidden", "distil_attention"):
             _between(f"train.{name}", getattr(self, name), 0.0, math.inf)

@@ -210,6 +210,8 @@ def test_a_run_starts_from_a_model_and_ends_as_one_that_answers(texts, tmp_path)
         (dict(stages=[(1, 0, 2)]), "length of train.stages is 0"),
         (dict(model={"init": "circiut"}), "model.init is 'circiut'.*did you mean 'circuit'"),
         (dict(steps=0), "train.steps is 0, expected a whole number of at least 1"),
+        (dict(seed=-1), "train.seed is -1, expected a whole number of at least 0"),
+        (dict(data={"seed": -1}), "data.seed is -1, expected a whole number of at least 0"),
     ],
 )  # fmt: skip
 def test_settings_that_mean_nothing_are_refused_by_name(texts, change, message):
