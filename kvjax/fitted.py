@@ -119,7 +119,8 @@ def _arrays(method: Any) -> dict[str, dict[str, Array]]:
     # A make has used its arrays up before any program runs.
     acting = dataclasses.replace(method, make=None)
     words = [word.fitted for word in fitted_words(acting) if word.fitted is not None]
-    return {fitted.digest: {n: jnp.asarray(x) for n, x in fitted.arrays.items()} for fitted in words}
+    with jax.ensure_compile_time_eval():  # or a program being traced would leave its own values here
+        return {fitted.digest: {n: jnp.asarray(x) for n, x in fitted.arrays.items()} for fitted in words}
 
 
 def of_layer(params: dict[str, Any], number: int | Array) -> dict[str, dict[str, Array]]:

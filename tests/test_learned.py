@@ -12,7 +12,7 @@ import kvjax
 from kvjax.commands.texts import read_texts
 from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import ForcedSample
-from kvjax.fitted import SHIPPED, as_fitted, fitted_words, shipped_for
+from kvjax.fitted import SHIPPED, as_fitted, fitted_words, shipped_for, with_fitted
 from kvjax.fitting.convolutions import drawn, surprise
 from kvjax.fitting.gates import Batch, guessed, read
 from kvjax.fitting.head_gates import answers
@@ -212,6 +212,15 @@ def test_a_fit_of_so_many_memory_tokens_is_not_taken_for_another_number_of_them(
     assert kvjax.prefill(tiny, [[1, 2, 3]], method="gisting", room=1)[1].next.tolist() == [5]
     with pytest.raises(InputError, match="gisting was never fitted .* run `kvjax fit gisting:tokens=3 --mod"):
         kvjax.prefill(tiny, [[1, 2, 3]], method=kvjax.method("gisting", tokens=3), room=1)
+
+
+def test_programs_that_are_traced_one_after_the_other_share_fitted_arrays(tiny):
+    method = kvjax.method(
+        "locret", budget=0.5, fitted=dataclasses.replace(as_fitted(f"{TINY}/locret"), word="x")
+    )
+    total = lambda: sum(jnp.sum(x) for x in jax.tree.leaves(with_fitted({}, method)))  # noqa: E731
+    first, second = jax.jit(total)(), jax.jit(lambda: total() + 1)()
+    assert second == first + 1
 
 
 @pytest.mark.rotating

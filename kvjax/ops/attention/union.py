@@ -234,7 +234,9 @@ def merge(
     """
     lse = jnp.stack([p[1] for p in parts])
     top = lse.max(0)
-    top = jnp.where(top == NEG_INF, 0.0, top)
+    # What is subtracted cancels, and has no slope: a compiler may compute an lse twice, and where the two
+    # differ in the last bit none would be the largest, whose share of the slope is then 0 / 0.
+    top = jax.lax.stop_gradient(jnp.where(top == NEG_INF, 0.0, top))
     w = jnp.exp(lse - top[None])
     total = w.sum(0)
     safe = jnp.where(total == 0.0, 1.0, total)
