@@ -35,7 +35,7 @@ def test_a_conversation_is_as_recorded(label, name):
     for part, x in done.found.items():
         if part.endswith("/logits"):
             # Codes: float noise moves one to its neighbour now and then. One of 4 bits moves logits by 2.3e-3
-            # of the largest, where weights differ in their last bit ("adakv + int4", in chunks).
+            # of the largest, where weights differ in their last bit ("adakv + int4"; GEAR has 2.4e-3).
             np.testing.assert_allclose(
                 x, want[part], atol=(3e-3 if coded(label) else 2e-5) * np.abs(x).max(), err_msg=part
             )
