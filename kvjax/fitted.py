@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import shlex
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
@@ -77,6 +78,23 @@ def lacks_fit(word: Any) -> bool:
 def is_fitted(method: Any) -> bool:
     """Whether every word of a method that must be fitted was."""
     return not any(lacks_fit(word) for word in fitted_words(method))
+
+
+def spelled(spec: tuple[Any, ...], id: str) -> str:
+    """A method of a sentence with the hyper-parameters that it was given, as commands read it.
+
+    spec: as of `kvjax.grammar.Method`.
+
+    >>> spelled(("gisting", (("tokens", 16),)), "gisting")
+    'gisting:tokens=16'
+    """
+    match spec:
+        case (str(), ("chain", *parts)):
+            return next((found for part in parts if (found := spelled(part, id)) != id), id)
+        case (str() as name, tuple() as hyper) if name == id:
+            given = ",".join(f"{name}={value}" for name, value in hyper if value is not None)
+            return shlex.quote(f"{id}:{given}") if given else id
+    return id
 
 
 class ModelSizes(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Iterable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import numpy as np
 
 from kvjax.codes import taught
 from kvjax.errors import InputError
-from kvjax.fitted import ModelSizes, fitted_words, lacks_fit
+from kvjax.fitted import ModelSizes, fitted_words, lacks_fit, spelled
 from kvjax.grammar import Keep, Method, check
 from kvjax.keep.observe import Queries
 from kvjax.models.block_transformer import BlockConfig
@@ -264,24 +263,13 @@ def _check_fitted(method: Method, config: Config) -> None:
             continue
         if word.fitted is None:
             raise InputError(
-                f"{method.id} was never fitted to a model: run `kvjax fit {_spelled(method.spec, word.by)} "
+                f"{method.id} was never fitted to a model: run `kvjax fit {spelled(method.spec, word.by)} "
                 f"--model MODEL --out {word.by}.safetensors` and give the method fitted={word.by}.safetensors"
             )
         try:
             word.check(sizes)
         except InputError as error:
             raise InputError(f"{method.id}: {error}") from error
-
-
-def _spelled(spec: tuple[Any, ...], id: str) -> str:
-    """A method of a sentence with the hyper-parameters that it was given, as commands read it."""
-    match spec:
-        case (str(), ("chain", *parts)):
-            return next((found for part in parts if (found := _spelled(part, id)) != id), id)
-        case (str() as name, tuple() as hyper) if name == id:
-            given = ",".join(f"{name}={value}" for name, value in hyper if value is not None)
-            return shlex.quote(f"{id}:{given}") if given else id
-    return id
 
 
 def _check_reading(method: Method, config: Config) -> None:
