@@ -61,8 +61,8 @@ def add(name: str, out: Path, seed: int = 0) -> None:
     from kvjax.methods.parse import with_file
 
     (method, steps), run = ROWS[name], f"{name}-{seed}" if seed else name
-    folder, found = out / run, json.loads(DATA.read_text()) if DATA.exists() else {}
-    if seed and name not in found:
+    folder = out / run
+    if seed and name not in _found():
         raise SystemExit(f"{name} has no row of seed 0 yet: run it without --seed first")
     trained = ["train", "--gin", "gisting", "--set", f"train.method={method}", f"train.steps={steps}"]
     trained += [f"train.seed={seed}", f"data.seed={seed}"] if seed else []
@@ -78,14 +78,20 @@ def add(name: str, out: Path, seed: int = 0) -> None:
         "own full": mine["full"],
         "own": mine[name],
     }
+    if not seed:
+        before = _cells(out, "start", START, "full", "streaming-llm", "--budgets", BUDGET)
+        beside = {"start": before["full"], "streaming-llm": before["streamingllm"]}
+    found = _found()  # another process may have added a row meanwhile
     if seed:
         found[name].setdefault("seeds", {})[str(seed)] = learned
     else:
-        before = _cells(out, "start", START, "full", "streaming-llm", "--budgets", BUDGET)
-        beside = {"start": before["full"], "streaming-llm": before["streamingllm"]}
         seeds = {"seeds": found[name]["seeds"]} if "seeds" in found.get(name, {}) else {}
         found[name] = {"method": method} | learned | beside | seeds
     write_atomic(DATA, json.dumps(found, indent=1).encode() + b"\n")
+
+
+def _found() -> dict[str, Any]:
+    return json.loads(DATA.read_text()) if DATA.exists() else {}
 
 
 def _kvjax(*words: str) -> None:
@@ -120,7 +126,7 @@ def table() -> str:
         "sinks + newest",
     ]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for row in json.loads(DATA.read_text()).values():
+    for row in _found().values():
         own, steps = row["own"], row["train"].rpartition("=")[2]
         cells = [
             f"`{row['method']}`",

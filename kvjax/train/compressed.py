@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import steps
 from kvjax.errors import InputError
-from kvjax.fitted import Fitted, fitted_words, lacks_fit, with_fitted
+from kvjax.fitted import Fitted, fitted_words, lacks_fit, spelled, with_fitted
 from kvjax.fitting.asked import adapter
 from kvjax.fitting.remembered import embeddings
 from kvjax.fitting.repeated import repeated
@@ -102,8 +102,8 @@ def compressor(text: str, model: Model, seed: int) -> Compressor:
     for word in fitted_words(method):
         if lacks_fit(word):
             raise InputError(
-                f"{method.id} was never fitted to this model: run `kvjax fit {word.by}`, and give the method "
-                "fitted=FILE"
+                f"{method.id} was never fitted to this model: run "
+                f"`kvjax fit {spelled(method.spec, word.by)}`, and give the method fitted=FILE"
             )
     method = bind(method, model)
     return Compressor(method, with_fitted({}, method).get("fitted", {}))

@@ -56,10 +56,11 @@ class Data:
     "python" (the standard library's source of the running interpreter), "recall" (the language of
     `recall-tiny`) or "pairs" (associative recall: half of a row tells pairs, the rest asks for them all).
 
-    field: the field or column that holds a text. tokenizer: "bytes", or a model whose tokenizer it is, as
-    `kvjax.load` takes one. held_out: the share of texts, chosen by a hash of them, that is never trained on.
-    segments: texts that lie in one row do not see each other. seed: of the order of texts. tasks: which tasks
-    of `kvjax compare` rows of "recall" ask; all of them, in their shares, unless given.
+    files: paths, or patterns such as "corpus/**/*.txt", from the current folder. field: the field or column
+    that holds a text. tokenizer: "bytes", or a model whose tokenizer it is, as `kvjax.load` takes one.
+    held_out: the share of texts, chosen by a hash of them, that is never trained on. segments: texts that lie
+    in one row do not see each other. seed: of the order of texts. tasks: which tasks of `kvjax compare` rows
+    of "recall" ask; all of them, in their shares, unless given.
     """
 
     kind: str = "python"

@@ -5,6 +5,7 @@ A text is held out by a hash of what it says, so the choice is the same on every
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import sysconfig
 from collections.abc import Sequence
@@ -53,11 +54,12 @@ class Files:
 def read_texts(data: Data) -> Texts:
     """The texts that a run's settings name.
 
-    Raises InputError where a file is missing, empty or not UTF-8 (with its line), or lacks the field.
+    Raises InputError where a file is missing, empty or not UTF-8 (with its line), lacks the field, or where a
+    pattern matches no file.
     """
     if data.kind == "python":
         return Files(standard_library())
-    paths = [Path(name) for name in data.files]
+    paths = [path for name in data.files for path in _named(name)]
     for path in paths:
         _check_file(path, binary=data.kind == "parquet")
     if data.kind == "text":
@@ -103,6 +105,17 @@ def _dataset(kind: str, paths: Sequence[Path]) -> Any:
         raise InputError(f"{', '.join(map(str, paths))} cannot be read as {kind}: {cause}") from error
     finally:
         datasets.logging.set_verbosity(before)
+
+
+def _named(name: str) -> list[Path]:
+    """The files that a name of `data.files` stands for: itself, or in their order those that it matches."""
+    if Path(name).is_file() or not glob.has_magic(name):
+        return [Path(name)]
+    matched = [Path(found) for found in sorted(glob.glob(name, recursive=True))]
+    files = [path for path in matched if path.is_file()]
+    if not files:
+        raise InputError(f"data.files has the pattern {name!r}, which matches no file: see from which folder")
+    return files
 
 
 def _check_file(path: Path, binary: bool) -> None:

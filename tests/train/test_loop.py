@@ -228,6 +228,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(texts, tmp_path
     cases = [
         (settings([str(missing)]), "there is no file"),
         (settings([str(empty)]), "is empty"),
+        (settings([str(tmp_path / "*.text")]), "the pattern .*text', which matches no file"),
         (settings([str(broken)]), "broken.txt, line 2 is not UTF-8"),
         (settings(texts, length=9000), "train.length is 9000, and the model has 8192 positions"),
         (settings(texts, data=pairs, stages=[(1, 16, 2), (1, 30, 2)]), "1 to 64 pairs, got length=30"),

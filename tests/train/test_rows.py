@@ -88,6 +88,21 @@ def test_json_lines_and_parquet_give_their_field(tmp_path):
         read_texts(Data(kind="json", files=(str(lines),)))
 
 
+def test_a_pattern_stands_for_the_files_that_it_matches_in_their_order(tmp_path):
+    names = ("b.txt", "a.txt", "deep/c.txt", "a.md", "odd[1].txt")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+
+    def said(*files: str) -> list[str]:
+        texts = read_texts(Data(kind="text", files=tuple(str(tmp_path / name) for name in files)))
+        return [texts[i] for i in range(len(texts))]
+
+    assert said("[ab].txt") == ["a.txt", "b.txt"]
+    assert said("a.md", "**/*.txt") == ["a.md", "a.txt", "b.txt", "deep/c.txt", "odd[1].txt"]
+    assert said("odd[1].txt") == ["odd[1].txt"], "a file of that very name"
+
+
 def test_rows_of_a_batch_are_cut_behind_every_end():
     rows = cut(np.asarray([[5, END, END, 6, 7]], np.int32), END, True)
     assert rows.segments.tolist() == [[0, 0, 1, 2, 2]] and rows.weights.tolist() == [[1, 1, 0, 0, 1]]
