@@ -17,6 +17,7 @@ from kvjax.ops.attention.union import (
     NEG_INF,
     Keys,
     Masses,
+    Products,
     Reduction,
     logits,
     merge,
@@ -213,16 +214,21 @@ def attend_at_once(
     pos: Int[Array, "B T"],
     *,
     mass: tuple[Reduction, ...] = (),
+    products: Products | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...], AttentionLogits]:
-    """Attention by whole maps of logits, a layer's own or those it takes: (out, lse, masses, logits)."""
+    """Attention by whole maps of logits, a layer's own or those it takes: (out, lse, masses, logits).
+
+    products: as of `logits`, of all sets.
+    """
     taken = layer.taken.get("logits")
     if taken is None:
-        softcap = layer.config.attention_softcap
-        scores = [logits(q, s, pos, scale=layer.scale, window=layer.window, softcap=softcap) for s in sets]
+        options: dict[str, Any] = dict(scale=layer.scale, window=layer.window, products=products)
+        options |= dict(softcap=layer.config.attention_softcap)
+        scores = [logits(q, s, pos, **options) for s in sets]
     else:
         scores = [_rescored(x, z, q, s) for z, s in zip(taken, sets, strict=True)]
     newer = newer_queries(pos, mass)
-    out, lse, masses = weigh(scores, sets, mass=mass, clip=layer.mixer.clip, newer=newer)
+    out, lse, masses = weigh(scores, sets, mass=mass, clip=layer.mixer.clip, newer=newer, products=products)
     return out.astype(q.dtype), lse, masses, tuple(z.reshape(*q.shape[:3], -1) for z in scores)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.ops.attention.union import Keys
+from kvjax.ops.attention.union import Keys, Products
 
 
 class Expand(NamedTuple):
@@ -21,7 +21,7 @@ class Expand(NamedTuple):
     single query may attend to the stored slots instead, and its output is then outputs(what it got); None
     where stored slots cannot be attended to. rows: where given, `keys` takes rows(stored keys, stored values)
     of every token beside those of the token before it. turn: where given, computed keys turn by turn(keys,
-    positions of their slots).
+    positions of their slots). products: where given, how a single query meets stored slots.
     """
 
     queries: Callable[[Array], Array]
@@ -29,6 +29,7 @@ class Expand(NamedTuple):
     outputs: Callable[[Array], Array] | None
     rows: Callable[[Array, Array], tuple[Array, Array]] | None = None
     turn: Callable[[Array, Array], Array] | None = None
+    products: Products | None = None
 
     def sets(self, stored: Sequence[Keys]) -> list[Keys]:
         """The computed keys and values of every stored set."""

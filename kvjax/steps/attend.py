@@ -37,6 +37,7 @@ from kvjax.steps.attention_form import (
     turn_in_kernel,
     what_kernels_read,
 )
+from kvjax.steps.computed_keys import attend_computed, in_strips
 from kvjax.steps.past import Past, Picks
 from kvjax.steps.run import Run
 from kvjax.steps.split import attended_on_each, on_all, picked_on_each, split_of
@@ -103,9 +104,12 @@ def _parts(
         # Of one query, a sum that fades is the sum.
         received = () if mass is None else ({repr(o): mass for o in wanted},)
         parts.append((base[0].back(row_by_row(out, at.shape[0])), row_by_row(lse, at.shape[0])))
-    q = x.q
-    if unreadable is not None:
-        q, sets = unreadable.queries(q), unreadable.sets(sets)
+    q, products = x.q, None
+    if unreadable is not None and not wanted and in_strips(run, layer, x):
+        q, parts, sets = unreadable.queries(q), [*attend_computed(layer, x, sets, pos), *parts], []
+    elif unreadable is not None:
+        products = unreadable.products if x.extra is None else None
+        q, sets = unreadable.queries(q), sets if products is not None else unreadable.sets(sets)
     if resting is not None and x.extra is not None:
         # The rest weighs as much as what is read of the sequence says, and these slots are none of it.
         more = [*more, attend_at_once(layer, x, q, [x.extra], pos)[:2]]
@@ -113,7 +117,7 @@ def _parts(
     sets, scores = sets if x.extra is None else [x.extra, *sets], ()
     if sets:
         kinds = tuple(o.reduction for o in wanted)
-        out, lse, masses, scores = attend_at_once(layer, x, q, sets, pos, mass=kinds)
+        out, lse, masses, scores = attend_at_once(layer, x, q, sets, pos, mass=kinds, products=products)
         parts = [(out, lse), *parts]
         if wanted:
             each = [in_lists(kinds, m, past.tail.kv_heads) for m in masses[x.extra is not None :]]

@@ -11,7 +11,8 @@ from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape
-from kvjax.ops.base.dtypes import wide
+from kvjax.ops.attention.factored import dot_factors, of_factors, sum_factors
+from kvjax.ops.attention.union import Products
 from kvjax.ops.base.rope import angles, rotate
 
 
@@ -22,9 +23,9 @@ class TensorProduct(Mixer):
         k = 1/R sum_r a_r(x) (x) b_r(x), a_r over heads, b_r over channels, linear in x; likewise q and v
 
     The rotation turns the b factors of queries and keys alone, so what is stored never turns again: per
-    token, (key_rank + value_rank) * (heads + head_dim) numbers. Attention expands the factors it reads, in
-    prefill and in decoding; methods that score stored keys against queries, or rotate them by rank, do not
-    fit factors.
+    token, (key_rank + value_rank) * (heads + head_dim) numbers. A prefill computes keys and values from the
+    factors; a step multiplies the query with the b factors and weighs the products by the a factors instead.
+    Methods that score stored keys against queries, or rotate them by rank, do not fit factors.
     """
 
     q_rank: int
@@ -62,19 +63,17 @@ class TensorProduct(Mixer):
         k_a, k_b = self._factors(linear(p, "k_factors", x), self.key_rank, config)
         k = jnp.concatenate([k_a.reshape(b, t, -1), rotate(k_b, cos, sin).reshape(b, t, -1)], -1)
 
-        def whole(stored: Float[Array, "B 1 S F"], rank: int) -> Float[Array, "B N S H"]:
-            a, c = self._factors(stored[:, 0], rank, config)
-            # As products of matrices, each of a few numbers, XLA would compute them one by one.
-            a, c = jnp.moveaxis(a, (2, 3), (0, 2))[..., None], jnp.moveaxis(c, 2, 0)[:, :, None]
-            nothing = jnp.zeros((), wide(stored))
-            each = (x.astype(nothing.dtype) * y for x, y in zip(a, c, strict=True))
-            return (sum(each, nothing) / rank).astype(stored.dtype)
-
         def keys(k: Array, v: Array) -> tuple[Array, Array]:
-            return whole(k, self.key_rank), whole(v, self.value_rank)
+            ranks = (k, self.key_rank), (v, self.value_rank)
+            k, v = (of_factors(*self._factors(x[:, 0], rank, config)) for x, rank in ranks)
+            return k, v
 
-        v = linear(p, "v_factors", x)[:, None]
-        projected = Projected(q, k[:, None], v, x, expand=Expand(lambda turned: turned, keys, None))
+        products = Products(
+            lambda q, k: dot_factors(q, *self._factors(k[:, 0], self.key_rank, config)),
+            lambda p, v: sum_factors(p, *self._factors(v[:, 0], self.value_rank, config)),
+        )
+        expand = Expand(lambda turned: turned, keys, None, products=products)
+        projected = Projected(q, k[:, None], linear(p, "v_factors", x)[:, None], x, expand=expand)
         out, state, left = memory.attend(layer, projected, state)
         return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(b, t, -1)), state, left
 

@@ -8,6 +8,7 @@ import pytest
 from kvjax import steps
 from kvjax.grammar import Method
 from kvjax.models.feed_forward import NoMLP
+from kvjax.models.mixers.grouped_latent import GroupedLatent
 from kvjax.models.params import init
 from kvjax.steps import Run
 from tests.models.architectures import MLA, TPA, with_layers
@@ -15,6 +16,7 @@ from tests.ops import sequences
 from tests.ops.oracles import rms
 from tests.parity.ops.layers import OPS
 
+GROUPED = GroupedLatent(group=2, key_rank=6, value_rank=8)
 B, T, D, H, K, P, R, V, THETA = 2, 13, 11, 3, 6, 4, 7, 5, 10000.0
 
 
@@ -54,21 +56,25 @@ def test_without_rotation_nothing_turns(tokens):
     assert rms(got["o"], by_hand(tokens, turn=lambda x, t: x)) < 1e-6
 
 
-def test_a_step_attends_to_latents_and_never_expands_the_cache():
-    """TPA, which does expand what it stores, shows that the largest array would be seen."""
-    room = 1000
+def test_a_step_never_computes_the_keys_of_a_whole_cache():
+    """Grouped latents compute the keys of less than two strips at once: a whole cache would be seen."""
+    room = 2000
 
-    def sizes(word):
-        config = with_layers(word, mlps=(NoMLP(),))
+    def largest(word, room=room):
+        config = with_layers(word, kv_heads=4, mlps=(NoMLP(),))
         run, params = Run(config, Method()), init(config, jax.random.key(0))
         ids, one = jnp.zeros((B, 1), jnp.int32), jnp.ones((B,), jnp.int32)
         _, cache = jax.eval_shape(
             lambda: steps.prefill(run, params, ids, one, None, tokens_bound=1, room=room, compress=False)
         )
         step = jax.make_jaxpr(lambda cache: steps.step_fn(run, params, cache, ids[:, 0], one > 0))(cache)
-        return sequences.largest_array(step.jaxpr), config.heads
+        return sequences.largest_array(step.jaxpr), B * room * config.heads * config.head_dim
 
-    largest, heads = sizes(MLA)
-    assert largest <= B * (room + 1) * (MLA.rank + MLA.rope_dim) < B * room * heads * MLA.value_dim
-    largest, heads = sizes(TPA)
-    assert largest >= B * room * heads * 8
+    found, keys = largest(MLA)
+    assert found <= B * (room + 1) * (MLA.rank + MLA.rope_dim) < keys
+    found, keys = largest(TPA)
+    assert found <= B * (room + 1) * 2 * (4 + 8) < keys
+    found, keys = largest(GROUPED)
+    assert found <= B * (room + 1) * 2 * 8 < keys
+    found, keys = largest(GROUPED, room=500)
+    assert found >= keys

@@ -162,7 +162,7 @@ def test_words_that_were_fitted_before_go_on_from_there(model):
         ({"train": {"method": 3}}, "expected a method in words"),
         ({"train": {"context": 0}}, "reads the first train.context tokens of every row, and that is 0 of 24"),
         ({"train": {"context": 24}}, "that is 24 of 24"),
-        ({"train": {"method": "locret:budget=0.5"}}, "never fitted to this model: run `kvjax fit locret:budget=0.5`"),
+        ({"train": {"method": "locret:budget=0.5"}}, "run `kvjax fit locret:budget=0.5`"),
         ({"train": {"chunk": 4}}, "leave one of them out"),
         ({"devices": {"mesh": "data=1"}}, "trains on one device"),
     ],

@@ -6,7 +6,7 @@ sliding window, not too old. Nothing here asks which method arranged the keys or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -36,6 +36,17 @@ class Keys(NamedTuple):
     bias: Float[Array, "B K S"] | Float[Array, "B N S"] | None = None
     sizes: tuple[Float[Array, "B K S"] | None, Float[Array, "B K S"] | None] = (None, None)
     until: Int[Array, "B #K S"] | None = None
+
+
+class Products(NamedTuple):
+    """How queries meet keys and values that are computed from stored ones, without computing them.
+
+    keys: queries [B, N, T, H] and stored keys [B, K, S, F] to their products [B, N, T, S]. values: weights
+    [B, N, T, S] and stored values [B, K, S, F] to weighted sums [B, N, T, V]. Both give float32 or wider.
+    """
+
+    keys: Callable[[Array, Array], Array]
+    values: Callable[[Array, Array], Array]
 
 
 class Reduction(NamedTuple):
@@ -114,18 +125,20 @@ def logits(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    products: Products | None = None,
 ) -> Float[Array, "B K G T S"]:
     """Masked attention logits in promote(float32, q), -inf where a key is not visible.
 
-    `softcap` is Gemma 2's c * tanh(s / c) (arXiv:2408.00118), applied before the bias and the mask.
+    `softcap` is Gemma 2's c * tanh(s / c) (arXiv:2408.00118), applied before the bias and the mask. products:
+    where the set holds what keys are computed from; K is then its number of lists, and G the heads of one.
     """
     b, n, t, h = q.shape
     kv_heads = keys.k.shape[1]
     rows = q.reshape(b, kv_heads, n // kv_heads * t, h)
-    s = _products(rows, keys.k) * scale
-    if keys.sizes[0] is not None:
-        s = s * keys.sizes[0][:, :, None].astype(s.dtype)
+    s = scale * (_products(rows, keys.k) if products is None else products.keys(q, keys.k))
     s = s.reshape(b, kv_heads, n // kv_heads, t, -1)
+    if keys.sizes[0] is not None:
+        s = s * keys.sizes[0][:, :, None, None].astype(s.dtype)
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)
     if keys.bias is not None:
@@ -170,6 +183,7 @@ def weigh(
     mass: tuple[Reduction, ...] = (),
     clip: tuple[float, float] | None = None,
     newer: Int[Array, "B T"] | None = None,
+    products: Products | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
     """Values of several sets weighted by the softmax over all their scores: (out, lse, masses).
 
@@ -193,7 +207,7 @@ def weigh(
         gamma, zeta = clip
         weights = [jnp.clip((zeta - gamma) * (w / _grouped(safe, w)) + gamma, 0.0, 1.0) for w in weights]
         norm = jnp.ones_like(safe)
-    out = _sum([_weighted_values(w, s, (b, n, t)) for w, s in zip(weights, sets, strict=True)])
+    out = _sum([_weighted_values(w, s, (b, n, t), products) for w, s in zip(weights, sets, strict=True)])
     masses: tuple[Masses, ...] = ()
     if mass:
         shares = [w / _grouped(norm, w) for w in weights]
@@ -215,11 +229,15 @@ def _log_total(top: Array, total: Array, safe: Array) -> Array:
     return jnp.where(total == 0.0, NEG_INF, top + jnp.log(safe))
 
 
-def _weighted_values(p: Float[Array, "B K G T S"], keys: Keys, bnt: tuple[int, int, int]) -> Array:
+def _weighted_values(
+    p: Float[Array, "B K G T S"], keys: Keys, bnt: tuple[int, int, int], products: Products | None
+) -> Array:
     """sum_j p_j v_j as [B, N, T, V]."""
     b, k, g, t, s = p.shape
     if keys.sizes[1] is not None:
         p = p * keys.sizes[1][:, :, None, None].astype(p.dtype)
+    if products is not None:
+        return products.values(p.reshape(*bnt, s), keys.v)
     weights = p.reshape(b, k, g * t, s).astype(keys.v.dtype)
     out = jnp.einsum("bkts,bksv->bktv", weights, keys.v, preferred_element_type=wide(keys.v))
     return out.reshape(*bnt, -1)
