@@ -20,7 +20,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from claims_table import CLAIMS, Better, Claim, Faster, Learned, Near, Untestable
+from claims_table import CLAIMS, Better, Claim, Faster, Learned, Longer, Near, Untestable
+from longer_texts import TRAINED
+from longer_texts import found as longer_texts
+from longer_texts import table as longer_table
 from memory_tokens import DATA as LEARNED
 from surprises_table import BELOW_SINK_RECENT, SURPRISES
 
@@ -29,6 +32,13 @@ from kvjax.eval.report.leaderboard import Leaderboard, Line, read_leaderboard
 from kvjax.methods import METHODS
 
 PAGE = Path(__file__).parents[1] / "docs" / "claims.md"
+LONGER_TEXTS = (
+    "Bits per byte of models that learned on rows of 256 bytes, one beside the other, behind a prompt and "
+    "one byte at a time. Where positions grow beyond those rows, the full cache expects worse and worse. "
+    "Methods that keep tokens at places which the model knows go on as within the rows. The first tokens "
+    "are no help to these small models: without them the window does as well. `python "
+    "scripts/longer_texts.py run --out runs/longer --seed N` adds a model."
+)
 YES, NO, UNCLEAR, MISSING, NONE = "yes", "no", "unclear", "not compared yet", "not testable"
 
 
@@ -93,6 +103,8 @@ def check(claim: Claim, board: Leaderboard) -> Found:
         return Found(YES if speed.prefill < 1 else NO, f"{speed.prefill:.2f}x the prefill of none")
     if isinstance(test, Learned):
         return learned(claim.method, test.within, json.loads(LEARNED.read_text()))
+    if isinstance(test, Longer):
+        return longer(claim.method, list(longer_texts().values()))
     least = 0.0 if isinstance(test, Better) else -test.within
     lines = by_cell(board, claim.method, test.other)
     pairs = [(lines.get((claim.method, b, test.protocol)), _other(lines, test, b)) for b in test.budgets]
@@ -133,6 +145,22 @@ def learned(method: str, within: float, rows: dict[str, Any]) -> Found:
     return Found(judged(Difference(mean, low, high, (mean,)), -within), numbers)
 
 
+def longer(method: str, models: list[dict[str, Any]]) -> Found:
+    """What the data of scripts/longer_texts.py says of a method."""
+    if not models:
+        return Found(MISSING, "no model has read longer texts")
+
+    def each(name: str, of: str) -> str:
+        return ", ".join(f"{model[name][of]:.2f}" for model in models)
+
+    differences = [model[method]["difference"] for model in models]
+    numbers = f"bits per byte {each(method, 'own')}; full cache {each(method, 'full')}, and "
+    numbers += f"{each('within', 'full')} within that length"
+    if all(one["high"] < 0 for one in differences):
+        return Found(YES, numbers)
+    return Found(NO if all(one["low"] > 0 for one in differences) else UNCLEAR, numbers)
+
+
 def _other(lines: Lines, test: Better | Near, budget: float | None) -> Line | None:
     """What a method is compared with: at the same budget, or without one where it has none."""
     return lines.get((test.other, budget, test.protocol)) or lines.get((test.other, None, test.protocol))
@@ -156,6 +184,8 @@ def said(test: object) -> str:
         case Learned():
             points = f"within {100 * test.within:g} points of the full cache"
             return f"{points}, by a model that learned with it (contexts of 64 tokens)"
+        case Longer():
+            return f"likelier texts than with the full cache, beyond the {TRAINED} bytes of training"
         case Faster():
             return "a shorter prefill than without it"
     return "–"
@@ -173,6 +203,8 @@ def command(claim: Claim) -> str:
         return f"python scripts/leaderboard.py speed --methods {claim.method} --out boards"
     if isinstance(test, Learned):
         return f"python scripts/memory_tokens.py run --rows {claim.method} --out runs/memory"
+    if isinstance(test, Longer):
+        return "python scripts/longer_texts.py run --out runs/longer"
     if not isinstance(test, Better | Near):
         return ""
     budgets = " ".join(f"{b:g}" for b in test.budgets if b is not None)
@@ -205,6 +237,7 @@ def page(board: Leaderboard) -> str:
         how = f"`{command(claim)}`" if command(claim) else "–"
         row = (link, claim.says, said(claim.test), f"**{one.verdict}**", one.numbers or "–", how)
         lines.append("| " + " | ".join(row) + " |")
+    lines += ["", "## Texts longer than those of training", "", LONGER_TEXTS, "", longer_table()]
     lines += ["", "## Below random, and why", ""]
     for surprise in SURPRISES:
         lines += [f"* **{', '.join(surprise.methods)}**. {surprise.found} `{surprise.command}`"]

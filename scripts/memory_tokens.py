@@ -133,7 +133,7 @@ def table() -> str:
             steps,
             f"{own['kept_bytes'] / own['full_bytes']:.0%}",
             f"**{_said(own)}**",
-            ", ".join(f"{one['own']['mean']:.0%}" for one in row.get("seeds", {}).values()),
+            ", ".join(f"{one['own']['mean']:.0%}" for _, one in sorted(row.get("seeds", {}).items())),
         ]
         cells += [_said(row[name]) for name in ("own full", "start", "streaming-llm")]
         lines.append(f"| {' | '.join(cells)} |")

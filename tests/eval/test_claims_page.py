@@ -109,6 +109,21 @@ def test_a_claim_about_memory_tokens_is_judged_by_the_models_that_learned_with_t
     assert claims.learned("loma", 0.05, {}).verdict == "not compared yet"
 
 
+def test_a_claim_about_longer_texts_is_judged_by_every_model_that_read_them(claims):
+    def model(own, half):
+        difference = {"nll": own - 4.0, "low": own - 4.0 - half, "high": own - 4.0 + half}
+        return {"within": {"full": 2.5}, "homer": {"own": own, "full": 4.0, "difference": difference}}
+
+    def verdict(*models):
+        return claims.longer("homer", list(models)).verdict
+
+    assert verdict(model(3.0, 0.5), model(3.5, 0.4)) == "yes" and verdict(model(5.0, 0.5)) == "no"
+    assert verdict(model(3.0, 0.5), model(3.5, 0.6)) == verdict(model(3.0, 0.5), model(5.0, 0.5)) == "unclear"
+    assert verdict() == "not compared yet"
+    numbers = claims.longer("homer", [model(3.0, 0.5), model(3.5, 0.4)]).numbers
+    assert numbers == "bits per byte 3.00, 3.50; full cache 4.00, 4.00, and 2.50, 2.50 within that length"
+
+
 def test_every_claim_names_cells_that_a_comparison_of_all_methods_has(claims):
     for claim in claims.CLAIMS:
         test = claim.test
