@@ -3,10 +3,10 @@
     python scripts/longer_texts.py run --out runs/longer            # trains on rows of 256 bytes, reads 2048
     python scripts/longer_texts.py run --out runs/longer --seed 1   # another model
     python scripts/longer_texts.py                                  # prints the table
-    python scripts/longer_texts.py write                            # writes it into docs/claims.md
 
 A byte model learns on rows of 256 bytes (`kvjax train --gin bytes-gqa`), and then meets held-out texts: a
-method reads their first bytes as a prompt, and the others one by one. Results lie in docs/longer-texts.json.
+method reads their first bytes as a prompt, and the others one by one. Results lie in docs/longer-texts.json;
+`python scripts/claims.py --write` puts them into docs/claims.md.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from docs_tables import DOCS
+from memory_tokens import train_in
 
 DATA = DOCS / "longer-texts.json"
 TRAINED, WINDOWS = 256, 16
@@ -47,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=("run", "write"), help="(default: print the table)")
+    parser.add_argument("what", nargs="?", choices=("run",), help="(default: print the table)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where models lie")
     parser.add_argument("--seed", type=int, default=0, help="of the model and its data (default: 0)")
     parser.add_argument("--steps", type=int, default=500, help="of training (default: 500)")
@@ -56,8 +55,6 @@ def main() -> None:
         if args.out is None:
             parser.error("run needs --out DIR, where models lie")
         add(args.out, args.seed, args.steps)
-    elif args.what == "write":
-        subprocess.run([sys.executable, str(Path(__file__).parent / "claims.py"), "--write"], check=True)
     else:
         print(table())
 
@@ -69,11 +66,7 @@ def add(out: Path, seed: int, steps: int) -> None:
     folder = out / str(seed)
     words = ["train", "--gin", "bytes-gqa", "--set", f"train.steps={steps}"]
     words += [f"train.seed={seed}", f"data.seed={seed}"]
-    if not (folder / "model").exists():
-        resume = ["--resume"] if (folder / "run.json").exists() else []
-        done = subprocess.run([sys.executable, "-m", "kvjax", *words, "--out", str(folder), *resume])
-        if done.returncode:
-            sys.exit(done.returncode)  # it has said why
+    train_in(folder, words)
     said = {"train": " ".join(["kvjax", *words])} | read(folder)
     write_atomic(DATA, json.dumps(found() | {str(seed): said}, indent=1).encode() + b"\n")
 

@@ -66,8 +66,7 @@ def add(name: str, out: Path, seed: int = 0) -> None:
         raise SystemExit(f"{name} has no row of seed 0 yet: run it without --seed first")
     trained = ["train", "--gin", "gisting", "--set", f"train.method={method}", f"train.steps={steps}"]
     trained += [f"train.seed={seed}", f"data.seed={seed}"] if seed else []
-    if not (folder / "model").exists():
-        _kvjax(*trained, "--out", str(folder), *(["--resume"] if (folder / "run.json").exists() else []))
+    train_in(folder, trained)
     known = with_file(method, folder / f"{name}.safetensors")
     mine = _cells(out, f"{run}-own", str(folder / "model"), "full", known)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -92,6 +91,12 @@ def add(name: str, out: Path, seed: int = 0) -> None:
 
 def _found() -> dict[str, Any]:
     return json.loads(DATA.read_text()) if DATA.exists() else {}
+
+
+def train_in(folder: Path, words: list[str]) -> None:
+    """Runs `kvjax train` into a folder, or goes on where it was cut, unless a model is there."""
+    if not (folder / "model").exists():
+        _kvjax(*words, "--out", str(folder), *(["--resume"] if (folder / "run.json").exists() else []))
 
 
 def _kvjax(*words: str) -> None:

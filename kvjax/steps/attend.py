@@ -37,7 +37,7 @@ from kvjax.steps.attention_form import (
     turn_in_kernel,
     what_kernels_read,
 )
-from kvjax.steps.computed_keys import attend_computed, in_strips
+from kvjax.steps.computed_keys import Part, attend_computed, in_strips
 from kvjax.steps.past import Past, Picks
 from kvjax.steps.run import Run
 from kvjax.steps.split import attended_on_each, on_all, picked_on_each, split_of
@@ -50,8 +50,6 @@ from kvjax.words import shaped
 Received = dict[str, Float[Array, "*_"]]
 # What multiplies the keys and the values of a layer's slots.
 Factors = tuple[Array | None, Array | None]
-# (out, lse) of one part.
-Part = tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]
 
 
 def attend_past(

@@ -1,6 +1,7 @@
 """Vectors of all heads that are sums of outer products, 1/R sum_r a_r (x) b_r, and products with them.
 
 `a` holds R factors over heads of every slot, [B, S, R, N], and `b` R factors over channels, [B, S, R, H].
+Keys and values of tensor product attention are such vectors (Zhang et al., 2025, arXiv:2501.06425).
 """
 
 from __future__ import annotations
