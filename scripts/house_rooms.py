@@ -189,7 +189,13 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/cache_file.py",
                 "kvjax/cache_arrays.py",
             ),
-            _room("presets", "hyper-parameters from gin files", "kvjax/gin_bindings.py", "configs"),
+            _room(
+                "presets",
+                "hyper-parameters from gin files",
+                "kvjax/gin_files.py",
+                "kvjax/gin_bindings.py",
+                "configs",
+            ),
         ),
     ),
     (

@@ -1,8 +1,12 @@
 """Presets: what a .gin file binds, which budget holds, and one sentence with its place for what is wrong."""
 
+import logging
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import gin
 import pytest
 
 import kvjax
@@ -55,18 +59,27 @@ BAD = {
     "hyper-parameter": ("hyper.snapkv = {'windw': 16}", r"line 1: .*did you mean 'window'\?"),
     "a number": ("hyper.snapkv = {1: 2}", r"line 1: .*has no hyper-parameter 1: it takes budget,"),
     "range": ("\nhyper.snapkv = {'window': 0}", r"line 2: snapkv: window must be a whole number >= 1, got 0"),
-    "included": ("include 'bad.gin'", r"mine\.gin: unknown method 'snapkq'"),
-    "include": ("\n\ninclude 'none.gin'", r"mine\.gin, line 3: Unable to open file: none\.gin.*: write"),
+    "included": ("include 'bad.gin'", r"bad\.gin, line 1: unknown method 'snapkq'"),
+    "include": ("\n\ninclude 'none.gin'", r"mine\.gin, line 3: no file none\.gin to include: .*; write"),
     "no dict": ("hyper.snapkv = 5", r"line 1: hyper\.snapkv is 5, expected a dict such as \{'window': 16\}"),
     "brace": ("hyper.snapkv = {'window': 16", r"mine\.gin, line \d: .*is a bracket or a quote left open\?"),
     "name": ("hypr.snapkv = {'window': 1}", r"line 1: unknown section 'hypr': did you mean hyper"),
     "word": ("hyper.snapkv = {'window': x}", r"line 1: malformed node .* a name: write"),
-    "reference": ("hyper.snapkv = @foo", r"line 1: No configurable matching reference '@foo': write"),
-    "import": ("import nowhere_at_all", r"line 1: No module named 'nowhere_at_all': write"),
+    "reference": ("hyper.snapkv = @foo", r"line 1: @foo would run Python code: write"),
+    "import": ("import nowhere_at_all", r"line 1: 'import nowhere_at_all' would run Python code: write"),
     "two names": (
         "hyper.adakv = {'page': 8}\nhyper.ada_kv = {'page': 4}",
         r"line [12]: hyper\.ada_?kv and hyper\.ada_?kv are one method, adakv, expected one of them: remove",
     ),
+    "call": ("hyper.snapkv = {'window': [@os.system()]}", r"line 1: @os\.system\(\) would run Python"),
+    "import from": ("from __gin__ import os", r"line 1: .from __gin__ import os. would run Python"),
+    "unused macro": ("X = @os.system()", r"line 1: @os\.system\(\) would run"),
+    "itself": ("include 'mine.gin'", r"mine\.gin, line 1: mine\.gin includes itself"),
+    "macro of itself": ("X = [%X]\nhyper.snapkv = %X", r"line 2: the macro %X stands for itself"),
+    "scope": ("a/hyper.snapkv = {}", r"line 1: a/hyper\.snapkv binds in a scope, which nothing reads"),
+    "key": ("hyper.snapkv = {[1]: 2}", r"mine\.gin: unhashable type: 'list': write"),
+    "elsewhere": ("include '/etc/hostname'", r"line 1: /etc/hostname lies outside the folders"),
+    "depth": ("hyper.snapkv = " + "[" * 9999, r"mine\.gin.*(nested too deeply|left open)"),
     "no equals": ("hyper.snapkv {}", r"line 1: Couldn't parse statement.*: write"),
 }  # fmt: skip
 
@@ -78,6 +91,38 @@ def test_what_is_wrong_is_said_in_one_line_with_its_place(text, message, write, 
         load_preset(write(text))
     assert "\n" not in str(caught.value) and not caplog.records
     assert load_preset("short")  # and nothing of it is left behind
+
+
+def test_a_preset_runs_no_module_and_calls_no_function(write, tmp_path, monkeypatch):
+    (tmp_path / "acts.py").write_text(f"open({str(tmp_path / 'done')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    lines = ("import acts", "from __gin__ import dynamic_registration\nimport os\n", "include 'other.gin'")
+    write("import acts", "other.gin")
+    for text in lines:
+        with pytest.raises(InputError, match="would run Python code"):
+            load_preset(write(text + "\nhyper.snapkv = {'window': @os.getcwd()}"))
+    assert not (tmp_path / "done").exists() and "acts" not in sys.modules
+
+
+def test_macros_that_grow_without_bound_are_refused(write):
+    lines = [f"M{i} = [{', '.join([f'%M{i + 1}'] * 10)}]" for i in range(12)]
+    with pytest.raises(InputError, match="stand for more than 100000 values"):
+        load_preset(write("\n".join([*lines, "M12 = 1", "hyper.snapkv = {'window': %M0}"])))
+
+
+def test_threads_read_alike_and_bindings_of_the_program_and_its_log_stay():
+    with gin.unlock_config():
+        gin.parse_config("ours = 3")
+    before = gin.config_str(), logging.root.manager.disable
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(load_preset, ["short", "long"] * 20))
+    assert found[::2] == [load_preset("short")] * 20 and found[1::2] == [load_preset("long")] * 20
+    assert (gin.config_str(), logging.root.manager.disable) == before
+    gin.clear_config()
+
+
+def test_a_block_binds_what_its_lines_bind(write):
+    assert load_preset(write("hyper:\n    snapkv = {'window': 4}\n")) == {"snapkv": {"window": 4}}
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):

@@ -113,6 +113,14 @@ def test_a_file_that_gin_cannot_read_is_named_with_its_line(tmp_path):
         load_training(file)
 
 
+def test_a_file_names_no_python_file_as_its_method(tmp_path):
+    file = tmp_path / "mine.gin"
+    file.write_text("train.method = 'mine.py:acts'\n")
+    with pytest.raises(InputError, match=r"mine.gin, line 1: train.method is .* would run Python code"):
+        load_training(file)
+    assert load_training("bytes", ["train.method=a.py:b"])["train"]["method"] == "a.py:b"
+
+
 def test_a_macro_that_nothing_binds_is_named_with_the_nearest(tmp_path):
     file = tmp_path / "mine.gin"
     file.write_text("train.steps = %STEPS\n")
