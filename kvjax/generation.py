@@ -104,9 +104,10 @@ def generate(
         samples, beams, on_token, implementation,
     )  # fmt: skip
     stops = _checked(asked)
+    # `model` may be what the method made of the given one: only the method with its fit leads back to it.
     logits, cache = prefill(
-        model, tokens, method=method, cache=cache, lengths=lengths, room=max_new_tokens, chunk=chunk,
-        implementation=implementation,
+        model, tokens, method=None if cache is not None else chosen, cache=cache, lengths=lengths,
+        room=max_new_tokens, chunk=chunk, implementation=implementation,
     )  # fmt: skip
     stands = int(fetch(cache.next).max())
     if last > model.config.max_positions:

@@ -8,6 +8,7 @@ from kvjax.methods import as_method
 from kvjax.models.axes import spread_params
 from kvjax.models.model import Model, check_single
 from kvjax.place.pairs import groups_apart
+from kvjax.ready import ready
 from kvjax.suits import check_fit
 
 
@@ -28,7 +29,7 @@ def prepare(model: Model, method: Method | str) -> Model:
     >>> made.config.mixers[0], kvjax.prepare(model, "full") is model
     (GroupedLatent(group=2, key_rank=32, value_rank=32), True)
     """
-    return made(model, as_method(method))
+    return made(model, ready(model, as_method(method)))
 
 
 def made(model: Model, method: Method | None) -> Model:

@@ -15,8 +15,8 @@ from kvjax.models.model import Model
 def ready(model: Model, method: Method) -> Method:
     """The method with what comes with kvjax for this model (`kvjax/fits`), where a word lacks its fit.
 
-    Raises InputError for a word that was fitted to another model. On what a method made of a model, fits of
-    that one count.
+    Raises InputError for a word that was fitted to another model. On what a method made of a model, that
+    method has the fit by which it was made.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -24,8 +24,10 @@ def ready(model: Model, method: Method) -> Method:
     ('locret', (('budget', 0.5), ('fitted', 'recall-tiny/locret')))
     """
     words = list(fitted_words(method))
-    if not words or not isinstance(model, Model) or model.made_by is not None:
+    if not words or not isinstance(model, Model):
         return method
+    if model.made_by is not None:
+        return _as_made(model.made_by, method)
     for word in words:
         if word.fitted is not None and word.fitted.model not in ("", model.signature):
             raise InputError(
@@ -38,6 +40,17 @@ def ready(model: Model, method: Method) -> Method:
     if not names:
         return method
     return dataclasses.replace(_filled(method, names), spec=_named(method.spec, names))
+
+
+def _as_made(by: Any, method: Method) -> Method:
+    """The method with the shipped fit of `by`, which made the model, where it lacks nothing else to be it."""
+    fitted, word = getattr(by, "fitted", None), method.make
+    if fitted is None or type(word) is not type(by) or not lacks_fit(word):
+        return method
+    name = shipped_for(fitted.model).get(word.by, "")
+    if dataclasses.replace(word, fitted=fitted) != by or not name or as_fitted(name) != fitted:
+        return method
+    return dataclasses.replace(method, make=by, spec=_named(method.spec, {word.by: name}))
 
 
 def _takes(word: Any, name: str, sizes: ModelSizes) -> bool:

@@ -7,7 +7,11 @@ import pytest
 
 import kvjax
 from kvjax.chunking import bucket
+from kvjax.cli import main
 from kvjax.errors import InputError
+from kvjax.fitted import SHIPPED
+from kvjax.gin_bindings import load_preset
+from kvjax.methods import takes_budget
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
@@ -185,3 +189,42 @@ def test_a_cache_stays_with_its_model_and_its_method(model, greedy):
 def test_more_tokens_than_positions_are_refused(model):
     with pytest.raises(InputError, match="would reach position 70, this model's last is 64"):
         kvjax.generate(model, [[1] * 20], max_new_tokens=50)
+
+
+SHIPPED_FITS = sorted(path.stem for path in (SHIPPED / "recall-tiny").glob("*.safetensors"))
+# They make another model of the given one, and `generate` hands that to `prefill`.
+MAKING = ("chai", "kvsharer", "neurocache")
+
+
+@pytest.fixture(scope="module")
+def recall():
+    return kvjax.load("recall-tiny")
+
+
+def fitted_method(id):
+    given = load_preset("short").get(id, {}) | ({"budget": 0.75} if takes_budget(id) else {})
+    return kvjax.method(id, **given)
+
+
+@pytest.mark.parametrize(
+    "id", [*MAKING, *(pytest.param(x, marks=pytest.mark.rotating) for x in SHIPPED_FITS if x not in MAKING)]
+)
+def test_a_method_with_a_shipped_fit_writes_what_its_prefill_expects(recall, id):
+    tokens = np.random.default_rng(3).integers(3, 200, (1, 64))
+    method = fitted_method(id)
+    out = kvjax.generate(recall, tokens, method=method, max_new_tokens=2, stop=())
+    logits, cache = kvjax.prefill(recall, tokens, method=method, room=2)
+    assert out.tokens[0, 0] == logits[0].argmax()
+    assert out.cache.method == cache.method and out.cache.method.spec != method.spec
+
+
+@pytest.mark.parametrize("id", MAKING)
+def test_a_model_that_a_shipped_fit_made_takes_the_method_by_its_name(recall, id):
+    made = kvjax.prepare(recall, id)
+    assert made.made_by == kvjax.pure.static(made, id).method.make
+    assert kvjax.prepare(made, id) is made
+
+
+def test_a_method_with_a_shipped_fit_is_generated_with_from_the_shell(capsys):
+    assert main(["generate", "--tokens", "1,2,3,4", "--method", "chai", "--max-new-tokens", "2"]) == 0
+    assert "chai" in capsys.readouterr().err
