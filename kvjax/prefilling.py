@@ -36,6 +36,7 @@ from kvjax.not_numbers import check_scores
 from kvjax.place.common import apart, has_common, is_shared
 from kvjax.place.rollback import Added, more_added
 from kvjax.place.trim import counted
+from kvjax.program_limit import bound_programs
 from kvjax.pure import bind
 from kvjax.reach import last_position
 from kvjax.ready import ready
@@ -188,6 +189,7 @@ def prefill(
     if on is not None:
         n = on.devices("tokens")
         on.check("tokens", width, "tokens of a chunk", f"read chunk={-(-width // n) * n} at a time")
+    bound_programs()
     cache = None if cache is None else there(model, cache)
     run = Run(model.config, bind(chosen, model), implementation, on)
     params = with_fitted(model.params, chosen)

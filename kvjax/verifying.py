@@ -20,6 +20,7 @@ from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.model import Model, check_single
 from kvjax.place.rollback import more_added
 from kvjax.prefilling import Batch, bare_cache, check_cache, noted, padded, there
+from kvjax.program_limit import bound_programs
 from kvjax.pure import decoding
 from kvjax.stepping import positions_left
 from kvjax.steps import Run
@@ -63,6 +64,7 @@ def verify(
             f"{cache.next.shape[0]} rows, expected the same number and at least one token: give one row of "
             "tokens for every row of the cache"
         )
+    bound_programs()
     cache = there(model, cache)
     run = decoding(model, cache.method, implementation)
     _check_one_pass(model, run, cache, batch.lengths)

@@ -163,6 +163,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/forking.py",
                 "kvjax/generation.py",
                 "kvjax/not_numbers.py",
+                "kvjax/program_limit.py",
                 "kvjax/pure.py",
                 "kvjax/making.py",
                 "kvjax/ready.py",

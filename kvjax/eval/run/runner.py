@@ -23,7 +23,6 @@ from kvjax.cache import Cache, host_nbytes, kept_positions, nbytes
 from kvjax.chunking import bucket
 from kvjax.eval.run.answers import NOT_A_NUMBER, generate_answers, predicted, row_new_tokens
 from kvjax.eval.run.cellplan import Entry
-from kvjax.eval.run.programs import forget_if_crowded
 from kvjax.eval.tasks.rows import Rows
 from kvjax.eval.tasks.sample import Sample, Suite
 from kvjax.fitted import with_fitted
@@ -36,6 +35,7 @@ from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.not_numbers import check_scores, refuse_prompt, refuse_step
 from kvjax.place.trim import counted
+from kvjax.program_limit import forget_if_crowded
 from kvjax.room import as_used
 from kvjax.segments import unread_bytes
 from kvjax.steps import Prompt, Run
