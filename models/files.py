@@ -24,6 +24,9 @@ from kvjax.hosts.messages import by_first, is_first, wait_for_all
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What parameters are stored in, by their names in safetensors."""
 
+# Rows of a tensor that are in memory at once where two are compared.
+_ROWS = 256
+
 # What the library says of a file that ends too early.
 _ENDS_EARLY = ("header too small", "invalid header length", "not fully covered")
 
@@ -74,6 +77,14 @@ class Stored(NamedTuple):
         """A copy of the piece that one slice (step 1) per leading dimension picks; no other rows are read."""
         spans = [s.indices(n) for s, n in zip(index, self.shape, strict=False)]
         return self.file.get_slice(self.name)[tuple(slice(start, stop) for start, stop, _ in spans)]
+
+    def equals(self, other: Stored) -> bool:
+        """Whether another tensor has this one's shape and numbers; read a few rows at a time."""
+        if self.shape != other.shape:
+            return False
+        rows = self.shape[0] if self.shape else 1
+        spans = (slice(i, min(i + _ROWS, rows)) for i in range(0, rows, _ROWS))
+        return all(np.array_equal(self.read(span), other.read(span)) for span in spans)
 
 
 def save_safetensors(

@@ -29,7 +29,16 @@ from kvjax.models.config import Config
 from kvjax.models.files import Stored, atomic_folder, check_folder, read_header, read_json, save_safetensors
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.hf_config_out import config_to_hf
-from kvjax.models.hf_tensors import Part, check_layers, hf_name, match, short_name, tensors, top_names
+from kvjax.models.hf_tensors import (
+    Part,
+    check_layers,
+    hf_name,
+    match,
+    refuse_doubles,
+    short_name,
+    tensors,
+    top_names,
+)
 from kvjax.models.layers import Params
 from kvjax.models.model import Model, check_single
 from kvjax.models.params import Group, check_groups, plan, shapes
@@ -73,6 +82,7 @@ def load_hf(
         )
     data, found = read_json(folder / "config.json"), _headers(folder)
     check_layers(data, found)
+    refuse_doubles(found)
     config = config_from_hf(data)
     config = _untie(config, found)
     stored = match(config, found)
@@ -139,10 +149,7 @@ def _untie(config: Config, found: Mapping[str, Stored]) -> Config:
     embed, unembed = (by_short.get(name) for name in (top_names(config)[0], "lm_head.weight"))
     if not config.tied or embed is None or unembed is None:
         return config
-    same = embed.shape == unembed.shape and all(
-        np.array_equal(embed.read(rows), unembed.read(rows)) for rows in _blocks(0, embed.shape[0])
-    )
-    return config if same else dataclasses.replace(config, tied=False)
+    return config if embed.equals(unembed) else dataclasses.replace(config, tied=False)
 
 
 def _blocks(start: int, stop: int) -> Iterator[slice]:

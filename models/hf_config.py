@@ -82,6 +82,9 @@ _SCALED = {
 }
 
 
+# All other classes rotate whole heads, whatever partial_rotary_factor says.
+_PARTIAL = ("phi3", "qwen3_next")
+
 # No decoder is nearly as deep, and the words of all layers of a mistyped number would fill the memory.
 _MOST_LAYERS = 10_000
 
@@ -116,7 +119,7 @@ def _fields(family: str, data: Json) -> dict[str, Any]:
     d_model, heads = size(data, "hidden_size"), size(data, "num_attention_heads")
     head_dim = size(data, "head_dim") if data.get("head_dim") else d_model // heads
     head_dim = data.get("qk_rope_head_dim", head_dim)
-    rope, rope_local = _ropes(data, head_dim)
+    rope, rope_local = _ropes(family, data, head_dim)
     windows = _windows(family, data)
     fields: dict[str, Any] = dict(
         vocab=size(data, "vocab_size"),
@@ -237,22 +240,22 @@ def _windows(family: str, data: Json) -> tuple[int | None, ...]:
     return tuple(window if s else None for s in slides) if any(slides) else ()
 
 
-def _ropes(data: Json, head_dim: int) -> tuple[Rope, Rope | None]:
+def _ropes(family: str, data: Json, head_dim: int) -> tuple[Rope, Rope | None]:
     """(rotation, rotation of the windowed layers where it differs), from any of the spellings."""
     scaling = data.get("rope_scaling") or data.get("rope_parameters") or {}
     full, local = scaling, {}
     if set(scaling) <= {"full_attention", "sliding_attention"}:
         full, local = scaling.get("full_attention") or {}, scaling.get("sliding_attention") or {}
-    rope = _rope(full, data, head_dim)
+    rope = _rope(family, full, data, head_dim)
     if "rope_local_base_freq" in data:
         local = {"rope_theta": data["rope_local_base_freq"], **local}
     elif not local:
         return rope, None
-    other = _rope(local, data, head_dim)
+    other = _rope(family, local, data, head_dim)
     return rope, None if other == rope else other
 
 
-def _rope(params: Json, data: Json, head_dim: int) -> Rope:
+def _rope(family: str, params: Json, data: Json, head_dim: int) -> Rope:
     kind = params.get("rope_type", params.get("type", "default"))
     if kind != "default" and kind not in _SCALED:
         raise InputError(
@@ -264,7 +267,13 @@ def _rope(params: Json, data: Json, head_dim: int) -> Rope:
     out: dict[str, Any] = {"theta": float(params.get("rope_theta") or data["rope_theta"]), "kind": kind}
     share = params.get("partial_rotary_factor", data.get("partial_rotary_factor"))
     if share is not None and int(head_dim * share) != head_dim:
-        out["rotary_dim"] = int(head_dim * share)
+        if family in _PARTIAL:
+            out["rotary_dim"] = int(head_dim * share)
+        elif kind != "default":
+            raise InputError(
+                f"config.json gives partial_rotary_factor = {share} with rotary scaling {kind!r}, which the "
+                f"class of {family} cannot compute: leave one of them out"
+            )
     if kind == "default":
         return Rope(**out)
     if kind == "linear":

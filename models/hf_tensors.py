@@ -166,6 +166,18 @@ def check_layers(data: Mapping[str, Any], found: Mapping[str, Stored]) -> None:
         )
 
 
+def refuse_doubles(found: Mapping[str, Stored]) -> None:
+    """InputError where a tensor stands under two prefixes, unless both hold the same numbers."""
+    names: dict[str, str] = {}
+    for name, tensor in found.items():
+        first = names.setdefault(short_name(name), name)
+        if first != name and not name.endswith(_NO_PARAMETERS) and not tensor.equals(found[first]):
+            raise InputError(
+                f"{first} and {name} are the same tensor under two prefixes, and hold different numbers: "
+                "remove the one that the model was not saved with"
+            )
+
+
 def match(config: Config, found: Mapping[str, Stored]) -> dict[str, Stored]:
     """The stored tensor of every name in `tensors(config)`, where `found` holds them all and no others.
 

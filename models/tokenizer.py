@@ -14,11 +14,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from kvjax.errors import InputError
+from kvjax.models.added_tokens import read_tokenizer
 from kvjax.models.files import read_json
 from kvjax.models.model import Model
 
-# repeat_prompt is kvjax's own: what asks this model to repeat its context (KVzip's probe).
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "repeat_prompt")
+# kvjax's own: what asks this model to repeat its context (KVzip's probe).
+_REPEAT = "repeat_prompt"
+_JSON = ("tokenizer_config.json", "config.json", "generation_config.json")
 
 
 class Text(NamedTuple):
@@ -35,42 +37,54 @@ def read_text(folder: Path) -> Text:
 
     Raises InputError where one is present and broken.
     """
-    tokenizer, file = None, folder / "tokenizer.json"
-    if file.is_file():
-        try:
-            tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise InputError(f"{file} is no tokenizer that `tokenizers` can read ({error})") from error
     settings, config, generation = (
-        read_json(folder / name) if (folder / name).is_file() else {}
-        for name in ("tokenizer_config.json", "config.json", "generation_config.json")
+        read_json(folder / name) if (folder / name).is_file() else {} for name in _JSON
     )
-    special = {name: text for name in _SPECIAL if (text := _token_text(settings.get(name)))}
+    tokenizer, special = read_tokenizer(folder, settings)
+    if isinstance(asks := settings.get(_REPEAT), str):
+        special[_REPEAT] = asks
     text_config = config.get("text_config")
     sources = (generation, config, text_config if isinstance(text_config, Mapping) else {})
-    stops = {i for source in sources for i in _as_ids(source.get("eos_token_id"))}
+    stops = {i for source in sources for i in _as_ids(source.get("eos_token_id"), tokenizer, folder)}
     if tokenizer is not None and "eos_token" in special:
-        stops |= set(_as_ids(tokenizer.token_to_id(special["eos_token"])))
+        stops |= set(_as_ids(special["eos_token"], tokenizer, folder))
     return Text(tokenizer, _read_template(folder, settings), tuple(sorted(stops)), special)
 
 
-def _token_text(token: Any) -> str | None:
-    text = token.get("content") if isinstance(token, Mapping) else token
-    return text if isinstance(text, str) else None
-
-
-def _as_ids(value: Any) -> list[int]:
-    return [value] if isinstance(value, int) else list(value or ())
+def _as_ids(value: Any, tokenizer: Tokenizer | None, folder: Path) -> list[int]:
+    """The ids of an eos_token_id: a number, a token's text, or a list of them; -1 is none."""
+    if isinstance(value, list):
+        return [i for each in value for i in _as_ids(each, tokenizer, folder)]
+    if isinstance(value, str) and tokenizer is not None:
+        known = tokenizer.token_to_id(value)
+        value = value if known is None else known
+    if value is None or isinstance(value, int) and not isinstance(value, bool):
+        return [value] if value is not None and value >= 0 else []
+    raise InputError(
+        f"eos_token_id in the files of {folder} is {value!r}, expected a token id, a list of them, or a "
+        "token's text: correct config.json or generation_config.json"
+    )
 
 
 def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """The chat template; of several named ones the default."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{file} cannot be read as UTF-8 ({error}): fetch it again") from error
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
-    return template
+    if isinstance(template, list) and all(isinstance(entry, Mapping) for entry in template):
+        template = {entry.get("name"): entry.get("template") for entry in template}
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    if template is None or isinstance(template, str):
+        return template
+    raise InputError(
+        f"chat_template in {folder / _JSON[0]} is {template!r:.60}, expected a text, or texts by name: "
+        "correct the file"
+    )
 
 
 def write_text(model: Model, folder: Path) -> None:
@@ -86,6 +100,8 @@ def write_text(model: Model, folder: Path) -> None:
         model.tokenizer.save(str(folder / "tokenizer.json"))
     if model.tokenizer is not None or model.special_tokens:
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **model.special_tokens}
+        if model.tokenizer is not None and model.tokenizer.encode_special_tokens:
+            settings["split_special_tokens"] = True
         _write_json(folder / "tokenizer_config.json", settings)
 
 

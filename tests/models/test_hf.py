@@ -206,6 +206,33 @@ def test_an_output_matrix_beside_tied_embeddings_counts_if_it_differs(tmp_path):
         assert relative_error(model(fixture.tokens), fixture.logits * (1 if name == "copy" else 2)) <= BAR
 
 
+@pytest.mark.parametrize("name", ["norm.weight", "embed_tokens.weight", "layers.0.mlp.up_proj.weight"])
+@pytest.mark.parametrize("prefix", ["", "model.language_model.", "language_model.model."])
+def test_tensor_under_two_prefixes_is_read_once_or_refused(name, prefix, tmp_path):
+    fixture = hf_fixtures.read("llama")
+    given = fixture.weights[f"model.{name}"]
+    same = fixture._replace(weights=fixture.weights | {prefix + name: given})
+    assert (
+        relative_error(load_hf(hf_fixtures.write(same, tmp_path / "a"))(fixture.tokens), fixture.logits)
+        <= BAR
+    )
+    for other in (given + (np.arange(given.size) == given.size - 1).reshape(given.shape), given[:-1]):
+        double = fixture._replace(weights=fixture.weights | {prefix + name: other.copy()})
+        with pytest.raises(InputError, match="under two prefixes, and hold different numbers"):
+            load_hf(hf_fixtures.write(double, tmp_path / "b"))
+
+
+@pytest.mark.parametrize("where", ["config", "rope_parameters"])
+def test_llama_rotates_whole_heads_whatever_the_file_says(where, tmp_path):
+    fixture = hf_fixtures.read("llama")
+    given = {"partial_rotary_factor": 0.5}
+    if where == "rope_parameters":
+        scaling = fixture.config.get("rope_parameters") or {"rope_type": "default"}
+        given = {"rope_parameters": {**scaling, **given}}
+    folder = hf_fixtures.write(fixture._replace(config=fixture.config | given), tmp_path)
+    assert relative_error(load_hf(folder)(fixture.tokens), fixture.logits) <= BAR
+
+
 def test_buffers_that_are_no_parameters_are_passed_over(tmp_path):
     fixture = hf_fixtures.read("llama")
     weights = fixture.weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}

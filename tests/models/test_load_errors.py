@@ -140,6 +140,10 @@ def test_unsupported_model_type_lists_the_supported(folder):
         ({"max_position_embeddings": "2048"}, "max_position_embeddings = '2048', expected a number"),
         ({"partial_rotary_factor": "half"}, "partial_rotary_factor = 'half', expected a number"),
         ({"quantization_config": "gptq"}, "quantised"),
+        (
+            {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "partial_rotary_factor = 0.5 with rotary scaling 'linear', which the class of llama",
+        ),
     ],
 )
 def test_settings_that_cannot_be_built(fields, message, folder):

@@ -1,6 +1,7 @@
 """Live against transformers: random checkpoints of every family and rotary scaling, there and back."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from transformers import (
     GenerationConfig,
 )
 
+from kvjax.errors import InputError
 from kvjax.loading import SHIPPED, load
 from kvjax.models.hf import load_hf, save_hf
 from kvjax.models.params import plan
@@ -125,6 +127,44 @@ def test_bfloat16_checkpoints_are_exact_in_float32_and_close_in_bfloat16(name, t
     ours = load_hf(folder, dtype=jnp.bfloat16)(tokens)
     # Rounding is all that differs: our error is of the size of theirs.
     assert relative_error(ours, exact) <= 2 * relative_error(low, exact) + 0.01
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "mistral",
+        "qwen3",
+        "gemma2",
+        "olmo2",
+        "phi3",
+        "mixtral_window",
+        "qwen3_moe",
+        "qwen3_next_pattern",
+    ],
+)
+def test_partial_rotary_factor_means_what_the_family_makes_of_it(name, tmp_path):
+    case = CASES[name] | {"partial_rotary_factor": 0.5}
+    case.pop("rope_parameters", None), case.pop("rope_scaling", None)
+    model = hf_reference.build(case, tmp_path, 71)
+    model.save_pretrained(tmp_path)
+    for where in ("rope_parameters", "config"):
+        tokens = prompt(71, 1)
+        assert relative_error(load_hf(tmp_path)(tokens), hf_reference.logits(model, tokens)) <= BAR, where
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"partial_rotary_factor": 0.5}))
+
+
+def test_llama_with_scaled_and_partial_rotation_is_computed_by_neither(tmp_path):
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    model = hf_reference.build(
+        CASES["llama"] | {"partial_rotary_factor": 0.5, "rope_scaling": scaled}, tmp_path, 81
+    )
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        hf_reference.logits(model, prompt(81, 1))
+    with pytest.raises(InputError, match="partial_rotary_factor = 0.5 with rotary scaling 'linear'"):
+        load_hf(tmp_path)
 
 
 def test_a_multimodal_gemma_3_loads_its_language_model(tmp_path):
