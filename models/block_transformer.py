@@ -23,6 +23,7 @@ from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.params import Group
 from kvjax.models.transformer import forward as decoder_forward
+from kvjax.ranges import Count, check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +38,11 @@ class BlockConfig:
 
     blocks: Config
     tokens: Config
-    length: int = 4
-    prefix: int = 2
+    length: Count = 4
+    prefix: Count = 2
 
     def __post_init__(self):
-        if self.length < 1 or self.prefix < 1:
-            raise ValueError(f"length and prefix must be >= 1, got {self.length} and {self.prefix}")
+        check_fields(self)
         if self.blocks.d_model % self.length:
             raise ValueError(
                 f"a block's input of {self.blocks.d_model} channels is no concatenation of {self.length} "

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from kvjax.models.layers import ACTIVATIONS
 from kvjax.ops.base.rope import Rope
+from kvjax.ranges import Count, FieldError, Range, Whole, check_fields
 
 if TYPE_CHECKING:
     # Both modules import this one.
     from kvjax.models.feed_forward import FeedForward
     from kvjax.models.mixer import Mixer
+else:
+    FeedForward = Mixer = Any
+
+Positive = Annotated[float, Range(0, above=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,55 +33,56 @@ class Config:
     `kvjax.models.feed_forward`; empty means the gated MLP of width d_ff. inputs: per layer, a layer
     below whose input its mixer takes instead of its own, so that both stand side by side; or None.
 
-    Raises ValueError where sizes do not go together.
+    Raises InputError for a value that its field does not allow, ValueError where sizes do not go together.
     """
 
-    vocab: int
-    d_model: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    d_ff: int
+    vocab: Count
+    d_model: Count
+    layers: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Annotated[int, Range(2, even=True)]
+    d_ff: Whole
     rope: Rope = Rope()
     rope_local: Rope | None = None
-    windows: tuple[int | None, ...] = ()
-    norm_eps: float = 1e-6
+    windows: tuple[Count | None, ...] = ()
+    norm_eps: Annotated[float, Range(0)] = 1e-6
     norm_offset: float = 0.0
-    norms: str = "pre"
-    qk_norm: str = ""
+    norms: Literal["pre", "post", "both"] = "pre"
+    qk_norm: Literal["", "head", "full"] = ""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     activation: str = "silu"
     embed_scale: float = 1.0
-    query_scale: float | None = None
-    attention_softcap: float | None = None
-    logit_softcap: float | None = None
+    query_scale: Positive | None = None
+    attention_softcap: Positive | None = None
+    logit_softcap: Positive | None = None
     tied: bool = False
-    max_positions: int = 8192
+    max_positions: Count = 8192
     family: str = "llama"
     mixers: tuple[Mixer, ...] = ()
     mlps: tuple[FeedForward, ...] = ()
-    inputs: tuple[int | None, ...] = ()
+    inputs: tuple[Whole | None, ...] = ()
 
     def __post_init__(self):
+        check_fields(self)
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly")
+        if not self.mlps and not self.d_ff:
+            raise FieldError(
+                "d_ff is 0, expected a width of the feed-forwards of at least 1, or mlps without it"
+            )
         for name in ("windows", "mixers", "mlps", "inputs"):
             given = getattr(self, name)
             if given and len(given) != self.layers:
                 raise ValueError(f"{name} names {len(given)} layers, the model has {self.layers}")
-        if self.head_dim % 2:
-            raise ValueError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
-        if not self.norm_eps >= 0:
-            raise ValueError(f"norm_eps must be a number >= 0, got {self.norm_eps}")
-        if self.norms not in ("pre", "post", "both") or self.qk_norm not in ("", "head", "full"):
-            raise ValueError(f"unknown norms={self.norms!r} or qk_norm={self.qk_norm!r}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {sorted(ACTIVATIONS)}, got {self.activation!r}")
-        for word in (*self.mixers, *self.mlps):
-            word.check(self)
+        for name in ("mixers", "mlps"):
+            for i, word in enumerate(getattr(self, name)):
+                check_fields(word, f"{name}[{i}]: {type(word).__name__}.", whole=Range(1))
+                word.check(self)
         for i, mixer in enumerate(self.mixers):
             mixer.check_takes(self, i)
             if not mixer.shapes(self) and self.mlps and not self.mlps[i].shapes(self):

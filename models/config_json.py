@@ -39,6 +39,7 @@ from kvjax.models.mixers.shared_weights import SharedWeights
 from kvjax.models.mixers.tensor_product import TensorProduct
 from kvjax.models.mixers.transformer_vq import VectorQuantised
 from kvjax.ops.base.rope import Rope
+from kvjax.ranges import FieldError
 
 C = TypeVar("C")
 
@@ -132,12 +133,13 @@ def config_from_json(data: Mapping[str, Any]) -> Config | BlockConfig:
 
 def _decoder(data: Mapping[str, Any]) -> Config:
     fields = dict(data)
-    for name in ("windows", "inputs"):
-        fields[name] = tuple(fields.get(name, ()))
     for name in ("rope", "rope_local"):
-        fields[name] = fields.get(name) and Rope(**fields[name])
-    fields["mixers"] = tuple(_read(word, MIXERS, "mixer") for word in fields.get("mixers", ()))
-    fields["mlps"] = tuple(_read(word, MLPS, "feed-forward") for word in fields.get("mlps", ()))
+        fields[name] = fields.get(name) and _built(Rope, fields[name])
+    for name, words, what in (("mixers", MIXERS, "mixer"), ("mlps", MLPS, "feed-forward")):
+        given = fields.get(name, ())
+        if not isinstance(given, list | tuple):
+            raise FieldError(f"{name} is {given!r}, expected a list of a {what} for every layer")
+        fields[name] = tuple(_read(word, words, what) for word in given)
     return _built(Config, fields)
 
 
@@ -149,6 +151,8 @@ def _built(kind: type[C], fields: dict[str, Any]) -> C:
 
 
 def _read(data: Mapping[str, Any], words: Mapping[str, Any], what: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise FieldError(f"{what} is {data!r}, expected a dict such as {{'word': {next(iter(words))!r}}}")
     given = dict(data)
     name = given.pop("word", None)
     if name not in words:

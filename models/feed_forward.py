@@ -14,6 +14,7 @@ from kvjax.mesh.per_device import each_device
 from kvjax.models.config import Config
 from kvjax.models.layers import ACTIVATIONS, Params, Shapes, linear
 from kvjax.ops.base.dtypes import wide
+from kvjax.ranges import Whole
 
 
 class FeedForward:
@@ -91,7 +92,7 @@ class MoE(FeedForward):
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
-    shared: int = 0
+    shared: Whole = 0
     shared_gate: bool = False
 
     def check(self, config: Config) -> None:

@@ -30,6 +30,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "the public names",
                 "kvjax/errors.py",
                 "kvjax/inputs.py",
+                "kvjax/ranges.py",
                 "kvjax/files.py",
                 "kvjax/__init__.py",
             ),

@@ -328,7 +328,7 @@ def test_gradients_are_finite_and_reach_every_parameter(model, tokens):
     [
         (dict(length=5), "is no concatenation of 5 tokens"),
         (dict(prefix=3), "but 3 inputs of the token decoder are 60"),
-        (dict(length=0), "length and prefix must be >= 1"),
+        (dict(length=0), "length is 0, expected a whole number >= 1"),
         (dict(blocks=dataclasses.replace(BLOCKS, tied=True)), "has no embedding to tie"),
         (dict(tokens=dataclasses.replace(TOKENS, max_positions=4)), "takes 5 positions of the token decoder"),
         (

@@ -49,9 +49,10 @@ def follow(bound: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
     """Trains as a file's settings say, in the folder that was asked for."""
     from kvjax.commands.terminal import console
     from kvjax.train.loop import train
-    from kvjax.train.settings import SECTIONS, training
+    from kvjax.train.settings import SECTIONS, check_changes, training
     from kvjax.train.sources import words_of
 
+    check_changes(bound, args.set)
     settings = training({"model": {"start": "-", "teacher": "-"}, **{n: bound[n] for n in SECTIONS}})
     keep_programs()
     out = console()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-import math
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from kvjax.errors import InputError
 from kvjax.eval.tasks.recall_tasks import TASKS
@@ -15,6 +14,7 @@ from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
 from kvjax.models.config_json import config_from_json
 from kvjax.ops.base.rope import Rope
+from kvjax.ranges import REFUSED, Count, FieldError, Range, Whole, check_fields, expected, read
 
 S = TypeVar("S")
 
@@ -22,7 +22,16 @@ S = TypeVar("S")
 FROM_FILES = ("text", "json", "parquet")
 # Of words of the recall language, with its tokenizer.
 OF_WORDS = ("recall", "pairs")
-KINDS = (*FROM_FILES, "python", *OF_WORDS)
+Seed = Annotated[int, Range(0, 2**32 - 1)]
+Share = Annotated[float, Range(0, 1)]
+# A moving mean that forgets nothing never starts.
+Decay = Annotated[float, Range(0, 1, below=True)]
+Weight = Annotated[float, Range(0)]
+
+
+def _texts(given: Any) -> Any:
+    """One text as a list of it."""
+    return (given,) if isinstance(given, str) else given
 
 
 def _known(what: str, given: Any, known: Any) -> None:
@@ -31,23 +40,6 @@ def _known(what: str, given: Any, known: Any) -> None:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
             raise InputError(f"unknown {what} {name!r}: {hint}")
-
-
-def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        near = difflib.get_close_matches(str(value), known, 1)
-        hint = f": did you mean {near[0]!r}?" if near else ""
-        raise InputError(f"{name} is {value!r}, expected one of {', '.join(known)}{hint}")
-
-
-def _between(name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise InputError(f"{name} is {value!r}, expected a number from {low} to {high}")
-
-
-def _count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name} is {value!r}, expected a whole number of at least {least}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,29 +55,27 @@ class Data:
     of "recall" ask; all of them, in their shares, unless given.
     """
 
-    kind: str = "python"
+    kind: Literal["text", "json", "parquet", "python", "recall", "pairs"] = "python"
     files: tuple[str, ...] = ()
     field: str = "text"
     tokenizer: str = "bytes"
-    held_out: float = 0.05
+    held_out: Annotated[float, Range(0, 0.5)] = 0.05
     segments: bool = True
-    seed: int = 0
+    seed: Seed = 0
     tasks: tuple[str, ...] = ()
 
     def __post_init__(self):
-        object.__setattr__(self, "tasks", tuple([self.tasks] if isinstance(self.tasks, str) else self.tasks))
-        files = (self.files,) if isinstance(self.files, str) else tuple(self.files)
-        object.__setattr__(self, "files", files)
-        _one_of("data.kind", self.kind, KINDS)
-        _between("data.held_out", self.held_out, 0.0, 0.5)
-        _count("data.seed", self.seed, 0)
+        for name in ("files", "tasks"):
+            object.__setattr__(self, name, _texts(getattr(self, name)))
+        check_fields(self, "data.")
         needs = self.kind in FROM_FILES
-        if needs and not files:
+        if needs and not self.files:
             raise InputError(f"data.kind is {self.kind!r} and data.files names no file: give a list of paths")
-        if files and not needs:
-            raise InputError(f"data.kind is {self.kind!r}, which reads no files, but data.files is {files}")
-        for task in self.tasks:
-            _one_of("each of data.tasks", task, tuple(TASKS))
+        if self.files and not needs:
+            raise InputError(
+                f"data.kind is {self.kind!r}, which reads no files, but data.files is {self.files}"
+            )
+        _known("task in data.tasks", self.tasks, TASKS)
         if self.tasks and self.kind != "recall":
             raise InputError(f"data.tasks is {self.tasks}, which are asked by data.kind 'recall' alone")
 
@@ -100,25 +90,21 @@ class Optimiser:
     the largest norm of a gradient. weight_decay acts on matrices alone.
     """
 
-    name: str = "adamw"
-    peak: float = 3e-3
-    schedule: str = "cosine"
-    warmup: int = 100
-    decay: float = 0.2
-    floor: float = 0.1
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float = 1.0
+    name: Literal["adamw", "muon"] = "adamw"
+    peak: Weight = 3e-3
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup: Whole = 100
+    decay: Share = 0.2
+    floor: Share = 0.1
+    b1: Decay = 0.9
+    b2: Decay = 0.95
+    # Less is 0 in float32, and a weight without a gradient would be divided by it.
+    eps: Annotated[float, Range(1e-30)] = 1e-8
+    weight_decay: Weight = 0.1
+    clip: Annotated[float, Range(0, above=True)] = 1.0
 
     def __post_init__(self):
-        _one_of("optimiser.name", self.name, ("adamw", "muon"))
-        _one_of("optimiser.schedule", self.schedule, ("cosine", "wsd", "constant"))
-        _between("optimiser.peak", self.peak, 0.0, math.inf)
-        for name in ("decay", "floor", "b1", "b2"):
-            _between(f"optimiser.{name}", getattr(self, name), 0.0, 1.0)
-        _count("optimiser.warmup", self.warmup, 0)
+        check_fields(self, "optimiser.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,50 +128,32 @@ class Loop:
     of the context again from their memory alone (arXiv:2401.09486).
     """
 
-    steps: int = 1000
-    batch: int = 16
-    length: int = 256
-    accumulate: int = 1
+    steps: Count = 1000
+    batch: Count = 16
+    length: Count = 256
+    accumulate: Count = 1
     stages: tuple[tuple[int, int, int], ...] = ()
-    compute: str = "bfloat16"
+    compute: Literal["bfloat16", "float32"] = "bfloat16"
     remat: bool = False
-    passes: tuple[int, int] = (7, 2)
-    context: int = 0
-    chunk: int = 0
+    passes: tuple[Whole, Count] = (7, 2)
+    context: Whole = 0
+    chunk: Whole = 0
     method: str | None = None
-    repeat: float = 1.0
-    balance: float = 0.01
-    codes: float = 1e-3
-    distil: float = 0.5
-    distil_hidden: float = 0.0
-    distil_attention: float = 0.0
-    seed: int = 0
-    log_every: int = 10
-    evaluate_every: int = 200
-    evaluate_rows: int = 64
-    save_seconds: float = 60.0
+    repeat: Weight = 1.0
+    balance: Weight = 0.01
+    codes: Weight = 1e-3
+    distil: Share = 0.5
+    distil_hidden: Weight = 0.0
+    distil_attention: Weight = 0.0
+    seed: Seed = 0
+    log_every: Count = 10
+    evaluate_every: Count = 200
+    evaluate_rows: Count = 64
+    save_seconds: Weight = 60.0
 
     def __post_init__(self):
         self._stage()
-        object.__setattr__(self, "passes", tuple(self.passes))
-        if len(self.passes) != 2:
-            raise InputError(f"train.passes is {self.passes}, expected two numbers, as in (7, 2)")
-        for least, value in enumerate(self.passes):
-            _count("each of train.passes", value, least)
-        for name in ("steps", "batch", "length", "accumulate", "log_every", "evaluate_every"):
-            _count(f"train.{name}", getattr(self, name), 1)
-        _count("train.evaluate_rows", self.evaluate_rows, 1)
-        _count("train.context", self.context, 0)
-        _count("train.chunk", self.chunk, 0)
-        _count("train.seed", self.seed, 0)
-        _between("train.distil", self.distil, 0.0, 1.0)
-        for name in ("balance", "codes", "repeat", "distil_hidden", "distil_attention"):
-            _between(f"train.{name}", getattr(self, name), 0.0, math.inf)
-        if not isinstance(self.method, str | None):
-            raise InputError(
-                f"train.method is {self.method!r}, expected a method in words, such as 'gisting'"
-            )
-        _one_of("train.compute", self.compute, ("bfloat16", "float32"))
+        check_fields(self, "train.")
         for batch in {self.batch, *(batch for *_, batch in self.stages)}:
             if batch % self.accumulate:
                 raise InputError(
@@ -195,12 +163,16 @@ class Loop:
 
     def _stage(self) -> None:
         """Checks the stages, of which steps and the largest length and batch follow."""
-        stages = tuple(tuple(stage) for stage in self.stages)
-        if any(len(stage) != 3 for stage in stages):
-            raise InputError(f"train.stages is {self.stages}, expected a list of (steps, length, batch)")
+        given = self.stages
+        if not isinstance(given, list | tuple) or not all(
+            isinstance(stage, list | tuple) and len(stage) == 3 for stage in given
+        ):
+            raise InputError(f"train.stages is {given!r}, expected a list of (steps, length, batch)")
+        stages = tuple(map(tuple, given))
         for stage in stages:
             for name, value in zip(("steps", "length", "batch"), stage, strict=True):
-                _count(f"{name} of train.stages", value, 1)
+                if read(Count, value) is REFUSED:
+                    raise InputError(f"{name} of train.stages is {value!r}, expected {expected(Count)}")
         if stages:
             steps, lengths, batches = zip(*stages, strict=True)
             found = dict(stages=stages, steps=sum(steps), length=max(lengths), batch=max(batches))
@@ -246,17 +218,14 @@ class Tune:
     trained: tuple[str, ...] | None = None
     frozen: tuple[str, ...] = ()
     lora: tuple[str, ...] = ()
-    rank: int = 8
-    alpha: float = 16.0
+    rank: Count = 8
+    alpha: Weight = 16.0
     encoder: bool = False
 
     def __post_init__(self):
         for name in ("trained", "frozen", "lora"):
-            given = getattr(self, name)
-            given = (given,) if isinstance(given, str) else given if given is None else tuple(given)
-            object.__setattr__(self, name, given)
-        _count("tune.rank", self.rank, 1)
-        _between("tune.alpha", self.alpha, 0.0, math.inf)
+            object.__setattr__(self, name, _texts(getattr(self, name)))
+        check_fields(self, "tune.")
 
     @property
     def all(self) -> bool:
@@ -273,10 +242,10 @@ class Devices:
 
     mesh: str | None = None
     rules: str | None = None
-    workers: int = 0
+    workers: Whole = 0
 
     def __post_init__(self):
-        _count("devices.workers", self.workers, 0)
+        check_fields(self, "devices.")
         if self.mesh is not None and self.rules is None:
             object.__setattr__(self, "rules", "batch")
 
@@ -295,7 +264,7 @@ class Training:
     start: str | None = None
     teacher: str | None = None
     encoder: str | Config | None = None
-    init: str = "random"
+    init: Literal["random", "circuit"] = "random"
     data: Data = Data()
     optimiser: Optimiser = Optimiser()
     loop: Loop = Loop()
@@ -308,7 +277,7 @@ class Training:
                 "a run starts from a config or from a model: bind model.d_model and the other sizes, or "
                 "model.start, and not both"
             )
-        _one_of("model.init", self.init, ("random", "circuit"))
+        check_fields(self, "model.")
 
 
 SIZES = dict(layers=4, d_model=128, heads=4, kv_heads=4, head_dim=32, d_ff=352, max_positions=8192)
@@ -336,7 +305,7 @@ def training(bound: Mapping[str, Mapping[str, Any]], vocab: int | None = None) -
         )
     first, encoder = model.pop("init", "random"), model.pop("encoder", None)
     if isinstance(encoder, Mapping):
-        encoder = _config(dict(encoder), vocab)
+        encoder = _config(dict(encoder), vocab, "model.encoder")
         if not isinstance(encoder, Config):
             raise InputError("model.encoder gives the sizes of two decoders, expected those of one encoder")
     config = _config(model, vocab)
@@ -350,19 +319,22 @@ def _built(section: str, kind: type[S], given: Mapping[str, Any]) -> S:
     return kind(**given)
 
 
-def _config(model: dict[str, Any], vocab: int | None) -> Config | BlockConfig:
+def _config(model: dict[str, Any], vocab: int | None, within: str = "model") -> Config | BlockConfig:
     if "blocks" in model or "tokens" in model:
         return _two_decoders(model, vocab)
     known = [f.name for f in dataclasses.fields(Config)]
-    _known("setting of model", model, (*known, "mixer", "mlp", "start", "teacher", "encoder", "init"))
-    rope = dataclasses.asdict(Rope()) | model.get("rope", {})
+    _known(f"setting of {within}", model, (*known, "mixer", "mlp", "start", "teacher", "encoder", "init"))
+    rope = dataclasses.asdict(Rope()) | _mapping(f"{within}.rope", model.get("rope", {}))
     fields = {"vocab": vocab or 256} | SIZES | model | {"rope": rope}
     for one, many in (("mixer", "mixers"), ("mlp", "mlps")):
         if one in fields:
             if many in model:
-                raise InputError(f"model.{one} and model.{many} were both given: give one of them")
-            fields[many] = [fields.pop(one)] * fields["layers"]
-    return _read(fields)
+                raise InputError(f"{within}.{one} and {within}.{many} were both given: give one of them")
+            layers = read(Count, fields["layers"])
+            fields[many] = [fields.pop(one)] * (1 if layers is REFUSED else layers)
+    config = _read(within, lambda: config_from_json(fields))
+    assert isinstance(config, Config)
+    return config
 
 
 def _two_decoders(model: dict[str, Any], vocab: int | None) -> BlockConfig:
@@ -370,21 +342,43 @@ def _two_decoders(model: dict[str, Any], vocab: int | None) -> BlockConfig:
     known = [f.name for f in dataclasses.fields(BlockConfig)]
     _known("setting of a model of two decoders", model, (*known, "start", "teacher", "encoder", "init"))
     sizes = {name: model[name] for name in ("length", "prefix") if name in model}
-    tokens = _config(model.get("tokens", {}), vocab)
-    assert isinstance(tokens, Config)
-    said = {"vocab": sizes.get("prefix", BlockConfig.prefix) * tokens.d_model}
-    blocks = _config(model.get("blocks", {}) | said, None)
-    assert isinstance(blocks, Config)
-    try:
-        return BlockConfig(blocks, tokens, **sizes)
-    except (ValueError, TypeError) as error:
-        raise InputError(f"the settings of model are those of no model: {error}") from error
+    blocks, tokens = (_mapping(f"model.{name}", model.get(name, {})) for name in ("blocks", "tokens"))
+    inner = _config(tokens, vocab, "model.tokens")
+    assert isinstance(inner, Config)
+    prefix = read(Count, sizes.get("prefix", BlockConfig.prefix))
+    said = {"vocab": (1 if prefix is REFUSED else prefix) * inner.d_model}
+    outer = _config(blocks | said, None, "model.blocks")
+    assert isinstance(outer, Config)
+    return _read("model", lambda: BlockConfig(outer, inner, **sizes))
 
 
-def _read(fields: dict[str, Any]) -> Config:
+def _mapping(name: str, given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise InputError(f"{name} is {given!r}, expected a dict of settings, such as {{'theta': 1e6}}")
+    return dict(given)
+
+
+def _read(within: str, make: Callable[[], S]) -> S:
     try:
-        config = config_from_json(fields)
+        return make()
+    except FieldError as error:
+        raise InputError(f"{within}.{error}") from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"the settings of model are those of no model: {error}") from error
-    assert isinstance(config, Config)
-    return config
+        raise InputError(f"the settings of {within} are those of no model: {error}") from error
+
+
+def check_changes(bound: Mapping[str, Mapping[str, Any]], changes: Sequence[str]) -> None:
+    """InputError where a change such as "train.steps=3" names what the stages of a file decide instead.
+
+    >>> check_changes({"train": {"stages": [(500, 128, 16)]}}, ["train.steps=3"])
+    Traceback (most recent call last):
+    kvjax.errors.InputError: train.steps=3 changes nothing, because train.stages is [(500, 128, 16)], which \
+decides steps, length and batch: give other stages, or train.stages=() with the three
+    """
+    stages = bound.get("train", {}).get("stages", ())
+    for change in changes if stages else ():
+        if change.partition("=")[0].strip() in ("train.steps", "train.length", "train.batch"):
+            raise InputError(
+                f"{change} changes nothing, because train.stages is {stages}, which decides steps, length "
+                "and batch: give other stages, or train.stages=() with the three"
+            )

@@ -13,6 +13,7 @@ from kvjax.models.layers import Params, Shapes, linear, linear_to_heads, rms_nor
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape, Take
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.rope import Rope
+from kvjax.ranges import Whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +38,10 @@ class Attention(Mixer):
 
     heads: int | None = None
     kv_heads: int | None = None
-    source: int | None = None
-    value_source: int | None = None
+    source: Whole | None = None
+    value_source: Whole | None = None
     value_mix: float | None = None
-    kv_input: int | None = None
+    kv_input: Whole | None = None
     gate: bool = False
     sink: bool = False
     kv_bias: bool = False

@@ -13,6 +13,7 @@ from kvjax.models.mixer import GroupState, Layer, LayerSlots, Left, Memory, Mixe
 from kvjax.ops.attention.strips import attend_to_all
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.rope import angles, rotate
+from kvjax.ranges import Whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +33,11 @@ class CrossAttention(Mixer):
     """
 
     width: int
-    source: int | None = None
+    source: Whole | None = None
     kv_heads: int | None = None
     turns: bool = False
 
     def check(self, config: Config) -> None:
-        if self.width < 1:
-            raise ValueError(f"width is {self.width}, expected the encoder's channels per context token")
         if config.heads % (self.kv_heads or config.kv_heads):
             raise ValueError(f"{config.heads} query heads cannot share {self.kv_heads} KV heads evenly")
         if self.source is not None and not 0 <= self.source < config.layers:

@@ -23,6 +23,7 @@ from kvjax.ops.recurrent.features import (
     performer_attention,
 )
 from kvjax.ops.recurrent.slot_memory import LogSum
+from kvjax.ranges import Whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Performer(_ByFeatures):
     """
 
     features: int = 64
-    seed: int = 0
+    seed: Whole = 0
 
     def check(self, config: Config) -> None:
         if self.groups not in (None, self.heads):

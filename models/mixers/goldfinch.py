@@ -27,6 +27,7 @@ from kvjax.models.mixer import (
 )
 from kvjax.models.mixers.rwkv import TimeMix, ddlerp, low_rank, low_rank_shapes, share_shapes, shares
 from kvjax.ops.recurrent import rwkv as ops
+from kvjax.ranges import Whole
 
 # Of the LayerNorms, as in the authors' code.
 EPS = 1e-5
@@ -96,8 +97,8 @@ class Gold(Mixer):
     rank: int
     mix_rank: int = 32
     adapt_rank: int = 64
-    source: int | None = None
-    kv_input: int | None = None
+    source: Whole | None = None
+    kv_input: Whole | None = None
     # A key is made of the slot before it, too, found by its position.
     in_segments = False
 

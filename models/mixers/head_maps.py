@@ -13,6 +13,7 @@ from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, linear, rms_norm
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape
 from kvjax.ops.base.rope import angles, rotate
+from kvjax.ranges import Whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +31,9 @@ class HeadMaps(Mixer):
     not fit. Keys are stored rotated.
     """
 
-    q_of: tuple[int, ...]
-    k_of: tuple[int, ...]
-    v_of: tuple[int, ...]
+    q_of: tuple[Whole, ...]
+    k_of: tuple[Whole, ...]
+    v_of: tuple[Whole, ...]
 
     def check(self, config: Config) -> None:
         if config.qk_norm == "full":

@@ -14,6 +14,7 @@ from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Recurrent
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.mixers.kept_tokens import kept_of, state_of
 from kvjax.ops.attention.nearest_states import attend_to_states, nearest_states
+from kvjax.ranges import Whole
 
 # Of the LayerNorm, as in the authors' code.
 EPS = 1e-5
@@ -36,14 +37,6 @@ class HiddenCache(Mixer):
     grows = frozenset({"states"})
     untaught = frozenset({"attn_norm", "attn_post_norm"})
     in_segments = True
-
-    def check(self, config: Config) -> None:
-        sizes = (self.width, self.window, self.top, self.neighbours, self.context)
-        if min(sizes) < 1:
-            raise ValueError(
-                "width, window, top, neighbours and context of HiddenCache must be at least 1, got "
-                f"{', '.join(map(str, sizes))}"
-            )
 
     def offers(self, config: Config) -> frozenset[str]:
         return frozenset({"retrieved"})
@@ -87,7 +80,7 @@ class CacheAttention(Attention):
     state.
     """
 
-    cache: int = 0
+    cache: Whole = 0
     width: int = 1
 
     @property

@@ -12,6 +12,7 @@ from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, linear, linear_to_heads, rms_norm
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape, Take
 from kvjax.ops.base.rope import Rope
+from kvjax.ranges import Whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +40,12 @@ class Latent(Mixer):
     q_rank: int | None = None
     turns: bool = True
     scale: float | None = None
-    source: int | None = None
+    source: Whole | None = None
     eps: float = 1e-6
     normed: bool = True
     rope_heads: int = 1
 
     def check(self, config: Config) -> None:
-        for name in ("rank", "rope_dim", "nope_dim", "value_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.rope_dim % (2 * self.rope_heads):
             raise ValueError(
                 f"rope_dim must be even in each of {self.rope_heads} heads: channels turn in pairs; got "

@@ -12,6 +12,7 @@ from kvjax.models.mixer import GroupState, Layer, Left, Memory, RecurrentState, 
 from kvjax.models.mixers.kept_tokens import KeptTokens, kept_of, state_of, turned
 from kvjax.ops.attention import token_cache as cache
 from kvjax.ops.attention.proximal import Proximal, proximal_attention
+from kvjax.ranges import Whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +27,9 @@ class SharedKeys(KeptTokens):
     most of the weight.
     """
 
-    sinks: int = 16
+    sinks: Whole = 16
     recent: int = 4080
-    source: int | None = None
+    source: Whole | None = None
     in_segments = True
 
     @property
@@ -42,14 +43,6 @@ class SharedKeys(KeptTokens):
 
     def offers(self, config: Config) -> frozenset[str]:
         return frozenset({"keys"}) if self.source is None else frozenset()
-
-    def check(self, config: Config) -> None:
-        super().check(config)
-        if self.sinks < 0 or self.recent < 1:
-            raise ValueError(
-                f"own keys are those of sinks >= 0 first and recent >= 1 newest tokens: got {self.sinks} and "
-                f"{self.recent}"
-            )
 
     def check_takes(self, config: Config, layer: int) -> None:
         super().check_takes(config, layer)

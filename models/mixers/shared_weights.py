@@ -13,6 +13,7 @@ from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape, Take
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.base.rope import Rope
+from kvjax.ranges import Whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +34,9 @@ class SharedWeights(Mixer):
     Maps of logits [B, N, T, S] are handed from layer to layer, so a prefill holds those of its whole length.
     """
 
-    weights_source: int
-    hidden: int = 0
-    rank: int = 0
+    weights_source: Whole
+    hidden: Whole = 0
+    rank: Whole = 0
 
     def check(self, config: Config) -> None:
         if not 0 <= self.weights_source < config.layers:

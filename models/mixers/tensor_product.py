@@ -33,9 +33,6 @@ class TensorProduct(Mixer):
     value_rank: int
 
     def check(self, config: Config) -> None:
-        for name in ("q_rank", "key_rank", "value_rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.key_rank > config.head_dim or self.value_rank > config.head_dim:
             raise ValueError(
                 f"ranks {self.key_rank} and {self.value_rank} must not exceed head_dim {config.head_dim}: "

@@ -382,7 +382,7 @@ def test_the_example_of_the_documentation_runs():
 @pytest.mark.parametrize(
     ("mixers", "why"),
     [
-        ((Attention(), CrossAttention(0)), "width is 0, expected the encoder's channels"),
+        ((Attention(), CrossAttention(0)), "width is 0, expected a whole number >= 1"),
         ((CrossAttention(8, kv_heads=3), Attention()), "4 query heads cannot share 3 KV heads"),
         ((CrossAttention(8, source=7), Attention()), "source=7 names no layer of 0 to 1"),
         ((CrossAttention(8, source=1), CrossAttention(8)), "layer 0 reads the context of layer 1, expected"),

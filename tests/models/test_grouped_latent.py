@@ -64,7 +64,7 @@ def test_a_layer_is_its_equation(norm):
     [
         (GroupedLatent(3, 4, 4), "4 KV heads cannot be cut into groups of 3: choose a number that divides"),
         (GroupedLatent(2, 17, 4), "key_rank must be from 1 to 16, the channels of 2 heads, got 17"),
-        (GroupedLatent(2, 4, 0), "value_rank must be from 1 to 16, the channels of 2 heads, got 0"),
+        (GroupedLatent(2, 4, 0), "value_rank is 0, expected a whole number >= 1"),
     ],
 )
 def test_what_does_not_fit_a_model_is_refused(word, message):

@@ -112,7 +112,7 @@ def test_unsupported_model_type_lists_the_supported(folder):
         ({"hidden_size": None}, "hidden_size = None, expected a positive whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
         ({"num_key_value_heads": 4}, "6 query heads cannot share 4 KV heads"),
-        ({"head_dim": 7}, "even head_dim, got 7"),
+        ({"head_dim": 7}, "head_dim is 7, expected an even whole number >= 2"),
         ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not supported, expected one of silu"),
         (
             {"rope_scaling": {"type": "longrope", "factor": 4.0}},
@@ -135,7 +135,7 @@ def test_unsupported_model_type_lists_the_supported(folder):
         ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "theta and factor above 0, got .* and 0.0"),
         ({"rope_scaling": {"type": "linear", "factor": "two"}}, "no model that can be built: .*'two'"),
         ({"rope_scaling": "linear"}, "no model that can be built"),
-        ({"rms_norm_eps": -1e-6}, "norm_eps must be a number >= 0, got -1e-06"),
+        ({"rms_norm_eps": -1e-6}, "norm_eps is -1e-06, expected a number >= 0"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps = 'small', expected a number"),
         ({"max_position_embeddings": "2048"}, "max_position_embeddings = '2048', expected a number"),
         ({"partial_rotary_factor": "half"}, "partial_rotary_factor = 'half', expected a number"),

@@ -270,9 +270,9 @@ def test_groups_that_no_plan_makes_are_refused(groups, message):
     [
         ({"kv_heads": 4}, "cannot share 4 KV heads"),
         ({"windows": (3,)}, "windows names 1 layers, the model has 3"),
-        ({"head_dim": 7}, "even head_dim, got 7"),
-        ({"norms": "none"}, "norms='none'"),
-        ({"qk_norm": "all"}, "qk_norm='all'"),
+        ({"head_dim": 7}, "head_dim is 7, expected an even whole number >= 2"),
+        ({"norms": "none"}, "norms is 'none', expected one of 'pre', 'post', 'both'"),
+        ({"qk_norm": "all"}, "qk_norm is 'all', expected one of '', 'head', 'full'"),
         ({"activation": "relu"}, "one of .*'silu'.* got 'relu'"),
     ],
 )

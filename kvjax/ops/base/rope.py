@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.ops.base.dtypes import wide
+from kvjax.ranges import Range, check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Rope:
     copies: int = dataclasses.field(default=1, repr=False)
 
     def __post_init__(self):
+        check_fields(self, "rope.", whole=Range(0))
         kinds = ("default", "linear", "dynamic", "llama3", "yarn", "none")
         if self.kind not in kinds:
             raise ValueError(f"rope kind must be one of {', '.join(kinds)}, got {self.kind!r}")
