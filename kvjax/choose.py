@@ -158,7 +158,9 @@ def score_slots(
 
     def one(layer: Array, view: View, observed: dict[str, Any], mine: Any) -> Float[Array, "B K S"]:
         known, matrices = observed | view.received, mine if weighs else None
-        seen = Seen(known, None, length, n, layer, attention, weights=matrices)
+        seen = Seen(
+            known, None, length, n, layer, attention, weights=matrices, protect=keep.protect
+        )  # fmt: skip
         if met is None:
             s = scored(score, view, seen).astype(jnp.float32)
         else:

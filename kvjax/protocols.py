@@ -68,7 +68,8 @@ class Seen(NamedTuple):
     step evicts, the probability its query gave each slot [B, K, S], summed over a group's heads. length:
     tokens seen, n: slots to keep per head, both [B]. layer: index in the stack. query: the current query of
     such a step, rotated. weights: the layer's matrices by name, where the score asks for them
-    (`Word.weights`). fitted: as in `Inputs`, where a merge is asked.
+    (`Word.weights`). fitted: as in `Inputs`, where a merge is asked. protect: the keep's patterns, which say
+    what stays whatever its score (`kvjax.words.spared`).
     """
 
     observed: dict[str, Any]
@@ -80,6 +81,7 @@ class Seen(NamedTuple):
     query: Float[Array, "B N 1 H"] | None = None
     weights: dict[str, Array] | None = None
     fitted: dict[str, dict[str, Array]] = {}  # noqa: RUF012 (never written to)
+    protect: tuple[Any, ...] = ()
 
     def of(self, observation: Observation | CarryingMerge) -> Any:
         """What an observation recorded; ValueError where the score's `needs` does not name it."""

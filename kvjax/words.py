@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +39,12 @@ def scored(score: Any, view: View, seen: Any) -> Any:
 def protected(pattern: Any, pos: Any, length: Any, n: Any) -> Any:
     """Which slots a pattern protects."""
     return shaped(pattern, "a mask", pattern(pos, length, n), "[B, K, S]", pos.shape, np.bool_)
+
+
+def spared(view: View, seen: Any) -> Any:
+    """Which slots [B, K, S] of a view some pattern of the keep protects."""
+    masks = [protected(pattern, view.pos, seen.length, seen.n) for pattern in seen.protect]
+    return reduce(or_, masks, np.zeros(view.pos.shape, bool)) & (view.pos >= 0)
 
 
 def written(merge: Any) -> tuple[str, ...]:

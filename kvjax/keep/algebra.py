@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.keep.select import ranks
-from kvjax.words import scored
+from kvjax.words import scored, spared
 
 if TYPE_CHECKING:
     from kvjax.protocols import Observation, Score, Seen, Trace, View
@@ -157,16 +157,24 @@ class Standardised(Made):
 
 @dataclasses.dataclass(frozen=True)
 class Staged(Made):
-    """The best share of a head's budget by `first`, which stays, and `rest` for all others; see `stage`."""
+    """inf for the best slots by `first`, a share of a head's budget, and `rest` for all others; see `stage`."""
 
     first: Score
     share: float
     rest: Score
+    whole: bool = False
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        first = jnp.where(view.pos < 0, -jnp.inf, scored(self.first, view, seen))
-        stays = (seen.n * round(self.share * 1000)) // 1000
-        return jnp.where(ranks(first) < stays[:, None, None], jnp.inf, scored(self.rest, view, seen))
+        stay = spared(view, seen)
+        many, n = stay.sum(-1), seen.n[:, None]
+        thousandths = round(self.share * 1000)
+        if self.whole:
+            count = n * thousandths // 1000 - many
+        else:
+            count = jnp.maximum(n - many, 0) * thousandths // 1000
+        # What stays anyway takes no place among the best, whatever smoothing gives it.
+        first = jnp.where((view.pos < 0) | stay, -jnp.inf, scored(self.first, view, seen))
+        return jnp.where(ranks(first) < count[..., None], jnp.inf, scored(self.rest, view, seen))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,11 +211,15 @@ def standardised(score: Score) -> Standardised:
     return Standardised(score)
 
 
-def stage(first: Score, share: float, rest: Score) -> Staged:
-    """Two stages: a share of the budget is chosen by `first`, what is left of it by `rest`."""
+def stage(first: Score, share: float, rest: Score, whole: bool = False) -> Staged:
+    """Two stages: a share of the budget is chosen by `first`, what is left of it by `rest`.
+
+    The share is of what the budget leaves beside protected slots; whole: of the whole budget, and protected
+    slots count in it. Raises ValueError for a share outside of [0, 1].
+    """
     if not 0 <= share <= 1:
         raise ValueError(f"share must be a part of the budget from 0 to 1, got {share!r}")
-    return Staged(first, share, rest)
+    return Staged(first, share, rest, whole)
 
 
 @dataclasses.dataclass(frozen=True)

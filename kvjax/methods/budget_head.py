@@ -94,7 +94,7 @@ def criticalkv(
     the norm is the mean over the group's heads. across_heads: Ada-KV's budgets over these scores.
     """
     attention = window_score(window, kernel, variant)
-    score = stage(attention, first, (attention + epsilon) * OutputNorm())
+    score = stage(attention, first, (attention + epsilon) * OutputNorm(), whole=True)
     allocate = AcrossHeads() if across_heads else Uniform()
     return Method(Keep(score, Budget(budget), allocate, (Recent(window),), page=page))
 

@@ -157,7 +157,7 @@ def roco(budget: Amount, *, newest: Tokens = 10, steady: Share = 0.3) -> Method:
     the authors' code (EasyKV). Deviation: with grouped queries, the deviation is that of all heads of a
     group, where the code averages the heads first.
     """
-    score = stage(AttentionDeviation(newest), steady, AccumulatedAttention(per_query=True))
+    score = stage(AttentionDeviation(newest), steady, AccumulatedAttention(per_query=True), whole=True)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(newest),), when=STEP))
 
 

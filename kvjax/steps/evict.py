@@ -99,6 +99,7 @@ def evict_one(
         q,
         now.weights,
         now.fitted,
+        keep.protect,
     )
     score = _in_order(keep.score, view, seen).astype(jnp.float32)
     lost = not_numbers(score, one.pos) & append

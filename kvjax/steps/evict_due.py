@@ -113,7 +113,7 @@ def _evict_layer(
     number = gm.first + index
     seen = Seen(
         observed, None, length, n, number, attention, weights=weights,
-        fitted=of_layer(params, number),
+        fitted=of_layer(params, number), protect=keep.protect,
     )  # fmt: skip
     judging = [repr(t) for t in gm.traces if isinstance(t, Judging)]
     view = judged(gm.traces, view, seen)
