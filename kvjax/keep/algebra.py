@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.keep.select import ranks
+from kvjax.keep.select import ranks, top
 from kvjax.words import scored, spared
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Standardised(Made):
 
 @dataclasses.dataclass(frozen=True)
 class Staged(Made):
-    """inf for the best slots by `first`, a share of a head's budget, and `rest` for all others; see `stage`."""
+    """inf for the best slots by `first`, a share of the budget, and `rest` for all others; see `stage`."""
 
     first: Score
     share: float
@@ -174,7 +174,7 @@ class Staged(Made):
             count = jnp.maximum(n - many, 0) * thousandths // 1000
         # What stays anyway takes no place among the best, whatever smoothing gives it.
         first = jnp.where((view.pos < 0) | stay, -jnp.inf, scored(self.first, view, seen))
-        return jnp.where(ranks(first) < count[..., None], jnp.inf, scored(self.rest, view, seen))
+        return jnp.where(top(first, count), jnp.inf, scored(self.rest, view, seen))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,7 +73,7 @@ def adakv(
     kvpress=Press(
         "CriticalKVPress(SnapKVPress)",
         "variant=kvpress",
-        same="no: there, the window counts against the first stage",
+        same="yes; but it may evict a part of its window where that is more than half of the budget",
     ),
 )
 def criticalkv(
@@ -89,9 +89,12 @@ def criticalkv(
 ) -> Method:
     """CriticalKV (Feng et al., 2025, arXiv:2502.03805), Algorithm 1 over SnapKV scores: two stages.
 
-    A share `first` of the budget goes to the largest attention of older tokens, the rest to the largest
-    (attention + epsilon) ||W_O v_j||_1, which bounds how far the layer's output moves; with grouped queries
-    the norm is the mean over the group's heads. across_heads: Ada-KV's budgets over these scores.
+    A share `first` of the budget goes to the window and to the largest attention of older tokens, the rest to
+    the largest (attention + epsilon) ||W_O v_j||_1, which bounds how far the layer's output moves; with
+    grouped queries the norm is the mean over the group's heads. That the window counts in the first stage is
+    how the authors' code (DefensiveKV) reads the budget: where it fills that stage, the norms choose all
+    older tokens. "grouped", the default, sums and smooths as SnapKV does, "kvpress" as the authors' code,
+    whose presses are kvpress's. across_heads: Ada-KV's budgets over these scores.
     """
     attention = window_score(window, kernel, variant)
     score = stage(attention, first, (attention + epsilon) * OutputNorm(), whole=True)

@@ -89,15 +89,16 @@ def sage_kv(budget: Amount, *, sinks: Tokens = 4, window: Window = 64) -> Method
     exact="deviates",
 )
 def nacl(
-    budget: Amount, *, window: Window = 64, share: Share = 0.6, sinks: Tokens = 4, seed: Seed = 0
+    budget: Amount, *, window: Window = 64, share: Share = 0.632, sinks: Tokens = 4, seed: Seed = 0
 ) -> Method:
     """NACL (Chen et al., 2024, arXiv:2408.03675): some tokens stay by attention, some by chance.
 
-    score[j] is the attention that proxies, the last `window` queries, give in sum. The best `share` of the
-    budget stays; the rest of it is drawn without replacement from all others, with chances softmax(score)
-    (`Drawn`). The first `sinks` and the window stay, as in the authors' code. Deviation: what stays anyway
-    counts among the best where its score says so; a group's heads have their mean; draws depend on `seed`,
-    layer, head and position alone.
+    score[j] is the attention that proxies, the last `window` queries, give in sum. The first `sinks` tokens
+    and the window stay. Of what the budget leaves beside them, the share `share` goes to the best by score,
+    0.12 of 0.12 + 0.07 as in the authors' code; the rest is drawn without replacement from all others, with
+    chances softmax(score) (`Drawn`). Deviations: a proxy attends to no token behind it, where the code lets
+    all proxies see all of them; a group's heads have their mean; draws depend on `seed`, layer, head and
+    position alone.
     """
     score = WindowAttention(window)
     protect = (Sink(sinks), Recent(window))

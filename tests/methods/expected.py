@@ -87,20 +87,13 @@ def valued_mass(slot):
 
 
 def critical_score(prompt, layer, share=0.5, epsilon=1e-4):
-    """Half of the budget by the window's attention, the rest by that times what the slot can write."""
+    """Half of the budget for the window and its attention, the rest by that times what a slot can write."""
     attention, c = window_score(prompt, layer, WINDOW, KERNEL), prompt.decoder.config
-    older = np.where(np.isinf(attention), pooled_into_window(prompt, layer), attention)
     out = prompt.decoder.layers[layer]["o"].reshape(c.kv_heads, prompt.group, c.head_dim, -1)
     written = np.abs(np.einsum("ksv,kgvd->kgsd", prompt.v[layer], out)).sum(-1).mean(1)
-    first = best(older, np.full(len(older), int(count(prompt.length) * share)))
-    return np.where(np.isinf(attention), np.inf, np.where(first, STAYS, (older + epsilon) * written))
-
-
-def pooled_into_window(prompt, layer):
-    """What smoothing leaves in the window's own slots, which have no attention of their own."""
-    p = prompt.p[layer][:, -WINDOW:].sum(1).reshape(-1, prompt.group, prompt.length).mean(1)
-    p[:, -WINDOW:] = 0
-    return pool(p, KERNEL, "max")
+    first = best(attention, np.full(len(attention), int(count(prompt.length) * share)))
+    bound = np.where(first, STAYS, (attention + epsilon) * written)
+    return np.where(np.isinf(attention), np.inf, bound)
 
 
 def critical_across_heads(prompt):
@@ -286,11 +279,17 @@ NACL_SHARE = 0.5
 
 
 def nacl_score(prompt, layer):
-    """The best by attention, then draws: a token is drawn where score + Gumbel noise is largest."""
+    """Beside what is protected: the best by attention, then draws by clocks that ring at rates exp(score)."""
+    older = np.flatnonzero(~ends(1, WINDOW)(prompt))
+    left = max(count(prompt.length) - (prompt.length - len(older)), 0)
     proxies = prompt.p[layer][:, -WINDOW:].sum(1).reshape(-1, prompt.group, prompt.length).mean(1)
-    proxies[:, -WINDOW:] = 0
-    first = best(proxies, np.full(len(proxies), int(count(prompt.length) * NACL_SHARE)))
-    return np.where(first, STAYS, proxies - np.log(-np.log(random_score(prompt, layer).astype(float))))
+    clocks = -np.log(random_score(prompt, layer).astype(float)) / np.exp(proxies)
+    order = np.full(proxies.shape, -np.inf)
+    for head, score in enumerate(proxies):
+        ranked = older[np.argsort(-score[older], kind="stable")]
+        first, others = np.split(ranked, [int(left * NACL_SHARE)])
+        order[head, first], order[head, others] = 0, -1 - clocks[head, others]
+    return order
 
 
 def kvcrush_kept(prompt, share=0.5):
