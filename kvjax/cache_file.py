@@ -1,8 +1,8 @@
 """A cache as one file: safetensors, with what the arrays mean as JSON in its header.
 
 Where several processes hold a cache, its arrays lie in parts beside the file (`cache_arrays.py`). The header
-names the tree (segment kinds, fields, codecs), the method that filled the cache and the model it belongs to;
-no code is stored. A method of a user's own file is imported from there when the cache is loaded.
+names the tree (`cache_tree.py`), the method that filled the cache and the model it belongs to. No code
+is stored, and none that a header names is run: a method of a user's file is built from what the user gives.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from safetensors import SafetensorError
 
 import kvjax
 from kvjax.axes import map_axes
-from kvjax.cache import Cache, GroupState, Near, Paged, Pages, Slots, State, check_alive
-from kvjax.cache_arrays import Arrays, placed_array, write_arrays, write_parts
-from kvjax.codes import Codec, Codes
+from kvjax.cache import Cache, check_alive
+from kvjax.cache_arrays import Arrays, check_parts, check_seal, write_arrays, write_parts
+from kvjax.cache_tree import describe, restore_tree
 from kvjax.errors import InputError
 from kvjax.fitted import fitted_words
 from kvjax.grammar import Method
@@ -32,17 +31,17 @@ from kvjax.hosts.arrays import is_shared
 from kvjax.layout import mesh_for
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.methods.parse import from_spec
+from kvjax.methods.user import Own, from_given
 from kvjax.models.files import open_safetensors
 from kvjax.models.model import Model
-from kvjax.ops.base.memory import in_host, to_host
 from kvjax.place.common import apart
 
 KIND = "kvjax cache"
 # 2: codes of 8 bits are bytes, and words of fewer bits lie next to each other (`kvjax.store.affine`).
 # 4: the model's fingerprint covers all its weights (`kvjax.models.fingerprint`), so those of before fit none.
 # 5: what a group of layers holds has names (`GroupState`).
-FORMAT = 5
-_NODES = {node.__name__: node for node in (GroupState, Slots, Near, Paged, Pages, Codes, State)}
+# 6: digests of all arrays and of the header.
+FORMAT = 6
 
 
 class CacheFile(NamedTuple):
@@ -79,7 +78,7 @@ def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
     check_alive(cache)
     cache = apart(cache)
     tensors: dict[str, Any] = {}
-    tree = {name: _describe(getattr(cache, name), name, tensors) for name in ("groups", "next", "pools")}
+    tree = {name: describe(getattr(cache, name), name, tensors) for name in ("groups", "next", "pools")}
     metadata = {
         "kind": KIND,
         "format": str(FORMAT),
@@ -93,20 +92,33 @@ def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
     write(Path(path), tensors, metadata)
 
 
-def load_cache(path: str | os.PathLike[str], model: Model | None = None) -> Cache:
+def load_cache(
+    path: str | os.PathLike[str], model: Model | None = None, *, methods: Own | Sequence[Own] = ()
+) -> Cache:
     """The cache that `save_cache` wrote, ready for kvjax.prefill, step and generate.
 
     It lies on the default device, or on the mesh of `model`, whatever mesh it was saved from: every host then
     reads what its devices hold. Its tree structure equals the saved one, so programs compiled for that one
-    serve it. A method of a user's
-    own file is imported from there: load such caches only together with a file that you trust.
+    serve it.
 
-    Raises InputError where the file is missing, truncated, no cache or of a newer kvjax, or where its method
-    cannot be built or now stores its codes in another way.
+    methods: where a method of a user's own file filled it, that file or its function, or several of them. The
+    file that the cache names is not imported.
+
+    Raises InputError where the file is missing, truncated, damaged, no cache or of another kvjax, or where
+    its method cannot be built or now stores its codes in another way.
     """
     head = read_cache_header(path)
+    with damage(path):
+        method = _method(path, head, methods)
+        saved = restore_tree(head.tree, method, head.model)
+        return _read(Arrays(Path(path), head.parts), saved, None if model is None else model.on_mesh)
+
+
+def _method(path: str | os.PathLike[str], head: CacheFile, methods: Own | Sequence[Own]) -> Method | None:
+    """The method that filled a cache, by its header and what the user gives for it."""
+    given = [methods] if isinstance(methods, str | os.PathLike) or callable(methods) else [*methods]
     try:
-        method = None if head.spec is None else from_spec(head.spec)
+        method = None if head.spec is None else from_spec(head.spec, partial(from_given, given))
     except ValueError as error:
         raise InputError(f"{path} was filled by a method that cannot be built: {error}") from error
     if _digests(method) != head.fitted:
@@ -114,11 +126,7 @@ def load_cache(path: str | os.PathLike[str], model: Model | None = None) -> Cach
             f"{path} was filled with other fitted arrays ({', '.join(head.fitted)}) than the file of its "
             f"method holds now ({', '.join(_digests(method))}): give back that file, or prefill again"
         )
-    codecs = {repr(codec): codec for codec in (*_codecs(method), *_codecs_of_pairs(method))}
-    with _damage(path):
-        tree = {name: _restore(node, name, codecs) for name, node in head.tree.items()}
-        saved = Cache(**tree, method=method, model=head.model)
-        return _read(Arrays(Path(path), head.parts), saved, None if model is None else model.on_mesh)
+    return method
 
 
 def _read(arrays: Arrays, saved: Cache, on: OnMesh | None) -> Cache:
@@ -150,7 +158,7 @@ def read_cache_header(path: str | os.PathLike[str]) -> CacheFile:
             f"{path} is a safetensors file but no cache, expected one that kvjax.save_cache wrote: "
             "is it a model? Load that with kvjax.load(its directory)"
         )
-    with _damage(path):
+    with damage(path):
         if int(metadata["format"]) > FORMAT:
             raise InputError(
                 f"{path} has cache format {metadata['format']} (written by kvjax {metadata['kvjax']}), "
@@ -161,108 +169,15 @@ def read_cache_header(path: str | os.PathLike[str]) -> CacheFile:
                 f"{path} has cache format {metadata['format']} (written by kvjax {metadata['kvjax']}), which "
                 f"an older kvjax wrote in another layout, expected format {FORMAT}: prefill again"
             )
+        check_seal(path, metadata)
         spec = _tuples(json.loads(metadata["method"]))
         tree, fitted = json.loads(metadata["tree"]), json.loads(metadata["fitted"])
-        parts = json.loads(metadata.get("parts", "[]"))
+        if not isinstance(tree, dict) or not isinstance(spec, tuple | None) or spec == ():
+            raise TypeError("tree or method is none")
+        if not isinstance(fitted, list) or not all(isinstance(one, str) for one in fitted):
+            raise TypeError("fitted names no digests")
+        parts = check_parts(path, json.loads(metadata.get("parts", "[]")))
         return CacheFile(metadata["kvjax"], metadata["model"], spec, tree, fitted, parts)
-
-
-# --- the tree ----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Saved:
-    """An array of a file: its name there, its type, and whether it lay in host memory."""
-
-    name: str
-    dtype: Any
-    shape: tuple[int, ...]
-    far: bool
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def read(self, arrays: Arrays, where: Any) -> jax.Array:
-        out = placed_array(arrays, self.name, self.dtype, self.shape, where)
-        return to_host(out) if self.far else out
-
-
-def _describe(x: Any, name: str, tensors: dict[str, Any]) -> Any:
-    """JSON that says what x is; its arrays go to `tensors` under their place in the tree."""
-    if x is None:
-        return None
-    if isinstance(x, tuple):
-        return [_describe(y, f"{name}.{i}", tensors) for i, y in enumerate(x)]
-    if isinstance(x, dict):
-        return {"dict": {key: _describe(y, f"{name}.{key}", tensors) for key, y in x.items()}}
-    if isinstance(x, jax.Array | np.ndarray):
-        tensors[name] = x
-        far = {"memory": "host"} if in_host(x) else {}
-        return {"array": x.dtype.name, "shape": list(x.shape)} | far
-    assert type(x) in _NODES.values(), f"{type(x).__name__} at {name} is no part of a cache"
-    out: dict[str, Any] = {"node": type(x).__name__}
-    for field in dataclasses.fields(x):
-        value = getattr(x, field.name)
-        if not field.metadata.get("static"):
-            out[field.name] = _describe(value, f"{name}.{field.name}", tensors)
-        else:
-            out[field.name] = {"codec": repr(value)} if isinstance(value, Codec) else value
-    return out
-
-
-def _restore(node: Any, name: str, codecs: dict[str, Codec]) -> Any:
-    """What `_describe` described, with a `_Saved` for every array."""
-    if node is None:
-        return None
-    if isinstance(node, list):
-        return tuple(_restore(y, f"{name}.{i}", codecs) for i, y in enumerate(node))
-    if "dict" in node:
-        return {key: _restore(y, f"{name}.{key}", codecs) for key, y in node["dict"].items()}
-    if "array" in node:
-        dtype, shape = jnp.dtype(node["array"]), tuple(node["shape"])
-        return _Saved(name, dtype, shape, node.get("memory") == "host")
-    kind = _NODES[node["node"]]
-    fields = {}
-    for field in dataclasses.fields(kind):
-        absent = {"dict": {}} if field.default_factory is dict else field.default
-        value = node[field.name] if absent is dataclasses.MISSING else node.get(field.name, absent)
-        if not field.metadata.get("static"):
-            value = _restore(value, f"{name}.{field.name}", codecs)
-        elif isinstance(value, dict):
-            value = _codec(value["codec"], codecs)
-        fields[field.name] = value
-    return kind(**fields)
-
-
-def _codec(name: str, codecs: dict[str, Codec]) -> Codec:
-    if name not in codecs:
-        raise InputError(
-            f"the codes were written by {name}, but the method here stores with "
-            f"{', '.join(codecs) or 'no codec'}: load it with the kvjax (or method file) that saved it, or "
-            "prefill again"
-        )
-    return codecs[name]
-
-
-def _codecs(word: Any) -> Iterator[Codec]:
-    """Every codec in a sentence."""
-    if isinstance(word, Codec):
-        yield word
-    elif dataclasses.is_dataclass(word):
-        for field in dataclasses.fields(word):
-            yield from _codecs(getattr(word, field.name))
-    elif isinstance(word, tuple):
-        for part in word:
-            yield from _codecs(part)
-
-
-def _codecs_of_pairs(method: Any) -> Iterator[Codec]:
-    """Those that a sentence's stack word makes of its store's."""
-    if method is not None and method.stack is not None:
-        store = method.store
-        for codec in (None, None) if store is None else (store.keys, store.values):
-            yield from method.stack.codecs(codec)
 
 
 # --- the method --------------------------------------------------------------------------------------
@@ -296,14 +211,18 @@ def _tuples(x: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _damage(path: str | os.PathLike[str]) -> Iterator[None]:
+def damage(path: str | os.PathLike[str]) -> Iterator[None]:
     """Says in one line that a header or its tensors do not fit together."""
     try:
         yield
     except InputError:
         raise
-    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+    except SafetensorError as error:
+        raise InputError(f"{path} is damaged ({error}), expected what kvjax.save_cache wrote") from error
+    except RecursionError as error:
+        raise InputError(f"{path} nests its header too deeply to be what kvjax.save_cache wrote") from error
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, MemoryError, OSError) as error:
         raise InputError(
-            f"{path} is damaged ({type(error).__name__}: {error}), expected what kvjax.save_cache wrote: "
-            "save it again"
+            f"{path} is damaged ({type(error).__name__}: {str(error)[:200]}), expected what kvjax.save_cache "
+            "wrote: save it again"
         ) from error

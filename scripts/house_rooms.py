@@ -189,6 +189,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/loading.py",
                 "kvjax/checkpoint.py",
                 "kvjax/cache_file.py",
+                "kvjax/cache_tree.py",
                 "kvjax/cache_arrays.py",
             ),
             _room(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import kvjax
-from kvjax import cache_arrays, cache_file, steps
+from kvjax import cache_arrays, cache_tree, steps
 from kvjax.cache import Cache, GroupState, Slots
+from kvjax.cli import main
 from kvjax.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.keep.budget import Uniform
@@ -117,9 +119,9 @@ def test_every_field_of_slots_comes_back(tmp_path, rng):
 def test_a_file_of_slots_without_a_field_that_came_later_is_read():
     x = jnp.zeros((1, 2, 1, 4, 8))
     tensors: dict = {}
-    node = cache_file._describe(Slots(x, x, jnp.zeros((1, 2, 1, 4), jnp.int32)), "slots", tensors)
+    node = cache_tree.describe(Slots(x, x, jnp.zeros((1, 2, 1, 4), jnp.int32)), "slots", tensors)
     del node["sums"], node["shared"]
-    slots = cache_file._restore(node, "slots", {})
+    slots = cache_tree._restore(node, "slots", {})
     assert slots.sums == {} and slots.shared == 0 and slots.k.shape == x.shape
 
 
@@ -138,13 +140,36 @@ def test_the_method_of_a_users_file_is_built_from_that_file(model, tmp_path, mon
     )
     cache = filled(model, from_file("mine.py:mine", budget=0.5, bits=4))
     kvjax.save_cache("a.cache", cache)
-    assert_same_bits(cache, kvjax.load_cache("a.cache"))
+    assert_same_bits(cache, kvjax.load_cache("a.cache", methods="mine.py"))
 
     (tmp_path / "mine.py").unlink()
     with pytest.raises(
         InputError, match=r"a\.cache was filled by a method that cannot be built: mine\.py cannot be read"
     ):
-        kvjax.load_cache("a.cache")
+        kvjax.load_cache("a.cache", methods=["mine.py"])
+
+
+def short(budget):
+    return kvjax.method("snapkv", budget=budget, window=2)
+
+
+def test_the_python_file_that_a_cache_names_is_not_imported(model, tmp_path):
+    acts = tmp_path / "acts.py"
+    acts.write_text(
+        "import kvjax\ndef short(budget):\n    return kvjax.method('snapkv', budget=budget, window=2)\n"
+    )
+    cache = filled(model, from_file(f"{acts}:short", budget=0.5))
+    kvjax.save_cache(tmp_path / "a.cache", cache)
+    acts.write_text(f"open({str(tmp_path / 'done')!r}, 'w')")
+    with pytest.raises(InputError, match="acts.py:short' is Python code, which is not run because"):
+        kvjax.load_cache(tmp_path / "a.cache")
+    with pytest.raises(InputError, match="is Python code"):
+        kvjax.load_cache(tmp_path / "a.cache", methods=filled)
+    loaded = kvjax.load_cache(tmp_path / "a.cache", methods=short)
+    assert loaded.method.keep == cache.method.keep and loaded.method.id == f"{__file__}:short"
+    assert not (tmp_path / "done").exists()
+    kvjax.save_cache(tmp_path / "b.cache", loaded)
+    assert kvjax.load_cache(tmp_path / "b.cache", methods=__file__).method == loaded.method
 
 
 def test_a_cache_of_another_model_is_refused(model, tmp_path):
@@ -224,7 +249,100 @@ def rewrite(path, **changes: str):
     with safe_open(path, framework="np") as file:
         tensors = {name: file.get_tensor(name).copy() for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata()
-    save_file(tensors, path, metadata | changes)
+    save_file(tensors, path, cache_arrays.sealed(metadata | changes))
+
+
+def tree_of(path):
+    with safe_open(path, framework="np") as file:
+        return json.loads(file.metadata()["tree"])
+
+
+def test_every_flipped_bit_is_noticed(saved, rng):
+    before = saved.read_bytes()
+    for at in [*range(8 * len(before) - 8 * 40, 8 * len(before)), *rng.integers(0, 8 * len(before), 300)]:
+        data = bytearray(before)
+        data[at // 8] ^= 1 << at % 8
+        saved.write_bytes(data)
+        with pytest.raises(InputError) as caught:
+            kvjax.load_cache(saved)
+        assert "\n" not in str(caught.value)
+        saved.write_bytes(before)
+    kvjax.load_cache(saved)
+
+
+def without(tree, *places):
+    found = json.loads(json.dumps(tree))
+    at = found
+    for place in places[:-2]:
+        at = at[place]
+    at[places[-2]] = places[-1]
+    return found
+
+
+WRONG_TREES = {
+    "no groups": ("groups", []),
+    "no list": ("groups", 5),
+    "text": ("groups", "x"),
+    "null in groups": ("groups", [None]),
+    "slots in groups": ("groups", 0, {"node": "State", "data": {"dict": {}}}),
+    "an empty group": ("groups", 0, "tail", None),
+    "no node": ("groups", 0, "tail", {"node": "Method"}),
+    "a number": ("groups", 0, "tail", "pos", 3),
+    "other axes": ("groups", 0, "tail", "pos", {"array": "int32", "shape": [1]}),
+    "floats": ("groups", 0, "tail", "pos", {"array": "float32", "shape": [1, 1, 1, 1]}),
+    "objects": ("groups", 0, "tail", "k", {"array": "O", "shape": [1, 1, 1, 1, 2]}),
+    "negative": ("groups", 0, "tail", "k", {"array": "float32", "shape": [-1, 1, 1, 1, 2]}),
+    "large": ("groups", 0, "tail", "k", {"array": "float32", "shape": [10**12, 1, 1, 1, 2]}),
+    "static": ("groups", 0, "tail", "shared", "x"),
+    "next": ("next", {"dict": {}}),
+}
+
+
+@pytest.mark.parametrize("places", WRONG_TREES.values(), ids=WRONG_TREES.keys())
+def test_a_tree_that_is_no_cache_is_refused_in_one_line(saved, places):
+    kvjax.save_cache(saved, blank())
+    rewrite(saved, tree=json.dumps(without(tree_of(saved), *places)))
+    with pytest.raises(InputError, match="is damaged") as caught:
+        kvjax.load_cache(saved)
+    assert "\n" not in str(caught.value)
+    assert main(["inspect", str(saved)]) in (0, 2)  # it reads less
+
+
+@pytest.mark.parametrize("name", ["tree", "method", "fitted", "parts"])
+@pytest.mark.parametrize("value", ["[" * 100000, "5", '"x"', "{}", "[5]", "[[]]", "null"])
+def test_metadata_of_another_kind_is_refused_in_one_line(saved, name, value):
+    if (name, value) == ("method", "null"):  # a cache that no method filled
+        return
+    rewrite(saved, **{name: value})
+    with pytest.raises(InputError) as caught:
+        kvjax.load_cache(saved)
+    assert "\n" not in str(caught.value)
+
+
+PARTS = ("../outside.cache.0123abcd.0-of-1", "{tmp}/outside", "other", "..", "", "a/b.0123abcd.0-of-1", 5)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_that_lie_elsewhere_are_neither_read_nor_removed(saved, part, tmp_path):
+    part = part.format(tmp=tmp_path) if isinstance(part, str) else part
+    for name in ("outside", "other", "a.cache.0123abcd.0-of-2", "b.cache.0123abcd.0-of-1"):
+        (tmp_path / name).write_text("mine")
+    before = sorted(os.listdir(tmp_path))
+    rewrite(saved, parts=json.dumps([part]))
+    with pytest.raises(InputError, match="names parts that are no files of a cache beside it"):
+        kvjax.load_cache(saved)
+    for parts in ([part], ["b.cache.0123abcd.0-of-1"], ["a.cache.0123abcd.0-of-2"]):
+        rewrite(saved, parts=json.dumps(parts))
+        kvjax.save_cache(saved, blank())
+        assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_threads_that_save_to_one_path_do_not_meet(tmp_path):
+    cache = blank()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: kvjax.save_cache(tmp_path / "a.cache", cache), range(60)))
+    assert os.listdir(tmp_path) == ["a.cache"]
+    assert_same_bits(kvjax.load_cache(tmp_path / "a.cache"), cache)
 
 
 def test_a_missing_file_and_a_directory_are_named(tmp_path):
@@ -253,14 +371,14 @@ def test_a_truncated_file_says_so(saved, keep):
 
 
 def test_a_newer_format_asks_for_an_update(saved):
-    rewrite(saved, format="6", kvjax="9.0")
+    rewrite(saved, format="7", kvjax="9.0")
     with pytest.raises(
-        InputError, match=r"format 6 \(written by kvjax 9.0\), expected at most 5.*: update kvjax"
+        InputError, match=r"format 7 \(written by kvjax 9.0\), expected at most 6.*: update kvjax"
     ):
         kvjax.load_cache(saved)
 
 
-@pytest.mark.parametrize("old", ["1", "2", "3", "4"])
+@pytest.mark.parametrize("old", ["1", "2", "3", "4", "5"])
 def test_older_formats_are_refused_by_name(saved, old):
     rewrite(saved, format=old, kvjax="0.0")
     with pytest.raises(
@@ -277,9 +395,8 @@ def test_a_damaged_header_says_so(saved):
 
 
 def test_a_tree_that_names_absent_arrays_says_so(saved):
-    array = {"array": "int32", "shape": [1]}
-    rewrite(saved, tree=json.dumps({"groups": [], "next": array, "pools": [None, array]}))
-    with pytest.raises(InputError, match="is damaged .*pools.1"):
+    rewrite(saved, tree=json.dumps(tree_of(saved) | {"next": {"array": "int32", "shape": [2]}}))
+    with pytest.raises(InputError, match="is damaged .*"):
         kvjax.load_cache(saved)
 
 

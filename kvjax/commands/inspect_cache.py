@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 from rich.text import Text
-from safetensors import safe_open
 
-from kvjax.cache_file import read_cache_header
+from kvjax.cache_arrays import Arrays
+from kvjax.cache_file import damage, read_cache_header
 from kvjax.commands.terminal import BOX, console, name_of, pairs, size
 
 _PARTS = {"k": "keys", "v": "values", "pos": "positions", "table": "page tables", "lengths": "page tables"}
@@ -21,11 +22,13 @@ _PARTS |= {"owner": "page tables", "next": "positions", "near": "copies on the d
 def print_cache(path: str) -> None:
     """Prints method, model, rows, live slots and bytes of a cache file; InputError where it is none."""
     head = read_cache_header(path)
-    leaves = list(_leaves(head.tree, ""))
-    total = sum(count for _, count in leaves)
-    with safe_open(path, framework="np") as file:
-        seen = file.get_tensor("next")
+    with damage(path):
+        leaves = list(_leaves(head.tree, ""))
+        total = sum(count for _, count in leaves)
+        file = Arrays(Path(path), head.parts)
+        seen = _whole(head.tree["next"], "next", file)
         live = np.concatenate([np.zeros(0, np.int32), *(x.ravel() for x in _live(head.tree, file))])
+        segments = ", ".join(dict.fromkeys(_segments(head.tree)))
     out = console()
     rows = [
         ("cache", path),
@@ -42,7 +45,7 @@ def print_cache(path: str) -> None:
             if live.size
             else "none: no layer keeps slots",
         ),
-        ("segments", ", ".join(dict.fromkeys(_segments(head.tree)))),
+        ("segments", segments),
     ]
     out.print(pairs(rows))
     out.print()
@@ -83,20 +86,24 @@ def _leaves(node: Any, place: str) -> Iterator[tuple[str, int]]:
             yield from _leaves(child, below)
 
 
-def _live(tree: dict[str, Any], file: safe_open) -> Iterator[np.ndarray]:
+def _live(tree: dict[str, Any], file: Arrays) -> Iterator[np.ndarray]:
     """Live slots [Lg, B, K] of every group that has slots."""
     for g, group in enumerate(tree["groups"]):
         if group["state"] is not None:
             continue
         counts = []
         bodies = [(f"bodies.{i}", body) for i, body in enumerate(group["bodies"])]
-        for place, segment in [*bodies, ("tail", group["tail"])]:
-            name = f"groups.{g}.{place}"
-            paged = segment["node"] == "Paged"
-            counts.append(
-                file.get_tensor(f"{name}.lengths") if paged else (file.get_tensor(f"{name}.pos") >= 0).sum(-1)
-            )
+        for place, segment in [*bodies, ("sinks", group.get("sinks")), ("tail", group["tail"])]:
+            if segment is None:
+                continue
+            of = "lengths" if segment["node"] == "Paged" else "pos"
+            found = _whole(segment[of], f"groups.{g}.{place}.{of}", file)
+            counts.append(found if of == "lengths" else (found >= 0).sum(-1))
         yield np.sum(counts, axis=0)
+
+
+def _whole(node: dict[str, Any], name: str, file: Arrays) -> np.ndarray:
+    return file.read(name, jnp.dtype(node["array"]), node["shape"], (slice(None),) * len(node["shape"]))
 
 
 def _segments(tree: dict[str, Any]) -> Iterator[str]:

@@ -14,7 +14,7 @@ import dataclasses
 import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,8 +153,10 @@ def read_options(pairs: Sequence[str]) -> dict[str, Any]:
     return dict(_hyper(",".join(pairs), " ".join(pairs)))
 
 
-def from_spec(spec: tuple[Any, ...]) -> Method:
+def from_spec(spec: tuple[Any, ...], own: Callable[..., Method] = from_file) -> Method:
     """The method whose `spec` this is: one of the library, one of a user's file, or a chain of such.
+
+    own: builds those of a file from "file.py:function" and hyper-parameters, in place of that file.
 
     Raises InputError where it cannot be built again.
 
@@ -163,9 +165,9 @@ def from_spec(spec: tuple[Any, ...]) -> Method:
     """
     match spec:
         case (str(), ("chain", *parts)):
-            return chain(*map(from_spec, parts))
+            return chain(*(from_spec(part, own) for part in parts))
         case (str() as name, tuple() as hyper) if all(isinstance(pair, tuple) for pair in hyper):
-            return _Part(name, hyper).build(None)
+            return own(name, **dict(hyper)) if ".py:" in name else _Part(name, hyper).build(None)
     raise InputError(
         f"the method {spec[0]!r} was not built by a name: build it with kvjax.method, kvjax.chain of such "
         "methods, or kvjax.methods.user.from_file"

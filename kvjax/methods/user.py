@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +20,9 @@ from kvjax.errors import InputError
 from kvjax.grammar import Method, check
 from kvjax.methods.declared import check_declared
 from kvjax.methods.parameters import checked
+
+# A user's function that builds a method, or the path of a Python file that has it.
+Own = str | os.PathLike[str] | Callable[..., Any]
 
 
 def from_file(name: str, /, **hyper: Any) -> Method:
@@ -38,7 +41,31 @@ def from_file(name: str, /, **hyper: Any) -> Method:
     >>> from_file(f"{file}:short", budget=0.25).keep.budget
     Budget(amount=0.25)
     """
-    function = load_function(name)
+    return _built(name, load_function(name), hyper)
+
+
+def from_given(given: Sequence[Own], name: str, /, **hyper: Any) -> Method:
+    """The method that "file.py:function" names, built by that function as the user gives it.
+
+    given: functions, and Python files; no other file is imported. The spec becomes that of where the function
+    is from. Raises InputError as `from_file`, and where the function is not among them.
+    """
+    function = name.rpartition(":")[2]
+    for one in given:
+        if callable(one) and getattr(one, "__name__", "") == function:
+            file = inspect.getsourcefile(one) if inspect.isfunction(one) else None
+            return _built(f"{file or '<given>'}:{function}", one, hyper)
+    files = [os.fspath(one) for one in given if not callable(one)]
+    for file in files:
+        if len(files) == 1 or hasattr(_module(file), function):
+            return from_file(f"{file}:{function}", **hyper)
+    raise InputError(
+        f"{name!r} is Python code, which is not run because a file names it: if you trust it, give "
+        f"methods={name.rpartition(':')[0]!r}, or the function"
+    )
+
+
+def _built(name: str, function: Callable[..., Any], hyper: dict[str, Any]) -> Method:
     _check_arguments(name, function, hyper)
     hyper = checked(name, function, hyper)
     try:

@@ -5,11 +5,10 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 import kvjax
 from kvjax import cache_file
-from kvjax.cache_arrays import Arrays, write_parts
+from kvjax.cache_arrays import Arrays, _write, write_parts
 from kvjax.errors import InputError
 
 WHOLE = (slice(None), slice(None))
@@ -26,7 +25,7 @@ def in_four(x, folder, leave_out=()):
     for part in range(2):
         names = [n for n in list(spans)[2 * part : 2 * part + 2] if n not in leave_out]
         pieces = {n: x[slice(*spans[n][0]), slice(*spans[n][1])].reshape(-1).view(np.uint8) for n in names}
-        save_file(pieces, folder / f"part{part}", {"pieces": json.dumps({n: spans[n] for n in names})})
+        _write(folder / f"part{part}", pieces, {"pieces": json.dumps({n: spans[n] for n in names})})
     return Arrays(folder / "head", ["part0", "part1"])
 
 
