@@ -132,11 +132,20 @@ class Attention(nnx.Module):
         self.cache.set_value(cache)
         return self(x, lengths)
 
-    def step(self, x: Float[Array, "B 1 D"]) -> Float[Array, "B 1 D"]:
-        """Reads one token of every row over the cache, which then holds it, too."""
+    def step(self, x: Float[Array, "B T D"]) -> Float[Array, "B 1 D"]:
+        """Reads one token of every row over the cache, which then holds it, too.
+
+        Rows for which the cache has no room give NaN, because a traced step cannot raise. Raises InputError
+        without a cache, and for more than one token.
+        """
         cache = self.cache.get_value()
         if cache is None:
             raise InputError("this attention has no cache yet: give it a prompt by prefill(x, room=...)")
+        if x.shape[:2] != (rows := len(cache.next), 1):
+            raise InputError(
+                f"x is {x.shape}, expected one token of every row, {(rows, 1, self.config.d_model)}: call "
+                "step for each token"
+            )
         append = jnp.ones(x.shape[:1], bool)
         y, new = steps.step_hidden(self.static.stepping, self._params(x), cache, x[:, 0], append)
         self.cache.set_value(new)

@@ -76,6 +76,9 @@ def test_steps_over_the_cache_give_what_a_call_gives_for_the_whole_text(mixer, r
     for at in range(6, 9):
         np.testing.assert_allclose(step(layer, x[:, at : at + 1]), whole[:, at : at + 1], atol=1e-5)
     assert layer.cache.get_value().next.tolist() == [9, 9]
+    if mixer is ATTENTION:
+        assert jnp.isnan(step(layer, x[:, :1])).all()  # there was room for three
+        assert layer.cache.get_value().next.tolist() == [9, 9]
 
 
 @pytest.mark.rotating
@@ -117,6 +120,10 @@ def test_what_one_layer_cannot_follow_is_refused():
             kvjax.nnx.Attention(16, method=kvjax.method(method, budget=0.5), **sizes)
     with pytest.raises(InputError, match="no cache yet: give it a prompt by prefill"):
         kvjax.nnx.Attention(16, **sizes).step(jnp.ones((1, 1, 16)))
+    layer = kvjax.nnx.Attention(16, **sizes)
+    layer.prefill(jnp.ones((1, 2, 16)), room=2)
+    with pytest.raises(InputError, match=r"\(1, 2, 16\), expected one token of every row, \(1, 1, 16\)"):
+        layer.step(jnp.ones((1, 2, 16)))
 
 
 @pytest.mark.rotating

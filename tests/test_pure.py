@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.chunking import tokens_that_fit
 from kvjax.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, Score
 from kvjax.keep.algebra import Pool, Word
 from kvjax.keep.budget import Uniform
 from kvjax.keep.probe import ProbeAttention, RepeatContext
-from tests.methods.battery import MAIN, model
+from kvjax.room import PLENTY
+from tests.methods.battery import MAIN, first_of_each_class, model
+from tests.methods.table import BY_LABEL
+from tests.models.conversation import model as architecture
 from tests.sweep import sweep
 
 METHODS = {
@@ -22,6 +26,22 @@ METHODS = {
     "adakv": lambda: kvjax.method("adakv", budget=0.5, window=4, page=4),
 }
 
+
+# Every kind of memory that can be full, beside windows and states that cannot.
+FULL = (
+    "sinks",
+    "mla",
+    "gqkva",
+    "kimi linear",
+    "jamba",
+    "goldfinch",
+    "lckv",
+    "clla",
+    "svformer",
+    "lisa",
+    "forgetting",
+    "retnet",
+)
 
 PROBE = RepeatContext()
 
@@ -77,6 +97,58 @@ def test_a_scan_over_the_pure_step_is_a_loop_over_step(name):
     assert jax.tree.structure(looped[0]) == jax.tree.structure(cache)
     for mine, theirs in zip(jax.tree.leaves(looped[0]), jax.tree.leaves(cache), strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def written(m, cache, count):
+    """Logits [steps, B, V] of a scan over pure steps, and the cache after them."""
+    static = kvjax.pure.static(m, cache.method)
+    params, fitted = m.params, kvjax.pure.fitted(static.method)
+    tokens = jax.random.randint(jax.random.key(0), (count, len(cache.next)), 0, m.config.vocab, jnp.int32)
+
+    @jax.jit
+    def scanned(params, cache):
+        def one(cache, token):
+            logits, cache = kvjax.pure.step(static, params, cache, token, fitted=fitted)
+            return cache, logits
+
+        return jax.lax.scan(one, cache, tokens)
+
+    cache, logits = scanned(params, cache)
+    return np.asarray(logits), cache
+
+
+def check_full(m, method):
+    """Rows are right as long as `kvjax.step` would take a token, after that NaN, and their slots stay."""
+    first = [[token % m.config.vocab for token in row] for row in MAIN.first]
+    tight, wide = (kvjax.prefill(m, first, method=method, room=room)[1] for room in (1, 64))
+    run = kvjax.pure.static(m, tight.method).stepping
+    free = np.asarray(tokens_that_fit(run.groups(m.params), tight).min(0))
+    lasting = free >= PLENTY
+    count = 3 if lasting.all() else int(free[~lasting].max()) + 1
+    got, after = written(m, tight, count)
+    want, _ = written(m, wide, count)
+    fits = np.asarray(after.next - tight.next)
+    for row, n in enumerate(fits):
+        assert n >= min(free[row], count)
+        np.testing.assert_allclose(got[:n, row], want[:n, row], rtol=2e-3, atol=2e-3)
+        assert np.isnan(got[n:, row]).all()
+    if lasting.all():
+        return
+    assert (fits < count).any()
+    with pytest.raises(InputError, match="the cache is full"):
+        kvjax.step(m, after, [1] * len(fits))
+
+
+@pytest.mark.parametrize("label", sweep(first_of_each_class(), "snapkv + kivi"))
+def test_full_rows_give_nan(label):
+    row = BY_LABEL[label]
+    method = row.method()
+    check_full(kvjax.prepare(model(row.model), method), method)
+
+
+@pytest.mark.parametrize("name", sweep(FULL, "forgetting"))
+def test_full_rows_give_nan_in_architectures(name):
+    check_full(architecture(name), None)
 
 
 @pytest.mark.rotating

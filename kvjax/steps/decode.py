@@ -26,6 +26,7 @@ from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode.stacked_decode import LANES, on_lanes, stacked_append
 from kvjax.place import by_layer
 from kvjax.protocols import Inputs
+from kvjax.room import free_slots
 from kvjax.segments import flush_in_place, is_full
 from kvjax.sinks import behind_sinks, write_sinks
 from kvjax.steps.arriving import ahead_of, arrived, next_one, started, without
@@ -52,7 +53,8 @@ def step_fn(
     """One token per row, or the vector in its place: append it, attend, evict.
 
     Rows with append=False store nothing: they ask `token` again at the position of their last token, over
-    the cache as it is.
+    the cache as it is. A row that has no slot for its token keeps its slots as they are, and its logits are
+    NaN.
     """
     x, new = step_hidden(run, params, cache, token, append)
     return pinned_to(unembed(params, x, run.config), run.on_mesh, "batch", "vocab"), new
@@ -69,6 +71,8 @@ def step_hidden(
     config = run.config
     gms = taught_groups(run.groups(params), params)
     owner = {gm.first: gm for gm in gms}
+    full = append & (free_slots(gms, cache) < 1)
+    append = append & ~full
     at = jnp.where(append, cache.next, cache.next - 1)
     length = at + 1
     ids = token[:, None] if token.ndim == 1 else None
@@ -130,7 +134,7 @@ def step_hidden(
     groups, late = evict_due(run, gms, groups, params, length, append)
     groups = _flushed(gms, lent(groups, ()), x, run.on_mesh)
     new = dataclasses.replace(cache, groups=groups, next=jnp.where(append, length, cache.next), pools=pools)
-    return _broken(x[:, 0], lost | late), pinned(new, run.on_mesh)
+    return _broken(x[:, 0], lost | late | full), pinned(new, run.on_mesh)
 
 
 def _picks_taken(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
@@ -140,7 +144,7 @@ def _picks_taken(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
 
 
 def _broken(x: Float[Array, "B *_"], lost: Bool[Array, "B"]) -> Float[Array, "B *_"]:
-    """x, but NaN in rows whose slots could not be ranked: a step cannot raise, and must not hide it."""
+    """x, but NaN in rows without an empty slot, or whose slots could not be ranked: a step cannot raise."""
     return jnp.where(lost.reshape(-1, *(1,) * (x.ndim - 1)), jnp.asarray(jnp.nan, x.dtype), x)
 
 
