@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from kvjax import models
 from kvjax.errors import InputError
 from kvjax.mesh.on_mesh import on_mesh
-from kvjax.models.axes import spread_params
+from kvjax.models.axes import note_whole, spread_params
 from kvjax.models.files import check_folder
 from kvjax.models.hf import load_hf
 from kvjax.models.model import Model, check_single
@@ -41,9 +41,10 @@ def load(
 
     mesh, rules: the devices that weights and all caches of the model are split over, a `jax.sharding.Mesh` or
     words such as "data=2,model=4", and how: "tensor", another name of `kvjax.mesh.rules.PRESETS`, or a
-    `kvjax.Rules`. Whatever is given the model then runs there.
+    `kvjax.Rules`. Whatever is given the model then runs there. Heads, channels or a vocabulary that do not
+    divide over the mesh stay whole on every device, with a UserWarning that names them.
 
-    Raises InputError for whatever cannot be loaded or split so, with what to do about it.
+    Raises InputError for whatever cannot be loaded, with what to do about it.
 
     >>> load("recall-tiny").config.layers
     4
@@ -56,7 +57,10 @@ def load(
         raise InputError(
             f"the model is {path_or_name!r}, expected a path or a name, as in kvjax.load('recall-tiny')"
         )
-    return _load_folder(model_folder(path_or_name), options)
+    model = _load_folder(model_folder(path_or_name), options)
+    if model.on_mesh is not None:
+        note_whole(model.config, model.on_mesh)
+    return model
 
 
 def model_folder(path_or_name: str | os.PathLike[str]) -> Path:
@@ -87,7 +91,8 @@ def model_folder(path_or_name: str | os.PathLike[str]) -> Path:
 def spread(model: Model, mesh: Any, rules: Any) -> Model:
     """A model that is in memory, split over the devices of a mesh, as `load(..., mesh=, rules=)` splits one.
 
-    Raises InputError for a mesh or rules that are none, and for sizes that do not divide.
+    Sizes that do not divide over the mesh stay whole on every device, with a UserWarning that names them.
+    Raises InputError for a mesh or rules that are none.
 
     >>> spread(load("recall-tiny"), "model=1", "tensor").on_mesh.rules.heads
     'model'
@@ -95,6 +100,7 @@ def spread(model: Model, mesh: Any, rules: Any) -> Model:
     check_single(model, "place its weights with sharding= where it is loaded")
     on = on_mesh(mesh, rules)
     assert on is not None
+    note_whole(model.config, on)
     return dataclasses.replace(model, params=spread_params(model.params, model.config, on), on_mesh=on)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 
 import jax
@@ -115,28 +116,54 @@ def heads_of(config: Config, layer: int) -> dict[str, int]:
     return {_H: heads, _K: getattr(mixer, "key_heads", heads)}
 
 
-def whole_heads(config: Config, layer: int, on: OnMesh) -> bool:
-    """Whether a layer has fewer lists of slots than devices over which heads are split: all have all."""
-    return heads_of(config, layer)[_K] < on.devices(_K)
+def whole_axes(config: Config, layer: int, on: OnMesh) -> frozenset[str]:
+    """The axes of heads that a layer cannot split: their number does not divide over the devices.
+
+    KV heads that are fewer than the devices stay whole as well, and every device holds all of them.
+    """
+    heads = heads_of(config, layer)
+    return frozenset(axis for axis, count in heads.items() if count % on.devices(axis))
 
 
 def check_rules(config: Config | BlockConfig, on: OnMesh) -> None:
-    """InputError where a model's heads, channels, experts or vocabulary do not divide as the rules say."""
+    """InputError for a Block Transformer, which no rules split. Sizes that do not divide stay whole."""
     if not isinstance(config, Config):
         raise InputError(
             "mesh= was given for a Block Transformer, which has no rules: place its weights with sharding="
         )
+
+
+def left_whole(config: Config, on: OnMesh) -> tuple[str, ...]:
+    """What the rules would split and every device holds whole, because its size does not divide.
+
+    One sentence per size and axis. KV heads that are fewer than the devices are not named: they are whole by
+    design.
+    """
+    words = {_H: "heads", _K: "KV heads", _X: "experts", _V: "tokens of the vocabulary"}
+    found: dict[tuple[str, int], list[str]] = {}
     for path, axes, shape, heads in _weights(config):
         for axis, size in zip(axes, shape, strict=True):
-            if axis is None:
+            count = size if axis is None else heads.get(axis, size)
+            if axis is None or count % on.devices(axis) == 0 or (axis == _K and count < on.devices(_K)):
                 continue
-            count = heads.get(axis, size)
-            if axis == _K and count < on.devices(_K):
-                continue
-            words = {_H: "heads", _K: "KV heads", _X: "experts", _V: "tokens of the vocabulary"}
-            fit = [n for n in range(1, min(count, on.devices(axis)) + 1) if count % n == 0]
-            what = f"{words.get(axis, 'channels')} of {path}"
-            on.check(axis, count, what, f"give it {' or '.join(map(str, fit))} devices")
+            found.setdefault((axis, count), []).append(path)
+    sentences = []
+    for (axis, count), paths in found.items():
+        fit = [n for n in range(2, min(count, on.devices(axis)) + 1) if count % n == 0]
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        hint = f"; {' or '.join(map(str, fit))} devices would split them" if fit else ""
+        sentences.append(
+            f"{count} {words.get(axis, 'channels')} of {paths[0]}{more} do not divide over mesh axis "
+            f"{on.over(axis)}, so every device holds them whole{hint}"
+        )
+    return tuple(sentences)
+
+
+def note_whole(config: Config | BlockConfig, on: OnMesh) -> None:
+    """Warns (UserWarning) of what `left_whole` names."""
+    whole = left_whole(config, on) if isinstance(config, Config) else ()
+    if whole:
+        warnings.warn(". ".join(whole), UserWarning, stacklevel=3)
 
 
 def _weights(config: Config) -> Iterator[tuple[str, Axes, tuple[int, ...], dict[str, int]]]:
@@ -168,8 +195,8 @@ def weight_shardings(
         _, group, name = path.split(".")
         first = groups[int(group)].first
         axes = axes_of(_word(config, first, name), name, len(shape) - 1)
-        if whole_heads(config, first, on):
-            axes = tuple(None if axis == _K else axis for axis in axes)
+        whole = whole_axes(config, first, on)
+        axes = tuple(None if axis in whole else axis for axis in axes)
         return on.sharding(("layers", *axes), shape)
 
     return place

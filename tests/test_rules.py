@@ -41,14 +41,6 @@ def on(rules, **sizes):
         (lambda: as_mesh(8), "mesh is 8, expected a jax.sharding.Mesh"),
         (lambda: kvjax.load("recall-tiny", mesh="data=2"), "mesh= was given without rules"),
         (lambda: kvjax.load("recall-tiny", rules="batch"), "rules='batch' was given without a mesh"),
-        (
-            lambda: kvjax.load("recall-tiny", mesh="model=3", rules="tensor"),
-            "220 tokens of the vocabulary of embed do not divide over mesh axis model=3: give it 1 or 2",
-        ),
-        (
-            lambda: kvjax.load("recall-tiny", mesh="model=8", rules=Rules(heads="model")),
-            "4 heads of layers.0.q do not divide over mesh axis model=8: give it 1 or 2 or 4 devices",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_axis_the_sizes_and_what_would_do(make, words):
@@ -57,13 +49,56 @@ def test_what_cannot_be_is_refused_with_the_axis_the_sizes_and_what_would_do(mak
     assert words in str(error.value)
 
 
-def test_more_kv_heads_than_devices_must_divide_and_fewer_are_on_all_of_them():
-    model = Model(three := Config(**vars(CONFIG) | dict(heads=6, kv_heads=3)), init(three, jax.random.key(0)))
-    with pytest.raises(InputError, match=r"3 KV heads of layers.0.k do not divide over mesh axis model=2"):
-        kvjax.spread(model, "model=2", Rules(heads="model", kv_heads="model"))
+def test_fewer_kv_heads_than_devices_are_on_all_of_them():
     few = Model(CONFIG, init(CONFIG, jax.random.key(0)))
     params = kvjax.spread(few, "model=4", "tensor").params["layers"][0]
     assert params["k"].sharding.is_fully_replicated and not params["q"].sharding.is_fully_replicated
+
+
+ODD = Config(**vars(CONFIG) | dict(vocab=33, heads=9, kv_heads=3))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        None,
+        kvjax.method("h2o", budget=8),
+        pytest.param(kvjax.method("kivi", bits=4, group=4, residual=8), marks=pytest.mark.rotating),
+        pytest.param(kvjax.method("adakv", budget=0.5, window=2), marks=pytest.mark.rotating),
+    ],
+)
+@pytest.mark.parametrize("heads", [(9, 3), pytest.param((6, 3), marks=pytest.mark.rotating)])
+def test_heads_and_vocabulary_that_do_not_divide_stay_whole_and_compute_the_same(method, heads):
+    config = Config(**vars(ODD) | dict(heads=heads[0], kv_heads=heads[1]))
+    model = Model(config, init(config, jax.random.key(0)))
+    with pytest.warns(
+        UserWarning, match="33 tokens of the vocabulary of embed and 1 more do not divide over"
+    ):
+        split = kvjax.spread(model, "model=2", "tensor")
+    assert split.params["embed"].sharding.is_fully_replicated
+    assert not split.params["layers"][0]["up"].sharding.is_fully_replicated
+    tokens = np.random.default_rng(0).integers(0, 33, (2, 20))
+    logits, cache = kvjax.prefill(model, tokens, method=method, room=4)
+    apart, spread = kvjax.prefill(split, tokens, method=method, room=4)
+    for token in ([1, 2], [3, 4]):
+        np.testing.assert_allclose(apart, logits, rtol=1e-4, atol=1e-4)
+        logits, cache = kvjax.step(model, cache, token)
+        apart, spread = kvjax.step(split, spread, token)
+    np.testing.assert_allclose(apart, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_what_stays_whole_is_named_with_the_devices_that_would_split_it(capsys):
+    with pytest.warns(UserWarning) as caught:
+        kvjax.load("recall-tiny", mesh="model=8", rules=Rules(heads="model", vocab="model"))
+    (text,) = [str(one.message) for one in caught]
+    assert "4 heads of layers.0.q and 7 more do not divide over mesh axis model=8" in text
+    assert "every device holds them whole; 2 or 4 devices would split them" in text
+    assert "220 tokens of the vocabulary of embed do not divide over mesh axis model=8" in text
+    assert main(["inspect", "recall-tiny", "--mesh", "model=3", "--context", "64"]) == 0
+    assert (
+        "220 tokens of the vocabulary of embed do not divide over mesh axis model=3"
+        in capsys.readouterr().out
+    )
 
 
 def test_rules_split_an_axis_where_it_divides_and_a_mesh_axis_splits_an_array_once():

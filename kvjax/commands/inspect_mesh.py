@@ -17,7 +17,7 @@ from kvjax.gin_bindings import load_preset
 from kvjax.mesh.on_mesh import OnMesh, parse_mesh
 from kvjax.mesh.rules import as_rules
 from kvjax.methods.parse import parse_method
-from kvjax.models.axes import check_rules, weight_shardings
+from kvjax.models.axes import check_rules, left_whole, weight_shardings
 from kvjax.models.config import Config
 from kvjax.models.params import plan
 from kvjax.models.placement import leaves
@@ -28,7 +28,7 @@ from kvjax.who_holds import described
 def print_mesh(name: str, mesh: str, rules: str, method: str, context: int | None, dtype: str) -> None:
     """Prints who would hold what of a model and of its cache after `context` tokens (None: as many as usual).
 
-    Raises InputError where there is no such model, mesh or method, or where sizes do not divide.
+    Raises InputError where there is no such model, mesh or method.
     """
     config, _ = find_config(name)
     axes = parse_mesh(mesh)
@@ -59,6 +59,8 @@ def print_mesh(name: str, mesh: str, rules: str, method: str, context: int | Non
     )
     out.print()
     out.print(str(described(cache, on)), soft_wrap=True, highlight=False, markup=False)
+    for line in left_whole(config, on):
+        out.print(f"\n{line}", soft_wrap=True, highlight=False, markup=False)
     lines = list(in_words(config, on, rows, tokens, 0, dtype))
     if lines:
         out.print(f"\nA prompt of {tokens} tokens, {tokens // on.devices('tokens')} on each device:")

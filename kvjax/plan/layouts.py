@@ -16,7 +16,7 @@ from kvjax.grammar import Method
 from kvjax.layout import mesh_for
 from kvjax.mesh.on_mesh import OnMesh, parse_mesh
 from kvjax.mesh.rules import AXES, DATA, PRESETS, MeshAxes, Rules, as_rules
-from kvjax.models.axes import check_rules
+from kvjax.models.axes import check_rules, left_whole
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.plan.topologies import Topology
@@ -79,7 +79,9 @@ def layout(
     preset: of the rules, or "auto", which tries some. mesh: its axes in words, instead of the best ones.
     changed: logical axes that other mesh axes split than the preset says.
 
-    Raises InputError for unknown presets, and where nothing divides as it should.
+    Layouts that leave weights whole, because a size does not divide, are taken where there is no other.
+
+    Raises InputError for unknown presets, and for rows, meshes and rules that do not go together.
     """
     check_preset(preset)
     changed = changed or {}
@@ -101,7 +103,8 @@ def layout(
     if not found:
         assert refused is not None
         raise refused
-    return min(found, key=lambda one: _cost(config, topology, *one))[1]
+    divide = [one for one in found if not left_whole(config, one[1].on)]
+    return min(divide or found, key=lambda one: _cost(config, topology, *one))[1]
 
 
 def _cost(config: Config, topology: Topology, size: int, one: Layout) -> tuple[bool, bool, int]:

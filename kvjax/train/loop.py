@@ -34,7 +34,7 @@ from kvjax.fitted import save_fitted
 from kvjax.hosts.messages import by_first, check_same, count, is_first
 from kvjax.loading import load
 from kvjax.mesh.on_mesh import OnMesh, on_mesh
-from kvjax.models.axes import check_rules
+from kvjax.models.axes import check_rules, note_whole
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.block_transformer import init as init_blocks
 from kvjax.models.config import Config
@@ -196,6 +196,7 @@ def _check(run: Training, config: AnyConfig, on: OnMesh | None) -> None:
             )
         return
     check_rules(config, on)
+    note_whole(config, on)
     parts = on.devices("batch")
     for batch in {run.loop.batch, *(batch for *_, batch in run.loop.stages)}:
         if (rows := batch // run.loop.accumulate) % parts:

@@ -1,5 +1,7 @@
 """Every architecture on a mesh: its weights by their logical axes, and the same answers as on one device."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -26,14 +28,12 @@ CASES = [(rules, name) for rules in MESHES for name in NAMES]
 
 
 def spread(rules, name):
-    """A model on a mesh; what its layers do not divide stays whole, and the error says what that is."""
+    """A model on a mesh; what its layers do not divide stays whole, and a warning says what that is."""
     m, chosen = model(name), Rules.named(rules)
     chosen = chosen if rules == "batch" else chosen.but(batch=None)
-    if "tensor" in rules and any(
-        mixer_of(m.config, i).query_heads(m.config) % 2 for i in range(m.config.layers)
-    ):
-        chosen = chosen.but(heads=None, kv_heads=None)
-    return kvjax.spread(m, as_mesh(MESHES[rules]), chosen)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).* every device holds them whole", UserWarning)
+        return kvjax.spread(m, as_mesh(MESHES[rules]), chosen)
 
 
 @pytest.mark.parametrize("rules, name", sweep(CASES, ("tensor", "gqa")))

@@ -11,6 +11,7 @@ from kvjax.grammar import Method
 from kvjax.mesh.on_mesh import OnMesh, as_mesh
 from kvjax.mesh.rules import as_rules
 from kvjax.methods.parse import parse_method
+from kvjax.models.axes import left_whole
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
@@ -100,7 +101,11 @@ def test_meshes_and_rules_that_do_not_go_together_are_refused():
         return str(error.value)
 
     assert "unknown preset 'tensr': did you mean tensor?" in refused("tensr")
-    assert "64 heads of layers.0.q do not divide over mesh axis model=12" in refused(mesh="model=12")
+    whole = layout(config, method("full"), topology, 8, "tensor", lambda on: 0, "model=12")
+    assert (
+        "64 heads of layers.0.q and 159 more do not divide over mesh axis model=12"
+        in left_whole(config, whole.on)[0]
+    )
     assert "has 128 devices, and v5p:4x4x4 has 64" in refused(mesh="data=2,model=64")
     assert "3 rows do not divide over mesh axis data=2" in refused(mesh="data=2,model=8", batch=3)
     assert "the mesh has rows, model" in refused(mesh="rows=2,model=8", changed={"vocab": "seq"})
