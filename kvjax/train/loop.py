@@ -49,7 +49,7 @@ from kvjax.train.curve import draw_losses
 from kvjax.train.devices import places, rows_placed
 from kvjax.train.optimiser import optimiser, rate_of
 from kvjax.train.recall_init import check_circuit, circuit_init
-from kvjax.train.rows import HeldOut, Place, Rows
+from kvjax.train.rows import HeldOut, Place, Rows, Stream
 from kvjax.train.run_folder import LOG, clock, open_run, trim_log
 from kvjax.train.saving import Saver
 from kvjax.train.settings import SECTIONS, Training
@@ -66,6 +66,7 @@ from kvjax.train.step import (
     told,
     total_loss,
 )
+from kvjax.train.texts import Column, Files
 from kvjax.train.trained import Fixed, groups_of, joined, kinds, split
 
 AnyConfig = Config | BlockConfig
@@ -94,6 +95,8 @@ def train(
     others = beside(run, config, first, words)
     segments = run.data.segments and not run.loop.context and not _carrying(config)
     source, held = source_of(run.data, words, run.loop, segments=segments, workers=run.devices.workers)
+    if left_out := _left_out(source):
+        console.print(left_out, soft_wrap=True)
     _open(folder, run, config, resume)
     steps = optimiser(run.optimiser, run.loop)
     state, fixed = begin(first, run, config, steps, on, learning(run, others))
@@ -101,7 +104,7 @@ def train(
     check_same("the newest checkpoints", saver.latest)
     if resume and saver.latest is not None:
         state, rest = saver.load(state)
-        source.place, before = Place(**rest["place"]), rest["seconds"]
+        source.place, before = Place.from_json(rest["place"]), rest["seconds"]
     if count() > 1:
         check_same("the rows to train on", _digest(source, held))
     if is_first():
@@ -127,6 +130,14 @@ def train(
     if by is not None and by.learns is not None:
         save_fitted(folder / f"{by.method.id}.safetensors", by.fitted(model))
     return folder / "model"
+
+
+def _left_out(source: Source) -> str:
+    """How many texts say nothing, in words; "" where all say something."""
+    texts = source.texts if isinstance(source, Stream) else None
+    if not isinstance(texts, Column | Files) or not texts.empty:
+        return ""
+    return f"{texts.empty} of {texts.empty + len(texts)} texts are empty, and left out"
 
 
 def _save(path: Path, config: AnyConfig, params: Params, words: Words) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,21 +27,30 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclasses.dataclass
 class Place:
-    """How far a stream has read: the reading of all texts, the text, and the tokens left over from it."""
+    """How far a stream has read: readings of all texts, texts begun in this one, used tokens of the last."""
 
     reading: int = 0
     text: int = 0
-    left: list[int] = dataclasses.field(default_factory=list)
+    used: int = 0
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Place:
+        """The place that `as_json` wrote. Raises InputError for one of an older form, which held tokens."""
+        if data.get("left"):
+            raise InputError(
+                "the checkpoint says its place in the texts in an older form: start the run anew"
+            )
+        return cls(**{name: value for name, value in data.items() if name != "left"})
 
 
 class Stream:
     """Texts without end, shuffled anew for every reading, cut into rows of a length and one more token.
 
     The order is a function of (seed, reading), so a `Place` says all that a restart needs. A row's last token
-    is only a target, and the next row starts with it.
+    is only a target, and the next row starts with it. A row's work grows with its length, not with a text's.
     """
 
     def __init__(
@@ -52,6 +61,8 @@ class Stream:
         self.held_out, self.segments, self.seed = held_out, segments, seed
         self.place = place or Place()
         self._order: tuple[int, np.ndarray] | None = None
+        # The tokens of the text that was begun last, and which one that is.
+        self._begun: tuple[tuple[int, int], np.ndarray] | None = None
 
     def next(self, rows: int, length: int) -> Rows:
         """The next rows; the place moves behind them."""
@@ -60,27 +71,50 @@ class Stream:
 
     def _row(self, length: int) -> Int[np.ndarray, "S"]:
         place, misses = self.place, 0
-        while len(place.left) <= length:
+        pieces = [self._rest()[: length + 1]]
+        found, used = len(pieces[0]), place.used
+        while found <= length:
             text = self._next_text()
             if is_held_out(text, self.held_out):
                 misses += 1
                 if misses > len(self.texts):
                     raise InputError("all texts are held out: lower data.held_out, or give more texts")
                 continue
-            place.left += [*self.encode(text), self.end]
-        row = np.asarray(place.left[: length + 1], np.int32)
-        place.left = place.left[length:]
-        return row
+            pieces.append(self._encoded(text)[: length + 1 - found])
+            used, found = -found, found + len(pieces[-1])
+        place.used = used + length
+        return np.concatenate(pieces)
+
+    def _rest(self) -> Int[np.ndarray, "_"]:
+        """What no row has begun with yet of the text that was begun last."""
+        place = self.place
+        if not place.text:
+            return np.zeros(0, np.int32)
+        if self._begun is None or self._begun[0] != (place.reading, place.text):
+            self._encoded(self._text(place.text - 1))
+        assert self._begun is not None
+        return self._begun[1][place.used :]
+
+    def _encoded(self, text: str) -> Int[np.ndarray, "_"]:
+        """The tokens of the text that the place says was begun last."""
+        tokens = np.asarray([*self.encode(text), self.end], np.int32)
+        self._begun = (self.place.reading, self.place.text), tokens
+        return tokens
 
     def _next_text(self) -> str:
         place = self.place
         if place.text >= len(self.texts):
             place.reading, place.text = place.reading + 1, 0
-        if self._order is None or self._order[0] != place.reading:
-            rng = np.random.default_rng([self.seed, place.reading])
-            self._order = place.reading, rng.permutation(len(self.texts))
         place.text += 1
-        return self.texts[int(self._order[1][place.text - 1])]
+        return self._text(place.text - 1)
+
+    def _text(self, number: int) -> str:
+        """A text of this reading by its number in the shuffled order."""
+        reading = self.place.reading
+        if self._order is None or self._order[0] != reading:
+            rng = np.random.default_rng([self.seed, reading])
+            self._order = reading, rng.permutation(len(self.texts))
+        return self.texts[int(self._order[1][number])]
 
 
 def cut(tokens: Int[np.ndarray, "B S"], end: int, segments: bool) -> Rows:

@@ -6,7 +6,8 @@ import pytest
 from kvjax.errors import InputError
 from kvjax.train.byte_tokenizer import byte_tokenizer
 from kvjax.train.rows import Place, Stream, cut, held_out_rows
-from kvjax.train.settings import Data
+from kvjax.train.settings import Data, Loop
+from kvjax.train.sources import source_of, words_of
 from kvjax.train.texts import is_held_out, read_texts
 
 TEXTS = ["one two", "drei vier fünf", "six", "sept huit neuf dix", "onze", "dodici tredici"]
@@ -84,7 +85,7 @@ def test_json_lines_and_parquet_give_their_field(tmp_path):
     with pytest.raises(InputError, match="has no field 'text', only body, n"):
         read_texts(Data(kind="json", files=(str(lines),)))
     lines.write_text('{"body": "x"\n')
-    with pytest.raises(InputError, match="cannot be read as json"):
+    with pytest.raises(InputError, match="a.jsonl, line 1 is no JSON"):
         read_texts(Data(kind="json", files=(str(lines),)))
 
 
@@ -106,3 +107,104 @@ def test_a_pattern_stands_for_the_files_that_it_matches_in_their_order(tmp_path)
 def test_rows_of_a_batch_are_cut_behind_every_end():
     rows = cut(np.asarray([[5, END, END, 6, 7]], np.int32), END, True)
     assert rows.segments.tolist() == [[0, 0, 1, 2, 2]] and rows.weights.tolist() == [[1, 1, 0, 0, 1]]
+
+
+def lines(path, *rows, ends="\n"):
+    path.write_bytes("".join(f"{row}{ends}" for row in rows).encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('{"text": null}', "is null or missing"),
+        ('{"n": 3}', "is null or missing"),
+        ('{"text": 3}', "is '3', no text"),
+        ('{"text": ["a"]}', r"is \"\['a'\]\", no text"),
+    ],
+)
+def test_a_row_without_a_text_is_named_by_file_and_line(tmp_path, row, said):
+    a = lines(tmp_path / "a.jsonl", '{"text": "one"}', '{"text": "two"}')
+    b = lines(tmp_path / "b.jsonl", '{"text": "three"}', "", row, '{"text": null}', ends="\r\n")
+    with pytest.raises(InputError, match=f"b.jsonl, line 3: the field 'text' {said}"):
+        read_texts(Data(kind="json", files=(str(a), str(b))))
+
+
+def test_a_row_of_parquet_without_a_text_is_named_by_file_and_row(tmp_path):
+    import datasets
+
+    for name, texts in (("a", ["one", "two"]), ("b", ["three", None, None])):
+        datasets.Dataset.from_dict({"text": texts}).to_parquet(str(tmp_path / f"{name}.parquet"))
+    files = tuple(str(tmp_path / f"{name}.parquet") for name in "ab")
+    with pytest.raises(InputError, match=r"b.parquet, row 2: the field 'text' is null or missing"):
+        read_texts(Data(kind="parquet", files=files))
+    datasets.Dataset.from_dict({"text": [1, 2]}).to_parquet(files[0])
+    with pytest.raises(InputError, match=r"a.parquet, row 1: the field 'text' is '1', no text"):
+        read_texts(Data(kind="parquet", files=files[:1]))
+
+
+def test_empty_texts_and_byte_order_marks_are_no_texts(tmp_path):
+    mark = b"\xef\xbb\xbf"
+    files = {"a.txt": mark + "naïve\r\ntext".encode(), "b.txt": b"", "c.txt": mark, "d.txt": b"more"}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    texts = read_texts(Data(kind="text", files=(str(tmp_path / "*.txt"),)))
+    assert [texts[i] for i in range(len(texts))] == ["naïve\ntext", "more"] and texts.empty == 2
+    rows = '{"text": ""}', '{"text": "\ufeffone"}', '{"text": "\ufeff"}', '{"text": "two"}', '{"text": " "}'
+    path = lines(tmp_path / "a.jsonl", *rows, ends="\r\n")
+    path.write_bytes(mark + path.read_bytes())
+    texts = read_texts(Data(kind="json", files=(str(path),)))
+    assert [texts[i] for i in range(len(texts))] == ["one", "two", " "] and texts.empty == 2
+    for name in ("b.txt", "c.txt"):
+        with pytest.raises(InputError, match=f"{name} is empty"):
+            read_texts(Data(kind="text", files=(str(tmp_path / name),)))
+    only = lines(tmp_path / "empty.jsonl", '{"text": ""}')
+    with pytest.raises(InputError, match="the field 'text' holds no texts"):
+        read_texts(Data(kind="json", files=(str(only),)))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1"])
+def test_files_of_other_encodings_are_refused(tmp_path, encoding):
+    path = tmp_path / "a.txt"
+    path.write_bytes("é plain\nand é\n".encode(encoding))
+    with pytest.raises(InputError, match="a.txt, line 1 (is not UTF-8|holds the character 0)"):
+        read_texts(Data(kind="text", files=(str(path),)))
+
+
+def test_the_rows_of_one_long_text_take_work_of_its_length_and_no_place():
+    read = []
+
+    def counted(text):
+        read.append(len(text))
+        return list(text.encode())
+
+    text = "a line without an end " * 20_000
+    long = Stream([text], counted, END, held_out=0.0, segments=True, seed=0)
+    ids = [*text.encode(), END]
+    rows = long.next(400, 1000).tokens
+    assert all(row.tolist() == ids[i * 1000 : (i + 1) * 1000 + 1] for i, row in enumerate(rows))
+    assert len(read) == 1 and long.place.as_json() == {"reading": 0, "text": 1, "used": 400_000}
+    # A row copies its own tokens alone.
+    assert long._rest().base is long._begun[1]
+    again = Stream([text], counted, END, held_out=0.0, segments=True, seed=0, place=long.place)
+    assert again.next(1, 1000).tokens[0].tolist() == ids[400_000:401_001]
+
+
+def test_a_source_of_bytes_gives_what_their_tokenizer_gives(tmp_path):
+    text = "naïve \x01 текст\n\t😀 <|end|> and <|en more"
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text(text.replace("<|end|>", ""))
+    data = Data(kind="text", files=(str(tmp_path / "*.txt"),), held_out=0.0)
+    words = words_of(data)
+    source, _ = source_of(data, words, Loop(length=8), segments=True)
+    texts = read_texts(data)
+    ids = [words.tokenizer.encode(texts[i], add_special_tokens=False).ids for i in range(2)]
+    order = np.random.default_rng([0, 0]).permutation(2)
+    said = [x for i in order for x in [*ids[i], 256]]
+    assert source.next(1, 80).tokens[0].tolist() == said[:81]
+
+
+def test_a_place_of_an_older_form_is_refused_where_it_holds_tokens():
+    assert Place.from_json({"reading": 3, "text": 0, "left": []}) == Place(3)
+    with pytest.raises(InputError, match="older form"):
+        Place.from_json({"reading": 0, "text": 1, "left": [4]})
