@@ -27,7 +27,7 @@ from kvjax.making import made
 from kvjax.models.model import Model
 from kvjax.not_numbers import refuse_prompt, refuse_step
 from kvjax.place.rollback import of_rows
-from kvjax.prefilling import ROOM, bare_cache, labelled, method_of, padded, prefill
+from kvjax.prefilling import ROOM, bare_cache, check_reach, labelled, method_of, padded, prefill
 from kvjax.processors import Processor, history
 from kvjax.reach import last_position
 from kvjax.samples import advancing, write
@@ -38,10 +38,12 @@ from kvjax.verbs import Lengths, TokenIds, has_verbs
 
 
 class Generated(NamedTuple):
-    """tokens [R, max_new_tokens] (-1 after a row's stop token), their logprobs, and the cache behind them.
+    """tokens [R, max_new_tokens], their logprobs, the cache after them, and what the rows say as text.
 
     R = B, or B * samples, or B * beams: rows[r] is the prompt of row r, scores[r] its summed logprobs. Rows
-    of one prompt are neighbours, beams the best first.
+    of one prompt are neighbours, beams the best first. Row r wrote tokens[r, :lengths[r]], a stop token
+    included; after it come padding (the model's pad token, else a stop token) and logprobs of 0. texts: the
+    rows without stop tokens and special tokens; None where the model has no tokenizer.
     """
 
     tokens: Int[Array, "R M"]
@@ -49,6 +51,8 @@ class Generated(NamedTuple):
     cache: Cache
     scores: Float[Array, "R"]
     rows: Int[np.ndarray, "R"]
+    lengths: Int[np.ndarray, "R"]
+    texts: list[str] | None
 
 
 def generate(
@@ -79,8 +83,8 @@ def generate(
 
     samples: how many texts to draw for each prompt, beams: how many to search for (the summed log-probability
     decides, whatever the length); either way a prompt is read once. on_token is called with (index,
-    tokens [R]) as they come. key: one PRNG key; rows draw from their own fold of it. implementation: as in
-    `prefill`.
+    tokens [R]) as they come, -1 for rows that have ended. key: one PRNG key; rows draw from their own fold
+    of it. implementation: as in `prefill`.
 
     InputError for what `prefill` refuses, for another kind of max_new_tokens, stop or key, for more tokens
     than positions, for options that exclude each other, and where logits are not numbers (NaN), naming the
@@ -98,6 +102,7 @@ def generate(
     model = made(model, chosen)
     last = last_position(chosen, model.config)
     _check_reach(max_new_tokens, max_new_tokens, max(ROOM, last), last)
+    _check_prompt(model, (tokens, lengths), chosen, cache, max_new_tokens, last)
     asked = _Asked(
         max_new_tokens, jax.random.key(0) if key is None else prng_key(key), sampler or Sampler(),
         callables("processors", processors), model.stop_ids if stop is None else stop, stop_strings,
@@ -154,7 +159,7 @@ def _written(
     if asked.beams > 1:
         found, state = search(advancing(one, params, len(rows)), logits, state, beams=asked.beams, **loop)
         texts = fetch((found.tokens, found.logprobs, found.scores))
-        written, logprobs, scores = (jnp.asarray(x.reshape(len(rows), *x.shape[2:])) for x in texts)
+        written, logprobs, scores = (x.reshape(len(rows), *x.shape[2:]) for x in texts)
     else:
         ends = StopStrings(model, asked.stop_strings, len(rows)) if asked.stop_strings else None
         written, logprobs, state = write(
@@ -163,14 +168,54 @@ def _written(
         )  # fmt: skip
         scores = logprobs.sum(-1)
     behind = dataclasses.replace(labelled(state, chosen, model), added=of_rows(cache.added, rows))
-    return Generated(written, logprobs, behind, scores, rows)
+    ids, ends = np.asarray(written), {i for i in np.asarray(stops).tolist() if i >= 0}
+    lengths = (ids >= 0).sum(-1)
+    shown = np.where(ids >= 0, ids, _pad_id(model, ends))
+    return Generated(
+        jnp.asarray(shown), jnp.asarray(logprobs), behind, jnp.asarray(scores), rows, lengths,
+        _texts(model, ids, ends),
+    )  # fmt: skip
+
+
+def _pad_id(model: Model, ends: set[int]) -> int:
+    """What stands after a row's last token: the pad token, or else a stop token, which tokenizers know."""
+    pad = model.special_tokens.get("pad_token")
+    known = None if model.tokenizer is None or pad is None else model.tokenizer.token_to_id(pad)
+    return min(ends, default=0) if known is None else known
+
+
+def _texts(model: Model, ids: Int[np.ndarray, "R M"], ends: set[int]) -> list[str] | None:
+    if model.tokenizer is None:
+        return None
+    rows = [[i for i in row if i >= 0 and i not in ends] for row in ids.tolist()]
+    return [model.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+
+
+def _check_prompt(
+    model: Model, prompt: tuple[TokenIds, Lengths | None], method: Method, cache: Cache | None, new: int,
+    last: int,
+) -> None:  # fmt: skip
+    """InputError, before the prompt is read, where it and the new tokens reach beyond the positions.
+
+    Where a method reads fewer tokens than it is given, or texts may outgrow the positions, this shows later.
+    """
+    if has_verbs(model) or method.reread is not None or last > model.config.max_positions:
+        return
+    seen = 0 if cache is None else int(fetch(cache.next).max())
+    stands = seen + int(padded(model, *prompt).lengths.max())
+    check_reach(model, stands, method)
+    _check_reach(new, stands + new, last, last)
 
 
 def _check_reach(new: int, longest: int, most: int, last: int) -> None:
     if longest > most:
         raise InputError(
             f"{new} new tokens would reach position {longest}, this model's last is {last}: "
-            "lower max_new_tokens"
+            + (
+                f"ask for max_new_tokens={last - longest + new}"
+                if longest - new < last
+                else "shorten the prompt"
+            )
         )
 
 

@@ -141,7 +141,8 @@ def _oracle(
     if continuation is None:
         new = min(WRITTEN, model.config.max_positions - int(lengths.max()))
         out = generate(model, tokens, lengths=lengths, max_new_tokens=new)
-        continuation = [[t for t in row if t >= 0] for row in np.asarray(out.tokens).tolist()]
+        written = zip(np.asarray(out.tokens).tolist(), out.lengths, strict=True)
+        continuation = [row[:length] for row, length in written]
     after = padded(model, continuation, None)
     if len(after.lengths) != len(lengths):
         raise InputError(

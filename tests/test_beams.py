@@ -63,7 +63,9 @@ def searched(logprobs, beams):
 def check(out, row, beams, want):
     mine = slice(row * beams, row * beams + len(want))
     assert (out.rows[row * beams : (row + 1) * beams] == row).all()
-    got = [tuple(t for t in tokens if t >= 0) for tokens in np.asarray(out.tokens)[mine].tolist()]
+    got = [
+        tuple(r[:n]) for r, n in zip(np.asarray(out.tokens)[mine].tolist(), out.lengths[mine], strict=True)
+    ]
     assert got == [text for text, _ in want]
     np.testing.assert_allclose(out.scores[mine], [score for _, score in want], atol=1e-4)
     np.testing.assert_allclose(out.logprobs[mine].sum(-1), out.scores[mine], atol=1e-5)
@@ -84,11 +86,12 @@ def test_few_beams_find_what_a_plain_search_finds_and_their_cache_holds_it(model
     out = kvjax.generate(model, PROMPTS, max_new_tokens=NEW, beams=2, stop=[STOP])
     for row, logprobs in enumerate(texts):
         check(out, row, 2, searched(logprobs, 2))
-    written = (np.asarray(out.tokens) >= 0).sum(1)
-    assert out.cache.next.tolist() == [len(PROMPTS[r]) + n for r, n in zip(out.rows, written, strict=True)]
+    assert out.cache.next.tolist() == [
+        len(PROMPTS[r]) + n for r, n in zip(out.rows, out.lengths, strict=True)
+    ]
     more, _ = kvjax.prefill(model, [[1]] * 4, cache=out.cache, room=1)
-    for row, tokens, logits in zip(out.rows, np.asarray(out.tokens), more, strict=True):
-        text = [*PROMPTS[row], *(t for t in tokens.tolist() if t >= 0), 1]
+    for row, tokens, n, logits in zip(out.rows, np.asarray(out.tokens), out.lengths, more, strict=True):
+        text = [*PROMPTS[row], *tokens.tolist()[:n], 1]
         np.testing.assert_allclose(logits, model(np.array([text]))[0, -1], atol=1e-4)
 
 

@@ -180,7 +180,7 @@ def test_generated_tokens_are_the_likeliest_of_the_forward_pass(model, tokens):
     first, second = np.asarray(free.tokens).tolist()
     at = next(i for i in range(1, 5) if first[i] not in first[:i] + second)
     out = kvjax.generate(model, tokens[:, :T], max_new_tokens=6, stop=[first[at]])
-    assert out.tokens[0, at : at + 2].tolist() == [first[at], -1]
+    assert out.tokens[0, at].tolist() == first[at] and out.lengths[0] == at + 1
     assert out.cache.next.tolist() == [T + at + 1, T + 6]
     logits, _ = kvjax.step(model, out.cache, [5, 5])
     for row, written in ((0, at + 1), (1, 6)):

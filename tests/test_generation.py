@@ -1,5 +1,7 @@
 """Generation: the loop, the sampler, stop tokens, and what it refuses."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,7 +63,8 @@ def test_a_row_ends_at_its_stop_token_which_is_in_the_cache(model, greedy):
     at, stop = 1, int(tokens[0, 1])
     assert stop not in tokens[0, :at] and stop not in tokens[1]
     out = kvjax.generate(model, PROMPTS, max_new_tokens=6, stop=[stop])
-    np.testing.assert_array_equal(out.tokens[0], [*tokens[0, : at + 1], *[-1] * (5 - at)])
+    np.testing.assert_array_equal(out.tokens[0], [*tokens[0, : at + 1], *[stop] * (5 - at)])
+    assert out.lengths.tolist() == [at + 1, 6] and out.texts is None
     np.testing.assert_array_equal(out.tokens[1], tokens[1])
     assert (out.logprobs[0, at + 1 :] == 0).all()
     assert out.cache.next.tolist() == [len(PROMPTS[0]) + at + 1, len(PROMPTS[1]) + 6]
@@ -74,7 +77,8 @@ def test_generation_ends_early_when_every_row_has_stopped(model, greedy):
         model, PROMPTS, max_new_tokens=6, stop=stop, on_token=lambda i, t: seen.append((i, t.tolist()))
     )
     assert [i for i, _ in seen] == [0, 1, 2] and out.tokens.shape == (2, 6)
-    assert [t for _, t in seen] == np.asarray(out.tokens).T[:3].tolist()
+    assert out.lengths.tolist() == [2, 3] and seen[-1][1][0] == -1
+    assert [t[1] for _, t in seen] == np.asarray(out.tokens)[1, :3].tolist()
 
 
 def test_a_conversation_goes_on_with_the_cache_of_what_was_written(model, greedy):
@@ -186,9 +190,34 @@ def test_a_cache_stays_with_its_model_and_its_method(model, greedy):
     kvjax.prefill(model, [[1], [2]], cache=greedy.cache, method="full")
 
 
-def test_more_tokens_than_positions_are_refused(model):
-    with pytest.raises(InputError, match="would reach position 70, this model's last is 64"):
+def test_more_tokens_than_positions_are_refused_before_the_prompt_is_read(model, greedy, monkeypatch):
+    says = "would reach position {}, this model's last is 64: ask for max_new_tokens={}"
+    longer = kvjax.prefill(model, [[1] * 20] * 2)[1]
+    monkeypatch.setattr("kvjax.generation.prefill", None)
+    with pytest.raises(InputError, match=says.format(70, 44)):
         kvjax.generate(model, [[1] * 20], max_new_tokens=50)
+    with pytest.raises(InputError, match=says.format(75, 39)):
+        kvjax.generate(model, [[1] * 5, [1]], cache=longer, max_new_tokens=50)
+    with pytest.raises(InputError, match="the prompt reaches position 65, this model's last is 64"):
+        kvjax.generate(model, [[1] * 65], max_new_tokens=1)
+
+
+def test_padding_decodes_and_texts_leave_stop_tokens_out():
+    model = kvjax.load("bytes-tiny")
+    prompts = [model.tokenizer.encode(text).ids for text in ("def f(x):\n    return", "import")]
+    free = np.asarray(kvjax.generate(model, prompts, max_new_tokens=6).tokens)
+    stop = int(next(i for i in free[0, 1:] if i not in free[1]))
+    out = kvjax.generate(model, prompts, max_new_tokens=6, stop=[stop])
+    size = free[0].tolist().index(stop) + 1
+    assert out.lengths.tolist() == [size, 6] and out.tokens.shape == (2, 6)
+    assert out.tokens[0].tolist() == [*free[0, :size].tolist(), *[stop] * (6 - size)]
+    model.tokenizer.decode(out.tokens[0].tolist())
+    assert out.texts == [
+        model.tokenizer.decode(free[0, : size - 1].tolist()),
+        model.tokenizer.decode(free[1].tolist()),
+    ]
+    padded = dataclasses.replace(model, special_tokens={"pad_token": "<|end|>"})
+    assert kvjax.generate(padded, prompts, max_new_tokens=6, stop=[stop]).tokens[0, -1] == 256
 
 
 SHIPPED_FITS = sorted(path.stem for path in (SHIPPED / "recall-tiny").glob("*.safetensors"))
