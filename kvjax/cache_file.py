@@ -25,6 +25,7 @@ from kvjax.cache import Cache, check_alive
 from kvjax.cache_arrays import Arrays, check_parts, check_seal, write_arrays, write_parts
 from kvjax.cache_tree import describe, restore_tree
 from kvjax.errors import InputError
+from kvjax.files import check_kind
 from kvjax.fitted import fitted_words
 from kvjax.grammar import Method
 from kvjax.hosts.arrays import is_shared
@@ -60,12 +61,12 @@ class CacheFile(NamedTuple):
 
 
 def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
-    """Writes a cache to one file, which appears whole or not at all; an older file at `path` is replaced.
+    """Writes a cache to one file, which appears whole or not at all; an older cache at `path` is replaced.
 
     Every array keeps its dtype and bits. A cache of several hosts is saved by all of them, to a folder that
-    they share: each writes what it holds to a part beside the file. Raises InputError where the file cannot
-    be written, where the method cannot be built again from its spec, or where the cache was consumed by a
-    step.
+    they share: each writes what it holds to a part beside the file. Raises InputError where `path` holds
+    something else or cannot be written, where the method cannot be built again from its spec, or where the
+    cache was consumed by a step.
 
     >>> import kvjax, tempfile
     >>> model = kvjax.load("recall-tiny")
@@ -76,6 +77,7 @@ def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
     'int8'
     """
     check_alive(cache)
+    check_kind(path, KIND)
     cache = apart(cache)
     tensors: dict[str, Any] = {}
     tree = {name: describe(getattr(cache, name), name, tensors) for name in ("groups", "next", "pools")}

@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import orbax.checkpoint as ocp
 
 from kvjax.block_transformer import BlockTransformer
 from kvjax.errors import InputError
+from kvjax.files import disk_says as disk_says
 from kvjax.hosts.arrays import is_shared
 from kvjax.hosts.messages import is_first
 from kvjax.mesh.on_mesh import OnMesh
@@ -40,11 +40,11 @@ FORMAT = 1
 _WEIGHTS = "params"
 
 
-def save_checkpoint(model: Model, path: str | os.PathLike[str]) -> None:
+def save_checkpoint(model: Model, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Writes config, weights and tokenizer of a model to a directory that appears whole or not at all.
 
-    An older checkpoint at `path` is replaced. A model that several hosts hold is saved by all of them, to a
-    folder that they share. Raises InputError where `path` holds something else or cannot
+    overwrite: whether it may replace an older checkpoint at `path`. A model that several hosts hold is saved
+    by all of them, to a folder that they share. Raises InputError where `path` holds something else or cannot
     be written.
 
     >>> import tempfile
@@ -60,29 +60,12 @@ def save_checkpoint(model: Model, path: str | os.PathLike[str]) -> None:
         "groups": _group_sizes(model.params),
         "dtype": model.params["embed"].dtype.name,
     }
-    try:
-        with atomic_folder(path, MARKER, together=is_shared(model.params)) as folder:
-            with quiet_orbax(), ocp.StandardCheckpointer() as checkpointer:
-                checkpointer.save(folder / _WEIGHTS, model.params)
-            if is_first() or not is_shared(model.params):
-                write_text(model, folder)
-                (folder / MARKER).write_text(json.dumps(head, indent=2) + "\n")
-    except Exception as error:  # Orbax and tokenizers raise classes of their own, or none
-        if (cause := disk_says(error)) is None:
-            raise
-        raise InputError(f"the model could not be written to {path} ({cause}): free some space") from error
-
-
-def disk_says(error: Exception) -> str | None:
-    """What a disk refused, in words, where an error comes from one; libraries hide it in what they raise.
-
-    >>> disk_says(ValueError("RESOURCE_EXHAUSTED: failed: No space left on device [os_error_code='28']"))
-    'No space left on device'
-    """
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    code = re.search(r"os_error_code='(\d+)|os error (\d+)", str(error))
-    return None if code is None else os.strerror(int(code[1] or code[2]))
+    with atomic_folder(path, MARKER, together=is_shared(model.params), overwrite=overwrite) as folder:
+        with quiet_orbax(), ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / _WEIGHTS, model.params)
+        if is_first() or not is_shared(model.params):
+            write_text(model, folder)
+            (folder / MARKER).write_text(json.dumps(head, indent=2) + "\n")
 
 
 def load_checkpoint(

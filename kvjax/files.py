@@ -2,9 +2,14 @@
 
 import contextlib
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from kvjax.errors import InputError
 
 
 @contextlib.contextmanager
@@ -38,3 +43,34 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
     """
     with atomic_path(path) as temporary:
         temporary.write_bytes(data)
+
+
+def disk_says(error: Exception) -> str | None:
+    """What a disk refused, in words, where an error comes from one; libraries hide it in what they raise.
+
+    >>> disk_says(ValueError("RESOURCE_EXHAUSTED: failed: No space left on device [os_error_code='28']"))
+    'No space left on device'
+    """
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    code = re.search(r"os_error_code='(\d+)|os error (\d+)", str(error))
+    return None if code is None else os.strerror(int(code[1] or code[2]))
+
+
+def check_unwritten(path: str | os.PathLike[str], overwrite: bool = False) -> None:
+    """InputError where something is at `path` and was not asked to be replaced."""
+    if not overwrite and os.path.lexists(path):
+        raise InputError(f"{path} exists and is not replaced unasked: give another path, or add --overwrite")
+
+
+def check_kind(path: str | os.PathLike[str], kind: str) -> None:
+    """InputError where `path` holds something else than a safetensors file of this kind."""
+    if not os.path.lexists(path) or os.path.isdir(path) or os.path.getsize(path) == 0:
+        return
+    try:
+        with safe_open(path, framework="np") as file:
+            found = (file.metadata() or {}).get("kind")
+    except (SafetensorError, OSError):
+        found = None
+    if found != kind:
+        raise InputError(f"{path} holds something else than {kind}, which would be lost: choose another path")

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from kvjax.errors import InputError
-from kvjax.files import write_atomic
+from kvjax.files import check_kind, write_atomic
 
 KIND = "kvjax fitted arrays"
 # What comes with kvjax, one folder for each model: arrays by the method that they are for.
@@ -147,7 +147,12 @@ def of_layer(params: dict[str, Any], number: int | Array) -> dict[str, dict[str,
 
 
 def save_fitted(path: str | Path, fitted: Fitted) -> None:
-    """Writes fitted arrays to one safetensors file, which appears whole or not at all."""
+    """Writes fitted arrays to one safetensors file, which appears whole or not at all.
+
+    An older file of fitted arrays is replaced. Raises InputError where `path` holds something else or cannot
+    be written.
+    """
+    check_kind(path, KIND)
     metadata = {"kind": KIND, "word": fitted.word, "model": fitted.model}
     arrays = {name: np.ascontiguousarray(x) for name, x in fitted.arrays.items()}
     try:

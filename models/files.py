@@ -6,11 +6,14 @@ What the tensors mean is the business of `hf.py`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from kvjax.errors import InputError
+from kvjax.files import disk_says
 from kvjax.hosts.messages import by_first, is_first, wait_for_all
 
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -56,9 +60,21 @@ def read_json(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON ({error}): fetch or write the file again") from error
+    except RecursionError as error:
+        raise InputError(f"{path} nests its JSON too deeply: fetch or write the file again") from error
     if not isinstance(data, dict):
         raise InputError(f"{path} holds a JSON {type(data).__name__}, expected an object")
     return data
+
+
+def plain_name(name: Any, by: Path, field: str) -> str:
+    """A name that a file gives for one beside it. InputError for a path, and for what is no name."""
+    if isinstance(name, str) and re.fullmatch(r"[^/\\\0:]{1,255}", name) and name.strip(". "):
+        return name
+    raise InputError(
+        f"{field} in {by} names the file {name!r:.80}, expected the plain name of one beside it: fetch "
+        f"{by.name} again"
+    )
 
 
 # --- safetensors -------------------------------------------------------------------------------------
@@ -136,52 +152,105 @@ def _damage(path: Path, why: str) -> str:
 # --- writing a directory -----------------------------------------------------------------------------
 
 
+# What saves of models consist of: others' files in such a folder are not removed with it.
+_OURS = re.compile(
+    r"config\.json|generation_config\.json|tokenizer(_config)?\.json|special_tokens_map\.json|"
+    r"chat_template\.jinja|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|kvjax\.json|params"
+)
+
+
 @contextlib.contextmanager
-def atomic_folder(path: str | os.PathLike[str], marker: str, together: bool = False) -> Iterator[Path]:
+def atomic_folder(
+    path: str | os.PathLike[str], marker: str, together: bool = False, overwrite: bool = False
+) -> Iterator[Path]:
     """A temporary directory that becomes `path` when the block ends, or vanishes when it raises.
 
-    An existing `path` is replaced if it is empty or holds the file `marker` (an older save of the same kind).
-    together: whether all hosts write to it, in a folder that they share. Raises InputError where it holds
-    something else or cannot be written.
+    An existing `path` is replaced if it is empty, or with `overwrite` if it is an older save of the same
+    kind, which has the file `marker`. together: whether all hosts write to it, in a folder that they share.
+    Raises InputError where it holds something else or cannot be written.
     """
     target = Path(path).absolute()
-    temporary = Path(by_first(lambda: _begun(target, marker)) if together else _begun(target, marker))
+    begin = partial(_begun, target, marker, overwrite)
+    temporary = Path(by_first(begin) if together else begin())
     mine = is_first() or not together
     try:
         yield temporary
         if together:
             wait_for_all()
         if mine:
-            _put(temporary, target)
+            _put(temporary, target, marker, overwrite)
         if together:
             wait_for_all()
-    except BaseException:
+    except BaseException as error:
         if mine:
             shutil.rmtree(temporary, ignore_errors=True)
+        # Orbax, safetensors and tokenizers raise classes of their own.
+        if isinstance(error, Exception) and (cause := disk_says(error)) is not None:
+            raise InputError(
+                f"the model could not be written to {target} ({cause}): free some space, or choose another "
+                "place"
+            ) from error
         raise
 
 
-def check_replaceable(path: str | os.PathLike[str], marker: str) -> None:
-    """InputError where `path` holds something else than an older save, which has the file `marker`."""
+def check_replaceable(path: str | os.PathLike[str], marker: str, overwrite: bool = False) -> None:
+    """InputError where a model may not be written to `path`: it holds something that would be lost."""
     target = Path(path).absolute()
-    if target.exists() and not (target / marker).is_file() and (target.is_file() or any(target.iterdir())):
+    try:
+        names = sorted(os.listdir(target)) if target.is_dir() else []
+    except OSError as error:
+        raise InputError(f"{target} cannot be read ({error.strerror}): choose another place") from error
+    if target.is_dir() and not names or not os.path.lexists(target):
+        return
+    if not (target / marker).is_file():
         raise InputError(f"{target} exists and holds no {marker}: give a new or empty directory to write to")
+    if not overwrite:
+        raise InputError(
+            f"{target} holds a model, which is not replaced unasked: give a new directory, or say "
+            "overwrite=True (--overwrite)"
+        )
+    if others := [name for name in names if not _OURS.fullmatch(name)]:
+        raise InputError(
+            f"{target} holds {', '.join(others[:3])} beside a model, which would be lost: move it away, or "
+            "give a new directory"
+        )
 
 
-def _begun(target: Path, marker: str) -> str:
+def _begun(target: Path, marker: str, overwrite: bool) -> str:
     """A new folder beside a target that may be replaced."""
-    check_replaceable(target, marker)
+    check_replaceable(target, marker, overwrite)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        return tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
+        temporary = _beside(target)
+        temporary.mkdir()
     except OSError as error:
         raise InputError(f"{target} cannot be written ({error.strerror}): choose another place") from error
+    return str(temporary)
 
 
-def _put(temporary: Path, target: Path) -> None:
-    temporary.chmod(0o755)
-    old = temporary.with_name(temporary.name + ".old")
-    if target.exists():
-        target.rename(old)
-    temporary.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+def _beside(target: Path) -> Path:
+    return target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}")
+
+
+def _put(temporary: Path, target: Path, marker: str, overwrite: bool) -> None:
+    """Renames a whole folder into place; an older one goes once the new one is there, or stays."""
+    while True:
+        old = None
+        if target.exists():
+            check_replaceable(target, marker, overwrite)
+            old = _beside(target)
+            with contextlib.suppress(FileNotFoundError):  # where another call was first
+                target.rename(old)
+        try:
+            temporary.rename(target)
+        except OSError as error:
+            there = error.errno in (errno.EEXIST, errno.ENOTEMPTY)
+            if not there and old is not None and old.exists():
+                old.rename(target)
+            if not there:
+                raise
+        else:
+            return
+        finally:
+            if old is not None and target.exists():
+                shutil.rmtree(old, ignore_errors=True)

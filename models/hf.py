@@ -26,7 +26,15 @@ from kvjax.hosts.arrays import from_pieces
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.axes import weight_shardings
 from kvjax.models.config import Config
-from kvjax.models.files import Stored, atomic_folder, check_folder, read_header, read_json, save_safetensors
+from kvjax.models.files import (
+    Stored,
+    atomic_folder,
+    check_folder,
+    plain_name,
+    read_header,
+    read_json,
+    save_safetensors,
+)
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.hf_config_out import config_to_hf
 from kvjax.models.hf_tensors import (
@@ -118,7 +126,8 @@ def _headers(folder: Path) -> dict[str, Stored]:
             raise InputError(
                 f"{index} has no weight_map: fetch it again, or remove it to read every safetensors file"
             )
-        files = [folder / name for name in sorted(set(weight_map.values()))]
+        names = [plain_name(name, index, "weight_map") for name in weight_map.values()]
+        files = [folder / name for name in sorted(set(names))]
         absent = [f.name for f in files if not f.is_file()]
         if absent:
             raise InputError(
@@ -280,11 +289,14 @@ def _bar(total: int, wanted: bool) -> Iterator[Callable[[int], None]]:
 # --- writing -----------------------------------------------------------------------------------------
 
 
-def save_hf(model: Model, path: str | os.PathLike[str], *, shard_bytes: int = SHARD_BYTES) -> None:
+def save_hf(
+    model: Model, path: str | os.PathLike[str], *, shard_bytes: int = SHARD_BYTES, overwrite: bool = False
+) -> None:
     """Writes a model as a Hugging Face directory that transformers loads; appears whole or not at all.
 
-    Weights keep their dtype, in one file or, beyond `shard_bytes`, in several with an index. An older save at
-    `path` is replaced. For Kimi Linear, transformers needs its authors' code too, which is not written.
+    Weights keep their dtype, in one file or, beyond `shard_bytes`, in several with an index.
+    overwrite: whether it may replace an older save at `path`. For Kimi Linear, transformers needs its
+    authors' code too, which is not written.
 
     Raises InputError where `path` holds something else or cannot be written, or where no class of
     transformers computes what the model's config says.
@@ -298,7 +310,7 @@ def save_hf(model: Model, path: str | os.PathLike[str], *, shard_bytes: int = SH
     data |= {"eos_token_id": stops if len(stops) > 1 else next(iter(stops), None), "torch_dtype": dtype.name}
     sizes = {hf_name(name, model.config): tensor.shape for name, tensor in tensors(model.config).items()}
     fetch = _fetcher(model)
-    with atomic_folder(path, "config.json") as folder:
+    with atomic_folder(path, "config.json", overwrite=overwrite) as folder:
         (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n")
         write_text(model, folder)
         files = _split(sizes, dtype.itemsize, shard_bytes)

@@ -237,7 +237,9 @@ def test_a_checkpoint_comes_back_with_the_same_logits(model, tokens, whole, save
     assert again.config == model.config and again.fingerprint == model.fingerprint
     np.testing.assert_array_equal(again(tokens), whole)
     assert os.listdir(saved.parent) == ["two"]
-    save_checkpoint(again, saved)
+    with pytest.raises(InputError, match="is not replaced unasked"):
+        save_checkpoint(again, saved)
+    save_checkpoint(again, saved, overwrite=True)
 
 
 @pytest.mark.rotating

@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from kvjax.commands.options import add_dtype, add_refused, whole
+from kvjax.commands.options import add_dtype, add_overwrite, add_refused, whole
 from kvjax.commands.programs import keep_programs
 from kvjax.commands.texts import read_texts
 
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--length", type=whole(16), default=512, metavar="T", help="their tokens (default: 512)"
     )
     parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of the texts (default: 0)")
+    add_overwrite(parser, "the model that OUT holds")
     for name in ("--mesh", "--hosts"):
         add_refused(
             parser,
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
     from kvjax.train.conversions import convert, difference
 
     keep_programs()
-    check_replaceable(args.out, MARKER)
+    check_replaceable(args.out, MARKER, args.overwrite)
     model = load(args.model, dtype=args.dtype)
     out = console()
 
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
     before, after = (
         sizes_of(m.config, args.dtype, args.length, [Method()]).nbytes(Method()) for m in (model, new)
     )
-    save_checkpoint(new, args.out)
+    save_checkpoint(new, args.out, overwrite=args.overwrite)
     out.print(
         f"{args.out}: {size(after)} of state at {args.length} tokens, before {size(before)}; before any "
         f"training its predictions are {found.divergence:.4f} nats from the original's, and its best token "

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from kvjax.commands.options import add_dtype, add_mesh, add_model, add_refused, mesh_options, whole
+from kvjax.commands.options import (
+    add_dtype,
+    add_mesh,
+    add_model,
+    add_overwrite,
+    add_refused,
+    mesh_options,
+    whole,
+)
 from kvjax.commands.programs import keep_programs
 from kvjax.commands.texts import read_texts
 from kvjax.errors import InputError
@@ -61,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of the draws (default: 0)")
     parser.add_argument("--out", required=True, metavar="FILE", help="where to write it, as safetensors")
+    add_overwrite(parser, "an older file of fitted arrays there")
     add_mesh(parser)
     add_refused(
         parser,
@@ -76,6 +85,7 @@ def run(args: argparse.Namespace) -> None:
     from rich.progress import track
 
     from kvjax.commands.terminal import console
+    from kvjax.files import check_unwritten
     from kvjax.fitted import save_fitted
     from kvjax.fitting import fit, learns_from_questions, options_of
     from kvjax.loading import load
@@ -85,6 +95,7 @@ def run(args: argparse.Namespace) -> None:
     part, *more = parse_method(args.method)[1].parts
     if more:
         raise InputError(f"{args.method!r} is a chain, expected the one method of it that is fitted")
+    check_unwritten(args.out, args.overwrite)
     keep_programs()
     model = load(args.model, dtype=args.dtype, **mesh_options(args))
     texts = read_texts(

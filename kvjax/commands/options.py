@@ -50,6 +50,10 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_overwrite(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--overwrite", action="store_true", help=f"replace {what}")
+
+
 def add_refused(parser: argparse.ArgumentParser, name: str, why: str) -> None:
     """Takes an option that other commands have, to say why this one has not."""
 

@@ -146,7 +146,7 @@ def _save(path: Path, config: AnyConfig, params: Params, words: Words) -> Any:
         config, params, tokenizer=words.tokenizer, special_tokens=words.special, stop_ids=(words.end,),
         name=path.parent.name,
     )  # fmt: skip
-    save_checkpoint(model, path)
+    save_checkpoint(model, path, overwrite=True)
     return model
 
 

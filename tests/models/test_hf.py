@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import pytest
 from jax.experimental.layout import Layout
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -22,7 +25,7 @@ from kvjax.eval.tasks.recall_tasks import sample
 from kvjax.loading import load, shipped
 from kvjax.models import hf, placement
 from kvjax.models.config import Config
-from kvjax.models.files import Stored
+from kvjax.models.files import Stored, atomic_folder
 from kvjax.models.hf import load_hf, save_hf
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.hf_config_out import config_to_hf
@@ -338,13 +341,63 @@ def test_a_save_replaces_an_older_one_and_nothing_else(tmp_path):
     model = load_hf(directory("llama", tmp_path)[0])
     other = load_hf(directory("olmo2", tmp_path)[0])
     save_hf(model, tmp_path / "out")
-    save_hf(other, tmp_path / "out")
+    with pytest.raises(InputError, match="out holds a model, which is not replaced unasked"):
+        save_hf(other, tmp_path / "out")
+    assert load_hf(tmp_path / "out").config == model.config
+    save_hf(other, tmp_path / "out", overwrite=True)
     assert load_hf(tmp_path / "out").config == other.config
     assert sorted(f.name for f in tmp_path.iterdir()) == ["llama", "olmo2", "out"]
+    (tmp_path / "out" / "notes.txt").write_text("keep me")
+    with pytest.raises(InputError, match="holds notes.txt beside a model, which would be lost"):
+        save_hf(other, tmp_path / "out", overwrite=True)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep me")
     with pytest.raises(InputError, match="holds no config.json"):
         save_hf(model, tmp_path / "mine")
+
+
+def test_threads_that_save_to_one_folder_do_not_meet(tmp_path):
+    def save(number):
+        with atomic_folder(tmp_path / "out", "config.json", overwrite=True) as folder:
+            for name in ("config.json", "model.safetensors"):
+                (folder / name).write_text(str(number))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(save, range(120)))
+    assert [f.name for f in tmp_path.iterdir()] == ["out"]
+    assert len({f.read_text() for f in (tmp_path / "out").iterdir()}) == 1
+
+
+def test_an_older_save_stays_where_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
+    def save(text):
+        with atomic_folder(tmp_path / "out", "config.json", overwrite=True) as folder:
+            (folder / "config.json").write_text(text)
+
+    save("old")
+    rename = Path.rename
+
+    def refused(self, target):
+        if (self / "config.json").read_text() == "new" and Path(target).name == "out":
+            raise OSError(28, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(InputError, match=r"could not be written to .*out \(No space left on device\)"):
+        save("new")
+    assert (tmp_path / "out" / "config.json").read_text() == "old"
+    assert [f.name for f in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path, monkeypatch):
+    model = load_hf(directory("llama", tmp_path)[0])
+
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(hf, "save_safetensors", full)
+    with pytest.raises(InputError, match=r"could not be written to .*out \(No space left on device\): free"):
+        save_hf(model, tmp_path / "out")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["llama"]
 
 
 def test_a_failed_save_leaves_the_older_one(tmp_path, monkeypatch):
@@ -357,7 +410,7 @@ def test_a_failed_save_leaves_the_older_one(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hf, "save_safetensors", fail)
     with pytest.raises(RuntimeError):
-        save_hf(model, tmp_path / "out")
+        save_hf(model, tmp_path / "out", overwrite=True)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
     assert sorted(f.name for f in tmp_path.iterdir()) == ["llama", "out"]
 

@@ -264,6 +264,42 @@ def test_an_index_without_its_map(fixture, tmp_path):
         load(folder)
 
 
+NO_NAMES = (
+    "../w.safetensors",
+    "{tmp}/w.safetensors",
+    "a/../../w.safetensors",
+    5,
+    ["w"],
+    {"a": 1},
+    None,
+    "x" * 5000,
+    "",
+    "..",
+)
+
+
+@pytest.mark.parametrize("name", NO_NAMES, ids=lambda name: str(name)[:20])
+def test_an_index_that_names_a_file_elsewhere(name, fixture, tmp_path):
+    folder = hf_fixtures.write(fixture, tmp_path / "model", shards=2)
+    index = folder / "model.safetensors.index.json"
+    data = json.loads(index.read_text())
+    shutil.copy(folder / "model-00001-of-00002.safetensors", folder.parent / "w.safetensors")
+    first = next(iter(data["weight_map"]))
+    data["weight_map"][first] = name.format(tmp=folder.parent) if isinstance(name, str) else name
+    index.write_text(json.dumps(data))
+    with pytest.raises(
+        InputError, match="weight_map in .* expected the plain name of one beside it"
+    ) as caught:
+        load(folder)
+    assert len(str(caught.value)) < 400 + len(str(folder)) and "\n" not in str(caught.value)
+
+
+def test_json_that_nests_without_end(folder):
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(InputError, match="nests its JSON too deeply"):
+        load(folder)
+
+
 def test_a_tensor_in_two_files(folder):
     (folder / "model.safetensors").rename(folder / "a.safetensors")
     shutil.copy(folder / "a.safetensors", folder / "b.safetensors")

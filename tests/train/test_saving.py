@@ -108,12 +108,12 @@ def test_a_model_that_a_full_disk_refuses_leaves_nothing_and_the_old_one_stays(t
         (tmp_path / "model").mkdir(exist_ok=True)
         (tmp_path / "model" / checkpoint.MARKER).write_text("the old one")
         with pytest.raises(InputError, match=r"could not be written to .*No space left on device"):
-            checkpoint.save_checkpoint(model, tmp_path / "model")
+            checkpoint.save_checkpoint(model, tmp_path / "model", overwrite=True)
         assert [p.name for p in tmp_path.iterdir()] == ["model"]
         assert (tmp_path / "model" / checkpoint.MARKER).read_text() == "the old one"
     monkeypatch.setattr(checkpoint, "write_text", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        checkpoint.save_checkpoint(model, tmp_path / "model")
+        checkpoint.save_checkpoint(model, tmp_path / "model", overwrite=True)
 
 
 @pytest.mark.rotating
