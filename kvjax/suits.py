@@ -297,8 +297,10 @@ def _check_narrow(method: Method, config: Config) -> None:
     choosing = [layer for layer, _ in word.stages(config.layers, 1)]
     last, above = choosing[-1], int(narrow is not None)
     if last >= config.layers - above:
+        if config.layers <= above:
+            _refuse(method, "it chooses tokens for the layers above, and the model has one layer", "snapkv")
         why = f"tokens are chosen at layer {last}, expected one of 0 to {config.layers - above - 1}"
-        _refuse(method, why, "another layer" if config.layers > above else "snapkv")
+        _refuse(method, why, "another layer")
     for layer in range(config.layers):
         slots = mixer_of(config, layer).slots(config)
         own = None if slots is None or slots.fixed else slots

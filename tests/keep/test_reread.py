@@ -178,6 +178,15 @@ def test_a_layer_that_is_not_there_is_refused():
         kvjax.prefill(model("deep"), MAIN.first, method=kvjax.method("gemfilter", budget=0.5, filter_layer=3))
 
 
+@pytest.mark.parametrize(
+    "method", [kvjax.method("fastkv", budget=0.5), kvjax.method("lazyllm"), kvjax.method("homer")]
+)
+def test_one_layer_leaves_nothing_to_choose_tokens_for(method):
+    config = dataclasses.replace(model("deep").config, layers=1)
+    with pytest.raises(InputError, match="chooses tokens for the layers above, and the model has one layer"):
+        check_fit(method, config)
+
+
 def test_a_layer_inside_stacked_ones_is_refused_before_it_runs():
     config = dataclasses.replace(model("deep").config, layers=4)
     params = jax.eval_shape(lambda: init(config, jax.random.key(0), groups=plan(config, stacked=True)))
