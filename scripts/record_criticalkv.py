@@ -75,7 +75,7 @@ def main() -> None:
         }
         hyper = dict(budget=budget, window=WINDOW, kernel=KERNEL, variant="kvpress", page=4)
         cases.append(recorded.Case("criticalkv", hyper, rows))
-    recorded.write("criticalkv", checkout, cases)
+    recorded.write("criticalkv", recorded.commit_of(checkout), cases)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
-"""A question at a prompt's end, which judges all chunks that are read before it (FINCH)."""
+"""A question at a prompt's end, which judges all chunks that are read before it (FINCH, CItruS)."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.keep.algebra import Word
+from kvjax.keep.algebra import Made, Word
 from kvjax.keep.observe import Queries
 from kvjax.keep.probe import Probe
 from kvjax.keep.score import probabilities
 from kvjax.ops.attention.union import NEG_INF, Keys, logits
-from kvjax.protocols import Observation, Seen, View
+from kvjax.protocols import Inputs, Observation, Score, Seen, View
+from kvjax.words import scored
 
 
 class Asked(NamedTuple):
@@ -51,16 +52,23 @@ class Question(Probe):
         return Asked(q, q_pos, keys)
 
 
+# What the attention of a question's query counts for, by how many positions it sees.
+WEIGHTS = {"visible": 0, "before": 1}
+
+
 @dataclasses.dataclass(frozen=True)
 class QuestionAttention(Word):
     """score[j] = mean_i n_i p_ij over the queries i of a question and the heads of a group.
 
     n_i is the number of visible positions before query i, and the softmax behind p_ij runs over these and
-    itself: with more positions each of them gets less, which n_i makes up for (FINCH, arXiv:2408.00167). The
-    question's own slots score infinity once the prompt ends with them.
+    itself: with more positions each of them gets less, which n_i makes up for (FINCH, arXiv:2408.00167).
+    weigh: "before" (n_i), "visible" (n_i + 1), or "alike" (1). heads: "mean" over a group, or "layer" for one
+    score of all heads. The question's own slots score infinity once the prompt ends with them.
     """
 
     probe: Question
+    weigh: Literal["before", "visible", "alike"] = "before"
+    heads: Literal["mean", "layer"] = "mean"
 
     @property
     def needs(self) -> frozenset[Observation]:
@@ -68,19 +76,60 @@ class QuestionAttention(Word):
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         (q, q_pos), asked = seen.of(Queries(self.probe.last)), seen.observed.get(repr(self.probe))
-        slots, ends = view.pos.shape[-1], jnp.ones(seen.length.shape, bool)
+        slots, ends = view.pos.shape[-1], _ends(self.probe, seen)
         sets = [Keys(view.k, view.v, view.pos, view.bias)]
         if asked is not None:
-            ends = (asked.q_pos < 0).all(-1)
             q = jnp.where(ends[:, None, None, None], q, asked.q)
             q_pos = jnp.where(ends[:, None], q_pos, asked.q_pos)
             sets.append(Keys(asked.k, asked.k, jnp.where(ends[:, None], -1, asked.q_pos)[:, None]))
         spec = seen.attention
         each = [logits(q, s, q_pos, scale=spec.scale, softcap=spec.softcap) for s in sets]
         s = jnp.concatenate(each, -1)
-        before = jnp.maximum((s > NEG_INF).sum(-1, keepdims=True) - 1, 0).astype(s.dtype)
-        p = (before * probabilities(s))[..., :slots]
+        p = probabilities(s)[..., :slots]
+        if self.weigh != "alike":
+            visible = (s > NEG_INF).sum(-1, keepdims=True) - WEIGHTS[self.weigh]
+            p = jnp.maximum(visible, 0).astype(s.dtype) * p
         count = jnp.maximum((q_pos >= 0).sum(-1), 1)[:, None, None]
         score = p.sum(3).mean(2) / count.astype(p.dtype)
+        if self.heads == "layer":
+            score = jnp.broadcast_to(score.mean(1, keepdims=True), score.shape)
         own = ends[:, None, None] & (view.pos >= (seen.length - self.probe.last)[:, None, None])
         return jnp.where(own, jnp.inf, score)
+
+
+@dataclasses.dataclass(frozen=True)
+class NewTokens:
+    """How many tokens of every row are read at present."""
+
+    def __call__(self, inputs: Inputs) -> Int[Array, "B"]:
+        return (inputs.pos >= 0).sum(-1, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkStays(Made):
+    """inf for the tokens of a chunk behind which the prompt goes on, and a score for all others.
+
+    So where the budget holds the chunk (CItruS, arXiv:2406.12018); where it does not, the score ranks all.
+    """
+
+    score: Score
+    probe: Question
+
+    @property
+    def parts(self) -> tuple[Score, ...]:
+        return (self.score,)
+
+    @property
+    def needs(self) -> frozenset[Observation]:
+        return super().needs | {NewTokens()}
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        score, new = scored(self.score, view, seen), seen.of(NewTokens())
+        stays = jnp.where(~_ends(self.probe, seen) & (new <= seen.n), new, 0)
+        return jnp.where(view.pos >= (seen.length - stays)[:, None, None], jnp.inf, score)
+
+
+def _ends(probe: Question, seen: Seen) -> Bool[Array, "B"]:
+    """The rows whose prompt ends with what was read: behind the others, the question is asked."""
+    asked = seen.observed.get(repr(probe))
+    return jnp.ones(seen.length.shape, bool) if asked is None else (asked.q_pos < 0).all(-1)

@@ -258,23 +258,26 @@ def kvgrad(
     arxiv="2408.00167",
     family="selection-static",
     exact="deviates",
-    kvpress=Press("FinchPress", same="yes, at the end of a prompt that is read at once"),
+    kvpress=Press("FinchPress", "variant=kvpress", "yes, at the end of a prompt that is read at once"),
 )
-def finch(budget: Amount, *, question: Window = 32) -> Method:
+def finch(budget: Amount, *, question: Window = 32, variant: Literal["paper", "kvpress"] = "paper") -> Method:
     """FINCH (Corallo and Papotti, 2024, arXiv:2408.00167): what a question at the end of a text attends to.
 
     The last `question` tokens of a prompt are its question. Every chunk (`prefill(..., chunk=)`) is read
     behind what is kept so far, then the question, and what stays is the budget of the tokens read so far, by
 
-        score[j] = mean_i n_i p_ij over the question's queries i, n_i the number of positions before query i,
+        score[j] = mean_i n_i p_ij over the question's queries i, n_i the number of positions that i sees.
 
-    the mean over a group. Kept keys turn by their ranks, which are the positions that the paper rotates them
-    to anew, so a chunk, the question and what is written follow right behind what is kept. Deviation: the
-    paper takes a question of any length that the caller names; a chunk's end may here cut the question, whose
-    first tokens then count as text until the chunk behind.
+    "paper", the default: the mean over all heads, so that a layer keeps one set, as the authors' code does
+    (its file for Llama leaves n_i out). "kvpress": the mean over a group, so that a KV head keeps its own set,
+    and n_i is without i itself. Kept keys are rotated by their ranks, which are the positions that
+    the paper rotates them to, so a chunk, the question and what is written follow right behind what is kept.
+    Deviation: the paper takes a question of any length that the caller names; a chunk's end may here cut the
+    question, whose first tokens then count as text until the next chunk.
     """
-    probe = Question(question)
-    return Method(Keep(QuestionAttention(probe), Budget(budget), Uniform(), phase=ByRank(), probe=probe))
+    probe, whole = Question(question), pick(variant, paper=True, kvpress=False)
+    score = QuestionAttention(probe, "visible", "layer") if whole else QuestionAttention(probe)
+    return Method(Keep(score, Budget(budget), Uniform(), phase=ByRank(), probe=probe))
 
 
 @paper(

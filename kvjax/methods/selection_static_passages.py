@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.keep.algebra import Pool, stage
+from kvjax.keep.algebra import Pool
 from kvjax.keep.budget import Uniform
 from kvjax.keep.chunk_wise import EntropyGated
 from kvjax.keep.lookahead import Lookahead, LookaheadAttention
@@ -13,12 +13,13 @@ from kvjax.keep.narrow import Narrow
 from kvjax.keep.passages import InPassages
 from kvjax.keep.patterns import Recent
 from kvjax.keep.phases import InPhases
-from kvjax.keep.question import Question, QuestionAttention
+from kvjax.keep.question import ChunkStays, Question, QuestionAttention
 from kvjax.keep.score import Position, WindowAttention
 from kvjax.keep.tokens import TokensOf
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Depth, Kernel, Share, TokenIds, Window, window_score
+from kvjax.phase import ByRank
 from kvjax.when import STEP
 
 # Tokens of a text, or layers of a model, that belong together.
@@ -130,17 +131,20 @@ def laq(budget: Amount, *, ahead: Window = 8, window: Window = 8, kernel: Kernel
     family="selection-static",
     exact="deviates",
 )
-def citrus(budget: Amount, *, question: Window = 32, window: Window = 32, share: Share = 0.5) -> Method:
-    """CItruS (Bai et al., 2024, arXiv:2406.12018): a chunk says what stays, and so does the instruction.
+def citrus(budget: Amount, *, question: Window = 32) -> Method:
+    """CItruS (Bai et al., 2024, arXiv:2406.12018), one cache of both kinds: the instruction says what stays.
 
-    Behind every chunk (`prefill(..., chunk=)`), the share `share` of the budget goes to what the chunk's last
-    `window` queries attend to, the rest to what the instruction attends to, which is the last `question`
-    tokens of the prompt; both in one cache, the paper's "shared" form. Deviations: attention of the
-    instruction is weighed as in FINCH (`finch`); the paper asks all of a chunk's queries.
+    The last `question` tokens of a prompt are its instruction, which is read behind every chunk
+    (`prefill(..., chunk=)`) and forgotten. A layer keeps the chunk, where the budget holds it, and of all
+    before it the tokens of the largest attention of the instruction, the mean over its queries and the
+    layer's heads, one set for all heads; at the end of the prompt, the instruction in place of the chunk.
+    Kept keys are rotated by their ranks. This is the authors' `instruction_aware_single`. Deviations: the
+    instruction is read behind the chunk, where the code reads it behind what was kept before; the form with
+    two caches (`instruction_aware_double`), one for the text and one for the instruction, is left out.
     """
     probe = Question(question)
-    score = stage(WindowAttention(window), share, QuestionAttention(probe))
-    return Method(Keep(score, Budget(budget), Uniform(), probe=probe))
+    score = ChunkStays(QuestionAttention(probe, "alike", "layer"), probe)
+    return Method(Keep(score, Budget(budget), Uniform(), phase=ByRank(), probe=probe))
 
 
 @paper(

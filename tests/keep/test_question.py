@@ -12,8 +12,10 @@ from tests.methods.battery import decoder, model, off, positions, step
 from tests.methods.expected import PREFIX
 from tests.reference import Prompt, Row, best, softmax
 
-ASKED, CHUNK = 4, 16
+ASKED, CHUNK, SLOTS = 4, 16, 19
 FINCH = kvjax.method("finch", budget=0.5, question=ASKED)
+PER_HEAD = kvjax.method("finch", budget=0.5, question=ASKED, variant="kvpress")
+CITRUS = kvjax.method("citrus", budget=SLOTS, question=ASKED)
 
 
 def asked(row, tokens, weight=lambda before: before):
@@ -30,8 +32,13 @@ def asked(row, tokens, weight=lambda before: before):
     return total
 
 
-def finch(tokens):
-    """A row behind a text in chunks, as the paper reads it: each with the question behind it."""
+def for_all(total):
+    """The same for every list of a layer: what all of them get in sum."""
+    return [[{pos: sum(found[pos] for found in lists) for pos in lists[0]}] * len(lists) for lists in total]
+
+
+def questioned(tokens, judge, count, chunk_stays=False):
+    """A row behind a text in chunks, as the papers read it: each with the question behind it."""
     question, row = tokens[-ASKED:], None
     for start in range(0, len(tokens), CHUNK):
         new, end = tokens[start : start + CHUNK], min(start + CHUNK, len(tokens))
@@ -43,15 +50,31 @@ def finch(tokens):
         else:
             for token in before:
                 row.step(token)
-        total = asked(row if ends else copy.deepcopy(row), question)
+        total = judge(row if ends else copy.deepcopy(row), question)
+        first = end - ASKED if ends else start if chunk_stays else end
         for layer, lists in enumerate(row.slots):
             gone = []
             for slots, found in zip(lists, total[layer], strict=True):
-                own = [ends and s["pos"] >= end - ASKED for s in slots]
-                score = np.where(own, np.inf, [found[s["pos"]] for s in slots])
-                gone.append(np.flatnonzero(~best(score, end // 2)))
+                score = [np.inf if s["pos"] >= first else found[s["pos"]] for s in slots]
+                gone.append(np.flatnonzero(~best(np.array(score), count(end))))
             row.remove(layer, gone)
     return row
+
+
+def finch(tokens):
+    """For all heads, a query counts by what it sees, its own token too."""
+    judge = lambda row, question: for_all(asked(row, question, lambda before: before + 1))  # noqa: E731
+    return questioned(tokens, judge, lambda end: end // 2)
+
+
+def finch_per_head(tokens):
+    return questioned(tokens, asked, lambda end: end // 2)
+
+
+def citrus(tokens):
+    """The chunk stays, and the best for all heads of what stood before it."""
+    judge = lambda row, question: for_all(asked(row, question, lambda before: 1.0))  # noqa: E731
+    return questioned(tokens, judge, lambda end: SLOTS, chunk_stays=True)
 
 
 def infinipot(tokens):
@@ -88,6 +111,8 @@ INFINIPOT = kvjax.method("infinipot", budget=0.5, share=0.5, prefix=PREFIX)
     ("method", "by_hand", "lengths"),
     [
         pytest.param(FINCH, finch, (44, 27), id="finch"),
+        pytest.param(PER_HEAD, finch_per_head, (44, 27), id="finch per head", marks=pytest.mark.rotating),
+        pytest.param(CITRUS, citrus, (44, 27), id="citrus"),
         pytest.param(INFINIPOT, infinipot, (44, 27), id="infinipot", marks=pytest.mark.rotating),
     ],
 )

@@ -325,11 +325,21 @@ def snap(per_query_head=False, **kind):
 
 
 def finch_score(prompt, layer):
-    """What the last queries give, times how many positions stand before each; they themselves stay."""
-    given = prompt.p[layer][:, -WINDOW:] * np.arange(prompt.length - WINDOW, prompt.length)[:, None]
-    score = given.mean(1).reshape(-1, prompt.group, prompt.length).mean(1)
-    score[:, -WINDOW:] = np.inf
-    return score
+    """The authors' form: all heads' attention of the question, times how many tokens a query sees."""
+    question = np.arange(prompt.length)[-WINDOW:]
+    asked = prompt.p[layer].sum(0)[question]
+    return for_all_heads(prompt, (asked * (question + 1)[:, None]).sum(0))
+
+
+def citrus_score(prompt, layer):
+    """The mean over all heads and all of the instruction's queries."""
+    return for_all_heads(prompt, prompt.p[layer][:, -WINDOW:].mean((0, 1)))
+
+
+def for_all_heads(prompt, score):
+    """One set for all heads of a layer, and with it the newest tokens, which asked for it."""
+    newest = np.arange(prompt.length) >= prompt.length - WINDOW
+    return np.tile(np.where(newest, np.inf, score), (kv_lists(prompt), 1))
 
 
 def grouped_score(prompt, layer):

@@ -7,6 +7,7 @@ with what kvjax keeps. Weights and tokens are numpy's draws, which no version of
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 from functools import cache
@@ -88,12 +89,18 @@ def kept_by_kvjax(id: str, hyper: dict[str, Any]) -> list[list[np.ndarray]]:
     return [[held(layer[row], length) for layer in layers] for row, length in enumerate(LENGTHS)]
 
 
-def write(name: str, checkout: Path, cases: list[Case]) -> None:
-    """The fixture `name`, with the commit of the checkout that ran."""
-    commit = subprocess.run(
-        ["git", "-C", checkout, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
-    ).stdout.strip()
-    meta = {"commit": commit, "cases": [[case.id, case.hyper] for case in cases]}
+def commit_of(checkout: Path) -> str:
+    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def version_of(package: str) -> str:
+    return f"{package} {importlib.metadata.version(package)}"
+
+
+def write(name: str, source: str, cases: list[Case]) -> None:
+    """The fixture `name`, with the commit or the version that ran."""
+    meta = {"source": source, "cases": [[case.id, case.hyper] for case in cases]}
     arrays = {
         f"{i}/{row}": np.packbits(np.stack(layers), axis=-1)
         for i, case in enumerate(cases)

@@ -11,7 +11,6 @@ from tests.layers import shared_out
 from tests.methods.expected import (
     ends,
     expected_score,
-    finch_score,
     flat_counts,
     headkv_kept,
     kv_lists,
@@ -191,14 +190,6 @@ def laq_score(prompt, layer):
     q, k = prompt.ahead.q[layer][:, prompt.length :], np.repeat(prompt.k[layer], prompt.group, 0)
     p = softmax(q @ k.swapaxes(1, 2) / np.sqrt(k.shape[-1])).sum(1)
     return pool(p.reshape(-1, prompt.group, prompt.length).mean(1), KERNEL, "max")
-
-
-def citrus_score(prompt, layer):
-    """Half of the budget by the window, the rest by the question, which stays."""
-    given = prompt.p[layer][:, -2:].sum(1).reshape(-1, prompt.group, prompt.length).mean(1)
-    given[:, -2:] = 0
-    first = best(given, np.full(len(given), count(prompt.length) // 2))
-    return np.where(first, np.inf, finch_score(prompt, layer))
 
 
 LAZY_LAYER = 1

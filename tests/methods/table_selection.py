@@ -6,7 +6,15 @@ import numpy as np
 
 from tests import dynamic, merges
 from tests.methods import selection
-from tests.methods.expected import chooses, each_layer, ends, headkv_kept, received, recent_half
+from tests.methods.expected import (
+    chooses,
+    citrus_score,
+    each_layer,
+    ends,
+    headkv_kept,
+    received,
+    recent_half,
+)
 from tests.methods.rows import (
     KERNEL,
     PAGE,
@@ -66,8 +74,8 @@ SELECTION = [
         kept=each_layer(selection.laq_score, ends(0, 2)),
     ),
     row(
-        "citrus", dense(half), hyper=dict(question=WINDOW, window=2, share=0.5),
-        kept=each_layer(selection.citrus_score), looks_ahead=True,
+        "citrus", dense(half), hyper=dict(question=WINDOW), kept=each_layer(citrus_score), phase="rank",
+        looks_ahead=True,
     ),
     row(
         "lazyllm", dense(everything), hyper=dict(layer=selection.LAZY_LAYER, share=0.6),
