@@ -269,9 +269,9 @@ def finch(budget: Amount, *, question: Window = 32, variant: Literal["paper", "k
         score[j] = mean_i n_i p_ij over the question's queries i, n_i the number of positions that i sees.
 
     "paper", the default: the mean over all heads, so that a layer keeps one set, as the authors' code does
-    (its file for Llama leaves n_i out). "kvpress": the mean over a group, so that a KV head keeps its own set,
-    and n_i is without i itself. Kept keys are rotated by their ranks, which are the positions that
-    the paper rotates them to, so a chunk, the question and what is written follow right behind what is kept.
+    (its file for Llama leaves n_i out). "kvpress": the mean over a group, so that each KV head keeps a set,
+    and n_i is without i itself. Kept keys are rotated by their ranks, which are the positions that the paper
+    rotates them to, so a chunk, the question and what is written follow right behind what is kept.
     Deviation: the paper takes a question of any length that the caller names; a chunk's end may here cut the
     question, whose first tokens then count as text until the next chunk.
     """
