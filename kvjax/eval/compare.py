@@ -34,6 +34,7 @@ from kvjax.eval.run.plan import Batch, Plan, batches_of, check_protocols, planne
 from kvjax.eval.run.revision import revision
 from kvjax.eval.run.runner import Runner, Unit, programs
 from kvjax.eval.run.timings import CellTimings, timings_of
+from kvjax.eval.run.traced import check_traced
 from kvjax.eval.streaming import compare_text
 from kvjax.eval.tasks.rows import Rows, forced_length, make_rows
 from kvjax.eval.tasks.sample import LENGTH, most_new_tokens
@@ -122,6 +123,7 @@ def compare(
     if text is not None:
         length = length or LENGTH
         entries = plan_cells(loaded, methods, budgets, preset or ("short" if length <= 1024 else "long"))
+        check_traced(loaded, entries, bucket(length))
         found = compare_text(
             loaded, entries, text, folder=folder, length=length, windows=samples, seed=seeds[0],
             resume=resume, about={**_about(loaded), "command": command}, console=console,

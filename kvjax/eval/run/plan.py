@@ -14,6 +14,7 @@ from kvjax.errors import InputError
 from kvjax.eval.run.cellplan import Custom, Entry, plan_cells
 from kvjax.eval.run.memory import fitting_rows
 from kvjax.eval.run.runner import bare_method
+from kvjax.eval.run.traced import check_traced
 from kvjax.eval.tasks.rows import PROTOCOLS
 from kvjax.eval.tasks.sample import Sample, Suite, new_tokens
 from kvjax.eval.tasks.suite import make_suite
@@ -101,6 +102,7 @@ def planned(
         suite.rows(0, p)
     preset = preset or ("short" if suite.length <= 1024 else "long")
     entries = plan_cells(model, methods, budgets, preset)
+    check_traced(model, entries, bucket(suite.length))
     samples = min(samples, suite.contexts or samples)
     drawn = dict(zip(seeds, suites, strict=True))
     return Plan(model, drawn, entries, protocols, samples, bucket(suite.length)), preset
