@@ -43,5 +43,5 @@ def check_traced(model: Model, entries: Sequence[Entry], tokens: int) -> None:
             raise
         except Exception as error:
             raise InputError(
-                f"{entry.label} cannot run: {error} ({type(error).__name__}): correct the method; nothing ran yet"
+                f"{entry.label} cannot run: {error} ({type(error).__name__}): correct the method"
             ) from error
