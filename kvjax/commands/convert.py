@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> None:
     from kvjax.loading import load
     from kvjax.models.files import check_replaceable
     from kvjax.train.conversions import convert, difference
+    from kvjax.train.trained import check_finite
 
     keep_programs()
     check_replaceable(args.out, MARKER, args.overwrite)
@@ -83,6 +84,7 @@ def run(args: argparse.Namespace) -> None:
 
     # What a conversion learns from is not what it is measured on.
     new, texts = convert(model, args.to, partial(some, args.seed + 1)), some(args.seed)
+    check_finite(new.params, f"what {args.to} makes of {args.model}")
     found = difference(model, new, texts)
     before, after = (
         sizes_of(m.config, args.dtype, args.length, [Method()]).nbytes(Method()) for m in (model, new)

@@ -67,7 +67,7 @@ from kvjax.train.step import (
     total_loss,
 )
 from kvjax.train.texts import Column, Files
-from kvjax.train.trained import Fixed, groups_of, joined, kinds, split
+from kvjax.train.trained import Fixed, check_finite, groups_of, joined, kinds, split
 
 AnyConfig = Config | BlockConfig
 
@@ -92,6 +92,8 @@ def train(
     config, start = _model(run, words)
     _check(run, config, on)
     first = start()
+    if run.start is not None:
+        check_finite(first, f"the model {run.start} to start from")
     others = beside(run, config, first, words)
     segments = run.data.segments and not run.loop.context and not _carrying(config)
     source, held = source_of(run.data, words, run.loop, segments=segments, workers=run.devices.workers)
@@ -141,6 +143,7 @@ def _left_out(source: Source) -> str:
 
 
 def _save(path: Path, config: AnyConfig, params: Params, words: Words) -> Any:
+    check_finite(params, f"{path}, which was not written,")
     of: Any = BlockTransformer if isinstance(config, BlockConfig) else Model
     model = of(
         config, params, tokenizer=words.tokenizer, special_tokens=words.special, stop_ids=(words.end,),

@@ -48,7 +48,7 @@ class Parts(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Mean loss in nats per token, the norm of the unclipped gradient, and whether both are numbers."""
+    """Mean loss in nats per token, the unclipped gradient's norm; finite: both are, and new weights."""
 
     loss: Float[Array, ""]
     norm: Float[Array, ""]
@@ -250,7 +250,7 @@ def make_step(
 ) -> Callable[..., tuple[TrainState, Found]]:
     """The jitted step (state, parts, what stands beside the model, what does not learn or None).
 
-    It donates its state. A loss or gradient of NaN or inf changes no weight.
+    It donates its state. A loss, gradient or new weight of NaN or inf changes no weight.
     """
 
     def step(
@@ -273,6 +273,7 @@ def make_step(
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of an integer step
             change, kept = optimiser.update(gradient, state.optimiser, state.params)
             params = jax.tree.map(jnp.add, state.params, change)
+        finite &= jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()
         new = TrainState(params, kept, state.step + 1)
         new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
         if on is not None:
@@ -287,7 +288,7 @@ def make_step(
 def fault(
     params: Params, parts: Parts, config: Config | BlockConfig, loop: Loop, beside: Beside = ALONE
 ) -> str:
-    """What is no number first, in words: the output of a layer, the logits, or a gradient."""
+    """What is no number first, in words: the output of a layer, the logits, a gradient, or a weight."""
     beside = beside._replace(teacher=None)
     for a in range(parts.tokens.shape[0]):
         part = jax.tree.map(lambda x, a=a: x[a], parts)
@@ -301,7 +302,7 @@ def fault(
         ]
         if names:
             return f"the gradient of {', '.join(names[:4])}"
-    return "the sum over the batch"
+    return "the sum over the batch, or a weight that the optimiser made of it,"
 
 
 def _fault_ahead(

@@ -133,3 +133,16 @@ def joined(trained: Any, fixed: Fixed | None) -> Params:
 
     whole = lambda x: x is None or isinstance(x, Adapter)  # noqa: E731
     return jax.tree.map(one, trained, fixed.params, is_leaf=whole)
+
+
+def check_finite(params: Any, what: str) -> None:
+    """InputError where a weight of `what` is NaN or infinite, with the names of the first of them."""
+    found = jax.tree.leaves_with_path(_all_finite(params))
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, ok in found if not bool(ok)]
+    if names:
+        raise InputError(f"{what} has weights that are NaN or infinite: {', '.join(names[:4])}")
+
+
+@jax.jit
+def _all_finite(params: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.isfinite(x).all(), params)

@@ -7,11 +7,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import kvjax
+from kvjax.checkpoint import save_checkpoint
 from kvjax.errors import InputError
 from kvjax.gin_bindings import load_training
+from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.models.transformer import forward
 from kvjax.train import loop as loops
@@ -22,6 +25,7 @@ from kvjax.train.rows import Place, Rows
 from kvjax.train.settings import Data, Loop, training
 from kvjax.train.sources import Recall, source_of, words_of
 from kvjax.train.step import Beside, Frozen, Parts, TrainState, fault, learned_loss, make_step
+from kvjax.train.trained import check_finite
 
 MODEL = dict(layers=2, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=24)
 CIRCUIT = dict(d_model=64, mixer={"word": "Attention", "gate": True})
@@ -178,6 +182,33 @@ def test_a_loss_that_is_no_number_changes_no_weight_and_the_layer_is_named(texts
     monkeypatch.setattr(loops, "init", lambda *_: params)
     with pytest.raises(InputError, match="step 1: the output of layer 1 is not a number"):
         train(run, tmp_path / "run")
+
+
+def test_weights_that_are_no_numbers_are_never_taken_or_saved(texts, tmp_path):
+    run = settings(texts)
+    params, rule = init(run.config, jax.random.key(0)), optax.adam(1e-3, b1=1.0)  # its mean is 0 / 0
+    state = TrainState(jax.tree.map(jnp.copy, params), rule.init(params), jnp.zeros((), jnp.int32))
+    rows = in_parts(Rows(np.zeros((4, 25), np.int32), np.ones((4, 25), np.float32), None), 1)
+    new, found = make_step(run.config, run.loop, rule)(state, rows)
+    assert np.isfinite([found.loss, found.norm]).all() and not bool(found.finite) and int(new.step) == 0
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), new.params, params)
+    assert all(jax.tree.leaves(same))
+    assert "a weight that the optimiser made" in fault(params, rows, run.config, run.loop)
+    # A table of which the texts use a part alone.
+    params = init(run.config, jax.random.key(0))
+    params["embed"] = params["embed"].at[255].set(jnp.nan)
+    with pytest.raises(InputError, match="^mine has weights that are NaN or infinite: embed$"):
+        check_finite(params, "mine")
+    check_finite(init(run.config, jax.random.key(0)), "mine")
+    save_checkpoint(Model(run.config, params, tokenizer=words_of(run.data).tokenizer), tmp_path / "nan")
+    bound = {
+        "model": {"start": str(tmp_path / "nan")},
+        "data": {"kind": "text", "files": texts},
+        "train": LOOP,
+    }
+    with pytest.raises(InputError, match="to start from has weights that are NaN or infinite: embed"):
+        train(training(bound), tmp_path / "more")
+    assert not (tmp_path / "more").exists()
 
 
 @pytest.mark.rotating
