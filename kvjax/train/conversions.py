@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.model import Model, check_single
 from kvjax.models.params import plan, regroup
 from kvjax.models.transformer import forward
+from kvjax.ranges import REFUSED, Count, Portion, Range, Whole, expected, read
 from kvjax.train.convert import (
     Grouping,
     drop_attention,
@@ -46,11 +47,13 @@ from kvjax.train.low_rank import columns, fitted_word, to_nested, to_progressive
 from kvjax.train.recur import to_recurrent_heads
 from kvjax.train.two_decoders import to_blocks
 
+# What is left of all channels.
+Share = Annotated[float, Range(0, 1, above=True)]
 Made = tuple[Params, Config | BlockConfig]
 Texts = Sequence[Sequence[int]]
 
 
-def _gqa(params: Params, config: Config, *, kv_heads: int) -> Made:
+def _gqa(params: Params, config: Config, *, kv_heads: Count) -> Made:
     """Grouped-query attention (arXiv:2305.13245): every new KV head is the mean of neighbours."""
     return pool_heads(params, config, kv_heads)
 
@@ -60,14 +63,12 @@ def _mqa(params: Params, config: Config) -> Made:
     return pool_heads(params, config, 1)
 
 
-def _cla(params: Params, config: Config, *, every: int = 2) -> Made:
+def _cla(params: Params, config: Config, *, every: Count = 2) -> Made:
     """Cross-layer attention (arXiv:2405.12981): runs of `every` layers read their first one's slots."""
-    if every < 1:
-        raise ValueError(f"every is {every}, expected a number of layers of at least 1")
     return share_layers(params, config, [i - i % every for i in range(config.layers)])
 
 
-def _mlkv(params: Params, config: Config, *, layers: int) -> Made:
+def _mlkv(params: Params, config: Config, *, layers: Count) -> Made:
     """Multi-layer key-value heads (arXiv:2406.09297): `layers` layers, evenly spread, keep slots for all."""
     if not 1 <= layers <= config.layers:
         raise ValueError(f"layers is {layers}, expected 1 to {config.layers} that keep slots")
@@ -75,7 +76,7 @@ def _mlkv(params: Params, config: Config, *, layers: int) -> Made:
     return share_layers(params, config, [max(s for s in sources if s <= i) for i in range(config.layers)])
 
 
-def _lckv(params: Params, config: Config, *, own: int = 2) -> Made:
+def _lckv(params: Params, config: Config, *, own: Whole = 2) -> Made:
     """Layer-condensed KV (arXiv:2405.10637): all layers but `own` and one read the topmost of those between.
 
     Half of `own` are the lowest layers, the rest the highest ("sandwich").
@@ -86,10 +87,8 @@ def _lckv(params: Params, config: Config, *, own: int = 2) -> Made:
     return share_layers(params, config, [top if low <= i <= top else i for i in range(config.layers)])
 
 
-def _yoco(params: Params, config: Config, *, window: int) -> Made:
+def _yoco(params: Params, config: Config, *, window: Count) -> Made:
     """YOCO-like (arXiv:2405.05254): the upper half reads the lower's last layer, the others see a window."""
-    if window < 1:
-        raise ValueError(f"window is {window}, expected a number of tokens of at least 1")
     last = config.layers // 2 - 1
     if last < 0:
         raise ValueError("a model of one layer has no upper half")
@@ -100,7 +99,7 @@ def _yoco(params: Params, config: Config, *, window: int) -> Made:
     return _regrouped(shared, dataclasses.replace(smaller, windows=windows))
 
 
-def _swiftkv(params: Params, config: Config, *, layer: int) -> Made:
+def _swiftkv(params: Params, config: Config, *, layer: Whole) -> Made:
     """SwiftKV (arXiv:2410.03960): layers from `layer` on project keys and values from what comes into it."""
     if any(mixer_of(config, i) != ATTENTION for i in range(config.layers)) or not 0 <= layer < config.layers:
         raise ValueError(
@@ -116,13 +115,13 @@ def _regrouped(params: Params, config: Config) -> Made:
 
 
 def _mla(
-    params: Params, config: Config, *, rank: int, rotary: int = 1, moments: Moments | None = None
+    params: Params, config: Config, *, rank: Count, rotary: Whole = 1, moments: Moments | None = None
 ) -> Made:
     """Latents of all heads, and `rotary` heads of turning keys (arXiv:2502.14837, arXiv:2502.07864)."""
     return to_latents(params, config, rank, rotary, moments)
 
 
-def _eckvh(params: Params, config: Config, *, kv_heads: int, moments: Moments | None = None) -> Made:
+def _eckvh(params: Params, config: Config, *, kv_heads: Count, moments: Moments | None = None) -> Made:
     """Fewer KV heads by singular values of keys and values (ECKVH, arXiv:2406.07056)."""
     return pool_by_values(params, config, kv_heads, moments)
 
@@ -131,17 +130,17 @@ def _linear(
     params: Params,
     config: Config,
     *,
-    layers: Sequence[int] | None = None,
-    keep: int | None = None,
+    layers: tuple[Whole, ...] | None = None,
+    keep: Whole | None = None,
     mixer: str = "GatedDelta",
-    steps: int = 200,
+    steps: Whole = 200,
     texts: Texts | None = None,
 ) -> Made:
     """Layers of a linear attention, each taught by the attention that it replaces."""
     return to_linear(params, config, texts or (), layers=layers, keep=keep, mixer=mixer, steps=steps)
 
 
-def _asymgqa(params: Params, config: Config, *, kv_heads: int, texts: Texts | None = None) -> Made:
+def _asymgqa(params: Params, config: Config, *, kv_heads: Count, texts: Texts | None = None) -> Made:
     """Groups of like heads, of any size, found by a search (AsymGQA, arXiv:2406.14963)."""
     found = activation_products(params, config, _rows(texts)) if texts else weight_products(params, config)
     groups = [asymgqa(layer.k + layer.v, kv_heads) for layer in found]
@@ -149,13 +148,15 @@ def _asymgqa(params: Params, config: Config, *, kv_heads: int, texts: Texts | No
 
 
 def _wgqa(
-    params: Params, config: Config, *, kv_heads: int, steps: int = 100, texts: Texts | None = None
+    params: Params, config: Config, *, kv_heads: Count, steps: Whole = 100, texts: Texts | None = None
 ) -> Made:
     """GQA by weighted sums of neighbours, whose weights learn (WGQA, arXiv:2407.10855)."""
     return weighted_groups(params, config, kv_heads, texts or (), steps)
 
 
-def _dha(params: Params, config: Config, *, heads: int, steps: int = 100, texts: Texts | None = None) -> Made:
+def _dha(
+    params: Params, config: Config, *, heads: Count, steps: Whole = 100, texts: Texts | None = None
+) -> Made:
     """Like key heads and like value heads share, `heads` of both in all layers (DHA, arXiv:2406.06567).
 
     With texts, heads of a group are fused by weights that learn for so many steps; else they are averaged.
@@ -166,14 +167,17 @@ def _dha(params: Params, config: Config, *, heads: int, steps: int = 100, texts:
     return fused_groups(params, config, groups, texts, steps)
 
 
-def _qcqa(params: Params, config: Config, *, heads: int) -> Made:
+def _qcqa(params: Params, config: Config, *, heads: Count) -> Made:
     """Groups of any size, and layers that stay whole: `heads` KV heads in all layers (QCQA, 2406.10247)."""
     options = [group_layer(layer, config.kv_heads) for layer in weight_products(params, config)]
     return group_heads(params, config, within(group_layers(options), heads).groupings)
 
 
-def _kdgqa(params: Params, config: Config, *, kv_heads: int, texts: Texts | None = None) -> Made:
-    """Fewer KV heads, read by query heads in proportion to their keys' norms (KDGQA, arXiv:2408.08454)."""
+def _kdgqa(params: Params, config: Config, *, kv_heads: Count, texts: Texts | None = None) -> Made:
+    """Fewer KV heads, read by query heads in proportion to their keys' norms (KDGQA, arXiv:2408.08454).
+
+    A query head may read another group than its own, so nothing is lost only where all heads are equal.
+    """
     if not texts:
         raise ValueError("norms of keys are those of texts: give some")
     pooled, smaller = pool_heads(params, config, kv_heads)
@@ -191,8 +195,8 @@ def _drop(
     params: Params,
     config: Config,
     *,
-    layers: Sequence[int] | None = None,
-    count: int | None = None,
+    layers: tuple[Whole, ...] | None = None,
+    count: Count | None = None,
     texts: Texts | None = None,
 ) -> Made:
     """Attention dropped from some layers, or from the `count` that change their input least (AttnDrop)."""
@@ -207,7 +211,12 @@ def _drop(
 
 
 def _low_rank(
-    params: Params, config: Config, *, rank: float | int, heads: int = 4, moments: Moments | None = None
+    params: Params,
+    config: Config,
+    *,
+    rank: Annotated[int | float, Portion(1)],
+    heads: Count = 4,
+    moments: Moments | None = None,
 ) -> Made:
     """Latents of grouped heads (Palu, arXiv:2407.21118); rank: a share of channels or a number."""
     word = fitted_word(rank, heads, columns(params, config, moments))
@@ -215,7 +224,7 @@ def _low_rank(
 
 
 def _lorc(
-    params: Params, config: Config, *, most: float = 0.75, least: float = 0.25, moments: Moments | None = None
+    params: Params, config: Config, *, most: Share = 0.75, least: Share = 0.25, moments: Moments | None = None
 ) -> Made:
     """Latents of all heads, of fewer channels from layer to layer (LoRC, arXiv:2410.03111)."""
     return to_progressive(params, config, most, least, moments)
@@ -225,8 +234,8 @@ def _matryoshkakv(
     params: Params,
     config: Config,
     *,
-    rank: int,
-    steps: int = 200,
+    rank: Count,
+    steps: Whole = 200,
     texts: Texts | None = None,
     moments: Moments | None = None,
 ) -> Made:
@@ -234,19 +243,19 @@ def _matryoshkakv(
     return to_nested(params, config, rank, texts or (), steps, moments)
 
 
-def _xc_cache(params: Params, config: Config, *, before: Sequence[int]) -> Made:
+def _xc_cache(params: Params, config: Config, *, before: tuple[Whole, ...]) -> Made:
     """Layers of cross-attention before some layers, which read what an encoder kept (arXiv:2404.15420)."""
     word = CrossAttention(width=config.d_model, turns=True)
     return insert_cross_attention(params, config, before, word, jax.random.key(0))
 
 
-def _cepe(params: Params, config: Config, *, width: int) -> Made:
+def _cepe(params: Params, config: Config, *, width: Count) -> Made:
     """Cross-attention behind every attention, over an encoder's `width` channels (CEPE, arXiv:2402.16617)."""
     return cross_behind_each(params, config, width, jax.random.key(0))
 
 
 def _block(
-    params: Params, config: Config, *, length: int = 4, prefix: int = 2, layers: int | None = None
+    params: Params, config: Config, *, length: Count = 4, prefix: Count = 2, layers: Count | None = None
 ) -> Made:
     """The Block Transformer (arXiv:2406.02657), whose lower `layers` read blocks of `length` tokens."""
     return to_blocks(params, config, length, prefix, layers)
@@ -256,9 +265,9 @@ def _recurformer(
     params: Params,
     config: Config,
     *,
-    kv_heads: int,
-    near: int = 16,
-    steps: int = 200,
+    kv_heads: Count,
+    near: Count = 16,
+    steps: Whole = 200,
     texts: Texts | None = None,
 ) -> Made:
     """`kv_heads` KV heads of every layer stay, those that look nearby are Mamba-2 (arXiv:2410.12850)."""
@@ -330,6 +339,11 @@ def _parsed(spec: str) -> tuple[str, dict[str, Any]]:
     for option in options:
         if option not in takes:
             raise InputError(f"{name} has no option {option!r}, it takes {', '.join(takes) or 'none'}")
+    hints = get_type_hints(CONVERSIONS[name], include_extras=True)
+    for option, value in options.items():
+        options[option] = read(hints[option], value)
+        if options[option] is REFUSED:
+            raise InputError(f"{name}: {option} is {value!r}, expected {expected(hints[option])}")
     missing = [n for n, p in takes.items() if p.default is p.empty and n not in options]
     if missing:
         raise InputError(f"{name} needs {', '.join(missing)}: write {name}:{missing[0]}=...")

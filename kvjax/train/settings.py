@@ -114,8 +114,8 @@ class Loop:
     stages: (steps, length, batch) one after the other, in place of these three; what learning rates do
     over steps they then do over tokens. compute: the dtype of layers; weights are kept in float32. remat:
     compute layers anew for the gradient instead of keeping what lies inside them. balance: what unequal
-    use of experts costs, times the loss of Switch Transformers (arXiv:2101.03961). codes: what the distance
-    of keys from their codes costs (Transformer-VQ, arXiv:2309.16354). distil: with a
+    use of experts costs, times the loss of Switch Transformers (arXiv:2101.03961) within each part. codes:
+    what the distance of keys from their codes costs (Transformer-VQ, arXiv:2309.16354). distil: with a
     teacher, the share of the loss that is the divergence from its predictions; distil_hidden,
     distil_attention: what the squared distance from its hidden states and from the outputs of its mixers
     is multiplied by, the mean over channels and layers. log_every, evaluate_every: in steps.

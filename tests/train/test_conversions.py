@@ -1,6 +1,7 @@
 """`kvjax convert`: conversions by name, what they cost, and what is refused."""
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from kvjax.models.mixers.dropped import Dropped
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.models.transformer import hidden
-from kvjax.train.conversions import convert, difference
+from kvjax.train.conversions import CONVERSIONS, convert, difference
 from kvjax.train.linear import attention_changes
 
 CONFIG = Config(vocab=32, d_model=16, layers=4, heads=4, kv_heads=4, head_dim=4, d_ff=24)
@@ -99,6 +100,26 @@ def test_searched_groups_of_equal_heads_lose_nothing_where_neighbours_would():
 
 
 @pytest.mark.rotating
+def test_kdgqa_loses_nothing_where_all_heads_are_equal_and_not_where_pairs_are():
+    params, equal = (init(CONFIG, jax.random.key(1)) for _ in range(2))
+    for layer, other in zip(params["layers"], equal["layers"], strict=True):
+        for name in ("k", "v"):
+            heads = layer[name].reshape(1, 16, 4, 4)
+            layer[name] = heads[:, :, jnp.asarray([0, 0, 1, 1])].reshape(1, 16, 16)
+            other[name] = heads[:, :, jnp.zeros(4, int)].reshape(1, 16, 16)
+    made = {name: Model(CONFIG, p) for name, p in (("pairs", params), ("all", equal))}
+    lost = {
+        (name, spec): difference(model, convert(model, spec, TEXTS), TEXTS).divergence
+        for name, model in made.items()
+        for spec in ("gqa:kv_heads=2", "kdgqa:kv_heads=2")
+    }
+    assert lost["pairs", "gqa:kv_heads=2"] == pytest.approx(0, abs=1e-6)
+    assert lost["all", "kdgqa:kv_heads=2"] == pytest.approx(0, abs=1e-6)
+    # Query heads of one pair read the other: the method's own choice.
+    assert lost["pairs", "kdgqa:kv_heads=2"] > 1e-3
+
+
+@pytest.mark.rotating
 @pytest.mark.parametrize("spec", ["dha:heads=16,steps=4", "qcqa:heads=8", "qcqa:heads=11"])
 def test_fused_and_evolved_groups_of_equal_heads_lose_nothing(spec):
     model = with_equal_heads()
@@ -174,3 +195,28 @@ def test_the_command_says_that_a_reader_of_contexts_needs_an_encoder(tmp_path, c
 def test_what_cannot_be_converted_is_said_in_one_sentence(spec, message):
     with pytest.raises(InputError, match=message):
         convert(MODEL, spec)
+
+
+OPTIONS = [
+    (name, option)
+    for name, made in CONVERSIONS.items()
+    for option, given in inspect.signature(made).parameters.items()
+    if given.kind == given.KEYWORD_ONLY and option not in ("texts", "moments")
+]
+
+
+# Options that take shares.
+SHARES = {("low-rank", "rank"), ("lorc", "most"), ("lorc", "least")}
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS)
+def test_options_of_a_conversion_refuse_values_of_another_kind(name, option):
+    # Numbers that are equal to whole ones, and are none, were saved to models that could not be loaded.
+    wrong = ["-1", "True", "mine!", "[1.0]"]
+    wrong += [] if (name, option) in SHARES else ["1.5", "1.0"]
+    wrong += [] if option == "mixer" else ["nan"]
+    wrong += [] if inspect.signature(CONVERSIONS[name]).parameters[option].default is None else ["None"]
+    for value in wrong:
+        with pytest.raises(InputError, match=f"{name}: {option} is .*, expected|cannot be read") as error:
+            convert(MODEL, f"{name}:{option}={value}", TEXTS)
+        assert "\n" not in str(error.value)
