@@ -34,6 +34,23 @@ def test_a_notebook_is_small_and_has_no_outputs(path):
         assert not cell.get("outputs") and cell.get("execution_count") is None and not cell.metadata
 
 
+@pytest.mark.parametrize("path", [QUICKSTART, TRAIN], ids=["quickstart", "train"])
+def test_the_cell_that_installs_asks_where_from_unless_it_lies_in_a_checkout(path, tmp_path, monkeypatch):
+    cell = next(cell for cell in nbformat.read(path, as_version=4).cells if cell.id == "install").source
+    ran = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("subprocess.run", lambda words, check: ran.append(words))
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    with pytest.raises(ValueError, match="set SOURCE above to where this notebook came from: git"):
+        exec(cell, {})
+    assert not ran and "OWNER" not in cell
+    (tmp_path / "pyproject.toml").touch()
+    exec(cell, {})
+    exec(cell.replace('SOURCE = ""', 'SOURCE = "git+https://mine"'), {})
+    assert [words[-1] for words in ran if "--no-deps" in words] == ["..", "git+https://mine"]
+
+
 # What the comparisons of a plain run ask less of: (cell, what it says, what runs instead).
 SHORTER = [
     ("compare", '["snapkv:variant=kvpress", "kvzip", "kivi"]', '["kvzip"]'),
