@@ -74,11 +74,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     # With CUDA's compiler but without its libraries, jax would print at length that they are missing.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    from rich.progress import track
-
     from kvjax.aot.hardware import device_of
     from kvjax.aot.probe import cases_of, probe
-    from kvjax.commands.terminal import console, print_text
+    from kvjax.commands.terminal import console, print_text, tracked
     from kvjax.files import write_atomic
 
     devices = {topology: device_of(topology) for topology in args.topology.split(",")}
@@ -88,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     todo = _todo(args, devices)
     out = console()
     found = []
-    for name, topology in track(todo, "compiling", console=out, transient=True):
+    for name, topology in tracked(todo, "compiling", console=out):
         found.append({"case": name, "topology": topology} | probe(topology, name))
     if args.json:
         write_atomic(Path(args.json), (json.dumps(_report(found), indent=1) + "\n").encode())
@@ -136,12 +134,10 @@ def _report(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _tune(args: argparse.Namespace) -> None:
-    from rich.progress import track
-
     from kvjax.aot.hardware import device_of
     from kvjax.aot.probe import available
     from kvjax.aot.tune import best, check, jobs, measure, write_table
-    from kvjax.commands.terminal import console, print_text
+    from kvjax.commands.terminal import console, print_text, tracked
     from kvjax.errors import InputError
     from kvjax.pallas_kernels.block_sizes import TABLE
 
@@ -156,7 +152,7 @@ def _tune(args: argparse.Namespace) -> None:
     if not os.access(TABLE, os.W_OK):
         raise InputError(f"{TABLE} cannot be written: tune in a clone that is installed with pip install -e")
     out = console()
-    found = list(track(measure(todo, kept), "compiling", total=len(todo), console=out, transient=True))
+    found = list(tracked(measure(todo, kept), "compiling", total=len(todo), console=out))
     write_table(found)
     kept.unlink(missing_ok=True)
     out.print(_tuned(found, best(found)))

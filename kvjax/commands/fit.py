@@ -82,9 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from functools import partial
 
-    from rich.progress import track
-
-    from kvjax.commands.terminal import console
+    from kvjax.commands.terminal import console, tracked
     from kvjax.files import check_unwritten
     from kvjax.fitted import save_fitted
     from kvjax.fitting import fit, learns_from_questions, options_of
@@ -103,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
         questions=learns_from_questions(args.method),
     )  # fmt: skip
     out = console()
-    shown = partial(track, description="reading", console=out, transient=True)
+    shown = partial(tracked, description="reading", console=out)
     given = {name: getattr(args, name) for name in ("hidden", "rank", "epochs")}
     options = {name: value for name, value in given.items() if value is not None}
     options |= read_options(args.set)

@@ -9,8 +9,9 @@ from rich.table import Table
 
 from kvjax.eval.report.console import make_console as console
 from kvjax.eval.report.console import print_text
+from kvjax.eval.report.progress import tracked
 
-__all__ = ["BOX", "console", "name_of", "pairs", "print_text", "size"]
+__all__ = ["BOX", "console", "name_of", "pairs", "print_text", "size", "tracked"]
 
 
 def pairs(rows: list[tuple[str, str]]) -> Table:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import kvjax
 from kvjax.chunking import bucket
@@ -24,6 +23,7 @@ from kvjax.eval.report.console import make_console
 from kvjax.eval.report.duels import duels_of
 from kvjax.eval.report.frontier import panels_of, write_frontier
 from kvjax.eval.report.page import caption_of, write_report
+from kvjax.eval.report.progress import Bars
 from kvjax.eval.report.scores_section import Picture
 from kvjax.eval.run.cellplan import Custom, Entry, my_cells, plan_cells
 from kvjax.eval.run.command import command_of
@@ -191,8 +191,7 @@ def _run(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> No
     room = arrays[0].forced.shape[1] + max(most_new_tokens(b.rows) for b in batches)
     entries = my_cells(plan.model, plan.entries)
     runner = Runner(plan.model, plan.suite, entries, plan.tokens, room)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Bars(console=console, transient=True) as progress:
         bar = progress.add_task("reading the first prompts", total=len(batches) * len(entries))
         for cells in _groups(entries, len(batches)):
             for (protocol, number, seed, _), rows in zip(batches, arrays, strict=True):

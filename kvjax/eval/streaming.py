@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvjax import steps as stepping
 from kvjax.cache import Cache
 from kvjax.chunking import bucket
 from kvjax.errors import InputError
 from kvjax.eval.report.frontier import write_frontier
+from kvjax.eval.report.progress import Bars
 from kvjax.eval.report.text_page import text_caption, write_text_report
 from kvjax.eval.report.text_table import LOST, print_stream, summarise_windows, text_duels, text_panels
 from kvjax.eval.run.cellplan import Entry, my_cells
@@ -209,8 +209,7 @@ def stream_text(
     runner = Runner(model, Recall((), length, seed), mine, bucket(length), steps)
     done: dict[str, Any] = {} if log is None else log.done
     batches = list(_batches(model, found, length, steps))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=console is None) as progress:
+    with Bars(console=console, transient=True) as progress:
         bar = progress.add_task("reading the text", total=len(batches) * len(mine))
         for number, (batch, count) in enumerate(batches):
             todo = [e for e in mine if _key(number, e) not in done]

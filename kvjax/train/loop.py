@@ -24,11 +24,12 @@ import numpy as np
 import optax
 from jaxtyping import Array
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from kvjax.block_transformer import BlockTransformer
 from kvjax.checkpoint import save_checkpoint
 from kvjax.errors import InputError
+from kvjax.eval.report.progress import Bars
 from kvjax.files import write_atomic
 from kvjax.fitted import save_fitted
 from kvjax.hosts.messages import by_first, check_same, count, is_first
@@ -296,7 +297,7 @@ class _Session:
         saved, began, asked = time.monotonic(), time.monotonic(), done
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"))
         with (
-            Progress(
+            Bars(
                 *columns, TimeRemainingColumn(), TextColumn("{task.fields[news]}"), console=self.console
             ) as progress,
             open(self.folder / LOG if is_first() else os.devnull, "a") as log,
