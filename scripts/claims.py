@@ -28,6 +28,7 @@ from memory_tokens import DATA as LEARNED
 from surprises_table import BELOW_SINK_RECENT, SURPRISES
 
 from kvjax.eval.report.cells import budget_label
+from kvjax.eval.report.figures import signed
 from kvjax.eval.report.leaderboard import Leaderboard, Line, read_leaderboard
 from kvjax.methods import METHODS
 
@@ -114,14 +115,19 @@ def check(claim: Claim, board: Leaderboard) -> Found:
     if any(line.few for pair in whole for line in pair):
         return Found(UNCLEAR, "too few samples for intervals")
     found = difference(whole)
-    each = ", ".join(f"{100 * x:+.0f}" for x in found.models)
-    numbers = f"{100 * found.mean:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]; models {each}"
+    each = ", ".join(signed(100 * x) for x in found.models)
+    numbers = f"{_points(found.mean, found.low, found.high)}; models {each}"
     held = max(line.percent for line, _ in whole)
     if isinstance(test, Near) and test.percent is not None:
         numbers += f"; {held:.0f}% of the bytes"
         if held > test.percent:
             return Found(NO, numbers)
     return Found(judged(found, least), numbers)
+
+
+def _points(mean: float, low: float, high: float) -> str:
+    """A difference of shares with its interval, in points."""
+    return f"{signed(100 * mean, 1)} [{signed(100 * low, 1)}, {signed(100 * high, 1)}]"
 
 
 def learned(method: str, within: float, rows: dict[str, Any]) -> Found:
@@ -141,7 +147,7 @@ def learned(method: str, within: float, rows: dict[str, Any]) -> Found:
     low, high = end(-1, "mean_low", "mean_high"), end(1, "mean_high", "mean_low")
     share = each[0]["kept_bytes"] / each[0]["full_bytes"]
     models = "one model" if len(each) == 1 else f"{len(each)} models"
-    numbers = f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]; {models}; {share:.0%} of the bytes"
+    numbers = f"{_points(mean, low, high)}; {models}; {share:.0%} of the bytes"
     return Found(judged(Difference(mean, low, high, (mean,)), -within), numbers)
 
 

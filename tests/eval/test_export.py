@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 
 import pytest
 
@@ -106,3 +107,31 @@ def test_folders_without_results_are_one_sentence(files, message, tmp_path, caps
     assert main(["report", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none")]) == 2 and "is no folder" in capsys.readouterr().err
+
+
+def test_a_difference_that_rounds_to_zero_has_no_sign_and_windows_that_lose_alike_no_interval(
+    tmp_path, capsys
+):
+    lost = {
+        ("full", None): [0.0] * 6,
+        ("h2o", 0.5): [-1e-6] * 6,
+        ("tova", 0.5): [-2e-6 * w for w in range(6)],
+    }
+    rows = [text_row(*key, w, loss) for key, each in lost.items() for w, loss in enumerate(each)]
+    folder = written(tmp_path, [row | {"kl": -0.0} for row in rows], {"model": "recall-tiny", "text": []})
+    table, latex = printed(capsys, folder), printed(capsys, folder, "--format", "latex")
+    assert "0.0000 alike" in table and "alike: in all windows the same" in " ".join(table.split())
+    for shown in (table, latex, latex.replace("−", "-")):
+        assert not re.search(r"[+-]0\.0000|-0\.0e|\+0\.0000", shown), shown
+    records = list(csv.DictReader(io.StringIO(printed(capsys, folder, "--format", "csv"))))
+    assert [record["delta_low"] for record in records][0] == ""
+    printed(capsys, folder, "--format", "html")
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "0.0000 <small>alike in all windows</small>" in html
+    assert "+0.0000" not in html and "-0.0000" not in html
+
+
+def test_an_equal_score_has_no_sign_in_the_table_of_questions(tmp_path, capsys):
+    rows = [row | {"score": 1.0} for row in comparison(6)]
+    table = printed(capsys, written(tmp_path, rows, {"model": "recall-tiny", "cells": []}))
+    assert not re.search(r"[+-]0(?![\d.])", table), table

@@ -81,6 +81,15 @@ def test_equal_answers_are_no_proof_of_equal_methods(score):
     assert found.mean == 0 and found.p == 1.0 and found.low < -0.05 and found.high > 0.05
 
 
+def test_figures_that_all_differ_alike_have_no_interval_and_their_signs_are_counted():
+    ours, theirs = (answers([score] * 6) for score in (2.5, 2.0))
+    found = difference(ours, theirs, shares=False)
+    assert (found.mean, found.low, found.high, found.test) == (0.5, None, None, "mcnemar")
+    assert found.p == pytest.approx(2 * 0.5**6)
+    found = difference(answers([0.75] * 6), answers([0.5] * 6))
+    assert found.p == pytest.approx(2 * 0.5**6) and found.low < 0.25 < found.high
+
+
 def test_only_samples_of_both_count():
     assert difference(answers([1.0], "get"), answers([1.0], "all")) is None
     found = difference(answers([1.0] * 9), answers([1.0] * 6 + [0.0]))

@@ -18,6 +18,7 @@ from kvjax.eval.report.figures import (
     chance,
     interval_names,
     sample_count,
+    signed,
     speed,
     tests_in_words,
 )
@@ -172,9 +173,9 @@ def _versus(cells: Sequence[Cell], layout: _Layout) -> list[Column]:
     def gain(cell: Cell) -> Text:
         if (found := cell.versus) is None:
             return _NONE
-        text = Text(f"{100 * found.mean:+.0f}")
+        text = Text(signed(100 * found.mean))
         if layout.details and found.low is not None and found.high is not None:
-            text.append(f" {100 * found.low:+.0f}..{100 * found.high:+.0f}", "dim")
+            text.append(f" {signed(100 * found.low)}..{signed(100 * found.high)}", "dim")
         elif not layout.details:
             text.append("*" if found.p is not None and found.p < 0.05 else " ")
         return text

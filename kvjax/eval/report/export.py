@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvjax.eval.report.cells import Cell, budget_label
-from kvjax.eval.report.figures import Timings, chance
-from kvjax.eval.report.paired import FEW
-from kvjax.eval.report.text_table import lost_ends
+from kvjax.eval.report.figures import Timings, chance, signed
+from kvjax.eval.report.text_table import ends_of, lost_ends
 
 _SPECIAL: dict[str, str] = {c: f"\\{c}" for c in "&%$#_{}"} | {
     "\\": r"\textbackslash{}",
@@ -75,7 +74,7 @@ def latex_cells(cells: Sequence[Cell]) -> str:
                 *("–" if score is None else f"{100 * score.mean:.0f}" for score in scores),
                 f"{100 * cell.mean:.0f}",
                 ends,
-                "–" if cell.versus is None else f"{100 * cell.versus.mean:+.0f}",
+                "–" if cell.versus is None else signed(100 * cell.versus.mean),
                 chance(cell.versus.p if cell.versus else None),
             ]
         )
@@ -83,9 +82,9 @@ def latex_cells(cells: Sequence[Cell]) -> str:
 
 
 def text_records(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a text as records: nats, bytes, shares; ends are None for too few windows."""
+    """The rows of a text as records: nats, bytes, shares; ends are None where there is no interval."""
     none = dict.fromkeys(("delta_low", "delta_high"))
-    return [dict(row) | (none if row["windows"] < FEW else {}) for row in rows]
+    return [dict(row) | ({} if ends_of(row) else none) for row in rows]
 
 
 def latex_text(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -97,9 +96,9 @@ def latex_text(rows: Sequence[Mapping[str, Any]]) -> str:
             budget_label(row["budget"]),
             f"{100 * row['kept_bytes'] / row['full_bytes']:.1f}",
             f"{row['nll']:.4f}",
-            f"{row['delta_nll']:+.4f}",
+            signed(row["delta_nll"], 4),
             lost_ends(row).replace("..", " to "),
-            f"{row['kl']:.1e}",
+            f"{row['kl']:z.1e}",
             f"{100 * row['top1']:.1f}",
         ]
         for row in rows

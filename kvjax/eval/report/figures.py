@@ -31,6 +31,17 @@ def rounded(value: float, digits: int) -> str:
     return f"{shown:.{max(0, places)}f}"
 
 
+def signed(value: float, digits: int = 0) -> str:
+    """A difference with its sign; what rounds to zero has none.
+
+    >>> signed(3.4), signed(-0.2), signed(0.0), signed(-0.00004, 4), signed(-0.02, 4)
+    ('+3', '0', '0', '0.0000', '-0.0200')
+    """
+    zero = f"{0:.{digits}f}"
+    shown = f"{value:z.{digits}f}"
+    return zero if shown == zero else f"{value:+.{digits}f}"
+
+
 def speed(timing: Mapping[str, float], name: str) -> tuple[str, str]:
     """A median and the spread of its timings; of one or two, two digits and no spread; "" where none is.
 

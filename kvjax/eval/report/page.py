@@ -15,7 +15,15 @@ from typing import Any
 from kvjax.eval.report.cells import Cell, MeanScore, budget_label
 from kvjax.eval.report.comparison_table import PROTOCOLS, byte_unit
 from kvjax.eval.report.duels import Duels
-from kvjax.eval.report.figures import Timings, chance, interval_names, sample_count, speed, tests_in_words
+from kvjax.eval.report.figures import (
+    Timings,
+    chance,
+    interval_names,
+    sample_count,
+    signed,
+    speed,
+    tests_in_words,
+)
 from kvjax.eval.report.frontier import SCORES, Axis, Panel, frontier_png, panels_of
 from kvjax.eval.report.page_assets import SCRIPT, STYLE
 from kvjax.eval.report.paired import Difference
@@ -301,7 +309,7 @@ def _row(
         entry(cell.read_percent, f"{cell.read_percent:.1f}", "size", share=cell.read_percent / 100),
         *(_score(cell.tasks.get(task)) for task in tasks),
         _interval(cell.mean, cell.mean_low, cell.mean_high, few=cell.few),
-        *versus(cell.versus, 100.0, "+.0f"),
+        *versus(cell.versus),
         _recovery(cell.recovery),
         _recovery(cell.worst_recovery, f"{escape(cell.worst_task or '')} "),
         entry(cell.span_kept, "–" if cell.span_kept is None else f"{100 * cell.span_kept:.0f}"),
@@ -328,15 +336,15 @@ def _score(score: MeanScore | None) -> str:
     return entry(None, "–") if score is None else _interval(score.mean, score.low, score.high, few=score.few)
 
 
-def versus(found: Difference | None, scale: float, form: str) -> list[str]:
+def versus(found: Difference | None) -> list[str]:
     """The difference to the full cache with its interval, and p."""
     if found is None:
         return [entry(None, "–")] * 2
     ends = ""
     if found.low is not None and found.high is not None:
-        ends = f" <small>{scale * found.low:{form}} to {scale * found.high:{form}}</small>"
+        ends = f" <small>{signed(100 * found.low)} to {signed(100 * found.high)}</small>"
     p = escape(chance(found.p))
-    return [entry(found.mean, f"{scale * found.mean:{form}}{ends}"), entry(found.p, p)]
+    return [entry(found.mean, f"{signed(100 * found.mean)}{ends}"), entry(found.p, p)]
 
 
 def _interval(mean: float, low: float, high: float, *, few: bool) -> str:

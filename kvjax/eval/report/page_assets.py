@@ -149,10 +149,14 @@ SCRIPT = """
   if (duels.length) {
     const { unit, better, scale: text } = $("duel").dataset, scale = Number(text);
     const digits = scale === 1 ? 3 : 0;
-    const signed = x => (x < 0 ? "−" : "+") + Math.abs(scale * x).toFixed(digits);
+    const signed = x => {
+      const size = Math.abs(scale * x).toFixed(digits);
+      return (Number(size) === 0 ? "" : x < 0 ? "−" : "+") + size;
+    };
     const against = (mean, low, high, p, samples, words) => {
       const few = low === null, found = few ? "" : `95% ${signed(low)} to ${signed(high)}, p = ${p}`;
-      const ends = few ? "n too small for an interval" : found;
+      const none = p === null ? "n too small for an interval" : `all differ alike, p = ${p}`;
+      const ends = few ? none : found;
       const title = `${words}: ${signed(mean)} ${unit}, ${ends}; ${samples} samples`;
       const sure = p !== null && p < 0.05;
       const className = sure ? ((mean > 0) === (better === "more") ? "good" : "poor") : "";

@@ -30,7 +30,8 @@ class Difference:
     mean: mean over tasks of the mean difference. low, high: its 95% interval; p: the chance of such a
     difference, of either sign, between equals; all three None below 5 samples of a task. wins, losses:
     samples that scored higher, and lower. test: `mcnemar` (exact, on wins and losses; interval of Bonett and
-    Price, 2012) for scores of 0 and 1, `bootstrap` (paired, within tasks, fixed seed) for others.
+    Price, 2012) for scores of 0 and 1 and where all samples differ alike, `bootstrap` (paired, within tasks,
+    fixed seed) for others. Figures without bounds that all differ alike have no interval.
     """
 
     mean: float
@@ -72,15 +73,19 @@ def difference(ours: Scores, theirs: Scores, *, shares: bool = True) -> Differen
     gains = [x[:, 0] - x[:, 1] for x in pairs]
     wins, losses = (sum(int((sign * x > 0).sum()) for x in gains) for sign in (1, -1))
     binary = shares and all(np.isin(x, (0.0, 1.0)).all() for x in pairs)
-    # Equal differences leave no spread to resample: shares get the widest interval for their mean.
-    alike = shares and all((x == x[0]).all() for x in gains)
+    # Equal differences leave no spread to resample: their signs are counted instead. Shares get the widest
+    # interval for their mean, figures without bounds none.
+    alike = all((x == x[0]).all() for x in gains)
     mean = math.fsum(float(x.mean()) for x in gains) / len(gains)
     low = high = p = None
     if min(map(len, gains)) >= FEW:
-        draws = None if binary else _draws(gains)
+        draws = None if binary or alike else _draws(gains)
         p = mcnemar(wins, losses) if draws is None else _chance(draws)
-        low, high = _exact(gains) if draws is None or alike else (float(draws[_OUT]), float(draws[~_OUT]))
-    samples, test = sum(map(len, gains)), "mcnemar" if binary else "bootstrap"
+        if draws is not None:
+            low, high = float(draws[_OUT]), float(draws[~_OUT])
+        elif shares:
+            low, high = _exact(gains)
+    samples, test = sum(map(len, gains)), "mcnemar" if binary or alike else "bootstrap"
     return Difference(mean, low, high, p, wins, losses, samples, test)
 
 

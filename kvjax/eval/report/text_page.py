@@ -9,10 +9,10 @@ from typing import Any
 
 from kvjax.eval.report.cells import budget_label
 from kvjax.eval.report.duels import Duels
-from kvjax.eval.report.figures import chance
+from kvjax.eval.report.figures import chance, signed
 from kvjax.eval.report.page import entry, header, listed, matrix, plots, shell
 from kvjax.eval.report.paired import FEW
-from kvjax.eval.report.text_table import LOST, text_panels
+from kvjax.eval.report.text_table import LOST, ends_of, text_panels
 from kvjax.files import write_atomic
 
 
@@ -83,8 +83,8 @@ windows; p: paired bootstrap over windows. Click a heading to sort.</p>
 
 def _row(row: Mapping[str, Any]) -> str:
     kept, read = (row[f"{name}_bytes"] / row["full_bytes"] for name in ("kept", "read"))
-    few = row["windows"] < FEW
-    ends = "n too small" if few else f"{row['delta_low']:+.4f} to {row['delta_high']:+.4f}"
+    found, none = ends_of(row), "n too small" if row["windows"] < FEW else "alike in all windows"
+    ends = none if found is None else f"{signed(found[0], 4)} to {signed(found[1], 4)}"
     entries = (
         entry(row["method"], escape(row["method"]), "text"),
         entry(row["budget"], budget_label(row["budget"])),
@@ -92,9 +92,9 @@ def _row(row: Mapping[str, Any]) -> str:
         entry(kept, f"{100 * kept:.1f}", "size", share=kept),
         entry(read, f"{100 * read:.1f}", "size", share=read),
         entry(row["nll"], f"{row['nll']:.4f}"),
-        entry(row["delta_nll"], f"{row['delta_nll']:+.4f} <small>{ends}</small>"),
+        entry(row["delta_nll"], f"{signed(row['delta_nll'], 4)} <small>{ends}</small>"),
         entry(row["p"], escape(chance(row["p"]))),
-        entry(row["kl"], f"{row['kl']:.1e}"),
+        entry(row["kl"], f"{row['kl']:z.1e}"),
         entry(row["top1"], f"{100 * row['top1']:.1f}"),
     )
     style = "reference" if row["method"] == "full" else ""

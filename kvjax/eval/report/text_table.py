@@ -17,6 +17,7 @@ from rich.table import Table
 from kvjax.eval.report.cells import bootstrap_interval, budget_label
 from kvjax.eval.report.console import make_console, print_text
 from kvjax.eval.report.duels import Duels, duels_of
+from kvjax.eval.report.figures import signed
 from kvjax.eval.report.frontier import Axis, Panel, Point
 from kvjax.eval.report.paired import FEW, difference
 
@@ -67,10 +68,11 @@ def text_panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     """The frontier of a text: what each method loses against the bytes it keeps."""
     points = []
     for row in rows:
-        ends = None if row["windows"] < FEW else (row["delta_low"], row["delta_high"])
         kept, read = (100 * row[f"{name}_bytes"] / row["full_bytes"] for name in ("kept", "read"))
         full = row["method"] == "full"
-        points.append(Point(row["method"], kept, read, read <= 0.95 * kept, row["delta_nll"], ends, full))
+        points.append(
+            Point(row["method"], kept, read, read <= 0.95 * kept, row["delta_nll"], ends_of(row), full)
+        )
     return [Panel("text", "what follows compressed windows of a text", points)]
 
 
@@ -80,15 +82,25 @@ def text_duels(rows: Iterable[Mapping[str, Any]]) -> list[Duels]:
     return duels_of(made, shares=False)
 
 
+def ends_of(row: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The interval of what a method loses; None for too few windows, and where all lose alike."""
+    if row["windows"] < FEW or row["delta_low"] == row["delta_high"]:
+        return None
+    return row["delta_low"], row["delta_high"]
+
+
 def lost_ends(row: Mapping[str, Any]) -> str:
-    """The interval of what a method loses, or the number of windows that are too few for one.
+    """The interval of what a method loses, or why there is none.
 
     >>> lost_ends({"windows": 8, "delta_low": -0.001, "delta_high": 0.02}), lost_ends({"windows": 2})
     ('-0.0010..0.0200', 'n=2')
+    >>> lost_ends({"windows": 8, "delta_low": 0.0, "delta_high": 0.0})
+    'alike'
     """
     if row["windows"] < FEW:
         return f"n={row['windows']}"
-    return f"{row['delta_low']:.4f}..{row['delta_high']:.4f}"
+    ends = ends_of(row)
+    return "alike" if ends is None else f"{ends[0]:z.4f}..{ends[1]:z.4f}"
 
 
 def print_stream(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
@@ -117,8 +129,8 @@ def print_stream(rows: Sequence[Mapping[str, Any]], console: Console | None = No
             *((f"{100 * row.get('host_bytes', 0) / row['full_bytes']:.1f}",) if far else ()),
             f"{100 * row['read_bytes'] / row['full_bytes']:.1f}",
             f"{row['nll']:.4f}",
-            f"{row['delta_nll']:+.4f}[dim] {lost_ends(row)}[/dim]",
-            f"{row['kl']:.1e}",
+            f"{signed(row['delta_nll'], 4)}[dim] {lost_ends(row)}[/dim]",
+            f"{row['kl']:z.1e}",
             f"{100 * row['top1']:.1f}",
         )
     first = rows[0]
@@ -127,6 +139,7 @@ def print_stream(rows: Sequence[Mapping[str, Any]], console: Console | None = No
     )
     console.print(table)
     few = " n=...: n too small for an interval." if first["windows"] < FEW else ""
+    few = few or " alike: in all windows the same." if any(ends_of(row) is None for row in rows) else few
     print_text(
         console,
         "[dim]nats/token: -log p of the text; lost: what that is more than with the full cache, with the 95% "
