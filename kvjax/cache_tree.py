@@ -23,6 +23,7 @@ from kvjax.cache_arrays import Arrays, placed_array
 from kvjax.codes import Codec, Codes
 from kvjax.errors import InputError
 from kvjax.ops.base.memory import in_host, to_host
+from kvjax.word_keys import key_of
 
 _NODES = {node.__name__: node for node in (GroupState, Slots, Near, Paged, Pages, Codes, State)}
 
@@ -64,7 +65,7 @@ def describe(x: Any, name: str, tensors: dict[str, Any]) -> Any:
         if not field.metadata.get("static"):
             out[field.name] = describe(value, f"{name}.{field.name}", tensors)
         else:
-            out[field.name] = {"codec": repr(value)} if isinstance(value, Codec) else value
+            out[field.name] = {"codec": key_of(value)} if isinstance(value, Codec) else value
     return out
 
 
@@ -74,7 +75,7 @@ def restore_tree(tree: Any, method: Any, model: str) -> Cache:
     Raises InputError where it was stored by other codecs than the method's, and TypeError, KeyError or
     ValueError where it describes no cache.
     """
-    codecs = {repr(codec): codec for codec in (*codecs_of(method), *_codecs_of_pairs(method))}
+    codecs = {key_of(codec): codec for codec in (*codecs_of(method), *_codecs_of_pairs(method))}
     found = {name: _restore(tree[name], name, codecs) for name in ("groups", "next", "pools")}
     for name, hint in _hints(Cache).items():
         if name in found and not _is(found[name], hint):

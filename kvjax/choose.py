@@ -21,6 +21,7 @@ from kvjax.group import GroupMethod
 from kvjax.keep.select import top
 from kvjax.ops.base.rope import Rope
 from kvjax.protocols import AttentionSpec, Judging, Preferring, Seen, Trace, View, over_layers
+from kvjax.word_keys import key_of
 from kvjax.words import merged, protected, scored, shaped, written
 
 # Higher than any score that is computed from numbers of a model, and finite.
@@ -100,13 +101,13 @@ def grown(traces: tuple[Trace, ...], old: dict[str, Array], received: dict[str, 
     """
     length = jnp.zeros(0, jnp.int32)  # no trace asks for more than masses
     seen = Seen(received, None, length, length, 0, AttentionSpec(1.0, None, Rope()))
-    both = [t for t in traces if repr(t) in old]
-    return {repr(t): t.grow(old[repr(t)], seen) if received else old[repr(t)] for t in both}
+    both = [t for t in traces if key_of(t) in old]
+    return {key_of(t): t.grow(old[key_of(t)], seen) if received else old[key_of(t)] for t in both}
 
 
 def judged(traces: tuple[Trace, ...], view: View, seen: Seen) -> View:
     """A layer's view with what traces remember of this choice."""
-    new = {repr(t): t.judge(view, seen) for t in traces if isinstance(t, Judging)}
+    new = {key_of(t): t.judge(view, seen) for t in traces if isinstance(t, Judging)}
     return view._replace(traces=view.traces | new)
 
 

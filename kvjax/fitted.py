@@ -19,6 +19,7 @@ from safetensors.numpy import save
 
 from kvjax.errors import InputError
 from kvjax.files import check_kind, write_atomic
+from kvjax.word_keys import key_of
 
 KIND = "kvjax fitted arrays"
 # What comes with kvjax, one folder for each model: arrays by the method that they are for.
@@ -63,7 +64,7 @@ def fitted_words(word: Any) -> Iterator[Any]:
             yield from fitted_words(getattr(word, field.name))
         # What a score observes and remembers is named by its properties.
         for name in ("needs", "traces"):
-            for part in sorted(getattr(word, name, ()), key=repr):
+            for part in sorted(getattr(word, name, ()), key=key_of):
                 yield from fitted_words(part)
     elif isinstance(word, tuple):
         for part in word:

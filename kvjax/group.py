@@ -18,6 +18,7 @@ from kvjax.protocols import Answering, Carried, CarryingMerge, Hiding, Meeting, 
 from kvjax.read_protocols import Remembering
 from kvjax.stored import is_steady
 from kvjax.when import STEP
+from kvjax.word_keys import key_of
 from kvjax.words import counts_slots, hiding_of, observations
 
 
@@ -106,13 +107,13 @@ class GroupMethod(NamedTuple):
         score = None if self.keep is None else self.keep.score
         found = {*(() if score is None else score.traces)}
         found |= {*self.read.traces} if isinstance(self.read, Remembering) else set()
-        return tuple(sorted(found, key=repr))
+        return tuple(sorted(found, key=key_of))
 
     @property
     def meetings(self) -> tuple[Meeting, ...]:
         """What is computed of slots and new queries, because traces grow by it."""
         asked = {o for trace in self.traces for o in trace.needs if isinstance(o, Meeting)}
-        return tuple(sorted(asked, key=repr))
+        return tuple(sorted(asked, key=key_of))
 
     @property
     def carried(self) -> tuple[Carried, ...]:
@@ -144,7 +145,7 @@ class GroupMethod(NamedTuple):
             asked |= {o for o in observations(self.keep) if isinstance(o, Mass)}
             if Queries(1) in self.keep.score.needs:
                 asked.add(Mass("sum"))
-        return tuple(sorted(asked, key=repr))
+        return tuple(sorted(asked, key=key_of))
 
     def of_layer(self, index: Array) -> GroupMethod:
         """The same with what was taught to one layer, as a group of its own."""

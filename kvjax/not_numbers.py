@@ -18,6 +18,7 @@ from kvjax.models.model import Model
 from kvjax.protocols import Inputs
 from kvjax.steps import Run
 from kvjax.verbs import has_verbs
+from kvjax.word_keys import key_of
 
 _observe = jax.jit(steps.observe, static_argnames=("run", "needs"))
 
@@ -73,7 +74,7 @@ def _source(model: Model, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarra
     if not np.isnan(fetch(found.logits)).any():
         return ", which they are without the cache"
     for gm, fresh in zip(run.groups(model.params), found.fresh, strict=True):
-        bad = np.flatnonzero(fetch(fresh.observed[repr(word)]) if isinstance(fresh, Fresh) else [])
+        bad = np.flatnonzero(fetch(fresh.observed[key_of(word)]) if isinstance(fresh, Fresh) else [])
         if len(bad):
             layer = gm.first + int(bad[0])
             return f", first in the output of {f'layer {layer - 1}' if layer else 'the embedding'}"

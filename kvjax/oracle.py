@@ -30,6 +30,7 @@ from kvjax.pure import bind
 from kvjax.ready import ready
 from kvjax.steps import Run
 from kvjax.verbs import Lengths, TokenIds
+from kvjax.word_keys import key_of
 
 # How many tokens the model itself writes where no continuation is given.
 WRITTEN = 16
@@ -124,7 +125,7 @@ def _attended(
     """By group, the attention that new tokens pay to the slots of a cache [Lg, B, K, S]."""
     seen = steps.observe(run, params, tokens, lengths, cache, frozenset({Mass("sum")})).fresh
     return {
-        i: f.masses[0][repr(Mass("sum"))]
+        i: f.masses[0][key_of(Mass("sum"))]
         for i, f in enumerate(seen)
         if f is not None and not isinstance(f, dict)
     }

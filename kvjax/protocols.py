@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.codes import Codec, Codes
 from kvjax.ops.base.rope import Rope
+from kvjax.word_keys import key_of
 
 # What patterns take: they are computed on the host, too.
 Numbers = Array | np.ndarray
@@ -20,7 +21,7 @@ class View(NamedTuple):
     """One layer's slots as a method sees them, decoded and in position order, the empty ones last.
 
     Where a token's own step evicts, slots are in any order, unless the score asks for it (`ordered`).
-    traces: what the method remembers of them, by its repr (see `of`). received: the attention that each slot
+    traces: what the method remembers of them, by its key (see `of`). received: the attention that each slot
     got from the new queries, as the observed masses record it.
     """
 
@@ -34,7 +35,7 @@ class View(NamedTuple):
     def of(self, trace: Trace) -> Float[Array, "B K S"]:
         """What is remembered; ValueError where the score's `traces` does not name it."""
         try:
-            return self.traces[repr(trace)]
+            return self.traces[key_of(trace)]
         except KeyError:
             raise ValueError(f"{trace!r} is not remembered: name it in the score's `traces`") from None
 
@@ -63,7 +64,7 @@ class Inputs(NamedTuple):
 class Seen(NamedTuple):
     """What a score may look at besides the slots.
 
-    observed: results of the observations it asked for, by their repr (see `of`), and for a merge what rows
+    observed: results of the observations it asked for, by their key (see `of`), and for a merge what rows
     carry of it. mass: where a token's own
     step evicts, the probability its query gave each slot [B, K, S], summed over a group's heads. length:
     tokens seen, n: slots to keep per head, both [B]. layer: index in the stack. query: the current query of
@@ -86,7 +87,7 @@ class Seen(NamedTuple):
     def of(self, observation: Observation | CarryingMerge) -> Any:
         """What an observation recorded; ValueError where the score's `needs` does not name it."""
         try:
-            return self.observed[repr(observation)]
+            return self.observed[key_of(observation)]
         except KeyError:
             raise ValueError(f"{observation!r} was not recorded: name it in the score's `needs`") from None
 

@@ -75,7 +75,7 @@ class Remembering(Read, Protocol):
     def summarise(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, k: Float[Array, "*b S H"], traces: dict[str, Float[Array, "*b S"]]
     ) -> dict[str, Array]:
-        """As in `Read`; traces by their repr."""
+        """As in `Read`; traces by their key."""
         ...
 
 

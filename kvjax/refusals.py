@@ -9,6 +9,7 @@ import numpy as np
 from kvjax.fitted import fitted_words
 from kvjax.protocols import Answering, Judging
 from kvjax.when import Full
+from kvjax.word_keys import alike, key_of
 from kvjax.words import IN_PREFILL, IN_STEP, hiding_of, observations, probes_of
 
 if TYPE_CHECKING:
@@ -28,7 +29,13 @@ def refused(keep: Keep) -> Refusals:
         return _narrowed(keep)
     parts = (_in_steps, _per_query_head, _merged, _phased, _probed, _restored)
     found = [one for part in parts for one in part(keep, score)]
-    return [_protected(keep), *found, *_lower(keep), *_narrowed(keep)]
+    return [_alike(keep, score), _protected(keep), *found, *_lower(keep), *_narrowed(keep)]
+
+
+def _alike(keep: Keep, score: Score) -> tuple[bool, str]:
+    words = [*observations(keep), *score.traces, keep.merge, keep.probe]
+    why = alike(word for word in words if word is not None)
+    return bool(why), why
 
 
 def _protected(keep: Keep) -> tuple[bool, str]:
@@ -162,7 +169,7 @@ def _per_query_head(keep: Keep, score: Score) -> Refusals:
 
 def _merged(keep: Keep, score: Score) -> Refusals:
     """Of a merge."""
-    unknown = sorted(getattr(keep.merge, "traces", frozenset()) - score.traces, key=repr)
+    unknown = sorted(getattr(keep.merge, "traces", frozenset()) - score.traces, key=key_of)
     return [
         (
             bool(unknown),
@@ -231,7 +238,7 @@ def _restored(keep: Keep, score: Score) -> Refusals:
 
 def _masses(score: Score) -> list[Any]:
     """What slots receive, as a score asks for it."""
-    return sorted((o for o in score.needs if hasattr(o, "reduction")), key=repr)
+    return sorted((o for o in score.needs if hasattr(o, "reduction")), key=key_of)
 
 
 def _narrowed(keep: Keep) -> Refusals:

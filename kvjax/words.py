@@ -13,6 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from kvjax.grammar import Keep
 from kvjax.protocols import CarryingMerge, Hiding, Preferring, View
+from kvjax.word_keys import key_of
 
 # When an observation exists: while many new tokens are read, or in the step of one token.
 IN_PREFILL, IN_STEP = "prefill", "step"
@@ -60,10 +61,10 @@ def merges_prompts(merge: Any) -> bool:
 def merged(
     merge: Any, view: View, kept: Any, leaving: Any, seen: Any, carried: dict[str, Any]
 ) -> tuple[View, dict[str, Any]]:
-    """A view after a merge, of the same shapes as before, and what rows carry of it by its repr."""
+    """A view after a merge, of the same shapes as before, and what rows carry of it by its key."""
     rows = {}
     if isinstance(merge, CarryingMerge):
-        rows = {repr(merge): merge.carry(carried[repr(merge)], view, kept, leaving, seen)}
+        rows = {key_of(merge): merge.carry(carried[key_of(merge)], view, kept, leaving, seen)}
         seen = seen._replace(observed=seen.observed | rows)
     new = merge(view, kept, leaving, seen)
     for name, axes in (
@@ -83,7 +84,7 @@ def observations(keep: Keep) -> list[Any]:
     words = [word for word in (keep.score, keep.merge) if word is not None]
     words += [keep.allocate] if isinstance(keep.allocate, Preferring) else []
     words += [] if keep.score is None else keep.score.traces
-    return sorted({o for word in words for o in word.needs}, key=repr)
+    return sorted({o for word in words for o in word.needs}, key=key_of)
 
 
 def hiding_of(keep: Keep | None) -> Hiding | None:

@@ -87,6 +87,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/grammar.py",
                 "kvjax/protocols.py",
                 "kvjax/read_protocols.py",
+                "kvjax/word_keys.py",
                 "kvjax/words.py",
                 "kvjax/refusals.py",
                 "kvjax/refused_parts.py",

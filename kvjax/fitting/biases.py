@@ -23,6 +23,7 @@ from kvjax.ops.attention.union import Keys, logits
 from kvjax.prefilling import padded
 from kvjax.protocols import Inputs
 from kvjax.steps import Run
+from kvjax.word_keys import key_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,5 +78,5 @@ def _sums(
     run: Run, asked: LogitsByDistance, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> tuple[Float[Array, "L T"], Float[Array, "L T"]]:
     prompt = steps.observe(run, params, tokens, lengths, None, frozenset({asked}))
-    each = [f.observed[repr(asked)] for f in prompt.fresh if isinstance(f, Fresh)]
+    each = [f.observed[key_of(asked)] for f in prompt.fresh if isinstance(f, Fresh)]
     return jax.tree.map(lambda *xs: jnp.concatenate(xs), *each)

@@ -29,6 +29,7 @@ from kvjax.protocols import View
 from kvjax.segments import whole_slots
 from kvjax.steps import Run
 from kvjax.steps.marking import Marks
+from kvjax.word_keys import key_of
 
 # Under this name a fit's arrays lie beside the parameters.
 _NAME = "learned now"
@@ -115,7 +116,7 @@ def hidden_at(config: Config, layer: int, params: Params, batch: Asked) -> Float
     """The inputs of a layer on contexts."""
     run, needs = Run(config, Method()), frozenset({Hidden()})
     prompt = steps.read_tokens(run, params, batch.context, batch.lengths, None, needs)
-    found: Any = [x for fresh in prompt.fresh for x in fresh.observed[repr(Hidden())]]  # type: ignore[union-attr]
+    found: Any = [x for fresh in prompt.fresh for x in fresh.observed[key_of(Hidden())]]  # type: ignore[union-attr]
     return found[layer]
 
 

@@ -26,6 +26,7 @@ from kvjax.models.model import Model
 from kvjax.prefilling import padded
 from kvjax.pure import bind
 from kvjax.steps import Run
+from kvjax.word_keys import key_of
 
 # Scores below this are as good as none; their logarithm would rule the fit.
 LEAST = 1e-6
@@ -139,7 +140,7 @@ def _read(run: Run, params: Params, tokens: Int[Array, "B T"], lengths: Int[Arra
     needs = steps.needs_of(run, params) | {Hidden()}
     prompt = steps.observe(run._replace(method=Method()), params, tokens, lengths, None, needs)
     scores = steps.scored(run, params, prompt)
-    hidden = jnp.concatenate([f.observed[repr(Hidden())] for f in prompt.fresh if isinstance(f, Fresh)])
+    hidden = jnp.concatenate([f.observed[key_of(Hidden())] for f in prompt.fresh if isinstance(f, Fresh)])
     each, live = jnp.concatenate([scores[i] for i in sorted(scores)]), prompt.positions.pos >= 0
     return Batch(hidden.astype(jnp.float32), jnp.where(live[None, :, None], each, 0.0), live)
 

@@ -21,6 +21,7 @@ from kvjax.models.attending import turned
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.steps import Prompt, Run
+from kvjax.word_keys import key_of
 
 Loss = Callable[[Params, Prompt, Asked], Float[Array, ""]]
 
@@ -69,7 +70,7 @@ def imitated(run: Run, params: Params, prompt: Prompt, batch: Asked) -> Float[Ar
     for gm, mine, own in zip(run.groups(params), prompt.fresh, whole.fresh, strict=True):
         assert isinstance(mine, Fresh) and isinstance(own, Fresh) and own.v is not None
         rope = run.attention_spec(gm.first).rope
-        raw, v = (_slots_of(word, x, at, there) for x in (own.observed[repr(RawKeys())], own.v))
+        raw, v = (_slots_of(word, x, at, there) for x in (own.observed[key_of(RawKeys())], own.v))
         k = jax.vmap(lambda x, rope=rope: turned(rope, x, pos, pos.max(1) + 1))(raw)
         live = (there.any(1) if word.mean else there.reshape(len(pos), slots))[None, :, None, :, None]
         for said, want in ((mine.k, k), (mine.v, v)):

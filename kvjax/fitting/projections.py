@@ -24,6 +24,7 @@ from kvjax.models.transformer import forward
 from kvjax.prefilling import padded
 from kvjax.steps import Run
 from kvjax.suits import check_fit
+from kvjax.word_keys import key_of
 
 
 class Sums(NamedTuple):
@@ -69,7 +70,7 @@ def _read(config: Config, params: Params, tokens: Int[Array, "B T"], lengths: In
     moments: dict[str, list[Array]] = {"k": [], "v": []}
     for p, fresh in zip(params["layers"], prompt.fresh, strict=True):
         assert isinstance(fresh, Fresh)
-        x = jnp.where(live, fresh.observed[repr(Hidden())].astype(jnp.float32), 0.0)
+        x = jnp.where(live, fresh.observed[key_of(Hidden())].astype(jnp.float32), 0.0)
         for name, found in moments.items():
             y = jnp.einsum("lbtd,lde->lbte", x, p[name].astype(jnp.float32), precision="highest")
             found.append(jnp.einsum("lbte,lbtf->lef", y, y, precision="highest"))

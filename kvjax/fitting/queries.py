@@ -24,6 +24,7 @@ from kvjax.ops.base.rope import Rope
 from kvjax.prefilling import padded
 from kvjax.protocols import Inputs
 from kvjax.steps import Run
+from kvjax.word_keys import key_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,5 +164,5 @@ def _sums(
     lengths: Int[Array, "B"],
 ) -> tuple[Float[Array, "L"], Float[Array, "L N H"], Float[Array, "L N *_"]]:
     prompt = steps.observe(run, params, tokens, lengths, None, frozenset({sums}))
-    each = [f.observed[repr(sums)] for f in prompt.fresh if isinstance(f, Fresh)]
+    each = [f.observed[key_of(sums)] for f in prompt.fresh if isinstance(f, Fresh)]
     return jax.tree.map(lambda *xs: jnp.concatenate(xs), *each)

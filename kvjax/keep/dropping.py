@@ -15,6 +15,7 @@ from kvjax.keep.observe import BOTH
 from kvjax.keep.score import STRIP
 from kvjax.keep.trace import AtArrival
 from kvjax.protocols import NEVER, Inputs, Observation, Seen, Trace, View
+from kvjax.word_keys import key_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Dropping:
         """The positions of the first new tokens that do not see slots any more; a strip of them at a time."""
         assert self.fitted is not None
         arrays = {name: x.astype(jnp.float32) for name, x in inputs.fitted[self.fitted.digest].items()}
-        keys = jnp.stack([traces[repr(t)] for t in self.traces], -1).astype(jnp.float32)
+        keys = jnp.stack([traces[key_of(t)] for t in self.traces], -1).astype(jnp.float32)
         pos, t = jnp.broadcast_to(pos, keys.shape[:3]), inputs.pos.shape[1]
         size = min(STRIP, t)
         asks = inputs.hidden.astype(jnp.float32) @ arrays["query"] * keys.shape[-1] ** -0.5

@@ -13,6 +13,7 @@ from kvjax.keep.probe import Probe
 from kvjax.keep.score import probabilities
 from kvjax.ops.attention.union import Keys, logits
 from kvjax.protocols import Observation, Seen, View
+from kvjax.word_keys import key_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Lookahead(Probe):
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> tuple[Float[Array, "Lg B N W H"], Int[Array, "Lg B W"]]:
         """The queries and their positions."""
-        return observed[repr(Queries(self.ahead))]
+        return observed[key_of(Queries(self.ahead))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class LookaheadAttention(Word):
         return frozenset()
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        q, q_pos = seen.observed[repr(self.probe)]
+        q, q_pos = seen.observed[key_of(self.probe)]
         keys, spec = Keys(view.k, view.v, view.pos, view.bias), seen.attention
         s = logits(q, keys, q_pos, scale=spec.scale, softcap=spec.softcap)
         return probabilities(s).sum(3).mean(2)

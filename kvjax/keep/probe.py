@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.keep.algebra import Word
 from kvjax.keep.observe import Mass
 from kvjax.protocols import Observation, Seen, View
+from kvjax.word_keys import key_of
 
 # Under this name probes find |d phi / d a_i| of every layer and token of theirs (`kvjax.steps.sensitivity`).
 SENSITIVITY = "sensitivity"
@@ -77,7 +78,7 @@ class RepeatContext(Probe):
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> Float[Array, "Lg B K S"]:
         """The largest attention that slots receive."""
-        return received[repr(Mass("max"))]
+        return received[key_of(Mass("max"))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Catalyst(Probe):
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> Float[Array, "Lg B K S"]:
         """The attention that slots receive of all its queries."""
-        return received[repr(Mass("sum"))]
+        return received[key_of(Mass("sum"))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Episode(Catalyst):
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> Float[Array, "Lg B K S"]:
         """The largest attention that slots receive of one of its queries."""
-        return received[repr(Mass("max"))]
+        return received[key_of(Mass("max"))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,4 +155,4 @@ class ProbeAttention(Word):
         return frozenset()
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        return seen.observed[repr(self.probe)]
+        return seen.observed[key_of(self.probe)]

@@ -14,6 +14,7 @@ from kvjax.keep.probe import SENSITIVITY, Probe, RepeatContext
 from kvjax.keep.score import STRIP, output_norms, probabilities
 from kvjax.ops.attention.union import Keys, logits
 from kvjax.protocols import Inputs, Observation, Seen, View
+from kvjax.word_keys import key_of
 from kvjax.words import IN_PREFILL
 
 
@@ -57,7 +58,7 @@ class RepeatWithSizes(RepeatContext):
     ) -> Repeated:
         """The queries, their weights, and the probe's own keys."""
         assert keys is not None
-        q, q_pos, size = observed[repr(SizedQueries())]
+        q, q_pos, size = observed[key_of(SizedQueries())]
         return Repeated(q, q_pos, 1 / size, keys)
 
 
@@ -94,7 +95,7 @@ class WeightedProbeAttention(Word):
         return frozenset()
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        asked: Repeated = seen.observed[repr(self.probe)]
+        asked: Repeated = seen.observed[key_of(self.probe)]
         slots, spec, many = view.pos.shape[-1], seen.attention, asked.q_pos.shape[1]
         strip = min(STRIP // 2, many)
         sets = (

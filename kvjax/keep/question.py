@@ -14,6 +14,7 @@ from kvjax.keep.probe import Probe
 from kvjax.keep.score import probabilities
 from kvjax.ops.attention.union import NEG_INF, Keys, logits
 from kvjax.protocols import Inputs, Observation, Score, Seen, View
+from kvjax.word_keys import key_of
 from kvjax.words import scored
 
 
@@ -48,7 +49,7 @@ class Question(Probe):
     ) -> Asked:
         """The question's queries and keys."""
         assert keys is not None
-        q, q_pos = observed[repr(Queries(self.last))]
+        q, q_pos = observed[key_of(Queries(self.last))]
         return Asked(q, q_pos, keys)
 
 
@@ -75,7 +76,7 @@ class QuestionAttention(Word):
         return self.probe.needs
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        (q, q_pos), asked = seen.of(Queries(self.probe.last)), seen.observed.get(repr(self.probe))
+        (q, q_pos), asked = seen.of(Queries(self.probe.last)), seen.observed.get(key_of(self.probe))
         slots, ends = view.pos.shape[-1], _ends(self.probe, seen)
         sets = [Keys(view.k, view.v, view.pos, view.bias)]
         if asked is not None:

@@ -15,6 +15,7 @@ from kvjax.keep.algebra import Made
 from kvjax.keep.observe import Mass
 from kvjax.ops.base.rope import Rope
 from kvjax.protocols import AttentionSpec, Inputs, Score, Seen, View
+from kvjax.word_keys import key_of
 
 _T, _H = 32, 16
 
@@ -45,8 +46,8 @@ def _trace(score: Score, probe: Any) -> None:
         q, k = jnp.broadcast_to(x, (1, 2, _T, _H)), jnp.broadcast_to(x, (1, 1, _T, _H))
         pos, length = jnp.arange(_T, dtype=jnp.int32), jnp.full((1,), _T, jnp.int32)
         inputs = Inputs(q, q, k, jnp.broadcast_to(x, (1, _T, _H)), pos[None], length)
-        found = {repr(o): k[..., 0] if isinstance(o, Mass) else o(inputs) for o in score.needs}
-        found |= {} if probe is None else {repr(probe): k[..., 0]}
+        found = {key_of(o): k[..., 0] if isinstance(o, Mass) else o(inputs) for o in score.needs}
+        found |= {} if probe is None else {key_of(probe): k[..., 0]}
         observed = _Declared(
             found,
             lambda o: (
@@ -55,7 +56,7 @@ def _trace(score: Score, probe: Any) -> None:
             ),
         )
         traces = _Declared(
-            {repr(trace): k[..., 0] for trace in score.traces},
+            {key_of(trace): k[..., 0] for trace in score.traces},
             lambda t: (
                 f"{name} looks at view.of({t}), which its `traces` does not name: add a property "
                 f"`traces` that returns frozenset({{{t}}})"

@@ -13,6 +13,7 @@ from kvjax.cache import Slots
 from kvjax.grammar import Budget
 from kvjax.ops.base.dtypes import wide
 from kvjax.protocols import Inputs, Observation, Seen, Trace
+from kvjax.word_keys import key_of
 from kvjax.words import IN_PREFILL, IN_STEP
 
 
@@ -108,7 +109,7 @@ class RepresentativeKeys:
         self, k: Float[Array, "*b S H"], traces: dict[str, Float[Array, "*b S"]]
     ) -> dict[str, Float[Array, "*b P H"]]:
         """The mean of the representative keys of every block, in the dtype of the keys."""
-        score = traces[repr(LocalScore(self.newest))]
+        score = traces[key_of(LocalScore(self.newest))]
         score = score.reshape(*score.shape[:-1], -1, self.page)
         pages = k.reshape(*score.shape, k.shape[-1])
         _, best = jax.lax.top_k(score, min(self.keys, self.page))

@@ -44,6 +44,7 @@ from kvjax.steps.split import attended_on_each, on_all, picked_on_each, split_of
 from kvjax.steps.turned_pages import attend_turned_pages
 from kvjax.steps.turning import rope_of_keys, sharpened, turned_keys, weighed
 from kvjax.stored import Met, factors_of, groups_of, meet
+from kvjax.word_keys import key_of
 from kvjax.words import shaped
 
 # What the slots of one part received of a query, by the repr of the observed mass.
@@ -100,7 +101,7 @@ def _parts(
             continue
         out, lse, mass = own
         # Of one query, a sum that fades is the sum.
-        received = () if mass is None else ({repr(o): mass for o in wanted},)
+        received = () if mass is None else ({key_of(o): mass for o in wanted},)
         parts.append((base[0].back(row_by_row(out, at.shape[0])), row_by_row(lse, at.shape[0])))
     q, products = x.q, None
     if unreadable is not None and not wanted and in_strips(run, layer, x):
@@ -119,7 +120,7 @@ def _parts(
         parts = [(out, lse), *parts]
         if wanted:
             each = [in_lists(kinds, m, past.tail.kv_heads) for m in masses[x.extra is not None :]]
-            received = tuple({repr(o): m for o, m in zip(wanted, one, strict=True)} for one in each)
+            received = tuple({key_of(o): m for o, m in zip(wanted, one, strict=True)} for one in each)
     if resting is not None:
         assert found is not None
         parts.append(_rest_of(run, stored, layer, q, resting, found, parts))
@@ -328,7 +329,7 @@ def met_by(
             one = segment.layer(past.index)
             keys = gather_pages(one, pools[one.pool]) if isinstance(one, Paged) else one.keys()
             assert keys.pos is not None
-            own = own | {repr(o): o.of(q, at[:, None], keys.k, keys.pos) for o in gm.meetings}
+            own = own | {key_of(o): o.of(q, at[:, None], keys.k, keys.pos) for o in gm.meetings}
         out.append(own)
     return tuple(out)
 

@@ -40,6 +40,7 @@ from kvjax.steps.run import Run, answered, held, repeated
 from kvjax.steps.split import Split, bare, on_this_device, said_of_one, split_of
 from kvjax.steps.turning import turned_queries, turns_over
 from kvjax.stored import completed
+from kvjax.word_keys import key_of
 from kvjax.writing import after, first_empty, write_slots
 
 
@@ -84,7 +85,7 @@ def step_hidden(
             k = x.k if run.unrotated else rotary(layer, x.k, at[:, None], length)
             v = None if x.v is None else repeated(run, gm.first, x.v)
             inputs = _inputs(params, layer, x, at, length, append)._replace(tokens=ids)
-            traces = {repr(t): t.start(inputs, tail_of(state).kv_heads) for t in gm.traces}
+            traces = {key_of(t): t.start(inputs, tail_of(state).kv_heads) for t in gm.traces}
             where = jnp.where(append, at, -1)
             k = repeated(run, gm.first, k)
             state = _append(run, gm, layer, state, k, v, where, traces)

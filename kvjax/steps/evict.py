@@ -23,10 +23,11 @@ from kvjax.steps.attend import Received
 from kvjax.steps.remember import received_in_all
 from kvjax.steps.run import Run
 from kvjax.steps.turning import turned_keys, turns_over
+from kvjax.word_keys import key_of
 from kvjax.words import merged, protected, scored, written
 from kvjax.writing import first_empty, write_slots
 
-NEWEST = repr(Queries(1))
+NEWEST = key_of(Queries(1))
 
 
 class Now(NamedTuple):
@@ -87,8 +88,10 @@ def evict_one(
     keys = turned_keys(layer.rope, stored, turn, len(group.parts) - 1, length)
     traces = grown(gm.traces, one.traces, received)
     view = View(keys.k, keys.v, one.pos, one.bias, traces, received)
-    observed = {repr(o): o.read(now.rows[repr(o)]) for o in gm.carried} | {NEWEST: (q, length[:, None] - 1)}
-    mass = received.get(repr(Mass("sum")))
+    observed = {key_of(o): o.read(now.rows[key_of(o)]) for o in gm.carried} | {
+        NEWEST: (q, length[:, None] - 1)
+    }
+    mass = received.get(key_of(Mass("sum")))
     seen = Seen(
         observed | received,
         mass,
@@ -128,7 +131,7 @@ def evict_hidden(
     """Empties the slots that a token hides, from itself too: before it attends."""
     assert gm.hiding is not None
     one = tail_of(group).layer(layer.index)
-    since = {repr(gm.hiding): gm.hiding.since(inputs, one.traces, one.pos)}
+    since = {key_of(gm.hiding): gm.hiding.since(inputs, one.traces, one.pos)}
     now = Now((since,), inputs.q, {}, inputs.length, append, None, inputs.fitted)
     return evict_one(run, gm, layer, group, now)[0]
 

@@ -21,6 +21,7 @@ from kvjax.steps.evict import not_numbers, orders, replace_layer, tail_of, taken
 from kvjax.steps.remember import weights_of
 from kvjax.steps.run import Run
 from kvjax.steps.turning import turn_of_one, turned_keys
+from kvjax.word_keys import key_of
 from kvjax.words import merged, protected, scored, written
 
 
@@ -77,7 +78,7 @@ def evict_due(
 
 def _carried_by_merge(gm: GroupMethod, group: GroupState) -> dict[str, Any]:
     """What rows carry of a merge, which an eviction changes."""
-    return {} if gm.merge is None else {repr(gm.merge): group.rows[repr(gm.merge)]}
+    return {} if gm.merge is None else {key_of(gm.merge): group.rows[key_of(gm.merge)]}
 
 
 def _changing(gm: GroupMethod, slots: Slots) -> dict[str, Any]:
@@ -109,13 +110,13 @@ def _evict_layer(
     keys = turned_keys(attention.rope, keys, turn_of_one(run, length - 1, [one.pos]), 0, length)
     view: View = jax.tree.map(lambda x: taken(x, order), View(keys.k, keys.v, one.pos, one.bias, one.traces))
     mine, weights = jax.tree.map(lambda x: x[index], held)
-    observed = {repr(o): o.read(mine[repr(o)]) for o in gm.carried}
+    observed = {key_of(o): o.read(mine[key_of(o)]) for o in gm.carried}
     number = gm.first + index
     seen = Seen(
         observed, None, length, n, number, attention, weights=weights,
         fitted=of_layer(params, number), protect=keep.protect,
     )  # fmt: skip
-    judging = [repr(t) for t in gm.traces if isinstance(t, Judging)]
+    judging = [key_of(t) for t in gm.traces if isinstance(t, Judging)]
     view = judged(gm.traces, view, seen)
     score = scored(keep.score, view, seen).astype(jnp.float32)
     lost |= not_numbers(score, view.pos) & due

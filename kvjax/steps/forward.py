@@ -29,6 +29,7 @@ from kvjax.steps.observed import by_owner, carried_behind, decoded, past_sets, s
 from kvjax.steps.run import Run, answered, held
 from kvjax.steps.turning import attend_turned, turned_queries, turns_of
 from kvjax.stored import completed
+from kvjax.word_keys import key_of
 from kvjax.words import observations
 
 
@@ -61,8 +62,8 @@ class _Asked(NamedTuple):
 
 def _asked(needs: frozenset) -> _Asked:
     return _Asked(
-        masses=tuple(sorted((o for o in needs if isinstance(o, Mass)), key=repr)),
-        meetings=tuple(sorted((o for o in needs if isinstance(o, Meeting)), key=repr)),
+        masses=tuple(sorted((o for o in needs if isinstance(o, Mass)), key=key_of)),
+        meetings=tuple(sorted((o for o in needs if isinstance(o, Meeting)), key=key_of)),
         others=tuple(o for o in needs if not isinstance(o, Mass | Trace | Meeting | Hiding)),
         traces=tuple(o for o in needs if isinstance(o, Trace)),
     )
@@ -143,22 +144,25 @@ class _Reading(NamedTuple):
     ) -> Fresh:
         """What was asked for, of one layer. found: the masses of every set; since: where sets are hidden."""
         asked, q, pos, new = self.asked, inputs.q, inputs.pos, sets[-1]
-        received = tuple({repr(o): m for o, m in zip(asked.masses, of_set, strict=True)} for of_set in found)
+        received = tuple(
+            {key_of(o): m for o, m in zip(asked.masses, of_set, strict=True)} for of_set in found
+        )
         if asked.meetings:
             received = received or ({},) * len(sets)
             met = [
-                {repr(o): o.of(q, pos, s.k, s.pos) for o in asked.meetings if s.pos is not None} for s in sets
+                {key_of(o): o.of(q, pos, s.k, s.pos) for o in asked.meetings if s.pos is not None}
+                for s in sets
             ]
             received = tuple(a | b for a, b in zip(received, met, strict=True))
         if since:
             received = tuple(a | b for a, b in zip(received or ({},) * len(sets), since, strict=True))
         rows = {
-            repr(o): carried_behind(o, inputs, layer, state) for o in asked.others if isinstance(o, Carried)
+            key_of(o): carried_behind(o, inputs, layer, state) for o in asked.others if isinstance(o, Carried)
         }
         observed = {
-            repr(o): o.read(rows[repr(o)]) if isinstance(o, Carried) else o(inputs) for o in asked.others
+            key_of(o): o.read(rows[key_of(o)]) if isinstance(o, Carried) else o(inputs) for o in asked.others
         }
-        traces = {repr(t): t.start(inputs, new.k.shape[1]) for t in asked.traces}
+        traces = {key_of(t): t.start(inputs, new.k.shape[1]) for t in asked.traces}
         return Fresh(None, None, observed, received, traces, rows=rows)
 
     def recur(self, layer: Layer, step: Step, state: GroupState):
@@ -232,9 +236,9 @@ def read_with_hidden(
 def _told(fresh: Fresh, late: list[Trace], surprise: Float[Array, "B T"]) -> Fresh:
     """What a group computed, with what is known of its new tokens once all layers have run."""
     told = {
-        repr(t): jnp.broadcast_to(surprise[None, :, None], fresh.traces[repr(t)].shape)
+        key_of(t): jnp.broadcast_to(surprise[None, :, None], fresh.traces[key_of(t)].shape)
         for t in late
-        if repr(t) in fresh.traces
+        if key_of(t) in fresh.traces
     }
     return fresh._replace(traces=fresh.traces | told)
 

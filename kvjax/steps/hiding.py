@@ -15,6 +15,7 @@ from kvjax.group import GroupMethod
 from kvjax.models.mixer import Layer
 from kvjax.ops.attention.union import Keys
 from kvjax.protocols import Inputs
+from kvjax.word_keys import key_of
 
 
 def remembered(
@@ -28,19 +29,19 @@ def remembered(
 def hidden(
     gm: GroupMethod, inputs: Inputs, sets: Sequence[Keys], traces: Sequence[dict[str, Any]]
 ) -> tuple[list[Keys], list[dict[str, Int[Array, "B K S"]]]]:
-    """(sets of keys, the new ones last, as new tokens see them; since when slots are hidden, by its repr).
+    """(sets of keys, the new ones last, as new tokens see them; since when slots are hidden, by its key).
 
     traces: what is remembered of the slots of every set but the last.
     """
     word, heads, rows = gm.hiding, sets[-1].k.shape[1], inputs.pos.shape[0]
     assert word is not None
     # New tokens lie in the same places of all lists, which lose the same ones.
-    new = {repr(t): t.start(inputs, heads)[:, :1] for t in word.traces}
+    new = {key_of(t): t.start(inputs, heads)[:, :1] for t in word.traces}
     wide = [jax.tree.map(lambda x: jnp.repeat(x, rows // x.shape[0], axis=0), old) for old in traces]
     since = [
         word.since(inputs, t, s.pos) for t, s in zip([*wide, new], sets, strict=True) if s.pos is not None
     ]
     seen = [s._replace(until=at) for s, at in zip(sets, since, strict=True)]
     return seen, [
-        {repr(word): jnp.broadcast_to(at, s.k.shape[:3])} for s, at in zip(sets, since, strict=True)
+        {key_of(word): jnp.broadcast_to(at, s.k.shape[:3])} for s, at in zip(sets, since, strict=True)
     ]

@@ -23,6 +23,7 @@ from kvjax.models.transformer import Positions
 from kvjax.protocols import Seen, View
 from kvjax.steps.run import Run
 from kvjax.steps.turning import seen_by_words
+from kvjax.word_keys import key_of
 
 
 def narrow_of(run: Run) -> Narrow | Hierarchy | None:
@@ -89,7 +90,7 @@ def _left_below(collected: Any, index: Int[Array, "B M"]) -> Any:
     def some(x: Float[Array, "Lg B K T H"]) -> Float[Array, "Lg B K M H"]:
         return jnp.take_along_axis(x, index[None, :, None, :, None], axis=3)
 
-    raw = {repr(RawKeys()): some(collected.observed[repr(RawKeys())])}
+    raw = {key_of(RawKeys()): some(collected.observed[key_of(RawKeys())])}
     v = None if collected.v is None else some(collected.v)
     return collected._replace(k=some(collected.k), v=v, observed=collected.observed | raw)
 

@@ -21,6 +21,7 @@ from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.transformer import unembed
 from kvjax.ops.attention.union import Keys
 from kvjax.protocols import Carried, Inputs
+from kvjax.word_keys import key_of
 
 # Tokens whose logits are computed at a time, to know how likely the next ones were.
 _STRIP = 256
@@ -62,7 +63,7 @@ def decoded(
 
 def carried_behind(o: Carried, inputs: Inputs, layer: Layer, state: GroupState) -> Any:
     """What rows carry of an observation behind the new tokens; all of them, where nothing was carried yet."""
-    before = state.rows.get(repr(o))
+    before = state.rows.get(key_of(o))
     if before is None:
         return o.carry(o.start(inputs), inputs)
     return o.carry(jax.tree.map(lambda x: x[layer.index], before), inputs)
@@ -110,7 +111,7 @@ def by_owner(
             seen = jax.tree.map(lambda x, at=layer: x[at : at + 1], out[i])
             own = out[source]
             joined = tuple(
-                a | {repr(o): o.join(a[repr(o)], b[repr(o)]) for o in masses}
+                a | {key_of(o): o.join(a[key_of(o)], b[key_of(o)]) for o in masses}
                 for a, b in zip(own.masses, seen.masses, strict=True)
             )
             out[source] = own._replace(masses=joined, readers=(*own.readers, seen.observed))

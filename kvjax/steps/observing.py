@@ -20,6 +20,7 @@ from kvjax.steps.marking import Marks
 from kvjax.steps.narrowing import chosen, unnarrowed
 from kvjax.steps.remembering import remembered
 from kvjax.steps.run import Run
+from kvjax.word_keys import key_of
 
 
 def observe(
@@ -90,7 +91,7 @@ def _distilled(
         return None if x is None else jnp.take_along_axis(x, index[None, :, None, :, None], axis=3)
 
     def of_group(fresh: Any) -> Fresh:
-        raw = {name: stays(x) for name, x in fresh.observed.items() if name == repr(RawKeys())}
+        raw = {name: stays(x) for name, x in fresh.observed.items() if name == key_of(RawKeys())}
         return Fresh(stays(fresh.k), stays(fresh.v), raw, (), {})
 
     fresh = tuple(of_group(f) for f in read.fresh)

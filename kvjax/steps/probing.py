@@ -26,6 +26,7 @@ from kvjax.steps.observing import observe
 from kvjax.steps.run import Run
 from kvjax.steps.sensitivity import read_with_sensitivity
 from kvjax.steps.turning import turned_keys, turns_of
+from kvjax.word_keys import key_of
 
 
 def with_probe(
@@ -67,7 +68,7 @@ def with_probe(
         assert isinstance(new, Fresh)
         keys = _keys_of_probe(run, gms[i], views[i], new, reading.positions) if probe.keys else None
         observed = new.observed | ({SENSITIVITY: slopes[i]} if slopes else {})
-        seen = {repr(probe): probe.seen(new.masses[0] if new.masses else {}, observed, keys)}
+        seen = {key_of(probe): probe.seen(new.masses[0] if new.masses else {}, observed, keys)}
         out[i] = f._replace(observed=f.observed | seen, readers=tuple(r | seen for r in f.readers))
     return out
 

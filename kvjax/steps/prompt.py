@@ -42,13 +42,14 @@ from kvjax.steps.restoring import with_restored
 from kvjax.steps.run import Run, repeated
 from kvjax.steps.turning import seen_by_words
 from kvjax.summaries import learnt
+from kvjax.word_keys import key_of
 from kvjax.words import merges_prompts
 
 
 def _as_stored(run: Run, gm: GroupMethod, fresh: Fresh) -> Fresh:
     """Keys and values as the method stores them: perhaps unrotated, repeated for per-query-head lists."""
     assert fresh.k is not None
-    k = fresh.observed[repr(RawKeys())] if run.unrotated else fresh.k
+    k = fresh.observed[key_of(RawKeys())] if run.unrotated else fresh.k
     v = None if fresh.v is None else repeated(run, gm.first, fresh.v, 2)
     return fresh._replace(k=repeated(run, gm.first, k, 2), v=v)
 
@@ -70,10 +71,10 @@ def _state(gm: GroupMethod, new: dict[str, Array], more: int = 0) -> GroupState:
 
 
 def _carried_by_merge(gm: GroupMethod, past: GroupState, view: View) -> dict[str, Any]:
-    """What rows carry of the keep's merge, by its repr [Lg, B, ...]; nothing where it carries nothing."""
+    """What rows carry of the keep's merge, by its key [Lg, B, ...]; nothing where it carries nothing."""
     if gm.merge is None:
         return {}
-    name, layers = repr(gm.merge), view.pos.shape[0]
+    name, layers = key_of(gm.merge), view.pos.shape[0]
     if name in past.rows:
         return {name: past.rows[name]}
     start = gm.merge.start(jax.tree.map(lambda x: x[0], view))
@@ -117,7 +118,7 @@ def settled(
     at_work = _begun(run, params, gms, prompt, pasts, old_pools, sizes, compress)
     groups, fresh, views, pools = at_work.groups, at_work.fresh, at_work.views, at_work.pools
     probe = None if run.method.keep is None or not compress else run.method.keep.probe
-    if probe is not None and any(repr(probe) not in f.observed for f in fresh.values()):
+    if probe is not None and any(key_of(probe) not in f.observed for f in fresh.values()):
         fresh = with_probe(run, params, prompt, fresh, at_work.views, probe, pasts)
     shown = {i: view for i, view in at_work.shown.items() if acting[i]}
     scores = _scores(run, params, gms, shown, fresh, length)
@@ -148,7 +149,7 @@ def settled(
     for i, view in views.items():
         if i not in groups:
             groups[i] = _built(gms[i], acting[i], view, kept.get(i), sizes, i, new)
-        rows = {repr(o): fresh[i].rows[repr(o)] for o in gms[i].carried}
+        rows = {key_of(o): fresh[i].rows[key_of(o)] for o in gms[i].carried}
         groups[i] = dataclasses.replace(groups[i], rows=rows | carried[i])
     groups |= {i: learnt(gms[i], groups[i], pasts[i], (pos < 0).all(-1)) for i in fresh}
     new = Cache(tuple(groups[i] for i in range(len(gms))), after, pools)

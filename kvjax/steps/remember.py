@@ -17,6 +17,7 @@ from kvjax.protocols import Inputs
 from kvjax.segments import remember_in_pages
 from kvjax.steps.attend import Received
 from kvjax.steps.run import Run
+from kvjax.word_keys import key_of
 
 
 class Asked(NamedTuple):
@@ -40,8 +41,8 @@ def weights_of(gm: GroupMethod, layers: dict[str, Array]) -> dict[str, Array] | 
 def carried(gm: GroupMethod, layer: Layer, state: GroupState, inputs: Inputs) -> dict[str, Any]:
     """What the rows of a layer carry behind a token."""
     mine = jax.tree.map(lambda x: x[layer.index], state.rows)
-    by_merge = {repr(gm.merge): mine[repr(gm.merge)]} if gm.merge is not None and gm.at_once else {}
-    return by_merge | {repr(o): o.carry(mine[repr(o)], inputs) for o in gm.carried}
+    by_merge = {key_of(gm.merge): mine[key_of(gm.merge)]} if gm.merge is not None and gm.at_once else {}
+    return by_merge | {key_of(o): o.carry(mine[key_of(o)], inputs) for o in gm.carried}
 
 
 def remember(
@@ -80,7 +81,7 @@ def received_in_all(
             received = tuple(
                 mine
                 | {
-                    repr(o): o.join(mine[repr(o)], o.reduction.over(theirs[repr(o)], 0)[None])
+                    key_of(o): o.join(mine[key_of(o)], o.reduction.over(theirs[key_of(o)], 0)[None])
                     for o in gm.masses
                 }
                 for mine, theirs in pairs

@@ -24,6 +24,7 @@ from kvjax.steps.forward import Prompt, read_tokens
 from kvjax.steps.lending import lend, taught_groups
 from kvjax.steps.marking import Marks
 from kvjax.steps.run import Run
+from kvjax.word_keys import key_of
 
 
 class _Chunk(NamedTuple):
@@ -165,7 +166,7 @@ def _taken_up(run: Run, gm: GroupMethod, view: View, fresh: Fresh, one: _Chunk, 
     stand = one.start[:, None] + word.stands(one.number, one.tokens)
     index = (one.tokens[:, None] + jnp.arange(many, dtype=jnp.int32)[None])[None, :, None, :, None]
     assert fresh.v is not None
-    raw, v = (jnp.take_along_axis(x, index, axis=3) for x in (fresh.observed[repr(RawKeys())], fresh.v))
+    raw, v = (jnp.take_along_axis(x, index, axis=3) for x in (fresh.observed[key_of(RawKeys())], fresh.v))
     k = jax.vmap(lambda x: turned(rope, x, stand, stand[:, -1] + 1))(raw)
     there = (jnp.arange(many)[None] < word.of(one.tokens)[:, None])[None, :, None]
     at = view.k.shape[3] - slots + first

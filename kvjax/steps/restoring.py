@@ -17,6 +17,7 @@ from kvjax.steps.forward import Prompt, read_tokens
 from kvjax.steps.marking import Marks
 from kvjax.steps.probing import as_it_turns
 from kvjax.steps.run import Run, repeated
+from kvjax.word_keys import key_of
 
 
 def with_restored(
@@ -51,7 +52,7 @@ def with_restored(
 def _beside(run: Run, gm: GroupMethod, view: View, fresh: object, stands: Int[Array, "B M"]) -> View:
     """A view with restore tokens' slots, as the method stores keys and values."""
     assert isinstance(fresh, Fresh) and fresh.k is not None and fresh.v is not None
-    k = fresh.observed[repr(RawKeys())] if run.unrotated else fresh.k
+    k = fresh.observed[key_of(RawKeys())] if run.unrotated else fresh.k
     k, v = repeated(run, gm.first, k, 2), repeated(run, gm.first, fresh.v, 2)
     pos = jnp.broadcast_to(stands[None, :, None], k.shape[:4])
 

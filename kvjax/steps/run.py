@@ -23,6 +23,7 @@ from kvjax.phase import BY_POSITION, Phase
 from kvjax.place.pairs import pairs_of
 from kvjax.protocols import AttentionSpec
 from kvjax.read_protocols import Reusing
+from kvjax.word_keys import key_of
 
 
 class Run(NamedTuple):
@@ -142,7 +143,7 @@ def answered(
     gm: GroupMethod, layer: Layer, state: GroupState, q: Float[Array, "B N T H"], params: Params
 ) -> list[tuple[Array, Array]]:
     """(out, lse) of a layer's rotated queries over what has left it, where the merge answers for that."""
-    carried = None if gm.answering is None else state.rows.get(repr(gm.answering))
+    carried = None if gm.answering is None else state.rows.get(key_of(gm.answering))
     if gm.answering is None or carried is None:
         return []
     mine = jax.tree.map(lambda x: x[layer.index], carried)

@@ -39,6 +39,7 @@ from kvjax.program_limit import forget_if_crowded
 from kvjax.room import as_used
 from kvjax.segments import unread_bytes
 from kvjax.steps import Prompt, Run
+from kvjax.word_keys import key_of
 from kvjax.words import hiding_of
 
 X = TypeVar("X")
@@ -183,7 +184,7 @@ class Runner:
             start = time.perf_counter()
             out = probed(self.plain, self.params, out, probe)
             jax.block_until_ready(out)
-            seconds[repr(probe)] = time.perf_counter() - start
+            seconds[key_of(probe)] = time.perf_counter() - start
         return out, None if programs() > before else seconds
 
     def own(self, entry: Entry, prompt: Prompt, rows: Rows) -> tuple[Prompt, float | None]:

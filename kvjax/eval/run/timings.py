@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvjax.eval.run.cellplan import Entry
+from kvjax.word_keys import key_of
 
 # By (label, budget); names as `timings_of` says.
 CellTimings = dict[tuple[str, float | int | None], dict[str, float]]
@@ -21,7 +22,7 @@ def timings_of(entries: Iterable[Entry], done: Mapping[str, Mapping[str, Any]]) 
     out: CellTimings = {}
     for entry in entries:
         keep = entry.method.keep
-        probe = "" if keep is None or keep.probe is None else repr(keep.probe)
+        probe = "" if keep is None or keep.probe is None else key_of(keep.probe)
         units = [u for k, u in done.items() if k.endswith(f"/{entry.label}/{entry.budget!r}")]
         timed = [u for u in units if u["seconds"] is not None]
         read = [
