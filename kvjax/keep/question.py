@@ -132,5 +132,5 @@ class ChunkStays(Made):
 
 def _ends(probe: Question, seen: Seen) -> Bool[Array, "B"]:
     """The rows whose prompt ends with what was read: behind the others, the question is asked."""
-    asked = seen.observed.get(repr(probe))
+    asked = seen.observed.get(key_of(probe))
     return jnp.ones(seen.length.shape, bool) if asked is None else (asked.q_pos < 0).all(-1)
