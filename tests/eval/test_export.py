@@ -125,8 +125,7 @@ def test_a_difference_that_rounds_to_zero_has_no_sign_and_windows_that_lose_alik
         assert not re.search(r"[+-]0\.0000|-0\.0e|\+0\.0000", shown), shown
     records = list(csv.DictReader(io.StringIO(printed(capsys, folder, "--format", "csv"))))
     assert [record["delta_low"] for record in records][0] == ""
-    printed(capsys, folder, "--format", "html")
-    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    html = printed(capsys, folder, "--format", "html")
     assert "0.0000 <small>alike in all windows</small>" in html
     assert "+0.0000" not in html and "-0.0000" not in html
 
