@@ -32,6 +32,7 @@ from kvjax.hosts.arrays import is_shared
 from kvjax.layout import mesh_for
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.methods.parse import from_spec
+from kvjax.methods.saved import saved_spec
 from kvjax.methods.user import Own, from_given
 from kvjax.models.files import open_safetensors
 from kvjax.models.model import Model
@@ -65,7 +66,7 @@ def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
 
     Every array keeps its dtype and bits. A cache of several hosts is saved by all of them, to a folder that
     they share: each writes what it holds to a part beside the file. Raises InputError where `path` holds
-    something else or cannot be written, where the method cannot be built again from its spec, or where the
+    something else or cannot be written, where the method cannot be built again from a text, or where the
     cache was consumed by a step.
 
     >>> import kvjax, tempfile
@@ -86,7 +87,7 @@ def save_cache(path: str | os.PathLike[str], cache: Cache) -> None:
         "format": str(FORMAT),
         "kvjax": kvjax.__version__,
         "model": cache.model,
-        "method": json.dumps(_checked_spec(cache.method)),
+        "method": json.dumps(None if cache.method is None else saved_spec(cache.method)),
         "fitted": json.dumps(_digests(cache.method)),
         "tree": json.dumps(tree),
     }
@@ -187,24 +188,6 @@ def read_cache_header(path: str | os.PathLike[str]) -> CacheFile:
 
 def _digests(method: Any) -> list[str]:
     return sorted({word.fitted.digest for word in fitted_words(method) if word.fitted is not None})
-
-
-def _checked_spec(method: Any) -> tuple[Any, ...] | None:
-    """The method's spec, once it is sure that it leads back to the same method."""
-    if method is None:
-        return None
-    try:
-        same = (
-            from_spec(method.spec) == method and _tuples(json.loads(json.dumps(method.spec))) == method.spec
-        )
-    except (ValueError, TypeError) as error:
-        raise InputError(f"this cache cannot be saved: {error}") from error
-    if not same:
-        raise InputError(
-            f"this cache cannot be saved: {method.spec} builds another method than the one that filled it. "
-            "Fill it with a method as kvjax.method, kvjax.chain or kvjax.methods.user.from_file return it"
-        )
-    return method.spec
 
 
 def _tuples(x: Any) -> Any:

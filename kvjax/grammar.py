@@ -32,6 +32,7 @@ from kvjax.word_protocols import (
     check_stack,
     check_words,
 )
+from kvjax.written import NAMELESS, constructor, name_of, written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +151,12 @@ class Store:
         return max((c.granule for c in (self.keys, self.values) if c is not None), default=1)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Method:
-    """A sentence. `spec` says how to build it again: (id, sorted hyper-parameters), or that nothing can.
+    """A sentence. `spec` says how to build it again (`kvjax.written`): (id, sorted hyper-parameters), mostly.
+
+    Its `repr` is the text that builds it, for `kvjax.method` and every `method=`: `snapkv(budget=0.25)` where
+    methods have names, and a constructor where it was written by hand or changed. `words` are those of all.
 
     reread: which tokens of a prompt are read at all, or alone stay (`kvjax.keep.reread`, `distilled` and
     `memory_tokens` there). layers: instead of all those, a
@@ -182,12 +186,28 @@ class Method:
         parts += () if self.stack is None else (self.stack,)
         parts += () if self.host is None else (self.host,)
         if not self.spec:
-            spec = ("full", ()) if parts == (None,) * 3 else ("custom", (repr(parts),))
-            object.__setattr__(self, "spec", spec)
+            full = parts == (None,) * 3
+            object.__setattr__(self, "spec", ("full", ()) if full else ("custom", ()))
+            object.__setattr__(self, "_named", full)
 
     @property
     def id(self) -> str:
         return self.spec[0]
+
+    def called(self, spec: tuple[Any, ...]) -> Method:
+        """The same sentence as what `spec` builds."""
+        new = dataclasses.replace(self, spec=spec)
+        # No field: a copy that `dataclasses.replace` changes is no longer what its spec builds.
+        object.__setattr__(new, "_named", spec[0] not in NAMELESS)
+        return new
+
+    @property
+    def words(self) -> str:
+        """The sentence word by word, as Python writes it, in lines."""
+        return written(self)
+
+    def __repr__(self) -> str:
+        return name_of(self.spec) if getattr(self, "_named", False) else constructor(self)
 
     @property
     def restore(self) -> Any:
@@ -281,7 +301,9 @@ def chain(*parts: Keep | Store | Read | Residence | Method, spec: tuple[Any, ...
                     f"{_called(part)}: leave one out"
                 )
             found[name], owner[name] = piece, _called(part)
-    method = Method(**found, spec=spec or _joined(specs) or ())
+    method = Method(**found)
+    if spec := spec or _joined(specs, len(parts)):
+        method = method.called(spec)
     check(method)
     return method
 
@@ -300,9 +322,12 @@ def _called(part: Any) -> str:
     return part.id if isinstance(part, Method) else type(part).__name__
 
 
-def _joined(specs: list[tuple[Any, ...]]) -> tuple[Any, ...] | None:
-    if len(specs) <= 1:
-        return specs[0] if specs else None
+def _joined(specs: list[tuple[Any, ...]], parts: int) -> tuple[Any, ...] | None:
+    """The spec of a chain; None where a part of it has no name."""
+    if len(specs) < parts or any(spec[0] in NAMELESS for spec in specs):
+        return None
+    if len(specs) == 1:
+        return specs[0]
     return (" + ".join(s[0] for s in specs), ("chain", *specs))
 
 

@@ -10,6 +10,7 @@ from kvjax.fitted import ModelSizes, as_fitted, fitted_words, lacks_fit, shipped
 from kvjax.grammar import Method
 from kvjax.methods import METHODS, takes
 from kvjax.models.model import Model
+from kvjax.written import changed
 
 
 def ready(model: Model, method: Method) -> Method:
@@ -39,7 +40,7 @@ def ready(model: Model, method: Method) -> Method:
     names = {word.by: shipped[word.by] for word in lacking if _takes(word, shipped[word.by], sizes)}
     if not names:
         return method
-    return dataclasses.replace(_filled(method, names), spec=_named(method.spec, names))
+    return _filled(method, names).called(_named(method.spec, names))
 
 
 def _as_made(by: Any, method: Method) -> Method:
@@ -50,7 +51,7 @@ def _as_made(by: Any, method: Method) -> Method:
     name = shipped_for(fitted.model).get(word.by, "")
     if dataclasses.replace(word, fitted=fitted) != by or not name or as_fitted(name) != fitted:
         return method
-    return dataclasses.replace(method, make=by, spec=_named(method.spec, {word.by: name}))
+    return dataclasses.replace(method, make=by).called(_named(method.spec, {word.by: name}))
 
 
 def _takes(word: Any, name: str, sizes: ModelSizes) -> bool:
@@ -79,9 +80,11 @@ def _filled(word: Any, names: dict[str, str]) -> Any:
 
 def _named(spec: tuple[Any, ...], names: dict[str, str]) -> tuple[Any, ...]:
     """How to build the filled method again: what was left out of its hyper-parameters is named."""
-    match spec:
-        case (str() as id, ("chain", *parts)):
-            return id, ("chain", *(_named(part, names) for part in parts))
-        case (str() as id, tuple() as hyper) if id in names and id in METHODS and takes(id, "fitted"):
+
+    def filled(part: tuple[Any, ...]) -> tuple[Any, ...]:
+        id, hyper = part
+        if id in names and id in METHODS and takes(id, "fitted"):
             return id, tuple(sorted({"fitted": names[id], **dict(hyper)}.items()))
-    return spec
+        return part
+
+    return changed(spec, filled)

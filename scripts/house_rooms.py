@@ -95,6 +95,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/when.py",
                 "kvjax/phase.py",
                 "kvjax/fitted.py",
+                "kvjax/written.py",
             ),
             _room(
                 "models",

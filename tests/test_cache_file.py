@@ -217,13 +217,33 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_method_that_its_spec_does_not_build_is_refused(tmp_path):
-    protected = kvjax.method("l2compress", budget=0.5).protecting(Recent(1))
-    with pytest.raises(InputError, match="builds another method"):
-        kvjax.save_cache(tmp_path / "a", blank(protected))
-    unnamed = kvjax.chain(Keep(KeyNorm(), Budget(0.5), Uniform()), Store(Affine(8), Affine(8)))
-    with pytest.raises(InputError, match="not built by a name"):
-        kvjax.save_cache(tmp_path / "a", blank(unnamed))
+WRITTEN = (
+    kvjax.chain(Keep(KeyNorm() + 0.5, Budget(0.5), Uniform()), Store(Affine(8), Affine(8))),
+    kvjax.method("l2compress", budget=0.5).protecting(Recent(1)),
+    kvjax.per_layer(Method(Keep(KeyNorm(), Budget(1), Uniform())), (1, 0.5)),
+    kvjax.per_layer("l2compress(budget=0.5) + int8", (None, 0.5)),
+    kvjax.by_layer([None, "int8", Method(store=Store(Affine(8)))]),
+)
+
+
+@pytest.mark.parametrize("method", WRITTEN, ids=range(len(WRITTEN)))
+def test_a_method_without_a_name_is_saved_with_its_cache(method, tmp_path):
+    kvjax.save_cache(tmp_path / "a", blank(method))
+    assert kvjax.load_cache(tmp_path / "a").method == method
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnWord(KeyNorm):
+    """A word of a user's own."""
+
+
+def test_a_method_whose_words_kvjax_does_not_know_is_refused(tmp_path):
+    own = Method(Keep(OwnWord(), Budget(0.5), Uniform()))
+    with pytest.raises(InputError, match="OwnWord is no word of kvjax.* in a function of a file"):
+        kvjax.save_cache(tmp_path / "a", blank(own))
+    fitted = Fitted({"a": np.zeros(1)}, "SharedLayers", "")
+    with pytest.raises(InputError, match="fitted arrays .* do not come with kvjax"):
+        kvjax.save_cache(tmp_path / "a", blank(kvjax.method("kvsharer", fitted=fitted)))
 
 
 def test_a_consumed_cache_is_refused(model, tmp_path):

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from kvjax.commands.explain_sentences import Told, at_each_step, at_prefill, called, inside, said
 from kvjax.commands.inspect_model import find_config
-from kvjax.commands.methods_written import written
 from kvjax.commands.sizes import Sizes, sizes_of
 from kvjax.commands.terminal import console, size
 from kvjax.errors import InputError
@@ -19,6 +18,7 @@ from kvjax.loading import SHIPPED, load
 from kvjax.place.trim import counted
 from kvjax.ready import ready
 from kvjax.suits import check_budget
+from kvjax.written import written
 
 _COLUMNS = 110
 # Tokens that are written behind the prompt, where the cache is weighed again.

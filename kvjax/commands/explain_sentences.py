@@ -11,13 +11,13 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kvjax.commands.methods_written import written
 from kvjax.fitted import Fitted
 from kvjax.grammar import Keep, Method, Store
 from kvjax.phase import BY_POSITION
 from kvjax.protocols import Answering
 from kvjax.read_protocols import Resting
 from kvjax.words import hiding_of, merges_prompts, observations
+from kvjax.written import written
 
 _ONE_LINE = 10_000
 

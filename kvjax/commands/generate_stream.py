@@ -13,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 
 from kvjax.cache import Cache, nbytes
 from kvjax.commands.sizes import sizes_of
-from kvjax.commands.terminal import name_of, pairs, size
+from kvjax.commands.terminal import pairs, size
 from kvjax.errors import InputError
 from kvjax.eval.report.figures import rounded
 from kvjax.generation import generate
@@ -21,6 +21,7 @@ from kvjax.grammar import Method
 from kvjax.hosts.messages import is_first
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import chat as encode_chat
+from kvjax.written import name_of
 
 
 def stream(model: Model, ids: list[int], method: Method | None, new: int, seed: int, **options: Any) -> None:

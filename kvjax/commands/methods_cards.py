@@ -10,7 +10,6 @@ import re
 from functools import cache
 from typing import Any, NamedTuple
 
-from kvjax.commands.methods_written import written
 from kvjax.eval.report.leaderboard import Line, lines_of
 from kvjax.fitted import SHIPPED
 from kvjax.grammar import Method, chain
@@ -18,6 +17,7 @@ from kvjax.methods import METHODS, MethodInfo, method, methods, takes_budget
 from kvjax.methods.parameters import types_of, values_of
 from kvjax.models.config import Config
 from kvjax.suits import check_fit
+from kvjax.written import written
 
 # The budget of the sentences that cards show.
 SHOWN_BUDGET = 0.25

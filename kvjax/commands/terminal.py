@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.box import SIMPLE_HEAD as BOX
 from rich.table import Table
 
@@ -11,7 +9,7 @@ from kvjax.eval.report.console import make_console as console
 from kvjax.eval.report.console import print_text
 from kvjax.eval.report.progress import tracked
 
-__all__ = ["BOX", "console", "name_of", "pairs", "print_text", "size", "tracked"]
+__all__ = ["BOX", "console", "pairs", "print_text", "size", "tracked"]
 
 
 def pairs(rows: list[tuple[str, str]]) -> Table:
@@ -35,15 +33,3 @@ def size(count: int | float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
-
-
-def name_of(spec: tuple[Any, ...]) -> str:
-    """A method's spec as `--method` takes it.
-
-    >>> name_of(("snapkv + int8", ("chain", ("snapkv", (("budget", 0.5),)), ("int8", ()))))
-    'snapkv:budget=0.5 + int8'
-    """
-    name, hyper = spec
-    if hyper and hyper[0] == "chain":
-        return " + ".join(name_of(part) for part in hyper[1:])
-    return name + (":" + ",".join(f"{k}={v}" for k, v in hyper) if hyper else "")

@@ -40,6 +40,7 @@ from kvjax.eval.tasks.rows import Rows, forced_length, make_rows
 from kvjax.eval.tasks.sample import LENGTH, most_new_tokens
 from kvjax.files import write_atomic
 from kvjax.gin_bindings import load_preset
+from kvjax.grammar import Method
 from kvjax.hosts.messages import by_first, check_same, gathered, is_first
 from kvjax.inputs import listed, whole_number
 from kvjax.loading import load
@@ -69,7 +70,7 @@ class Comparison(NamedTuple):
 def compare(
     *,
     model: str | Model = "recall-tiny",
-    methods: Sequence[str | Custom] | None = None,
+    methods: Sequence[str | Method | Custom] | None = None,
     budgets: Sequence[float | int] | None = None,
     tasks: Sequence[str] | None = None,
     protocols: Sequence[str] = ("agnostic", "aware"),
@@ -106,7 +107,7 @@ def compare(
     seeds = seeds_of(seed, seeds, text)
     command = command_of(
         model=model if isinstance(model, str) else model.name,
-        methods=[m if isinstance(m, str) else m[0] for m in methods or ()],
+        methods=[m[0] if isinstance(m, tuple) else str(m) for m in methods or ()],
         budgets=budgets, tasks=tasks, protocols=() if text else protocols, samples=samples, length=length,
         text=text, seeds=seeds, preset=preset, scores=scores, mesh=mesh, rules=rules,
     )  # fmt: skip

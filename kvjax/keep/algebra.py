@@ -91,6 +91,7 @@ class Sum(Made):
 
     a: Score
     b: Score
+    infix = ("a", "+", "b")
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         return scored(self.a, view, seen) + scored(self.b, view, seen)
@@ -102,6 +103,7 @@ class Product(Made):
 
     a: Score
     b: Score
+    infix = ("a", "*", "b")
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         return scored(self.a, view, seen) * scored(self.b, view, seen)
@@ -113,6 +115,7 @@ class Scaled(Made):
 
     factor: float
     score: Score
+    infix = ("factor", "*", "score")
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         return self.factor * scored(self.score, view, seen)
@@ -124,6 +127,7 @@ class Shifted(Made):
 
     score: Score
     by: float
+    infix = ("score", "+", "by")
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         return scored(self.score, view, seen) + self.by
@@ -274,6 +278,7 @@ class Pooled(Made):
 
     score: Score
     pool: Pool
+    infix = ("score", ">>", "pool")
 
     @property
     def ordered(self) -> bool:  # type: ignore[override]

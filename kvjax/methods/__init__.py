@@ -1,79 +1,22 @@
 """Methods: every published method is one short function, with what is known of its paper beside it.
 
 A method lives in the file of its family; a family that outgrows a file (400 lines) is split, for example by
-what its scores look at. This module collects the functions of those files by id. What methods are made of
+what its scores look at. `registry.py` collects the functions of those files by id. What methods are made of
 lies in `kvjax.keep`, `kvjax.store` and `kvjax.read`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import inspect
 import sys
 import types
-from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from kvjax.errors import InputError
 from kvjax.fitted import is_fitted
-from kvjax.grammar import Method, chain, check
-from kvjax.methods import (
-    baseline,
-    budget_head,
-    budget_layer,
-    low_rank,
-    merge_head,
-    merge_layer,
-    merge_token,
-    merge_token_learned,
-    prefix_reuse,
-    pruning,
-    quant,
-    quant_mixed,
-    retrieval_sparse_pages,
-    retrieval_sparse_slots,
-    selection_dynamic_attention,
-    selection_dynamic_learned,
-    selection_dynamic_position,
-    selection_static_attention,
-    selection_static_keys,
-    selection_static_learned,
-    selection_static_passages,
-)
-from kvjax.methods.papers import MethodFunction, Press, collect, paper
-from kvjax.methods.parameters import checked
-from kvjax.methods.user import from_file
-
-# The order of every list of methods; within a file, the order of its functions.
-_FAMILIES = (
-    baseline,
-    selection_dynamic_position,
-    selection_dynamic_attention,
-    selection_dynamic_learned,
-    selection_static_keys,
-    selection_static_learned,
-    selection_static_attention,
-    selection_static_passages,
-    budget_layer,
-    budget_head,
-    merge_token,
-    merge_token_learned,
-    merge_head,
-    merge_layer,
-    low_rank,
-    pruning,
-    quant,
-    quant_mixed,
-    retrieval_sparse_pages,
-    retrieval_sparse_slots,
-    prefix_reuse,
-)
-
-METHODS = collect(*_FAMILIES)
-ALIASES = {alias: id for id, function in METHODS.items() for alias in function.paper.aliases}
+from kvjax.grammar import Method, chain
+from kvjax.methods import per_layer, tiers, wrappers  # noqa: F401 (the functions that texts name)
+from kvjax.methods.papers import MethodFunction, Press, paper
+from kvjax.methods.parse import as_method, method
+from kvjax.methods.registry import ALIASES, METHODS, check_hyper, resolve, takes, takes_budget
 
 
 class MethodInfo(NamedTuple):
@@ -93,107 +36,6 @@ class MethodInfo(NamedTuple):
     training: bool
     exact: str
     kvpress: str
-
-
-def resolve(id: str) -> str:
-    """The id that an id or alias stands for; ValueError naming the nearest one where there is none.
-
-    >>> resolve("Ada_KV")
-    'adakv'
-    """
-    name = ALIASES.get(id.lower().replace("_", "-"), id.lower().replace("_", "-"))
-    if name not in METHODS:
-        near = difflib.get_close_matches(name, [*METHODS, *ALIASES], n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known methods: {', '.join(METHODS)}"
-        if ":" in id:
-            # As the command line writes it.
-            hint = "hyper-parameters are arguments here, as in kvjax.method('snapkv', budget=0.25, window=16)"
-        raise ValueError(f"unknown method {id!r}: {hint}")
-    return name
-
-
-@cache
-def _build(id: str, hyper: tuple[tuple[str, Any], ...], kinds: tuple[Any, ...]) -> Method:
-    built = dataclasses.replace(METHODS[id](**dict(hyper)), spec=(id, hyper))
-    check(built)
-    return built
-
-
-def _kind(key: str, value: Any) -> Any:
-    """What tells equal values apart: a budget of 1 slot from one of 1.0, a file from what it was before."""
-    if key == "fitted" and isinstance(value, str) and Path(value).is_file():
-        stat = Path(value).stat()
-        return stat.st_mtime_ns, stat.st_size
-    return type(value)
-
-
-def method(id: str, **hyper: Any) -> Method:
-    """The method `id` with its hyper-parameters; equal arguments give the same object.
-
-    id: of the library, or path/to/file.py:function for one of your own.
-
-    budget is a fraction of the tokens kept (float in (0, 1]) or slots per head (int >= 1; the mean where
-    heads or layers differ).
-
-    >>> method("snapkv", budget=0.25, window=16).id
-    'snapkv'
-    """
-    if ".py:" in id or id.endswith(".py"):
-        return from_file(id, **hyper)
-    name = resolve(id)
-    values = check_hyper(name, hyper)
-    if takes_budget(name) and "budget" not in hyper:
-        raise ValueError(f"method {name!r} needs budget=: a fraction such as 0.25, or a number of slots")
-    ordered = tuple(sorted(values.items()))
-    return _build(name, ordered, tuple(_kind(key, value) for key, value in ordered))
-
-
-def as_method(given: object) -> Method:
-    """What a call was given as its method: one by its id, as it is, or None, which keeps everything.
-
-    Raises InputError for anything else, ValueError for an id that is unknown or needs a budget.
-
-    >>> as_method("int8").id, as_method(None).id
-    ('int8', 'full')
-    """
-    if isinstance(given, str):
-        return method(given)
-    if given is None:
-        return Method()
-    if isinstance(given, Method):
-        return given
-    raise InputError(
-        f"method is {given!r:.80}, expected a Method or an id such as 'int8': give kvjax.method('snapkv', "
-        "budget=0.25), or kvjax.chain(...) of words"
-    )
-
-
-def check_hyper(id: str, hyper: Mapping[Any, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a method of the library as its function takes them.
-
-    Raises ValueError for one that the method does not have, with the nearest name, and for a value outside
-    its range.
-
-    >>> check_hyper("kivi", {"bits": 4})
-    {'bits': 4}
-    """
-    known = inspect.signature(METHODS[id]).parameters
-    for key in hyper:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), list(known), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'none'}"
-            raise ValueError(f"method {id!r} has no hyper-parameter {key!r}: {hint}")
-    return checked(id, METHODS[id], hyper)
-
-
-def takes_budget(id: str) -> bool:
-    """Whether a method has a budget to choose."""
-    return takes(id, "budget")
-
-
-def takes(id: str, name: str) -> bool:
-    """Whether a method has a hyper-parameter of that name."""
-    return name in inspect.signature(METHODS[resolve(id)]).parameters
 
 
 def methods() -> list[MethodInfo]:
@@ -266,7 +108,9 @@ __all__ = [
     "METHODS",
     "MethodInfo",
     "Press",
+    "as_method",
     "chain",
+    "check_hyper",
     "method",
     "methods",
     "paper",

@@ -1,11 +1,13 @@
-"""Methods as text, the way the command line and saved files name them.
+"""Methods as text: one language for Python, the command line, presets, gin files and saved caches.
 
-snapkv                          an id or alias
-snapkv:window=16,variant=kvpress     with hyper-parameters
-snapkv(window=16, variant=kvpress)   the same, as Python writes them
-ape:contexts=(512, 256)         several values in brackets
-snapkv+kivi:bits=2              a chain
-my_file.py:my_method:alpha=3    a function in a file of one's own
+snapkv                               an id or alias
+snapkv(window=16, variant=kvpress)   with hyper-parameters
+snapkv:window=16,variant=kvpress     the same, without brackets
+ape(contexts=(512, 256))             several values in brackets
+snapkv(budget=0.25) + kivi(bits=2)   a chain
+my_file.py:my_method(alpha=3)        a function in a file of one's own
+per_layer(snapkv, (1, 0.5))          what a function of kvjax makes of methods
+Method(keep=Keep(...))               a sentence in its words
 """
 
 from __future__ import annotations
@@ -13,48 +15,123 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax.errors import InputError
 from kvjax.grammar import Budget, Method, chain
-from kvjax.methods import method, resolve, takes_budget
+from kvjax.methods.constructors import constructed
+from kvjax.methods.functions import AROUND
+from kvjax.methods.registry import build as build_id
+from kvjax.methods.registry import resolve, takes_budget
+from kvjax.methods.text import Piece, arguments, hyper_parameters, pieces, taken_apart, value
 from kvjax.methods.user import from_file, load_function
+from kvjax.written import name_with
 
 Hyper = tuple[tuple[str, Any], ...]
-_CONSTANTS = {"true": True, "false": False, "none": None}
-# The + between methods has a name behind it, the one in 1e+3 a digit.
-_JOIN = re.compile(r"\s*\+\s*(?=[A-Za-z_./~])")
-_CALL = re.compile(r"(?P<name>[^()=]+)\((?P<hyper>([^()]|\([^()]*\))*)\)")
-_VALUES = re.compile(r"(?<==)\s*\(([^()]*)\)")
-_BETWEEN = re.compile(r",(?![^()]*\))")
-_FILE = re.compile(r"(?P<name>.+\.py:[^:]*)(:(?P<hyper>.*))?", re.DOTALL)
+Defaults = Mapping[str, Mapping[str, Any]]
 
 
-class _Part(NamedTuple):
-    """One method of a chain: its id, or path/to/file.py:function, and its hyper-parameters."""
+class Named(NamedTuple):
+    """One method: its id, or path/to/file.py:function, and its hyper-parameters."""
 
     name: str
     hyper: Hyper
 
     @property
+    def fixed(self) -> bool:
+        return "budget" in dict(self.hyper)
+
+    @property
     def takes_budget(self) -> bool:
-        if "budget" in dict(self.hyper):
+        if self.fixed:
             return False
         if ".py:" in self.name:
             return "budget" in inspect.signature(load_function(self.name)).parameters
         return takes_budget(self.name)
 
+    def label(self, inside: bool) -> str:
+        if inside:
+            return name_with(self.name, self.hyper)
+        return self.name + (":" + ",".join(f"{k}={v}" for k, v in self.hyper) if self.hyper else "")
+
     def build(self, budget: float | int | None) -> Method:
         hyper = dict(self.hyper) | ({"budget": budget} if self.takes_budget and budget is not None else {})
-        try:
-            return from_file(self.name, **hyper) if ".py:" in self.name else method(self.name, **hyper)
-        except InputError:
-            raise
-        except ValueError as error:
-            raise InputError(str(error)) from error
+        return from_file(self.name, **hyper) if ".py:" in self.name else build_id(self.name, hyper)
+
+    def filled(self, defaults: Defaults) -> Named:
+        return self._replace(hyper=_sorted({**defaults.get(self.name, {}), **dict(self.hyper)}))
+
+
+class Made(NamedTuple):
+    """What a function such as kvjax.per_layer makes of methods: its arguments, of which some are builders."""
+
+    function: str
+    given: tuple[tuple[str, Any], ...]
+
+    @property
+    def inside(self) -> list[Builder]:
+        each = [x if isinstance(x, tuple) else (x,) for _, x in self.given]
+        return [one for many in each for one in many if isinstance(one, Builder)]
+
+    @property
+    def fixed(self) -> bool:
+        return any(part.fixed for one in self.inside for part in one.parts)
+
+    @property
+    def takes_budget(self) -> bool:
+        return any(one.takes_budget for one in self.inside)
+
+    def label(self, inside: bool) -> str:
+        def shown(x: Any) -> str:
+            if isinstance(x, Builder):
+                return x.inside
+            many = isinstance(x, tuple) and x and isinstance(x[0], Builder)
+            return f"[{', '.join(one.inside for one in x)}]" if many else repr(x)
+
+        methods = AROUND[self.function].methods
+        each = [shown(x) if name in methods else f"{name}={shown(x)}" for name, x in self.given]
+        return f"{self.function}({', '.join(each)})"
+
+    def build(self, budget: float | int | None) -> Method:
+        def built(x: Any) -> Any:
+            if isinstance(x, Builder):
+                return x(budget if x.takes_budget else None)
+            return [*map(built, x)] if isinstance(x, tuple) and x and isinstance(x[0], Builder) else x
+
+        return AROUND[self.function].function(**{name: built(x) for name, x in self.given})
+
+    def filled(self, defaults: Defaults) -> Made:
+        def filled(x: Any) -> Any:
+            if isinstance(x, Builder):
+                return x.filled(defaults)
+            return tuple(map(filled, x)) if isinstance(x, tuple) else x
+
+        return self._replace(given=tuple((name, filled(x)) for name, x in self.given))
+
+
+class Words(NamedTuple):
+    """A sentence in its words."""
+
+    text: str
+
+    @property
+    def fixed(self) -> bool:
+        return constructed(self.text).keep is not None
+
+    @property
+    def takes_budget(self) -> bool:
+        return False
+
+    def label(self, inside: bool) -> str:
+        return " ".join(self.text.split())
+
+    def build(self, budget: float | int | None) -> Method:
+        return constructed(self.text)
+
+    def filled(self, defaults: Defaults) -> Words:
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +142,24 @@ class Builder:
     """
 
     label: str
-    parts: tuple[_Part, ...]
+    parts: tuple[Named | Made | Words, ...]
 
     @property
     def takes_budget(self) -> bool:
         return any(part.takes_budget for part in self.parts)
 
+    @property
+    def inside(self) -> str:
+        """The text as an argument of another method's."""
+        return " + ".join(part.label(True) for part in self.parts)
+
+    def filled(self, defaults: Defaults) -> Builder:
+        """With hyper-parameters per method id for what the text leaves out."""
+        return dataclasses.replace(self, parts=tuple(part.filled(defaults) for part in self.parts))
+
     def __call__(self, budget: float | int | None = None) -> Method:
         if budget is not None and not self.takes_budget:
-            fixed = any("budget" in dict(part.hyper) for part in self.parts)
+            fixed = any(part.fixed for part in self.parts)
             why = "has its budget in its name" if fixed else "takes no budget"
             raise InputError(f"method {self.label} {why}, got budget {budget}: leave the budget out")
         try:
@@ -85,7 +171,60 @@ class Builder:
             raise InputError(str(error)) from error
 
 
-def parse_method(text: str, defaults: Mapping[str, Mapping[str, Any]] | None = None) -> tuple[str, Builder]:
+def method(id: str | Method, **hyper: Any) -> Method:
+    """The method that a text names; equal arguments give the same object.
+
+    id: a method with its hyper-parameters behind it, `snapkv`, or with them in brackets; a chain,
+    `snapkv(budget=0.25) + kivi(bits=2)`; path/to/file.py:function for one of your own; or any other text that
+    `repr` of a method prints. budget is a fraction of the tokens kept (float in (0, 1]) or slots per head
+    (int >= 1; the mean where heads or layers differ); in a chain it goes to each part that takes one.
+
+    Raises ValueError for unknown methods and hyper-parameters (with the nearest name), for wrong values, and
+    for parts that cannot be chained.
+
+    >>> method("snapkv", budget=0.25, window=16)
+    snapkv(budget=0.25, window=16)
+    >>> method("snapkv + kivi(bits=2)", budget=0.25).id
+    'snapkv + kivi'
+    """
+    if isinstance(id, Method):
+        if hyper:
+            raise InputError(f"{id!r:.80} is a method, which has its hyper-parameters: leave out {[*hyper]}")
+        return id
+    if not isinstance(id, str):
+        raise InputError(f"method is {id!r:.80}, expected a text such as 'snapkv(budget=0.25)'")
+    parsed = _parsed(id)
+    if len(parsed.parts) == 1 and isinstance(named := parsed.parts[0], Named):
+        if twice := sorted(set(hyper) & set(dict(named.hyper))):
+            raise InputError(f"{twice[0]!r} is given in {id!r} and behind it, expected once: remove one")
+        return named._replace(hyper=_sorted(dict(named.hyper) | hyper)).build(None)
+    if other := sorted(set(hyper) - {"budget"}):
+        raise InputError(
+            f"{other[0]!r} is given for all of {id!r}, expected in the brackets of one of its methods, as in "
+            "'snapkv(window=16) + kivi(bits=2)'"
+        )
+    return parsed(hyper.get("budget"))
+
+
+def as_method(given: object) -> Method:
+    """What a call was given as its method: one by its text, as it is, or None, which keeps everything.
+
+    Raises InputError for anything else, ValueError for an id that is unknown or needs a budget.
+
+    >>> as_method("int8").id, as_method(None).id
+    ('int8', 'full')
+    """
+    if given is None:
+        return Method()
+    if isinstance(given, str | Method):
+        return method(given)
+    raise InputError(
+        f"method is {given!r:.80}, expected a Method or a text such as 'snapkv(budget=0.25)': give that, or "
+        "kvjax.chain(...) of words"
+    )
+
+
+def parse_method(text: str, defaults: Defaults | None = None) -> tuple[str, Builder]:
     """(label, builder) of a method's text; the label is the text in normal form, which parses to the same.
 
     defaults: hyper-parameters per method id for what the text leaves out, as presets bind them.
@@ -99,15 +238,14 @@ def parse_method(text: str, defaults: Mapping[str, Mapping[str, Any]] | None = N
     >>> build(0.25).spec[1][1]
     ('snapkv', (('budget', 0.25), ('window', 8)))
     """
-    given = [_part(piece.strip(), text) for piece in _JOIN.split(text.strip())]
-    label = " + ".join(_label(part) for part in given)
-    parts = tuple(
-        part._replace(hyper=_sorted({**(defaults or {}).get(part.name, {}), **dict(part.hyper)}))
-        for part in given
-    )
-    builder = Builder(label, parts)
-    builder(1.0 if builder.takes_budget else None)
-    return label, builder
+    try:
+        builder = _parsed(text).filled(defaults or {})
+        builder(1.0 if builder.takes_budget else None)
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{error}; see `kvjax methods`") from error
+    return builder.label, builder
 
 
 def with_file(text: str, path: str | Path) -> str:
@@ -116,8 +254,9 @@ def with_file(text: str, path: str | Path) -> str:
     >>> with_file("gisting(tokens=16)", "mine.safetensors")
     'gisting:fitted=mine.safetensors,tokens=16'
     """
-    part = _part(text.strip(), text)
-    return _label(part._replace(hyper=_sorted({**dict(part.hyper), "fitted": path})))
+    part = _parsed(text).parts[0]
+    assert isinstance(part, Named)
+    return part._replace(hyper=_sorted({**dict(part.hyper), "fitted": str(path)})).label(False)
 
 
 def parse_budget(text: str) -> float | int:
@@ -128,20 +267,20 @@ def parse_budget(text: str) -> float | int:
     >>> parse_budget("0.25"), parse_budget("64")
     (0.25, 64)
     """
-    value = _value(text)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    amount = value(text.strip())
+    if isinstance(amount, bool) or not isinstance(amount, int | float) or not math.isfinite(amount):
         raise InputError(
             f"budget {text!r} is not a number, expected a fraction in (0, 1] such as 0.25 or a number of "
             "slots such as 256" + (": put spaces between several" if "," in text else "")
         )
     try:
-        Budget(value)
+        Budget(amount)
     except ValueError as error:
         hint = (
             "" if "did you mean" in str(error) else ": write a fraction such as 0.25 or a number such as 256"
         )
         raise InputError(f"{error}{hint}") from error
-    return value
+    return amount
 
 
 def read_options(pairs: Sequence[str]) -> dict[str, Any]:
@@ -150,11 +289,11 @@ def read_options(pairs: Sequence[str]) -> dict[str, Any]:
     >>> read_options(["rate=0.01", "recent=32"])
     {'rate': 0.01, 'recent': 32}
     """
-    return dict(_hyper(",".join(pairs), " ".join(pairs)))
+    return hyper_parameters(",".join(pairs), " ".join(pairs))
 
 
 def from_spec(spec: tuple[Any, ...], own: Callable[..., Method] = from_file) -> Method:
-    """The method whose `spec` this is: one of the library, one of a user's file, or a chain of such.
+    """The method whose `spec` this is: of the library, of a user's file, in its words, or made of such.
 
     own: builds those of a file from "file.py:function" and hyper-parameters, in place of that file.
 
@@ -164,70 +303,77 @@ def from_spec(spec: tuple[Any, ...], own: Callable[..., Method] = from_file) -> 
     'snapkv'
     """
     match spec:
+        case ("custom", (str() as text,)):
+            return constructed(text)
+        case ("custom", *_):
+            raise InputError(
+                f"the method {spec[0]!r} was not built by a name: build it with kvjax.method, kvjax.chain of "
+                "such methods, or kvjax.methods.user.from_file"
+            )
         case (str(), ("chain", *parts)):
             return chain(*(from_spec(part, own) for part in parts))
+        case (str(), ("around", str() as function, methods, given)) if function in AROUND:
+            each = {name: _of_specs(x, own) for name, x in methods}
+            return AROUND[function].function(**each, **dict(given))
         case (str() as name, tuple() as hyper) if all(isinstance(pair, tuple) for pair in hyper):
-            return own(name, **dict(hyper)) if ".py:" in name else _Part(name, hyper).build(None)
-    raise InputError(
-        f"the method {spec[0]!r} was not built by a name: build it with kvjax.method, kvjax.chain of such "
-        "methods, or kvjax.methods.user.from_file"
-    )
+            try:
+                return own(name, **dict(hyper)) if ".py:" in name else build_id(name, dict(hyper))
+            except InputError:
+                raise
+            except ValueError as error:
+                raise InputError(str(error)) from error
+    raise InputError(f"the method {spec!r:.80} cannot be built again: build it with kvjax.method")
+
+
+def _of_specs(x: tuple[Any, ...], own: Callable[..., Method]) -> Method | list[Method]:
+    return from_spec(x, own) if isinstance(x[0], str) else [from_spec(one, own) for one in x]
 
 
 # --- reading -----------------------------------------------------------------------------------------
 
 
-def _part(piece: str, text: str) -> _Part:
+def _parsed(text: str) -> Builder:
+    parts = tuple(_part(piece, text) for piece in pieces(text.strip()))
+    return Builder(" + ".join(part.label(False) for part in parts), parts)
+
+
+def _part(piece: str, text: str) -> Named | Made | Words:
     if not piece:
         raise InputError(f"method {text!r} is empty, expected an id such as snapkv: see `kvjax methods`")
-    if (call := _CALL.fullmatch(piece)) is not None:
-        piece = f"{call['name'].strip()}:{call['hyper'].strip().removesuffix(',')}"
-    if re.search(r"[()]", _VALUES.sub("", piece).rpartition("/")[2]):
-        raise InputError(
-            f"{piece!r} has a bracket too few or too many, expected one pair: write id(key=value)"
-        )
-    if piece.endswith(".py"):
+    found = taken_apart(piece)
+    if found.called and found.name == "Method":
+        return Words(piece)
+    if found.called and found.name in AROUND:
+        return _made(found, piece)
+    if found.name.endswith(".py"):
         raise InputError(f"{piece!r} names a file but no function, expected {piece}:my_method")
-    file = _FILE.fullmatch(piece)
-    name, _, hyper = (file["name"], "", file["hyper"] or "") if file else piece.partition(":")
-    try:
-        name = name if file else resolve(name.strip())
-    except ValueError as error:
-        raise InputError(f"{error}; see `kvjax methods`") from error
-    return _Part(name, _hyper(hyper, piece))
+    name = found.name if ".py:" in found.name else resolve(found.name)
+    return Named(name, _sorted(hyper_parameters(found.given, piece)))
 
 
-def _hyper(text: str, piece: str) -> Hyper:
-    found: dict[str, Any] = {}
-    for pair in filter(None, (p.strip() for p in _BETWEEN.split(text))):
-        key, equals, value = (x.strip() for x in pair.partition("="))
-        if not (key.isidentifier() and equals and value):
-            raise InputError(
-                f"{pair!r} in {piece!r} is no hyper-parameter, expected key=value: write it like window=16"
-            )
-        if key in found:
+def _made(found: Piece, piece: str) -> Made:
+    around, given = AROUND[found.name], {}
+    names = list(inspect.signature(around.function).parameters)
+    for at, one in enumerate(arguments(found.given)):
+        before, equals, behind = one.partition("=")
+        key, written = (before.strip(), behind.strip()) if equals and before.strip() in names else ("", one)
+        if not key and at >= len(names):
+            raise InputError(f"{piece!r} has too many arguments, expected {', '.join(names)}")
+        key = key or names[at]
+        if key in given:
             raise InputError(f"{key!r} is given twice in {piece!r}, expected once: remove one")
-        found[key] = _value(value)
-    return _sorted(found)
+        given[key] = _methods(written) if key in around.methods else value(written)
+    if lacking := [name for name in around.needed if name not in given]:
+        raise InputError(f"{piece!r} has no {lacking[0]}, expected {found.name}({', '.join(names)})")
+    return Made(found.name, tuple(given.items()))
+
+
+def _methods(written: str) -> Builder | tuple[Builder, ...]:
+    """A method inside another's text, or several in brackets."""
+    if written[:1] in ("[", "(") and written[-1:] in ("]", ")"):
+        return tuple(map(_parsed, arguments(written[1:-1])))
+    return _parsed("full" if written.lower() == "none" else written)
 
 
 def _sorted(hyper: Mapping[str, Any]) -> Hyper:
     return tuple(sorted(hyper.items()))
-
-
-def _value(text: str) -> Any:
-    """The number, constant (true, false, none) or word of a text; in brackets, several of them."""
-    if text.startswith("(") and text.endswith(")"):
-        return tuple(_value(part.strip()) for part in text[1:-1].split(",") if part.strip())
-    if text.lower() in _CONSTANTS:
-        return _CONSTANTS[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text.strip("'\"")
-
-
-def _label(part: _Part) -> str:
-    return part.name + (":" + ",".join(f"{k}={v}" for k, v in part.hyper) if part.hyper else "")

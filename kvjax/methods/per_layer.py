@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from kvjax.errors import InputError
 from kvjax.grammar import Method, check
 from kvjax.keep.budget import PerLayer, Uniform
-from kvjax.methods import as_method
+from kvjax.methods.around import around
+from kvjax.methods.parse import as_method
 
 
-def per_layer(method: Method, shares: Sequence[float | int | None], *, page: int = 128) -> Method:
+@around("method")
+def per_layer(method: Method | str, shares: Sequence[float | int | None], *, page: int = 128) -> Method:
     """The method with a share of its budget per layer: 0.5 keeps half as many slots, None the whole layer.
 
     shares: one for each layer in which the method selects (not those that it skips or that have a window of
-    their own). page: slots per page of the cache, which then lies in pages. The sentence has no name of its
-    own: write it in a function of a file (`kvjax.methods.user`) where its caches are to be saved.
+    their own). page: slots per page of the cache, which then lies in pages.
 
     Raises InputError for a method that selects nothing, shares its budget between heads or layers already, or
     evicts at every step; and, in a prefill, for another number of layers.
@@ -45,12 +46,12 @@ def per_layer(method: Method, shares: Sequence[float | int | None], *, page: int
     return made
 
 
+@around(several="methods")
 def by_layer(methods: Sequence[Method | str | None]) -> Method:
     """A method of its own for every layer of a model: the first one for the first layer, and so on.
 
-    methods: methods, ids of methods that have no budget to choose, or None for layers that keep everything.
-    Layers do not share a budget, unless they have the same method and that shares it. The sentence has no
-    name of its own: write it in a function of a file (`kvjax.methods.user`) where its caches are to be saved.
+    methods: methods, their texts, or None for layers that keep everything.
+    Layers do not share a budget, unless they have the same method and that shares it.
 
     Raises InputError for what concerns all layers together: methods that rotate by rank, select per query
     head, read a prompt twice or leave tokens of it out (such as StreamingLLM, KVzip and FastKV), and two

@@ -6,17 +6,17 @@ import dataclasses
 
 from kvjax.errors import InputError
 from kvjax.grammar import Method, Store, check
+from kvjax.methods.around import around
 from kvjax.store.affine import Affine
 
 
-def tiered(method: Method, *, bits: int = 2, group: int | None = 32) -> Method:
+@around("method")
+def tiered(method: Method | str, *, bits: int = 2, group: int | None = 32) -> Method:
     """The method with a second tier: slots that it would drop are stored with `bits` bits instead.
 
     This is MiKV's idea (Yang et al., 2024, arXiv:2402.18096, section 4) for any choice of slots: with
     CAKE's, layers differ in how many tokens they hold with all their bits. group: channels that share a scale
     and a zero; None takes all of a head. A later prompt chooses among all tokens again, as they are stored.
-    The sentence has no name of its own: write it in a function of a file (`kvjax.methods.user`) where its
-    caches are to be saved.
 
     Raises InputError for a method that drops nothing or has a second tier already, that merges what leaves,
     rotates by rank, or drops slots in steps otherwise than one after every token from heads of equal budgets.

@@ -20,6 +20,7 @@ from kvjax.errors import InputError
 from kvjax.grammar import Method, check
 from kvjax.methods.declared import check_declared
 from kvjax.methods.parameters import checked
+from kvjax.written import parts_of
 
 # A user's function that builds a method, or the path of a Python file that has it.
 Own = str | os.PathLike[str] | Callable[..., Any]
@@ -82,7 +83,7 @@ def _built(name: str, function: Callable[..., Any], hyper: dict[str, Any]) -> Me
             f"{name} returned {type(built).__name__}, expected a kvjax.grammar.Method: "
             "return what kvjax.chain(...) or a function of kvjax.methods returns"
         )
-    built = dataclasses.replace(built, spec=(name, tuple(sorted(hyper.items()))))
+    built = built.called((name, tuple(sorted(hyper.items()))))
     check(built)
     check_declared(built.keep)
     return built
@@ -117,14 +118,10 @@ def sources(methods: Iterable[Method]) -> list[str]:
 
 
 def _files_of_spec(spec: tuple[Any, ...]) -> Iterator[str]:
-    match spec:
-        case (str(), ("chain", *parts)):
-            for part in parts:
-                yield from _files_of_spec(part)
-        case (str() as name, *_):
-            file = name.rpartition(":")[0]
-            if file.endswith(".py"):
-                yield os.path.realpath(Path(file).expanduser())
+    for name, *_ in parts_of(spec):
+        file = name.rpartition(":")[0]
+        if file.endswith(".py"):
+            yield os.path.realpath(Path(file).expanduser())
 
 
 def _files_of_words(word: Any) -> Iterator[str]:

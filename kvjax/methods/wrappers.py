@@ -10,15 +10,16 @@ from kvjax.grammar import Method, check
 from kvjax.keep.chunk_wise import BlockByBlock, WithinChunks
 from kvjax.keep.merge_values import ValueBlend
 from kvjax.keep.phases import Phased
+from kvjax.methods.around import around
 from kvjax.when import Every
 
 
-def in_chunks(method: Method, tokens: int) -> Method:
+@around("method")
+def in_chunks(method: Method | str, tokens: int) -> Method:
     """The method with every chunk of `tokens` tokens of a text keeping the same share of its slots.
 
     Its score is that of the whole text; its budget, a share, holds in every chunk, so no part of a text goes
-    without. The sentence has no name of its own, as in all functions here: write it in a function of a file
-    (`kvjax.methods.user`) where its caches are to be saved. FINCH (arXiv:2408.00167) chooses so.
+    without. FINCH (arXiv:2408.00167) chooses so.
 
     Raises InputError for a method that chooses no slots, and for a number of tokens below 1.
 
@@ -29,7 +30,8 @@ def in_chunks(method: Method, tokens: int) -> Method:
     return _around(method, score=WithinChunks(_score(method), _at_least_1("tokens", tokens)))
 
 
-def in_blocks(method: Method, tokens: int) -> Method:
+@around("method")
+def in_blocks(method: Method | str, tokens: int) -> Method:
     """The method choosing anew whenever `tokens` more tokens of a text are there, among what it still holds.
 
     Layers read the whole text meanwhile, so this says what a choice by blocks keeps, and saves no memory
@@ -44,7 +46,8 @@ def in_blocks(method: Method, tokens: int) -> Method:
     return _around(method, score=BlockByBlock(_score(method), _at_least_1("tokens", tokens)))
 
 
-def merging(method: Method, threshold: float = 0.0) -> Method:
+@around("method")
+def merging(method: Method | str, threshold: float = 0.0) -> Method:
     """The method with the values of what leaves blended into the most similar slots that stay (`ValueBlend`).
 
     threshold: what has a lower cosine to all of them is dropped. Raises InputError for a method that chooses
@@ -65,7 +68,8 @@ def merging(method: Method, threshold: float = 0.0) -> Method:
     return _around(method, merge=ValueBlend(float(threshold)))
 
 
-def while_decoding(method: Method, every: int = 1) -> Method:
+@around("method")
+def while_decoding(method: Method | str, every: int = 1) -> Method:
     """The method choosing anew after every `every` tokens that are written, and at the end of prompts.
 
     A budget that is a share is one of all tokens so far; a number of slots holds the cache's size. Raises
@@ -79,7 +83,8 @@ def while_decoding(method: Method, every: int = 1) -> Method:
     return _around(method, when=Every(_at_least_1("every", every)))
 
 
-def phased(prompt: Method, later: Method) -> Method:
+@around("prompt", "later")
+def phased(prompt: Method | str, later: Method | str) -> Method:
     """`prompt` says which slots stay at the ends of prompts, and `later` which one leaves at every step.
 
     Both have one budget. What either protects stays in both; the rest of the sentence is that of `later`.

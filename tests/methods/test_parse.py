@@ -1,11 +1,22 @@
 """Methods and budgets as text: what they mean, their plainest form, and what is said about wrong ones."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
+import kvjax
+from kvjax.cli import main
 from kvjax.errors import InputError
-from kvjax.grammar import chain
+from kvjax.eval.run.cellplan import plan_cells
+from kvjax.grammar import Budget, Keep, Method, Store, chain
+from kvjax.keep.algebra import Pool
+from kvjax.keep.budget import Uniform
+from kvjax.keep.score import KeyNorm
 from kvjax.methods import METHODS, method, takes_budget
 from kvjax.methods.parse import from_spec, parse_budget, parse_method
+from kvjax.methods.user import from_file
+from kvjax.store.affine import Affine
 
 MINE = "from kvjax.methods import snapkv\ndef short(budget, window=8): return snapkv(budget, window=window)\n"
 
@@ -40,6 +51,10 @@ def test_an_id_is_the_method_of_the_table(id):
         ("snapkv: + int8", "snapkv + int8"),
         ("ape(contexts=(9, 8,), scale=1.0)+int8", "ape:contexts=(9, 8),scale=1.0 + int8"),
         ("ape: contexts = (9, 8)", "ape:contexts=(9, 8)"),
+        ("'mine.py:short'(window=3)", "mine.py:short:window=3"),
+        ("per_layer(snapkv(window=8), (None, 0.5))", "per_layer(snapkv(window=8), shares=(None, 0.5))"),
+        ("per_layer(snapkv:window=8,[1,0.5])+ int8", "per_layer(snapkv, [1,0.5]) + int8"),
+        ("by_layer([none, snapkv + int8])", "by_layer([full, snapkv + int8])"),
         ("int4:group=none", "int4:group=None"),
         ("mine.py:short", "mine.py:short"),
         ("./mine.py:short:window=3+int8", "./mine.py:short:window=3 + int8"),
@@ -154,4 +169,117 @@ def test_a_budget_out_of_range_says_so(text):
 
 def test_a_spec_without_a_name_is_refused():
     with pytest.raises(InputError, match="'custom' was not built by a name: build it with kvjax.method"):
-        from_spec(("custom", ("repr",)))
+        from_spec(("custom", ()))
+
+
+# --- one language -------------------------------------------------------------------------------------
+
+SNAPKV, TOVA = (kvjax.method(id, budget=0.5) for id in ("snapkv", "tova"))
+BY_HAND = Method(Keep(0.5 * (KeyNorm() + 0.25) * KeyNorm() >> Pool(3), Budget(4), Uniform()))
+MADE = {
+    "chain": chain(method("snapkv", budget=64, window=8), method("kivi", bits=4)),
+    "numbers that are equal": method("h2o", budget=1, recent=0.5),
+    "texts": method("snapkv", budget=1.0, variant="paper"),
+    "none": method("int4", group=None),
+    "several values": method("ape", contexts=(9, 8)),
+    "per layer": kvjax.per_layer(SNAPKV, [None, 1, 0.5]),
+    "per layer in pages": kvjax.per_layer("snapkv:budget=0.5 + int8", np.array([1, 0.5]), page=16),
+    "by layer": kvjax.by_layer([None, "int8", SNAPKV, chain(SNAPKV, method("kivi"))]),
+    "tiered": kvjax.tiered(kvjax.method("cake", budget=0.25), bits=4, group=None),
+    "in chunks": chain(kvjax.in_chunks(kvjax.in_blocks(SNAPKV, 32), 128), method("int8")),
+    "merging": kvjax.merging(SNAPKV, 0.5),
+    "phased": kvjax.phased(SNAPKV, kvjax.while_decoding(kvjax.method("keydiff", budget=0.5))),
+    "by hand": BY_HAND,
+    "by hand and chained": chain(BY_HAND, Store(Affine(8))),
+    "by hand, per layer": kvjax.per_layer(BY_HAND, (1, 0.5)),
+    "by hand, by layer": kvjax.by_layer([BY_HAND, SNAPKV]),
+    "changed": dataclasses.replace(SNAPKV, keep=dataclasses.replace(SNAPKV.keep, budget=Budget(8))),
+    "a step's": SNAPKV.decode_part(),
+    "fitted": kvjax.method("chai", fitted="recall-tiny/chai"),
+}
+
+
+def assert_same_method(made, wanted):
+    """Equal ones whose numbers are of the same kinds."""
+    assert made == wanted and repr(made) == repr(wanted) and hash(made) == hash(wanted)
+
+
+@pytest.mark.parametrize("id", METHODS)
+def test_a_method_is_what_its_repr_builds(id):
+    for budget in (0.25, 64) if takes_budget(id) else (None,):
+        made = method(id, **({} if budget is None else {"budget": budget}))
+        text = f"{id}(budget={budget})" if budget else id
+        assert repr(made) == text and method(text) is made
+        # The same in its words alone.
+        bare = dataclasses.replace(made, spec=())
+        assert repr(bare).startswith("Method(") == (bare != Method())
+        assert_same_method(method(repr(bare)), bare)
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+def test_what_is_made_of_methods_is_what_its_repr_builds(made):
+    assert_same_method(method(repr(made)), made)
+    assert_same_method(parse_method(repr(made))[1](), made)
+
+
+@pytest.mark.parametrize("folder", ["plain", "a+b, (1)", "it's", 'two "words"'])
+def test_a_method_of_a_file_is_what_its_repr_builds(tmp_path, folder):
+    (tmp_path / folder).mkdir()
+    file = tmp_path / folder / "mine.py"
+    file.write_text(MINE)
+    made = from_file(f"{file}:short", budget=0.25, window=3)
+    assert_same_method(method(repr(made)), made)
+    assert_same_method(method(repr(chain(made, method("int8")))), chain(made, method("int8")))
+    inside = kvjax.per_layer(made, (1, 0.5))
+    assert_same_method(method(repr(inside)), inside)
+
+
+def test_every_verb_takes_the_same_text(capsys):
+    text = "snapkv(budget=0.5, window=4) + int8"
+    wanted = chain(method("snapkv", budget=0.5, window=4), method("int8"))
+    model, tokens = kvjax.load("recall-tiny"), [[*range(3, 19)]]
+    _, cache = kvjax.prefill(model, tokens, method=text, room=8)
+    assert_same_method(cache.method, wanted)
+    assert_same_method(method("snapkv(window=4) + int8", budget=0.5), wanted)
+    assert_same_method(kvjax.pure.static(model, text).method, wanted)
+    assert_same_method(kvjax.by_layer([text]).at(0), wanted)
+    assert kvjax.prepare(model, text) is model
+    assert_same_method(
+        plan_cells(model, [text], None, "short")[-1].method,
+        plan_cells(model, [wanted], None, "short")[-1].method,
+    )
+    assert main(["explain", text]) == 0
+    assert "WindowAttention(4)" in capsys.readouterr().out
+
+
+def test_hyper_parameters_beside_a_text_are_those_of_one_method():
+    assert method("snapkv(window=4)", budget=0.5) is method("snapkv", budget=0.5, window=4)
+    with pytest.raises(InputError, match="'budget' is given in .* and behind it, expected once"):
+        method("snapkv(budget=0.25)", budget=0.5)
+    with pytest.raises(InputError, match="'window' is given for all of .*, expected in the brackets of one"):
+        method("snapkv + int8", budget=0.5, window=4)
+    with pytest.raises(InputError, match="is a method, which has its hyper-parameters: leave out"):
+        method(SNAPKV, budget=0.5)
+    with pytest.raises(InputError, match="method is 3, expected a text"):
+        method(3)
+
+
+UNSAFE = {
+    "a name": ("Method(keep=open('x'))", "open is no word of kvjax"),
+    "an import": ("Method(keep=__import__('os').system('true'))", "is no word of kvjax and no plain value"),
+    "an attribute": ("Method(keep=().__class__)", "is no word of kvjax and no plain value"),
+    "a power": ("Method(store=Store(residual=9**9**9))", "is no word of kvjax and no plain value"),
+    "a large text": ("Method(spec=('a' * 999999999, ()))", "an operator stands between"),
+    "a private word": ("Method(keep=_Keep())", "_Keep is no word of kvjax: did you mean Keep"),
+    "deep": ("Method(keep=" + "(" * 5000 + ")" * 5000 + ")", "cannot be read"),
+    "long": ("Method(keep=" + "Keep()," * 5000 + ")", "longer than any sentence"),
+    "what a word refuses": ("Method(keep=Keep(None, Budget(2.5), Uniform()))", "budget must be a fraction"),
+    "an argument too many": ("Method(keep=Keep(None, Budget(1), Uniform(3)))", "Uniform cannot be made so"),
+    "no sentence": ("Method(keep=Keep)", "is no word of kvjax and no plain value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), UNSAFE.values(), ids=UNSAFE)
+def test_a_constructor_makes_words_and_nothing_else(text, message):
+    with pytest.raises(InputError, match=message):
+        method(text)

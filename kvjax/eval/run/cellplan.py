@@ -77,11 +77,14 @@ def my_cells(model: Model, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def plan_cells(
-    model: Model, methods: Sequence[str | Custom] | None, budgets: Sequence[float | int] | None, preset: str
+    model: Model,
+    methods: Sequence[str | Method | Custom] | None,
+    budgets: Sequence[float | int] | None,
+    preset: str,
 ) -> list[Entry]:
     """Every (method, budget) of a comparison, the anchors first.
 
-    Methods are texts as `parse_method` reads them, or Custom. None stands for WELL_KNOWN, and "all" for every
+    Methods are texts as `parse_method` reads them, what kvjax.method returns, or Custom. None stands for WELL_KNOWN, and "all" for every
     method that need not be fitted first or comes with its fit for this model; both leave out what rewrites
     weights which the model does not have. Given budgets hold for every method that has none written in its
     text; without them, a preset's budget of a method holds before the default ones.
@@ -99,8 +102,8 @@ def plan_cells(
     chosen = WELL_KNOWN if methods is None else tuple(METHODS) if "all" in methods else ()
     named = [m for m in methods or () if m != "all"]
     for item in (*ALWAYS, *chosen, *named):
-        if isinstance(item, str):
-            label, build = parse_method(item, hyper)
+        if isinstance(item, str | Method):
+            label, build = parse_method(item if isinstance(item, str) else repr(item), hyper)
             found.setdefault(label, (label, build.takes_budget, build))
         else:
             found.setdefault(item[0], item)

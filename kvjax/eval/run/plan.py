@@ -18,6 +18,7 @@ from kvjax.eval.run.traced import check_traced
 from kvjax.eval.tasks.rows import PROTOCOLS
 from kvjax.eval.tasks.sample import Sample, Suite, new_tokens
 from kvjax.eval.tasks.suite import make_suite
+from kvjax.grammar import Method
 from kvjax.inputs import whole_number
 from kvjax.models.model import Model
 from kvjax.suits import check_budget
@@ -81,7 +82,7 @@ def check_protocols(protocols: Sequence[str], samples: int) -> None:
 
 def planned(
     model: Model,
-    methods: Sequence[str | Custom] | None,
+    methods: Sequence[str | Method | Custom] | None,
     budgets: Sequence[float | int] | None,
     tasks: Sequence[str] | None,
     protocols: tuple[str, ...],

@@ -1,0 +1,85 @@
+"""What functions that make a method of others have in common: they take texts, and their methods have one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvjax.grammar import Method
+from kvjax.methods.functions import AROUND, Around
+from kvjax.methods.parse import as_method
+from kvjax.written import NAMELESS
+
+Function = TypeVar("Function", bound=Callable[..., Method])
+
+
+def around(*methods: str, several: str = "") -> Callable[[Function], Function]:
+    """Gives what a function makes a spec, by which it is built again, where its methods have one.
+
+    methods: the names of arguments that are methods; several: that of one that is a list of them. Both may be
+    given as texts.
+
+    >>> import kvjax
+    >>> half = kvjax.per_layer("snapkv(budget=0.5)", (1, 0.5))
+    >>> half, half == kvjax.method(repr(half))
+    (per_layer(snapkv(budget=0.5), shares=(1, 0.5)), True)
+    """
+    names = (*methods, several) if several else methods
+
+    def attach(function: Function) -> Function:
+        parameters = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def named(*args: Any, **given: Any) -> Method:
+            bound = inspect.signature(function).bind(*args, **given)
+            bound.apply_defaults()
+            for name in names:
+                bound.arguments[name] = _read(bound.arguments[name], name == several)
+            made = function(*bound.args, **bound.kwargs)
+            specs = {name: _spec(bound.arguments[name]) for name in names}
+            if None in specs.values():
+                return made
+            rest = tuple(
+                (name, _plain(value))
+                for name, value in bound.arguments.items()
+                if name not in names and value is not parameters[name].default
+            )
+            ids = ", ".join(map(_ids, specs.values()))
+            spec = ("around", function.__name__, tuple(specs.items()), rest)
+            return made.called((f"{function.__name__}({ids})", spec))
+
+        AROUND[function.__name__] = Around(named, names)
+        return named  # type: ignore[return-value]
+
+    return attach
+
+
+def _read(given: Any, several: bool) -> Any:
+    """Methods for their texts; what is neither is left to the function, which says what it wants."""
+    if several:
+        return [_read(one, False) for one in given] if isinstance(given, list | tuple) else given
+    return as_method(given) if isinstance(given, str) else given
+
+
+def _ids(spec: Any) -> str:
+    return spec[0] if isinstance(spec[0], str) else ", ".join(dict.fromkeys(one[0] for one in spec))
+
+
+def _spec(given: Any) -> tuple[Any, ...] | None:
+    """The spec of a method, or of several; None where one has no name."""
+    if isinstance(given, list):
+        specs = tuple(_spec(one) for one in given)
+        return None if None in specs else specs
+    given = Method() if given is None else given
+    return None if given.spec[0] in NAMELESS else given.spec
+
+
+def _plain(value: Any) -> Any:
+    """A value as a text can say it."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,0 +1,135 @@
+"""The table of methods: the functions of all families by their ids, and how one is built of them."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvjax.grammar import Method, check
+from kvjax.methods import (
+    baseline,
+    budget_head,
+    budget_layer,
+    low_rank,
+    merge_head,
+    merge_layer,
+    merge_token,
+    merge_token_learned,
+    prefix_reuse,
+    pruning,
+    quant,
+    quant_mixed,
+    retrieval_sparse_pages,
+    retrieval_sparse_slots,
+    selection_dynamic_attention,
+    selection_dynamic_learned,
+    selection_dynamic_position,
+    selection_static_attention,
+    selection_static_keys,
+    selection_static_learned,
+    selection_static_passages,
+)
+from kvjax.methods.papers import collect
+from kvjax.methods.parameters import checked
+
+# The order of every list of methods; within a file, the order of its functions.
+_FAMILIES = (
+    baseline,
+    selection_dynamic_position,
+    selection_dynamic_attention,
+    selection_dynamic_learned,
+    selection_static_keys,
+    selection_static_learned,
+    selection_static_attention,
+    selection_static_passages,
+    budget_layer,
+    budget_head,
+    merge_token,
+    merge_token_learned,
+    merge_head,
+    merge_layer,
+    low_rank,
+    pruning,
+    quant,
+    quant_mixed,
+    retrieval_sparse_pages,
+    retrieval_sparse_slots,
+    prefix_reuse,
+)
+
+METHODS = collect(*_FAMILIES)
+ALIASES = {alias: id for id, function in METHODS.items() for alias in function.paper.aliases}
+
+
+def resolve(id: str) -> str:
+    """The id that an id or alias stands for; ValueError naming the nearest one where there is none.
+
+    >>> resolve("Ada_KV")
+    'adakv'
+    """
+    name = ALIASES.get(id.lower().replace("_", "-"), id.lower().replace("_", "-"))
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, [*METHODS, *ALIASES], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known methods: {', '.join(METHODS)}"
+        raise ValueError(f"unknown method {id!r}: {hint}")
+    return name
+
+
+@cache
+def _build(id: str, hyper: tuple[tuple[str, Any], ...], kinds: tuple[Any, ...]) -> Method:
+    built = METHODS[id](**dict(hyper)).called((id, hyper))
+    check(built)
+    return built
+
+
+def _kind(key: str, value: Any) -> Any:
+    """What tells equal values apart: a budget of 1 slot from one of 1.0, a file from what it was before."""
+    if key == "fitted" and isinstance(value, str) and Path(value).is_file():
+        stat = Path(value).stat()
+        return stat.st_mtime_ns, stat.st_size
+    return type(value)
+
+
+def build(id: str, hyper: Mapping[str, Any]) -> Method:
+    """The method of an id with its hyper-parameters; equal ones give the same object.
+
+    Raises ValueError for unknown ids and hyper-parameters, wrong values, and a budget that is missing.
+    """
+    name = resolve(id)
+    values = check_hyper(name, hyper)
+    if takes_budget(name) and "budget" not in hyper:
+        raise ValueError(f"method {name!r} needs budget=: a fraction such as 0.25, or a number of slots")
+    ordered = tuple(sorted(values.items()))
+    return _build(name, ordered, tuple(_kind(key, value) for key, value in ordered))
+
+
+def check_hyper(id: str, hyper: Mapping[Any, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a method of the library as its function takes them.
+
+    Raises ValueError for one that the method does not have, with the nearest name, and for a value outside
+    its range.
+
+    >>> check_hyper("kivi", {"bits": 4})
+    {'bits': 4}
+    """
+    known = inspect.signature(METHODS[id]).parameters
+    for key in hyper:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), list(known), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'none'}"
+            raise ValueError(f"method {id!r} has no hyper-parameter {key!r}: {hint}")
+    return checked(id, METHODS[id], hyper)
+
+
+def takes_budget(id: str) -> bool:
+    """Whether a method has a budget to choose."""
+    return takes(id, "budget")
+
+
+def takes(id: str, name: str) -> bool:
+    """Whether a method has a hyper-parameter of that name."""
+    return name in inspect.signature(METHODS[resolve(id)]).parameters

@@ -1,0 +1,161 @@
+"""The text of methods, taken apart: parts of a chain, names, arguments and values. Nothing is looked up."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from kvjax.errors import InputError
+
+_CONSTANTS = {"true": True, "false": False, "none": None}
+# The + between methods has a name behind it, the one in 1e+3 a digit.
+_NAME_BEHIND = re.compile(r"\+\s*(?=[A-Za-z_./~'\"])")
+_FILE = re.compile(r"(?P<name>.+\.py:[^:]*)(:(?P<hyper>.*))?", re.DOTALL)
+_OPENS, _CLOSES = "([{", ")]}"
+
+
+class Piece(NamedTuple):
+    """One part of a chain as written: its name, its arguments, and whether brackets stand around these."""
+
+    name: str
+    given: str
+    called: bool
+
+
+def pieces(text: str) -> list[str]:
+    """The parts of a chain.
+
+    >>> pieces("snapkv(budget=0.25) + ape:scale=1e+3+int8")
+    ['snapkv(budget=0.25)', 'ape:scale=1e+3', 'int8']
+    """
+    cuts = [at for at in _outside(text, "+") if _NAME_BEHIND.match(text, at)]
+    return [text[a + 1 : b].strip() for a, b in zip([-1, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def taken_apart(piece: str) -> Piece:
+    """The name and the arguments of a part. Raises InputError where brackets or quotes do not match.
+
+    >>> taken_apart("snapkv(budget=0.25)")
+    Piece(name='snapkv', given='budget=0.25', called=True)
+    >>> taken_apart("mine.py:short:window=3")
+    Piece(name='mine.py:short', given='window=3', called=False)
+    """
+    name, behind = _quoted(piece)
+    at = behind or piece.rfind(".py:") + 1
+    # What closes at the end opened the call.
+    opened = [i for i in _outside(piece, "(", at) if _end(piece, i) == len(piece.rstrip()) - 1]
+    if opened and "=" not in piece[at : opened[0]]:
+        given = piece[opened[0] + 1 : piece.rstrip().rindex(")")].strip()
+        return Piece(name or piece[: opened[0]].strip(), given.removesuffix(","), True)
+    if behind:
+        return Piece(name, piece[behind:].strip().removeprefix(":"), False)
+    if (file := _FILE.fullmatch(piece)) is not None:
+        found = Piece(file["name"], file["hyper"] or "", False)
+    else:
+        before, _, given = piece.partition(":")
+        found = Piece(before.strip(), given, False)
+    if set(found.name.rpartition("/")[2]) & set(_OPENS + _CLOSES):
+        raise _unmatched(piece)
+    return found
+
+
+def arguments(given: str) -> list[str]:
+    """The arguments between brackets, or behind a colon.
+
+    >>> arguments("contexts=(9, 8), scale=1.0,")
+    ['contexts=(9, 8)', 'scale=1.0']
+    """
+    cuts = list(_outside(given, ","))
+    parts = [given[a + 1 : b].strip() for a, b in zip([-1, *cuts], [*cuts, len(given)], strict=True)]
+    return [part for part in parts if part]
+
+
+def hyper_parameters(given: str, piece: str) -> dict[str, Any]:
+    """key=value pairs; InputError for what is none, or given twice."""
+    found: dict[str, Any] = {}
+    for pair in arguments(given):
+        key, equals, written = (x.strip() for x in pair.partition("="))
+        if not (key.isidentifier() and equals and written):
+            raise InputError(
+                f"{pair!r} in {piece!r} is no hyper-parameter, expected key=value: write it like window=16"
+            )
+        if key in found:
+            raise InputError(f"{key!r} is given twice in {piece!r}, expected once: remove one")
+        found[key] = value(written)
+    return found
+
+
+def value(text: str) -> Any:
+    """The number, constant (true, false, none) or word of a text; in brackets, several of them.
+
+    >>> value("(1, 0.5, none)"), value("'a, b'"), value("paper")
+    ((1, 0.5, None), 'a, b', 'paper')
+    """
+    if text[:1] in _OPENS and text[:1] and _end(text, 0) == len(text) - 1:
+        return tuple(value(part) for part in arguments(text[1:-1]))
+    if text.lower() in _CONSTANTS:
+        return _CONSTANTS[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    string, behind = _quoted(text)
+    return string if behind == len(text) else text.strip("'\"")
+
+
+def _unmatched(piece: str) -> InputError:
+    return InputError(f"{piece!r} has a bracket too few or too many, expected one pair: write id(key=value)")
+
+
+def _quoted(text: str) -> tuple[str, int]:
+    """The text between the quotes that `text` begins with, and where they end; ("", 0) without any."""
+    if text[:1] not in ("'", '"') or (end := _end(text, 0)) < 0:
+        return "", 0
+    try:
+        return str(ast.literal_eval(text[: end + 1])), end + 1
+    except (ValueError, SyntaxError):
+        return text[1:end], end + 1
+
+
+def _end(text: str, start: int) -> int:
+    """Where the bracket or quote at `start` closes; -1 where it does not."""
+    if text[start] in "'\"":
+        at = start + 1
+        while at < len(text) and text[at] != text[start]:
+            at += 2 if text[at] == "\\" else 1
+        return at if at < len(text) else -1
+    at, wanted = start, []
+    while at < len(text):
+        if text[at] in "'\"" and _begins(text, at):
+            at = _end(text, at)
+            if at < 0:
+                return -1
+        elif text[at] in _OPENS:
+            wanted.append(_CLOSES[_OPENS.index(text[at])])
+        elif text[at] in _CLOSES:
+            if wanted.pop() != text[at]:
+                return -1
+            if not wanted:
+                return at
+        at += 1
+    return -1
+
+
+def _begins(text: str, at: int) -> bool:
+    """Whether a quote begins a string there: one inside a word is a letter of it."""
+    return not text[:at].rstrip() or text[:at].rstrip()[-1] in "=,+" + _OPENS
+
+
+def _outside(text: str, sign: str, start: int = 0) -> Iterator[int]:
+    """Where a sign stands outside of all brackets and quotes. Raises InputError where these do not match."""
+    at = start
+    while at < len(text):
+        if text[at] == sign:
+            yield at
+        opens = text[at] in _OPENS or (text[at] in "'\"" and _begins(text, at))
+        if text[at] in _CLOSES or (opens and (end := _end(text, at)) < 0):
+            raise _unmatched(text)
+        at = end + 1 if opens else at + 1
