@@ -17,6 +17,7 @@ from kvjax import cache_arrays, cache_tree, steps
 from kvjax.cache import Cache, GroupState, Slots
 from kvjax.cli import main
 from kvjax.errors import InputError
+from kvjax.fitted import Fitted
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.keep.budget import Uniform
 from kvjax.keep.patterns import Recent

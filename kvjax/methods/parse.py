@@ -171,7 +171,7 @@ class Builder:
             raise InputError(str(error)) from error
 
 
-def method(id: str | Method, **hyper: Any) -> Method:
+def method(id: object, **hyper: Any) -> Method:
     """The method that a text names; equal arguments give the same object.
 
     id: a method with its hyper-parameters behind it, `snapkv`, or with them in brackets; a chain,
@@ -371,8 +371,12 @@ def _made(found: Piece, piece: str) -> Made:
 def _methods(written: str) -> Builder | tuple[Builder, ...]:
     """A method inside another's text, or several in brackets."""
     if written[:1] in ("[", "(") and written[-1:] in ("]", ")"):
-        return tuple(map(_parsed, arguments(written[1:-1])))
-    return _parsed("full" if written.lower() == "none" else written)
+        return tuple(_parsed(_or_full(one)) for one in arguments(written[1:-1]))
+    return _parsed(_or_full(written))
+
+
+def _or_full(written: str) -> str:
+    return "full" if written.lower() == "none" else written
 
 
 def _sorted(hyper: Mapping[str, Any]) -> Hyper:

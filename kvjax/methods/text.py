@@ -12,6 +12,7 @@ from kvjax.errors import InputError
 _CONSTANTS = {"true": True, "false": False, "none": None}
 # The + between methods has a name behind it, the one in 1e+3 a digit.
 _NAME_BEHIND = re.compile(r"\+\s*(?=[A-Za-z_./~'\"])")
+_CALL = re.compile(r"[\w-]+\s*\(")
 _FILE = re.compile(r"(?P<name>.+\.py:[^:]*)(:(?P<hyper>.*))?", re.DOTALL)
 _OPENS, _CLOSES = "([{", ")]}"
 
@@ -43,7 +44,8 @@ def taken_apart(piece: str) -> Piece:
     Piece(name='mine.py:short', given='window=3', called=False)
     """
     name, behind = _quoted(piece)
-    at = behind or piece.rfind(".py:") + 1
+    # Brackets in a file's path open no call.
+    at = behind or (0 if _CALL.match(piece) else piece.find(".py:") + 1)
     # What closes at the end opened the call.
     opened = [i for i in _outside(piece, "(", at) if _end(piece, i) == len(piece.rstrip()) - 1]
     if opened and "=" not in piece[at : opened[0]]:

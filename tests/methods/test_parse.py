@@ -53,7 +53,7 @@ def test_an_id_is_the_method_of_the_table(id):
         ("ape: contexts = (9, 8)", "ape:contexts=(9, 8)"),
         ("'mine.py:short'(window=3)", "mine.py:short:window=3"),
         ("per_layer(snapkv(window=8), (None, 0.5))", "per_layer(snapkv(window=8), shares=(None, 0.5))"),
-        ("per_layer(snapkv:window=8,[1,0.5])+ int8", "per_layer(snapkv, [1,0.5]) + int8"),
+        ("per_layer(snapkv:window=8,[1,0.5])+ int8", "per_layer(snapkv(window=8), shares=(1, 0.5)) + int8"),
         ("by_layer([none, snapkv + int8])", "by_layer([full, snapkv + int8])"),
         ("int4:group=none", "int4:group=None"),
         ("mine.py:short", "mine.py:short"),
@@ -183,7 +183,7 @@ MADE = {
     "none": method("int4", group=None),
     "several values": method("ape", contexts=(9, 8)),
     "per layer": kvjax.per_layer(SNAPKV, [None, 1, 0.5]),
-    "per layer in pages": kvjax.per_layer("snapkv:budget=0.5 + int8", np.array([1, 0.5]), page=16),
+    "per layer in pages": kvjax.per_layer("snapkv:budget=0.5 + int8", [*np.array([1, 0.5])], page=16),
     "by layer": kvjax.by_layer([None, "int8", SNAPKV, chain(SNAPKV, method("kivi"))]),
     "tiered": kvjax.tiered(kvjax.method("cake", budget=0.25), bits=4, group=None),
     "in chunks": chain(kvjax.in_chunks(kvjax.in_blocks(SNAPKV, 32), 128), method("int8")),
@@ -206,7 +206,7 @@ def assert_same_method(made, wanted):
 
 @pytest.mark.parametrize("id", METHODS)
 def test_a_method_is_what_its_repr_builds(id):
-    for budget in (0.25, 64) if takes_budget(id) else (None,):
+    for budget in (0.25, 8192) if takes_budget(id) else (None,):
         made = method(id, **({} if budget is None else {"budget": budget}))
         text = f"{id}(budget={budget})" if budget else id
         assert repr(made) == text and method(text) is made
@@ -222,7 +222,7 @@ def test_what_is_made_of_methods_is_what_its_repr_builds(made):
     assert_same_method(parse_method(repr(made))[1](), made)
 
 
-@pytest.mark.parametrize("folder", ["plain", "a+b, (1)", "it's", 'two "words"'])
+@pytest.mark.parametrize("folder", ["plain", "a+b, (1)", "open (", "it's", 'two "words"'])
 def test_a_method_of_a_file_is_what_its_repr_builds(tmp_path, folder):
     (tmp_path / folder).mkdir()
     file = tmp_path / folder / "mine.py"
@@ -244,10 +244,11 @@ def test_every_verb_takes_the_same_text(capsys):
     assert_same_method(kvjax.pure.static(model, text).method, wanted)
     assert_same_method(kvjax.by_layer([text]).at(0), wanted)
     assert kvjax.prepare(model, text) is model
-    assert_same_method(
-        plan_cells(model, [text], None, "short")[-1].method,
-        plan_cells(model, [wanted], None, "short")[-1].method,
-    )
+    entries = plan_cells(model, [text, wanted], None, "short")[-2:]
+    assert [entry.label for entry in entries] == ["snapkv:budget=0.5,window=4 + int8", repr(wanted)]
+    # A text takes from the preset what it leaves out; a Method is what it is.
+    assert repr(entries[0].method) == "snapkv(budget=0.5, kernel=5, window=4) + int8"
+    assert_same_method(entries[1].method, wanted)
     assert main(["explain", text]) == 0
     assert "WindowAttention(4)" in capsys.readouterr().out
 

@@ -84,10 +84,10 @@ def plan_cells(
 ) -> list[Entry]:
     """Every (method, budget) of a comparison, the anchors first.
 
-    Methods are texts as `parse_method` reads them, what kvjax.method returns, or Custom. None stands for WELL_KNOWN, and "all" for every
-    method that need not be fitted first or comes with its fit for this model; both leave out what rewrites
-    weights which the model does not have. Given budgets hold for every method that has none written in its
-    text; without them, a preset's budget of a method holds before the default ones.
+    Methods are texts as `parse_method` reads them, Methods, which run as they are, or Custom. None stands for
+    WELL_KNOWN, and "all" for every method that need not be fitted first or comes with its fit for this model;
+    both leave out what rewrites weights which the model does not have. Given budgets hold for every text that
+    has none written in it; without them, a preset's budget of a method holds before the default ones.
     ValueError for unknown names, hyper-parameters or budgets.
     """
     hyper = load_preset(preset)
@@ -102,9 +102,11 @@ def plan_cells(
     chosen = WELL_KNOWN if methods is None else tuple(METHODS) if "all" in methods else ()
     named = [m for m in methods or () if m != "all"]
     for item in (*ALWAYS, *chosen, *named):
-        if isinstance(item, str | Method):
-            label, build = parse_method(item if isinstance(item, str) else repr(item), hyper)
+        if isinstance(item, str):
+            label, build = parse_method(item, hyper)
             found.setdefault(label, (label, build.takes_budget, build))
+        elif isinstance(item, Method):
+            found.setdefault(repr(item), (repr(item), False, lambda _, item=item: item))
         else:
             found.setdefault(item[0], item)
     return [
