@@ -14,6 +14,7 @@ from typing import Any
 from kvjax.errors import InputError
 from kvjax.gin_files import Binding, read_bindings, unknown_section
 from kvjax.methods import check_hyper, resolve
+from kvjax.methods.parse import single
 
 _SECTIONS = ("model", "data", "optimiser", "train", "tune", "devices")
 _FORM = "write hyper.METHOD = {'NAME': VALUE}, with plain values, or include 'FILE.gin'"
@@ -112,10 +113,15 @@ def _change(change: str) -> tuple[str, str, Any]:
 def _checked(key: str, bound: Binding) -> tuple[str, dict[str, Any]]:
     """(id, hyper-parameters) of one binding."""
     given, place = bound
-    if not isinstance(given, dict):
-        raise InputError(f"{place}: hyper.{key} is {given!r}, expected a dict such as {{'window': 16}}")
     try:
         id = resolve(key)
+        if isinstance(given, str) and (named := single(given)).name == id:
+            given = dict(named.hyper)
+        if not isinstance(given, dict):
+            raise InputError(
+                f"hyper.{key} is {given!r}, expected its hyper-parameters: write {{'window': 16}}, or "
+                f"'{id}(window=16)'"
+            )
         return id, check_hyper(id, given)
     except ValueError as error:
         raise InputError(f"{place}: {error}") from error

@@ -34,6 +34,11 @@ def model():
     return kvjax.load("recall-tiny")
 
 
+def test_a_preset_takes_a_method_as_text(write):
+    text = "hyper.snapkv = 'snapkv(window=4, variant=paper)'\nhyper.ada_kv = 'AdaKV:page=8'"
+    assert load_preset(write(text)) == {"snapkv": {"window": 4, "variant": "paper"}, "adakv": {"page": 8}}
+
+
 def test_ids_aliases_and_included_files_are_read(write):
     write("hyper.kivi = {'bits': 4}\nhyper.snapkv = {'window': 4}\n", "base.gin")
     found = load_preset(
@@ -61,7 +66,10 @@ BAD = {
     "range": ("\nhyper.snapkv = {'window': 0}", r"line 2: snapkv: window must be a whole number >= 1, got 0"),
     "included": ("include 'bad.gin'", r"bad\.gin, line 1: unknown method 'snapkq'"),
     "include": ("\n\ninclude 'none.gin'", r"mine\.gin, line 3: no file none\.gin to include: .*; write"),
-    "no dict": ("hyper.snapkv = 5", r"line 1: hyper\.snapkv is 5, expected a dict such as \{'window': 16\}"),
+    "no dict": ("hyper.snapkv = 5", r"line 1: hyper\.snapkv is 5, expected its hyper-parameters: write"),
+    "another method": ("hyper.snapkv = 'kivi'", r"line 1: hyper\.snapkv is 'kivi', expected its hyper"),
+    "a chain": ("hyper.snapkv = 'snapkv + int8'", r"line 1: 'snapkv \+ int8' is more than one method"),
+    "in a text": ("hyper.snapkv = 'snapkv(windw=4)'", r"line 1: .*did you mean 'window'\?"),
     "brace": ("hyper.snapkv = {'window': 16", r"mine\.gin, line \d: .*is a bracket or a quote left open\?"),
     "name": ("hypr.snapkv = {'window': 1}", r"line 1: unknown section 'hypr': did you mean hyper"),
     "word": ("hyper.snapkv = {'window': x}", r"line 1: malformed node .* a name: write"),

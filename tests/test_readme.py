@@ -48,8 +48,9 @@ def test_the_blocks_of_the_page_of_kernels_run_each_alone(number):
 
 
 def test_the_chain_in_the_text_is_a_method():
-    (line,) = re.findall(r"`(kvjax\.chain\(.*?\))`", README)
-    assert eval(line).id == "snapkv + kivi"
+    texts = re.findall(r"`(snapkv\(.*?\) \+ kivi\(.*?\))`", README)
+    wanted = kvjax.chain(kvjax.method("snapkv", budget=0.25), kvjax.method("kivi", bits=2))
+    assert texts and all(kvjax.method(text) == wanted and repr(wanted) == text for text in texts)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

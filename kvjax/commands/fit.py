@@ -15,7 +15,6 @@ from kvjax.commands.options import (
 )
 from kvjax.commands.programs import keep_programs
 from kvjax.commands.texts import read_texts
-from kvjax.errors import InputError
 
 HELP = "fit what a method must learn of a model, such as KVzap's gate or HeadKV's profile"
 EXAMPLE = """examples:
@@ -88,11 +87,10 @@ def run(args: argparse.Namespace) -> None:
     from kvjax.fitting import fit, learns_from_questions, options_of
     from kvjax.loading import load
     from kvjax.methods import takes
-    from kvjax.methods.parse import parse_budget, parse_method, read_options, with_file
+    from kvjax.methods.parse import parse_budget, parse_method, read_options, single, with_file
 
-    part, *more = parse_method(args.method)[1].parts
-    if more:
-        raise InputError(f"{args.method!r} is a chain, expected the one method of it that is fitted")
+    parse_method(args.method)
+    part = single(args.method)
     check_unwritten(args.out, args.overwrite)
     keep_programs()
     model = load(args.model, dtype=args.dtype, **mesh_options(args))

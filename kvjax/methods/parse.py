@@ -254,9 +254,20 @@ def with_file(text: str, path: str | Path) -> str:
     >>> with_file("gisting(tokens=16)", "mine.safetensors")
     'gisting:fitted=mine.safetensors,tokens=16'
     """
-    part = _parsed(text).parts[0]
-    assert isinstance(part, Named)
+    part = single(text)
     return part._replace(hyper=_sorted({**dict(part.hyper), "fitted": str(path)})).label(False)
+
+
+def single(text: str) -> Named:
+    """The only method that a text names, with its hyper-parameters. InputError for a chain, or words.
+
+    >>> single("kivi(bits=4)")
+    Named(name='kivi', hyper=(('bits', 4),))
+    """
+    part, *more = _parsed(text).parts
+    if more or not isinstance(part, Named):
+        raise InputError(f"{text!r} is more than one method, expected one such as snapkv(window=16)")
+    return part
 
 
 def parse_budget(text: str) -> float | int:

@@ -27,8 +27,7 @@ def per_layer(method: Method | str, shares: Sequence[float | int | None], *, pag
     >>> kvjax.per_layer(half_of_it, [None, 1, 0.5]).keep.allocate
     PerLayer(shares=(None, 1, 0.5))
     """
-    if not isinstance(method, Method):
-        raise InputError(f"method is {method!r:.80}, expected a Method: build it with kvjax.method first")
+    method = as_method(method)
     keep = method.keep
     if keep is None:
         raise InputError(f"{method.id} selects no slots, so its layers have no budgets: give a keep method")

@@ -7,6 +7,7 @@ import dataclasses
 from kvjax.errors import InputError
 from kvjax.grammar import Method, Store, check
 from kvjax.methods.around import around
+from kvjax.methods.parse import as_method
 from kvjax.store.affine import Affine
 
 
@@ -25,8 +26,7 @@ def tiered(method: Method | str, *, bits: int = 2, group: int | None = 32) -> Me
     >>> kvjax.tiered(kvjax.method("cake", budget=0.25), bits=4).keep.lower.keys
     Affine(bits=4, axis='token', group=32, together=1, clip=1.0)
     """
-    if not isinstance(method, Method):
-        raise InputError(f"method is {method!r:.80}, expected a Method: build it with kvjax.method first")
+    method = as_method(method)
     keep = method.keep
     if keep is None or keep.lower is not None:
         what = "drops no slots" if keep is None else "has a second tier already"

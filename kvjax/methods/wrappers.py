@@ -11,6 +11,7 @@ from kvjax.keep.chunk_wise import BlockByBlock, WithinChunks
 from kvjax.keep.merge_values import ValueBlend
 from kvjax.keep.phases import Phased
 from kvjax.methods.around import around
+from kvjax.methods.parse import as_method
 from kvjax.when import Every
 
 
@@ -27,6 +28,7 @@ def in_chunks(method: Method | str, tokens: int) -> Method:
     >>> kvjax.in_chunks(kvjax.method("keydiff", budget=0.25), 128).keep.score.tokens
     128
     """
+    method = as_method(method)
     return _around(method, score=WithinChunks(_score(method), _at_least_1("tokens", tokens)))
 
 
@@ -43,6 +45,7 @@ def in_blocks(method: Method | str, tokens: int) -> Method:
     >>> kvjax.in_blocks(kvjax.method("keydiff", budget=64), 128).keep.score.tokens
     128
     """
+    method = as_method(method)
     return _around(method, score=BlockByBlock(_score(method), _at_least_1("tokens", tokens)))
 
 
@@ -59,6 +62,7 @@ def merging(method: Method | str, threshold: float = 0.0) -> Method:
     """
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
         raise InputError(f"threshold is {threshold!r}, expected a cosine from 0 to 1, such as 0.0")
+    method = as_method(method)
     _score(method)
     assert method.keep is not None
     if method.keep.merge is not None:
@@ -79,6 +83,7 @@ def while_decoding(method: Method | str, every: int = 1) -> Method:
     >>> kvjax.while_decoding(kvjax.method("keydiff", budget=256), every=64).keep.when
     Every(tokens=64)
     """
+    method = as_method(method)
     _score(method)
     return _around(method, when=Every(_at_least_1("every", every)))
 
@@ -97,6 +102,7 @@ def phased(prompt: Method | str, later: Method | str) -> Method:
     >>> kvjax.phased(snapkv, tova).keep.when == tova.keep.when
     True
     """
+    prompt, later = as_method(prompt), as_method(later)
     first, then = _score(prompt), _score(later)
     a, b = prompt.keep, later.keep
     assert a is not None and b is not None
@@ -123,8 +129,6 @@ def phased(prompt: Method | str, later: Method | str) -> Method:
 
 
 def _score(method: Method) -> Any:
-    if not isinstance(method, Method):
-        raise InputError(f"method is {method!r:.80}, expected a Method: build it with kvjax.method first")
     if method.keep is None or method.keep.score is None:
         raise InputError(f"{method.id} chooses no slots: give a method that does, such as snapkv")
     return method.keep.score

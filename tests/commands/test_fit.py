@@ -61,7 +61,7 @@ def test_contexts_are_read_once_where_questions_do_not_matter_and_as_many_as_the
         (("snapkv",), "snapkv has no word that is fitted"),
         (("kvzap", "--set", "ridge"), "expected key=value"),
         (("ccm:token=2",), "tokens"),
-        (("kvzap + int8",), "is a chain, expected the one method of it that is fitted"),
+        (("kvzap + int8",), "is more than one method, expected one"),
         (("kvzap", "--set", "ridge=x"), "ridge is 'x', expected a finite number"),
         (("kvzap", "--set", "penalty=1"), "has no option 'penalty', it takes"),
         (("kvzap", "--budget", "0.5"), "does not depend on a budget"),
