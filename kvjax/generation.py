@@ -101,14 +101,13 @@ def generate(
     chosen = method_of(model, method, cache)
     model = made(model, chosen)
     last = last_position(chosen, model.config)
-    _check_reach(max_new_tokens, max_new_tokens, max(ROOM, last), last)
-    _check_prompt(model, (tokens, lengths), chosen, cache, max_new_tokens, last)
     asked = _Asked(
         max_new_tokens, jax.random.key(0) if key is None else prng_key(key), sampler or Sampler(),
         callables("processors", processors), model.stop_ids if stop is None else stop, stop_strings,
         samples, beams, on_token, implementation,
     )  # fmt: skip
     stops = _checked(asked)
+    _check_prompt(model, (tokens, lengths), chosen, cache, max_new_tokens, last)
     # `model` may be what the method made of the given one: only the method with its fit leads back to it.
     logits, cache = prefill(
         model, tokens, method=None if cache is not None else chosen, cache=cache, lengths=lengths,
@@ -200,7 +199,7 @@ def _check_prompt(
     Where a method reads fewer tokens than it is given, or texts may outgrow the positions, this shows later.
     """
     if has_verbs(model) or method.reread is not None or last > model.config.max_positions:
-        return
+        return _check_reach(new, new, max(ROOM, last), last)
     seen = 0 if cache is None else int(fetch(cache.next).max())
     stands = seen + int(padded(model, *prompt).lengths.max())
     check_reach(model, stands, method)
@@ -208,14 +207,11 @@ def _check_prompt(
 
 
 def _check_reach(new: int, longest: int, most: int, last: int) -> None:
+    left = last - longest + new
     if longest > most:
         raise InputError(
             f"{new} new tokens would reach position {longest}, this model's last is {last}: "
-            + (
-                f"ask for max_new_tokens={last - longest + new}"
-                if longest - new < last
-                else "shorten the prompt"
-            )
+            + (f"lower max_new_tokens to {left}" if left > 0 else "shorten the prompt")
         )
 
 

@@ -45,6 +45,25 @@ def finite_number(name: str, value: Any, low: float, high: float = math.inf, ope
         raise InputError(f"{name} is {value!r}, expected a finite number {left}{right}")
 
 
+def check_text(text: Any, what: str = "the text") -> None:
+    """InputError unless `text` is a string of whole characters, which UTF-8 can write.
+
+    >>> check_text("a\\ud800")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    kvjax.errors.InputError: the text has half a character (\\ud800) at 1, expected Unicode: ...
+    """
+    if not isinstance(text, str):
+        raise InputError(f"{what} is {_short(text)}, expected a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start]).strip("'")
+        raise InputError(
+            f"{what} has half a character ({half}) at {error.start}, expected Unicode: decode it again from "
+            'its bytes, or with errors="replace"'
+        ) from None
+
+
 # --- token ids ---------------------------------------------------------------------------------------
 
 

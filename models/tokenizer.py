@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import jinja2
+import markupsafe
 from tokenizers import Tokenizer
 
 from kvjax.errors import InputError
+from kvjax.inputs import check_text
 from kvjax.models.added_tokens import read_tokenizer
 from kvjax.models.files import read_json
 from kvjax.models.model import Model
@@ -112,53 +113,59 @@ def _write_json(path: Path, data: Any) -> None:
 # --- chat --------------------------------------------------------------------------------------------
 
 
-class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's words for training: renders them."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
+# What a template may take: seconds of the processor and by the clock, memory, and characters that it writes.
+SECONDS, PATIENCE, MEGABYTES, CHARACTERS = 10, 60, 2048, 2**24
 
 
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def render_chat(
-    model: Model, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-) -> str:
+def render_chat(model: Model, messages: Sequence[Any], add_generation_prompt: bool = True) -> str:
     """The text of a conversation in the model's own chat format; see `chat`."""
     if model.chat_template is None:
         raise InputError(f"{model.name} has no chat template: give it plain text, or load a chat model")
-    # A template is a program from the network: the sandbox keeps it from touching anything but its arguments.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
-    environment.globals |= {
-        "raise_exception": _refuse,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-    }
-    environment.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
-    try:
-        return environment.from_string(model.chat_template).render(
-            messages=[dict(m) for m in messages],
-            add_generation_prompt=add_generation_prompt,
-            tools=None,
-            documents=None,
-            **model.special_tokens,
-        )
-    except TemplateError as error:
+    if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
         raise InputError(
-            f"the chat template of {model.name} does not accept these messages: {error}"
+            f"messages are {messages!r:.60}, expected a list of dicts: [{{'role': 'user', 'content': 'Hi'}}]"
+        )
+    special = {name: text for name, text in model.special_tokens.items() if name != _REPEAT}
+    values = {
+        "messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt,
+        "tools": None, "documents": None, **special,
+    }  # fmt: skip
+    limits = {"seconds": SECONDS, "megabytes": MEGABYTES, "characters": CHARACTERS}
+    try:
+        asked = json.dumps({"template": model.chat_template, "values": values, **limits})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"messages hold what JSON cannot say ({error}): give texts, lists and dicts"
         ) from error
+    answer = _answered(asked)
+    if "text" not in answer:
+        raise InputError(
+            f"the chat template of {model.name} does not accept these messages: {answer['error']}"
+        )
+    return answer["text"]
 
 
-def chat(
-    model: Model, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-) -> list[int]:
+def _answered(asked: str) -> dict[str, str]:
+    """What the sandbox's process says; see `kvjax.models.chat_sandbox`."""
+    homes = dict.fromkeys(str(Path(package.__file__ or "").parents[1]) for package in (jinja2, markupsafe))
+    command = [sys.executable, "-I", "-X", "utf8", str(Path(__file__).with_name("chat_sandbox.py")), *homes]
+    try:
+        ran = subprocess.run(command, input=asked, capture_output=True, encoding="utf-8", timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        return {"error": f"it ran for more than {PATIENCE} seconds"}
+    try:
+        return json.loads(ran.stdout)
+    except ValueError:
+        # The system ends a process that is beyond its seconds.
+        slow = ran.returncode in (-24, -9)
+        return {
+            "error": f"it ran for more than {SECONDS} seconds"
+            if slow
+            else f"it ended with {ran.stderr[-200:]!r}"
+        }
+
+
+def chat(model: Model, messages: Sequence[Any], add_generation_prompt: bool = True) -> list[int]:
     """Token ids of a conversation, `messages` being dicts with "role" and "content", ready to be answered.
 
     Raises InputError where the model has no tokenizer or no chat template, or the template refuses.
@@ -170,5 +177,6 @@ def chat(
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer.json: put one beside its weights, or pass token ids")
     text = render_chat(model, messages, add_generation_prompt)
+    check_text(text, "the conversation")
     # The template writes every special token itself.
     return model.tokenizer.encode(text, add_special_tokens=False).ids

@@ -317,7 +317,7 @@ BAD = {
     ),
     "too long": (
         "generate --tokens 1 --max-new-tokens 4000",
-        "4000 new tokens",
+        "4000 new tokens would reach position 4001",
         "this model's last is 2048",
         "lower max_new_tokens",
     ),

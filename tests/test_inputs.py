@@ -196,7 +196,7 @@ def test_room_is_a_number_of_tokens_within_the_positions(model, room, message):
 )
 def test_options_of_generate_are_checked_before_anything_runs(model, options, message):
     with pytest.raises(InputError, match=message):
-        generate(model, [[1, 2]], **options)
+        generate(model, [[1, 2]], **{"max_new_tokens": 1, **options})
 
 
 def test_a_name_is_no_model():

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 import jax
 import numpy as np
 from jax import monitoring
-from rich.console import Console
-from tokenizers.decoders import DecodeStream
 
 from kvjax.cache import Cache, nbytes
 from kvjax.commands.sizes import sizes_of
-from kvjax.commands.terminal import pairs, size
+from kvjax.commands.terminal import console, pairs, print_part, size
 from kvjax.errors import InputError
 from kvjax.eval.report.figures import rounded
 from kvjax.generation import generate
 from kvjax.grammar import Method
 from kvjax.hosts.messages import is_first
+from kvjax.inputs import check_text
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import chat as encode_chat
 from kvjax.written import name_of
@@ -37,7 +37,7 @@ def stream(model: Model, ids: list[int], method: Method | None, new: int, seed: 
             on_token=printer,
             **options,
         )
-    print(flush=True)
+    printer.finish()
     _print_report(model, len(ids), new, printer, out.cache)
 
 
@@ -48,6 +48,7 @@ def encode(model: Model, text: str, chat: bool) -> list[int]:
     try:
         if chat:
             return encode_chat(model, [{"role": "user", "content": text}])
+        check_text(text)
         return model.tokenizer.encode(text).ids
     except InputError:
         raise
@@ -88,18 +89,56 @@ class Printer:
     def __init__(self, model: Model, clock: Clock):
         self.model, self.clock = model, clock
         self.seconds: list[float] = []
-        self.decoder: DecodeStream | None = None
-        if model.tokenizer is not None:
-            self.decoder = DecodeStream(skip_special_tokens=True)
+        self.text = None if model.tokenizer is None else Decoding(model.tokenizer)
 
     def __call__(self, index: int, token: np.ndarray) -> None:
         self.seconds.append(self.clock.running())
         id = int(token[0])
-        if self.decoder is None:
+        if self.text is None:
             piece = f"{',' if index else ''}{id}"
         else:
-            piece = "" if id in self.model.stop_ids else self.decoder.step(self.model.tokenizer, id)
-        print(piece or "", end="", flush=True)
+            piece = "" if id in self.model.stop_ids else self.text.add(id)
+        print_part(piece)
+
+    def finish(self) -> None:
+        """Prints what was held back, and ends the line."""
+        print_part("" if self.text is None else self.text.rest())
+        print(flush=True)
+
+
+class Decoding:
+    """Ids to text as they come: characters that are not complete yet are held back.
+
+    Decoders change what stands before a token (byte fallback, spaces), so all ids are decoded anew each time.
+
+    >>> from kvjax.train.byte_tokenizer import byte_tokenizer
+    >>> text = Decoding(byte_tokenizer())
+    >>> [text.add(byte) for byte in "né".encode() + b"\\xe2"], text.rest()
+    (['n', '', 'é', ''], '\ufffd')
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer, self.ids, self.shown = tokenizer, [], ""
+
+    def add(self, id: int) -> str:
+        """What a further token adds to the text that was shown."""
+        self.ids.append(id)
+        return self._new(self._text().rstrip("\ufffd"))
+
+    def rest(self) -> str:
+        """What is left of the text where no token follows."""
+        return self._new(self._text())
+
+    def _text(self) -> str:
+        return self.tokenizer.decode(self.ids, skip_special_tokens=True)
+
+    def _new(self, text: str) -> str:
+        if len(text) < len(self.shown):
+            return ""
+        # What was shown cannot be taken back where a decoder reads it otherwise now.
+        new = text[len(os.path.commonprefix([text, self.shown])) :]
+        self.shown = text
+        return new
 
 
 def _print_report(model: Model, prompt: int, new: int, printer: Printer, cache: Cache) -> None:
@@ -116,7 +155,7 @@ def _print_report(model: Model, prompt: int, new: int, printer: Printer, cache: 
         ("compiled", f"in {printer.clock.compiling:.1f} s, not counted above"),
         ("cache", f"{held} ({name_of(cache.method.spec)})"),
     ]
-    out = Console(stderr=True, highlight=False, quiet=not is_first())
+    out = console(stderr=True, quiet=not is_first())
     out.print()
     out.print(pairs(rows))
 

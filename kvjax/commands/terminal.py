@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+
 from rich.box import SIMPLE_HEAD as BOX
 from rich.table import Table
 
+from kvjax.eval.report.console import escaped, print_text
 from kvjax.eval.report.console import make_console as console
-from kvjax.eval.report.console import print_text
 from kvjax.eval.report.progress import tracked
 
-__all__ = ["BOX", "console", "pairs", "print_text", "size", "tracked"]
+__all__ = ["BOX", "console", "escaped", "pairs", "print_part", "print_text", "size", "tracked"]
+
+
+def print_part(text: str) -> None:
+    """Writes a piece of a text to standard output, at once, and what would act on a terminal escaped."""
+    sys.stdout.write(escaped(text))
+    sys.stdout.flush()
 
 
 def pairs(rows: list[tuple[str, str]]) -> Table:

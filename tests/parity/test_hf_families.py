@@ -188,6 +188,9 @@ LLAMA_3_LIKE = """{{- bos_token }}{%- set date = date_string if date_string is d
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant<|end|>\\n\\n' }}{%- endif %}
 """
+NAMED = """{{ messages | tojson(ensure_ascii=true, separators=(',', ':')) }}
+{% for m in messages %}{{ m.content | tojson(sort_keys=true) }}{% endfor %}
+"""
 MARKED = """{% for m in messages %}{% set who = m.role %}
     {% generation %}
     {{ who }}: {{ m.content }}{{ eos_token }}
@@ -195,7 +198,7 @@ MARKED = """{% for m in messages %}{% set who = m.role %}
 {% endfor %}"""
 
 
-@pytest.mark.parametrize("template", [LLAMA_3_LIKE, MARKED])
+@pytest.mark.parametrize("template", [LLAMA_3_LIKE, MARKED, NAMED])
 def test_chats_are_rendered_as_transformers_renders_them(template, tmp_path):
     model = load("recall-tiny")
     special = {"bos_token": "<bos>", "eos_token": "<.>"}
@@ -213,6 +216,19 @@ def test_chats_are_rendered_as_transformers_renders_them(template, tmp_path):
         assert render_chat(load(tmp_path / "chatty"), messages, prompt_too) == theirs
     assert GenerationConfig.from_pretrained(tmp_path / "chatty").eos_token_id == 5
     assert AutoConfig.from_pretrained(tmp_path / "chatty").eos_token_id == 5
+
+
+@pytest.mark.parametrize("form", ["list", "dict"])
+def test_of_several_named_chats_the_default_is_rendered(form, tmp_path):
+    named = {"tool_use": "tools", "default": "{{ messages[0].content }} | {{ messages[1].content }}"}
+    as_list = [{"name": name, "template": text} for name, text in named.items()]
+    save_hf(dataclasses.replace(load("recall-tiny")), tmp_path / "named")
+    file = tmp_path / "named" / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"chat_template": named if form == "dict" else as_list}
+    file.write_text(json.dumps(settings))
+    messages = [{"role": "user", "content": None}, {"role": "assistant", "content": "a"}]
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "named").apply_chat_template(messages, tokenize=False)
+    assert render_chat(load(tmp_path / "named"), messages) == theirs == "None | a"
 
 
 def test_the_shipped_model_in_transformers():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 # Nothing limits a line of a pipe or a file; rich would assume 80 columns.
 _UNLIMITED_COLUMNS = 10_000
@@ -12,15 +15,38 @@ _UNLIMITED_COLUMNS = 10_000
 _TEXT_COLUMNS = 140
 
 
-def make_console() -> Console:
+# What acts on a terminal instead of standing in a text: an escape may set its title, or write its clipboard.
+_ACTS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def escaped(text: str) -> str:
+    """A text whose control characters are written out, lines and tabs aside.
+
+    >>> print(escaped("\\x1b[31mred"))
+    \\x1b[31mred
+    """
+    return text.translate(_ACTS)
+
+
+class _Printing(Console):
+    """A console on which texts cannot act: their control characters are escaped, its own styles are not."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=escaped(segment.text))
+
+
+def make_console(**options: Any) -> Console:
     """Standard output; without limit where it is no terminal and COLUMNS does not ask for one.
+
+    options: those of `rich.console.Console`.
 
     >>> make_console().width > 20
     True
     """
-    out = Console(highlight=False)
+    out = _Printing(highlight=False, **options)
     attended = out.is_terminal or "COLUMNS" in os.environ
-    return out if attended else Console(highlight=False, width=_UNLIMITED_COLUMNS)
+    return out if attended else _Printing(highlight=False, width=_UNLIMITED_COLUMNS, **options)
 
 
 def print_text(console: Console, text: RenderableType, *, style: str | None = None) -> None:

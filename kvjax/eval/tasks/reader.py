@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from kvjax.errors import InputError
 from kvjax.eval.tasks import recall
+from kvjax.inputs import check_text
 from kvjax.models.model import Model
 
 
@@ -23,6 +24,7 @@ class Reader(NamedTuple):
 
     def split(self, *pieces: str) -> list[tuple[int, ...]]:
         """Ids of each piece of a text, tokenised as one; a token over a border belongs to what follows."""
+        check_text("".join(pieces))
         try:
             found = self.tokenizer.encode("".join(pieces), add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
@@ -76,6 +78,7 @@ def reader_of(model: Model) -> Reader:
     plain = Tokenizer.from_str(tokenizer.to_str())
     plain.no_truncation()
     plain.no_padding()
+    plain.encode_special_tokens = tokenizer.encode_special_tokens
     empty = plain.encode("")
     first = model.special_tokens.get("bos_token")
     opens = plain.token_to_id(first) if first else None
