@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,9 +35,22 @@ class Sizes(NamedTuple):
     room: int
 
 
+BUDGET = [Fraction(1, 2)]
+
+
 def count(length: int) -> int:
-    """Slots that the budget of 0.5, which all rows use, leaves of `length` tokens."""
-    return max(1, length // 2)
+    """Slots that the budget leaves of `length` tokens: 0.5, which all rows use, or that of `at_budget`."""
+    return max(1, length * BUDGET[-1].numerator // BUDGET[-1].denominator)
+
+
+@contextlib.contextmanager
+def at_budget(budget: float) -> Iterator[None]:
+    """Rows say here what another budget leaves of a prompt."""
+    BUDGET.append(Fraction(budget))
+    try:
+        yield
+    finally:
+        BUDGET.pop()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +95,17 @@ class Row:
     def method(self, parts: tuple[tuple[str, dict[str, Any]], ...] | None = None) -> Method:
         made = [kvjax.method(id, **hyper) for id, hyper in parts or self.build]
         return made[0] if len(made) == 1 else kvjax.chain(*made)
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether what stays follows from the budget that all rows have."""
+        return self.kept is not None and any(hyper.get("budget") == 0.5 for _, hyper in self.build)
+
+    def at_budget(self, budget: float) -> Method:
+        changed = {"budget": budget}
+        return self.method(
+            tuple((id, hyper | (changed if "budget" in hyper else {})) for id, hyper in self.build)
+        )
 
     @property
     def evicts(self) -> bool:

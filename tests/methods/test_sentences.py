@@ -19,6 +19,7 @@ from tests.methods.battery import (
     SHARED,
     T,
     attends_as,
+    compressed,
     decoder,
     kept_of,
     model,
@@ -27,7 +28,7 @@ from tests.methods.battery import (
     positions,
     step,
 )
-from tests.methods.rows import Sizes
+from tests.methods.rows import WINDOW, Sizes, at_budget, count
 from tests.methods.table import BY_LABEL, ROWS
 from tests.reference import Prompt
 from tests.reference import Row as Slotwise
@@ -84,6 +85,28 @@ def test_a_prompt_leaves_the_tokens_that_the_method_says(label):
         want = kept_of(label, row.read(prompt_of(row.model, b)))
         for layer, keep in enumerate(want):
             assert found[layer][b] == [set(np.flatnonzero(k).tolist()) for k in keep], (layer, b)
+
+
+# In the plain suite, those whose parts of a budget these tell apart.
+EDGED = ("criticalkv", "nacl", "finch", "citrus", "pyramidkv grouped")
+EDGES = [r for r in ROWS if r.budgeted]
+
+
+@rows(EDGES, {r.label for r in EDGES} - set(EDGED))
+@pytest.mark.parametrize("budget", [0.25, 0.75])
+def test_other_budgets_leave_the_tokens_that_the_method_says(label, budget):
+    """With windows of 4 tokens: of 32, two windows; of all, less than 2 (n - window)."""
+    row = BY_LABEL[label]
+    cache = compressed(row.model, row.at_budget(budget)).cache
+    found = positions(cache)
+    with at_budget(budget):
+        for b in range(len(PACKED)):
+            if count(len(PACKED[b])) < WINDOW:
+                continue  # verbs refuse it
+            want = kept_of(label, row.read(prompt_of(row.model, b)))
+            for layer, keep in enumerate(want):
+                held = [set(np.flatnonzero(k).tolist()) for k in keep]
+                assert found[layer][b] == held, (layer, len(PACKED[b]))
 
 
 @pytest.mark.xdist_group("sentences 4/2")
