@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 from kvjax.keep.algebra import Made
 from kvjax.keep.select import top
 from kvjax.protocols import Score, Seen, View
-from kvjax.words import scored
+from kvjax.words import scored, spared
 
 
 def chunk_starts(view: View, tokens: int) -> Array:
@@ -30,8 +30,8 @@ def check_tokens(word: str, tokens: object) -> None:
 class WithinChunks(Made):
     """Minus the share of a slot's chunk of `tokens` tokens that scores as high or higher.
 
-    So every chunk of a text keeps the same share of its slots. What is left by rounding goes to the first
-    chunks.
+    So every chunk of a text keeps the same share of its slots, what the keep's patterns protect among them.
+    What is left by rounding goes to the first chunks.
     """
 
     score: Score
@@ -43,7 +43,8 @@ class WithinChunks(Made):
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         slots, starts = view.pos.shape[-1], chunk_starts(view, self.tokens)
-        score = jnp.where(view.pos >= 0, scored(self.score, view, seen), -jnp.inf)
+        score = jnp.where(spared(view, seen), jnp.inf, scored(self.score, view, seen))
+        score = jnp.where(view.pos >= 0, score, -jnp.inf)
         count = jax.vmap(jax.vmap(lambda at: jnp.zeros(slots, jnp.int32).at[at].add(1)))(starts)
         many = jnp.take_along_axis(count, starts, -1).astype(jnp.float32)
         return -(_rank_within(score, starts) + 1).astype(jnp.float32) / many
@@ -54,7 +55,8 @@ class BlockByBlock(Made):
     """1 for what is left when slots are chosen block by block, 0 for all others.
 
     Of a head's first n slots and the next `tokens` the n best stay, of those and the next `tokens` again,
-    until the text ends. Each time the score sees the slots alone that are chosen among.
+    until the text ends. Each time the score sees the slots alone that are chosen among, and what the keep's
+    patterns protect in the end stays.
     """
 
     score: Score
@@ -65,7 +67,7 @@ class BlockByBlock(Made):
         check_tokens("BlockByBlock", self.tokens)
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        live = view.pos >= 0
+        live, protected = view.pos >= 0, spared(view, seen)
         slot = jax.lax.broadcasted_iota(jnp.int32, view.pos.shape, 2)
         n = jnp.broadcast_to(seen.n[:, None], view.pos.shape[:2])
 
@@ -74,6 +76,7 @@ class BlockByBlock(Made):
             start = n[..., None] + i * self.tokens
             among = kept | (live & (slot >= start) & (slot < start + self.tokens))
             score = scored(self.score, view._replace(pos=jnp.where(among, view.pos, -1)), seen)
+            score = jnp.where(protected, jnp.inf, score)
             return top(jnp.where(among, score, -jnp.inf), n)
 
         first = live & (slot < n[..., None])
