@@ -17,7 +17,7 @@ from kvjax import cache_arrays, cache_tree, steps
 from kvjax.cache import Cache, GroupState, Slots
 from kvjax.cli import main
 from kvjax.errors import InputError
-from kvjax.fitted import Fitted
+from kvjax.fitted import SHIPPED, Fitted
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.keep.budget import Uniform
 from kvjax.keep.patterns import Recent
@@ -245,6 +245,19 @@ def test_a_method_whose_words_kvjax_does_not_know_is_refused(tmp_path):
     fitted = Fitted({"a": np.zeros(1)}, "SharedLayers", "")
     with pytest.raises(InputError, match="fitted arrays .* do not come with kvjax"):
         kvjax.save_cache(tmp_path / "a", blank(kvjax.method("kvsharer", fitted=fitted)))
+
+
+def test_a_file_of_another_kind_is_not_replaced(tmp_path):
+    save_file({"x": np.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "notes.txt").write_text("mine")
+    for name in ("model.safetensors", "notes.txt"):
+        before = (tmp_path / name).read_bytes()
+        with pytest.raises(InputError, match=f"{name} holds something else than kvjax cache, which would be"):
+            kvjax.save_cache(tmp_path / name, blank())
+        with pytest.raises(InputError, match=f"{name} holds something else than kvjax fitted arrays"):
+            kvjax.save_fitted(tmp_path / name, kvjax.load_fitted(SHIPPED / "recall-tiny/locret.safetensors"))
+        assert (tmp_path / name).read_bytes() == before
+    assert len(os.listdir(tmp_path)) == 2
 
 
 def test_a_consumed_cache_is_refused(model, tmp_path):

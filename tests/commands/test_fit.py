@@ -23,6 +23,8 @@ def test_a_gate_is_written_and_found_by_its_method(tmp_path, capsys):
     fitted = fit(tmp_path, "kvzap", "--set", "ridge=0.5")
     assert fitted.word == "HiddenGate" and "use it as kvzap:fitted=" in capsys.readouterr().out
     assert kvjax.method("kvzap", fitted=str(tmp_path / "fitted.safetensors")).id == "kvzap"
+    again = ["fit", "kvzap", *SMALL, "--out", str(tmp_path / "fitted.safetensors")]
+    assert main(again) == 2 and "is not replaced unasked" in capsys.readouterr().err
 
 
 @pytest.mark.rotating

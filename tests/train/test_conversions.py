@@ -154,6 +154,10 @@ def test_the_command_writes_a_model_and_says_what_it_costs(tmp_path, capsys):
     assert "nats from the original's" in said
     assert f"kvjax uptrain {out} --teacher recall-tiny --set data.kind=recall" in said
     assert kvjax.load(str(out)).config.kv_heads == 1
+    assert main(["convert", "--to", "mqa", "nowhere", str(out)]) == 2
+    assert "holds a model, which is not replaced unasked" in capsys.readouterr().err
+    assert main(["convert", "--to", "mqa", "nowhere", str(out), "--overwrite"]) == 2
+    assert "nowhere does not exist" in capsys.readouterr().err
     # A folder that holds something else is refused before anything is read.
     (tmp_path / "other").write_text("mine")
     assert main(["convert", "--to", "mqa", "nowhere", str(tmp_path / "other")]) == 2
