@@ -7,10 +7,12 @@ Block Transformer; for an exchange with other libraries use `kvjax.models.hf.sav
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +125,22 @@ def read_head(folder: Path) -> tuple[Config | BlockConfig, tuple[Group, ...] | G
         raise InputError(f"{folder / MARKER} does not describe a model ({error}): save it again") from error
 
 
+def in_short(error: Exception) -> str:
+    """The start of what an error says, for a sentence.
+
+    >>> in_short(ValueError("no array\\nof that name"))
+    'no array'
+    """
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return said.partition(". See full TensorStore")[0].partition(" [tensorstore_spec")[0][:160]
+
+
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Orbax logs what it also raises; in here it does not."""
+    """Orbax logs what it also raises; in here it does not, and what its threads still say is not printed."""
+    if not isinstance(sys.unraisablehook, _Unraised):
+        sys.unraisablehook = _Unraised(sys.unraisablehook)
+        logging.getLogger("asyncio").addFilter(lambda record: "tensorstore" not in record.getMessage())
     log = logging.getLogger("absl")
     before = log.level
     log.setLevel(logging.CRITICAL)
@@ -133,6 +148,22 @@ def quiet_orbax() -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unraised:
+    """Hands on what Python could not raise, but for what reads and writes of Orbax leave when one failed.
+
+    They end later than the call, so this stays.
+    """
+
+    before: Callable[[Any], Any]
+
+    def __call__(self, unraised: Any) -> None:
+        late = "Event loop is closed" in str(unraised.exc_value)
+        file = getattr(getattr(unraised.object, "cr_code", None), "co_filename", "")
+        if not late and f"{os.sep}orbax{os.sep}" not in file:
+            self.before(unraised)
 
 
 def _group_sizes(params: Params) -> Any:
@@ -167,8 +198,10 @@ def _restore(folder: Path, tree: Params, dtype: Any, place: Any) -> Params:
             return checkpointer.restore(weights, map_leaves(target, tree))
     except InputError:
         raise
-    except (ValueError, OSError, KeyError) as error:
-        raise InputError(f"the weights in {folder} cannot be read ({error}): save the model again") from error
+    except Exception as error:  # Orbax raises classes of its own, or none
+        raise InputError(
+            f"the weights in {folder} cannot be read ({in_short(error)}): save the model again"
+        ) from error
 
 
 def _check_shapes(folder: Path, tree: Params, found: Any) -> None:

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
 from kvjax.errors import InputError
@@ -74,3 +75,24 @@ def check_kind(path: str | os.PathLike[str], kind: str) -> None:
         found = None
     if found != kind:
         raise InputError(f"{path} holds something else than {kind}, which would be lost: choose another path")
+
+
+def hold(folder: str | os.PathLike[str]) -> FileLock:
+    """Keeps a folder for one run, until the lock is released or the process ends.
+
+    It is made where there is none. Raises InputError where another run holds it, and where it cannot be made.
+    """
+    lock = FileLock(Path(folder) / ".lock")
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(NotImplementedError):  # a file system without locks
+            lock.acquire(timeout=0)
+    except Timeout as error:
+        raise InputError(
+            f"{folder} is in use by a run that is alive: wait until it ends, or choose another folder"
+        ) from error
+    except OSError as error:
+        raise InputError(
+            f"{folder} cannot be made ({error.strerror}): choose a folder that can be written"
+        ) from error
+    return lock

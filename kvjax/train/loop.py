@@ -51,7 +51,7 @@ from kvjax.train.devices import places, rows_placed
 from kvjax.train.optimiser import optimiser, rate_of
 from kvjax.train.recall_init import check_circuit, circuit_init
 from kvjax.train.rows import HeldOut, Place, Rows, Stream
-from kvjax.train.run_folder import LOG, clock, open_run, trim_log
+from kvjax.train.run_folder import LOG, alone, check_folder, clock, open_run, trim_log
 from kvjax.train.saving import Saver
 from kvjax.train.settings import SECTIONS, Training
 from kvjax.train.sources import Source, Words, source_of, words_of
@@ -87,7 +87,9 @@ def train(
     >>> train(training({"data": {"kind": "python"}}), "runs/bytes")  # doctest: +SKIP
     PosixPath('runs/bytes/model')
     """
-    folder, words = Path(out), words_of(run.data)
+    folder = Path(out)
+    by_first(lambda: check_folder(folder, resume))
+    words = words_of(run.data)
     console = (console if is_first() else None) or Console(quiet=True)
     on = on_mesh(run.devices.mesh, run.devices.rules)
     config, start = _model(run, words)
@@ -100,38 +102,31 @@ def train(
     source, held = source_of(run.data, words, run.loop, segments=segments, workers=run.devices.workers)
     if left_out := _left_out(source):
         console.print(left_out, soft_wrap=True)
-    _open(folder, run, config, resume)
-    steps = optimiser(run.optimiser, run.loop)
-    state, fixed = begin(first, run, config, steps, on, learning(run, others))
-    saver, before = Saver(folder), {}
-    check_same("the newest checkpoints", saver.latest)
-    if resume and saver.latest is not None:
-        state, rest = saver.load(state)
-        source.place, before = Place.from_json(rest["place"]), rest["seconds"]
-    if count() > 1:
-        check_same("the rows to train on", _digest(source, held))
-    if is_first():
-        trim_log(folder, int(state.step))
-    session = _Session(run, config, folder, saver, held, clock(before), console, fixed, on, others)
-    step = make_step(config, run.loop, steps, on)
-    learn = partial(step, beside=others, fixed=fixed)
-    try:
+    closing = contextlib.closing(source) if isinstance(source, Ahead) else contextlib.nullcontext()
+    with closing, alone(folder, resume):
+        _open(folder, run, config, resume)
+        steps = optimiser(run.optimiser, run.loop)
+        state, fixed = begin(first, run, config, steps, on, learning(run, others))
+        saver, before = Saver(folder), {}
+        check_same("the newest checkpoints", saver.latest)
+        if resume and saver.latest is not None:
+            state, rest = saver.load(state)
+            source.place, before = Place.from_json(rest["place"]), rest["seconds"]
+        if count() > 1:
+            check_same("the rows to train on", _digest(source, held))
+        if is_first():
+            trim_log(folder, int(state.step))
+        session = _Session(run, config, folder, saver, held, clock(before), console, fixed, on, others)
+        step = make_step(config, run.loop, steps, on)
+        learn = partial(step, beside=others, fixed=fixed)
         state = session.go(state, source.next, lambda: source.place.as_json(), learn)
-    except OSError as error:
-        raise InputError(
-            f"{folder} could not be written ({error.strerror}), {saver.kept}: free some space, then go on "
-            "with --resume"
-        ) from error
-    finally:
-        if isinstance(source, Ahead):
-            source.close()
-    trained, others = parted(state.params, others)
-    if run.tune.encoder:
-        assert others.encoder is not None
-        _save(folder / "encoder", others.encoder.config, others.encoder.params, words)
-    model, by = _save(folder / "model", config, joined(trained, fixed), words), others.compressor
-    if by is not None and by.learns is not None:
-        save_fitted(folder / f"{by.method.id}.safetensors", by.fitted(model))
+        trained, others = parted(state.params, others)
+        if run.tune.encoder:
+            assert others.encoder is not None
+            _save(folder / "encoder", others.encoder.config, others.encoder.params, words)
+        model, by = _save(folder / "model", config, joined(trained, fixed), words), others.compressor
+        if by is not None and by.learns is not None:
+            save_fitted(folder / f"{by.method.id}.safetensors", by.fitted(model))
     return folder / "model"
 
 

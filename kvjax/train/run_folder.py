@@ -6,16 +6,22 @@ log.jsonl           a line every few steps
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from kvjax.errors import InputError
-from kvjax.files import write_atomic
+from kvjax.files import hold, write_atomic
+from kvjax.hosts.messages import by_first
 
 LOG, SETTINGS = "log.jsonl", "run.json"
+# What a run writes beside its settings: none of it may be there before.
+PARTS = (LOG, "checkpoints", "model", "encoder", "loss.png")
 
 
 def open_run(folder: Path, settings: dict[str, Any], resume: bool, defaults: Mapping[str, Any] = {}) -> None:
@@ -23,36 +29,74 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, defaults: Map
 
     defaults: what holds, by section, for settings that are younger than the run.
 
-    Raises InputError where it holds a run with other settings, or any without `resume`, and where it cannot
-    be written.
+    Raises InputError where it holds a run with other settings, any without `resume` or none with it, and
+    where it cannot be written.
     """
-    if not resume and (folder / SETTINGS).exists():
-        raise InputError(f"{folder} holds a run: go on with it by --resume, or choose another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"{folder} cannot be made ({error.strerror}): give --out a folder that can be written"
-        ) from error
+    check_folder(folder, resume)
     asked, written = json.loads(json.dumps(settings)), folder / SETTINGS
-    if resume and written.exists():
+    if resume:
         found = _settings_in(written)
         for section, values in defaults.items():
+            if not isinstance(found.get(section, {}), dict):
+                raise InputError(f"{written} holds no settings of a run: choose another folder")
             found[section] = json.loads(json.dumps(values)) | found.get(section, {})
         if other := differing(found, asked):
             had = ", ".join(f"{name} is {was} (asked: {now})" for name, was, now in other)
             raise InputError(
                 f"{folder} holds a run with other settings: {had}. Give those that it has, or another folder"
             )
-    else:
-        (folder / LOG).unlink(missing_ok=True)
-    write_atomic(written, (json.dumps(asked, indent=1) + "\n").encode())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(written, (json.dumps(asked, indent=1) + "\n").encode())
+    except OSError as error:
+        raise InputError(
+            f"{folder} cannot be written ({error.strerror}): give --out a folder that can be written"
+        ) from error
+
+
+@contextlib.contextmanager
+def alone(folder: Path, resume: bool) -> Iterator[None]:
+    """Keeps a run's folder for this run, and says in one sentence what the disk refuses it.
+
+    Raises InputError as `check_folder`, and where a run that is alive holds the folder.
+    """
+    locks: list[FileLock] = []
+
+    def begin() -> None:
+        check_folder(folder, resume)
+        locks.append(hold(folder))
+
+    by_first(begin)
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{folder} could not be written ({error.strerror or error}), and its checkpoints stay: free some "
+            "space, then go on with --resume"
+        ) from error
+    finally:
+        for lock in locks:
+            lock.release()
+
+
+def check_folder(folder: Path, resume: bool) -> None:
+    """InputError where a folder cannot be that of a new run, or with `resume` holds none to go on with."""
+    run = (folder / SETTINGS).exists()
+    if resume and not run:
+        raise InputError(f"{folder} holds no run to go on with: leave --resume out to start one")
+    if run and not resume:
+        raise InputError(f"{folder} holds a run: go on with it by --resume, or choose another folder")
+    if not run and (left := [name for name in PARTS if (folder / name).exists()]):
+        raise InputError(
+            f"{folder} holds {left[0]} but no {SETTINGS}, so that nothing says which run it is of: choose "
+            "another folder"
+        )
 
 
 def _settings_in(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise InputError(f"{path} is not valid JSON ({error}): choose another folder") from error
     if not isinstance(found, dict):
         raise InputError(f"{path} holds no settings of a run: choose another folder")
@@ -82,7 +126,7 @@ def trim_log(folder: Path, step: int) -> None:
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-        except json.JSONDecodeError:
+        except (ValueError, TypeError, LookupError, RecursionError):
             break
     write_atomic(path, "".join(kept).encode())
 

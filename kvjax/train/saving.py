@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from kvjax.checkpoint import disk_says, quiet_orbax
+from kvjax.checkpoint import in_short, quiet_orbax
 from kvjax.errors import InputError
+from kvjax.files import disk_says
 
 
 class Saver:
@@ -43,13 +45,15 @@ class Saver:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(target), rest=ocp.args.JsonRestore())
         try:
             found = self.manager.restore(self.latest, args=args)
-        except (ValueError, OSError, KeyError) as error:
-            where = self.folder / str(self.latest)
+            rest = found["rest"]
+            if not isinstance(rest, dict) or not all(isinstance(part, dict) for part in rest.values()):
+                raise ValueError("it does not say how far the texts were read")
+        except Exception as error:  # Orbax raises classes of its own, or none
             raise InputError(
-                f"the checkpoint {where} cannot be read ({str(error).splitlines()[0]}): remove that folder "
-                "to go on from the one before"
+                f"the checkpoint {self.folder / str(self.latest)} cannot be read ({in_short(error)}): remove "
+                f"that folder {self._before}"
             ) from error
-        return found["state"], found["rest"]
+        return found["state"], rest
 
     def close(self) -> None:
         """Waits until everything is on disk. Raises InputError where the disk refuses."""
@@ -68,9 +72,19 @@ class Saver:
             return "no checkpoint was written yet"
         return f"the last checkpoint stays, of step {self.latest}"
 
+    @property
+    def _before(self) -> str:
+        """What a run can go on from where the newest checkpoint cannot be read."""
+        older = [step for step in self.manager.all_steps() if step != self.latest]
+        if not older:
+            return "and all of the run, of which it is the only one, to start anew"
+        return f"to go on from the one before, of step {max(older)}"
+
     def _refused(self, error: OSError | ValueError) -> InputError:
         if (cause := disk_says(error)) is None:
             raise error
+        for cut in self.folder.glob("*.orbax-checkpoint-tmp"):
+            shutil.rmtree(cut, ignore_errors=True)
         return InputError(
             f"a checkpoint could not be written to {self.folder} ({cause}), {self.kept}: free some space, "
             "then go on with --resume"

@@ -51,6 +51,17 @@ def test_files_of_unknown_origin_are_not_overwritten(name, resume, tmp_path):
     assert contents(tmp_path) == {name: b"mine"}
 
 
+def test_two_runs_do_not_write_to_one_folder(tmp_path):
+    log = UnitLog(tmp_path, SETTINGS, resume=False)
+    for resume in (False, True):
+        with pytest.raises(InputError, match="is in use by a run that is alive: wait until it ends"):
+            UnitLog(tmp_path, SETTINGS, resume=resume)
+    log.close()
+    with pytest.raises(InputError, match="other settings"):
+        UnitLog(tmp_path, {"seed": 1}, resume=True)
+    UnitLog(tmp_path, SETTINGS, resume=True).close()  # a run that was refused holds nothing
+
+
 def test_a_run_without_its_settings_is_not_resumed_under_others(tmp_path):
     begin(tmp_path, "one")
     (tmp_path / "settings.json").unlink()

@@ -16,8 +16,9 @@ import pytest
 
 import kvjax
 from kvjax import checkpoint
+from kvjax.cli import main
 from kvjax.errors import InputError
-from kvjax.train.run_folder import open_run
+from kvjax.train.run_folder import PARTS, alone, open_run
 from kvjax.train.saving import Saver
 
 
@@ -58,9 +59,22 @@ def test_the_newest_of_two_checkpoints_comes_back_and_a_broken_one_is_named(tmp_
         raise ValueError("NOT_FOUND: Error reading step/.zarray")
 
     saver = Saver(tmp_path)
+
+    def cut_within(*_, **__):
+        raise Exception("Encountered error while reading. See full TensorStore details: <bound\nmethod>")
+
     with monkeypatch.context() as patch:
         patch.setattr(saver.manager, "restore", cut_short)
-        with pytest.raises(InputError, match=r"3 cannot be read \(NOT_FOUND.*go on from the one before"):
+        with pytest.raises(InputError, match=r"3 cannot be read \(NOT_FOUND.*the one before, of step 2"):
+            saver.load(state_of(0))
+        patch.setattr(saver.manager, "restore", cut_within)
+        with pytest.raises(InputError, match=r"3 cannot be read \(Encountered error while reading\): remove"):
+            saver.load(state_of(0))
+        patch.setattr(saver.manager, "restore", lambda *_, **__: {"state": {}, "rest": {"place": 3}})
+        with pytest.raises(InputError, match="does not say how far the texts were read"):
+            saver.load(state_of(0))
+        patch.setattr(saver.manager, "all_steps", lambda: [3])
+        with pytest.raises(InputError, match="of which it is the only one, to start anew"):
             saver.load(state_of(0))
     shutil.rmtree(tmp_path / "checkpoints" / "3" / "state")
     with pytest.raises(InputError, match=r"3 cannot be read .*not found.*remove that folder to go on"):
@@ -87,8 +101,52 @@ def test_a_folder_that_cannot_be_a_runs_is_refused_and_other_settings_are_named(
         with pytest.raises(InputError, match=message):
             open_run(tmp_path / "run", settings, resume=True)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(InputError, match="cannot be made .*File exists"):
+    with pytest.raises(InputError, match="cannot be written .*File exists"):
         open_run(tmp_path / "file", settings, resume=False)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_a_run_left_without_its_settings_is_kept_apart_from_a_new_one(name, tmp_path):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(InputError, match=f"holds {name} but no run.json, so that nothing says"):
+        open_run(tmp_path, {}, resume=False)
+    assert [p.name for p in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "mine"
+
+
+def test_a_run_that_is_not_there_is_not_gone_on_with(tmp_path, capsys):
+    with pytest.raises(InputError, match="holds no run to go on with: leave --resume out"):
+        open_run(tmp_path / "run", {}, resume=True)
+    assert main(["train", "--gin", "bytes", "--out", str(tmp_path / "run"), "--resume"]) == 2
+    assert "holds no run to go on with" in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
+def test_a_run_that_is_alive_is_not_gone_on_with(tmp_path):
+    open_run(tmp_path / "run", {"train": {}}, resume=False)
+    with alone(tmp_path / "run", resume=True):
+        for _ in range(2):
+            with (
+                pytest.raises(InputError, match="in use by a run that is alive"),
+                alone(tmp_path / "run", True),
+            ):
+                pass
+    with (
+        pytest.raises(InputError, match=r"could not be written \(No space left.*go on with --resume"),
+        alone(tmp_path / "run", resume=True),
+    ):
+        raise OSError(28, "No space left on device")
+    with alone(tmp_path / "run", resume=True):
+        pass
+
+
+def test_what_a_refused_write_leaves_to_threads_is_not_printed(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    with checkpoint.quiet_orbax():
+        pass
+    for text in ("Event loop is closed", "another"):
+        said = SimpleNamespace(exc_value=RuntimeError(text), object=None)
+        sys.unraisablehook(said)
+    assert [str(one.exc_value) for one in told] == ["another"]
 
 
 def test_a_model_that_a_full_disk_refuses_leaves_nothing_and_the_old_one_stays(tmp_path, monkeypatch):

@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from kvjax.errors import InputError
-from kvjax.files import write_atomic
+from kvjax.files import hold, write_atomic
 from kvjax.hosts.messages import by_first, gathered, is_first, number_of, wait_for_all
 
 # What a run writes beside its settings: none of it may be there before.
@@ -38,7 +40,15 @@ class UnitLog:
     ):
         self.done: dict[str, dict[str, Any]] = {}
         text = json.dumps(settings, indent=1, sort_keys=True)
-        by_first(lambda: _open(folder, text, resume))
+        self._locks: list[FileLock] = []
+        by_first(lambda: self._locks.append(_open(folder, text, resume)))
+        try:
+            self._begin(folder, text, resume, fields)
+        except BaseException:
+            self._release()
+            raise
+
+    def _begin(self, folder: Path, text: str, resume: bool, fields: tuple[str, ...]) -> None:
         # Others may have a disk of their own, with a log of another run.
         run = hashlib.sha256(text.encode()).hexdigest()[:8]
         self.path = folder / ("units.jsonl" if is_first() else f"units-{run}-{number_of()}.jsonl")
@@ -106,6 +116,11 @@ class UnitLog:
 
     def close(self) -> None:
         self._file.close()
+        self._release()
+
+    def _release(self) -> None:
+        for lock in self._locks:
+            lock.release()
 
 
 @contextmanager
@@ -135,7 +150,7 @@ def _unit(line: bytes, fields: tuple[str, ...]) -> dict[str, Any] | None:
     """A line's unit, None where it is none."""
     try:
         unit = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(unit, dict) or not isinstance(unit.get("key"), str) or not unit.keys() >= {*fields}:
         return None
@@ -143,9 +158,23 @@ def _unit(line: bytes, fields: tuple[str, ...]) -> dict[str, Any] | None:
     return unit if isinstance(rows, list) and rows and all(isinstance(x, dict) for x in rows) else None
 
 
-def _open(folder: Path, text: str, resume: bool) -> None:
-    """Makes the folder of a run with these settings, or checks that it holds it. InputError where not."""
-    known = _prepare(folder, resume)
+def _open(folder: Path, text: str, resume: bool) -> FileLock:
+    """Makes the folder of a run with these settings, or checks that it holds it, and keeps it for this run.
+
+    Raises InputError where it cannot serve, and where a run that is alive holds it.
+    """
+    if not (folder / "settings.json").exists():
+        _prepare(folder, resume)  # before a lock is left in a folder of something else
+    lock = hold(folder)
+    try:
+        _check_settings(folder, text, _prepare(folder, resume))
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _check_settings(folder: Path, text: str, known: dict[str, Any] | None) -> None:
     if known is None:
         with writing(folder):
             write_atomic(folder / "settings.json", text.encode())
@@ -185,7 +214,7 @@ def _prepare(folder: Path, resume: bool) -> dict[str, Any] | None:
         )
     try:
         known = json.loads(found.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"{found} is not readable as JSON: remove the folder or choose another --out"
         ) from error
