@@ -33,7 +33,7 @@ from kvjax.layout import mesh_for
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.methods.parse import from_spec
 from kvjax.methods.saved import saved_spec
-from kvjax.methods.user import Own, from_given
+from kvjax.methods.user import Own, from_given, only_given
 from kvjax.models.files import open_safetensors
 from kvjax.models.model import Model
 from kvjax.place.common import apart
@@ -121,7 +121,8 @@ def _method(path: str | os.PathLike[str], head: CacheFile, methods: Own | Sequen
     """The method that filled a cache, by its header and what the user gives for it."""
     given = [methods] if isinstance(methods, str | os.PathLike) or callable(methods) else [*methods]
     try:
-        method = None if head.spec is None else from_spec(head.spec, partial(from_given, given))
+        with only_given(given):
+            method = None if head.spec is None else from_spec(head.spec, partial(from_given, given))
     except ValueError as error:
         raise InputError(f"{path} was filled by a method that cannot be built: {error}") from error
     if _digests(method) != head.fitted:

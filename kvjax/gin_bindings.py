@@ -15,6 +15,7 @@ from kvjax.errors import InputError
 from kvjax.gin_files import Binding, read_bindings, unknown_section
 from kvjax.methods import check_hyper, resolve
 from kvjax.methods.parse import single
+from kvjax.methods.user import only_given
 
 _SECTIONS = ("model", "data", "optimiser", "train", "tune", "devices")
 _FORM = "write hyper.METHOD = {'NAME': VALUE}, with plain values, or include 'FILE.gin'"
@@ -53,7 +54,8 @@ def load_preset(name: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     names: dict[str, str] = {}
     for key, bound in read_bindings(path, ["hyper"], _FORM, [*_folders().values()])["hyper"].items():
-        id, values = _checked(key, bound)
+        with only_given(()):
+            id, values = _checked(key, bound)
         if id in names:
             raise InputError(
                 f"{bound.place}: hyper.{names[id]} and hyper.{key} are one method, {id}, expected one "

@@ -173,6 +173,26 @@ def test_the_python_file_that_a_cache_names_is_not_imported(model, tmp_path):
     assert kvjax.load_cache(tmp_path / "b.cache", methods=__file__).method == loaded.method
 
 
+SPECS = (
+    ["x", ["around", "per_layer", [], [["method", "{acts}:f"], ["shares", [1, 1]]]]],
+    ["x", ["around", "by_layer", [], [["methods", ["{acts}:f", None]]]]],
+    ["x", ["chain", ["snapkv", [["budget", 0.5]]], ["{acts}:f", []]]],
+    ["{acts}:f", []],
+    ["custom", ["__import__('os').system('touch done')"]],
+    ["custom", ["Method(keep=open('done', 'w'))"]],
+)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))
+def test_no_method_that_a_header_names_runs_code(saved, spec, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "acts.py").write_text("open('done', 'w')\ndef f(): pass")
+    rewrite(saved, method=json.dumps(spec).replace("{acts}", str(tmp_path / "acts.py")))
+    with pytest.raises(InputError, match="cannot be built") as caught:
+        kvjax.load_cache(saved)
+    assert not (tmp_path / "done").exists() and "\n" not in str(caught.value)
+
+
 def test_a_cache_of_another_model_is_refused(model, tmp_path):
     kvjax.save_cache(tmp_path / "a.cache", filled(model, kvjax.method("full")))
     loaded, other = kvjax.load_cache(tmp_path / "a.cache"), make_model(seed=1)

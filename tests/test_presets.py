@@ -109,6 +109,9 @@ def test_a_preset_runs_no_module_and_calls_no_function(write, tmp_path, monkeypa
     for text in lines:
         with pytest.raises(InputError, match="would run Python code"):
             load_preset(write(text + "\nhyper.snapkv = {'window': @os.getcwd()}"))
+    for text in ("hyper.snapkv = 'acts.py:f'", "hyper.snapkv = 'per_layer(acts.py:f, (1,))'"):
+        with pytest.raises(InputError):
+            load_preset(write(text))
     assert not (tmp_path / "done").exists() and "acts" not in sys.modules
 
 

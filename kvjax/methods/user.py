@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -11,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +26,7 @@ from kvjax.written import parts_of
 
 # A user's function that builds a method, or the path of a Python file that has it.
 Own = str | os.PathLike[str] | Callable[..., Any]
+_GIVEN: ContextVar[frozenset[str] | None] = ContextVar("_GIVEN", default=None)
 
 
 def from_file(name: str, /, **hyper: Any) -> Method:
@@ -60,10 +63,17 @@ def from_given(given: Sequence[Own], name: str, /, **hyper: Any) -> Method:
     for file in files:
         if len(files) == 1 or hasattr(_module(file), function):
             return from_file(f"{file}:{function}", **hyper)
-    raise InputError(
-        f"{name!r} is Python code, which is not run because a file names it: if you trust it, give "
-        f"methods={name.rpartition(':')[0]!r}, or the function"
-    )
+    raise InputError(_not_run(name))
+
+
+@contextlib.contextmanager
+def only_given(given: Iterable[Own]) -> Iterator[None]:
+    """In here no Python file is imported but those that are given, whatever text or file names one."""
+    before = _GIVEN.set(frozenset(os.path.realpath(one) for one in given if not callable(one)))
+    try:
+        yield
+    finally:
+        _GIVEN.reset(before)
 
 
 def _built(name: str, function: Callable[..., Any], hyper: dict[str, Any]) -> Method:
@@ -97,6 +107,9 @@ def load_function(name: str) -> Callable[..., Any]:
     file, _, function = name.rpartition(":")
     if not file.endswith(".py") or not function:
         raise InputError(f"{name!r} names no method of a file, expected path/to/file.py:function")
+    given = _GIVEN.get()
+    if given is not None and os.path.realpath(Path(file).expanduser()) not in given:
+        raise InputError(_not_run(name))
     module = _module(file)
     found = getattr(module, function, None)
     if callable(found):
@@ -105,6 +118,13 @@ def load_function(name: str) -> Callable[..., Any]:
     near = difflib.get_close_matches(function, own, 1)
     hint = f"did you mean {near[0]}?" if near else f"it defines {', '.join(own) or 'no function'}"
     raise InputError(f"{file} has no function {function!r}: {hint}")
+
+
+def _not_run(name: str) -> str:
+    return (
+        f"{name!r} is Python code, which is not run because a file names it: if you trust it, name it "
+        f"yourself (methods={name.rpartition(':')[0]!r} or its function; --methods or --set of a command)"
+    )
 
 
 def sources(methods: Iterable[Method]) -> list[str]:
