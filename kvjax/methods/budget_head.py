@@ -94,7 +94,8 @@ def criticalkv(
     grouped queries the norm is the mean over the group's heads. That the window counts in the first stage is
     how the authors' code (DefensiveKV) reads the budget: where it fills that stage, the norms choose all
     older tokens. "grouped", the default, sums and smooths as SnapKV does, "kvpress" as the authors' code,
-    whose presses are kvpress's. across_heads: Ada-KV's budgets over these scores.
+    whose presses are kvpress's. across_heads: Ada-KV's budgets over these scores; the authors share them out
+    by attention alone, and then take the stages.
     """
     attention = window_score(window, kernel, variant)
     score = stage(attention, first, (attention + epsilon) * OutputNorm(), whole=True)
