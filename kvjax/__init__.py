@@ -47,6 +47,7 @@ _HOMES = {
     "verify": "kvjax.verifying",
     "rollback": "kvjax.place.rollback",
     "generate": "kvjax.generation",
+    "likelihood": "kvjax.text_likelihood",
     "encode_context": "kvjax.context",
     "Sampler": "kvjax.sampling",
     "RepetitionPenalty": "kvjax.processors",

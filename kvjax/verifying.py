@@ -67,7 +67,12 @@ def verify(
     bound_programs()
     cache = there(model, cache)
     run = decoding(model, cache.method, implementation)
-    _check_one_pass(model, run, cache, batch.lengths)
+    if why := one_pass_refused(model, run, cache, batch.lengths):
+        name = "full" if cache.method is None else cache.method.id
+        raise InputError(
+            f"{name} cannot take {int(batch.lengths.max())} tokens in one pass: {why}; add them with "
+            "kvjax.step, one by one"
+        )
     spare = _room_for(model, run, cache, batch.lengths)
     note = more_added(noted(model, cache), batch.lengths)
     width = int(batch.lengths.max())
@@ -127,8 +132,8 @@ def _room_for(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> int:
     return min(int((fit - lengths).min()), left - longest)
 
 
-def _check_one_pass(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> None:
-    """InputError where one pass over several tokens is not what single steps are."""
+def one_pass_refused(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> str:
+    """Why one pass over several tokens is not what single steps are; "" where it is."""
     why, config, gms = "", run.config, run.groups(model.params)
     if any(gm.evicting and config.window(gm.first) is None for gm in gms):
         why = "its slots leave while tokens are added, so a later token would see what has left"
@@ -140,9 +145,4 @@ def _check_one_pass(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -
     short = min((r.original_max for r in ropes if r.kind == "dynamic"), default=None)
     if not why and short is not None and int(np.max(fetch(cache.next) + lengths)) > short:
         why = f"beyond {short} tokens this model's rotation grows with every token"
-    if why:
-        name = "full" if cache.method is None else cache.method.id
-        raise InputError(
-            f"{name} cannot take {int(lengths.max())} tokens in one pass: {why}; add them with kvjax.step, "
-            "one by one"
-        )
+    return why

@@ -163,6 +163,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/prefilling.py",
                 "kvjax/stepping.py",
                 "kvjax/verifying.py",
+                "kvjax/text_likelihood.py",
                 "kvjax/forking.py",
                 "kvjax/generation.py",
                 "kvjax/not_numbers.py",
