@@ -36,6 +36,7 @@ from kvjax.eval.run.runner import Runner, Unit, programs
 from kvjax.eval.run.timings import CellTimings, timings_of
 from kvjax.eval.run.traced import check_traced
 from kvjax.eval.streaming import compare_text
+from kvjax.eval.tasks.functions import Task, spelled
 from kvjax.eval.tasks.rows import Rows, forced_length, make_rows
 from kvjax.eval.tasks.sample import LENGTH, most_new_tokens
 from kvjax.files import write_atomic
@@ -68,11 +69,13 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    *,
     model: str | Model = "recall-tiny",
-    methods: Sequence[str | Method | Custom] | None = None,
+        methods=[m[0] if isinstance(m, tuple) else str(m) for m in methods or ()],
+        budgets=budgets, tasks=None if tasks is None else [*map(spelled, tasks)],
+        protocols=() if text else protocols, samples=samples, length=length, text=text, seeds=seeds,
+        preset=preset, scores=scores, mesh=mesh, rules=rules,
     budgets: Sequence[float | int] | None = None,
-    tasks: Sequence[str] | None = None,
+    tasks: Sequence[str | Task] | None = None,
     protocols: Sequence[str] = ("agnostic", "aware"),
     samples: int | None = None,
     length: int | None = None,
@@ -101,15 +104,23 @@ def compare(
     >>> found = compare(methods=["snapkv"], budgets=[0.25], samples=2, tasks=["get"])  # doctest: +SKIP
     """
     started = time.time()
+    check_model(model)
     console = (console or make_console()) if is_first() else Console(quiet=True)
     listed(methods=methods, budgets=budgets, tasks=tasks, protocols=protocols, seeds=seeds)
     length = None if length is None else whole_number("length", length, 1, "tokens per context")
     seeds = seeds_of(seed, seeds, text)
     command = command_of(
         model=model if isinstance(model, str) else model.name,
+<<<<<<< HEAD
         methods=[m[0] if isinstance(m, tuple) else str(m) for m in methods or ()],
         budgets=budgets, tasks=tasks, protocols=() if text else protocols, samples=samples, length=length,
         text=text, seeds=seeds, preset=preset, scores=scores, mesh=mesh, rules=rules,
+=======
+        methods=[m if isinstance(m, str) else m[0] for m in methods or ()],
+        budgets=budgets, tasks=None if tasks is None else [*map(spelled, tasks)],
+        protocols=() if text else protocols, samples=samples, length=length, text=text, seeds=seeds,
+        preset=preset, scores=scores, mesh=mesh, rules=rules,
+>>>>>>> b87700b2 (compare takes the model first; functions are tasks, and models without a tokenizer can be asked)
     )  # fmt: skip
     samples = SAMPLES if samples is None else samples
     protocols = tuple(dict.fromkeys(protocols))
@@ -142,6 +153,13 @@ def compare(
     metrics = {"settings": settings, "command": command}
     pictures = draw_pictures(loaded, plan.entries, protocols[0], batches[0].rows[0][0]) if scores else []
     return _report(plan, batches, log, metrics, pictures, folder, started, console)
+
+
+def check_model(model: Any) -> None:
+    """InputError for what is neither a model nor the name of one, such as the methods."""
+    if not isinstance(model, str) and not hasattr(model, "params"):
+        hint = "methods come second" if isinstance(model, list | tuple) else "load it first"
+        raise InputError(f"model is {model!r:.80}, expected a name, or what kvjax.load returns: {hint}")
 
 
 def _loaded(model: str | Model, mesh: Any, rules: Any) -> Model:

@@ -40,7 +40,7 @@ class Bars(Progress):
         super().update(task_id, **changes)
         self._say(task_id)
 
-    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+    def advance(self, task_id: TaskID, advance: float | int = 1) -> None:
         super().advance(task_id, advance)
         self._say(task_id)
 

@@ -15,6 +15,7 @@ from kvjax.eval.run.cellplan import Custom, Entry, plan_cells
 from kvjax.eval.run.memory import fitting_rows
 from kvjax.eval.run.runner import bare_method
 from kvjax.eval.run.traced import check_traced
+from kvjax.eval.tasks.functions import DRAWN, Task
 from kvjax.eval.tasks.rows import PROTOCOLS
 from kvjax.eval.tasks.sample import Sample, Suite, new_tokens
 from kvjax.eval.tasks.suite import make_suite
@@ -84,7 +85,7 @@ def planned(
     model: Model,
     methods: Sequence[str | Method | Custom] | None,
     budgets: Sequence[float | int] | None,
-    tasks: Sequence[str] | None,
+    tasks: Sequence[str | Task] | None,
     protocols: tuple[str, ...],
     samples: int,
     length: int | None,
@@ -94,7 +95,7 @@ def planned(
     """What runs, and the preset; InputError for tasks, protocols or methods that cannot."""
     suites = [make_suite(model, tasks, length=length, seed=one, contexts=samples) for one in seeds]
     suite = suites[0]
-    if suite.sources and len(suites) > 1:
+    if len(suites) > 1 and not all(source.startswith(DRAWN) for source in suite.sources):
         raise InputError(
             "--seeds draws built-in questions anew, and those of a file are the same under every seed: leave "
             "--seeds away"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvjax.errors import InputError
 from kvjax.eval.tasks import recall, recall_tasks
+from kvjax.eval.tasks.functions import Task, is_function, of_functions
 from kvjax.eval.tasks.local_data import read_local
 from kvjax.eval.tasks.reader import speaks_recall
 from kvjax.eval.tasks.sample import LENGTH, TASKS, Graded, Sample, Suite
@@ -90,7 +91,7 @@ class CombinedSuite:
 
 def make_suite(
     model: Model,
-    tasks: Sequence[str] | None = None,
+    tasks: Sequence[str | Task] | None = None,
     *,
     length: int | None = None,
     seed: int = 0,
@@ -99,7 +100,8 @@ def make_suite(
     """The questions of a comparison: built-in tasks in the model's language, and those of local files.
 
     Args:
-      tasks: built-in names (by default all), paths of JSONL files, or of folders of them.
+      tasks: built-in names (by default all), paths of JSONL files, or of folders of them, and functions
+        (`kvjax.eval.tasks.functions`), also as "file.py:function".
       length: bound on context and question together; by default 512 tokens, or the longest prompt in files.
       contexts: at most so many records of each file are read.
 
@@ -112,8 +114,12 @@ def make_suite(
     (('get', 'copy'), 512, 2)
     """
     given = tuple(dict.fromkeys(TASKS if tasks is None else tasks))
-    paths = tuple(Path(t) for t in given if _is_path(t))
-    names = tuple(t for t in given if not _is_path(t))
+    own = tuple(t for t in given if is_function(t))
+    texts = [t for t in given if isinstance(t, str) and t not in own]
+    if other := [t for t in given if t not in own and t not in texts]:
+        raise InputError(f"a task is {other[0]!r:.60}, expected a name, a path of a file, or a function")
+    paths = tuple(Path(t) for t in texts if _is_path(t))
+    names = tuple(t for t in texts if not _is_path(t))
     if length is not None and length > model.config.max_positions:
         raise InputError(
             f"--length {length} reaches beyond the model's {model.config.max_positions} positions: shorten it"
@@ -123,10 +129,12 @@ def make_suite(
         parts.append(_built_in(model, names, length, seed))
     if paths:
         parts.append(read_local(model, paths, length=length, contexts=contexts))
-    doubled = [t for part in parts[1:] for t in part.tasks if t in names]
-    if doubled:
+    if own:
+        parts.append(of_functions(model, own, length=length, seed=seed))
+    every = [task for part in parts for task in part.tasks]
+    if doubled := [task for i, task in enumerate(every) if task in every[:i]]:
         raise InputError(
-            f"the task {doubled[0]} is named twice, once built in and once in a file: rename the file"
+            f"the task {doubled[0]} is named twice, built in, in a file or by a function: rename one of them"
         )
     return parts[0] if len(parts) == 1 else CombinedSuite(tuple(parts))
 
@@ -137,6 +145,11 @@ def _is_path(task: str) -> bool:
 
 
 def _built_in(model: Model, names: tuple[str, ...], length: int | None, seed: int) -> Suite:
+    if model.tokenizer is None and not speaks_recall(model):
+        raise InputError(
+            f"{model.name} has no tokenizer, and the task {names[0]} asks in words: put tokenizer.json "
+            "beside its weights, or ask in token ids by tasks=[function] (docs/examples/own_task.py)"
+        )
     if not speaks_recall(model):
         return make_words(model, names, length=length, seed=seed)
     try:
