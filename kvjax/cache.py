@@ -240,9 +240,18 @@ class Cache:
 def nbytes(tree: PyTree) -> int:
     """Bytes of every array in a cache (or any pytree, `jax.eval_shape` results included).
 
-    Everything counts: codes, scales, page tables, summaries, statistics, padding and room.
+    Everything counts: codes, scales, page tables, summaries, statistics, padding and room. Raises InputError
+    for what holds anything but arrays.
+
+    >>> nbytes({"k": np.zeros((2, 3), np.float32)})
+    24
     """
-    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    leaves = jax.tree.leaves(tree)
+    for x in leaves:
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            hint = ": give its .params" if hasattr(x, "params") else ""
+            raise InputError(f"nbytes is given {x!r:.60}, expected a cache or a pytree of arrays{hint}")
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def host_nbytes(tree: PyTree) -> int:

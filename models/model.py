@@ -99,8 +99,10 @@ class Model:
         return _forward(self.params, whole_text(tokens, config.vocab, positions), config)
 
 
-def check_single(model: Model, what: str) -> None:
-    """InputError where `what` needs a model of one decoder, and this one is of two."""
+def check_single(model: Any, what: str) -> None:
+    """InputError where `what` needs a model of one decoder, and this one is of two or none at all."""
+    if not hasattr(model, "config"):
+        raise InputError(f"model is {model!r:.80}, expected what kvjax.load returns: load it first")
     if not isinstance(model.config, Config):
         raise InputError(
             f"{model.name} is a {type(model).__name__}, a model of two decoders, expected one decoder: {what}"

@@ -242,3 +242,23 @@ def test_copies_of_rows_are_counted_in_whole_numbers(cache, copies):
 def test_samplers_of_no_number_are_refused(wrong):
     with pytest.raises(InputError, match=f"{next(iter(wrong))} is .*expected a"):
         Sampler(**wrong)
+
+
+# --- what is no cache and no model --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [3, "x", [1, 2], {"k": 2.5}, kvjax.method("int8")])
+def test_bytes_are_those_of_arrays(given):
+    with pytest.raises(InputError, match="nbytes is given .*, expected a cache or a pytree of arrays"):
+        kvjax.nbytes(given)
+
+
+def test_what_is_no_model_is_named(model):
+    with pytest.raises(InputError, match="expected a cache or a pytree of arrays: give its .params"):
+        kvjax.nbytes(model)
+    for verb in (
+        lambda: unwrap(kvjax.scores)(3, [[1]], "int8"),
+        lambda: unwrap(kvjax.fit)(3, "kvzap", [[1]]),
+    ):
+        with pytest.raises(InputError, match="model is 3, expected what kvjax.load returns: load it first"):
+            verb()

@@ -70,10 +70,8 @@ class Comparison(NamedTuple):
 
 def compare(
     model: str | Model = "recall-tiny",
-        methods=[m[0] if isinstance(m, tuple) else str(m) for m in methods or ()],
-        budgets=budgets, tasks=None if tasks is None else [*map(spelled, tasks)],
-        protocols=() if text else protocols, samples=samples, length=length, text=text, seeds=seeds,
-        preset=preset, scores=scores, mesh=mesh, rules=rules,
+    methods: Sequence[str | Method | Custom] | None = None,
+    *,
     budgets: Sequence[float | int] | None = None,
     tasks: Sequence[str | Task] | None = None,
     protocols: Sequence[str] = ("agnostic", "aware"),
@@ -111,16 +109,10 @@ def compare(
     seeds = seeds_of(seed, seeds, text)
     command = command_of(
         model=model if isinstance(model, str) else model.name,
-<<<<<<< HEAD
         methods=[m[0] if isinstance(m, tuple) else str(m) for m in methods or ()],
-        budgets=budgets, tasks=tasks, protocols=() if text else protocols, samples=samples, length=length,
-        text=text, seeds=seeds, preset=preset, scores=scores, mesh=mesh, rules=rules,
-=======
-        methods=[m if isinstance(m, str) else m[0] for m in methods or ()],
         budgets=budgets, tasks=None if tasks is None else [*map(spelled, tasks)],
         protocols=() if text else protocols, samples=samples, length=length, text=text, seeds=seeds,
         preset=preset, scores=scores, mesh=mesh, rules=rules,
->>>>>>> b87700b2 (compare takes the model first; functions are tasks, and models without a tokenizer can be asked)
     )  # fmt: skip
     samples = SAMPLES if samples is None else samples
     protocols = tuple(dict.fromkeys(protocols))

@@ -13,6 +13,7 @@ from rich.console import Console
 
 import kvjax
 from kvjax.errors import InputError
+from kvjax.eval.run.cellplan import plan_cells
 from kvjax.eval.tasks.sample import TASKS
 from kvjax.eval.tasks.suite import make_suite
 from kvjax.models.config import Config
@@ -132,3 +133,8 @@ def test_a_model_without_a_tokenizer_is_compared_by_a_function(bare, behind, tmp
 def test_what_is_no_model_is_refused_before_anything(model):
     with pytest.raises(InputError, match="model is .*, expected a name, or what kvjax.load returns: "):
         unwrap(kvjax.compare)(model)
+
+
+def test_a_method_that_is_none_is_refused_before_anything(bare, behind):
+    with pytest.raises(InputError, match="a method is 3, expected text such as 'snapkv', a Method, or"):
+        unwrap(plan_cells)(bare, [3], None, "short")

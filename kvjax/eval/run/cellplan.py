@@ -107,8 +107,13 @@ def plan_cells(
             found.setdefault(label, (label, build.takes_budget, build))
         elif isinstance(item, Method):
             found.setdefault(repr(item), (repr(item), False, lambda _, item=item: item))
-        else:
+        elif isinstance(item, tuple) and len(item) == 3 and callable(item[2]):
             found.setdefault(item[0], item)
+        else:
+            raise InputError(
+                f"a method is {item!r:.60}, expected text such as 'snapkv', a Method, or (label, whether it "
+                "takes a budget, function)"
+            )
     return [
         Entry(label, b, _bound(build(b), model))
         for label, budgeted, build in found.values()
