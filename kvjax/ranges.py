@@ -236,7 +236,8 @@ def check_fields(instance: Any, prefix: str = "", whole: Range | None = None) ->
         given, annotation = getattr(instance, field.name), _annotations(type(instance))[field.name]
         kind = taken_apart(annotation)
         if whole is not None and kind.base is int and kind.rule is None:
-            annotation = Annotated[int, whole] | None if kind.optional else Annotated[int, whole]
+            plain: Any = Annotated[int, whole]
+            annotation = plain | None if kind.optional else plain
         found = read(annotation, given)
         if found is REFUSED:
             wanted = expected(annotation) + _nearest(given, kind)

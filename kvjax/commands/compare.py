@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tasks",
         nargs="+",
         metavar="TASK|FILE",
-        help="what is asked: built-in tasks, JSONL files of RULER or LongBench (default: all built-in ones)",
+        help="what is asked: built-in tasks, JSONL files of RULER or LongBench, or your own as "
+        "my_file.py:my_task (default: all built-in ones)",
     )
     parser.add_argument(
         "--protocol",

@@ -90,7 +90,8 @@ def _empty(column: Any) -> np.ndarray:
     import pyarrow.compute
 
     nothing = pyarrow.array(["", BOM], column.type)
-    return np.asarray(pyarrow.compute.is_in(column, value_set=nothing).to_numpy())
+    found = pyarrow.compute.is_in(column, value_set=nothing)  # pyright: ignore[reportAttributeAccessIssue]
+    return np.asarray(found.to_numpy())
 
 
 def _check_rows(dataset: Any, field: str, paths: Sequence[Path], kind: str) -> None:

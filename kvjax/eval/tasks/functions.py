@@ -131,7 +131,8 @@ def of_functions(model: Model, tasks: Sequence[Any], *, length: int | None, seed
     for task in tasks:
         if (name := task_name(task)) in found:
             raise InputError(f"two tasks are called {name}: rename one of the functions")
-        found[name] = task if callable(task) else load_function(task)
+        made: Any = task if callable(task) else load_function(task)
+        found[name] = made
     return Functions(found, model, length or min(LENGTH, model.config.max_positions), seed)
 
 
