@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -14,12 +16,16 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from kvjax.errors import InputError
+from kvjax.interrupts import Interrupts, folder_to_resume
+from kvjax.streams import escaped, printable, silence
 
 COMMANDS = (
     "compare", "report", "methods", "explain", "generate", "fit", "train", "convert", "uptrain",
     "inspect", "info", "aot", "plan",
 )  # fmt: skip
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+# What a disk, or a device that takes no more, says to what is written.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,28 +34,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> main(["methods", "--jsn"])
     2
     """
-    return _end(_answered(list(sys.argv[1:] if argv is None else argv)))
+    words = list(sys.argv[1:] if argv is None else argv)
+    with printable(), Interrupts(lambda: os._exit(_end(_interrupted(words)))) as interrupts:
+        code = _end(_answered(words, interrupts))
+    if argv is None and code == INTERRUPTED:
+        # Threads that still compile would have the process wait for them.
+        os._exit(code)
+    return code
 
 
-def _answered(words: list[str]) -> int:
+def _answered(words: list[str], interrupts: Interrupts) -> int:
     """Runs the command line, and says what was wrong with it."""
     try:
-        code = _run(words)
-        sys.stdout.flush()
-        return code
-    except InputError as error:
-        return _complain(str(error))
-    except ValueError as error:
-        # kvjax raises ValueError with a message for the user. One that another library raised is a bug.
-        if not _deliberate(error.__traceback__):
-            raise
-        return _complain(f"{error}: see `kvjax {words[0]} --help`")
+        try:
+            return _run(words)
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _interrupted(words)
     except BrokenPipeError:
-        _silence_stdout()
+        silence(sys.stdout)
         return BROKEN_PIPE
+    except Exception as error:
+        if interrupts.heard:  # jax and others turn an interrupt into an error of theirs
+            return _interrupted(words)
+        return _explained(words, error)
+
+
+def _explained(words: list[str], error: Exception) -> int:
+    """Says what was wrong where the user can mend it; raises everything else again."""
+    if isinstance(error, InputError):
+        return _complain(str(error))
+    if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+        silence(sys.stdout)
+        return _complain(
+            f"the output could not be written ({error.strerror}): write it elsewhere, or free some space"
+        )
+    if isinstance(error, ValueError):
+        # kvjax raises ValueError with a message for the user. One that another library raised is a bug.
+        if _deliberate(error.__traceback__):
+            return _complain(f"{error}: see `kvjax {words[0]} --help`")
+    raise error
+
+
+def _interrupted(words: list[str]) -> int:
+    """Says that the command was interrupted, and the line that goes on with it."""
+    folder = folder_to_resume()
+    if folder is None:
+        return _tell("interrupted", INTERRUPTED)
+    given = [word for word in words if word != "--resume"]
+    out = [] if any(word.split("=")[0] == "--out" for word in given) else ["--out", str(folder)]
+    line = shlex.join(["kvjax", *given, *out, "--resume"])
+    return _tell(f"interrupted; what was done is in {folder}. Go on with: {line}", INTERRUPTED)
 
 
 def _run(words: list[str]) -> int:
@@ -82,7 +118,7 @@ def _run_on_hosts(args: argparse.Namespace) -> int | None:
 
     # Libraries write to the standard output of a process, where the command's own output goes.
     sys.stdout.flush()
-    sys.stdout = os.fdopen(os.dup(1), "w")
+    sys.stdout = os.fdopen(os.dup(1), "w", errors="backslashreplace")
     os.dup2(2, 1)
     start_hosts(args.hosts, args.processes, args.process, wait_seconds=args.wait)
     if not is_first():
@@ -140,10 +176,18 @@ class _Version(argparse.Action):
 
 
 def _complain(message: str) -> int:
-    line = "kvjax: error: " + " ".join(message.split())
+    line = escaped("kvjax: error: " + " ".join(message.split()))
     red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    print(f"\x1b[31m{line}\x1b[0m" if red else line, file=sys.stderr)
-    return BAD_INPUT
+    return _tell(f"\x1b[31m{line}\x1b[0m" if red else line, BAD_INPUT)
+
+
+def _tell(line: str, code: int) -> int:
+    """Prints a line on standard error, where that can be written, and returns the exit code."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        silence(sys.stderr)
+    return code
 
 
 def _deliberate(traceback: TracebackType | None) -> bool:
@@ -152,11 +196,3 @@ def _deliberate(traceback: TracebackType | None) -> bool:
         traceback = traceback.tb_next
     name = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))
     return name.startswith(("kvjax.", "kvjax_user_"))
-
-
-def _silence_stdout() -> None:
-    """Sends what is still buffered nowhere: the reader is gone, and Python would fail to write it at exit."""
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):
-        pass

@@ -32,6 +32,8 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/inputs.py",
                 "kvjax/ranges.py",
                 "kvjax/files.py",
+                "kvjax/interrupts.py",
+                "kvjax/streams.py",
                 "kvjax/__init__.py",
             ),
         ),

@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from kvjax.streams import escaped
+
 if TYPE_CHECKING:
     from kvjax.eval.report.folder import Results
 
@@ -33,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     found = read_results(args.folder)
     # Tokens may hold half a surrogate pair, which no file can.
     text = (_of_text if found.of_text else _of_questions)(found, args.format)
-    sys.stdout.write(text.encode("utf-8", errors="backslashreplace").decode())
+    sys.stdout.write(escaped(text.encode("utf-8", errors="backslashreplace").decode()))
 
 
 def _of_questions(found: Results, form: str) -> str:

@@ -7,11 +7,12 @@ import sys
 from rich.box import SIMPLE_HEAD as BOX
 from rich.table import Table
 
-from kvjax.eval.report.console import escaped, print_text
 from kvjax.eval.report.console import make_console as console
+from kvjax.eval.report.console import print_text
 from kvjax.eval.report.progress import tracked
+from kvjax.streams import escaped
 
-__all__ = ["BOX", "console", "escaped", "pairs", "print_part", "print_text", "size", "tracked"]
+__all__ = ["BOX", "console", "pairs", "print_part", "print_text", "size", "tracked"]
 
 
 def print_part(text: str) -> None:

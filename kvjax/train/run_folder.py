@@ -18,6 +18,7 @@ from filelock import FileLock
 from kvjax.errors import InputError
 from kvjax.files import hold, write_atomic
 from kvjax.hosts.messages import by_first
+from kvjax.interrupts import goes_on_in
 
 LOG, SETTINGS = "log.jsonl", "run.json"
 # What a run writes beside its settings: none of it may be there before.
@@ -52,6 +53,7 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, defaults: Map
         raise InputError(
             f"{folder} cannot be written ({error.strerror}): give --out a folder that can be written"
         ) from error
+    goes_on_in(folder)
 
 
 @contextlib.contextmanager

@@ -9,23 +9,12 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+from kvjax.streams import escaped
+
 # Nothing limits a line of a pipe or a file; rich would assume 80 columns.
 _UNLIMITED_COLUMNS = 10_000
 # Sentences are broken here where nothing else limits them.
 _TEXT_COLUMNS = 140
-
-
-# What acts on a terminal instead of standing in a text: an escape may set its title, or write its clipboard.
-_ACTS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-
-
-def escaped(text: str) -> str:
-    """A text whose control characters are written out, lines and tabs aside.
-
-    >>> print(escaped("\\x1b[31mred"))
-    \\x1b[31mred
-    """
-    return text.translate(_ACTS)
 
 
 class _Printing(Console):
@@ -34,6 +23,9 @@ class _Printing(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=escaped(segment.text))
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def make_console(**options: Any) -> Console:

@@ -30,9 +30,20 @@ def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
     names = list(dict.fromkeys(name for record in records for name in record))
     out = io.StringIO()
     writer = csv.DictWriter(out, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
+    writer.writerow({name: _cell(name) for name in names})
+    writer.writerows([{name: _cell(value) for name, value in record.items()} for record in records])
     return out.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """A cell that spreadsheets read as text, not as a formula: what begins like one is quoted."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("=", "+", "-", "@")):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
 
 
 def cell_records(cells: Sequence[Cell], timings: Timings) -> list[dict[str, Any]]:

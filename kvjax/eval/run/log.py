@@ -21,6 +21,7 @@ from filelock import FileLock
 from kvjax.errors import InputError
 from kvjax.files import hold, write_atomic
 from kvjax.hosts.messages import by_first, gathered, is_first, number_of, wait_for_all
+from kvjax.interrupts import goes_on_in
 
 # What a run writes beside its settings: none of it may be there before.
 RESULTS = ("units.jsonl", "results.jsonl", "metrics.json", "frontier.png", "report.html")
@@ -63,6 +64,7 @@ class UnitLog:
             self._others = sorted(folder.glob(f"units-{run}-*.jsonl")) if is_first() and resume else []
         self._take([self._read(path, fields) for path in self._others])
         self._take(gathered(self.done))
+        goes_on_in(folder)
 
     def _take(self, several: list[dict[str, Any]]) -> None:
         """Takes over the units of other hosts; the first host also writes them to its log."""

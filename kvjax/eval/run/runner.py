@@ -98,14 +98,16 @@ def two_at_a_time(make: Callable[[X], Y], xs: Iterable[X]) -> Iterator[tuple[X, 
     >>> sorted(two_at_a_time(str.upper, ["a", "b"]))
     [('a', 'A'), ('b', 'B')]
     """
-    with ThreadPoolExecutor(2) as pool:
-        waiting = {pool.submit(make, x): x for x in xs}
-        try:
-            for done in as_completed(waiting):
-                yield waiting[done], done.result()
-        finally:
-            for future in waiting:
-                future.cancel()
+    pool, wait = ThreadPoolExecutor(2), True
+    waiting = {pool.submit(make, x): x for x in xs}
+    try:
+        for done in as_completed(waiting):
+            yield waiting[done], done.result()
+    except KeyboardInterrupt:
+        wait = False  # for what still compiles
+        raise
+    finally:
+        pool.shutdown(wait, cancel_futures=True)
 
 
 def bare_method(method: Method) -> Method:

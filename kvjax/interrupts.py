@@ -1,0 +1,86 @@
+"""Ctrl-C: a command that is interrupted ends within seconds, wherever it was.
+
+Python hears a signal between two of its instructions. A compilation lets it wait for minutes, and a callback
+that jax makes swallows the exception. So a thread hears the signal as well, and ends a process that does not
+end by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Seconds in which an interrupted command may put its house in order.
+GRACE = 3.0
+
+_folders: list[Path] = []
+
+
+def goes_on_in(folder: Path) -> None:
+    """Notes that what runs can be resumed from what it has written to `folder`."""
+    _folders[:] = [folder]
+
+
+def folder_to_resume() -> Path | None:
+    """The folder that an interrupted run goes on in; None where nothing can be resumed."""
+    return _folders[-1] if _folders else None
+
+
+class Interrupts:
+    """Listens for SIGINT while its block runs in the main thread, and tells whether one came.
+
+    The first one raises KeyboardInterrupt, as always. `end` is called, and never returns, where the block has
+    not ended `GRACE` seconds later, or at a second one.
+    """
+
+    def __init__(self, end: Callable[[], None]):
+        self.end, self.heard = end, False
+        self._ours = threading.current_thread() is threading.main_thread()
+        self._ours = self._ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def __enter__(self) -> Interrupts:
+        _folders.clear()
+        if self._ours:
+            self._far, self._near = socket.socketpair()
+            self._near.setblocking(False)
+            self._before = signal.set_wakeup_fd(self._near.fileno(), warn_on_full_buffer=False)
+            self._thread = threading.Thread(target=self._listen, name="kvjax-interrupts", daemon=True)
+            self._thread.start()
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._lost
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ours:
+            sys.unraisablehook = self._hook
+            signal.set_wakeup_fd(self._before)
+            self._near.close()
+            self._thread.join()
+            self._far.close()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            while signals := self._far.recv(64):
+                count = signals.count(signal.SIGINT)
+                if self.heard + count > 1:
+                    break
+                if count:
+                    self.heard = True
+                    self._far.settimeout(GRACE)
+            else:
+                return
+        try:
+            self.end()
+        finally:
+            os._exit(128 + signal.SIGINT)
+
+    def _lost(self, what: Any) -> None:
+        """Says nothing of an interrupt that a callback swallowed: the process ends all the same."""
+        if not (self.heard and issubclass(what.exc_type, KeyboardInterrupt)):
+            self._hook(what)
