@@ -24,6 +24,7 @@ from kvjax.inputs import (
     whole_number,
 )
 from kvjax.making import made
+from kvjax.memory import check_memory
 from kvjax.models.model import Model
 from kvjax.not_numbers import refuse_prompt, refuse_step
 from kvjax.place.rollback import of_rows
@@ -107,6 +108,8 @@ def generate(
         samples, beams, on_token, implementation,
     )  # fmt: skip
     stops = _checked(asked)
+    if not has_verbs(model):
+        check_memory(model, tokens, chosen, max_new_tokens, chunk)
     _check_prompt(model, (tokens, lengths), chosen, cache, max_new_tokens, last)
     # `model` may be what the method made of the given one: only the method with its fit leads back to it.
     logits, cache = prefill(

@@ -29,6 +29,7 @@ from kvjax.inputs import (
 )
 from kvjax.layout import mesh_for
 from kvjax.making import made
+from kvjax.memory import check_memory
 from kvjax.methods import as_method
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
@@ -168,6 +169,7 @@ def prefill(
     room, note = check_room(model, room, chosen), None if cache is None else cache.added
     if chunk is not None:
         chunk = whole_number("chunk", chunk, 1, "tokens read at a time")
+    check_memory(model, tokens, chosen, room, chunk)
     batch = padded(model, tokens, lengths)
     if cache is not None and cache.next.shape != batch.lengths.shape:
         raise InputError(

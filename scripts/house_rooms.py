@@ -170,6 +170,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/generation.py",
                 "kvjax/not_numbers.py",
                 "kvjax/program_limit.py",
+                "kvjax/memory.py",
                 "kvjax/pure.py",
                 "kvjax/making.py",
                 "kvjax/ready.py",

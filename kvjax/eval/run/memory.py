@@ -5,24 +5,15 @@ from __future__ import annotations
 import resource
 
 import jax
-import psutil
 
 from kvjax.errors import InputError
 from kvjax.hosts.messages import gathered
+from kvjax.memory import free_bytes
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 
 # Share of the free memory a comparison may plan to use; the rest is for compilation and the system.
 SHARE = 0.6
-
-
-def free_bytes() -> int:
-    """Free memory of the device that computes: the accelerator's, or the machine's on CPU."""
-    device = jax.local_devices()[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    return int(psutil.virtual_memory().available)
 
 
 def row_bytes(config: Config, tokens: int, itemsize: int) -> int:
