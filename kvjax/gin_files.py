@@ -141,7 +141,7 @@ def _parsed(path: Path, form: str) -> Iterator[Any]:
     try:
         if path.stat().st_size > _BYTES:
             raise InputError(f"{path} is larger than {_BYTES} bytes, expected a few lines: {form}")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         yield from config_parser.ConfigParser(io.StringIO(text), _Values())
     except TokenError as error:
         message, (line, _) = error.args

@@ -144,6 +144,12 @@ def _decoder(data: Mapping[str, Any]) -> Config:
 
 
 def _built(kind: type[C], fields: dict[str, Any]) -> C:
+    known = [f.name for f in dataclasses.fields(kind)]  # pyright: ignore[reportArgumentType]
+    for name in fields:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"expected {', '.join(known)}"
+            raise ValueError(f"the fields are not those of a model: {kind.__name__} has no {name!r}: {hint}")
     try:
         return kind(**fields)
     except TypeError as error:

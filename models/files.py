@@ -55,7 +55,7 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; InputError names the file and the place where it is broken."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -115,7 +115,7 @@ def _read_prompt(args: argparse.Namespace) -> str | list[int]:
     text = args.prompt
     if args.file is not None:
         try:
-            text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
+            text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8-sig")
         except OSError as error:
             raise InputError(
                 f"{args.file} cannot be read ({error.strerror}), expected a text file: check the path"

@@ -144,7 +144,7 @@ def read_windows(
             f"expected at most {last - steps - 1}"
         )
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             text = file.read(MOST_CHARACTERS)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read ({error}): expected a text file in UTF-8") from error

@@ -297,3 +297,10 @@ def test_forced_answers_may_hold_a_stop(model, rng):
     _, (plain,) = answers(model, [forced], "agnostic")
     _, (said,) = answers(model, [forced], "agnostic", stop=plain[0])
     assert said == plain
+
+
+def test_a_byte_order_mark_before_the_first_record_is_passed_over(model, folder):
+    path = folder / "vt.jsonl"
+    plain = read_local(model, [path]).rows(0, "agnostic")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_local(model, [path]).rows(0, "agnostic") == plain

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 from io import StringIO
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -271,3 +272,10 @@ def test_the_table_shows_every_row_in_80_columns(rows):
     lines = [line for line in out.getvalue().splitlines() if line.strip()]
     assert len([x for x in lines if any(x.startswith(f"{label} ") for label, _ in rows)]) == len(rows)
     assert "…" not in out.getvalue() and f"{WINDOWS * STEPS} tokens behind {WINDOWS}" in lines[0]
+
+
+def test_a_byte_order_mark_is_no_text(model, book, tmp_path):
+    marked = tmp_path / "marked.txt"
+    marked.write_bytes(b"\xef\xbb\xbf" + Path(book).read_bytes())
+    plain, same = (read_windows(model, path, **SIZES).tokens for path in (book, marked))
+    assert np.array_equal(plain, same)

@@ -125,3 +125,26 @@ def test_a_config_of_python_names_its_field(name):
     for value in COUNTS:
         with pytest.raises(InputError, match=f"^{name} is .*, expected a whole number >= 1"):
             Config(**sizes | {name: value})
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
+    path = tmp_path / "mine.gin"
+    path.write_bytes(b"\xef\xbb\xbf" + b"include 'bytes.gin'\r\ntrain.steps = 3\r\n")
+    assert training(load_training(path)).loop.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"rope": {"thta": 1e6}}, "Rope has no 'thta': did you mean theta"),
+        ({"blocks": {"layers": -1}}, "model.blocks.layers is -1"),
+        ({"blocks": 3}, "model.blocks is 3, expected a dict of settings"),
+        ({"tokens": {"d_ff": -4}}, "model.tokens.d_ff is -4"),
+        ({"blocks": {}, "length": 0}, "model.length is 0, expected a whole number >= 1"),
+        ({"blocks": {}, "prefix": 2.5}, "model.prefix is 2.5, expected a whole number >= 1"),
+        ({"encoder": {"layers": 0}}, "model.encoder.layers is 0"),
+    ],
+)
+def test_settings_inside_of_others_are_named(model, message):
+    with pytest.raises(InputError, match=message):
+        training({"model": model})

@@ -128,7 +128,7 @@ def _read(file: Path, most: int) -> dict[str, _Task]:
     """Tasks by name, with at most so many records of each."""
     found: dict[str, _Task] = {}
     try:
-        with open(file, encoding="utf-8") as lines:
+        with open(file, encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     name, benchmark, record = _record(f"{file}:{number}", line, file)
