@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -29,7 +30,7 @@ WINDOW, KERNEL = 8, 5
 
 
 def load(checkout: Path) -> tuple[Any, Any]:
-    """The classes of SnapKV's and CriticalKV's presses."""
+    """The class of SnapKV's press, and the file of CriticalKV's."""
     for package in ("kvpress", "kvpress.presses"):
         sys.modules[package] = empty = ModuleType(package)
         empty.__path__ = [str(checkout / package.replace(".", "/"))]
@@ -41,25 +42,30 @@ def load(checkout: Path) -> tuple[Any, Any]:
             scores[..., -self.window_size :] = torch.inf
             return scores
 
-    return Staying, importlib.import_module("kvpress.presses.criticalkv_press").CriticalKVPress
+    return Staying, importlib.import_module("kvpress.presses.criticalkv_press")
 
 
-def kept(presses: tuple[Any, Any], budget: float, row: int, layer: int) -> np.ndarray:
+def kept(presses: tuple[Any, Any], budget: float, across_heads: bool, row: int, layer: int) -> np.ndarray:
     """Which tokens [K, T] the press keeps of a row."""
     prompt, config = recorded.prompt(row), recorded.model().config
-    count = int(prompt.length * budget)
     snap = presses[0](compression_ratio=1 - budget, window_size=WINDOW, kernel_size=KERNEL)
     sizes = {"num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads}
-    matrix = torch.tensor(recorded.output_matrix(layer).T)
+    sizes |= {"head_dim": config.head_dim, "hidden_size": config.d_model}
     module = SimpleNamespace(
-        config=SimpleNamespace(**sizes, head_dim=config.head_dim, hidden_size=config.d_model),
+        config=SimpleNamespace(**sizes, _attn_implementation="sdpa"),
         head_dim=config.head_dim,
         num_key_value_groups=prompt.group,
-        o_proj=SimpleNamespace(weight=matrix),
+        o_proj=SimpleNamespace(weight=torch.tensor(recorded.output_matrix(layer).T)),
     )
     k, v, p = (torch.tensor(x[layer])[None] for x in (prompt.k, prompt.v, prompt.p))
-    scores = presses[1](snap).score(module, None, k, v, p, {})
-    best = scores.topk(count, dim=-1).indices[0].numpy()
+    if across_heads:
+        presses[1].CriticalAdaKVPress(snap).compress(module, None, k, v, p, {})
+        stay = np.ones((config.kv_heads, prompt.length), bool)
+        _, heads, slots = module.masked_key_indices
+        stay[heads.numpy(), slots.numpy()] = False
+        return stay
+    scores = presses[1].CriticalKVPress(snap).score(module, None, k, v, p, {})
+    best = scores.topk(int(prompt.length * budget), dim=-1).indices[0].numpy()
     return np.stack([np.isin(np.arange(prompt.length), head) for head in best])
 
 
@@ -68,12 +74,13 @@ def main() -> None:
     parser.add_argument("checkout", type=Path)
     checkout = parser.parse_args().checkout
     presses, cases = load(checkout), []
-    for budget in (0.25, 0.75):
+    for budget, across in itertools.product((0.25, 0.75), (False, True)):
         rows = {
-            row: [kept(presses, budget, row, layer) for layer in range(recorded.model().config.layers)]
+            row: [kept(presses, budget, across, row, i) for i in range(recorded.model().config.layers)]
             for row in range(len(recorded.LENGTHS))
         }
         hyper = dict(budget=budget, window=WINDOW, kernel=KERNEL, variant="kvpress", page=4)
+        hyper |= {"across_heads": True} if across else {}
         cases.append(recorded.Case("criticalkv", hyper, rows))
     recorded.write("criticalkv", recorded.commit_of(checkout), cases)
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.keep.select import ranks, top
 from kvjax.words import scored, spared
 
 if TYPE_CHECKING:
-    from kvjax.protocols import Observation, Score, Seen, Trace, View
+    from kvjax.protocols import Allocation, Observation, Score, Seen, Trace, View
 
 
 class Word:
@@ -169,8 +169,12 @@ class Staged(Made):
     whole: bool = False
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        return self.of_heads(view, seen, seen.n[:, None])
+
+    def of_heads(self, view: View, seen: Seen, n: Int[Array, "B #K"]) -> Float[Array, "B K S"]:
+        """The score where every head has a budget of its own."""
         stay = spared(view, seen)
-        many, n = stay.sum(-1), seen.n[:, None]
+        many = stay.sum(-1)
         thousandths = round(self.share * 1000)
         if self.whole:
             count = n * thousandths // 1000 - many
@@ -179,6 +183,25 @@ class Staged(Made):
         # What stays anyway takes no place among the best, whatever smoothing gives it.
         first = jnp.where((view.pos < 0) | stay, -jnp.inf, scored(self.first, view, seen))
         return jnp.where(top(first, count), jnp.inf, scored(self.rest, view, seen))
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedAcross(Made):
+    """1 for the slots of heads whose budgets `heads` shares out by the first stage's score, 0 for all others.
+
+    Within a head, both stages choose. Where as many slots as K heads have on average stay in a layer, they
+    are these (CriticalKV with Ada-KV's budgets, arXiv:2502.03805).
+    """
+
+    stages: Staged
+    heads: Allocation
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        stay, empty = spared(view, seen), view.pos < 0
+        first = jnp.where(stay, jnp.inf, scored(self.stages.first, view, seen))
+        n = self.heads.counts(jnp.where(empty, -jnp.inf, first)[None], seen.n)[0]
+        score = jnp.where(stay, jnp.inf, self.stages.of_heads(view, seen, n))
+        return top(jnp.where(empty, -jnp.inf, score), n).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)

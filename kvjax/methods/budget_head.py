@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method, Store
-from kvjax.keep.algebra import stage
+from kvjax.keep.algebra import StagedAcross, stage
 from kvjax.keep.budget import AcrossHeads, AcrossLayers, Threshold, Uniform
 from kvjax.keep.compensation import Compensation
 from kvjax.keep.enough import Covering
@@ -94,12 +94,15 @@ def criticalkv(
     grouped queries the norm is the mean over the group's heads. That the window counts in the first stage is
     how the authors' code (DefensiveKV) reads the budget: where it fills that stage, the norms choose all
     older tokens. "grouped", the default, sums and smooths as SnapKV does, "kvpress" as the authors' code,
-    whose presses are kvpress's. across_heads: Ada-KV's budgets over these scores; the authors share them out
-    by attention alone, and then take the stages.
+    whose presses are kvpress's. across_heads: Ada-KV's budgets by the attention alone (`adakv`, with the
+    variant's name for its own), and both stages within them, as the authors do.
     """
     attention = window_score(window, kernel, variant)
     score = stage(attention, first, (attention + epsilon) * OutputNorm(), whole=True)
-    allocate = AcrossHeads() if across_heads else Uniform()
+    if not across_heads:
+        return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), page=page))
+    blend = pick(variant, grouped=True, kvpress=False)
+    score, allocate = StagedAcross(score, AcrossHeads(blend=blend)), AcrossHeads(0.0, blend=False)
     return Method(Keep(score, Budget(budget), allocate, (Recent(window),), page=page))
 
 

@@ -86,19 +86,24 @@ def valued_mass(slot):
     return slot["mass"] * np.abs(slot["v"]).sum()
 
 
-def critical_score(prompt, layer, share=0.5, epsilon=1e-4):
+def critical_score(prompt, layer, share=0.5, epsilon=1e-4, counts=None):
     """Half of the budget for the window and its attention, the rest by that times what a slot can write."""
     attention, c = window_score(prompt, layer, WINDOW, KERNEL), prompt.decoder.config
     out = prompt.decoder.layers[layer]["o"].reshape(c.kv_heads, prompt.group, c.head_dim, -1)
     written = np.abs(np.einsum("ksv,kgvd->kgsd", prompt.v[layer], out)).sum(-1).mean(1)
-    first = best(attention, np.full(len(attention), int(count(prompt.length) * share)))
+    n = np.full(len(attention), count(prompt.length)) if counts is None else counts
+    first = best(attention, (n * share).astype(int))
     bound = np.where(first, STAYS, (attention + epsilon) * written)
     return np.where(np.isinf(attention), np.inf, bound)
 
 
 def critical_across_heads(prompt):
-    """Ada-KV's budgets over these scores."""
-    return adakv_kept(prompt, score=critical_score)
+    """Ada-KV's budgets by attention, and both stages within each."""
+    found = []
+    for i in range(len(prompt.p)):
+        counts = adakv_counts(window_score(prompt, i, WINDOW, KERNEL), count(prompt.length))
+        found.append(best(critical_score(prompt, i, counts=counts), counts))
+    return found
 
 
 def made_up_gate(layers=2, width=32, hidden=8, heads=2):
@@ -447,17 +452,18 @@ def flat_counts(scores, total):
     return np.bincount(order // scores.shape[-1], minlength=len(scores))
 
 
+def adakv_counts(s, n, floor=0.2):
+    """0.8 * flat + 0.2 * n, rounded down, the rest of the total to the largest fractions."""
+    exact = np.round((1 - floor) * flat_counts(s, len(s) * n) + floor * n, 9)
+    counts = np.floor(exact).astype(int)
+    short = len(s) * n - counts.sum()
+    counts[np.argsort(-(exact - counts), kind="stable")[:short]] += 1
+    return counts
+
+
 def adakv_kept(prompt, floor=0.2, score=None):
-    """Counts 0.8 * flat + 0.2 * n, rounded down, the rest of the total to the largest fractions."""
-    found = []
-    for i in range(len(prompt.p)):
-        s, n = (score or snap())(prompt, i), count(prompt.length)
-        exact = np.round((1 - floor) * flat_counts(s, len(s) * n) + floor * n, 9)
-        counts = np.floor(exact).astype(int)
-        short = len(s) * n - counts.sum()
-        counts[np.argsort(-(exact - counts), kind="stable")[:short]] += 1
-        found.append(best(s, counts))
-    return found
+    scores = [(score or snap())(prompt, i) for i in range(len(prompt.p))]
+    return [best(s, adakv_counts(s, count(prompt.length), floor)) for s in scores]
 
 
 PREFIX = (5, 7, 11)
