@@ -54,6 +54,8 @@ _HOMES = {
     "FrequencyPenalty": "kvjax.processors",
     "nbytes": "kvjax.cache",
     "kept_positions": "kvjax.cache",
+    "kept_texts": "kvjax.cache_text",
+    "summary": "kvjax.cache_summary",
     "fork": "kvjax.forking",
     "take_rows": "kvjax.place.rows",
     "reset_rows": "kvjax.place.rows",

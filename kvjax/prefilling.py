@@ -33,7 +33,7 @@ from kvjax.memory import check_memory
 from kvjax.methods import as_method
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
-from kvjax.not_numbers import check_scores
+from kvjax.not_numbers import check_scores, refuse_prompt
 from kvjax.place.common import apart, has_common, is_shared
 from kvjax.place.rollback import Added, more_added
 from kvjax.place.trim import counted
@@ -151,7 +151,7 @@ def prefill(
     can run.
 
     InputError for token ids outside the vocabulary, empty or too long prompts, a foreign cache, or one of
-    another number of rows, a `room` beyond the model's positions, or scores that are not numbers;
+    another number of rows, a `room` beyond the model's positions, or logits or scores that are no numbers;
     NotImplementedError where a forced kernel cannot run.
 
     >>> import kvjax
@@ -203,7 +203,10 @@ def prefill(
     )  # fmt: skip
     last = _question_tokens(run.method, before + batch.lengths) if compress else 0
     logits, cache, lost = _read_chunks(run, params, batch, cache, sizes, width, compress, last)
-    check_scores(chosen.id, np.any(fetch(lost), 0))
+    unranked, broken = fetch((lost, jnp.isnan(logits).any()))
+    check_scores(chosen.id, np.any(unranked, 0))
+    if broken:
+        refuse_prompt(model, *batch)
     if counted(chosen) and compress:
         cache = placed(as_used(run.groups(params), cache, bucket, room), on)
     cache = labelled(cache, chosen, model)

@@ -57,10 +57,10 @@ class Shardings(NamedTuple):
         rows = [("layers", "part", "split", "in all", "per device", "")]
         for part in self.parts:
             split = ", ".join(f"{axis} over {names}" for axis, names in part.split) or "whole"
-            sizes = (_size(part.nbytes), _size(part.per_device))
+            sizes = (size_text(part.nbytes), size_text(part.per_device))
             rows.append((part.where, part.what, split, *sizes, part.why))
         total = sum(part.nbytes for part in self.parts)
-        rows.append(("all", "", "", _size(total), _size(self.per_device), ""))
+        rows.append(("all", "", "", size_text(total), size_text(self.per_device), ""))
         head = devices if self.mesh else "one device"
         return "\n".join(
             [head, "", *_aligned(rows, right=(3, 4)), *(["", self.picture] if self.picture else [])]
@@ -92,7 +92,7 @@ def shardings(cache: Cache) -> Shardings:
 def described(cache: Cache, on: OnMesh | None) -> Shardings:
     """`shardings` of a cache, or of the shapes of one as it would lie by rules."""
     tree = map_axes(_Lies, cache)
-    sizes = _layers(cache)
+    sizes = layers_of(cache)
     found: dict[tuple[str, tuple[tuple[str, str], ...], str], list[tuple[str, str, int, int]]] = {}
     largest, mesh = None, {} if on is None else dict(on.mesh.shape)
     for path, leaf in jax.tree.leaves_with_path(tree):
@@ -154,7 +154,7 @@ def _of(what: str, where: str) -> str:
     return f"{what} of {'layers' if '-' in where else 'layer'} {where}"
 
 
-def _layers(cache: Cache) -> list[tuple[int, int]]:
+def layers_of(cache: Cache) -> list[tuple[int, int]]:
     """(first, last) layer of every group."""
     out, first = [], 0
     for group in cache.groups:
@@ -227,7 +227,7 @@ def _why(leaf: _Lies, spec: Names, on: OnMesh | None) -> str:
 # --- text ----------------------------------------------------------------------------------------------
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
     for unit in ("B", "KiB", "MiB"):
         if count < 1000:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

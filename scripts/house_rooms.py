@@ -181,6 +181,8 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/beams.py",
                 "kvjax/stopping.py",
                 "kvjax/oracle.py",
+                "kvjax/cache_summary.py",
+                "kvjax/cache_text.py",
                 "kvjax/verbs.py",
                 "kvjax/block_transformer.py",
             ),

@@ -92,6 +92,17 @@ def test_a_prompt_without_numbers_names_the_first_layer(layer, where):
         kvjax.generate(spoiled(layer), MAIN.first, max_new_tokens=2, method="int8")
 
 
+def test_a_float16_model_that_overflows_is_refused_by_prefill_alone():
+    m = kvjax.load("recall-tiny", dtype="float16")
+    groups = [{**g, "down": g["down"] * 30_000} for g in m.params["layers"]]
+    large = dataclasses.replace(m, params={**m.params, "layers": tuple(groups)})
+    says = "the logits of the prompt are not numbers .*first in the output of layer .*dtype="
+    for options in (dict(), dict(method="int8", chunk=2)):
+        with pytest.raises(InputError, match=says):
+            kvjax.prefill(large, [[1, 2, 3], [4, 5]], **options)
+    assert not jnp.isnan(kvjax.prefill(m, [[1, 2, 3]])[0]).any()
+
+
 def test_a_step_without_numbers_is_named():
     shown = []
     with pytest.raises(InputError, match="not numbers .* at step 1 with method custom, after"):
