@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 from kvjax.block_transformer import BlockTransformer
 from kvjax.errors import InputError
 from kvjax.files import disk_says as disk_says
+from kvjax.files import in_short
 from kvjax.hosts.arrays import is_shared
 from kvjax.hosts.messages import is_first
 from kvjax.mesh.on_mesh import OnMesh
@@ -123,16 +124,6 @@ def read_head(folder: Path) -> tuple[Config | BlockConfig, tuple[Group, ...] | G
         return config, _groups(head["groups"]), head["dtype"]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{folder / MARKER} does not describe a model ({error}): save it again") from error
-
-
-def in_short(error: Exception) -> str:
-    """The start of what an error says, for a sentence.
-
-    >>> in_short(ValueError("no array\\nof that name"))
-    'no array'
-    """
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return said.partition(". See full TensorStore")[0].partition(" [tensorstore_spec")[0][:160]
 
 
 @contextlib.contextmanager

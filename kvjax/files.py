@@ -58,6 +58,16 @@ def disk_says(error: Exception) -> str | None:
     return None if code is None else os.strerror(int(code[1] or code[2]))
 
 
+def in_short(error: Exception) -> str:
+    """The start of what an error says, for a sentence.
+
+    >>> in_short(ValueError("no array\\nof that name"))
+    'no array'
+    """
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return said.partition(". See full TensorStore")[0].partition(" [tensorstore_spec")[0][:160]
+
+
 def check_unwritten(path: str | os.PathLike[str], overwrite: bool = False) -> None:
     """InputError where something is at `path` and was not asked to be replaced."""
     if not overwrite and os.path.lexists(path):

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from kvjax.errors import InputError
-from kvjax.files import check_kind, write_atomic
+from kvjax.files import check_kind, in_short, write_atomic
 from kvjax.word_keys import key_of
 
 KIND = "kvjax fitted arrays"
@@ -31,12 +31,14 @@ class Fitted:
     """Arrays [layers, ...] by name, of one word and one model; equal where every bit is equal.
 
     One row stands for all layers.
-    word: the name of the word's class. model: the signature of the model; "" is any.
+    word: the name of the word's class. model: the signature of the model; "" is any. file: the user's file
+    that they are from.
     """
 
     arrays: Mapping[str, Shaped[np.ndarray, "L *_"]]
     word: str
     model: str
+    file: str = ""
     digest: str = dataclasses.field(init=False)
 
     def __post_init__(self):
@@ -171,11 +173,14 @@ def load_fitted(path: str | Path) -> Fitted:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}
-    except SafetensorError as error:
-        raise InputError(f"{path} is damaged ({error}): write it again with `kvjax fit`") from error
-    if metadata.get("kind") != KIND:
+    except (SafetensorError, OSError, TypeError) as error:
+        raise InputError(f"{path} is damaged ({in_short(error)}): write it again with `kvjax fit`") from error
+    if metadata.get("kind") != KIND or not {"word", "model"} <= metadata.keys() or not arrays:
         raise InputError(f"{path} holds no fitted arrays, expected what `kvjax fit` writes: check the path")
-    return Fitted(arrays, metadata["word"], metadata["model"])
+    for name, x in arrays.items():
+        if x.dtype.kind in "fV" and np.isnan(x.astype(np.float32)).any():
+            raise InputError(f"{path}: its array {name} holds values that are no numbers: fit again")
+    return Fitted(arrays, metadata["word"], metadata["model"], str(path))
 
 
 def as_fitted(given: str | Fitted | None) -> Fitted | None:

@@ -17,6 +17,7 @@ from kvjax.axes import check_rows, placed
 from kvjax.cache import Cache, check_alive, kept_positions
 from kvjax.chunking import Size, bucket, plan
 from kvjax.errors import InputError
+from kvjax.fits_trace import check_fits
 from kvjax.fitted import with_fitted
 from kvjax.grammar import Method
 from kvjax.hosts.arrays import fetch
@@ -310,7 +311,9 @@ def live(cache: Cache) -> int:
 def method_of(model: Model, method: Method | str | None, cache: Cache | None) -> Method:
     """The method of a prefill: the given one, or that of the cache it continues."""
     given = None if method is None else as_method(method)
-    given = None if given is None else ready(model, given)
+    if given is not None:
+        given = ready(model, given)
+        check_fits(model, given)
     if cache is None:
         return given or Method()
     check_cache(model, cache)

@@ -174,6 +174,7 @@ FLOORS: tuple[tuple[str, tuple[Room, ...]], ...] = (
                 "kvjax/pure.py",
                 "kvjax/making.py",
                 "kvjax/ready.py",
+                "kvjax/fits_trace.py",
                 "kvjax/context.py",
                 "kvjax/sampling.py",
                 "kvjax/samples.py",

@@ -7,16 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import kvjax
 from kvjax.errors import InputError
 from kvjax.eval.tasks.sample import ForcedSample
-from kvjax.fitted import Fitted
+from kvjax.fitted import SHIPPED, Fitted
 from kvjax.fitting.head_gates import distilled
 from kvjax.fitting.levels import felt
 from kvjax.fitting.residues import Batch, missed
 from kvjax.grammar import Method
 from kvjax.keep.gate import gated
+from kvjax.methods import takes
 from kvjax.steps.run import Run
 from tests.merges import Less
 from tests.methods.battery import MAIN, decoder, model, positions
@@ -244,6 +246,50 @@ def test_a_fit_comes_back_from_its_file_and_is_told_from_others(tmp_path):
     assert Fitted(other, "HiddenGate", "") != GATE
     method = kvjax.method("kvzap", fitted=str(tmp_path / "gate.safetensors"))
     assert method.keep == kvjax.method("kvzap", fitted=GATE).keep
+
+
+def without(arrays, name):
+    return {n: x for n, x in arrays.items() if n != name}
+
+
+CRAFTED = {
+    "an axis more": (
+        "kvzap",
+        lambda a, n: a | {n: a[n][..., None]},
+        "the arrays of .* are not those that",
+    ),
+    "a channel less": (
+        "ccm",
+        lambda a, n: a | {n: a[n][..., :-1]},
+        "the arrays of .* are not those that",
+    ),
+    "one array less": ("attention-gate", without, "not those that its words read .KeyError: 'k'"),
+    "more layers": (
+        "dms",
+        lambda a, n: a | {n: np.concatenate([a[n]] * 2)},
+        "expected 1 or 4 layers first|are .8",
+    ),
+    "no numbers": ("duoattention", lambda a, n: a | {n: a[n] * np.nan}, "holds values that are no numbers"),
+}
+
+
+@pytest.mark.parametrize(("method", "change", "message"), CRAFTED.values(), ids=CRAFTED.keys())
+def test_arrays_that_a_word_does_not_read_are_refused_in_one_line(method, change, message, tmp_path):
+    known = kvjax.load_fitted(SHIPPED / f"recall-tiny/{method}.safetensors")
+    arrays = change(dict(known.arrays), min(known.arrays))
+    kvjax.save_fitted(tmp_path / "x.safetensors", dataclasses.replace(known, arrays=arrays))
+    tiny = kvjax.load("recall-tiny")
+    with pytest.raises(InputError, match=message) as caught:
+        given = {"budget": 0.5} if takes(method, "budget") else {}
+        given |= {"fitted": str(tmp_path / "x.safetensors")}
+        kvjax.prefill(tiny, [list(range(3, 67))], method=kvjax.method(method, **given))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_fitted_arrays_without_its_texts_is_refused(tmp_path):
+    save_file({"a": np.zeros(3)}, tmp_path / "x.safetensors", {"kind": "kvjax fitted arrays"})
+    with pytest.raises(InputError, match="holds no fitted arrays, expected what `kvjax fit` writes"):
+        kvjax.load_fitted(tmp_path / "x.safetensors")
 
 
 @pytest.fixture

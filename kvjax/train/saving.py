@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from kvjax.checkpoint import in_short, quiet_orbax
+from kvjax.checkpoint import quiet_orbax
 from kvjax.errors import InputError
-from kvjax.files import disk_says
+from kvjax.files import disk_says, in_short
 
 
 class Saver:

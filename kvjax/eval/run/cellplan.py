@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvjax.errors import InputError
+from kvjax.fits_trace import check_fits
 from kvjax.fitted import is_fitted
 from kvjax.gin_bindings import load_preset
 from kvjax.grammar import Budget, Method
@@ -46,6 +47,7 @@ Custom = tuple[str, bool, Callable[[float | int | None], Method]]
 def _bound(method: Method, model: Model) -> Method:
     """The method as it runs on the model, or on what it makes of it; InputError where it does not fit."""
     method = ready(model, method)
+    check_fits(model, method)
     return bind(method, made(model, method))
 
 
