@@ -368,17 +368,23 @@ def _read(within: str, make: Callable[[], S]) -> S:
 
 
 def check_changes(bound: Mapping[str, Mapping[str, Any]], changes: Sequence[str]) -> None:
-    """InputError where a change such as "train.steps=3" names what the stages of a file decide instead.
+    """InputError for a change that changes nothing: of steps beside stages, or of sizes beside a model's own.
 
     >>> check_changes({"train": {"stages": [(500, 128, 16)]}}, ["train.steps=3"])
     Traceback (most recent call last):
     kvjax.errors.InputError: train.steps=3 changes nothing, because train.stages is [(500, 128, 16)], which \
 decides steps, length and batch: give other stages, or train.stages=() with the three
     """
-    stages = bound.get("train", {}).get("stages", ())
-    for change in changes if stages else ():
-        if change.partition("=")[0].strip() in ("train.steps", "train.length", "train.batch"):
+    stages, start = bound.get("train", {}).get("stages", ()), bound.get("model", {}).get("start")
+    for change in changes:
+        section, _, name = change.partition("=")[0].strip().partition(".")
+        if stages and section == "train" and name in ("steps", "length", "batch"):
             raise InputError(
                 f"{change} changes nothing, because train.stages is {stages}, which decides steps, length "
                 "and batch: give other stages, or train.stages=() with the three"
+            )
+        if start is not None and section == "model" and name not in ("start", "teacher", "encoder"):
+            raise InputError(
+                f"{change} changes nothing, because the run goes on from {start}, which has its own sizes: "
+                "leave it out, or convert the model first (kvjax convert)"
             )

@@ -152,6 +152,10 @@ def _check_lines(paths: Sequence[Path], field: str) -> None:
                     )
                 if not isinstance(value := row.get(field), str):
                     raise InputError(f"{path}, line {number}: {_no_text(field, value)}")
+                if any("\ud800" <= c <= "\udfff" for c in value):
+                    raise InputError(
+                        f"{path}, line {number} holds half of a pair of surrogates: mend its text"
+                    )
 
 
 def standard_library() -> list[Path]:

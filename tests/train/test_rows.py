@@ -130,6 +130,12 @@ def test_a_row_without_a_text_is_named_by_file_and_line(tmp_path, row, said):
         read_texts(Data(kind="json", files=(str(a), str(b))))
 
 
+def test_half_a_pair_of_surrogates_is_named_by_file_and_line(tmp_path):
+    path = lines(tmp_path / "a.jsonl", '{"text": "one"}', r'{"text": "tw\ud800o"}')
+    with pytest.raises(InputError, match="a.jsonl, line 2 holds half of a pair of surrogates"):
+        read_texts(Data(kind="json", files=(str(path),)))
+
+
 def test_a_row_of_parquet_without_a_text_is_named_by_file_and_row(tmp_path):
     import datasets
 

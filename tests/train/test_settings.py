@@ -119,6 +119,15 @@ def test_steps_beside_stages_are_refused_and_apply_without_them():
     check_changes(load_training("bytes-tiny", ["train.seed=1"]), ["train.seed=1"])
 
 
+def test_sizes_beside_a_model_to_start_from_are_refused():
+    for change in ("model.kv_heads=1", "model.init=circuit", "model.mixer={'word': 'Attention'}"):
+        changes = ["model.start=mine", change]
+        with pytest.raises(InputError, match=r"model\..* changes nothing, because the run goes on from mine"):
+            check_changes(load_training("bytes", changes), changes)
+    changes = ["model.start=mine", "model.teacher=other", "train.steps=3"]
+    check_changes(load_training("bytes", changes), changes)
+
+
 @pytest.mark.parametrize("name", ["layers", "d_model", "heads", "vocab"])
 def test_a_config_of_python_names_its_field(name):
     sizes = dict(vocab=8, d_model=8, layers=1, heads=1, kv_heads=1, head_dim=8, d_ff=8)
