@@ -159,7 +159,7 @@ def test_words_that_were_fitted_before_go_on_from_there(model):
         ({"train": {"method": "quest:budget=0.5"}}, "whose read is not for training"),
         ({"train": {"method": "snapkv"}}, "needs a budget: write snapkv"),
         ({"train": {"method": "gistin"}}, "did you mean 'gisting'"),
-        ({"train": {"method": 3}}, "expected a method in words"),
+        ({"train": {"method": 3}}, "train.method is .*, expected text, or None"),
         ({"train": {"context": 0}}, "reads the first train.context tokens of every row, and that is 0 of 24"),
         ({"train": {"context": 24}}, "that is 24 of 24"),
         ({"train": {"method": "locret:budget=0.5"}}, "run `kvjax fit locret:budget=0.5`"),
