@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +123,7 @@ def likelihood(
     return Likelihood(found, batch.lengths - start, _bytes(text_model, batch, start))
 
 
-def _forced(implementation: str | None) -> dict[str, str]:
+def _forced(implementation: str | None) -> dict[str, Any]:
     # Models of two decoders know none.
     return {} if implementation is None else {"implementation": implementation}
 
