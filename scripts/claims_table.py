@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-AWARE, AGNOSTIC = "aware", "agnostic"
+# What the leaderboard has measured so far.
+AWARE, AGNOSTIC = "aware-unprotected", "agnostic"
 
 
 class Better(NamedTuple):

@@ -8,7 +8,8 @@ from typing import NamedTuple
 class Surprise(NamedTuple):
     """What was found of some methods, and the methods to compare.
 
-    protocol: whether the question is seen before compression ("aware") or not. budget: at which they are.
+    protocol: whether the question is seen before compression ("aware-unprotected") or not. budget: at which
+    they are.
     """
 
     methods: tuple[str, ...]
@@ -177,7 +178,7 @@ SURPRISES = (
         """,
         "random curdkv 'scripts/controls.py:newest_kept:of=curdkv' prefixkv "
         "'scripts/controls.py:newest_kept:of=prefixkv' lococo lococo:newest=32",
-        protocol="aware",
+        protocol="aware-unprotected",
     ),
     Surprise(
         ("compressive-transformer",),
@@ -214,7 +215,7 @@ SURPRISES = (
         11, and random eviction 6.
         """,
         "random h2o d2o 'scripts/controls.py:without_merge:of=d2o'",
-        protocol="aware",
+        protocol="aware-unprotected",
         budget=0.125,
     ),
     Surprise(
@@ -226,7 +227,7 @@ SURPRISES = (
         as they are. So does ours now, and it scores 34; random eviction scores 32.
         """,
         "random h2o zeromerge",
-        protocol="aware",
+        protocol="aware-unprotected",
     ),
 )
 

@@ -45,8 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--protocol",
         nargs="+",
         default=["agnostic", "aware"],
-        choices=("agnostic", "aware", "multi-turn"),
-        help="when the question is seen: after compression, before it, or several in turn "
+        choices=("agnostic", "aware", "aware-unprotected", "multi-turn"),
+        help="when the question is seen: after compression, before it, or several in turn; its tokens stay "
+        "in aware, whatever the method and within its budget, and may be dropped in aware-unprotected "
         "(default: agnostic aware)",
     )
     parser.add_argument("--samples", type=whole(1), metavar="N", help="contexts per protocol (default: 32)")

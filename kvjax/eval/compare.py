@@ -18,7 +18,7 @@ import kvjax
 from kvjax.chunking import bucket
 from kvjax.errors import InputError
 from kvjax.eval.report.cells import Cell, NominalBudget, summarise
-from kvjax.eval.report.comparison_table import print_table
+from kvjax.eval.report.comparison_table import PROTOCOLS, print_table
 from kvjax.eval.report.console import make_console
 from kvjax.eval.report.duels import duels_of
 from kvjax.eval.report.frontier import panels_of, write_frontier
@@ -49,7 +49,8 @@ from kvjax.methods.user import sources
 from kvjax.models.model import Model, check_single
 from kvjax.steps import Prompt
 
-SCHEMA = 1
+# 2: the question stays in "aware".
+SCHEMA = 2
 SAMPLES = 32
 # Batches whose seconds are measured, per cell and number of rows.
 TIMED = 3
@@ -190,7 +191,7 @@ def _arrays(plan: Plan, batches: list[Batch]) -> list[Rows]:
     size: dict[str, int] = {}
     for b in batches:
         size[b.protocol] = max(size.get(b.protocol, 0), len(b.rows))
-    return [make_rows(b.rows, b.protocol, plan.tokens, forced, size[b.protocol]) for b in batches]
+    return [make_rows(b.rows, b.protocol, plan.tokens, forced, size[b.protocol], b.newest) for b in batches]
 
 
 def _key(protocol: str, number: int, entry: Entry) -> str:
@@ -205,7 +206,7 @@ def _run(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> No
     with Bars(console=console, transient=True) as progress:
         bar = progress.add_task("reading the first prompts", total=len(batches) * len(entries))
         for cells in _groups(entries, len(batches)):
-            for (protocol, number, seed, _), rows in zip(batches, arrays, strict=True):
+            for (protocol, number, seed, *_), rows in zip(batches, arrays, strict=True):
                 todo = [e for e in cells if _key(protocol, number, e) not in log.done]
                 progress.advance(bar, len(cells) - len(todo))
                 if not todo:
@@ -314,6 +315,7 @@ def _report(
         **_about(plan.model),
         **given,
         "seeds": list(plan.suites),
+        "protocols": {name: PROTOCOLS[name] for name in plan.protocols},
         "presets": preset,
         "compiled_programs": sum(gathered(programs())),
         "wall_seconds": round(time.time() - started, 1),

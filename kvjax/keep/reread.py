@@ -20,7 +20,7 @@ class Reread:
     They stand at new positions, without gaps, behind those of earlier turns, so the cache, its length and
     what `kept_positions` returns speak of the text that was read, not of the one that was given. layer: its
     number, or the share of the layers that run. score: of the new tokens, summed over the heads of that
-    layer. budget: how many are read, a `Budget`; the last one is always among them, since it answers.
+    layer. budget: how many are read, a `Budget`; the `newest` are always among them, since the last answers.
 
     ValueError for a layer outside its range, or a score of more than queries, keys and values.
 
@@ -34,6 +34,7 @@ class Reread:
     layer: int | float
     score: Score
     budget: Any
+    newest: int = dataclasses.field(default=1, kw_only=True)
     reads = "Only some tokens of the prompt are read to the end."
 
     def __post_init__(self):
@@ -67,4 +68,4 @@ class Reread:
 
     def choose(self, view: View, seen: Seen) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
         """The new tokens that are read, in their order, and which of the entries are any."""
-        return choose_tokens(self.score, view, seen, 1, self.most(view.pos.shape[2]))
+        return choose_tokens(self.score, view, seen, self.newest, self.most(view.pos.shape[2]))

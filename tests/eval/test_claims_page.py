@@ -26,7 +26,9 @@ def line(
     method: str, *models: float, half: float = 0.02, budget: float | None = 0.25, few: bool = False
 ) -> Line:
     mean = sum(models) / len(models)
-    return Line(method, budget, "aware", mean, mean - half, mean + half, 25.0, 25.0, {}, models, few)
+    return Line(
+        method, budget, "aware-unprotected", mean, mean - half, mean + half, 25.0, 25.0, {}, models, few
+    )
 
 
 def test_a_difference_has_the_ends_of_two_independent_means(claims):

@@ -70,7 +70,7 @@ def test_the_files_hold_what_was_returned(small):
     lines = (small.out / "results.jsonl").read_text().splitlines()
     assert [json.loads(x) for x in lines] == small.rows
     metrics = json.loads((small.out / "metrics.json").read_text())
-    assert metrics["schema"] == 1 and metrics["presets"]["name"] == "short"
+    assert metrics["schema"] == 2 and metrics["presets"]["name"] == "short"
     assert {c["method"] for c in metrics["cells"]} >= {"full", "random", "sink-recent", "int8"}
     assert (small.out / "frontier.png").read_bytes()[:4] == b"\x89PNG"
     assert "recall-tiny" in (small.out / "report.html").read_text()

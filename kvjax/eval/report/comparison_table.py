@@ -27,7 +27,8 @@ Column = tuple[str, Callable[[Cell], Text]]
 
 PROTOCOLS = {
     "agnostic": "the question comes after compression",
-    "aware": "the question is seen before compression",
+    "aware": "the question is read before compression, and its tokens stay",
+    "aware-unprotected": "the question is read before compression, and may be dropped with the context",
     "multi-turn": "several questions, one conversation",
 }
 _UNLIMITED_COLUMNS = 10_000
@@ -75,7 +76,7 @@ def print_table(cells: Sequence[Cell], timings: Timings, console: Console | None
     >>> cell = Cell("full", None, "aware", get, 1.0, 0.93, 1.0, 1024.0, 1024.0, 1024.0, None)
     >>> print_table([cell], {}, Console(width=100))  # doctest: +ELLIPSIS
     <BLANKLINE>
-    aware: the question is seen before compression...
+    aware: the question is read before compression, and its tokens stay...
     """
     console = console or make_console()
     unlimited = console.options.update(max_width=_UNLIMITED_COLUMNS)

@@ -10,7 +10,9 @@ from kvjax.eval.report.cells import budget_label
 from kvjax.eval.report.scores_picture import scores_png
 from kvjax.eval.report.scores_section import Picture
 from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.newest import newest_of
 from kvjax.eval.run.runner import bare_method
+from kvjax.eval.tasks.rows import ASKED_FIRST
 from kvjax.eval.tasks.sample import Sample
 from kvjax.models.model import Model
 from kvjax.oracle import scores
@@ -23,7 +25,7 @@ def draw_pictures(model: Model, entries: Sequence[Entry], protocol: str, sample:
     holds it, and the right answer; where no answer is known and the question is in the prompt, what the model
     writes.
     """
-    aware = protocol == "aware"
+    aware, newest = protocol in ASKED_FIRST, newest_of(protocol, [[sample]])
     prompt = [*sample.context, *(sample.question if aware else ())]
     after = [*(() if aware else sample.question), *sample.answer]
     first: dict[str, Entry] = {}
@@ -31,11 +33,12 @@ def draw_pictures(model: Model, entries: Sequence[Entry], protocol: str, sample:
         keeps = [one.keep for one in entry.method.sentences]
         if any(keep is not None and keep.score is not None for keep in keeps):
             first.setdefault(entry.label, entry)
-    return [_picture(model, entry, prompt, after) for entry in first.values()]
+    return [_picture(model, entry, prompt, after, newest) for entry in first.values()]
 
 
-def _picture(model: Model, entry: Entry, prompt: list[int], after: list[int]) -> Picture:
-    found = scores(model, [prompt], bare_method(entry.method), continuation=[after] if after else None)
+def _picture(model: Model, entry: Entry, prompt: list[int], after: list[int], newest: int) -> Picture:
+    kept = bare_method(entry.method, newest)
+    found = scores(model, [prompt], kept, continuation=[after] if after else None)
     mean = lambda layers: float(np.mean([x.mean() for x in layers if x is not None]))  # noqa: E731
     budget = "" if entry.budget is None else f" · {budget_label(entry.budget)}"
     return Picture(f"{entry.label}{budget}", mean(found.overlap), mean(found.mass), scores_png(found))

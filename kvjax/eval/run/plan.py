@@ -13,7 +13,7 @@ from kvjax.chunking import bucket
 from kvjax.errors import InputError
 from kvjax.eval.run.cellplan import Custom, Entry, plan_cells
 from kvjax.eval.run.memory import fitting_rows
-from kvjax.eval.run.runner import bare_method
+from kvjax.eval.run.newest import check_newest, newest_of
 from kvjax.eval.run.traced import check_traced
 from kvjax.eval.tasks.functions import DRAWN, Task
 from kvjax.eval.tasks.rows import PROTOCOLS
@@ -22,7 +22,6 @@ from kvjax.eval.tasks.suite import make_suite
 from kvjax.grammar import Method
 from kvjax.inputs import whole_number
 from kvjax.models.model import Model
-from kvjax.suits import check_budget
 
 # All contexts are drawn before anything runs, and held.
 MOST_SAMPLES = 100_000
@@ -46,12 +45,16 @@ class Plan(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Rows that are read at once: whole contexts of one protocol and one seed."""
+    """Rows that are read at once: whole contexts of one protocol and one seed.
+
+    newest: how many of the prompts' last tokens stay, whatever the method.
+    """
 
     protocol: str
     number: int
     seed: int
     rows: list[Sequence[Sample]]
+    newest: int = 1
 
 
 def seeds_of(seed: int, seeds: Sequence[int] | None, text: str | Path | None) -> tuple[int, ...]:
@@ -120,14 +123,15 @@ def batches_of(plan: Plan) -> list[Batch]:
         }
         rows = [context for contexts in drawn.values() for context in contexts]
         _check_positions(plan.model, protocol, rows)
+        newest = newest_of(protocol, (row for context in rows for row in context))
         for entry in plan.entries:
-            check_budget(bare_method(entry.method), (len(row[0].context) for c in rows for row in c))
+            check_newest(entry, protocol, newest, (len(row[0].context) for c in rows for row in c))
         size = fitting_rows(plan.model.config, plan.tokens, itemsize, BATCH_ROWS)
         per = max(1, size // max(len(r) for r in rows))
         pieces = [(s, at) for s in drawn for at in range(0, plan.contexts, per)]
         for number, (seed, start) in enumerate(pieces):
             several = [r for context in drawn[seed][start : start + per] for r in context]
-            out.append(Batch(protocol, number, seed, several))
+            out.append(Batch(protocol, number, seed, several, newest))
     # Protocols in turn, so that a look at a half-finished run shows all of them.
     return sorted(out, key=lambda b: b.number)
 

@@ -23,12 +23,12 @@ from kvjax.cache import Cache, host_nbytes, kept_positions, nbytes
 from kvjax.chunking import bucket
 from kvjax.eval.run.answers import NOT_A_NUMBER, generate_answers, predicted, row_new_tokens
 from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.newest import keeping_newest
 from kvjax.eval.tasks.rows import Rows
 from kvjax.eval.tasks.sample import Sample, Suite
 from kvjax.fitted import with_fitted
 from kvjax.grammar import Method
 from kvjax.hosts.arrays import fetch, is_shared
-from kvjax.keep.patterns import Recent
 from kvjax.layout import mesh_for
 from kvjax.making import made
 from kvjax.models.layers import Params
@@ -110,9 +110,9 @@ def two_at_a_time(make: Callable[[X], Y], xs: Iterable[X]) -> Iterator[tuple[X, 
         pool.shutdown(wait, cancel_futures=True)
 
 
-def bare_method(method: Method) -> Method:
-    """What compresses a prompt: the method, which keeps the last token, too, because that is asked again."""
-    return method.protecting(Recent(1))
+def bare_method(method: Method, newest: int = 1) -> Method:
+    """What compresses a prompt: the method, which keeps the newest tokens, too; the last is asked again."""
+    return keeping_newest(method, newest)
 
 
 def reads_apart(method: Method) -> bool:
@@ -123,10 +123,10 @@ def reads_apart(method: Method) -> bool:
     return own or method.reread is not None or method.make is not None
 
 
-def bare_run(model: Model, method: Method) -> Run:
+def bare_run(model: Model, method: Method, newest: int = 1) -> Run:
     """What is static in compressing with a method, on the model that it runs on."""
     on = mesh_for(method, model.on_mesh)
-    return Run(made(model, method).config, bare_method(method), on_mesh=on)
+    return Run(made(model, method).config, bare_method(method, newest), on_mesh=on)
 
 
 class Given(NamedTuple):
@@ -154,7 +154,7 @@ class Runner:
         keeps = (e.method.keep for e in shared)
         self.probes = list(dict.fromkeys(k.probe for k in keeps if k is not None and k.probe is not None))
         self.runs: Counter[tuple[Entry, int]] = Counter()
-        self.bytes: dict[Entry, Bytes] = {}
+        self.bytes: dict[tuple[Entry, int], Bytes] = {}
 
     def apart(self, entry: Entry) -> bool:
         """Whether a cell reads prompts for itself, in its own way or on a model of its own."""
@@ -193,7 +193,7 @@ class Runner:
         """The prompt that a cell compresses, and the seconds of reading it (None: it is the shared one)."""
         if not self.apart(entry):
             return prompt, None
-        run, (model, params) = bare_run(self.model, entry.method), self.given(entry)
+        run, (model, params) = bare_run(self.model, entry.method, rows.newest), self.given(entry)
         start = time.perf_counter()
         tokens, length = jnp.asarray(rows.prompt), jnp.asarray(rows.length)
         out = observe(run, params, tokens, length, None, steps.needs_of(run, model.params))
@@ -204,13 +204,14 @@ class Runner:
             refuse_prompt(model, rows.prompt, rows.length)
         return out, time.perf_counter() - start
 
-    def bytes_of(self, entry: Entry, prompt: Prompt) -> Bytes:
+    def bytes_of(self, entry: Entry, prompt: Prompt, newest: int = 1) -> Bytes:
         """Measured bytes per row, at the end of prefill, without room.
 
-        Where how many slots stay follows from the data, those of the first batch.
+        Where how many slots stay follows from the data, those of the first batch, by `newest`.
         """
-        if entry not in self.bytes:
-            run, (model, params) = bare_run(self.model, entry.method), self.given(entry)
+        key = entry, newest if counted(entry.method) else 1
+        if key not in self.bytes:
+            run, (model, params) = bare_run(self.model, entry.method, newest), self.given(entry)
             build = partial(settle, run, tokens=self.tokens, room=0)
             if counted(entry.method):
                 cache = as_used(run.groups(params), build(params, prompt)[0], bucket, 0)
@@ -222,12 +223,15 @@ class Runner:
                 unread_bytes(gm, group)
                 for gm, group in zip(run.groups(model.params), cache.groups, strict=True)
             )
-            self.bytes[entry] = Bytes(held // rows, (held - unread) // rows, host_nbytes(cache) // rows)
-        return self.bytes[entry]
+            self.bytes[key] = Bytes(held // rows, (held - unread) // rows, host_nbytes(cache) // rows)
+        return self.bytes[key]
 
-    def compressed(self, entry: Entry, prompt: Prompt) -> Cache:
-        """The cache that a cell makes of a prompt, ready. InputError where a score is not a number."""
-        run = bare_run(self.model, entry.method)
+    def compressed(self, entry: Entry, prompt: Prompt, newest: int = 1) -> Cache:
+        """The cache that a cell makes of a prompt, ready. InputError where a score is not a number.
+
+        newest: how many of a prompt's last tokens stay.
+        """
+        run = bare_run(self.model, entry.method, newest)
         params = self.given(entry).params
         cache, lost = settle(run, params, prompt, tokens=self.tokens, room=self.room)
         jax.block_until_ready(cache)
@@ -267,7 +271,7 @@ class Runner:
         params, decode = self.given(entry).params, self.decoding(entry)
         prompt, read = self.own(entry, prompt, rows)
         start = time.perf_counter()
-        cache = self.compressed(entry, prompt)
+        cache = self.compressed(entry, prompt, rows.newest)
         settled = time.perf_counter()
         kept = _given(kept_positions(cache), prompt.source)
         asked = time.perf_counter()
@@ -279,7 +283,7 @@ class Runner:
             refuse_step(int(np.argwhere(said == NOT_A_NUMBER)[:, 1].min()), entry.label)
         seconds = {"settle": settled - start, "ask": time.perf_counter() - asked}
         seconds |= {} if read is None else {"read": read}
-        size = self.bytes_of(entry, prompt)
+        size = self.bytes_of(entry, prompt, rows.newest)
         common = {
             "method": entry.label,
             "budget": entry.budget,

@@ -15,14 +15,17 @@ from jaxtyping import Bool, Int
 
 from kvjax.eval.tasks.sample import Sample
 
-PROTOCOLS = ("agnostic", "aware", "multi-turn")
+PROTOCOLS = ("agnostic", "aware", "aware-unprotected", "multi-turn")
+# Those whose prompts end with the question, and of these, those in which it stays.
+ASKED_FIRST, STAYS = ("aware", "aware-unprotected"), ("aware",)
 
 
 class Rows(NamedTuple):
     """A batch. `forced` is fed after the prompt; `turns` holds, per row, (start, sample) of every question:
     prediction j of its answer comes behind token start + j of `forced`.
 
-    again: the first forced token is the prompt's last one, asked again over the compressed cache.
+    again: the first forced token is the prompt's last one, asked again over the compressed cache. newest: how
+    many of the prompts' last tokens stay, whatever the method.
     """
 
     prompt: Int[np.ndarray, "B T"]
@@ -31,15 +34,21 @@ class Rows(NamedTuple):
     count: Int[np.ndarray, "B"]
     again: Bool[np.ndarray, "B"]
     turns: list[list[tuple[int, Sample]]]
+    newest: int = 1
 
 
 def make_rows(
-    rows: Sequence[Sequence[Sample]], protocol: str, tokens: int, forced_tokens: int, batch: int
+    rows: Sequence[Sequence[Sample]],
+    protocol: str,
+    tokens: int,
+    forced_tokens: int,
+    batch: int,
+    newest: int = 1,
 ) -> Rows:
     """Samples as arrays of `batch` rows; the last batch is filled up by repeating its first row.
 
-    agnostic and multi-turn: the prompt is the context. aware: the prompt ends with the question, and its
-    last token is asked again.
+    agnostic and multi-turn: the prompt is the context. aware: the prompt ends with the question, whose tokens
+    stay, and its last token is asked again; aware-unprotected: the same, but only the last token stays.
     """
     prompt = np.zeros((batch, tokens), np.int32)
     forced = np.zeros((batch, forced_tokens), np.int32)
@@ -48,7 +57,7 @@ def make_rows(
     for i in range(batch):
         row = rows[i] if i < len(rows) else rows[0]
         first = row[0]
-        if protocol == "aware":
+        if protocol in ASKED_FIRST:
             text = [*first.context, *first.question]
             after, starts = [first.question[-1], *first.answer[:-1]], [(0, first)]
         else:
@@ -61,7 +70,8 @@ def make_rows(
         forced[i, : len(after)], count[i] = after, len(after)
         if i < len(rows):
             turns.append(starts)
-    return Rows(prompt, length, forced, count, np.full(batch, protocol == "aware"), turns)
+    again = np.full(batch, protocol in ASKED_FIRST)
+    return Rows(prompt, length, forced, count, again, turns, newest)
 
 
 def forced_length(rows: Sequence[Sequence[Sample]]) -> int:

@@ -1,0 +1,66 @@
+"""The newest tokens of a prompt stay, whatever the method: the last one, asked again, or a question."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from kvjax.errors import InputError
+from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.tasks.rows import STAYS
+from kvjax.eval.tasks.sample import Sample
+from kvjax.grammar import Keep, Method
+from kvjax.keep.patterns import Recent
+from kvjax.suits import check_budget
+
+
+def keeping_newest(method: Method, tokens: int) -> Method:
+    """The method with the newest `tokens` tokens of a prompt among those that stay; they count in its budget.
+
+    Memory tokens stand for all tokens that they read but the last, and keep none of them.
+    """
+    if method.layers:
+        return dataclasses.replace(method, layers=tuple(keeping_newest(one, tokens) for one in method.layers))
+    keep, reread = method.keep, method.reread
+    if keep is not None:
+        narrow = _at_least(keep.narrow, "window", tokens)
+        keep = keep if narrow is keep.narrow else dataclasses.replace(keep, narrow=narrow)
+        if not any(isinstance(p, Recent) and p.tokens >= tokens for p in keep.protect if _counts(p)):
+            keep = _protecting(keep, tokens)
+    reread = _at_least(reread, "newest", tokens)
+    if keep is method.keep and reread is method.reread:
+        return method
+    return dataclasses.replace(method, keep=keep, reread=reread)
+
+
+def _counts(pattern: object) -> bool:
+    return isinstance(pattern, Recent) and isinstance(pattern.tokens, int)
+
+
+def _protecting(keep: Keep, tokens: int) -> Keep:
+    return dataclasses.replace(keep, protect=(*keep.protect, Recent(tokens)))
+
+
+def _at_least(word: object, field: str, tokens: int) -> object:
+    """A word with at least so many tokens in a field, where it has that."""
+    if word is None or getattr(word, field, tokens) >= tokens:
+        return word
+    return dataclasses.replace(word, **{field: tokens})  # type: ignore[type-var]
+
+
+def newest_of(protocol: str, rows: Iterable[Sequence[Sample]]) -> int:
+    """How many of a prompt's newest tokens stay: the longest question where that stays, else the last one."""
+    return max((len(row[0].question) for row in rows), default=1) if protocol in STAYS else 1
+
+
+def check_newest(entry: Entry, protocol: str, newest: int, lengths: Iterable[int]) -> None:
+    """InputError where a method's budget does not hold what must stay of prompts of such lengths."""
+    lengths = list(lengths)
+    check_budget(keeping_newest(entry.method, 1), lengths)
+    try:
+        check_budget(keeping_newest(entry.method, newest), lengths)
+    except InputError as error:
+        raise InputError(
+            f"{entry.label}: questions of up to {newest} tokens stay with what the method protects, more "
+            f"than its budget: raise --budgets, or give --protocol {protocol}-unprotected"
+        ) from error
