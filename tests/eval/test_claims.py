@@ -34,7 +34,8 @@ def runs(tmp_path_factory):
     return [
         compare(
             model=model, methods=METHODS, budgets=[0.5, 0.25], samples=72,
-            protocols=("agnostic", "aware-unprotected"), out=tmp_path_factory.mktemp("claims") / str(i), console=QUIET,
+            protocols=("agnostic", "aware-unprotected"),
+            out=tmp_path_factory.mktemp("claims") / str(i), console=QUIET,
         )
         for i, model in enumerate(models)
     ]  # fmt: skip
