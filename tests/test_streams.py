@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 from kvjax.cli import BAD_INPUT, BROKEN_PIPE, main
 from kvjax.eval.report.console import make_console
 from kvjax.eval.report.export import csv_text
+from kvjax.loading import SHIPPED
 from kvjax.streams import escaped, printable
 from tests.sweep import sweep
 
@@ -87,7 +89,7 @@ SAFE = "\\x1b]0;title\\x07\\x1b[2J\\x9b31m\\x0dover"
 def test_control_characters_are_written_out_and_styles_are_not(capsys):
     assert escaped(ACTS + "\n\té–😀") == SAFE + "\n\té–😀"
     out = make_console(force_terminal=True, width=120)
-    out.print(f"[bold]{ACTS.replace('[', chr(92) + '[')}[/]")
+    out.print(ACTS, style="bold")
     shown = SAFE.replace("\\x07", "").replace("\\x0d", "")  # rich itself drops these
     assert capsys.readouterr().out == f"\x1b[1m{shown}\x1b[0m\n"
 
@@ -99,6 +101,14 @@ def test_names_in_errors_do_not_act(before, capsys):
     assert main([*before, ACTS]) == BAD_INPUT
     said = capsys.readouterr().err
     assert not set(said) & {"\x1b", "\x07", "\x9b", "\r"} and "title" in said
+
+
+def test_brackets_and_colons_of_names_are_no_styles(tmp_path, capsys):
+    folder = tmp_path / "a[bold]b[" / "c]:smile:"
+    shutil.copytree(SHIPPED / "recall-tiny", folder)
+    for words in (["inspect", str(folder)], ["generate", "--model", str(folder), "--tokens", "1,2,3"]):
+        assert main([*words, *(["--max-new-tokens", "1"] if words[0] == "generate" else [])]) == 0
+    assert "a[bold]b[/c]:smile:" in capsys.readouterr().out
 
 
 def test_half_a_character_is_printed_escaped():

@@ -50,7 +50,7 @@ def print_model(name: str, context: int | None, dtype: str) -> None:
     with out.status(f"sizing caches of {tokens} tokens"):
         table, note = cache_table(config, dtype, tokens)
     out.print()
-    out.print(f"[bold]Cache of one row after {tokens} tokens, {dtype}[/]")
+    out.print(f"Cache of one row after {tokens} tokens, {dtype}", style="bold")
     out.print(table)
     out.print()
     print_text(out, note, style="dim")

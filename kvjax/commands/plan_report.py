@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from kvjax.commands.inspect_model import find_config
@@ -103,14 +102,14 @@ def _print(model: Named, planners: list[Planner], plans: list[dict[str, Any]]) -
     ]
     out.print(pairs([row for row in rows if row[1]]))
     out.print()
-    out.print("[bold]On every device[/]")
+    out.print("On every device", style="bold")
     out.print(_table(plans))
     out.print()
     for plan in plans:
         for line in _lines(plan):
-            print_text(out, escape(f"{plan['method']}: {line}"))
+            print_text(out, f"{plan['method']}: {line}")
     for note in dict.fromkeys(note for plan in plans for note in plan["notes"]):
-        print_text(out, escape(f"Note: {note}."))
+        print_text(out, f"Note: {note}.")
     if any(_step(plan).get("roofline") for plan in plans):
         print_text(out, first["roofline_note"], style="dim")
 

@@ -18,7 +18,12 @@ _TEXT_COLUMNS = 140
 
 
 class _Printing(Console):
-    """A console on which texts cannot act: their control characters are escaped, its own styles are not."""
+    """A console on which texts cannot act: no brackets of theirs are styles, and their control characters are
+    escaped.
+    """
+
+    def __init__(self, **options: Any):
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -36,9 +41,9 @@ def make_console(**options: Any) -> Console:
     >>> make_console().width > 20
     True
     """
-    out = _Printing(highlight=False, **options)
+    out = _Printing(**options)
     attended = out.is_terminal or "COLUMNS" in os.environ
-    return out if attended else _Printing(highlight=False, width=_UNLIMITED_COLUMNS, **options)
+    return out if attended else _Printing(width=_UNLIMITED_COLUMNS, **options)
 
 
 def print_text(console: Console, text: RenderableType, *, style: str | None = None) -> None:

@@ -31,7 +31,8 @@ class Bars(Progress):
     """
 
     def __init__(self, *columns: str | ProgressColumn, console: Console | None, transient: bool = False):
-        usual = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        named = TextColumn("{task.description}", markup=False)
+        usual = (named, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         super().__init__(*columns or usual, console=console, transient=transient, disable=console is None)
         self._lines = console is not None and not (console.is_terminal or console.is_jupyter or console.quiet)
         self._said, self._wait = time.monotonic(), FIRST

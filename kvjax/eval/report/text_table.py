@@ -13,6 +13,7 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvjax.eval.report.cells import bootstrap_interval, budget_label
 from kvjax.eval.report.console import make_console, print_text
@@ -122,26 +123,27 @@ def print_stream(rows: Sequence[Mapping[str, Any]], console: Console | None = No
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            row["method"],
+            Text(row["method"]),
             budget_label(row["budget"]).removesuffix(" slots"),
             f"{row['kept_bytes'] / 1024:.1f}",
             f"{100 * row['kept_bytes'] / row['full_bytes']:.1f}",
             *((f"{100 * row.get('host_bytes', 0) / row['full_bytes']:.1f}",) if far else ()),
             f"{100 * row['read_bytes'] / row['full_bytes']:.1f}",
             f"{row['nll']:.4f}",
-            f"{signed(row['delta_nll'], 4)}[dim] {lost_ends(row)}[/dim]",
+            Text.assemble(signed(row["delta_nll"], 4), (f" {lost_ends(row)}", "dim")),
             f"{row['kl']:z.1e}",
             f"{100 * row['top1']:.1f}",
         )
     first = rows[0]
     console.print(
-        f"\n[bold]text: {first['tokens']} tokens behind {first['windows']} compressed windows[/bold]"
+        Text(f"\ntext: {first['tokens']} tokens after {first['windows']} compressed windows", style="bold")
     )
     console.print(table)
     few = " n=...: n too small for an interval." if first["windows"] < FEW else ""
     few = few or " alike: in all windows the same." if any(ends_of(row) is None for row in rows) else few
     print_text(
         console,
-        "[dim]nats/token: -log p of the text; lost: what that is more than with the full cache, with the 95% "
-        f"interval over windows.{few} KL(full || method) of the next token.[/dim]",
+        "nats/token: -log p of the text; lost: what that is more than with the full cache, with the 95% "
+        f"interval over windows.{few} KL(full || method) of the next token.",
+        style="dim",
     )
