@@ -271,7 +271,7 @@ def test_the_table_shows_every_row_in_80_columns(rows):
     print_stream(list(rows.values()), Console(file=out, width=80))
     lines = [line for line in out.getvalue().splitlines() if line.strip()]
     assert len([x for x in lines if any(x.startswith(f"{label} ") for label, _ in rows)]) == len(rows)
-    assert "…" not in out.getvalue() and f"{WINDOWS * STEPS} tokens behind {WINDOWS}" in lines[0]
+    assert "…" not in out.getvalue() and f"{WINDOWS * STEPS} tokens after {WINDOWS}" in lines[0]
 
 
 def test_a_byte_order_mark_is_no_text(model, book, tmp_path):
