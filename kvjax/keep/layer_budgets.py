@@ -115,7 +115,8 @@ class ByPrefix:
 
     A layer's heads share one score. Beside what is protected, which scores infinity, a layer keeps the fewest
     slots whose scores come to the share p of all others', and p is the largest for which the stack keeps no
-    more than its L * n slots. What these leave goes to the layers one by one, the first ones first.
+    more than its L * n slots. What these leave goes to the layers one by one, the first ones first. A negative
+    score is of no importance.
     """
 
     uniform = False
@@ -127,7 +128,8 @@ class ByPrefix:
     def counts(self, scores: Float[Array, "L B K S"], n: Int[Array, "B"]) -> Int[Array, "L B K"]:
         base, live = _kept_and_live(scores)
         free = scores[:, :, 0]
-        part = jnp.cumsum(-jnp.sort(-jnp.where(jnp.isfinite(free), free, 0.0), axis=-1), -1)
+        free = jnp.maximum(jnp.where(jnp.isfinite(free), free, 0.0), 0.0)
+        part = jnp.cumsum(-jnp.sort(-free, axis=-1), -1)
         part = part / jnp.maximum(part[..., -1:], 1e-30)
         most, total = live - base, len(scores) * n - base.sum(0)
 

@@ -34,6 +34,14 @@ def test_layers_keep_prefixes_of_equal_shares_that_fill_the_stack(rng):
         assert got[:, b].tolist() == [[c] * K for c in want] and want[0] > want[1] > want[2]
 
 
+def test_prefixes_of_scores_that_sum_to_nothing_follow_what_is_above_zero(rng):
+    """Where negative scores counted, a layer's sum could be 0, and noise would say what it keeps."""
+    s, n = scores_of(rng, [1, 1, 1]), jnp.asarray(LENGTH // 2)
+    signed = np.where(np.isfinite(s), s - 0.6, s)
+    want = ByPrefix().counts(f32(np.where(np.isfinite(s), np.maximum(s - 0.6, 0), s)), n)
+    assert ByPrefix().counts(f32(signed), n).tolist() == want.tolist()
+
+
 def test_hits_share_the_stack_up_to_a_limit(rng):
     s = scores_of(rng, [0.1, 1, 1])
     s += np.arange(S * K).reshape(K, S) * 1e-4

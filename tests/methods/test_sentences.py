@@ -87,8 +87,8 @@ def test_a_prompt_leaves_the_tokens_that_the_method_says(label):
             assert found[layer][b] == [set(np.flatnonzero(k).tolist()) for k in keep], (layer, b)
 
 
-# In the plain suite, those whose parts of a budget these tell apart.
-EDGED = ("criticalkv", "nacl", "finch", "citrus", "pyramidkv grouped")
+# In the plain suite, those whose parts of a budget these tell apart and `test_recorded.py` does not hold.
+EDGED = ("nacl", "pyramidkv grouped")
 EDGES = [r for r in ROWS if r.budgeted]
 # At 0.25, a head's share of their made-up profile is a whole number, which float32 and float64 round apart.
 WHOLE_SHARES = ("headkv", "retrieval-head")
