@@ -115,8 +115,8 @@ class ByPrefix:
 
     A layer's heads share one score. Beside what is protected, which scores infinity, a layer keeps the fewest
     slots whose scores come to the share p of all others', and p is the largest for which the stack keeps no
-    more than its L * n slots. What these leave goes to the layers one by one, the first ones first. A negative
-    score is of no importance.
+    more than its L * n slots. What these leave goes to the layers one by one, the first ones first. A
+    negative score is of no importance.
     """
 
     uniform = False
