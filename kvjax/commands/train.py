@@ -66,7 +66,8 @@ def _under(run: Training, model: Path) -> str:
     if run.loop.method is None:
         return ""
     from kvjax.methods.parse import parse_method, with_file
+    from kvjax.train.run_folder import learned_file
 
     label, build = parse_method(run.loop.method)
-    learned = model.parent / f"{build().id}.safetensors"
+    learned = learned_file(model.parent, build().id)
     return f" --methods full {with_file(label, learned) if learned.exists() else label}"

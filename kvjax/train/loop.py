@@ -51,7 +51,7 @@ from kvjax.train.devices import places, rows_placed
 from kvjax.train.optimiser import optimiser, rate_of
 from kvjax.train.recall_init import check_circuit, circuit_init
 from kvjax.train.rows import HeldOut, Place, Rows, Stream
-from kvjax.train.run_folder import LOG, alone, check_folder, clock, open_run, trim_log
+from kvjax.train.run_folder import LOG, alone, check_folder, clock, learned_file, open_run, trim_log
 from kvjax.train.saving import Saver
 from kvjax.train.settings import SECTIONS, Training
 from kvjax.train.sources import Source, Words, source_of, words_of
@@ -87,8 +87,7 @@ def train(
     >>> train(training({"data": {"kind": "python"}}), "runs/bytes")  # doctest: +SKIP
     PosixPath('runs/bytes/model')
     """
-    folder = Path(out)
-    by_first(lambda: check_folder(folder, resume))
+    by_first(partial(check_folder, folder := Path(out), resume))
     words = words_of(run.data)
     console = (console if is_first() else None) or Console(quiet=True)
     on = on_mesh(run.devices.mesh, run.devices.rules)
@@ -126,7 +125,7 @@ def train(
             _save(folder / "encoder", others.encoder.config, others.encoder.params, words)
         model, by = _save(folder / "model", config, joined(trained, fixed), words), others.compressor
         if by is not None and by.learns is not None:
-            save_fitted(folder / f"{by.method.id}.safetensors", by.fitted(model))
+            save_fitted(learned_file(folder, by.method.id), by.fitted(model))
     return folder / "model"
 
 

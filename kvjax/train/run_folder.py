@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -119,6 +120,15 @@ def differing(found: dict[str, Any], asked: dict[str, Any], within: str = "") ->
         elif was != now:
             other.append((f"{within}{name}", was, now))
     return other
+
+
+def learned_file(folder: Path, id: str) -> Path:
+    """The file of what the tokens of a method learned, in a run's folder, also of a method of a user's file.
+
+    >>> learned_file(Path("run"), "my/file.py:gist").name
+    'file.py-gist.safetensors'
+    """
+    return folder / (re.sub(r"[^\w.+-]", "-", Path(id).name) + ".safetensors")
 
 
 def trim_log(folder: Path, step: int) -> None:

@@ -66,6 +66,7 @@ def shards(x):
 
 def train(folder: Path, mesh: str, rules: str, stop: str) -> None:
     """Training by the settings of the test, which stops before a step, as a user would stop it."""
+    from kvjax.hosts.messages import by_first
     from kvjax.train import loop as loops
     from tests.hosts.test_two_processes import settings
 
@@ -78,8 +79,9 @@ def train(folder: Path, mesh: str, rules: str, stop: str) -> None:
         return parts(*args)
 
     loops.in_parts = counted
+    goes_on = by_first(lambda: (folder / "run" / "run.json").exists())
     try:
-        loops.train(settings(folder, mesh, rules), folder / "run", resume=True)
+        loops.train(settings(folder, mesh, rules), folder / "run", resume=goes_on)
     except KeyboardInterrupt:
         pass
 
