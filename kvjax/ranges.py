@@ -88,6 +88,7 @@ class Kind(NamedTuple):
     rule: Any
 
 
+@cache
 def taken_apart(annotation: Any) -> Kind:
     """The parts of an annotation.
 
@@ -163,10 +164,15 @@ def _tuple(kind: Kind, value: Any) -> Any:
     of = inner[:1] * len(value) if inner[-1] is ... else inner
     if len(of) != len(value):
         return REFUSED
-    each = [
-        read(x if kind.rule is None else Annotated[x, kind.rule], y) for x, y in zip(of, value, strict=True)
-    ]
+    each = [_inner(kind.rule, x, y) for x, y in zip(of, value, strict=True)]
     return REFUSED if any(x is REFUSED for x in each) else tuple(each)
+
+
+def _inner(rule: Any, annotation: Any, value: Any) -> Any:
+    if annotation is Any:
+        return value
+    annotation = annotation if rule is None else Annotated[annotation, rule]
+    return value if _plainly_fits(taken_apart(annotation), value) else read(annotation, value)
 
 
 def expected(annotation: Any) -> str:
@@ -221,9 +227,35 @@ def _words_of_tuple(kind: Kind) -> str:
     return f"a tuple, in which each is {one}"
 
 
+class _Field(NamedTuple):
+    """A field's name, its annotation, and that taken apart."""
+
+    name: str
+    annotation: Any
+    kind: Kind
+
+
 @cache
-def _annotations(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
+def _fields(of: type, whole: Range | None) -> tuple[_Field, ...]:
+    hints, found = typing.get_type_hints(of, include_extras=True), []
+    for field in dataclasses.fields(of):
+        annotation, kind = hints[field.name], taken_apart(hints[field.name])
+        if whole is not None and kind.base is int and kind.rule is None:
+            plain: Any = Annotated[int, whole]
+            annotation = plain | None if kind.optional else plain
+        found.append(_Field(field.name, annotation, taken_apart(annotation)))
+    return tuple(found)
+
+
+def _plainly_fits(kind: Kind, value: Any) -> bool:
+    """Whether a value is of the very type of its field and within its range: most are, and many are read."""
+    if value is None:
+        return kind.optional
+    if type(value) is not kind.base or kind.base not in (int, float, bool, str):
+        return False
+    if kind.base in (bool, str):
+        return True
+    return -MOST <= value <= MOST and (kind.rule is None or kind.rule.holds(value))
 
 
 def check_fields(instance: Any, prefix: str = "", whole: Range | None = None) -> None:
@@ -232,18 +264,16 @@ def check_fields(instance: Any, prefix: str = "", whole: Range | None = None) ->
     prefix: what a user writes before a field's name. whole: the range of whole numbers without one of their
     own. Raises FieldError that names the field, its value and what was expected.
     """
-    for field in dataclasses.fields(instance):
-        given, annotation = getattr(instance, field.name), _annotations(type(instance))[field.name]
-        kind = taken_apart(annotation)
-        if whole is not None and kind.base is int and kind.rule is None:
-            plain: Any = Annotated[int, whole]
-            annotation = plain | None if kind.optional else plain
+    for name, annotation, kind in _fields(type(instance), whole):
+        given = getattr(instance, name)
+        if _plainly_fits(kind, given):
+            continue
         found = read(annotation, given)
         if found is REFUSED:
             wanted = expected(annotation) + _nearest(given, kind)
-            raise FieldError(f"{prefix}{field.name} is {_short(given)}, expected {wanted}")
+            raise FieldError(f"{prefix}{name} is {_short(given)}, expected {wanted}")
         if found is not given:
-            object.__setattr__(instance, field.name, found)
+            object.__setattr__(instance, name, found)
 
 
 def _nearest(given: Any, kind: Kind) -> str:

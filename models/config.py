@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 else:
     FeedForward = Mixer = Any
 
+_ONE = Range(1)
 Positive = Annotated[float, Range(0, above=True)]
 
 
@@ -80,8 +81,9 @@ class Config:
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {sorted(ACTIVATIONS)}, got {self.activation!r}")
         for name in ("mixers", "mlps"):
-            for i, word in enumerate(getattr(self, name)):
-                check_fields(word, f"{name}[{i}]: {type(word).__name__}.", whole=Range(1))
+            seen = {id(word): (i, word) for i, word in reversed([*enumerate(getattr(self, name))])}
+            for i, word in seen.values():
+                check_fields(word, f"{name}[{i}]: {type(word).__name__}.", whole=_ONE)
                 word.check(self)
         for i, mixer in enumerate(self.mixers):
             mixer.check_takes(self, i)
