@@ -43,10 +43,11 @@ def test_a_conversation_equals_that_of_a_model_of_more_positions():
 
 CLAMPED = kvjax.method("lm-infinite", budget=8, sinks=2, distance=16)
 FINCH = kvjax.method("finch", budget=8, question=4)
+CITRUS = kvjax.method("citrus", budget=12, question=4)  # a chunk of 8, and 4 others
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("method", [CLAMPED, FINCH], ids=["distances", "ranks of a prompt"])
+@pytest.mark.parametrize("method", [CLAMPED, FINCH, CITRUS], ids=["distances", "ranks of a prompt", "chunks"])
 def test_texts_beyond_the_positions_are_read_in_pieces_and_gone_on_with(method):
     found = []
     for m in (model(), model(LONGER)):
