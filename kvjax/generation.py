@@ -98,7 +98,7 @@ def generate(
     ((6, 2), [0, 0, 0, 1, 1, 1], True)
     """
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1, "tokens")
-    has_verbs(model)
+    plain = not has_verbs(model)
     chosen = method_of(model, method, cache)
     model = made(model, chosen)
     last = last_position(chosen, model.config)
@@ -108,7 +108,7 @@ def generate(
         samples, beams, on_token, implementation,
     )  # fmt: skip
     stops = _checked(asked)
-    if not has_verbs(model):
+    if plain:
         check_memory(model, tokens, chosen, max_new_tokens, chunk)
     _check_prompt(model, (tokens, lengths), chosen, cache, max_new_tokens, last)
     # `model` may be what the method made of the given one: only the method with its fit leads back to it.

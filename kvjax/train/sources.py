@@ -11,7 +11,6 @@ from kvjax.errors import InputError
 from kvjax.eval.tasks import recall
 from kvjax.eval.tasks.pairs import pair_count, pairs_batch
 from kvjax.eval.tasks.recall_tasks import MIX, training_batch
-from kvjax.inputs import check_text
 from kvjax.loading import model_folder
 from kvjax.models.tokenizer import read_text
 from kvjax.train.ahead import Ahead
@@ -103,7 +102,6 @@ def source_of(
     texts = read_texts(data)
 
     def encode(text: str) -> Sequence[int]:
-        check_text(text, "a text of data.files")
         if data.tokenizer == "bytes" and END not in text:
             return text.encode()  # what the tokenizer gives, a hundred times as fast
         try:
