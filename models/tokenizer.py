@@ -151,6 +151,8 @@ def _answered(asked: str) -> dict[str, str]:
     command = [sys.executable, "-I", "-X", "utf8", str(Path(__file__).with_name("chat_sandbox.py")), *homes]
     try:
         ran = subprocess.run(command, input=asked, capture_output=True, encoding="utf-8", timeout=PATIENCE)
+    except OSError as error:
+        return {"error": f"its process could not start ({error.strerror})"}
     except subprocess.TimeoutExpired:
         return {"error": f"it ran for more than {PATIENCE} seconds"}
     try:

@@ -104,11 +104,12 @@ def test_names_in_errors_do_not_act(before, capsys):
 
 
 def test_brackets_and_colons_of_names_are_no_styles(tmp_path, capsys):
-    folder = tmp_path / "a[bold]b[" / "c]:smile:"
+    folder = tmp_path / "a[bold]b[" / "c]:smile:\x1b[2J"
     shutil.copytree(SHIPPED / "recall-tiny", folder)
     for words in (["inspect", str(folder)], ["generate", "--model", str(folder), "--tokens", "1,2,3"]):
         assert main([*words, *(["--max-new-tokens", "1"] if words[0] == "generate" else [])]) == 0
-    assert "a[bold]b[/c]:smile:" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "a[bold]b[/c]:smile:\\x1b[2J" in out and "\x1b" not in out + err
 
 
 def test_half_a_character_is_printed_escaped():

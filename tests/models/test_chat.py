@@ -77,6 +77,12 @@ def test_every_error_of_a_template_is_one_sentence_within_its_limits(template, s
         say(template)
 
 
+def test_a_python_that_cannot_start_is_named(monkeypatch):
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    with pytest.raises(InputError, match="its process could not start"):
+        say("hello")
+
+
 def test_a_template_that_waits_is_ended_by_the_clock(monkeypatch):
     monkeypatch.setattr(tokenizer, "PATIENCE", 0.01)
     with pytest.raises(InputError, match=r"ran for more than 0\.01 seconds"):
