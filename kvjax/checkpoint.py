@@ -122,7 +122,7 @@ def read_head(folder: Path) -> tuple[Config | BlockConfig, tuple[Group, ...] | G
     try:
         config = config_from_json(head["config"])
         return config, _groups(head["groups"]), head["dtype"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{folder / MARKER} does not describe a model ({error}): save it again") from error
 
 

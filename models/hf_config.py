@@ -145,6 +145,8 @@ def _fields(family: str, data: Json) -> dict[str, Any]:
 def _family(data: Json) -> tuple[str, dict[str, Any]]:
     """(family, the language model's settings with the family's defaults below them)."""
     name = data.get("model_type")
+    if not isinstance(name, str | None):
+        raise InputError(f"config.json gives model_type = {name!r:.40}, expected a text: correct it")
     if name == "gemma3":
         text = data.get("text_config")
         outer = {k: data[k] for k in ("tie_word_embeddings", "eos_token_id") if k in data}

@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from kvjax.errors import InputError
+from kvjax.files import in_short
 from kvjax.streams import escaped
 
 if TYPE_CHECKING:
@@ -33,8 +35,14 @@ def run(args: argparse.Namespace) -> None:
     from kvjax.eval.report.folder import read_results
 
     found = read_results(args.folder)
+    try:
+        text = (_of_text if found.of_text else _of_questions)(found, args.format)
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise InputError(
+            f"the results in {args.folder} hold other values than a comparison's ({type(error).__name__}: "
+            f"{in_short(error)}): run kvjax compare again"
+        ) from error
     # Tokens may hold half a surrogate pair, which no file can.
-    text = (_of_text if found.of_text else _of_questions)(found, args.format)
     sys.stdout.write(escaped(text.encode("utf-8", errors="backslashreplace").decode()))
 
 

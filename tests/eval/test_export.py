@@ -134,3 +134,19 @@ def test_an_equal_score_has_no_sign_in_the_table_of_questions(tmp_path, capsys):
     rows = [row | {"score": 1.0} for row in comparison(6)]
     table = printed(capsys, written(tmp_path, rows, {"model": "recall-tiny", "cells": []}))
     assert not re.search(r"[+-]0(?![\d.])", table), table
+
+
+@pytest.mark.parametrize("form", ["table", "csv", "latex", "html"])
+@pytest.mark.parametrize("value", ["x", None, [1], {"a": 1}])
+@pytest.mark.parametrize("name", ["score", "budget", "protocol", "task", "kept_bytes", "id"])
+def test_rows_with_other_values_are_one_sentence_or_a_table(name, value, form, tmp_path, capsys):
+    rows = [row | {name: value} for row in comparison(3)]
+    code = main(["report", written(tmp_path, rows, {"model": "m", "cells": []}), "--format", form])
+    said = capsys.readouterr()
+    assert code == 0 or (code == 2 and said.err.startswith("kvjax: error: ") and said.err.count("\n") == 1)
+
+
+@pytest.mark.parametrize("cells", [5, [5], [{}], {"a": 1}, None])
+def test_metrics_with_other_cells_are_one_sentence_or_a_table(cells, tmp_path, capsys):
+    folder = written(tmp_path, comparison(3), {"model": "m", "cells": cells})
+    assert main(["report", folder]) in (0, 2)

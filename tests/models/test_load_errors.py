@@ -294,6 +294,22 @@ def test_an_index_that_names_a_file_elsewhere(name, fixture, tmp_path):
     assert len(str(caught.value)) < 400 + len(str(folder)) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [[], {}, [5]])
+def test_a_model_type_that_is_no_text(value, folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": value}))
+    with pytest.raises(InputError, match="gives model_type = .* expected a text"):
+        load(folder)
+
+
+@pytest.mark.parametrize("value", [None, "x", 5, [], [5]])
+def test_a_checkpoint_whose_config_is_no_object(value, checkpoint):
+    head = json.loads((checkpoint / "kvjax.json").read_text())
+    (checkpoint / "kvjax.json").write_text(json.dumps(head | {"config": value}))
+    with pytest.raises(InputError, match="does not describe a model"):
+        load(checkpoint)
+
+
 def test_json_that_nests_without_end(folder):
     (folder / "config.json").write_text("[" * 100_000)
     with pytest.raises(InputError, match="nests its JSON too deeply"):

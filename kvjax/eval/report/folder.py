@@ -52,7 +52,7 @@ def read_results(folder: str | Path) -> Results:
         rows = [json.loads(line) for line in lines.read_bytes().splitlines()]
     except OSError as error:
         raise InputError(f"{error.filename} cannot be read ({error.strerror}): {_NEXT}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"results.jsonl or metrics.json of {folder} holds no JSON: {_NEXT}") from error
     if not isinstance(metrics, dict):
         raise InputError(f"{told} does not describe a comparison: {_NEXT}")
