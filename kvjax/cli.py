@@ -20,8 +20,8 @@ from kvjax.interrupts import Interrupts, folder_to_resume
 from kvjax.streams import escaped, printable, silence
 
 COMMANDS = (
-    "compare", "report", "methods", "explain", "generate", "fit", "train", "convert", "uptrain",
-    "inspect", "info", "aot", "plan",
+    "compare", "report", "methods", "architectures", "explain", "generate", "fit", "train", "convert",
+    "uptrain", "inspect", "info", "aot", "plan",
 )  # fmt: skip
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 # What a disk, or a device that takes no more, says to what is written.

@@ -294,6 +294,7 @@ def crowded(keep: Keep, tokens: int, row: str = "") -> str:
     names += [repr(keep.restore)] if more else []
     return (
         f"{stays.sum() + more} of {row or f'{tokens} tokens'} must stay ({', '.join(names)}), "
-        f"more than the budget of {n} slots (budget={keep.budget.amount!r}): raise the budget or lower "
+        f"more than the budget of {n} slots{getattr(keep.allocate, 'poorest', '')} "
+        f"(budget={keep.budget.amount!r}): raise the budget or lower "
         "what is protected (window=, sinks=)"
     )

@@ -1,8 +1,66 @@
-"""The architectures as `kvjax methods --verb make` lists them: papers, what they do, what they keep."""
+"""`kvjax architectures`: what the decoder can be made of, with papers and what each keeps; or one of them."""
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
+
+HELP = "list the architectures: papers, what they do and keep per token, what makes one in a Config"
+EXAMPLE = """examples:
+  kvjax architectures
+  kvjax architectures yoco
+  kvjax architectures --brief --search "linear attention"
+  kvjax architectures --json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("id", nargs="?", metavar="ID", help="one of them alone (default: all)")
+    parser.add_argument("--family", metavar="F", help="those of a family")
+    parser.add_argument("--search", metavar="TEXT", help="those that say all these words of themselves")
+    parser.add_argument("--brief", action="store_true", help="one line for each")
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+
+
+def run(args: argparse.Namespace) -> None:
+    rows = _chosen(listing(), args.id, args.family, args.search)
+    if args.json:
+        import json
+
+        print(json.dumps(rows, indent=2))
+    elif args.brief:
+        print_lines(rows)
+    else:
+        print_table(rows)
+
+
+def _chosen(
+    rows: list[dict[str, Any]], id: str | None, family: str | None, search: str | None
+) -> list[dict[str, Any]]:
+    """Those that were asked for; InputError where there are none, with the nearest name."""
+    import difflib
+
+    from kvjax.errors import InputError
+    from kvjax.models.architectures import architecture
+
+    if id is not None:
+        try:
+            rows = [row for row in rows if row["id"] == architecture(id).id]
+        except ValueError as error:
+            raise InputError(str(error)) from error
+    families = list(dict.fromkeys(row["family"] for row in rows))
+    if family is not None and family not in families:
+        near = difflib.get_close_matches(family, families, 1)
+        hint = f"did you mean {near[0]}?" if near else "see `kvjax architectures`"
+        raise InputError(f"--family is {family!r}, expected one of {', '.join(families)}: {hint}")
+    words = (search or "").lower().split()
+
+    def text(row: dict[str, Any]) -> str:
+        return " ".join(str(x) for x in row.values()).lower()
+
+    found = [r for r in rows if family in (None, r["family"]) and all(word in text(r) for word in words)]
+    if not found:
+        raise InputError(f"no architecture has all words of {search!r}: search for fewer")
+    return found
 
 
 def listing() -> list[dict[str, Any]]:
@@ -39,6 +97,20 @@ def of_verb(rows: list[dict[str, Any]], verb: str) -> list[dict[str, Any]]:
     return [row for row in rows if verb in row["verbs"]]
 
 
+def print_lines(rows: list[dict[str, Any]]) -> None:
+    """One line for each architecture or method: its id, its family, and what it is."""
+    from rich.text import Text
+
+    from kvjax.commands.terminal import console
+
+    out, columns = console(), [max(len(row[name]) for row in rows) for name in ("id", "family")]
+    for row in rows:
+        year = f" ({row['year']})" if row["year"] else ""
+        about = row.get("about") or row["title"]
+        line = f"{row['id']:<{columns[0]}}  {row['family']:<{columns[1]}}  {about}{year}"
+        out.print(Text(line), no_wrap=True, overflow="ellipsis", crop=True)
+
+
 def print_table(rows: list[dict[str, Any]]) -> None:
     """The architectures, one row each."""
     from rich.table import Table
@@ -66,7 +138,6 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         table.add_section()
     out.print(table)
     out.print()
+    many = f"{len(rows)} architecture{'s' * (len(rows) != 1)}"
     note = "Second line: family, paper, what makes it in a Config, and the file that trains one."
-    print_text(
-        out, f"{len(rows)} architectures. {note} docs/architectures.md has what they cost.", style="dim"
-    )
+    print_text(out, f"{many}. {note} docs/architectures.md has what they cost.", style="dim")

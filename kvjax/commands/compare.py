@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="TASK|FILE",
         help="what is asked: built-in tasks, JSONL files of RULER or LongBench, or your own as "
-        "my_file.py:my_task (default: all built-in ones)",
+        "my_file.py:my_task (default: get chase all copy multikey)",
     )
     parser.add_argument(
         "--protocol",
@@ -70,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also show in report.html what every method scores and keeps of the first prompt, by layer and "
         "head; reads it again for each, which takes some seconds per method",
+    )
+    parser.add_argument(
+        "--no-baselines",
+        action="store_true",
+        help="leave out the full cache, random and sink+recent, which are compared with otherwise",
     )
     add_mesh(parser)
     add_hosts(parser)
@@ -104,5 +109,6 @@ def run(args: argparse.Namespace) -> None:
         seeds=args.seeds,
         preset=args.preset,
         scores=args.scores,
+        baselines=not args.no_baselines,
         **mesh_options(args),
     )

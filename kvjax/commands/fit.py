@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tasks",
         nargs="+",
         metavar="TASK",
-        help="fit on these tasks' contexts and questions (default: all)",
+        help="fit on these tasks' contexts and questions (default: get chase all copy multikey)",
     )
     parser.add_argument("--text", metavar="FILE", help="fit on pieces of a text file instead")
     parser.add_argument("--rows", type=whole(1), default=32, metavar="N", help="texts to read (default: 32)")

@@ -15,26 +15,31 @@ EXAMPLE = """examples:
   kvjax methods --family budget-layer --training no
   kvjax methods --phase decode --search "hash tables"
   kvjax methods --verb make
+  kvjax methods --brief --family quant
+  kvjax methods my_file.py:my_method
   kvjax methods --json"""
 
 _WIDE_COLUMNS = 110
 _LEGEND = (
     "Second line: what a method decides (keep, store, read, reread, place), when it acts (prefill, decode, "
     "both), its family, its paper, and whether it deviates from it (its docstring says how). budget: a "
-    "fraction of the tokens kept, or slots per head. Write snapkv:window=16 to set a hyper-parameter, "
-    "snapkv+kivi to chain, my_file.py:my_method for your own. variant=paper (snapkv, pyramidkv) selects per "
-    "query head: with grouped queries, it costs (query heads / KV heads) times the bytes of its budget. "
+    "fraction of the tokens kept, or slots per head. Write snapkv(window=16) to set a hyper-parameter, "
+    "snapkv + kivi to chain, my_file.py:my_method for your own. variant=paper (snapkv, pyramidkv) selects "
+    "per query head: with grouped queries, it costs (query heads / KV heads) times the bytes of its budget. "
     "kvjax methods snapkv prints all that is known of one."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("id", nargs="?", metavar="ID", help="whose card to print (default: list all)")
+    parser.add_argument(
+        "id", nargs="?", metavar="ID|FILE:NAME", help="whose card to print (default: list all)"
+    )
     parser.add_argument("--family", metavar="F", help="those of a family, such as quant or budget-head")
     parser.add_argument("--phase", metavar="P", help="those that act in prefill, decode, both or none")
     parser.add_argument("--training", metavar="yes|no", help="those that must be fitted first, or need not")
     parser.add_argument("--search", metavar="TEXT", help="those whose docstring has all these words")
     parser.add_argument("--verb", metavar="V", help="those that decide so; make lists the architectures, too")
+    parser.add_argument("--brief", action="store_true", help="one line for each")
     parser.add_argument("--json", action="store_true", help="print JSON instead: an array, or one card")
 
 
@@ -54,6 +59,9 @@ def run(args: argparse.Namespace) -> None:
 
         print(json.dumps(rows + made, indent=2))
         return
+    if args.brief:
+        architectures.print_lines([*rows, *made])
+        return
     _print_table(rows)
     if made:
         print()
@@ -64,6 +72,7 @@ def _print_card(args: argparse.Namespace) -> None:
     import json
 
     from kvjax.commands.methods_cards import card, plain
+    from kvjax.commands.methods_own import check_one, own_card
     from kvjax.commands.methods_text import print_card
     from kvjax.errors import InputError
     from kvjax.methods import resolve
@@ -74,7 +83,13 @@ def _print_card(args: argparse.Namespace) -> None:
                 f"--{name} was given with the method {args.id!r}, expected one of both: leave out --{name} "
                 "for its card, or the method for a list"
             )
-    found = card(resolve(args.id))
+    if args.brief:
+        raise InputError(f"--brief was given with the method {args.id!r}, expected a list: leave one out")
+    if ".py:" in args.id:
+        found = own_card(args.id)
+    else:
+        check_one(args.id)
+        found = card(resolve(args.id))
     if args.json:
         print(json.dumps(plain(found), indent=2))
     else:

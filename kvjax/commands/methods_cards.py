@@ -87,7 +87,7 @@ def card(id: str) -> Card:
         deviations=deviations,
         call=f"kvjax.method({id!r}{budget})",
         sentence=written(built),
-        hyper=_hyper(function),
+        hyper=hyper_of(function),
         fit=f"kvjax fit {id} --out {id}.safetensors" if info.training else "",
         fits=tuple(sorted(file.parent.name for file in SHIPPED.glob(f"*/{id}.safetensors"))),
         chains=chains,
@@ -122,7 +122,12 @@ def docstring_of(id: str) -> tuple[str, str, str]:
     >>> docstring_of("h2o")[0]
     'H2O (Zhang et al., 2023, arXiv:2306.14048), Algorithm 1: heavy hitters and recent tokens.'
     """
-    first, _, rest = inspect.cleandoc(METHODS[id].__doc__ or "").partition("\n")
+    return docstring_parts(inspect.cleandoc(METHODS[id].__doc__ or ""))
+
+
+def docstring_parts(text: str) -> tuple[str, str, str]:
+    """The parts of `docstring_of`, of a docstring without indents."""
+    first, _, rest = text.partition("\n")
     about, deviations = [], []
     for paragraph in re.split(r"\n\s*\n", rest.strip()):
         before, word, after = re.search(r"^(.*?)(\bDeviations?:|$)(.*)$", paragraph, re.DOTALL).groups()  # type: ignore[union-attr]
@@ -131,7 +136,8 @@ def docstring_of(id: str) -> tuple[str, str, str]:
     return first.strip(), "\n\n".join(about), " ".join(deviations)
 
 
-def _hyper(function: Any) -> tuple[Hyper, ...]:
+def hyper_of(function: Any) -> tuple[Hyper, ...]:
+    """The hyper-parameters of a method's function."""
     types = types_of(function)
     found = []
     for name, parameter in inspect.signature(function).parameters.items():

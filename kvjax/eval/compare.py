@@ -54,6 +54,8 @@ SCHEMA = 2
 SAMPLES = 32
 # Batches whose seconds are measured, per cell and number of rows.
 TIMED = 3
+# What bytes are told in percent of.
+FULL = Entry("full", None, Method())
 # Cells that go through all batches before others do: a process holds the programs of so many. With all cells
 # on one batch after the other it would forget programs, and compile them again for every batch.
 TOGETHER = 40
@@ -85,6 +87,7 @@ def compare(
     seeds: Sequence[int] | None = None,
     preset: str | None = None,
     scores: bool = False,
+    baselines: bool = True,
     console: Console | None = None,
     mesh: Any = None,
     rules: Any = None,
@@ -92,7 +95,8 @@ def compare(
     """Runs methods on the same questions and prints quality against measured bytes.
 
     Without `methods`, the well-known ones of every family run; "all" stands for every one that needs no fit.
-    Answers are asked from the compressed cache; full cache, random and sink+recent are always there. With
+    Answers are asked from the compressed cache; full cache, random and sink+recent are there, too, unless
+    `baselines` is False, and then nothing is told of differences to the full cache. With
     several `seeds`, `samples` contexts are drawn by each, and all of them count together. Writes
     results.jsonl, metrics.json, frontier.png and report.html under `out`; with resume=True a killed run goes
     on. mesh, rules: as of `kvjax.load`, where `model` is a name. scores: the report also shows what every
@@ -113,7 +117,7 @@ def compare(
         methods=[m[0] if isinstance(m, tuple) else str(m) for m in methods or ()],
         budgets=budgets, tasks=None if tasks is None else [*map(spelled, tasks)],
         protocols=() if text else protocols, samples=samples, length=length, text=text, seeds=seeds,
-        preset=preset, scores=scores, mesh=mesh, rules=rules,
+        preset=preset, scores=scores, baselines=baselines, mesh=mesh, rules=rules,
     )  # fmt: skip
     samples = SAMPLES if samples is None else samples
     protocols = tuple(dict.fromkeys(protocols))
@@ -127,14 +131,17 @@ def compare(
     folder = Path(out or by_first(lambda: f"kvjax-results/{time.strftime('%Y%m%d-%H%M%S')}"))
     if text is not None:
         length = length or LENGTH
-        entries = plan_cells(loaded, methods, budgets, preset or ("short" if length <= 1024 else "long"))
+        preset = preset or ("short" if length <= 1024 else "long")
+        entries = plan_cells(loaded, methods, budgets, preset, baselines)
         check_traced(loaded, entries, bucket(length))
         found = compare_text(
             loaded, entries, text, folder=folder, length=length, windows=samples, seed=seeds[0],
             resume=resume, about={**_about(loaded), "command": command}, console=console,
         )  # fmt: skip
         return Comparison([], found, {}, {}, folder)
-    plan, preset = planned(loaded, methods, budgets, tasks, protocols, samples, length, seeds, preset)
+    plan, preset = planned(
+        loaded, methods, budgets, tasks, protocols, samples, length, seeds, preset, baselines
+    )
     batches = batches_of(plan)
     settings = _settings(plan, preset)
     log = UnitLog(folder, settings, resume, (*Unit._fields, "read_s", "batch"))
@@ -212,7 +219,7 @@ def _run(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> No
                 if not todo:
                     continue
                 prompt, read_s = runner.prompt(rows)
-                full_bytes = runner.bytes_of(plan.entries[0], prompt).kept
+                full_bytes = runner.bytes_of(FULL, prompt).kept
                 for entry, unit in _units(runner, todo, prompt, rows, protocol, full_bytes):
                     budget = "" if entry.budget is None else f" {entry.budget}"
                     progress.update(bar, description=f"{entry.label}{budget}, {protocol}", advance=1)

@@ -189,11 +189,17 @@ class PerLayer:
         """Slots that the layer of the smallest share keeps in every head."""
         return min((int(_part(s, n)) for s in self.shares if s is not None), default=2**30)
 
+    @property
+    def poorest(self) -> str:
+        """Where the smallest share is, in words."""
+        given = [s for s in self.shares if s is not None]
+        return f" in the layer of share {min(given)!r} of {self.shares!r}" if given else ""
+
     def _check(self, layers: int) -> None:
         if layers != len(self.shares):
             raise InputError(
-                f"per_layer was given {len(self.shares)} shares, and the method selects in {layers} layers "
-                "of this model: give one share for each of them, None for one that is kept whole"
+                f"per_layer was given {len(self.shares)} shares, {self.shares!r}, and the method selects in "
+                f"{layers} layers of this model: give one share for each, None for one that is kept whole"
             )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvjax.fitted import is_fitted
 from kvjax.grammar import Method, chain
@@ -49,24 +49,26 @@ def methods() -> list[MethodInfo]:
 
 def _info(id: str) -> MethodInfo:
     known = METHODS[id].paper
-    built = method(id, **({"budget": 0.5} if takes_budget(id) else {}))
+    return info_of(
+        id,
+        method(id, **({"budget": 0.5} if takes_budget(id) else {})),
+        title=known.title,
+        arxiv=known.arxiv,
+        year=known.year,
+        family=known.family,
+        exact=known.exact,
+        kvpress=known.kvpress.name if known.kvpress else "",
+    )
+
+
+def info_of(id: str, built: Method, **known: Any) -> MethodInfo:
+    """What is known of a method, and what its sentence says of itself."""
     keep = built.keep
     parts = ("make", "keep", "store", "read", "reread", "stack")
     verbs = [n for n in parts if getattr(built, n) is not None]
     if built.host is not None or (keep is not None and not keep.allocate.uniform):
         verbs.append("place")
-    return MethodInfo(
-        id,
-        known.title,
-        known.arxiv,
-        known.year,
-        known.family,
-        tuple(verbs),
-        _phase(built),
-        training=not is_fitted(built),
-        exact=known.exact,
-        kvpress=known.kvpress.name if known.kvpress else "",
-    )
+    return MethodInfo(id=id, verbs=tuple(verbs), phase=_phase(built), training=not is_fitted(built), **known)
 
 
 def _phase(built: Method) -> str:

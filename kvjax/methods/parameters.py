@@ -28,6 +28,7 @@ __all__ = [
 def is_type(annotation: Any) -> bool:
     """Whether an annotation says which values a hyper-parameter may take.
 
+    >>> from typing import Annotated
     >>> is_type(Annotated[int, Range(1)]), is_type(Literal["paper", "kvpress"]), is_type(int)
     (True, True, False)
     """
@@ -41,6 +42,7 @@ def value_of(annotation: Any, value: Any) -> Any:
     Raises ValueError saying what was expected where the value is none of the type. An annotation that says
     nothing of values (see `is_type`) takes all.
 
+    >>> from typing import Annotated
     >>> value_of(Annotated[float, Range(0, 1)], 1)
     1.0
     """
@@ -63,6 +65,7 @@ def value_of(annotation: Any, value: Any) -> Any:
 def values_of(annotation: Any) -> str:
     """Which values an annotation says that a hyper-parameter may take, in words; "" where it says nothing.
 
+    >>> from typing import Annotated
     >>> values_of(Annotated[int, Range(1, odd=True)] | None)
     'an odd whole number >= 1, or None'
     """

@@ -41,7 +41,8 @@ def per_layer(method: Method | str, shares: Sequence[float | int | None], *, pag
     try:
         check(made)
     except ValueError as error:
-        raise InputError(f"{method.id} per layer: {error}") from error
+        why = str(error).removeprefix(f"{made.id} cannot work: ")
+        raise InputError(f"{method.id} per layer: {why}") from error
     return made
 
 
@@ -67,5 +68,6 @@ def by_layer(methods: Sequence[Method | str | None]) -> Method:
     try:
         check(made)
     except ValueError as error:
-        raise InputError(f"a method for every layer: {error}") from error
+        why = str(error).removeprefix(f"{made.id} cannot work: ")
+        raise InputError(f"a method for every layer: {why}") from error
     return made

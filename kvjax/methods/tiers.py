@@ -36,5 +36,6 @@ def tiered(method: Method | str, *, bits: int = 2, group: int | None = 32) -> Me
     try:
         check(made)
     except ValueError as error:
-        raise InputError(f"{method.id} in tiers: {error}") from error
+        why = str(error).removeprefix(f"{made.id} cannot work: ")
+        raise InputError(f"{method.id} in tiers: {why}") from error
     return made

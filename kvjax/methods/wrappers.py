@@ -147,5 +147,6 @@ def _around(method: Method, **parts: Any) -> Method:
         made = dataclasses.replace(method, keep=dataclasses.replace(method.keep, **parts), spec=())
         check(made)
     except ValueError as error:
-        raise InputError(f"{method.id} cannot be changed so: {error}") from error
+        why = str(error).removeprefix("custom cannot work: ")
+        raise InputError(f"{method.id} cannot be changed so: {why}") from error
     return made

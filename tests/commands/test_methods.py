@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -140,3 +141,59 @@ def test_a_card_is_printed_with_its_line_of_the_leaderboard(capsys, monkeypatch)
     assert main(["methods", "snapkv", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["info"]["id"] == "snapkv" and found["lines"][0]["tasks"] == {"get": 0.75}
+
+
+# --- short lists, architectures, methods of a file ----------------------------------------------------------
+
+KEYDIFF = f"{Path(__file__).parents[2]}/docs/examples/keydiff.py:keydiff"
+MADE = [one.id for one in kvjax.architectures()]
+
+
+@pytest.mark.parametrize(("words", "ids"), [("methods --brief", METHODS), ("architectures --brief", MADE)])
+def test_a_brief_list_has_one_line_for_each(words, ids, capsys):
+    assert main(words.split()) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*ids]
+
+
+def test_architectures_are_listed_found_and_refused(capsys):
+    assert main(["architectures"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{id} " in out for id in MADE) and f"{len(MADE)} architectures." in out
+    assert main(["architectures", "YOCO", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["id"] == "yoco" and row["url"] == "https://arxiv.org/abs/2405.05254"
+    assert main(["architectures", "--search", "one layer's latents", "--brief"]) == 0
+    assert capsys.readouterr().out.startswith("clla ")
+    for words, told in (
+        (["yocoo"], "did you mean 'yoco'"),
+        (["--family", "low-rnk"], "did you mean low-rank"),
+        (["--search", "zzz"], "no architecture has all words of 'zzz'"),
+    ):
+        assert main(["architectures", *words]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_a_method_of_a_file_has_a_card(capsys):
+    assert main(["methods", KEYDIFF]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for text in ("arXiv:2504.15364", "keeps the keys that are least like", "Keep(score=KeyDistinctness()"):
+        assert text in out
+    assert "budget must be given" in out
+    assert main(["methods", f"{KEYDIFF}(budget=64)", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["call"] == f"kvjax.method('{KEYDIFF}(budget=64)')" and "Budget(64)" in found["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([KEYDIFF[:-1]], "has no function 'keydif': did you mean keydiff?"),
+        (["snapkv(window=3)"], 'try kvjax explain "snapkv(window=3)"'),
+        (["snapkv + kivi"], 'try kvjax explain "snapkv + kivi"'),
+        (["snapkv", "--brief"], "--brief was given with the method 'snapkv'"),
+    ],
+)
+def test_what_has_no_card_says_what_to_ask(words, told, capsys):
+    assert main(["methods", *words]) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1

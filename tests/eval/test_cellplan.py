@@ -7,6 +7,7 @@ import pytest
 import kvjax
 from kvjax.errors import InputError
 from kvjax.eval.run.cellplan import ALWAYS, WELL_KNOWN, plan_cells
+from kvjax.eval.run.command import command_of
 from kvjax.methods import METHODS, takes_budget
 from kvjax.models.mixers.attention import Attention
 
@@ -73,3 +74,11 @@ def test_equal_budgets_are_refused(model, budgets):
 def test_impossible_budgets_are_refused_before_anything_runs(model, budgets):
     with pytest.raises(ValueError, match="budget"):
         plan_cells(model, ["snapkv"], budgets, "short")
+
+
+def test_a_comparison_without_baselines_has_the_methods_alone(model):
+    entries = plan_cells(model, ["int8"], None, "short", baselines=False)
+    assert [entry.label for entry in entries] == ["int8"]
+    with pytest.raises(InputError, match="nothing is left to compare without the baselines: give --methods"):
+        plan_cells(model, [], None, "short", baselines=False)
+    assert command_of(model="m", methods=["int8"], baselines=False).endswith("--methods int8 --no-baselines")

@@ -9,6 +9,7 @@ import pytest
 import kvjax
 from kvjax.errors import InputError
 from kvjax.keep.budget import PerLayer
+from kvjax.suits import check_budget
 from tests.methods.golden import model
 
 
@@ -72,7 +73,7 @@ def test_a_share_is_taken_of_any_number_of_slots():
         (
             dict(id="h2o", budget=0.5),
             [1],
-            "h2o per layer: .* evicting while decoding works with the uniform allocation",
+            "h2o per layer: evicting while decoding works with the uniform allocation",
         ),
     ],
 )
@@ -88,7 +89,18 @@ def test_shares_that_mean_nothing_are_refused(shares):
 
 
 def test_another_number_of_layers_and_a_window_beyond_a_share_are_refused_before_anything_runs():
-    with pytest.raises(InputError, match="given 2 shares, and the method selects in 3 layers of this model"):
+    with pytest.raises(
+        InputError, match="given 2 shares, .*, and the method selects in 3 layers of this model"
+    ):
         kvjax.prefill(model("groups"), prompt(), method=kvjax.per_layer(snapkv(), [1, 1]), room=4)
     with pytest.raises(InputError, match="2 of .* must stay .* more than the budget of 1 slots"):
         kvjax.per_layer(snapkv(8), [1, 1, 0.1])
+
+
+def test_what_does_not_fit_a_share_names_the_method_and_the_share():
+    crowded = r"more than the budget of 1 slots in the layer of share 0\.25 of \(1, 0\.25\)"
+    with pytest.raises(InputError, match=rf"^snapkv per layer: 4 of .*{crowded}"):
+        kvjax.per_layer("snapkv(budget=4, window=4)", (1, 0.25))
+    named = kvjax.per_layer("snapkv(budget=0.5, window=2)", (1, 0.25))
+    with pytest.raises(InputError, match=rf"^per_layer\(snapkv\): 2 of 8 tokens .*{crowded}"):
+        check_budget(named, [8])

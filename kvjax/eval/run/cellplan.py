@@ -83,8 +83,9 @@ def plan_cells(
     methods: Sequence[str | Method | Custom] | None,
     budgets: Sequence[float | int] | None,
     preset: str,
+    baselines: bool = True,
 ) -> list[Entry]:
-    """Every (method, budget) of a comparison, the anchors first.
+    """Every (method, budget) of a comparison, the anchors first, unless `baselines` is False.
 
     Methods are texts as `parse_method` reads them, Methods, which run as they are, or Custom. None stands for
     WELL_KNOWN, and "all" for every method that need not be fitted first or comes with its fit for this model;
@@ -103,7 +104,7 @@ def plan_cells(
     found: dict[str, Custom] = {}
     chosen = WELL_KNOWN if methods is None else tuple(METHODS) if "all" in methods else ()
     named = [m for m in methods or () if m != "all"]
-    for item in (*ALWAYS, *chosen, *named):
+    for item in (*(ALWAYS if baselines else ()), *chosen, *named):
         if isinstance(item, str):
             label, build = parse_method(item, hyper)
             found.setdefault(label, (label, build.takes_budget, build))
@@ -116,9 +117,12 @@ def plan_cells(
                 f"a method is {item!r:.60}, expected text such as 'snapkv', a Method, or (label, whether it "
                 "takes a budget, function)"
             )
-    return [
+    entries = [
         Entry(label, b, _bound(build(b), model))
         for label, budgeted, build in found.values()
         for b in (budgets if budgeted else (None,))
         if label not in chosen or label in named or _runs(build(b), model)
     ]
+    if not entries:
+        raise InputError("nothing is left to compare without the baselines: give --methods")
+    return entries

@@ -20,6 +20,7 @@ def command_of(
     seeds: Sequence[int] = (0,),
     preset: str | None = None,
     scores: bool = False,
+    baselines: bool = True,
     mesh: Any = None,
     rules: Any = None,
 ) -> str:
@@ -44,4 +45,5 @@ def command_of(
         "--rules": [rules] if isinstance(rules, str) else None,
     }
     words = [str(word) for name, values in options.items() if values for word in (name, *values)]
-    return shlex.join(["kvjax", "compare", *words, *(["--scores"] if scores else [])])
+    flags = [*(["--scores"] if scores else []), *([] if baselines else ["--no-baselines"])]
+    return shlex.join(["kvjax", "compare", *words, *flags])

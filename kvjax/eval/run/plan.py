@@ -94,6 +94,7 @@ def planned(
     length: int | None,
     seeds: tuple[int, ...],
     preset: str | None,
+    baselines: bool = True,
 ) -> tuple[Plan, str]:
     """What runs, and the preset; InputError for tasks, protocols or methods that cannot."""
     suites = [make_suite(model, tasks, length=length, seed=one, contexts=samples) for one in seeds]
@@ -106,7 +107,7 @@ def planned(
     for p in protocols:
         suite.rows(0, p)
     preset = preset or ("short" if suite.length <= 1024 else "long")
-    entries = plan_cells(model, methods, budgets, preset)
+    entries = plan_cells(model, methods, budgets, preset, baselines)
     check_traced(model, entries, bucket(suite.length))
     samples = min(samples, suite.contexts or samples)
     drawn = dict(zip(seeds, suites, strict=True))

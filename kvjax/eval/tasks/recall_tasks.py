@@ -174,7 +174,7 @@ def training_batch(
     >>> tokens.shape
     (2, 129)
     """
-    _check_tasks(tuple(mix))
+    check_tasks(tuple(mix))
     shortest = 2 * min_tokens(family=True)
     if length < shortest:
         raise InputError(f"recall training sequences need {shortest} tokens or more, got length={length}")
@@ -197,7 +197,7 @@ def training_batch(
     return tokens, weights, kinds
 
 
-def _check_tasks(tasks: Sequence[str]) -> None:
+def check_tasks(tasks: Sequence[str]) -> None:
     known = ", ".join(TASKS)
     if not tasks:
         raise InputError(f"no recall task was given: name at least one of {known}")
@@ -246,7 +246,7 @@ def context_samples(tasks: Sequence[str], *, seed: int, index: int, tokens: int)
     (True, 128)
     """
     tasks = tuple(tasks)
-    _check_tasks(tasks)
+    check_tasks(tasks)
     context = _shared_context(tasks, seed, index, tokens)
     samples = []
     for i, task in enumerate(tasks):
@@ -285,7 +285,7 @@ def conversation(
     >>> [turn.task for turn in conversation(["get", "chase"], seed=0, index=0, tokens=256, turns=3)]
     ['get', 'chase', 'get']
     """
-    _check_tasks(tuple(tasks))
+    check_tasks(tuple(tasks))
     if turns < 1:
         raise InputError(f"a conversation has 1 turn or more, got {turns}")
     around = [tasks[turn % len(tasks)] for turn in range(turns)]
@@ -302,7 +302,7 @@ def score(
     >>> score("get", [81, 82, 83, 5], [81, 82, 83, 5]), score("copy", [160, 161, 9], [160, 161, 162, 163])
     (1.0, 0.5)
     """
-    _check_tasks([task])
+    check_tasks([task])
     hits = [bool(predicted == wanted) for predicted, wanted in zip(prediction_ids, answer_ids, strict=False)]
     if task == "copy":
         return sum(hits) / len(answer_ids)

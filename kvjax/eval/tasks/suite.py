@@ -152,6 +152,7 @@ def _built_in(model: Model, names: tuple[str, ...], length: int | None, seed: in
         )
     if not speaks_recall(model):
         return make_words(model, names, length=length, seed=seed)
+    recall_tasks.check_tasks(names)
     try:
         suite = Recall(names, length or LENGTH, seed)
         suite.rows(0, "aware")
