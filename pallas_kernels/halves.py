@@ -1,4 +1,4 @@
-"""Float16 numbers in pairs in 32-bit words, inside a kernel: TPUs load no float16."""
+"""Short numbers in pairs in 32-bit words, inside a kernel: TPUs load no float16."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import jax.numpy as jnp
 
 
 def halves(words: Any) -> tuple[Any, Any]:
-    """(low, high) halves of words as float32; infinities and NaN become some finite number.
+    """(low, high) halves of words as float32: short numbers, as `kvjax.ops.base.bit_packing.short` says.
+
+    What is no number there is some finite number here.
 
     The low half must not be negative. It holds scales, which are not, and leaving its sign out saves
     instructions.
@@ -27,6 +29,9 @@ def _widened(bits: Any) -> Any:
 
     The exponents differ in their offset: 15 and 127. A float16 below 2^-14 is subnormal, it has no implied
     leading one; read as if it had one, it is 2^-14 too large. The smaller of both readings is the right one.
+    Of the largest exponent the first four bits of the fraction are a number that is added to it, so all such
+    numbers are finite: what lies in words that no token wrote must not spoil sums that give it no weight.
     """
     normal, small = (jax.lax.bitcast_convert_type(bits + (n << 23), jnp.float32) for n in (112, 113))
-    return jnp.minimum(normal, small - 2.0**-14)
+    large = jax.lax.bitcast_convert_type(((bits & 0x007FFFFF) << 4) + (143 << 23), jnp.float32)
+    return jnp.where(bits >= (31 << 23), large, jnp.minimum(normal, small - 2.0**-14))

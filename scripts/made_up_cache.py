@@ -17,7 +17,7 @@ import numpy as np
 from kvjax import steps
 from kvjax.cache import Cache, Paged, Pages, Slots
 from kvjax.group import GroupMethod
-from kvjax.ops.base.bit_packing import pair
+from kvjax.ops.base.bit_packing import pair, short
 
 
 def shapes(run: steps.Run, params: Any, batch: int, tokens: int, room: int) -> Cache:
@@ -73,7 +73,7 @@ def made_up(like: Cache, gms: tuple[GroupMethod, ...], tokens: int, room: int, s
     leaves, tree = jax.tree_util.tree_flatten_with_path(like)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     # Random bits may be NaN, so scales and zeros of codes are all set to the same number.
-    one = pair(jnp.float16(0.01), jnp.float16(-1))
+    one = pair(short(jnp.float32(0.01)), short(jnp.float32(-1)))
     cache = tree.unflatten(
         [
             jnp.full(x.shape, one) if jax.tree_util.keystr(path).endswith("['scale_zero']") else noise(k, x)

@@ -15,7 +15,7 @@ from kvjax.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init, plan
-from kvjax.ops.base.bit_packing import pair
+from kvjax.ops.base.bit_packing import pair, short
 from kvjax.place.rows import reset_rows
 from kvjax.steps import Run
 from kvjax.store.affine import Affine
@@ -272,7 +272,7 @@ def test_a_row_that_overflowed_harms_no_other_row_and_nothing_that_follows_it(mo
     def broken(x, first_row):
         if x.dtype == jnp.uint32:
             # A scale and a zero that are no numbers.
-            return jnp.where(first_row, pair(jnp.float16(jnp.nan), jnp.float16(jnp.nan)), x)
+            return jnp.where(first_row, pair(short(jnp.float32(jnp.nan)), short(jnp.float32(jnp.nan))), x)
         return jnp.where(first_row, jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     def overflow(part):

@@ -6,9 +6,19 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
-from kvjax.ops.base.bit_packing import halves, pack, pack_tokens, packed_words, pair, unpack, unpack_tokens
+from kvjax.ops.base.bit_packing import (
+    halves,
+    of_short,
+    pack,
+    pack_tokens,
+    packed_words,
+    pair,
+    short,
+    unpack,
+    unpack_tokens,
+)
 from kvjax.stored import ROWS, Form
 
 
@@ -23,14 +33,15 @@ class Affine:
     clip * max, and a number beyond it becomes the end that it passes (QuaRot, arXiv:2404.00456, section 5).
 
     Codes of 8 bits are uint8 [*b, S, H]. Fewer bits are packed in uint32 words: [*b, S / granule * w, H]
-    where granule > 1 tokens are encoded together, [*b, S, w] otherwise. The float16 scale and zero of a group
-    are the halves of one uint32 (`pair`), stored as
+    where granule > 1 tokens are encoded together, [*b, S, w] otherwise. The scale and zero of a group,
+    float16 up to 65504 and coarser up to 2^32 (`short`), are the halves of one uint32 (`pair`), stored as
       [*b, S / group, H]                       for axis "channel",
       [*b, S]                                  for axis "token" with one group per token,
       [*b, S, groups]                          with several groups,
       [*b, S / together, groups * together]    where together > 1, with the tokens of a group side by side.
     Codes are computed with the rounded scale and zero, so |error| <= scale / 2, except at the ends of a
-    group's range, which float16 rounds, and beyond them.
+    group's range, which float16 rounds, and beyond them. A zero or scale beyond 65504 is rounded outwards, by
+    at most 1/64, so that the ends of such a group are within scale / 2, too.
     """
 
     bits: int
@@ -57,7 +68,7 @@ class Affine:
     def says(self) -> str:
         channels = f"{self.group} channels" if self.group else "all channels"
         group = f"{self.group} tokens of a channel" if self.axis == "channel" else f"{channels} of a token"
-        return f"{self.bits} bits a number, with one float16 scale and zero for {group}."
+        return f"{self.bits} bits a number, with a scale and a zero of 16 bits for {group}."
 
     @property
     def granule(self) -> int:
@@ -81,19 +92,21 @@ class Affine:
         low, high = rows.min(over, keepdims=True), rows.max(over, keepdims=True)
         if self.clip < 1:
             low, high = self.clip * low, self.clip * high
-        zero = low.astype(jnp.float16)
-        scale = ((high - low) / (2**self.bits - 1)).astype(jnp.float16)
+        zero = _below(low)
+        # Beyond float16's numbers a zero is far from the smallest one, and the range starts there.
+        start = jnp.where(jnp.abs(low) < 65520.0, low, of_short(zero))
+        scale = short((high - start) / (2**self.bits - 1), outward=True)
         # A constant group has scale 0: every code 0, value zero.
-        step = jnp.where(scale == 0, jnp.float16(1), scale).astype(jnp.float32)
-        codes = jnp.clip(jnp.round((rows - zero.astype(jnp.float32)) / step), 0, 2**self.bits - 1)
+        step = of_short(scale)
+        step = jnp.where(step == 0, 1.0, step)
+        codes = jnp.clip(jnp.round((rows - of_short(zero)) / step), 0, 2**self.bits - 1)
         kept = self._packed(codes.reshape(x.shape))
         return kept | {"scale_zero": self._numbers(pair(scale, zero))}
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
         codes = self._codes(data, width).astype(jnp.float32)
         rows, _ = self._grouped(codes)
-        numbers = halves(self._spread(data["scale_zero"], rows.ndim))
-        scale, zero = (x.astype(jnp.float32) for x in numbers)
+        scale, zero = halves(self._spread(data["scale_zero"], rows.ndim))
         return (rows * scale + zero).astype(dtype).reshape(codes.shape)
 
     def _grouped(self, x: Array) -> tuple[Array, int]:
@@ -156,9 +169,17 @@ class Affine:
         return unpack(split, self.bits, group).reshape(*batch, rows, width)
 
 
+def _below(low: Float[Array, "*b"]) -> UInt32[Array, "*b"]:
+    """Short numbers next to `low`, none above it where float16 ends."""
+    return jnp.where(low < 0, short(low, outward=True), short(low, outward=False))
+
+
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """x ~ fp8(x / scale) * scale, with one float16 scale per token that maps its largest value to fp8's."""
+    """x ~ fp8(x / scale) * scale, with one float16 scale per token that maps its largest value to fp8's.
+
+    A number beyond what that scale can map, 2.9e7 for e4m3 and 3.7e9 for e5m2, becomes that one.
+    """
 
     kind: str = "e4m3"
 
@@ -175,7 +196,8 @@ class Float8:
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         x = x.astype(jnp.float32)
         limit = float(jnp.finfo(self.dtype).max)
-        scale = (jnp.abs(x).max(-1, keepdims=True) / limit).astype(jnp.float16)
+        most = float(jnp.finfo(jnp.float16).max)
+        scale = jnp.minimum(jnp.abs(x).max(-1, keepdims=True) / limit, most).astype(jnp.float16)
         step = jnp.where(scale == 0, jnp.float16(1), scale).astype(jnp.float32)
         codes = jnp.clip(x / step, -limit, limit).astype(self.dtype)
         return {"codes": codes, "scale": scale[..., 0]}

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from kvjax.codes import Codec, Taught, taught
 from kvjax.errors import InputError
 from kvjax.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.ops.base.bit_packing import halves, pack, pair, unpack
+from kvjax.ops.base.bit_packing import halves, of_short, pack, pair, short, unpack
 from kvjax.store.wrap import Around, Wrapper, joined, part_of
 
 
@@ -195,7 +195,7 @@ class ByToken(Wrapper):
 class OfTokens(Around):
     """Rows as (x - centre) / size, with centre = (max + min) / 2 and size = (max - min) / 2 of each row.
 
-    Both are float16, the halves of one uint32 [*b, S] (`pair`), and codes are of x by the rounded numbers. A
+    Both have 16 bits, the halves of one uint32 [*b, S] (`pair`), and codes are of x by the rounded numbers. A
     row that was decoded has another range than before, so codes drift when they are encoded again.
 
     >>> import jax.numpy as jnp
@@ -214,12 +214,12 @@ class OfTokens(Around):
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         x = x.astype(jnp.float32)
         low, high = x.min(-1), x.max(-1)
-        size, centre = ((high - low) / 2).astype(jnp.float16), ((high + low) / 2).astype(jnp.float16)
-        by = jnp.where(size == 0, jnp.float16(1), size).astype(jnp.float32)
-        inner = self.codec.encode((x - centre.astype(jnp.float32)[..., None]) / by[..., None])
+        size, centre = short((high - low) / 2), short((high + low) / 2)
+        by = of_short(size)
+        by = jnp.where(by == 0, 1.0, by)
+        inner = self.codec.encode((x - of_short(centre)[..., None]) / by[..., None])
         return joined(token={"size_centre": pair(size, centre)}, rest=inner)
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
-        numbers = halves(part_of(data, "token")["size_centre"])
-        size, centre = (n.astype(jnp.float32)[..., None] for n in numbers)
+        size, centre = (n[..., None] for n in halves(part_of(data, "token")["size_centre"]))
         return (self.codec.decode(part_of(data, "rest"), width, jnp.float32) * size + centre).astype(dtype)

@@ -11,15 +11,18 @@ from jaxtyping import Array, Float
 
 from kvjax.store.rotate import orthogonal
 
+# By how much A is larger and B smaller in memory; a power of two rounds nothing.
+_SHARE = 64.0
+
 
 @dataclasses.dataclass(frozen=True)
 class LowRank:
     """x ~ A B' of rank `rank`, for every `tokens` tokens of a head: the part that its channels share.
 
     A power iteration of `turns` turns from a fixed start finds A = orth(x B), B = x' A (arXiv:2403.05527,
-    section 3, SVDSolver); more turns come closer to the best matrix of that rank. Stored in float16: A as
-    "tokens" [*b, S, r], B as "channels" [*b, S / tokens * r, H], with r = min(rank, tokens, H). Raises
-    ValueError where a number is below 1.
+    section 3, SVDSolver); more turns come closer to the best matrix of that rank. Stored in float16: 64 A as
+    "tokens" [*b, S, r], B / 64 as "channels" [*b, S / tokens * r, H], with r = min(rank, tokens, H): columns
+    of A have length 1, those of B may be long. Raises ValueError where a number is below 1.
 
     `Residual(Affine(2), LowRank(2, tokens=64))` adds what rank 2 says of the error of 2-bit codes.
 
@@ -67,9 +70,10 @@ class LowRank:
             tokens = _orthonormal(_product(blocks, channels))
             channels = _product(jnp.swapaxes(blocks, -1, -2), tokens)
         turned = jnp.swapaxes(channels, -1, -2)
+        # The product is the same, and B holds numbers of up to 4e6.
         return {
-            "tokens": tokens.astype(jnp.float16).reshape(*batch, s, r),
-            "channels": turned.astype(jnp.float16).reshape(*batch, -1, h),
+            "tokens": (tokens * _SHARE).astype(jnp.float16).reshape(*batch, s, r),
+            "channels": (turned / _SHARE).astype(jnp.float16).reshape(*batch, -1, h),
         }
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:

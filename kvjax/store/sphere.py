@@ -20,17 +20,28 @@ from kvjax.store.codebooks import sphere_codebook
 from kvjax.store.rotate import SKETCH, constant, draw
 from kvjax.stored import Span, times
 
+# What a length beyond float16's numbers is divided by, and marked by its sign.
+_FAR = 2.0**16
+
 
 def _length(x: Float[Array, "*b S H"]) -> Float16[Array, "*b S"]:
-    """||x||, at most the largest float16."""
+    """||x||, or -||x|| / 2^16 where it is beyond float16; what is beyond 4e9 is not a number."""
     square = jnp.square(x.astype(jnp.float32)).sum(-1)
     # The root's gradient at 0 is no number.
     length = jnp.where(square == 0, 0.0, jnp.sqrt(jnp.where(square == 0, 1.0, square)))
-    return jnp.minimum(length, float(jnp.finfo(jnp.float16).max)).astype(jnp.float16)
+    large = ~(length <= float(jnp.finfo(jnp.float16).max))
+    far = jnp.where(length < _FAR * 65504, -length / _FAR, jnp.nan)
+    return jnp.where(large, far, length).astype(jnp.float16)
+
+
+def _of_length(length: Float16[Array, "*b S"]) -> Float[Array, "*b S"]:
+    """The number that `_length` stores, in float32."""
+    wide = length.astype(jnp.float32)
+    return jnp.where(wide < 0, -_FAR * wide, wide)
 
 
 def _long(x: Float[Array, "*b S H"], length: Float16[Array, "*b S"], dtype: DTypeLike) -> Array:
-    return (x * length.astype(jnp.float32)[..., None]).astype(dtype)
+    return (x * _of_length(length)[..., None]).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +65,7 @@ class LloydMax:
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         bounds = sphere_codebook(x.shape[-1], self.bits).bounds
         length = _length(x)
-        by = jnp.where(length == 0, jnp.float16(1), length).astype(jnp.float32)
+        by = _of_length(jnp.where(length == 0, jnp.float16(1), length))
         direction = x.astype(jnp.float32) / by[..., None]
         codes = jnp.zeros(x.shape, jnp.uint32)
         for bound in bounds:

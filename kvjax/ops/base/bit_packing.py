@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float16, UInt32
+from jaxtyping import Array, UInt32
 
 
 def _planes(bits: int) -> list[tuple[int, int]]:
@@ -97,17 +97,55 @@ def _plane_shifts(bits: int, before: int) -> Array:
     return (plane + number).reshape((1,) * before + (4 // bits, 1, 8, 1))
 
 
-def pair(low: Float16[Array, "*b"], high: Float16[Array, "*b"]) -> UInt32[Array, "*b"]:
-    """Two float16 numbers in one 32-bit word, because a TPU cannot load float16.
+# Short numbers beyond the largest float16: 16 powers of two above 2^16, 64 steps in each. The last is none.
+LARGEST_SHORT = (2 - 2.0**-5) * 2.0**31
+_EXPONENT, _FRACTION = 0x7C00, 0x03FF
+_STEPS = 17  # the bits of a float32's fraction that such a number does not have
+_FIRST = 143 << 6  # the exponent and the first six bits of 2^16
 
-    >>> hex(pair(jnp.float16(1), jnp.float16(-2)))
+
+def short(x: Float[Array, "*b"], outward: bool | None = None) -> UInt32[Array, "*b"]:
+    """The 16 bits of a short number: a float16, whose infinities and NaN are numbers up to 2^32 instead.
+
+    outward: whether a number beyond float16's, which has six bits of a fraction, is rounded away from 0 or
+    towards it; to the nearest where it is None. What is beyond `LARGEST_SHORT` is not a number.
+
+    >>> [float(of_short(short(jnp.float32(x)))) for x in (0.1, -65504.0, -100000.0, 1e6)]
+    [0.0999755859375, -65504.0, -100352.0, 999424.0]
+    """
+    x = x.astype(jnp.float32)
+    size = jnp.abs(x)
+    large = ~(size < 65520.0)  # what float16 rounds to infinity
+    half = jax.lax.bitcast_convert_type(jnp.where(large, 0.0, x).astype(jnp.float16), jnp.uint16)
+    bits = jax.lax.bitcast_convert_type(jnp.clip(size, 2.0**16, LARGEST_SHORT), jnp.uint32)
+    up = {None: 1 << (_STEPS - 1), True: (1 << _STEPS) - 1, False: 0}[outward]
+    steps = ((bits + jnp.uint32(up)) >> jnp.uint32(_STEPS)) - jnp.uint32(_FIRST)
+    steps = jnp.minimum(steps, jnp.uint32(_FRACTION - 1))
+    far = jnp.uint32(_EXPONENT) + jnp.where(size <= LARGEST_SHORT, steps, jnp.uint32(_FRACTION))
+    sign = (x < 0).astype(jnp.uint32) << jnp.uint32(15)
+    return jnp.where(large, far | sign, half.astype(jnp.uint32))
+
+
+def of_short(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
+    """The numbers of `short`, in float32."""
+    half = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
+    large = (bits & jnp.uint32(_EXPONENT)) == _EXPONENT
+    steps = bits & jnp.uint32(_FRACTION)
+    far = jax.lax.bitcast_convert_type((steps + jnp.uint32(_FIRST)) << jnp.uint32(_STEPS), jnp.float32)
+    far = jnp.where(steps == _FRACTION, jnp.nan, far)
+    sign = jnp.where((bits >> jnp.uint32(15)) & jnp.uint32(1) == 1, -1.0, 1.0)
+    return jnp.where(large, sign * far, half)
+
+
+def pair(low: UInt32[Array, "*b"], high: UInt32[Array, "*b"]) -> UInt32[Array, "*b"]:
+    """Two short numbers (`short`) in one 32-bit word, because a TPU cannot load float16.
+
+    >>> hex(pair(short(jnp.float32(1)), short(jnp.float32(-2))))
     '0xc0003c00'
     """
-    bits = [jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) for x in (low, high)]
-    return bits[0] | (bits[1] << jnp.uint32(16))
+    return low | (high << jnp.uint32(16))
 
 
-def halves(words: UInt32[Array, "*b"]) -> tuple[Float16[Array, "*b"], Float16[Array, "*b"]]:
-    """The two numbers of `pair`."""
-    low, high = words.astype(jnp.uint16), (words >> jnp.uint32(16)).astype(jnp.uint16)
-    return jax.lax.bitcast_convert_type(low, jnp.float16), jax.lax.bitcast_convert_type(high, jnp.float16)
+def halves(words: UInt32[Array, "*b"]) -> tuple[Float[Array, "*b"], Float[Array, "*b"]]:
+    """The two numbers of `pair`, in float32."""
+    return of_short(words & jnp.uint32(0xFFFF)), of_short(words >> jnp.uint32(16))
