@@ -40,7 +40,7 @@ from kvjax.place.rollback import Added, more_added
 from kvjax.place.trim import counted
 from kvjax.program_limit import bound_programs
 from kvjax.pure import bind
-from kvjax.reach import last_position
+from kvjax.reach import check_chunks, last_position
 from kvjax.ready import ready
 from kvjax.room import as_used
 from kvjax.steps import Run
@@ -152,7 +152,8 @@ def prefill(
     can run.
 
     InputError for token ids outside the vocabulary, empty or too long prompts, a foreign cache, or one of
-    another number of rows, a `room` beyond the model's positions, or logits or scores that are no numbers;
+    another number of rows, a `room` beyond the model's positions, logits or scores that are no numbers, or a
+    chunk= of a text so long that a dynamic rotation (NTK) turns it by its length;
     NotImplementedError where a forced kernel cannot run.
 
     >>> import kvjax
@@ -184,6 +185,7 @@ def prefill(
         pieces = longest if chunk is None or not compress else min(chunk, longest)
         _check_phases(model, chosen, 0 if cache is None else live(cache), seen + longest, pieces)
     width = batch.tokens.shape[1] if chunk is None else min(chunk, batch.tokens.shape[1])
+    check_chunks(model.config, seen + longest, width < longest)
     if compress:
         ends = range(width, width + longest, width)
         check_budget(chosen, {int(n) for at in ends for n in before + np.minimum(batch.lengths, at)})

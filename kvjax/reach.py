@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvjax.errors import InputError
 from kvjax.grammar import Keep, Method
 from kvjax.models.block_transformer import BlockConfig
 from kvjax.models.config import Config
@@ -40,3 +41,20 @@ def last_position(method: Method | None, config: Config | BlockConfig) -> int:
 def _leaves(keep: Keep) -> bool:
     """Whether lists are back at their budgets behind every token or every prompt."""
     return keep.score is not None and (keep.when.at_once or not keep.when.in_steps)
+
+
+def check_chunks(config: Config | BlockConfig, tokens: int, several: bool) -> None:
+    """InputError where a text of `tokens` tokens turns otherwise when it is read in several chunks.
+
+    The keys of an earlier chunk would be turned as those of a shorter text are.
+    """
+    if not several or not isinstance(config, Config):
+        return
+    ropes = [mixer_of(config, layer).rope(config, layer) for layer in range(config.layers)]
+    ends = [rope.original_max for rope in ropes if rope.kind == "dynamic"]
+    if ends and tokens > min(ends):
+        raise InputError(
+            f"chunk= cannot read {tokens} tokens: this model's rotation is dynamic, so beyond {min(ends)} "
+            "tokens it depends on the length of the whole text, and earlier chunks would be turned by shorter ones: "
+            "leave chunk= out"
+        )

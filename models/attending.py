@@ -25,6 +25,7 @@ from kvjax.ops.attention.union import (
     weigh,
 )
 from kvjax.ops.attention.whole_rows import attend_whole_rows, can_run
+from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import Rope, angles, rotate
 
 
@@ -36,7 +37,7 @@ def rotary(layer: Layer, x: Float[Array, "B X S H"], pos: Array, length: Int[Arr
 def turned(rope: Rope, x: Float[Array, "B X S H"], pos: Array, length: Int[Array, "B"]) -> Array:
     """x turned by a RoPE; pos [B, S] or [B, X, S]."""
     pos = pos[:, None] if pos.ndim == 2 else pos
-    cos, sin = angles(rope, pos, x.shape[-1], length[:, None, None])
+    cos, sin = angles(rope, pos, x.shape[-1], length[:, None, None], dtype=wide(x))
     return rotate(x, cos, sin, rope.start)
 
 

@@ -91,6 +91,17 @@ def test_what_would_turn_beyond_the_positions_is_refused(method, options, messag
         prompt(method, **options)
 
 
+def test_chunks_that_a_dynamic_rotation_would_turn_otherwise_are_refused():
+    config = dataclasses.replace(DYNAMIC, max_positions=64)
+    # Up to original_max tokens the rotation is that of any length.
+    whole, parts = (prompt(None, config=config, tokens=24, chunk=n)[0] for n in (None, 8))
+    np.testing.assert_allclose(parts, whole, atol=1e-5)
+    for method in (None, STREAM):
+        with pytest.raises(InputError, match=r"chunk= cannot read 40 tokens: .* beyond 24 tokens"):
+            prompt(method, config=config, chunk=8)
+    prompt(None, config=config, chunk=40)
+
+
 def test_slots_beyond_the_budget_end_at_the_models_last_position():
     _, cache = prompt(STREAM, tokens=24, compress=False, room=4)
     with pytest.raises(InputError, match="stands at this model's last position, 24"):

@@ -13,6 +13,7 @@ from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer
 from kvjax.models.mixers.attention import ATTENTION
 from kvjax.ops.attention.strips import attend_to_all
 from kvjax.ops.attention.union import Keys
+from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import angles, rotate
 
 
@@ -37,7 +38,8 @@ class Bidirectional(Mixer):
         config, pos = layer.config, memory.pos
         projected = ATTENTION.project(p, x, config)
         assert projected.k is not None and projected.v is not None
-        cos, sin = angles(config.rope, pos[:, None], config.head_dim, (pos.max(1) + 1)[:, None, None])
+        length = (pos.max(1) + 1)[:, None, None]
+        cos, sin = angles(config.rope, pos[:, None], config.head_dim, length, dtype=wide(x))
         q, k = (rotate(y, cos, sin, config.rope.start) for y in (projected.q, projected.k))
         keys = Keys(k, projected.v, pos[:, None])
         out = attend_to_all(q, [keys], pos, scale=config.scale, softcap=config.attention_softcap)

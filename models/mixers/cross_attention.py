@@ -12,6 +12,7 @@ from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import GroupState, Layer, LayerSlots, Left, Memory, Mixer, SlotShape, Take
 from kvjax.ops.attention.strips import attend_to_all
 from kvjax.ops.attention.union import Keys
+from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import angles, rotate
 from kvjax.ranges import Whole
 
@@ -90,5 +91,6 @@ class CrossAttention(Mixer):
         """A projection as heads, turned by `pos` where the layer does so."""
         x = x.reshape(*x.shape[:2], -1, config.head_dim)
         if self.turns and pos is not None:
-            x = rotate(x, *angles(config.rope, pos[..., None], config.head_dim), config.rope.start)
+            turn = angles(config.rope, pos[..., None], config.head_dim, dtype=wide(x))
+            x = rotate(x, *turn, config.rope.start)
         return jnp.swapaxes(x, 1, 2)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, last_axis
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, RecurrentState
+from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import angles, rotate
 from kvjax.ops.recurrent.convolution import answered
 from kvjax.ops.recurrent.gau import GAUState, mixed_chunk_attention
@@ -67,7 +68,7 @@ class GatedUnit(Mixer):
         gate, v, z = (jax.nn.silu(x @ p[name]) for name in ("unit_gate", "unit_value", "unit_key"))
         shift = p["copy_shift"].reshape(4, self.key_dim)
         copies = [z * last_axis(p["copy_scale"][i], z) + last_axis(shift[i], z) for i in range(4)]
-        cos, sin = angles(layer.config.rope, memory.pos, self.key_dim)
+        cos, sin = angles(layer.config.rope, memory.pos, self.key_dim, dtype=wide(z))
         quad_q, quad_k, lin_q, lin_k = (rotate(y, cos, sin) for y in copies)
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:

@@ -12,6 +12,7 @@ from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, last_axis, linear, linear_to_heads, rms_norm
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape
+from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import angles, rotate
 
 
@@ -115,7 +116,7 @@ def _turned(
 ) -> Float[Array, "B X S H"]:
     """Heads turned by their positions, as layers of this window turn."""
     rope = config.rope if window is None else config.rope_local or config.rope
-    return rotate(heads, *angles(rope, pos, config.head_dim), rope.start)
+    return rotate(heads, *angles(rope, pos, config.head_dim, dtype=wide(heads)), rope.start)
 
 
 def _heads(p: Params, name: str, y: Float[Array, "B S E"], config: Config) -> Float[Array, "B X S H"]:

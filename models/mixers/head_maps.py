@@ -12,6 +12,7 @@ from kvjax.models.config import Config
 from kvjax.models.expand import Expand
 from kvjax.models.layers import Params, Shapes, linear, rms_norm
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape
+from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import angles, rotate
 from kvjax.ranges import Whole
 
@@ -69,7 +70,7 @@ class HeadMaps(Mixer):
         config = layer.config
         b, t, _ = x.shape
         rope = config.rope if layer.window is None else config.rope_local or config.rope
-        cos, sin = angles(rope, memory.pos[..., None], config.head_dim)
+        cos, sin = angles(rope, memory.pos[..., None], config.head_dim, dtype=wide(x))
 
         def turned(name: str) -> Float[Array, "B T _ H"]:
             heads = linear(p, name, x).reshape(b, t, -1, config.head_dim)

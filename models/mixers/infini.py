@@ -11,6 +11,7 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, RecurrentState
 from kvjax.models.mixers.recurrent import Recurrent
+from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import angles, rotate
 from kvjax.ops.recurrent.convolution import answered
 from kvjax.ops.recurrent.infini import InfiniState, infini_attention
@@ -56,7 +57,7 @@ class Infini(Recurrent):
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         q, k, v = self.split(*(linear(p, name, x) for name in "qkv"))
-        cos, sin = angles(layer.config.rope, memory.pos[..., None], self.key_dim)
+        cos, sin = angles(layer.config.rope, memory.pos[..., None], self.key_dim, dtype=wide(x))
         near_q, near_k = rotate(q, cos, sin), rotate(k, cos, sin)
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:

@@ -17,6 +17,7 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import Mixer, RecurrentState
 from kvjax.ops.attention.token_cache import TokenCache
+from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import angles, rotate
 
 
@@ -65,7 +66,7 @@ class KeptTokens(Mixer):
 
 def turned(config: Config, x: Float[Array, "B T N H"], pos: Array) -> Float[Array, "B T N H"]:
     """Queries or keys turned by the config's rotation."""
-    cos, sin = angles(config.rope, pos[..., None], x.shape[-1])
+    cos, sin = angles(config.rope, pos[..., None], x.shape[-1], dtype=wide(x))
     return rotate(x, cos, sin)
 
 

@@ -13,6 +13,7 @@ from kvjax.axes import pinned_to
 from kvjax.models.config import Config
 from kvjax.models.layers import Params, Shapes, l2_norm, linear, rms_norm
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, RecurrentState
+from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import angles, rotate
 from kvjax.ops.recurrent import linear_attention as ops
 from kvjax.ops.recurrent.convolution import short_conv
@@ -107,7 +108,7 @@ class Retention(Recurrent):
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         config = layer.config
         q, k, v = self.split(*(linear(p, name, x) for name in "qkv"))
-        cos, sin = angles(config.rope, memory.pos[..., None], self.key_dim)
+        cos, sin = angles(config.rope, memory.pos[..., None], self.key_dim, dtype=wide(x))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:

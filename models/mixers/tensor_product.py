@@ -13,6 +13,7 @@ from kvjax.models.layers import Params, Shapes, linear
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape
 from kvjax.ops.attention.factored import dot_factors, of_factors, sum_factors
 from kvjax.ops.attention.union import Products
+from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import angles, rotate
 
 
@@ -54,7 +55,7 @@ class TensorProduct(Mixer):
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
         config = layer.config
         b, t, _ = x.shape
-        cos, sin = angles(config.rope, memory.pos[..., None], config.head_dim)
+        cos, sin = angles(config.rope, memory.pos[..., None], config.head_dim, dtype=wide(x))
         q_a, q_b = self._factors(linear(p, "q_factors", x), self.q_rank, config)
         q = jnp.einsum("btrn,btrh->bnth", q_a, rotate(q_b, cos, sin)) / self.q_rank
         k_a, k_b = self._factors(linear(p, "k_factors", x), self.key_rank, config)

@@ -11,6 +11,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.ops.base.dtypes import wide
@@ -113,22 +114,30 @@ def _yarn_ramp(rope: Rope, dim: int) -> np.ndarray:
 
 
 def angles(
-    rope: Rope, pos: Int[Array, "*s"], head_dim: int, length: Int[Array, "*#s"] | None = None
+    rope: Rope,
+    pos: Int[Array, "*s"],
+    head_dim: int,
+    length: Int[Array, "*#s"] | None = None,
+    *,
+    dtype: DTypeLike = np.float32,
 ) -> tuple[Float[Array, "*s h"], Float[Array, "*s h"]]:
-    """(cos, sin) of every position. `length` (tokens of the row so far) matters to "dynamic" only."""
-    freq = _last_axis(rope.frequencies(head_dim), pos.ndim)
+    """(cos, sin) of every position, computed in `dtype`.
+
+    length: tokens of the row so far, which matter to "dynamic" only.
+    """
+
+    def last_axis(x: np.ndarray) -> Array:
+        return jnp.asarray(x, dtype).reshape((1,) * pos.ndim + (-1,))
+
+    freq = last_axis(rope.frequencies(head_dim))
     if rope.kind == "dynamic" and length is not None:
         dim = rope.turning(head_dim)
-        reach = jnp.maximum(length, rope.original_max).astype(jnp.float32)
+        reach = jnp.maximum(length, rope.original_max).astype(dtype)
         stretch = rope.factor * reach / rope.original_max - (rope.factor - 1)
         theta = rope.theta * stretch ** (dim / (dim - 2))
-        freq = theta[..., None] ** _last_axis(-np.arange(0, dim, 2) / dim, pos.ndim)
-    angle = pos[..., None].astype(jnp.float32) * freq
+        freq = theta[..., None] ** last_axis(-np.arange(0, dim, 2) / dim)
+    angle = pos[..., None].astype(dtype) * freq
     return jnp.cos(angle) * rope.amplitude, jnp.sin(angle) * rope.amplitude
-
-
-def _last_axis(x: np.ndarray, before: int) -> Array:
-    return jnp.asarray(x, jnp.float32).reshape((1,) * before + (-1,))
 
 
 def rotate(

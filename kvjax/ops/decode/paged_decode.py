@@ -139,7 +139,8 @@ def _reference(
     k, v = (jnp.where(live[..., None], x[..., :h], 0.0) for x in (k, v))
     if rope is not None:
         held = tokens("pos").astype(jnp.int32) if "pos" in pool.names else jnp.broadcast_to(place, live.shape)
-        k = rotate(k, *angles(rope, jnp.where(live, held if phase is None else phase, 0), h), rope.start)
+        at = jnp.where(live, held if phase is None else phase, 0)
+        k = rotate(k, *angles(rope, at, h, dtype=dtype), rope.start)
     grouped = q.astype(dtype).reshape(b, heads, n // heads, t, h)
     z = jnp.einsum("bkgth,bksh->bkgts", grouped, k) * scale
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)

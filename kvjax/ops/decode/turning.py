@@ -58,4 +58,5 @@ def in_kernel(turn: Turn | None, h: int) -> tuple[Turning | None, tuple[Array, .
 
 def turned(turn: Turn, k: Float[Array, "B K S H"], dtype: jnp.dtype) -> Float[Array, "B K S H"]:
     """Keys turned by their phases, in `dtype`."""
-    return rotate(k.astype(dtype), *angles(turn.rope, turn.phase, k.shape[-1]), turn.rope.start)
+    turned = angles(turn.rope, turn.phase, k.shape[-1], dtype=dtype)
+    return rotate(k.astype(dtype), *turned, turn.rope.start)

@@ -171,7 +171,10 @@ def hgrn2_gate(f: PerChannel, lower_bound: Float[Array, "H K"]) -> PerChannel:
     True
     """
     low = lower_bound[None, None]
-    return jnp.log(low + (1 - low) * jax.nn.sigmoid(f))
+    decay = low + (1 - low) * jax.nn.sigmoid(f)
+    # A decay that float32 cannot hold is sigmoid(f) alone, whose logarithm it can.
+    some = decay > 1e-30
+    return jnp.where(some, jnp.log(jnp.where(some, decay, 1.0)), jax.nn.log_sigmoid(f))
 
 
 def ssd(

@@ -28,6 +28,8 @@ from kvjax.ops.base.solve import unit_lower_solve
 CHUNK_VECTOR, CHUNK_SCALAR = 16, 32
 # Where log decays add up to no more than this, exp(G) and exp(-G) are both far from what float32 cannot hold.
 MOST_DECAY = 40.0
+# A log decay whose exponential is 0 in float64, too: what lies below it, -inf included, has no differences.
+FORGETS = -800.0
 
 
 class Tokens(NamedTuple):
@@ -60,7 +62,7 @@ def tokens_of(
     """Arguments of a layer in the form of the recurrence, in promote(float32, input).
 
     Query and key heads are repeated for their groups of value heads. scale: K^-0.5 unless given. Tokens that
-    `mask` leaves out change no state.
+    `mask` leaves out change no state. A log decay may be -inf, which forgets everything.
     """
     dtype = wide(v)
     q, k, v = (x.astype(dtype) for x in (q, k, v))
@@ -72,7 +74,7 @@ def tokens_of(
     q = grouped(q) * jnp.asarray(q.shape[-1] ** -0.5 if scale is None else scale, dtype)
     k = grouped(k)
     g = jnp.zeros((*v.shape[:3], 1), dtype) if log_decay is None else log_decay.astype(dtype)
-    g = g[..., None] if g.ndim == 3 else g
+    g = jnp.maximum(g[..., None] if g.ndim == 3 else g, jnp.asarray(FORGETS, dtype))
     p, r = (None if x is None else grouped(x.astype(dtype)) for x in (erase, removal))
     if write is not None:
         w = write.astype(dtype)
