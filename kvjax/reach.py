@@ -55,6 +55,6 @@ def check_chunks(config: Config | BlockConfig, tokens: int, several: bool) -> No
     if ends and tokens > min(ends):
         raise InputError(
             f"chunk= cannot read {tokens} tokens: this model's rotation is dynamic, so beyond {min(ends)} "
-            "tokens it depends on the length of the whole text, and earlier chunks would be turned by shorter ones: "
-            "leave chunk= out"
+            "tokens it depends on the length of the whole text, and earlier chunks would be turned by "
+            "shorter ones: leave chunk= out"
         )

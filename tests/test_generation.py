@@ -131,6 +131,15 @@ def test_draws_follow_the_filtered_softmax(sampler, allowed):
     assert (np.abs(found - p) < 4 * np.sqrt(p * (1 - p) / 4000) + 1e-9).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-10, 1e-37, 1e-40, 1e-300])
+def test_a_temperature_near_zero_takes_the_likeliest(temperature):
+    logits = jnp.asarray([[0.5, 3.0, -1.0, 2.9], [-9.0, -7.0, -0.5, -jnp.inf]])
+    for sampler in (Sampler(temperature), Sampler(temperature, top_k=3, top_p=0.9)):
+        for seed in range(5):
+            token, logprob = sampler(logits, jax.random.split(jax.random.key(seed), 2))
+            assert token.tolist() == [1, 2] and np.isfinite(logprob).all()
+
+
 def test_temperature_zero_takes_the_likeliest():
     assert frequencies(Sampler(), LOGITS, draws=10)[1] == 1
 

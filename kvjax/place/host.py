@@ -118,13 +118,13 @@ def _fetched(
     order = jnp.argsort(jnp.where(same.any(2), np.iinfo(np.int32).max, used), axis=-1, stable=True)
     missing = wanted & ~there
     turn = jnp.maximum(jnp.cumsum(missing, -1, dtype=jnp.int32) - 1, 0)
-    place = jnp.where(missing, jnp.take_along_axis(order, turn, axis=-1), jnp.argmax(same, -1))
-    place = place.astype(jnp.int32)
+    found = jnp.argmax(same, -1).astype(jnp.int32)
+    place = jnp.where(missing, jnp.take_along_axis(order, turn, axis=-1).astype(jnp.int32), found)
     mine = (place[..., None] == jnp.arange(held.shape[2], dtype=jnp.int32)[None, None, None]) & wanted[
         ..., None
     ]
     read = mine.any(2)
-    held = jnp.where(read, jnp.where(mine, pages[..., None], 0).sum(2), held)
+    held = jnp.where(read, jnp.where(mine, pages[..., None], 0).sum(2, dtype=jnp.int32), held)
     used = jnp.where(read, used.max(-1, keepdims=True) + 1, used)
     where, count = listed(missing)
     rows, heads, most = pages.shape
