@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 from kvjax.streams import escaped
 
@@ -28,6 +29,10 @@ class _Printing(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=escaped(segment.text))
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        # Before it is measured: a table would cut what grows later.
+        return super().render_str(escaped(text), **options)
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
