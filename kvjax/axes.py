@@ -47,7 +47,7 @@ def _padded(f: OfArray, axes: Axes) -> Callable[[Array], Any]:
 def _group(f: OfArray, group: GroupState, on: OnMesh | None) -> GroupState:
     if group.state is not None:
         group = dataclasses.replace(group, state=_state(f, group.state))
-    heads = {part.shape[2] for s in group.parts for part in (s.table if isinstance(s, Paged) else s.pos,)}
+    heads = {part.shape[2] for s in group.parts for part in (s.lengths if isinstance(s, Paged) else s.pos,)}
     rows = jax.tree.map(lambda x: _row(f, x, heads), group.rows)
     return dataclasses.replace(group.with_parts([_segment(f, s, on) for s in group.parts]), rows=rows)
 
@@ -68,8 +68,8 @@ def _row(f: OfArray, x: Array, heads: set[int]) -> Any:
 
 def _segment(f: OfArray, segment: Segment, on: OnMesh | None) -> Segment:
     if isinstance(segment, Paged):
-        table, lengths = (_padded(f, _LISTS)(x) for x in (segment.table, segment.lengths))
-        return dataclasses.replace(segment, table=table, lengths=lengths)
+        first, lengths = (_padded(f, _LISTS)(x) for x in (segment.first, segment.lengths))
+        return dataclasses.replace(segment, first=first, lengths=lengths)
     return _slots(f, segment, (*_LISTS, "slots" if on is None or are_many(segment, on) else None))
 
 

@@ -110,20 +110,26 @@ class Pages:
     def page_tokens(self) -> int:
         return self.pos.shape[-1]
 
+    def table(self, lists: Paged) -> Int[Array, "*lists M"]:
+        """The pages of every list; behind a list's own those of others, which its length tells apart."""
+        page = np.arange(lists.most, dtype=np.int32).reshape((1,) * lists.first.ndim + (-1,))
+        return (lists.first[..., None] + page).clip(max=self.owner.shape[0] - 1)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Paged:
-    """A segment whose slots lie in one of the cache's pools: page m of a (row, head) is table[..., m].
+    """A segment whose slots lie in one of the cache's pools, the pages of a list side by side.
 
-    A list's own pages are neighbours: table[..., m] = table[..., 0] + m. lengths counts the live slots;
-    `pool` is the pool's index and `first_layer` the group's place in it.
+    first: the first page of each (row, head). lengths counts its live slots. `pool` is the pool's index,
+    `first_layer` the group's place in it, and `most` the pages of the longest list there can be.
     """
 
-    table: Int[Array, "Lg B K M"]
+    first: Int[Array, "Lg B K"]
     lengths: Int[Array, "Lg B K"]
     pool: int = dataclasses.field(metadata=dict(static=True))
     first_layer: int = dataclasses.field(metadata=dict(static=True))
+    most: int = dataclasses.field(metadata=dict(static=True))
 
     def layer(self, index: int | Array) -> Paged:
         return jax.tree.map(lambda x: x[index], self)
@@ -325,6 +331,7 @@ def _for_rows(pos: Int[np.ndarray, "Lg _ K S"], rows: int) -> Int[np.ndarray, "L
 def _positions(segment: Segment, pools: tuple[Pages, ...]) -> Int[np.ndarray, "Lg B K S"]:
     if isinstance(segment, Slots):
         return fetch(segment.pos)
-    pos = fetch(pools[segment.pool].pos)[fetch(segment.table)]
-    pos = pos.reshape(*segment.table.shape[:3], -1)
+    pool = pools[segment.pool]
+    pos = fetch(pool.pos)[fetch(pool.table(segment))]
+    pos = pos.reshape(*segment.lengths.shape, -1)
     return np.where(np.arange(pos.shape[-1]) < fetch(segment.lengths)[..., None], pos, -1)

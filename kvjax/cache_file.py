@@ -43,7 +43,8 @@ KIND = "kvjax cache"
 # 4: the model's fingerprint covers all its weights (`kvjax.models.fingerprint`), so those of before fit none.
 # 5: what a group of layers holds has names (`GroupState`).
 # 6: digests of all arrays and of the header.
-FORMAT = 6
+# 7: a list in pages names its first one.
+FORMAT = 7
 
 
 class CacheFile(NamedTuple):

@@ -21,7 +21,7 @@ from kvjax.group import GroupMethod
 from kvjax.hosts.arrays import fetch
 from kvjax.models.layers import Params
 from kvjax.models.mixers.attention import mixer_of
-from kvjax.paging import list_slots, recent_tokens, tail_slots
+from kvjax.paging import list_slots, page_of, recent_tokens, tail_slots
 from kvjax.room import PLENTY, free_by_group, more_slots, reserve, tokens_in, widened
 from kvjax.segments import AT_ONCE, Ahead, capacity_of, slots_needed
 from kvjax.steps import Run
@@ -150,8 +150,9 @@ class _Turns:
         for i in self.paged[:1]:
             gm = self.gms[i]
             assert gm.keep is not None
-            pages = -(-self.listed // gm.keep.page) * (1 if gm.keep.lower is None else 2)
-            self.held = pages * gm.keep.page + tail_slots(gm, self.listed, room, self.widths[i])
+            page = page_of(gm, self.listed, self.bound)
+            pages = -(-self.listed // page) * (1 if gm.keep.lower is None else 2)
+            self.held = pages * page + tail_slots(gm, self.listed, room, self.widths[i])
         return added
 
     def keeps_all(self, i: int) -> bool:
@@ -181,5 +182,5 @@ class _Turns:
 
 def _slots(cache: Cache, group: tuple[Segment, ...]) -> int:
     """Of how many slots a list of a group consists, pages and all."""
-    pages = [s.table.shape[-1] * cache.pools[s.pool].page_tokens for s in group if isinstance(s, Paged)]
+    pages = [s.most * cache.pools[s.pool].page_tokens for s in group if isinstance(s, Paged)]
     return sum(pages) + sum(s.capacity for s in group if isinstance(s, Slots))

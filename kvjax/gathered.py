@@ -15,19 +15,20 @@ from kvjax.ops.attention.union import Keys
 
 def gather_traces(segment: Paged, pool: Pages) -> dict[str, Float[Array, "B K S"]]:
     """What is remembered of the slots of one layer's pages, in the order of `gather_pages`."""
-    return {name: x[segment.table].reshape(*segment.table.shape[:2], -1) for name, x in pool.traces.items()}
+    table, lists = pool.table(segment), segment.lengths.shape
+    return {name: x[table].reshape(*lists, -1) for name, x in pool.traces.items()}
 
 
 def gather_pages(segment: Paged, pool: Pages) -> Keys:
     """One layer's pages as dense keys [B, K, M * page, H]."""
-    b, k, m = segment.table.shape
-    page = pool.page_tokens
-    live = jnp.arange(m * page)[None, None] < segment.lengths[..., None]
+    b, k = segment.lengths.shape
+    most, table = segment.most * pool.page_tokens, pool.table(segment)
+    live = jnp.arange(most)[None, None] < segment.lengths[..., None]
 
-    mine = jax.tree.map(lambda leaf: leaf[segment.table], dataclasses.replace(pool, traces={}))
+    mine = jax.tree.map(lambda leaf: leaf[table], dataclasses.replace(pool, traces={}))
 
     def flat(x: Array) -> Array:
-        return x.reshape(b, k, m * page, -1)
+        return x.reshape(b, k, most, -1)
 
     pos = jnp.where(live, mine.pos.reshape(b, k, -1), -1)
     bias = None if mine.bias is None else mine.bias.reshape(b, k, -1)

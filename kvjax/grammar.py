@@ -97,7 +97,9 @@ class Keep:
     (`kvjax.phase`). probe: extra tokens whose queries feed the scores. lower: slots that leave are not
     dropped but stored so, in a second tier. narrow: which tokens of a prompt the upper layers see
     (`kvjax.keep.narrow`). reuse: so many layers in a row keep what the first of them chooses. restore:
-    learned tokens that read a prompt before slots of it leave, and stay (`kvjax.keep.restore`).
+    learned tokens that read a prompt before slots of it leave, and stay (`kvjax.keep.restore`). page: slots
+    of a page where heads have unequal budgets; None for as many as the length of lists suits
+    (`kvjax.paging.page_of`).
     """
 
     score: Score | None
@@ -111,7 +113,7 @@ class Keep:
     probe: Any = None
     merge: Any = None
     lower: Store | None = None
-    page: int = 128
+    page: int | None = None
     narrow: Any = None
     reuse: int = 1
     restore: Any = None

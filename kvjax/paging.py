@@ -10,10 +10,17 @@ from kvjax.cache import GroupState, Paged, Pages, Slots
 from kvjax.grammar import Keep
 from kvjax.group import GroupMethod
 from kvjax.keep.patterns import Recent
+from kvjax.ops.base.dispatch import platform
 from kvjax.place.paged import build_pages, pool_pages
 from kvjax.protocols import View
 from kvjax.segments import encoded, take, whole_tiles
 from kvjax.writing import pad_slots
+
+
+# The largest page that is chosen, and of how many slots of a list one may be empty at its end.
+_LARGEST, _ONE_IN = 128, 64
+# Rows that a TPU's kernel copies at least: of numbers, of codes, and where slots have numbers beside them.
+_TILE, _TILE_OF_CODES, _LANES = 16, 32, 128
 
 
 class Tier(NamedTuple):
@@ -45,7 +52,10 @@ def build_group_pages(
     slots = list_slots(keep, lists or slots, tokens)
     newest = [_newest(gm, view, length) & stays for gm, view, stays in zip(gms, views, kept, strict=True)]
     n = min(keep.budget.capacity(tokens), slots)
-    most = keep.allocate.layer_slots(n, slots, layers, heads)
+    older = max(min(slots, tokens - recent_tokens(gms[0])), 1)
+    most = keep.allocate.layer_slots(min(n, older), older, layers, heads) if gms[0].evicting else None
+    most = keep.allocate.layer_slots(n, slots, layers, heads) if most is None else most
+    page = page_of(gms[0], slots, tokens)
     first = [stays & ~new for stays, new in zip(kept, newest, strict=True)]
     tiers = [Tier(first, most, [gm.codecs for gm in gms])]
     if keep.lower is not None:
@@ -55,7 +65,7 @@ def build_group_pages(
     bodies: list[list[Paged]] = [[] for _ in gms]
     pools: list[Pages] = []
     for tier in tiers:
-        for group, index in zip(bodies, _build_tier(gms, views, tier, slots, pools), strict=True):
+        for group, index in zip(bodies, _build_tier(gms, views, tier, slots, page, pools), strict=True):
             group.append(index)
     groups = [
         GroupState(tuple(body), _tail_of(gm, view, new, slots, room))
@@ -65,9 +75,9 @@ def build_group_pages(
 
 
 def _build_tier(
-    gms: list[GroupMethod], views: list[View], tier: Tier, slots: int, pools: list[Pages]
+    gms: list[GroupMethod], views: list[View], tier: Tier, slots: int, page: int, pools: list[Pages]
 ) -> list[Paged]:
-    """One tier of every group in pages, of pools that are added to `pools`."""
+    """One tier of every group in pages of `page` slots, of pools that are added to `pools`."""
     keep = gms[0].keep
     assert keep is not None
     sizes = [view.pos.shape[0] for view in views]
@@ -80,8 +90,8 @@ def _build_tier(
         indices, pool = build_pages(
             tuple(tier.kept[i] for i in batch),
             tuple(views[i] for i in batch),
-            page=keep.page,
-            pages=max(pool_pages(rows * sum(shares[i] for i in batch), count, keep.page), 1),
+            page=page,
+            pages=max(pool_pages(rows * sum(shares[i] for i in batch), count, page, slots), 1),
             slots=slots,
             codecs=tier.codecs[batch[0]],
             number=len(pools),
@@ -98,6 +108,30 @@ def list_slots(keep: Keep, slots: int, tokens: int) -> int:
     What drops nothing has a slot for each token, however many empty ones lie in both tiers.
     """
     return slots if keep.lower is None else min(slots, tokens)
+
+
+def page_of(gm: GroupMethod, slots: int, tokens: int) -> int:
+    """Slots of a page of lists that are chosen of `slots` of at most `tokens` tokens.
+
+    All but one slot of a page may be empty at the end of a list, in memory that is there. So a page is the
+    largest power of two of which these are within a 64th of what lists keep in the mean, or of a quarter of
+    their tokens where only scores say how many stay. On a TPU it has a tile at least, and the 128 slots that
+    its kernel asks for where they have scales, biases or phases, if lists keep four times as many.
+    """
+    keep = gm.keep
+    assert keep is not None
+    if keep.page is not None:
+        return keep.page
+    n = getattr(keep.allocate, "mean", int)(min(keep.budget.capacity(tokens), slots))
+    n = n // 4 if hasattr(keep.allocate, "threshold") else n
+    n = n if keep.lower is None else min(n, slots - n)
+    page = min(2 ** ((n // _ONE_IN + 1).bit_length() - 1), _LARGEST) if n > 0 else 1
+    if platform() != "tpu":
+        return page
+    coded = gm.codecs != (None, None)
+    beside = coded or keep.merge is not None
+    least = _LANES if beside and n >= 4 * _LANES else _TILE_OF_CODES if coded else _TILE
+    return max(page, least)
 
 
 def most_left(keep: Keep, tokens: int, layers: int, heads: int) -> list[int]:

@@ -17,7 +17,7 @@ from kvjax.mesh.on_mesh import Axes, OnMesh
 
 # What people call the axes.
 _WORDS = {"batch": "rows", "kv_heads": "lists", "heads": "heads", "slots": "slots", "pages": "pages"}
-_FIELDS = {"k": "keys", "v": "values", "pos": "positions", "table": "page tables", "lengths": "page tables"}
+_FIELDS = {"k": "keys", "v": "values", "pos": "positions", "first": "page tables", "lengths": "page tables"}
 _FIELDS |= {"owner": "owners", "summary": "summaries", "near": "copies", "bias": "biases"}
 
 

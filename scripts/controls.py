@@ -36,7 +36,7 @@ def snapkv_layer(budget: float, layer: int = 0) -> Method:
     """SnapKV on four layers, of which one keeps 1.9 times the mean, and the others 0.7 times."""
     shares = tuple(1.9 if i == layer else 0.7 for i in range(4))
     score = window_score(16, 5, "grouped")
-    return Method(Keep(score, Budget(budget), PerLayer(shares), (Recent(16),), page=16))
+    return Method(Keep(score, Budget(budget), PerLayer(shares), (Recent(16),)))
 
 
 def turned_round(budget: float, of: str = "q-filters") -> Method:

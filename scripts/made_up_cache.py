@@ -115,18 +115,18 @@ def _dealt(segment: Paged, pool: Pages, tokens: int) -> tuple[Paged, Pages]:
     filled = -(-(pages * page - lists * (page - 1)) // page)
     share = np.cumsum(np.where(np.arange(lists) % 2, 3, 1))
     counts = np.diff(share * filled // share[-1], prepend=0)
-    counts = np.minimum(counts, segment.table.shape[-1])
+    counts = np.minimum(counts, segment.most)
     ends = np.cumsum(counts)
     owner = np.full(pages, -1, np.int32)
     owner[: ends[-1]] = np.repeat(np.arange(lists), counts)
-    table = np.minimum((ends - counts)[:, None] + np.arange(segment.table.shape[-1]), pages - 1)
+    first = np.minimum(ends - counts, pages - 1)
     pos = np.arange(pages * page, dtype=np.int64).reshape(pages, page) % tokens
     pos = np.where(owner[:, None] >= 0, pos, -1)
     shape = segment.lengths.shape
     return (
         dataclasses.replace(
             segment,
-            table=jnp.asarray(table.reshape(*shape, -1), jnp.int32),
+            first=jnp.asarray(first.reshape(shape), jnp.int32),
             lengths=jnp.asarray((counts * page).reshape(shape), jnp.int32),
         ),
         dataclasses.replace(pool, pos=jnp.asarray(pos, jnp.int32), owner=jnp.asarray(owner)),

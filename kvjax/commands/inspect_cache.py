@@ -16,7 +16,7 @@ from kvjax.cache_file import damage, read_cache_header
 from kvjax.commands.terminal import BOX, console, pairs, size
 from kvjax.written import name_of
 
-_PARTS = {"k": "keys", "v": "values", "pos": "positions", "table": "page tables", "lengths": "page tables"}
+_PARTS = {"k": "keys", "v": "values", "pos": "positions", "first": "page tables", "lengths": "page tables"}
 _PARTS |= {"owner": "page tables", "next": "positions", "near": "copies on the device"}
 
 

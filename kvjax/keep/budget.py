@@ -195,6 +195,11 @@ class PerLayer:
         given = [s for s in self.shares if s is not None]
         return f" in the layer of share {min(given)!r} of {self.shares!r}" if given else ""
 
+    def mean(self, n: int) -> int:
+        """Slots that a head keeps in the mean of the layers that have a share."""
+        counts = [int(_part(s, n)) for s in self.shares if s is not None]
+        return sum(counts) // max(len(counts), 1)
+
     def _check(self, layers: int) -> None:
         if layers != len(self.shares):
             raise InputError(

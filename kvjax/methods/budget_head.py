@@ -50,7 +50,7 @@ def adakv(
     window: Window = 64,
     kernel: Kernel = 5,
     floor: Share = 0.2,
-    page: Page = 128,
+    page: Page | None = None,
     variant: Literal["paper", "kvpress"] = "paper",
 ) -> Method:
     """Ada-KV (Feng et al., 2024, arXiv:2407.11550), Algorithm 1 over SnapKV scores: unequal heads.
@@ -84,7 +84,7 @@ def criticalkv(
     first: Share = 0.5,
     epsilon: Share = 1e-4,
     across_heads: bool = False,
-    page: Page = 128,
+    page: Page | None = None,
     variant: Literal["grouped", "kvpress"] = "grouped",
 ) -> Method:
     """CriticalKV (Feng et al., 2025, arXiv:2502.03805), Algorithm 1 over SnapKV scores: two stages.
@@ -119,7 +119,7 @@ def headkv(
     window: Window = 32,
     kernel: Kernel = 7,
     beta: Annotated[float, Range(1, 1000)] = 1.2,
-    page: Page = 128,
+    page: Page | None = None,
 ) -> Method:
     """HeadKV (Fu et al., 2024, arXiv:2410.19258), section 4: heads that retrieve get more, by a profile.
 
@@ -152,7 +152,7 @@ def retrieval_head(
     window: Window = 32,
     kernel: Kernel = 7,
     beta: Annotated[float, Range(1, 1000)] = 1.2,
-    page: Page = 128,
+    page: Page | None = None,
 ) -> Method:
     """Retrieval Head (Wu et al., 2024, arXiv:2404.15574), section 2: heads that copy what is said get more.
 
@@ -181,7 +181,7 @@ def lukv(
     future: Window = 512,
     sinks: Tokens = 4,
     epsilon: Share = 0.02,
-    page: Page = 128,
+    page: Page | None = None,
 ) -> Method:
     """LU-KV (2026, arXiv:2602.08585), section 4: budgets of heads by what their best tokens are good for.
 
@@ -212,7 +212,7 @@ def razorattention(
     sinks: Tokens = 4,
     window: Window = 4000,
     share: Share = 0.2,
-    page: Page = 128,
+    page: Page | None = None,
 ) -> Method:
     """RazorAttention (Tang et al., 2024, arXiv:2407.15891), section 3: heads that look back keep all.
 
@@ -243,7 +243,7 @@ def duoattention(
     retrieval: Share = 0.5,
     sinks: Tokens = 64,
     window: Window = 256,
-    page: Page = 128,
+    page: Page | None = None,
 ) -> Method:
     """DuoAttention (Xiao et al., 2024, arXiv:2410.10819): retrieval heads keep all, streaming heads little.
 
@@ -271,7 +271,7 @@ def fastgen(
     local: Share = 0.3,
     sinks: Tokens = 4,
     window: Window = 32,
-    page: Page = 128,
+    page: Page | None = None,
 ) -> Method:
     """FastGen (Ge et al., 2023, arXiv:2310.01801), section 3: every head has the cheapest policy that does.
 
@@ -291,7 +291,7 @@ def fastgen(
     family="budget-head",
     exact="deviates",
 )
-def kv_compress(budget: Amount, *, window: Window = 32, page: Page = 16) -> Method:
+def kv_compress(budget: Amount, *, window: Window = 32, page: Page | None = None) -> Method:
     """KV-Compress (Rehg, 2024, arXiv:2410.00161), section 3: the stack's best slots by squared attention.
 
     score[j] = sum_i p_ij^2 over the last `window` queries i, the mean over a group, as the paper's variant
@@ -316,7 +316,7 @@ def leankv(
     high: Bits = 8,
     low: Bits = 4,
     group: Group | None = 32,
-    page: Page = 128,
+    page: Page | None = None,
 ) -> Method:
     """LeanKV (Zhang et al., 2024, arXiv:2412.03131): what carries a head's attention has more bits.
 

@@ -49,7 +49,7 @@ def pyramidkv(
     window: Window = 64,
     kernel: Kernel = 5,
     beta: Annotated[float, Range(1)] = 20.0,
-    page: Page = 128,
+    page: Page | None = None,
     variant: Variant = "grouped",
 ) -> Method:
     """PyramidKV (Cai et al., 2024, arXiv:2406.02069), section 4: SnapKV scores, pyramidal layer budgets.
@@ -83,7 +83,7 @@ def cake(
     gamma: Annotated[float, Range(0)] = 200.0,
     tau1: Annotated[float, Range(0.01, 100)] = 1.0,
     tau2: Annotated[float, Range(0.01, 100)] = 1.0,
-    page: Page = 128,
+    page: Page | None = None,
 ) -> Method:
     """CAKE (Qin et al., 2025, arXiv:2503.12491), section 4: layers get what their attention asks for.
 
@@ -111,7 +111,7 @@ def cake(
     exact="deviates",
     kvpress=Press("KVComposePress", same="no: there, a group's heads are averaged"),
 )
-def kvcompose(budget: Amount, *, page: Page = 128) -> Method:
+def kvcompose(budget: Amount, *, page: Page | None = None) -> Method:
     """KVCompose (Akulov et al., 2025, arXiv:2509.05165): heads choose alone, and layers by what heads chose.
 
     The prompt is read a second time over the full cache; a slot's score is the largest attention it receives,
@@ -138,7 +138,7 @@ def zigzagkv(
     kernel: Kernel = 5,
     mass: Share = 0.9,
     least: Share = 0.5,
-    page: Page = 128,
+    page: Page | None = None,
 ) -> Method:
     """ZigZagKV (Zhong et al., 2024, arXiv:2412.09036): layers get what their attention needs.
 
@@ -164,7 +164,7 @@ def dynamickv(
     window: Window = 8,
     kernel: Kernel = 5,
     most: Annotated[float, Range(1, 1000)] = 10.0,
-    page: Page = 128,
+    page: Page | None = None,
 ) -> Method:
     """DynamicKV (Zhou et al., 2024, arXiv:2412.14838): layers get what the stack's best tokens say.
 
@@ -185,7 +185,7 @@ def dynamickv(
     family="budget-layer",
     exact="deviates",
 )
-def prefixkv(budget: Amount, *, sinks: Tokens = 4, newest: Window = 1, page: Page = 128) -> Method:
+def prefixkv(budget: Amount, *, sinks: Tokens = 4, newest: Window = 1, page: Page | None = None) -> Method:
     """PrefixKV (Wang et al., 2024, arXiv:2412.03409): every layer keeps the same share of importance.
 
     A token's importance is the attention it receives of the whole prompt, in the mean over a layer's heads,
@@ -213,7 +213,7 @@ def simlayerkv(
     last: Window = 1,
     sinks: Tokens = 4,
     window: Window = 1024,
-    page: Page = 128,
+    page: Page | None = None,
 ) -> Method:
     """SimLayerKV (Zhang et al., 2024, arXiv:2410.13846): lazy layers keep the ends of a prompt, others all.
 
@@ -234,7 +234,7 @@ def simlayerkv(
     family="budget-layer",
     exact="deviates",
 )
-def dbudgetkv(*, loss: Share = 0.01, sinks: Tokens = 4, page: Page = 128) -> Method:
+def dbudgetkv(*, loss: Share = 0.01, sinks: Tokens = 4, page: Page | None = None) -> Method:
     """DBudgetKV (Ni et al., 2025, arXiv:2502.16886): a layer drops tokens as long as its attention stays.
 
     Tokens are ranked by position: the first `sinks`, then from the newest to the oldest. From the end of this
@@ -258,7 +258,7 @@ def evolkv(
     fitted: Fit | None = None,
     window: Window = 32,
     kernel: Kernel = 5,
-    page: Page = 128,
+    page: Page | None = None,
 ) -> Method:
     """EvolKV (Yu and Chai, 2025, arXiv:2509.08315), section 3: budgets of layers are searched for by tasks.
 
@@ -287,7 +287,7 @@ def pyramidinfer(
     decay: Ratio = 0.9,
     recency: Annotated[float, Range(1, 100)] = 1.2,
     sinks: Tokens = 4,
-    page: Page = 128,
+    page: Page | None = None,
 ) -> Method:
     """PyramidInfer (Yang et al., 2024, arXiv:2405.12532), section 3: the higher the layer, the fewer tokens.
 
@@ -314,7 +314,7 @@ def epicache(
     episode: TokenIds | None = None,
     fitted: Fit | None = None,
     sinks: Tokens = 4,
-    page: Page = 128,
+    page: Page | None = None,
 ) -> Method:
     """EpiCache (Kim et al., 2025, arXiv:2509.17396), section 3: what one episode of a conversation asks for.
 

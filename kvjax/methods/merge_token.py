@@ -243,7 +243,7 @@ def homer(
     family="merge-token",
     exact="deviates",
 )
-def dmc(*, fitted: Fit | None = None, page: Page = 128) -> Method:
+def dmc(*, fitted: Fit | None = None, page: Page | None = None) -> Method:
     """DMC (Nawrot et al., 2024, arXiv:2403.09636), section 3: a token opens a slot or joins the last one.
 
     Every head decides of a token whether it opens a slot (`Opening`), and the tokens that join one become

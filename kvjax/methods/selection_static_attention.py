@@ -207,7 +207,7 @@ def kvzip(
     sinks: Tokens = 4,
     over: Literal["stack", "layer", "head"] = "stack",
     normalised: bool = False,
-    page: Page = 128,
+    page: Page | None = None,
     prefix: TokenIds | None = None,
 ) -> Method:
     """KVzip (Kim et al., 2025, arXiv:2505.23416), section 3: what the model needs to repeat its context.
@@ -234,7 +234,7 @@ def kvgrad(
     *,
     sinks: Tokens = 4,
     over: Literal["stack", "layer", "head"] = "stack",
-    page: Page = 128,
+    page: Page | None = None,
     prefix: TokenIds | None = None,
 ) -> Method:
     """KVgrad (2026, openreview.net/forum?id=cg1wTCJjjk): what the last hidden states owe to each slot.

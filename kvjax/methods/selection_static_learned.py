@@ -33,7 +33,7 @@ def kvzap(
     fitted: Fit | None = None,
     threshold: Annotated[float, Range(-100, 100)] = -4.0,
     window: Window = 128,
-    page: Page = 128,
+    page: Page | None = None,
 ) -> Method:
     """KVzap (Jegou and Jeblick, 2026, arXiv:2601.07891): a gate guesses KVzip's scores, and low ones leave.
 
@@ -61,7 +61,7 @@ def fast_kvzip(
     fitted: Fit | None = None,
     window: Window = 4096,
     sinks: Tokens = 4,
-    page: Page = 128,
+    page: Page | None = None,
 ) -> Method:
     """Fast KVzip (Kim et al., 2026, arXiv:2601.17668): gates with learned sinks guess KVzip's scores.
 
@@ -110,7 +110,7 @@ def wg_kv(
     fitted: Fit | None = None,
     threshold: Share = 0.1,
     window: Window = 256,
-    page: Page = 128,
+    page: Page | None = None,
 ) -> Method:
     """Write-Gated KV (Huang et al., 2025, arXiv:2512.17452): a gate admits what is worth being remembered.
 
@@ -132,7 +132,7 @@ def wg_kv(
     family="selection-static",
     exact="deviates",
 )
-def dms(*, fitted: Fit | None = None, window: Window = 256, page: Page = 128) -> Method:
+def dms(*, fitted: Fit | None = None, window: Window = 256, page: Page | None = None) -> Method:
     """DMS (Lancucki et al., 2025, arXiv:2506.05345), section 3: a token leaves a window after it was judged.
 
     A linear map of the layer's input decides of each head, when a token is read, whether it leaves
@@ -156,7 +156,7 @@ def dms(*, fitted: Fit | None = None, window: Window = 256, page: Page = 128) ->
     family="selection-static",
     exact="deviates",
 )
-def attention_gate(*, fitted: Fit | None = None, threshold: Share = 0.5, page: Page = 128) -> Method:
+def attention_gate(*, fitted: Fit | None = None, threshold: Share = 0.5, page: Page | None = None) -> Method:
     """Attention-Gate (Zeng et al., 2024, arXiv:2410.12876): gates that see the whole context say what leaves.
 
     A small attention over the layer's inputs of all tokens of a prompt gives every head a number for every
@@ -212,7 +212,7 @@ def restorekv(
     tokens: Annotated[int, Range(1)] = 8,
     sinks: Tokens = 4,
     normalised: bool = False,
-    page: Page = 128,
+    page: Page | None = None,
     prefix: TokenIds | None = None,
 ) -> Method:
     """RestoreKV (Baek et al., 2026, arXiv:2608.01247): learned tokens take up what is about to leave.

@@ -23,7 +23,7 @@ def copies_of(part: Segment, rows: int) -> int:
 
 def lists_of(part: Segment) -> int:
     """How many rows a part has."""
-    return (part.table if isinstance(part, Paged) else part.pos).shape[-3]
+    return part.lengths.shape[-2] if isinstance(part, Paged) else part.pos.shape[-3]
 
 
 def has_common(group: GroupState, rows: int) -> bool:

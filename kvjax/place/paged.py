@@ -29,9 +29,14 @@ FREE = np.iinfo(np.int32).max
 WALK_TOKENS = 2048
 
 
-def pool_pages(slots: int, heads: int, page: int) -> int:
-    """Most pages that `slots` live slots can need when they are spread over `heads` lists."""
-    return (slots + heads * (page - 1)) // page
+def pool_pages(slots: int, lists: int, page: int, most: int | None = None) -> int:
+    """Most pages that `slots` live slots can need in `lists` lists, of at most `most` slots each.
+
+    >>> pool_pages(10, 2, 4), pool_pages(10, 2, 4, most=5)
+    (4, 4)
+    """
+    spread = (slots + lists * (page - 1)) // page
+    return spread if most is None else min(spread, lists * -(-most // page))
 
 
 def build_pages(
@@ -72,10 +77,11 @@ def build_pages(
     )
     # As wide for a small pool as for a large one: layers that are chosen among together must look alike.
     most = -(-(slots or max(m.shape[-1] for m in kept)) // page)
-    table = jnp.minimum(start[..., None] + jnp.arange(most, dtype=jnp.int32)[None, None, None], pages - 1)
+    # The list after the last page has none of its own.
+    first = jnp.minimum(start, pages - 1)
     indices, at = [], 0
     for m in kept:
-        indices.append(Paged(table[at : at + m.shape[0]], counts[at : at + m.shape[0]], number, at))
+        indices.append(Paged(first[at : at + m.shape[0]], counts[at : at + m.shape[0]], number, at, most))
         at += m.shape[0]
     return tuple(indices), pool
 
@@ -102,8 +108,8 @@ def _scatter(
 def put_traces(segment: Paged, pool: Pages, traces: dict[str, Float[Array, "Lg B K S"]]) -> Pages:
     """The pool with what is remembered of the slots in a group's pages, in the order of `gather_pages`."""
     page = pool.page_tokens
-    slot = jnp.arange(segment.table.shape[3] * page, dtype=jnp.int32)[None, None, None]
-    row = jnp.repeat(segment.table, page, axis=3) * page + slot % page
+    slot = jnp.arange(segment.most * page, dtype=jnp.int32)[None, None, None]
+    row = jnp.repeat(pool.table(segment), page, axis=3) * page + slot % page
     # Pages behind a list's end may be another list's.
     row = jnp.where(slot < segment.lengths[..., None], row, FREE).reshape(-1)
 
@@ -140,11 +146,11 @@ def attend_pages(
     chosen = form("attention over pages", implementation, q, segment, pool, **refusals(q, segment, pool))
     if chosen == "reference":
         return _attend_walking(q, segment, layer, pool, q_pos, scale=scale, softcap=softcap)
-    page, lists = pool.page_tokens, segment.table.shape
+    page = pool.page_tokens
 
     def listed(x: Array) -> Array:
         """[P, page] of a layer's lists, [B, K, S]."""
-        return x[segment.table].reshape(*lists[:2], -1)
+        return x[pool.table(segment)].reshape(*segment.lengths.shape, -1)
 
     def rows(x: Array | Codes) -> Array | ragged.CodedRows:
         numbers = x.data["codes"] if isinstance(x, Codes) else x
@@ -153,8 +159,8 @@ def attend_pages(
 
     return ragged.ragged_decode(
         q, rows(pool.k), None if pool.v is None else rows(pool.v),
-        segment.table[..., 0] * page, segment.lengths,
-        most=lists[2] * page, aligned=page, scale=scale, values=pool.shared or None,
+        segment.first * page, segment.lengths,
+        most=segment.most * page, aligned=page, scale=scale, values=pool.shared or None,
         bias=None if pool.bias is None else listed(pool.bias), softcap=softcap, implementation=chosen,
     )  # fmt: skip
 
@@ -165,10 +171,10 @@ def refusals(q: Array, segment: Paged, pool: Pages) -> dict[str, str]:
     if not all(map(is_rows, codes)):
         why = "they hold such codes, expected float32, bfloat16 or 8 bits with a scale and a zero per slot"
         return dict(tpu=why, gpu=why)
-    page, (_, heads, pages) = pool.page_tokens, segment.table.shape
+    page, heads = pool.page_tokens, segment.lengths.shape[-1]
     k, v = (x.data["codes"] if isinstance(x, Codes) else x for x in (pool.k, pool.v))
     assert k is not None
-    return ragged.refusals(q, k, v, page, (len(codes) + (pool.bias is not None), heads, pages * page))
+    return ragged.refusals(q, k, v, page, (len(codes) + (pool.bias is not None), heads, segment.most * page))
 
 
 def _attend_walking(
@@ -187,7 +193,7 @@ def _attend_walking(
     online softmax: the trip count is data, so a layer with fewer pages costs less.
     """
     b, n, t, h = q.shape
-    kv_heads = segment.table.shape[-2]
+    kv_heads = segment.lengths.shape[-1]
     lists, rows = b * kv_heads, n // kv_heads * t
     queries = q.reshape(lists, rows, h)
     # Queries of one list share their positions across the group.
@@ -271,7 +277,7 @@ def take_pages(
     pages: how many the new pool has (static), at least as many as these rows own; by default R / B times as
     many as before: a pool has as many as its rows need at most, each of them, unless it was cut.
     """
-    _, rows, heads, most = tables[0].table.shape
+    _, rows, heads = tables[0].lengths.shape
     pages = pool.owner.shape[0] * index.shape[0] // rows if pages is None else pages
     lists = pool.layers * rows * heads
     owned = jnp.where(pool.owner < 0, lists, pool.owner)
@@ -287,12 +293,11 @@ def take_pages(
     moved = dataclasses.replace(
         moved, owner=jnp.where(free, -1, owner), pos=jnp.where(free[:, None], -1, moved.pos)
     )
-    table = start.reshape(need.shape)[..., None] + jnp.arange(most, dtype=jnp.int32)[None, None, None]
-    table = jnp.minimum(table, pages - 1)
+    start = jnp.minimum(start.reshape(need.shape), pages - 1)
 
     def follow(segment: Paged) -> Paged:
-        at = slice(segment.first_layer, segment.first_layer + segment.table.shape[0])
-        return dataclasses.replace(segment, table=table[at], lengths=segment.lengths[:, index])
+        at = slice(segment.first_layer, segment.first_layer + segment.lengths.shape[0])
+        return dataclasses.replace(segment, first=start[at], lengths=segment.lengths[:, index])
 
     return tuple(follow(t) for t in tables), moved
 

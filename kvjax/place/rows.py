@@ -68,7 +68,7 @@ def _pages_of_rows(cache: Cache, index: np.ndarray) -> tuple[int, ...]:
     """By pool, pages that hold those of rows `index`: to an eighth, so that similar caches share programs."""
     found, rows = [], cache.next.shape[0]
     for number, pool in enumerate(cache.pools):
-        heads = next(s for s in _paged(cache) if s.pool == number).table.shape[2]
+        heads = next(s for s in _paged(cache) if s.pool == number).lengths.shape[2]
         owner = fetch(pool.owner)
         row = owner[owner >= 0] // heads % rows
         need = max(int(np.bincount(row, minlength=rows)[index].sum()), 1)
@@ -133,7 +133,7 @@ def reset_rows(cache: Cache, rows: Array | np.ndarray | Sequence[bool]) -> Cache
 @jax.jit
 def _reset(cache: Cache, rows: Bool[Array, "B"]) -> Cache:
     groups = tuple(_emptied_group(group, rows) for group in cache.groups)
-    heads = {s.pool: s.table.shape[2] for s in _paged(cache)}
+    heads = {s.pool: s.lengths.shape[2] for s in _paged(cache)}
     pools = tuple(_emptied_pages(pool, rows, heads[i]) for i, pool in enumerate(cache.pools))
     return dataclasses.replace(cache, groups=groups, next=jnp.where(rows, 0, cache.next), pools=pools)
 

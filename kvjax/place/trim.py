@@ -20,7 +20,7 @@ def counted(method: Any) -> bool:
 
 
 def trimmed(cache: Cache, bucket: Callable[[int], int]) -> Cache:
-    """The cache with pools of bucket(pages in use) pages, and tables as wide as their longest list's bucket.
+    """The cache with pools of bucket(pages in use) pages, and lists of as many as the longest one's bucket.
 
     bucket: a static size that holds a number, so that caches of similar texts share their programs. It reads
     the device once.
@@ -34,10 +34,10 @@ def trimmed(cache: Cache, bucket: Callable[[int], int]) -> Cache:
         pools.append(jax.tree.map(lambda x, n=kept[-1]: x[:n], pool))
 
     def cut(segment: Paged) -> Paged:
-        page, pages = cache.pools[segment.pool].page_tokens, kept[segment.pool]
+        page, last = cache.pools[segment.pool].page_tokens, kept[segment.pool] - 1
         longest = -(-int(fetch(segment.lengths).max(initial=0)) // page)
-        width = min(bucket(max(longest, 1)), segment.table.shape[3])
-        return dataclasses.replace(segment, table=jnp.minimum(segment.table[..., :width], pages - 1))
+        most = min(bucket(max(longest, 1)), segment.most)
+        return dataclasses.replace(segment, first=jnp.minimum(segment.first, last), most=most)
 
     groups = tuple(
         dataclasses.replace(group, bodies=tuple(cut(s) if isinstance(s, Paged) else s for s in group.bodies))

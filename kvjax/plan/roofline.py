@@ -107,8 +107,11 @@ def _of_attention(config: Config, params: Params, cache: Cache, on: OnMesh) -> f
         mixer = mixer_of(config, first)
         shape = mixer.slots_of(config)
         for part in holder.parts:
-            table: Any = part.table if isinstance(part, Paged) else part.pos
-            slots = _numbers(table) * (cache.pools[part.pool].page_tokens if isinstance(part, Paged) else 1)
+            table: Any = part.lengths if isinstance(part, Paged) else part.pos
+            slots = float(_numbers(table))
+            if isinstance(part, Paged):
+                pool = cache.pools[part.pool]
+                slots *= pool.pos.size / (pool.layers * part.lengths.shape[1] * part.lengths.shape[2])
             queries = mixer.query_heads(config) / table.shape[2]
             _, _, lists, over, *_ = (*table.sharding.spec, None, None, None, None)
             if lists is None and not {*(over or ())} & {*on.rules.mesh_axes("heads")}:
@@ -130,7 +133,7 @@ def _attending(config: Config, params: Params, cache: Cache) -> Iterator[tuple[i
 
 def _layers(group: GroupState) -> int:
     """Layers of a group that hold slots; 0 where none do."""
-    tables = [part.table if isinstance(part, Paged) else part.pos for part in group.parts]
+    tables = [part.lengths if isinstance(part, Paged) else part.pos for part in group.parts]
     return tables[0].shape[0] if tables and tables[0].shape[-1] else 0
 
 

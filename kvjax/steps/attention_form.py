@@ -97,7 +97,7 @@ def turn_in_kernel(past: Past, layer: Layer, i: int) -> Turn | None:
     if past.turn is None or not past.turn.keys:
         return None
     part, phase = past.parts[i], past.turn.keys[i]
-    lists = (part.table if isinstance(part, Paged) else part.pos).shape[1:3]
+    lists = (part.lengths if isinstance(part, Paged) else part.pos).shape[1:3]
     return Turn(rope_of_keys(layer), jnp.broadcast_to(phase, (*lists, phase.shape[-1])))
 
 

@@ -32,8 +32,8 @@ def _refusals(q: Array, pages: Paged, pool: Pages, rope: Rope) -> dict[str, str]
     if isinstance(pool.k, Codes) or isinstance(pool.v, Codes):
         why = "pages of codes have no kernel where keys are yet to turn"
         return dict(tpu=why, gpu=why)
-    lists, page = pages.table.shape, pool.page_tokens
-    given = 1 + (pool.bias is not None), lists[1], lists[2] * page
+    page = pool.page_tokens
+    given = 1 + (pool.bias is not None), pages.lengths.shape[-1], pages.most * page
     return ragged.refusals(q, pool.k, pool.v, page, given, rope)
 
 
@@ -51,12 +51,12 @@ def _attend(
     implementation: str | None,
 ) -> tuple[Array, Array]:  # fmt: skip
     assert not isinstance(pool.k, Codes) and not isinstance(pool.v, Codes)
-    lists, page = pages.table.shape, pool.page_tokens
-    bias = None if pool.bias is None else pool.bias[pages.table].reshape(*lists[:2], -1)
+    page, lists = pool.page_tokens, pages.lengths.shape
+    bias = None if pool.bias is None else pool.bias[pool.table(pages)].reshape(*lists, -1)
     k, v = (None if x is None else x.reshape(-1, x.shape[-1]) for x in (pool.k, pool.v))
     assert k is not None
     return ragged.ragged_decode(
-        q, k, v, pages.table[..., 0] * page, pages.lengths, most=lists[2] * page, aligned=page, scale=scale,
+        q, k, v, pages.first * page, pages.lengths, most=pages.most * page, aligned=page, scale=scale,
         values=pool.shared or None, bias=bias, turn=Turn(rope, phase), softcap=softcap,
         implementation=implementation,
     )  # fmt: skip

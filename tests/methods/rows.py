@@ -206,8 +206,8 @@ def paged(kept_per_layer, heads=lambda s: s.k, slot=plain, one_pool=False):
         found = 4 * s.b + s.layers * lists * s.room * slot(s)
         for held, owners in pools:
             pages = (held + owners * (PAGE - 1)) // PAGE
-            # A page: its slots and its owner. A list: its row of the table and its length.
-            found += pages * (PAGE * slot(s) + 4) + owners * (s.tokens // PAGE * 4 + 4)
+            # A page: its slots and its owner. A list: its first page and its length.
+            found += pages * (PAGE * slot(s) + 4) + owners * (4 + 4)
         return found
 
     return total

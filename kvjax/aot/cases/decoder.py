@@ -119,7 +119,7 @@ def _trips(device: Device, cache: Cache) -> dict[str, int]:
     for one in segments:
         if isinstance(one, Paged):
             pool = cache.pools[one.pool]
-            rows, slots, shape = [pool.k, pool.v], one.table.shape[3] * pool.page_tokens, one.table.shape
+            rows, slots, shape = [pool.k, pool.v], one.most * pool.page_tokens, one.lengths.shape
         else:
             assert isinstance(one, Slots)
             rows, slots, shape = [x for x in (one.k, one.v) if x is not None], one.capacity, one.pos.shape
