@@ -260,6 +260,15 @@ def nbytes(tree: PyTree) -> int:
     return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
+def heavier(held: int | float, full: int | float, by: str = "it") -> str:
+    """What reports say of a cache of `held` bytes where the full one takes fewer; empty where it does not.
+
+    >>> heavier(120, 100), heavier(100, 100)
+    ('it weighs more than the full cache', '')
+    """
+    return f"{by} weighs more than the full cache" if held > full else ""
+
+
 def host_nbytes(tree: PyTree) -> int:
     """Bytes of `nbytes` that lie in host memory; 0 where the backend offers programs none.
 

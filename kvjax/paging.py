@@ -16,7 +16,6 @@ from kvjax.protocols import View
 from kvjax.segments import encoded, take, whole_tiles
 from kvjax.writing import pad_slots
 
-
 # The largest page that is chosen, and of how many slots of a list one may be empty at its end.
 _LARGEST, _ONE_IN = 128, 64
 # Rows that a TPU's kernel copies at least: of numbers, of codes, and where slots have numbers beside them.

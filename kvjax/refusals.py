@@ -278,9 +278,13 @@ def crowded(keep: Keep, tokens: int, row: str = "") -> str:
 
     row: what such a row is called.
 
-    Where slots leave at every step, the newest token needs a slot beside those that patterns protect.
+    A window of the newest tokens may take half of the budget: beyond that a method chooses next to nothing by
+    its scores. Where slots leave at every step, the newest token needs a slot beside those that patterns
+    protect.
     """
     n, newest = keep.budget.capacity(tokens), keep.when.in_steps
+    if why := _wide(keep, n, tokens, row):
+        return why
     # Layers of unequal budgets: the smallest must hold what is protected.
     n = getattr(keep.allocate, "fewest", int)(n)
     pos, length = np.arange(tokens, dtype=np.int32)[None, None], np.array([tokens], np.int32)
@@ -297,4 +301,17 @@ def crowded(keep: Keep, tokens: int, row: str = "") -> str:
         f"more than the budget of {n} slots{getattr(keep.allocate, 'poorest', '')} "
         f"(budget={keep.budget.amount!r}): raise the budget or lower "
         "what is protected (window=, sinks=)"
+    )
+
+
+def _wide(keep: Keep, n: int, tokens: int, row: str) -> str:
+    """Why a window of so many newest tokens leaves too little of n slots; empty where it does not."""
+    windows = [p.tokens for p in keep.protect if getattr(p, "newest", False) and isinstance(p.tokens, int)]
+    widest = max(windows, default=0)
+    if n >= tokens or 2 * min(widest, tokens) <= max(n, 2):
+        return ""
+    return (
+        f"the newest {widest} of {row or f'{tokens} tokens'} must stay, more than half of the budget of {n} "
+        f"slots (budget={keep.budget.amount!r}), expected at most {n // 2}: lower window= (recent= or "
+        "newest=, where the method calls it so), or raise the budget"
     )

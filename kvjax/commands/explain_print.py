@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from kvjax.cache import heavier
 from kvjax.commands.explain_sentences import Told, at_each_step, at_prefill, called, inside, said
 from kvjax.commands.inspect_model import find_config
 from kvjax.commands.sizes import Sizes, sizes_of
@@ -100,6 +101,9 @@ def weight(method: Method, config: Any, tokens: int, dtype: str) -> list[str]:
         f"With room for {_WRITTEN} more: {most}{size(grown[0])}, {share(*grown)} of the "
         f"full cache's {size(grown[1])}."
     )
+    if heavy := heavier(held, full, "such a cache"):
+        why = "what comes beside the slots, such as statistics, pages and sums, is more than is saved"
+        lines.append(f"Note: {heavy}: {why}.")
     if method.read is not None and isinstance(sizes, Sizes):
         read = sizes.read_bytes(method)
         lines.append(f"A step reads {size(read)} of it, {share(read, full)} of the full cache.")

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import monitoring
 
-from kvjax.cache import Cache, nbytes
+from kvjax.cache import Cache, heavier, nbytes
 from kvjax.commands.sizes import sizes_of
 from kvjax.commands.terminal import console, pairs, print_part, size
 from kvjax.errors import InputError
@@ -155,6 +155,8 @@ def _print_report(model: Model, prompt: int, new: int, printer: Printer, cache: 
         ("compiled", f"in {printer.clock.compiling:.1f} s, not counted above"),
         ("cache", f"{held} ({name_of(cache.method.spec)})"),
     ]
+    if note := heavier(kept, full):
+        rows.append(("note", f"{note}: compare budgets and methods with kvjax explain"))
     out = console(stderr=True, quiet=not is_first())
     out.print()
     out.print(pairs(rows))

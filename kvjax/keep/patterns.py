@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from jaxtyping import Bool, Int
 
@@ -26,6 +27,7 @@ class Recent:
     """The newest tokens: a number of them (int), or a share of the budget (float in (0, 1))."""
 
     tokens: int | float
+    newest: ClassVar[bool] = True
 
     @property
     def says(self) -> str:

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.errors import InputError
 from kvjax.keep.patterns import Recent, Sink
+from kvjax.suits import check_budget
 from tests.methods.battery import model
 
 LENGTH, N = np.array([12, 5, 3]), np.array([6, 4, 3])
@@ -53,3 +55,19 @@ def test_what_is_protected_stays_before_what_a_score_wants_at_any_price():
     for kept in kvjax.kept_positions(cache):
         for head in kept[0]:
             assert {*range(tokens - 4, tokens)} <= {*head.tolist()} and (head >= 0).sum() == 12
+
+
+@pytest.mark.parametrize("id", ["snapkv", "adakv", "cake", "morphkv"])
+def test_window_above_half_of_the_budget_is_refused(id):
+    half = kvjax.method(id, budget=0.25, window=16)
+    check_budget(half, [128, 129, 500])
+    check_budget(kvjax.method(id, budget=1.0, window=16), [9, 20])
+    why = r"the newest 16 of 127 tokens must stay, more than half of the budget of 31 slots .* lower window="
+    with pytest.raises(InputError, match=why):
+        check_budget(half, [127])
+
+
+def test_window_of_a_short_prompt_is_what_there_is():
+    check_budget(kvjax.method("snapkv", budget=8, window=4), [3, 6, 10])
+    with pytest.raises(ValueError, match=r"budget of 8 slots .*expected at most 4: lower window="):
+        kvjax.method("snapkv", budget=8, window=5)

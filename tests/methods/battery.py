@@ -67,9 +67,9 @@ def draw(seed: int, first: list[int], second: list[int]) -> Batch:
     return Batch(turn(first), rng.integers(0, VOCAB, (3, len(first))), turn(second))
 
 
-MAIN = draw(0, [32, 27, 20, 13], [32, 9, 5, 12])
+MAIN = draw(0, [32, 27, 20, 16], [32, 9, 5, 12])
 SHARED = 2  # the row of MAIN that stands among other companions in OTHER
-OTHER = draw(1, [10, 32, 20, 30], [3, 32, 5, 20])
+OTHER = draw(1, [17, 32, 20, 30], [3, 32, 5, 20])
 OTHER.first[SHARED], OTHER.second[SHARED] = MAIN.first[SHARED], MAIN.second[SHARED]
 OTHER.steps[:, SHARED] = MAIN.steps[:, SHARED]
 ALONE = 3  # the row of MAIN that also runs alone, in a smaller bucket

@@ -11,6 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from kvjax.cache import heavier
 from kvjax.eval.report.cells import Cell, MeanScore, budget_label
 from kvjax.eval.report.console import make_console, print_text
 from kvjax.eval.report.figures import (
@@ -117,6 +118,10 @@ def _legend(cells: Sequence[Cell], layout: _Layout) -> str:
     if tests := tests_in_words(cells):
         mark = "95% interval and p" if layout.details else "* where p < 0.05"
         words.append(f"vs full: what a method scores more on the same samples, in points; {mark} ({tests}).")
+    heavy = [cell for cell in cells if heavier(cell.kept_bytes, cell.full_bytes)]
+    at = lambda cell: "" if cell.budget is None else f" at {budget_label(cell.budget)}"  # noqa: E731
+    if names := dict.fromkeys(cell.method + at(cell) for cell in heavy):
+        words.append(f"More than the full cache weigh: {', '.join(names)}.")
     if layout.missing:
         words.append(f"No room here for: {', '.join(layout.missing)}.")
     return " ".join(words)
