@@ -9,16 +9,36 @@ Keys are [B, K, S, H]: each head's slots are contiguous.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
 
-# In a checkout three rooms of the package lie beside it, where setup.py finds them. So does Python where the
-# checkout itself is on its path, as in a shell at the root of the repository.
-_CHECKOUT = Path(__file__).parents[1]
-if not (Path(__file__).parent / "models").is_dir() and (_CHECKOUT / "models" / "__init__.py").is_file():
-    __path__.append(str(_CHECKOUT))
+
+class _Beside:
+    """Finds the three rooms of the package that lie beside it in a checkout, and nothing else there.
+
+    An installed package has them inside, where setup.py puts them.
+    """
+
+    rooms = {f"{__name__}.{room}": room for room in ("models", "configs", "pallas_kernels")}
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in cls.rooms:
+            return None
+        home = Path(__file__).parents[1] / cls.rooms[name]
+        if not (home / "__init__.py").is_file():
+            return None
+        return importlib.util.spec_from_file_location(
+            name, home / "__init__.py", submodule_search_locations=[str(home)]
+        )
+
+
+if not (Path(__file__).parent / "models").is_dir():
+    sys.meta_path.append(_Beside)
 
 _HOMES = {
     "load": "kvjax.loading",

@@ -13,7 +13,9 @@ from kvjax.methods.parse import as_method
 
 
 @around("method")
-def per_layer(method: Method | str, shares: Sequence[float | int | None], *, page: int | None = None) -> Method:
+def per_layer(
+    method: Method | str, shares: Sequence[float | int | None], *, page: int | None = None
+) -> Method:
     """The method with a share of its budget per layer: 0.5 keeps half as many slots, None the whole layer.
 
     shares: one for each layer in which the method selects (not those that it skips or that have a window of

@@ -102,7 +102,7 @@ def test_a_merge_is_told_where_it_acts():
 
 
 def test_the_budget_that_is_told_is_the_number_of_slots_that_stay():
-    method = kvjax.method("snapkv", budget=0.3, window=8)
+    method = kvjax.method("snapkv", budget=0.3, window=7)
     _, cache = kvjax.prefill(model("4/2"), [list(range(50))], method=method)
     lists = {
         int((pos[0, head] >= 0).sum()) for pos in jax.device_get(kept_positions(cache)) for head in (0, 1)
