@@ -11,6 +11,7 @@ from kvjax.grammar import Keep
 from kvjax.group import GroupMethod
 from kvjax.keep.patterns import Recent
 from kvjax.ops.base.dispatch import platform
+from kvjax.phase import BY_POSITION
 from kvjax.place.paged import build_pages, pool_pages
 from kvjax.protocols import View
 from kvjax.segments import encoded, take, whole_tiles
@@ -128,7 +129,7 @@ def page_of(gm: GroupMethod, slots: int, tokens: int) -> int:
     if platform() != "tpu":
         return page
     coded = gm.codecs != (None, None)
-    beside = coded or keep.merge is not None
+    beside = coded or keep.merge is not None or keep.phase != BY_POSITION
     least = _LANES if beside and n >= 4 * _LANES else _TILE_OF_CODES if coded else _TILE
     return max(page, least)
 

@@ -41,7 +41,7 @@ def _alike(keep: Keep, score: Score) -> tuple[bool, str]:
 def _protected(keep: Keep) -> tuple[bool, str]:
     whole = int(keep.budget.amount) if keep.budget.ratio is None else 0
     # So many tokens show all that patterns protect; of a budget beyond _LONG the prompt itself will.
-    full = crowded(keep, min(4 * whole + 4096, _LONG), "a long prompt's tokens") if whole else ""
+    full = crowded(keep, min(4 * whole + 4096, _LONG), "a long prompt's tokens", False) if whole else ""
     return bool(full), full
 
 
@@ -273,18 +273,15 @@ def _of_tokens(pattern: Any) -> bool:
     return isinstance(getattr(pattern, "tokens", None), int)
 
 
-def crowded(keep: Keep, tokens: int, row: str = "") -> str:
+def crowded(keep: Keep, tokens: int, row: str = "", halved: bool = True) -> str:
     """Why what must stay of a row of `tokens` tokens does not fit the budget; empty where it does.
 
-    row: what such a row is called.
+    row: what such a row is called. halved: a window of the newest tokens may take half of the budget, beyond
+    which a method chooses next to nothing by its scores.
 
-    A window of the newest tokens may take half of the budget: beyond that a method chooses next to nothing by
-    its scores. Where slots leave at every step, the newest token needs a slot beside those that patterns
-    protect.
+    Where slots leave at every step, the newest token needs a slot beside those that patterns protect.
     """
     n, newest = keep.budget.capacity(tokens), keep.when.in_steps
-    if why := _wide(keep, n, tokens, row):
-        return why
     # Layers of unequal budgets: the smallest must hold what is protected.
     n = getattr(keep.allocate, "fewest", int)(n)
     pos, length = np.arange(tokens, dtype=np.int32)[None, None], np.array([tokens], np.int32)
@@ -293,7 +290,7 @@ def crowded(keep: Keep, tokens: int, row: str = "") -> str:
     for pattern in keep.protect:
         stays = stays | np.asarray(pattern(pos, length, np.array([n], np.int32)))  # type: ignore[arg-type]
     if stays.sum() + more <= n:
-        return ""
+        return _wide(keep, keep.budget.capacity(tokens), tokens, row) if halved else ""
     names = [*map(repr, keep.protect), *(["the newest token"] if newest else [])]
     names += [repr(keep.restore)] if more else []
     return (

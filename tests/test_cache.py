@@ -129,7 +129,7 @@ def test_a_step_consumes_its_cache_and_a_question_does_not(model):
     assert all(x.is_deleted() for x in jax.tree.leaves(cache.groups))
 
 
-PAGED = kvjax.method("adakv", budget=0.5, window=2)
+PAGED = kvjax.method("adakv", budget=0.5, window=1)
 
 
 @pytest.mark.parametrize("method", [None, PAGED], ids=["slots", "pages"])

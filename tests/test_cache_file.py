@@ -151,13 +151,13 @@ def test_the_method_of_a_users_file_is_built_from_that_file(model, tmp_path, mon
 
 
 def short(budget):
-    return kvjax.method("snapkv", budget=budget, window=2)
+    return kvjax.method("snapkv", budget=budget, window=1)
 
 
 def test_the_python_file_that_a_cache_names_is_not_imported(model, tmp_path):
     acts = tmp_path / "acts.py"
     acts.write_text(
-        "import kvjax\ndef short(budget):\n    return kvjax.method('snapkv', budget=budget, window=2)\n"
+        "import kvjax\ndef short(budget):\n    return kvjax.method('snapkv', budget=budget, window=1)\n"
     )
     cache = filled(model, from_file(f"{acts}:short", budget=0.5))
     kvjax.save_cache(tmp_path / "a.cache", cache)

@@ -73,9 +73,9 @@ def agree(model, method=None, tokens=3, room=32, kernel="tpu interpret", append=
 
 METHODS = {
     "full": None,
-    "snapkv": kvjax.method("snapkv", budget=96, variant="paper"),
+    "snapkv": kvjax.method("snapkv", budget=96, window=48, variant="paper"),
     "h2o": kvjax.method("h2o", budget=39),
-    "adakv": kvjax.method("adakv", budget=64, window=16),
+    "adakv": kvjax.method("adakv", budget=64, window=16, page=128),
     "quest": kvjax.method("quest", budget=64, page=32, skip_layers=0),
 }
 
@@ -91,7 +91,9 @@ def test_steps_through_the_kernel_are_steps_in_plain_jnp(method, kernel):
 TURNED = {
     "by rank": kvjax.chain(kvjax.method("snapkv", budget=64, window=16), kvjax.method("renumbered")),
     "by rank, evicted by mass": kvjax.chain(kvjax.method("h2o", budget=39), kvjax.method("renumbered")),
-    "by rank, in pages": kvjax.chain(kvjax.method("adakv", budget=64, window=16), kvjax.method("renumbered")),
+    "by rank, in pages": kvjax.chain(
+        kvjax.method("adakv", budget=64, window=16, page=128), kvjax.method("renumbered")
+    ),
     "by clamped distance": kvjax.method("lm-infinite", budget=39, distance=50),
 }
 
@@ -141,7 +143,7 @@ def test_rotated_codes_are_read_as_they_lie_by_rotated_queries(groups):
 @pytest.mark.parametrize("kernel", sweep((TPU, GPU), TPU))
 @pytest.mark.rotating
 def test_pages_of_codes_are_read_as_they_lie(kernel):
-    method = kvjax.chain(kvjax.method("adakv", budget=64, window=16), kvjax.method("int8"))
+    method = kvjax.chain(kvjax.method("adakv", budget=64, window=16, page=128), kvjax.method("int8"))
     agree(model(layers=1), method, kernel=kernel)
 
 

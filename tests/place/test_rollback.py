@@ -132,7 +132,7 @@ def test_taken_and_copied_rows_know_what_they_have_added():
     m = model("4/2")
     _, cache = kvjax.verify(m, started(m, BY_LABEL["snapkv"].method()), DRAFT, lengths=UNEVEN)
     taken = kvjax.take_rows(cache, [3, 1])
-    assert kvjax.rollback(kvjax.fork(taken, 2), [9, 9, 5, 5]).next.tolist() == [13, 13, 27, 27]
+    assert kvjax.rollback(kvjax.fork(taken, 2), [9, 9, 5, 5]).next.tolist() == [16, 16, 27, 27]
     with pytest.raises(InputError, match=r"\[9, 5\] were surely added"):
         kvjax.rollback(taken, [9, 6])
 
@@ -213,7 +213,7 @@ def test_wrong_numbers_and_unknown_caches_are_refused():
             unwrap(kvjax.rollback)(cache, n)
     for n in (-1, 14, [33, 0, 0, 0]):
         with pytest.raises(
-            InputError, match=r"n is .*, expected at least 0 and at most the \[32, 27, 20, 13\]"
+            InputError, match=r"n is .*, expected at least 0 and at most the \[32, 27, 20, 16\]"
         ):
             kvjax.rollback(cache, n)
     with pytest.raises(InputError, match="nothing is known of how this cache came to be"):

@@ -23,7 +23,7 @@ METHODS = {
     "h2o": lambda: kvjax.method("h2o", budget=0.5),
     "int8": lambda: kvjax.method("int8"),
     "kivi": lambda: kvjax.method("kivi", bits=2, group=4, residual=4),
-    "adakv, a pool per layer": lambda: kvjax.method("adakv", budget=0.5, window=2, page=4),
+    "adakv, a pool per layer": lambda: kvjax.method("adakv", budget=0.5, window=1, page=4),
     "kvzip, one pool": lambda: kvjax.method("kvzip", budget=0.5, sinks=1, page=4),
 }
 

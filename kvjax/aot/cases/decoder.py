@@ -144,7 +144,7 @@ def traced_on(device: Device | Gpu | None) -> Any:
 
 METHODS: dict[str, dict[str, float | str]] = {
     "snapkv": dict(budget=0.25, variant="paper"),
-    "adakv": dict(budget=0.25),
+    "adakv": dict(budget=0.25, page=128),
     "h2o": dict(budget=0.25),
     "int8": {},
     "quest": dict(budget=1024),

@@ -85,6 +85,8 @@ RUNS = _fitted(
     },
 )  # fmt: skip
 HALF: dict[str, Any] = dict(budget=0.5)
+# As long as a kernel may ask for.
+PAGED = HALF | dict(page=128)
 SENTENCES = {
     "full": _one("full"),
     "snapkv": _one("snapkv", **HALF),
@@ -106,15 +108,15 @@ SENTENCES = {
     "ems": _one("ems", **HALF),
     "compressive-transformer": _one("compressive-transformer", **HALF),
     "less": _one("less", **HALF, fitted=KERNELS),
-    "adakv": _one("adakv", **HALF),
-    "adakv-renumbered": Sentence((("adakv", HALF), ("renumbered", {}))),
-    "pyramidkv-heads": _one("pyramidkv", **HALF, variant="paper"),
-    "duoattention": _one("duoattention", fitted=GATES),
-    "razorattention": _one("razorattention", fitted=REPEATS),
-    "cake": _one("cake", **HALF),
-    "kvzip": _one("kvzip", **HALF, prefix=(1, 2)),
-    "leankv": _one("leankv"),
-    "dmc": _one("dmc", fitted=RUNS),
+    "adakv": _one("adakv", **PAGED),
+    "adakv-renumbered": Sentence((("adakv", PAGED), ("renumbered", {}))),
+    "pyramidkv-heads": _one("pyramidkv", **PAGED, variant="paper"),
+    "duoattention": _one("duoattention", fitted=GATES, page=128),
+    "razorattention": _one("razorattention", fitted=REPEATS, page=128),
+    "cake": _one("cake", **PAGED),
+    "kvzip": _one("kvzip", **PAGED, prefix=(1, 2)),
+    "leankv": _one("leankv", page=128),
+    "dmc": _one("dmc", fitted=RUNS, page=128),
     "minicache": _one("minicache", apart=True, start=0),
     "offloaded": _one("offloaded"),
     "int8": _one("int8"),
@@ -126,7 +128,7 @@ SENTENCES = {
     "mikv": _one("mikv", **HALF),
     "zipcache": _one("zipcache", **HALF),
     "snapkv-kivi": Sentence((("snapkv", HALF), ("kivi", {}))),
-    "adakv-int4": Sentence((("adakv", HALF), ("int4", {}))),
+    "adakv-int4": Sentence((("adakv", PAGED), ("int4", {}))),
     "h2o-int8": Sentence((("h2o", HALF), ("int8", {}))),
     "alisa": _one("alisa", **HALF),
     "quest": _one("quest", skips=True, budget=1024),

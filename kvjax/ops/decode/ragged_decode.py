@@ -134,7 +134,10 @@ def refusal(q: Array, k: Array, v: Array | None, aligned: int, given: tuple[int,
         if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.uint8):
             return f"rows of {x.dtype}, expected float32, bfloat16 or codes in uint8"
         if aligned % tile_rows(x):
-            return f"lists begin at multiples of {aligned} rows, expected multiples of {tile_rows(x)}"
+            return (
+                f"lists begin at multiples of {aligned} rows, expected multiples of {tile_rows(x)}: give the "
+                "method a page= of so many"
+            )
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"queries of {q.dtype}, expected float32 or bfloat16"
     numbers, heads, slots = given
