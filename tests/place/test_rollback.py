@@ -231,7 +231,7 @@ def test_values_that_are_no_numbers_go_with_their_tokens():
     _, read = kvjax.verify(m, cache, DRAFT)
 
     def broken(group):
-        late = group.tail.pos >= 13
+        late = group.tail.pos >= 16
         v = jnp.where(late[..., None], jnp.nan, group.tail.v)
         return group.with_tail(dataclasses.replace(group.tail, v=v))
 
