@@ -211,7 +211,7 @@ def test_wrong_numbers_and_unknown_caches_are_refused():
     for n in (1.5, [1, 2], np.ones((4, 1), int), True):
         with pytest.raises(InputError, match=r"n is .*, expected a whole number or int\[4\]"):
             unwrap(kvjax.rollback)(cache, n)
-    for n in (-1, 14, [33, 0, 0, 0]):
+    for n in (-1, 17, [33, 0, 0, 0]):
         with pytest.raises(
             InputError, match=r"n is .*, expected at least 0 and at most the \[32, 27, 20, 16\]"
         ):
