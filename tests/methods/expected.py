@@ -415,7 +415,7 @@ ZIGZAG = dict(mass=0.7, least=0.4)
 PREFIXES = dict(sinks=2, newest=2)
 
 
-PROFILE = Fitted({"importance": np.array([[0.1, 0.7], [0.0, 0.4]], np.float32)}, "Profile", "")
+PROFILE = Fitted({"importance": np.array([[0.1, 0.7], [0.0, 0.45]], np.float32)}, "Profile", "")
 
 
 def headkv_kept(prompt, beta=1.2, profile=PROFILE):

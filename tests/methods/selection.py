@@ -20,7 +20,7 @@ from tests.methods.expected import (
 from tests.methods.rows import KERNEL, THETA, WINDOW, count, paged
 from tests.reference import Prompt, best, pool, rope, softmax
 
-PROFILE = Fitted({"importance": np.array([[0.1, 0.7], [0.0, 0.4]], np.float32)}, "CopyProfile", "")
+PROFILE = Fitted({"importance": np.array([[0.1, 0.7], [0.0, 0.45]], np.float32)}, "CopyProfile", "")
 # Of 2 layers and 4 query heads: two for what followed, one for the token itself: three KV heads of four.
 LOOKS_BACK = Fitted(
     {
