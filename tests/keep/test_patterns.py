@@ -70,7 +70,5 @@ def test_window_above_half_of_the_budget_is_refused(id):
 def test_window_of_a_short_prompt_is_what_there_is():
     method = kvjax.method("snapkv", budget=8, window=6)
     check_budget(method, [4, 6, 8])
-    with pytest.raises(
-        InputError, match=r"of 9 tokens .*expected at most 4: lower window="
-    ):
+    with pytest.raises(InputError, match=r"of 9 tokens .*expected at most 4: lower window="):
         check_budget(method, [9])
