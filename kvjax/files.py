@@ -68,10 +68,37 @@ def in_short(error: Exception) -> str:
     return said.partition(". See full TensorStore")[0].partition(" [tensorstore_spec")[0][:160]
 
 
+def check_file(path: str | os.PathLike[str] | None) -> None:
+    """InputError where no file can be written at a path that a user names; asked before the work for it.
+
+    >>> check_file("new.json")
+    """
+    if path is None:
+        return
+    folder = Path(path).absolute().parent
+    if Path(path).is_dir():
+        raise InputError(f"{path} is a folder, expected the path of a file")
+    if not folder.is_dir():
+        raise InputError(f"there is no folder {folder} for {path}: make it first, or choose another path")
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"{path} cannot be written (Permission denied): choose another path")
+
+
+def write_named(path: str | os.PathLike[str], data: bytes) -> None:
+    """`write_atomic` to a path that a user names. Raises InputError where the disk refuses."""
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({error.strerror}): choose another path") from error
+
+
 def check_unwritten(path: str | os.PathLike[str], overwrite: bool = False) -> None:
-    """InputError where something is at `path` and was not asked to be replaced."""
+    """InputError where `path` holds what was not asked to be replaced, or cannot be written."""
     if not overwrite and os.path.lexists(path):
         raise InputError(f"{path} exists and is not replaced unasked: give another path, or add --overwrite")
+    folder = next(one for one in Path(path).absolute().parents if one.exists())
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(f"{path} cannot be written: give the path of a file in a folder of yours")
 
 
 def check_kind(path: str | os.PathLike[str], kind: str) -> None:

@@ -77,8 +77,9 @@ def run(args: argparse.Namespace) -> int:
     from kvjax.aot.hardware import device_of
     from kvjax.aot.probe import cases_of, probe
     from kvjax.commands.terminal import console, print_text, tracked
-    from kvjax.files import write_atomic
+    from kvjax.files import check_file, write_named
 
+    check_file(args.json)
     devices = {topology: device_of(topology) for topology in args.topology.split(",")}
     if args.list:
         print("\n".join(cases_of(next(iter(devices.values())))))
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     for name, topology in tracked(todo, "compiling", console=out):
         found.append({"case": name, "topology": topology} | probe(topology, name))
     if args.json:
-        write_atomic(Path(args.json), (json.dumps(_report(found), indent=1) + "\n").encode())
+        write_named(Path(args.json), (json.dumps(_report(found), indent=1) + "\n").encode())
     for table, note, rows in ((_table, NOTE, "tpu"), (_gpu_table, NOTE_GPU, "gpu")):
         own = [row for row in found if devices[row["topology"]].platform == rows]
         if own:

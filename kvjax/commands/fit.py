@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> None:
     from functools import partial
 
     from kvjax.commands.terminal import console, tracked
-    from kvjax.files import check_unwritten
-    from kvjax.fitted import save_fitted
+    from kvjax.files import check_kind, check_unwritten
+    from kvjax.fitted import KIND, save_fitted
     from kvjax.fitting import fit, learns_from_questions, options_of
     from kvjax.loading import load
     from kvjax.methods import takes
@@ -92,6 +92,7 @@ def run(args: argparse.Namespace) -> None:
     parse_method(args.method)
     part = single(args.method)
     check_unwritten(args.out, args.overwrite)
+    check_kind(args.out, KIND)
     keep_programs()
     model = load(args.model, dtype=args.dtype, **mesh_options(args))
     texts = read_texts(

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kvjax.commands.inspect_model import find_config
 from kvjax.commands.terminal import BOX, console, pairs, print_text, size
-from kvjax.files import write_atomic
+from kvjax.files import check_file, write_named
 from kvjax.plan.layouts import read_rules
 from kvjax.plan.named import Named, named, names
 from kvjax.plan.picture import curve, tokens_in_words, write_picture
@@ -42,6 +42,8 @@ def list_models() -> int:
 
 def plan_all(args: argparse.Namespace) -> int:
     """Plans what is asked, for each of the methods; the exit code."""
+    for path in (args.json, args.picture):
+        check_file(path)
     topology, changed = topology_of(args.topology), read_rules(args.rule)
     model = find_model(args.model)
     asked = [
@@ -68,7 +70,7 @@ def plan_all(args: argparse.Namespace) -> int:
         curves = {p.asked.label: curve(p) for p in planners} if args.picture else {}
     if args.json:
         report = {"plans": plans, "versions": _versions()}
-        write_atomic(Path(args.json), (json.dumps(report, indent=1) + "\n").encode())
+        write_named(Path(args.json), (json.dumps(report, indent=1) + "\n").encode())
     _print(model, planners, plans)
     if args.picture:
         write_picture(args.picture, curves, *_titles(plans[0]))

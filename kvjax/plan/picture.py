@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kvjax.files import write_atomic
+from kvjax.files import write_named
 from kvjax.plan.planning import Planner
 
 # Contexts at which rows are counted, in tokens: 8k to 4M.
@@ -76,7 +76,7 @@ def write_picture(
     figure.supxlabel(caption, fontsize=8, color="#6b7480", x=0.01, ha="left")
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=160)
-    write_atomic(path, out.getvalue())
+    write_named(path, out.getvalue())
 
 
 def tokens_in_words(count: int) -> str:

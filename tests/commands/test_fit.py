@@ -25,6 +25,13 @@ def test_a_gate_is_written_and_found_by_its_method(tmp_path, capsys):
     assert kvjax.method("kvzap", fitted=str(tmp_path / "fitted.safetensors")).id == "kvzap"
     again = ["fit", "kvzap", *SMALL, "--out", str(tmp_path / "fitted.safetensors")]
     assert main(again) == 2 and "is not replaced unasked" in capsys.readouterr().err
+    (tmp_path / "notes.txt").write_text("mine")
+    for name, message in (
+        ("notes.txt", "something else than kvjax fitted"),
+        ("notes.txt/a", "cannot be written"),
+    ):
+        assert main([*again[:-1], str(tmp_path / name), "--overwrite"]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.rotating

@@ -199,6 +199,8 @@ def test_the_command_prints_every_part_and_writes_json_and_picture(monkeypatch, 
         (["--method", "snapvk"], "did you mean 'snapkv'?"),
         (["--rule", "slot=model"], "did you mean slots=model?"),
         (["--context", "1X"], "expected tokens such as 131072, 128k or 1M"),
+        (["--json", "nowhere/a.json"], "for nowhere/a.json: make it first"),
+        (["--picture", "/"], "/ is a folder, expected the path of a file"),
     ],
 )
 def test_the_command_says_what_is_wrong_in_one_line(words, says, monkeypatch, capsys):
