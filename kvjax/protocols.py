@@ -129,7 +129,10 @@ class Carried(Observation, Protocol):
 
 @runtime_checkable
 class Meeting(Observation, Protocol):
-    """What slots get of new queries, computed from both; a call on `Inputs`, which has no slots, raises."""
+    """What slots get of new queries, computed from both; a call on `Inputs`, which has no slots, raises.
+
+    `by_layer`, where a word has it, says that `of` takes the layer's number in the stack as well.
+    """
 
     def of(
         self, q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], k: Float[Array, "B K S H"],
@@ -208,12 +211,13 @@ class Score(Protocol):
 class Merge(Protocol):
     """What becomes of slots that leave: the kept ones may take them up.
 
-    `writes`, where a word has it, names what it changes of the kept slots: some of "k", "v" and "bias"; else
-    all three. Where it writes biases, every slot has one. `traces`, where a word has them, names what it asks
-    of slots (`View.of`), which the score must remember. `one_by_one` says that it can act after a token by
-    whose threshold one slot leaves each list. `ordered` says that it asks which slots are neighbours, so that
-    it must see them in position order: no token's own step evicts with it. `at_prompts` is False of a word
-    that merges what leaves while decoding alone: what leaves a prompt is then dropped.
+    `writes`, where a word has it, names what it changes of the kept slots: some of "k", "v", "bias" and
+    "traces"; else the first three. Where it writes biases, every slot has one. `traces`, where a word has
+    them, names what it asks of slots (`View.of`), which the score must remember. `one_by_one` says that it
+    can act after a token by whose threshold one slot leaves each list. `ordered` says that it asks which
+    slots are neighbours, so that it must see them in position order: no token's own step evicts with it.
+    `at_prompts` is False of a word that merges what leaves while decoding alone: what leaves a prompt is then
+    dropped.
     """
 
     @property

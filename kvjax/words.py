@@ -9,10 +9,11 @@ from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 if TYPE_CHECKING:
     from kvjax.grammar import Keep
-from kvjax.protocols import CarryingMerge, Hiding, Preferring, View
+from kvjax.protocols import CarryingMerge, Hiding, Meeting, Preferring, View
 from kvjax.word_keys import key_of
 
 # When an observation exists: while many new tokens are read, or in the step of one token.
@@ -77,6 +78,13 @@ def merged(
         if old is not None:
             shaped(merge, f"a view's {name}", getattr(new, name, None), axes, old.shape)
     return new, rows
+
+
+def met(
+    word: Meeting, q: Any, q_pos: Any, k: Any, pos: Any, layer: int | Int[Array, ""]
+) -> Float[Array, "B K S"]:
+    """What slots get of new queries in a layer of this number in the stack."""
+    return word.of(q, q_pos, k, pos, **({"layer": layer} if getattr(word, "by_layer", False) else {}))
 
 
 def observations(keep: Keep) -> list[Any]:

@@ -100,15 +100,16 @@ def morphkv(window, fusion):
     return rule
 
 
-def roco(newest, steady):
-    """Mean attention; infinite for the newest tokens and those of the largest deviation."""
+def roco(newest, sinks, steady):
+    """Mean attention; infinite for the first and newest tokens and those of the largest deviation."""
 
     def rule(held):
         queries = (held.length - held.pos) * len(held.q)
         mean, square = held.mass / queries, held.squares / queries
         deviation = np.sqrt(np.maximum(square - mean**2, 0))
-        deviation[held.pos >= held.length - newest] = np.inf
-        stays = best(deviation, int(held.n * steady)) | (held.pos >= held.length - newest)
+        ends = (held.pos < sinks) | (held.pos >= held.length - newest)
+        deviation[ends] = np.inf
+        stays = best(deviation, int(held.n * steady)) | ends
         return np.where(stays, np.inf, mean)
 
     return rule

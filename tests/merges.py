@@ -149,10 +149,16 @@ def take_up(slot, key, others, weights, keys, theta):
     slot["votes"] = slot.get("votes", 1) + sum(o.get("votes", 1) for o in others)
 
 
-def counted(theta, count, threshold=-1.0, takers=1.0, newest=0.0):
+def faded(slot, rate):
+    """What all queries gave a slot, `rate` times less for every query that is newer."""
+    return sum(p * rate**age for age, p in enumerate(reversed(slot["given"])))
+
+
+def counted(theta, count, threshold=-1.0, takers=1.0, newest=0.0, fading=1.0, bonus=1.0, largest=False):
     """ZeroMerge (arXiv:2503.10714) and EMS (arXiv:2412.08521): what leaves joins the most similar taker.
 
-    `takers` and `newest` are shares of the slots that `count` says; newest tokens become no takers.
+    `takers` and `newest` are shares of the slots that `count` says; newest tokens become no takers. largest:
+    a slot that takes up others has received as much as the one of them that received most.
     """
 
     def leave(memory, lists, gone):
@@ -164,7 +170,8 @@ def counted(theta, count, threshold=-1.0, takers=1.0, newest=0.0):
             many = max(int(count(read) * takers + 1e-9), 1)
             young = read - int(count(read) * newest + 1e-9)
             old_enough = [i for i, s in enumerate(stay) if s["pos"] < young or s.get("votes", 1) > 1]
-            order = sorted(old_enough, key=lambda i, s=stay: (s[i].get("votes", 1) == 1, s[i]["mass"]))
+            mass = [faded(s, fading) for s in stay]
+            order = sorted(old_enough, key=lambda i, s=stay, m=mass: (s[i].get("votes", 1) == 1, m[i]))
             able = sorted(order[:many]) if takers < 1 else range(len(stay))
             k, e = turned(stay, theta), turned(old, theta)
             unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
@@ -175,6 +182,9 @@ def counted(theta, count, threshold=-1.0, takers=1.0, newest=0.0):
                 mine = np.flatnonzero(to == i)
                 if len(mine):
                     take_up(slot, k[i], [old[j] for j in mine], np.ones(len(mine)), e[mine], theta)
+                    slot["bonus"] = bonus
+                    if largest:
+                        slot["given"] = [max(mass[i], *(faded(old[j], fading) for j in mine))]
             for joins in (to >= 0).tolist():
                 memory[joins] = memory.get(joins, 0) + 1
 

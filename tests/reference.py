@@ -131,7 +131,8 @@ class Row:
     query heads where every one of them selects alone. phase: "position" or "rank" of a slot in its list, the
     distance that larger ones count as, or shared ranges (`tests.ranges.Ranges`). leave(memory, lists, gone):
     what a layer's slots become when those numbered in `gone`, per list, leave; memory is a dict that the
-    layer keeps; a slot's `votes` say how many tokens it stands for. A slot notes what every query has given
+    layer keeps; a slot's `votes` say how many tokens it stands for, and `bonus` times the log of that goes to
+    its logits. A slot notes what every query has given
     it, in `given`, and in all (`mass`); that of a step also the `inputs` of its layer up to itself.
     leave.at_prompts, where it is False: what leaves the prompt is dropped.
     leave.answer(memory, layer, list, q), where it has one: sums and weights that the queries get beside those
@@ -231,7 +232,8 @@ class Row:
                     where = At(self.next, self.prompt_tokens, i, len(lists), number)
                     outs.append((q, k, np.stack([s["v"] for s in slots]), pos, where))
                     continue
-                s = q @ k.T / np.sqrt(c.head_dim) + np.log([slot.get("votes", 1) for slot in slots])
+                stands = [slot.get("bonus", 1.0) * np.log(slot.get("votes", 1)) for slot in slots]
+                s = q @ k.T / np.sqrt(c.head_dim) + stands
                 if window is not None:
                     s = np.where(at - pos >= window, -np.inf, s)
                 p = softmax(s)

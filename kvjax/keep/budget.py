@@ -221,7 +221,8 @@ class Pyramid:
 
     "paper": every layer keeps `window` slots and a share of the rest. The last layer's share is
     (n - window) / beta, the first layer's as much above the mean as the last one's lies below it, but at most
-    what the prompt has. Counts are rounded so that the stack keeps L * n.
+    what the prompt has. Counts are rounded so that the stack keeps L * n. Prompts shorter than 2 (n - window)
+    tokens keep n in every layer, as in the authors' code.
     "kvpress": a layer's share includes the window, each layer is rounded alone, and all layers keep the mean
     where the smallest share would be less than the window. The mean is ratio * length before it is rounded
     down to n, which needs `budget`. If `beta` is a whole number, counts are exact at any length.
@@ -246,8 +247,8 @@ class Pyramid:
         return jnp.broadcast_to(count[..., None], scores.shape[:3])
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
-        # For a given mean, a layer's count only grows or only falls with the length of the prompt, so the
-        # shortest and the longest prompt give the largest count.
+        # For a given mean, a layer's count only grows or only falls with the length of the prompt, from the
+        # mean on, so the shortest and the longest prompt give the largest count.
         mean = np.arange(1, n + 1)[None]
         if self.variant == "paper":
             ends = (self._shortest(np, mean), np.full_like(mean, tokens))
@@ -301,6 +302,7 @@ class Pyramid:
         whole = xp.maximum(n - self.window, 0).astype(xp.int32)
         spare = whole.astype(xp.float32)
         high = xp.minimum(2 * spare - spare / self.beta, (length - self.window).astype(xp.float32))
+        high = xp.where(length < 2 * whole, spare, high)
         low = 2 * spare - high
         share = high - depth * (high - low) / max(layers - 1, 1)
         # Rounded running totals keep the stack's total at L * n.

@@ -8,13 +8,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.keep.algebra import Word
+from kvjax.keep.algebra import Made, Word
 from kvjax.keep.merge import nearest, pick
 from kvjax.keep.observe import Mass
 from kvjax.keep.patterns import Recent
 from kvjax.keep.select import ranks
-from kvjax.keep.trace import Received
-from kvjax.protocols import Observation, Seen, Trace, View
+from kvjax.keep.trace import Decayed, Received
+from kvjax.protocols import Observation, Score, Seen, Trace, View
+from kvjax.word_keys import key_of
+from kvjax.words import scored
+
+# The score of what stays before all that is ranked; what patterns protect is infinite.
+STAYS = 1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,25 +27,39 @@ class CountedMerge:
     """A slot that leaves joins the most similar one of those that take slots up, in the mean by counts.
 
     Where the cosine of their keys is at least `threshold`, what meets in a slot, itself with it, becomes sum
-    n_i x_i / sum n_i for keys and values x, with n_i the tokens that slot i stands for, and log sum n_i is
-    added to its logits; otherwise the slot is dropped. takers: the share of a head's budget that takes slots
-    up, at least one slot: those that have done so before, then those that received the least attention; 1 is
-    all (ZeroMerge, arXiv:2503.10714; EMS, arXiv:2412.08521). newest: tokens that do not begin to take slots
-    up, as in `Recent`: few queries have seen them, so they have received the least attention of all.
+    n_i x_i / sum n_i for keys and values x, with n_i the tokens that slot i stands for, and `bonus` log sum
+    n_i is added to its logits; otherwise the slot is dropped. takers: the share of a head's budget that takes
+    slots up, at least one slot: those that have done so before, then those that received the least attention;
+    1 is all (ZeroMerge, arXiv:2503.10714; EMS, arXiv:2412.08521). newest: tokens that do not begin to take
+    slots up, as in `Recent`: few queries have seen them, so they have received the least attention of all.
+    fading: what an older query's attention counts for each newer query, where few take slots up.
+    largest: whether a slot that takes others up goes on with the largest received attention among them.
     """
 
     threshold: float = -1.0
     takers: float = 1.0
     newest: int | float = 0
+    fading: float = 1.0
+    bonus: float = 1.0
+    largest: bool = False
 
     @property
     def needs(self) -> frozenset[Observation]:
         return frozenset()
 
     @property
+    def received(self) -> Trace:
+        """The attention by which takers are found: as it was received, or faded."""
+        return Received(Mass("sum")) if self.fading == 1 else Decayed(self.fading)
+
+    @property
     def traces(self) -> frozenset[Trace]:
         """What the score must remember of slots: where few take slots up, their attention says which."""
-        return frozenset() if self.takers == 1 else frozenset({Received(Mass("sum"))})
+        return frozenset() if self.takers == 1 and not self.largest else frozenset({self.received})
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return ("k", "v", "bias", "traces") if self.largest else ("k", "v", "bias")
 
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
@@ -50,17 +69,33 @@ class CountedMerge:
         k = view.k.astype(jnp.float32)
         target, cosine = nearest(pick(k, index), k, self._takers(view, kept, seen))
         joins = (leaving < slots) & (cosine >= self.threshold)
-        return joined(view, index, jnp.where(joins, target, slots), jnp.ones_like(cosine))
+        at = jnp.where(joins, target, slots)
+        new = joined(view, index, at, jnp.ones_like(cosine), self.bonus)
+        if not self.largest:
+            return new
+        mass = view.of(self.received)
+        raised = jax.vmap(jax.vmap(lambda x, t, y: x.at[t].max(y, mode="drop")))(mass, at, pick(mass, index))
+        return new._replace(traces=view.traces | {key_of(self.received): raised})
 
     def _takers(self, view: View, kept: Bool[Array, "B K S"], seen: Seen) -> Bool[Array, "B K S"]:
         if self.takers == 1:
             return kept
         many = jnp.maximum(seen.n * round(self.takers * 1000) // 1000, 1)[:, None, None]
-        mass = -view.of(Received(Mass("sum")))
+        mass = -view.of(self.received)
         taking = biases(view) > 0
         able = kept & (taking | ~Recent(self.newest)(view.pos, seen.length, seen.n))
         first = jnp.where(taking, jnp.inf, mass)
         return able & (ranks(jnp.where(able, first, -jnp.inf)) < many)
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing(Made):
+    """A score that is above all others where a slot stands for several tokens, so that it stays."""
+
+    score: Score
+
+    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+        return jnp.where(biases(view) > 0, STAYS, scored(self.score, view, seen))
 
 
 def biases(view: View) -> Float[Array, "B K S"]:
@@ -69,14 +104,16 @@ def biases(view: View) -> Float[Array, "B K S"]:
 
 
 def joined(
-    view: View, index: Int[Array, "B K E"], target: Int[Array, "B K E"], weight: Float[Array, "B K E"]
-) -> View:
+    view: View, index: Int[Array, "B K E"], target: Int[Array, "B K E"], weight: Float[Array, "B K E"],
+    bonus: float = 1.0,
+) -> View:  # fmt: skip
     """A view whose slots at `index` have joined those at `target` (S: none), by counts and weights.
 
-    The weights of the slots that take them up are 1; tokens count whole on the logits.
+    The weights of the slots that take them up are 1; `bonus` times the log of how many tokens a slot stands
+    for is added to its logits.
     """
     add = jax.vmap(jax.vmap(lambda x, t, y: x.at[t].add(y, mode="drop")))
-    votes = jnp.exp(biases(view))
+    votes = jnp.exp(biases(view) / bonus)
     mine = pick(votes, index)
     total, count = add(votes, target, mine * weight), add(votes, target, mine)
     grown = count > votes
@@ -86,7 +123,7 @@ def joined(
         new = add(votes[..., None] * own, target, (mine * weight)[..., None] * pick(own, index))
         return jnp.where(grown[..., None], new / total[..., None], own).astype(x.dtype)
 
-    bias = jnp.where(grown, jnp.log(count), biases(view))
+    bias = jnp.where(grown, bonus * jnp.log(count), biases(view))
     return view._replace(k=mean(view.k), v=mean(view.v), bias=bias)
 
 

@@ -104,12 +104,14 @@ class ByProfile:
 
     Every head keeps `window` slots. Of the rest of its budget, m = n - window, it gives floor(m / beta) to a
     pool of the whole stack, which is shared in proportion to the profile. What a head cannot use of its
-    share, because the prompt is shorter, goes to the others. beta is taken in thousandths.
+    share, because the prompt is shorter, goes to the others, or is lost where `lost`; shares are then rounded
+    to the nearest number. beta is taken in thousandths.
     """
 
     profile: Profile
     window: int
     beta: float = 1.2
+    lost: bool = False
     uniform = False
     across_layers = True
 
@@ -123,7 +125,8 @@ class ByProfile:
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
         return [heads * n] * layers
 
-    layer_rest = staticmethod(rest_of_mean)
+    def layer_rest(self, budget: Budget, tokens: int, layers: int, heads: int) -> list[int]:
+        return [heads * (tokens - 1)] * layers if self.lost else rest_of_mean(budget, tokens, layers, heads)
 
     def fewest(self, n: int) -> int:
         """Slots that a head of no importance keeps."""
@@ -144,9 +147,14 @@ class ByProfile:
         def of_stack(x: Array) -> Array:
             return jnp.moveaxis(x, 1, 2).reshape(layers * heads, b)
 
-        shares = apportioned(
-            of_stack(preferences), layers * heads * given, of_stack(jnp.maximum(live - base, 0))
-        )
+        prefer, most = of_stack(preferences), of_stack(jnp.maximum(live - base, 0))
+        if self.lost:
+            part = prefer / jnp.maximum(prefer.sum(0, keepdims=True), 1e-30)
+            shares = jnp.minimum(
+                jnp.rint(part * (layers * heads * given).astype(jnp.float32)[None]).astype(jnp.int32), most
+            )
+        else:
+            shares = apportioned(prefer, layers * heads * given, most)
         return base + jnp.moveaxis(shares.reshape(layers, heads, b), 2, 1)
 
     def _given(self, spare: Count) -> Count:

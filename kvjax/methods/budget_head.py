@@ -120,19 +120,23 @@ def headkv(
     kernel: Kernel = 7,
     beta: Annotated[float, Range(1, 1000)] = 1.2,
     page: Page | None = None,
+    variant: Literal["shared", "paper"] = "shared",
 ) -> Method:
     """HeadKV (Fu et al., 2024, arXiv:2410.19258), section 4: heads that retrieve get more, by a profile.
 
     A head keeps the window, a base, and a share of a pool of the whole stack in proportion to how much it
     retrieves of what answers need (see `ByProfile`); 1 / beta of the budget is in the pool. Within a head,
-    SnapKV's scores choose. fitted: the profile, as `kvjax fit headkv` writes it. Deviation: budgets are those
-    of KV heads, whose query heads are averaged in profile and score; the authors' code selects for every
-    query head.
+    SnapKV's scores choose. fitted: the profile, as `kvjax fit headkv` writes it. What a head's share exceeds
+    the prompt by goes to other heads in "shared", the default because the stack then keeps its whole budget;
+    in "paper", as in the authors' code, it is lost, so that a steep profile keeps much less. Deviation:
+    budgets are those of KV heads, whose query heads are averaged in profile and score; the authors' code
+    selects for every query head.
     """
+    lost = pick(variant, shared=False, paper=True)
     keep = Keep(
         window_score(window, kernel, "grouped"),
         Budget(budget),
-        ByProfile(Profile(as_fitted(fitted)), window, beta),
+        ByProfile(Profile(as_fitted(fitted)), window, beta, lost),
         (Recent(window),),
         page=page,
     )

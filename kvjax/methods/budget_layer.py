@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
@@ -32,6 +32,7 @@ from kvjax.methods.shared import (
     Variant,
     Window,
     per_query_head,
+    pick,
     window_score,
 )
 
@@ -55,7 +56,9 @@ def pyramidkv(
     """PyramidKV (Cai et al., 2024, arXiv:2406.02069), section 4: SnapKV scores, pyramidal layer budgets.
 
     Layer budgets fall linearly with depth around the mean `budget`; slots lie in one pool, so the bytes
-    are those of the sum. See `Pyramid` for the counts, and `snapkv` for what the variants keep and cost.
+    are those of the sum. A prompt of fewer than 2 (budget - window) tokens keeps as much in every layer, as
+    in the authors' code. See `Pyramid` for the counts, which are rounded so that the stack keeps exactly its
+    budget (the code rounds steps down), and `snapkv` for what the variants keep and cost.
     """
     counts = "kvpress" if variant == "kvpress" else "paper"
     keep = Keep(
@@ -210,20 +213,24 @@ def prefixkv(budget: Amount, *, sinks: Tokens = 4, newest: Window = 1, page: Pag
 def simlayerkv(
     *,
     threshold: Ratio = 0.9,
-    last: Window = 1,
+    last: Window | None = None,
     sinks: Tokens = 4,
     window: Window = 1024,
     page: Page | None = None,
+    variant: Literal["last", "prefill"] = "last",
 ) -> Method:
     """SimLayerKV (Zhang et al., 2024, arXiv:2410.13846): lazy layers keep the ends of a prompt, others all.
 
     A layer is lazy where the last `last` queries give more than `threshold` of their attention, on average
     over heads, to the first `sinks` and the newest `window` tokens; then these stay alone. How many slots
-    that leaves follows from the text. Deviation: the paper also has a form that asks the first token that is
-    written; here the prompt's own last tokens are asked.
+    that leaves follows from the text. "last" asks the prompt's last token; it is the default, as in kvpress,
+    because the form that the authors' code runs asks the first token that is written, which is not known
+    here (Deviation). "prefill", the authors' form for prompts, asks the last 32 tokens about the first
+    `sinks` and the window // 2 tokens before each of them, itself excluded. `last` replaces these numbers.
     """
     # What does not go to the ends goes to what lies between them.
-    score = Lookback(last, sinks, window)
+    asked, near, each = pick(variant, last=(1, window, False), prefill=(32, max(window // 2, 1), True))
+    score = Lookback(asked if last is None else last, sinks, near, each)
     protect = (Sink(sinks), Recent(window))
     return Method(Keep(score, Budget(1.0), Threshold(1 - threshold), protect, page=page))
 

@@ -12,12 +12,12 @@ from kvjax.keep.hierarchy import Hierarchy
 from kvjax.keep.merge import ZipMerge
 from kvjax.keep.merge_cam import ValueMerge
 from kvjax.keep.merge_conv import ConvMerge
-from kvjax.keep.merge_counted import CountedMerge, GaussianMerge, Pivots, Runs
+from kvjax.keep.merge_counted import CountedMerge, GaussianMerge, Pivots, Runs, Standing
 from kvjax.keep.merge_d2o import SimilarMerge
 from kvjax.keep.merge_runs import Opening, RunMerge
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.pooled import LastOfEach, MeanOfEach
-from kvjax.keep.score import AccumulatedAttention, WindowAttention
+from kvjax.keep.score import AccumulatedAttention, DecayedAttention, WindowAttention
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Amount, Fit, Kernel, Page, Seed, Share, Tokens, Window
@@ -74,12 +74,16 @@ def d2o(budget: Amount, *, recent: Share = 0.5, sinks: Tokens = 4, smoothing: Sh
     family="merge-token",
     kvpress=Press("CAMPress", same="no: other random numbers, and there decoding alone evicts"),
 )
-def cam(budget: Amount, *, recent: Share = 0.5, following: Window = 32, seed: Seed = 0) -> Method:
+def cam(budget: Amount, *, recent: Share = 0.5, following: Window = 16, seed: Seed = 0) -> Method:
     """CaM (Zhang et al., ICML 2024): the value of an evicted token is shared out among those that follow it.
 
-    Heavy hitters and recent tokens stay as in H2O, and what leaves a prompt is dropped, as in the authors'
-    code, which evicts as StreamingLLM does. While decoding, `ValueMerge` merges the token that leaves at
-    random, the likelier the more attention it received; its key is dropped.
+    Heavy hitters and recent tokens stay as in H2O, and what leaves a prompt is dropped. While decoding,
+    `ValueMerge` merges the token that leaves at random, the likelier the more attention it received compared
+    with the `following` tokens; its key is dropped. As in the authors' streaming code (kv_cache_cam.py),
+    attention is accumulated and the next 16 tokens take up the value. Deviations: that code evicts as
+    StreamingLLM does, so that the token in front of the recent ones leaves; the authors' other form
+    (modify_llama_cam.py) compares the newest query's attention alone with its mean over all recent tokens,
+    and shares the value out among 32.
     """
     keep = Keep(
         AccumulatedAttention(), Budget(budget), Uniform(), (Recent(recent),), when=STEP,
@@ -94,18 +98,28 @@ def cam(budget: Amount, *, recent: Share = 0.5, following: Window = 32, seed: Se
     family="merge-token",
     exact="deviates",
 )
-def zeromerge(budget: Amount, *, recent: Share = 0.5, share: Share = 0.1) -> Method:
+def zeromerge(
+    budget: Amount,
+    *,
+    recent: Share = 0.4,
+    share: Share = 0.0,
+    fading: Annotated[float, Range(0.001, 1)] = 0.98,
+    bonus: Annotated[float, Range(0.01, 10)] = 0.6,
+) -> Method:
     """ZeroMerge (Liu et al., 2025, arXiv:2503.10714): some slots stand for all that left, and count it.
 
-    Heavy hitters and recent tokens stay as in H2O. Of the budget, `share` are slots that take up
-    what leaves, each the tokens whose keys are most similar, as a running mean, with the log of their number
-    on its logits (`CountedMerge`). Deviations: the residual slots are those of the least attention among the
-    heavy hitters when the first token leaves, where the authors' code pools runs of a prompt's other tokens;
-    a share is given, where the paper splits the budget of a head by its own attention; similarity is that of
-    directions, not the code's product of keys.
+    Heavy hitters and recent tokens stay as in H2O, by F[j] = sum_i fading^(t - i) p_ij. Of the budget,
+    `share` are slots that take up what leaves (at least one), each the tokens whose keys are most similar, as
+    a running mean; a slot that stands for w tokens has `bonus` log w on its logits, goes on with the largest
+    F of what it took up, and stays (`CountedMerge`). The defaults are those of the authors' experiments: one
+    such slot, a tail of 0.4 and a bonus of 0.6 (exam/exam_rouge.py), where the class itself has a tail of 0.1
+    and a bonus of 1; both fade by 0.98 with every query. Deviations: the residual slots are those of the
+    least attention among the heavy hitters when the first token leaves, where the authors' code pools runs of
+    a prompt's other tokens; similarity is that of directions, not the code's product of keys.
     """
-    merge = CountedMerge(takers=share, newest=recent)
-    keep = Keep(AccumulatedAttention(), Budget(budget), Uniform(), (Recent(recent),), when=STEP, merge=merge)
+    score = AccumulatedAttention() if fading == 1 else DecayedAttention(fading)
+    merge = CountedMerge(takers=share, newest=recent, fading=fading, bonus=bonus, largest=True)
+    keep = Keep(Standing(score), Budget(budget), Uniform(), (Recent(recent),), when=STEP, merge=merge)
     return Method(keep)
 
 

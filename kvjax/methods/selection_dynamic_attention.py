@@ -16,9 +16,9 @@ from kvjax.keep.recent_queries import FusedAttention, Neglect, Votes
 from kvjax.keep.score import AccumulatedAttention, DecayedAttention, KeyRedundancy, ValueNorm, WindowAttention
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Bits, Kernel, Seed, Share, Tokens, Window, window_score
+from kvjax.methods.shared import Amount, Bits, Kernel, Seed, Share, Tokens, Window, pick, window_score
 from kvjax.store.affine import Affine
-from kvjax.when import STEP, Every
+from kvjax.when import PREFILL_END, STEP, Every
 
 
 @paper(
@@ -86,15 +86,27 @@ def vatp(budget: Amount, *, recent: Share = 0.5, sinks: Tokens = 20) -> Method:
     family="selection-dynamic",
     exact="equal",
 )
-def a2sf(budget: Amount, *, forgetting: Annotated[float, Range(0.001, 0.999)] = 0.2) -> Method:
+def a2sf(
+    budget: Amount,
+    *,
+    forgetting: Annotated[float, Range(0.001, 0.999)] | None = None,
+    recent: Tokens | None = None,
+    variant: Literal["paper", "prefill"] = "paper",
+) -> Method:
     """A2SF (Jo and Shin, 2024, arXiv:2407.20485), section 3: H2O's sums, in which older queries count less.
 
-    F[j] = sum_i forgetting^(t - i) p_ij over the prompt and every decoded token. No newest tokens are set
-    apart: what a sum over all queries owes to a token's age is forgotten. Each step attends first, then drops
-    the lowest. With grouped queries, F sums over the heads of a group. The default is the factor of the
-    authors' scripts.
+    F[j] = sum_i forgetting^(t - i) p_ij. With grouped queries, F sums over the heads of a group. "paper", the
+    default because it is the paper's: F counts the prompt and every decoded token, no newest tokens are set
+    apart, each step attends first, then drops the lowest, and forgetting is 0.2 (the authors' code at its
+    first commit, a4360f1). "prefill": the authors' code of today (00a617f), which selects once, at the end of
+    a prompt, always keeps the 16 newest tokens, and forgets by 0.95. `forgetting` and `recent` replace these
+    numbers.
     """
-    return Method(Keep(DecayedAttention(forgetting), Budget(budget), Uniform(), when=STEP))
+    rate, newest = pick(variant, paper=(0.2, 0), prefill=(0.95, 16))
+    score = DecayedAttention(rate if forgetting is None else forgetting)
+    newest = newest if recent is None else recent
+    when = pick(variant, paper=STEP, prefill=PREFILL_END)
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(newest),) if newest else (), when=when))
 
 
 @paper(
@@ -149,16 +161,18 @@ def morphkv(budget: Amount, *, window: Window = 32, fusion: Literal["sum", "max"
     exact="deviates",
     aliases=("easykv",),
 )
-def roco(budget: Amount, *, newest: Tokens = 10, steady: Share = 0.3) -> Method:
+def roco(budget: Amount, *, newest: Tokens = 10, sinks: Tokens = 4, steady: Share = 0.3) -> Method:
     """RoCo (Ren and Zhu, 2024, arXiv:2402.06262): the mean attention since a token came.
 
     The lowest mean leaves, but not among the slots whose attention deviates most, which are a share `steady`
-    of the budget. To these count the newest tokens, whose means are of few queries: `newest` of them, as in
-    the authors' code (EasyKV). Deviation: with grouped queries, the deviation is that of all heads of a
-    group, where the code averages the heads first.
+    of the budget. To these count the newest tokens, whose means are of few queries (`newest` of them), and
+    the first `sinks`, as in the authors' code (EasyKV: its `temp_length`). Deviations: a prompt is cut once,
+    behind all of it, where EasyKV reads n tokens and then evicts one for each further token:
+    `prefill(..., chunk=1)` with a budget in slots reads so. With grouped queries, the deviation is that of
+    all heads of a group, where the code averages the heads first; the code counts sinks beside its share.
     """
     score = stage(AttentionDeviation(newest), steady, AccumulatedAttention(per_query=True), whole=True)
-    return Method(Keep(score, Budget(budget), Uniform(), (Recent(newest),), when=STEP))
+    return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks), Recent(newest)), when=STEP))
 
 
 @paper(
@@ -247,11 +261,13 @@ def keyformer(
 ) -> Method:
     """Keyformer (Adnan et al., 2024, arXiv:2403.09054), section 3: key tokens, by noisy attention.
 
-    score[j] = sum_i softmax_j((q_i k_j / sqrt(H) + z_j) / tau_i) over the prompt and every step, with Gumbel
-    noise z; a share `recent` of the budget is the newest tokens. Deviations: tau rises with a query's
-    position over `horizon` tokens, where the paper's stays at its start for a prompt and rises over the
-    tokens that are written; a token's noise is drawn once; in a later turn, what was held and what is new
-    have a softmax each (`NoisyMass`). Scores are those of KV heads, summed over a group.
+    score[j] = sum_i softmax_j((q_i k_j / sqrt(H) + z_ij) / tau_i) over the prompt and every step, with Gumbel
+    noise z; a share `recent` of the budget is the newest tokens. As in the authors' code, every query, key,
+    head and layer has a draw of its own, so that a prompt's queries average it out; `seed` and their numbers
+    decide it, so that equal prompts keep equal tokens. Deviations: tau rises with a query's position over
+    `horizon` tokens, where the paper's stays at its start for a prompt and rises over the tokens that are
+    written; in a later turn, what was held and what is new have a softmax each (`NoisyMass`). Scores are
+    those of KV heads, summed over a group.
     """
     score = NoisyAttention(NoisyMass(tau, tau_end, horizon, seed))
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(recent),), when=STEP))

@@ -55,10 +55,12 @@ def snapkv(
 ) -> Method:
     """SnapKV (Li et al., 2024, arXiv:2404.14469), section 4: what the last `window` queries attend to.
 
-    score[j] = pool(sum_{i in window} softmax_j(q_i k_j / sqrt(H))); the window itself stays. "grouped":
-    max pooling as in the authors' code, summed over the query heads of a group, one selection per KV head.
-    "paper": the authors' code, one selection per query head, so the cache holds N heads of slots and costs
-    N / K times the bytes. "kvpress": average pooling, mean over the group, one selection per KV head.
+    score[j] = pool(sum_{i in window} softmax_j(q_i k_j / sqrt(H))); the window itself stays. "grouped", the
+    default because equal budgets are then equal bytes: max pooling, as in the configurations of the authors'
+    experiments (their code's own default is the mean), summed over the query heads of a group, one selection
+    per KV head. "paper": the authors' code with max pooling, one selection per query head, so the cache holds
+    N heads of slots and costs N / K times the bytes. "kvpress": average pooling, mean over the group, one
+    selection per KV head.
     """
     score = window_score(window, kernel, variant)
     each = per_query_head(variant)
@@ -312,13 +314,14 @@ def infinipot(budget: Amount, *, share: Share = 0.5, prefix: TokenIds | None = N
         "ChunkKVPress", same="no: kvpress chooses once for all heads of a layer, and reuses nothing"
     ),
 )
-def chunkkv(budget: Amount, *, chunk: Together = 10, window: Window = 64, reuse: Together = 2) -> Method:
+def chunkkv(budget: Amount, *, chunk: Together = 10, window: Window = 64, reuse: Together = 1) -> Method:
     """ChunkKV (Liu et al., 2025, arXiv:2502.00299), algorithms 1 and 2: whole chunks stay, in layers alike.
 
     score[j] = the attention that the tokens of j's chunk get of the last `window` queries, in sum, the mean
     over a group; a chunk is `chunk` tokens of the text, and the window itself stays. Every `reuse` layers in
-    a row keep the tokens that the first of them chooses. Deviation: what the budget has left beside whole
-    chunks goes to the first tokens of the next best one, where the paper leaves it.
+    a row keep the tokens that the first of them chooses (algorithm 2, which the paper offers for speed); the
+    default is algorithm 1, in which every layer chooses, as in kvpress. Deviation: what the budget has left
+    beside whole chunks goes to the first tokens of the next best one, where the paper leaves it.
     """
     score = InChunks(WindowAttention(window), chunk)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), reuse=reuse))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from kvjax.fitted import as_fitted
 from kvjax.grammar import Budget, Keep, Method
@@ -17,24 +17,31 @@ from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.score import KeyNorm
 from kvjax.methods.papers import Press, paper
 from kvjax.methods.parameters import Range
-from kvjax.methods.shared import Amount, Fit, Layers, Rank, Seed, Tokens, Window
-from kvjax.when import Every
+from kvjax.methods.shared import Amount, Fit, Layers, Rank, Seed, Tokens, Window, pick
+from kvjax.when import PREFILL_END, STEP, Every
 
 
 @paper(
     "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
     arxiv="2406.11430",
     family="selection-static",
-    exact="equal",
+    exact="deviates",
     kvpress=Press("KnormPress", "skip_layers=0"),
     aliases=("knorm",),
 )
-def l2compress(budget: Amount, *, skip_layers: Layers = 2) -> Method:
+def l2compress(
+    budget: Amount, *, skip_layers: Layers = 2, variant: Literal["prompt", "steps"] = "prompt"
+) -> Method:
     """L2-norm compression (Devoto et al., 2024, arXiv:2406.11430): keeps the keys of small norm.
 
     score[j] = -||k_j||_2; the first `skip_layers` layers stay whole (kvpress' Knorm: skip_layers=0).
+    "prompt", the default: what a prompt leaves is chosen once, at its end, as in the authors' README and in
+    kvpress. "steps": every further token lets the largest key go, as where the authors compress after every
+    forward pass (eval_lm_quick.py). Deviation: a budget is rounded down, as everywhere here; the authors'
+    code rounds it up, and compresses only what is longer than `prune_after` tokens.
     """
-    return Method(Keep(KeyNorm(), Budget(budget), Uniform(), skip_layers=skip_layers))
+    when = pick(variant, prompt=PREFILL_END, steps=STEP)
+    return Method(Keep(KeyNorm(), Budget(budget), Uniform(), skip_layers=skip_layers, when=when))
 
 
 @paper(

@@ -45,7 +45,7 @@ from kvjax.steps.turned_pages import attend_turned_pages
 from kvjax.steps.turning import rope_of_keys, sharpened, turned_keys, weighed
 from kvjax.stored import Met, factors_of, groups_of, meet
 from kvjax.word_keys import key_of
-from kvjax.words import shaped
+from kvjax.words import met, shaped
 
 # What the slots of one part received of a query, by the repr of the observed mass.
 Received = dict[str, Float[Array, "*_"]]
@@ -318,9 +318,12 @@ def _rest_of(
 
 def met_by(
     gm: GroupMethod, past: Past, q: Float[Array, "B N 1 H"], at: Int[Array, "B"], pools: tuple[Pages, ...],
-    received: tuple[Received, ...],
+    received: tuple[Received, ...], number: int | Int[Array, ""],
 ) -> tuple[Received, ...]:  # fmt: skip
-    """What slots received, and what is computed of the query and slots of which something is remembered."""
+    """What slots received, and what is computed of the query and slots of which something is remembered.
+
+    number: the layer's in the stack.
+    """
     if not gm.meetings:
         return received
     out = []
@@ -329,7 +332,7 @@ def met_by(
             one = segment.layer(past.index)
             keys = gather_pages(one, pools[one.pool]) if isinstance(one, Paged) else one.keys()
             assert keys.pos is not None
-            own = own | {key_of(o): o.of(q, at[:, None], keys.k, keys.pos) for o in gm.meetings}
+            own = own | {key_of(o): met(o, q, at[:, None], keys.k, keys.pos, number) for o in gm.meetings}
         out.append(own)
     return tuple(out)
 

@@ -101,7 +101,7 @@ def step_hidden(
         past, state, found = brought(run, past, state, taken or selected(run, past, x.q, length))
         gone = [*gone, *(attend_turn(run, past, layer, x, cache.pools, at, turn) for turn in others)]
         out, received, scores = attend_past(run, past, layer, x, cache.pools, at, found, gone)
-        received = met_by(gm, past, x.q, at, cache.pools, received)
+        received = met_by(gm, past, x.q, at, cache.pools, received, layer.number)
         received = jax.tree.map(lambda m: jnp.where(append[:, None, None], m, 0.0), received)
         left = published_by(layer, state, None, None, scores) | picked
         if "slots" in layer.publishes or x.k is None:

@@ -115,7 +115,8 @@ def evict_one(
         victim = jnp.where(gone.any(-1), jnp.argmax(gone, -1), one.capacity).astype(jnp.int32)
         stay = (one.pos >= 0) & ~gone
         new, rows = merged(keep.merge, view, stay, victim[..., None], seen, now.rows)
-        changed = {name: getattr(new, name) for name in written(keep.merge)}
+        traces = new.traces
+        changed = {name: getattr(new, name) for name in written(keep.merge) if name != "traces"}
         slots = replace_layer(slots, layer.index, **changed)
     if keep.lower is not None:
         group = _demoted(gm, layer.index, group, view._replace(k=stored.k), gone, now.received)

@@ -84,7 +84,7 @@ def _carried_by_merge(gm: GroupMethod, group: GroupState) -> dict[str, Any]:
 def _changing(gm: GroupMethod, slots: Slots) -> dict[str, Any]:
     """The arrays of slots that an eviction writes."""
     assert gm.keep is not None
-    return {name: getattr(slots, name) for name in ("pos", "traces", *written(gm.keep.merge))}
+    return {name: getattr(slots, name) for name in {"pos", "traces", *written(gm.keep.merge)}}
 
 
 def _evict_layer(
@@ -117,6 +117,7 @@ def _evict_layer(
         fitted=of_layer(params, number), protect=keep.protect,
     )  # fmt: skip
     judging = [key_of(t) for t in gm.traces if isinstance(t, Judging)]
+    said_of = list(one.traces) if "traces" in written(keep.merge) else judging
     view = judged(gm.traces, view, seen)
     score = scored(keep.score, view, seen).astype(jnp.float32)
     lost |= not_numbers(score, view.pos) & due
@@ -133,12 +134,12 @@ def _evict_layer(
         rows = jax.tree.map(lambda x, y: x.at[index].set(y), rows, now)
         changed = _where_due(due, back, new, keys, one.bias)
         changed = {name: x for name, x in changed.items() if name in written(keep.merge)}
-        slots = replace_layer(slots, index, **changed)
+        slots, view = replace_layer(slots, index, **changed), view._replace(traces=new.traces)
     stay = taken(kept, back)
     pos = slots.pos.at[index].set(jnp.where(stay, one.pos, -1))
     said = {
         name: jnp.where(due[:, None, None], taken(view.traces[name], back), one.traces[name])
-        for name in judging
+        for name in said_of
     }
     mine = one.traces | said
     traces = {name: x.at[index].set(jnp.where(stay, mine[name], 0.0)) for name, x in slots.traces.items()}

@@ -30,7 +30,7 @@ from kvjax.steps.run import Run, answered, held
 from kvjax.steps.turning import attend_turned, turned_queries, turns_of
 from kvjax.stored import completed
 from kvjax.word_keys import key_of
-from kvjax.words import observations
+from kvjax.words import met, observations
 
 
 class Prompt(NamedTuple):
@@ -149,11 +149,15 @@ class _Reading(NamedTuple):
         )
         if asked.meetings:
             received = received or ({},) * len(sets)
-            met = [
-                {key_of(o): o.of(q, pos, s.k, s.pos) for o in asked.meetings if s.pos is not None}
+            by_meeting = [
+                {
+                    key_of(o): met(o, q, pos, s.k, s.pos, layer.number)
+                    for o in asked.meetings
+                    if s.pos is not None
+                }
                 for s in sets
             ]
-            received = tuple(a | b for a, b in zip(received, met, strict=True))
+            received = tuple(a | b for a, b in zip(received, by_meeting, strict=True))
         if since:
             received = tuple(a | b for a, b in zip(received or ({},) * len(sets), since, strict=True))
         rows = {

@@ -1,6 +1,5 @@
 """Keyformer's noisy attention, over more queries than one strip, and scores that fade with age."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,16 +20,31 @@ def test_noisy_attention_is_a_softmax_of_logits_with_gumbel_noise_that_gets_warm
     arrays = (jnp.asarray(x, jnp.float32) for x in (q, k))
     pos = jnp.asarray(at[None], jnp.int32)
     queries, keys = arrays
-    found = np.asarray(word.of(queries, pos, keys, pos[:, None]))
+    found = np.asarray(word.of(queries, pos, keys, pos[:, None], 5))
+    noise = np.asarray(word.draws(pos, jnp.broadcast_to(pos[:, None], (1, kv, t)), n, 5), np.float64)[0]
     want = np.zeros((kv, t))
     for head in range(n):
-        key = jax.random.fold_in(jax.random.key(3), head // 2)
-        noise = np.array([float(jax.random.gumbel(jax.random.fold_in(key, max(int(p), 0)))) for p in at])
-        s = q[0, head, :-4] @ k[0, head // 2].T / np.sqrt(h) + noise
+        s = q[0, head, :-4] @ k[0, head // 2].T / np.sqrt(h) + noise[head, :-4]
         s = s / (0.5 + 2.5 * np.minimum(at[:-4, None] / 200, 1))
         s[(at[None] < 0) | (at[None] > at[:-4, None])] = -np.inf
         want[head // 2] += softmax(s).sum(0)
     np.testing.assert_allclose(found[0], want, rtol=2e-5, atol=1e-6)
+
+
+def test_noise_is_gumbel_and_new_for_every_query_key_head_layer_and_seed():
+    at = jnp.arange(100, dtype=jnp.int32)[None]
+    draws = lambda seed, layer: NoisyMass(seed=seed).draws(at, at[:, None], 2, layer)[0]  # noqa: E731
+    found = np.stack([draws(0, 0), draws(0, 1), draws(1, 0)])
+    np.testing.assert_array_equal(found[0], draws(0, 0))
+    assert len(np.unique(found)) > 0.995 * found.size
+    # Standard Gumbel: the mean is Euler's constant, the variance pi^2 / 6; P(z < 0) = 1 / e.
+    np.testing.assert_allclose(found.mean((1, 2, 3)), np.euler_gamma, atol=0.04)
+    np.testing.assert_allclose(found.var((1, 2, 3)), np.pi**2 / 6, rtol=0.06)
+    np.testing.assert_allclose((found < 0).mean((1, 2, 3)), np.exp(-1), atol=0.015)
+    flat = found.reshape(6, -1)
+    assert np.abs(np.corrcoef(flat) - np.eye(6)).max() < 0.05
+    for rows in (found[0, 0], found[0, 0].T):
+        assert np.abs(np.corrcoef(rows) - np.eye(100)).max() < 0.55
 
 
 def test_a_score_fades_with_the_tokens_that_came_since(view):

@@ -63,9 +63,9 @@ def norm_score(prompt, layer):
 FORGETTING = 0.7
 
 
-def faded(prompt, layer):
-    """A2SF: what every query gives a token, times 0.7 for every query behind it."""
-    weight = FORGETTING ** np.arange(prompt.length)[::-1]
+def faded(prompt, layer, rate=FORGETTING):
+    """A2SF: what every query gives a token, times `rate` for every query behind it."""
+    weight = rate ** np.arange(prompt.length)[::-1]
     return np.einsum("nts,t->ns", prompt.p[layer], weight).reshape(kv_lists(prompt), -1, prompt.length).sum(1)
 
 

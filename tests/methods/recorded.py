@@ -98,15 +98,22 @@ def version_of(package: str) -> str:
     return f"{package} {importlib.metadata.version(package)}"
 
 
-def write(name: str, source: str, cases: list[Case]) -> None:
-    """The fixture `name`, with the commit or the version that ran."""
+def write(name: str, source: str, cases: list[Case], numbers: dict[str, np.ndarray] | None = None) -> None:
+    """The fixture `name`, with the commit or the version that ran; numbers: what else it computed."""
     meta = {"source": source, "cases": [[case.id, case.hyper] for case in cases]}
     arrays = {
         f"{i}/{row}": np.packbits(np.stack(layers), axis=-1)
         for i, case in enumerate(cases)
         for row, layers in case.kept.items()
     }
-    np.savez_compressed(FOLDER / f"{name}.npz", meta=np.array(json.dumps(meta)), **arrays)
+    np.savez_compressed(FOLDER / f"{name}.npz", meta=np.array(json.dumps(meta)), **arrays, **(numbers or {}))
+
+
+@cache
+def numbers(name: str) -> dict[str, np.ndarray]:
+    """What the fixture `name` has beside its cases."""
+    with np.load(FOLDER / f"{name}.npz") as file:
+        return dict(file)
 
 
 @cache

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.fitted import Fitted
+from kvjax.keep.keyformer import NoisyMass
 from tests import dynamic, merges
 from tests.layers import shared_out
 from tests.methods.expected import (
+    each_layer,
     ends,
     expected_score,
+    faded,
     flat_counts,
     headkv_kept,
     kv_lists,
@@ -18,7 +21,7 @@ from tests.methods.expected import (
     received,
 )
 from tests.methods.rows import KERNEL, THETA, WINDOW, count, paged
-from tests.reference import Prompt, best, pool, rope, softmax
+from tests.reference import Prompt, best, h2o_victim, pool, rope, softmax
 
 PROFILE = Fitted({"importance": np.array([[0.1, 0.7], [0.0, 0.45]], np.float32)}, "CopyProfile", "")
 # Of 2 layers and 4 query heads: two for what followed, one for the token itself: three KV heads of four.
@@ -88,24 +91,29 @@ def sirllm_score(prompt, layer, decay=0.5, turn=9):
 
 
 class Keyformer:
-    """Keyformer over explicit slots, which remember all the noisy attention that they received."""
+    """Keyformer over explicit slots, which remember all the noisy attention that they received.
+
+    The noise is the library's; tests/keep/test_keyformer.py says what it must be.
+    """
 
     def __init__(self, *, tau, tau_end, horizon, recent):
         self.hyper = dict(tau=tau, tau_end=tau_end, horizon=horizon, recent=recent)
+        self.noise = NoisyMass(seed=0)
         self.tau = lambda at: tau + (tau_end - tau) * np.minimum(at / horizon, 1)
 
-    def given(self, q, at, k, pos, head):
+    def given(self, q, at, k, pos, layer, head):
         """What the queries q [G, T, H] at positions `at` give slots: [S]."""
-        draw = lambda p: jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(KEY, head), p))  # noqa: E731
-        noise = np.array([float(draw(p)) for p in pos])
-        s = (q @ k.T / np.sqrt(k.shape[-1]) + noise) / self.tau(at)[:, None]
+        lists = jnp.asarray(pos)[None, None].repeat(head + 1, 1)
+        noise = self.noise.draws(jnp.asarray(at)[None], lists, (head + 1) * len(q), layer)
+        z = np.asarray(noise[0, -len(q) :], np.float64)
+        s = (q @ k.T / np.sqrt(k.shape[-1]) + z) / self.tau(at)[:, None]
         return softmax(np.where(pos[None] > at[:, None], -np.inf, s)).sum((0, 1))
 
     def kept(self, prompt):
         found, at = [], np.arange(prompt.length)
-        for q, k in zip(prompt.q, prompt.k, strict=True):
+        for layer, (q, k) in enumerate(zip(prompt.q, prompt.k, strict=True)):
             groups = q.reshape(len(k), -1, *q.shape[1:])
-            each = [self.given(groups[i], at, k[i], at, i) for i in range(len(k))]
+            each = [self.given(groups[i], at, k[i], at, layer, i) for i in range(len(k))]
             score = np.where(
                 at >= prompt.length - int(count(prompt.length) * self.hyper["recent"]), np.inf, each
             )
@@ -123,16 +131,17 @@ class Keyformer:
         out = []
         for head, slots in enumerate(lists):
             q = queries.reshape(len(lists), -1, *queries.shape[1:])[head]
+            layer = slots[0]["layer"]
             first = [s for s in slots if "noisy" not in s and s["read"]]
             if first:
                 whole, at = first[0]["among"], np.arange(len(first[0]["among"]))
                 k = rope(np.stack([s["k"] for s in whole]), at, THETA)
-                for slot, mass in zip(whole, self.given(q[:, at], at, k, at, head), strict=True):
+                for slot, mass in zip(whole, self.given(q[:, at], at, k, at, layer, head), strict=True):
                     slot["noisy"] = mass
             pos = np.array([s["pos"] for s in slots])
             k = rope(np.stack([s["k"] for s in slots]), pos, THETA)
             for slot, mass in zip(
-                slots, self.given(q[:, -1:], pos.max(keepdims=True), k, pos, head), strict=True
+                slots, self.given(q[:, -1:], pos.max(keepdims=True), k, pos, layer, head), strict=True
             ):
                 slot["noisy"] = slot.get("noisy", 0.0) + mass
             able = [i for i in range(len(pos)) if pos[i] < length - int(count(length) * self.hyper["recent"])]
@@ -140,8 +149,20 @@ class Keyformer:
         return out
 
 
-KEY = jax.random.key(0)
 KEYFORMER = Keyformer(tau=0.8, tau_end=2.5, horizon=24, recent=0.3)
+
+
+def zeromerge(share, recent=0.4, fading=0.98, bonus=0.6):
+    """ZeroMerge: H2O by faded attention, in which what stands for several tokens stays."""
+    newest = lambda p: np.arange(p.length) >= p.length - int(count(p.length) * recent)  # noqa: E731
+    received = lambda slot: (slot.get("votes", 1) > 1, merges.faded(slot, fading))  # noqa: E731
+    return dict(
+        kept=each_layer(lambda p, i: faded(p, i, fading), newest),
+        victim=h2o_victim(count, recent, received),
+        leave=merges.counted(
+            THETA, count, takers=share, newest=recent, fading=fading, bonus=bonus, largest=True
+        ),
+    )
 
 
 def passages(score, which, most=0):

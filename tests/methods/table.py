@@ -196,8 +196,8 @@ ROWS = [
         **chooses(dynamic.morphkv(WINDOW, "sum")),
     ),
     row(
-        "roco", dense(half_and_one, extra=8), hyper=dict(newest=2, steady=0.4),
-        **chooses(dynamic.roco(2, 0.4)),
+        "roco", dense(half_and_one, extra=8), hyper=dict(newest=2, sinks=1, steady=0.4),
+        **chooses(dynamic.roco(2, 1, 0.4)),
     ),
     row(
         "corm", lambda s: dense(half_and_one)(s) + queries_of(WINDOW)(s),

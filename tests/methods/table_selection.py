@@ -6,15 +6,7 @@ import numpy as np
 
 from tests import dynamic, merges
 from tests.methods import selection
-from tests.methods.expected import (
-    chooses,
-    citrus_score,
-    each_layer,
-    ends,
-    headkv_kept,
-    received,
-    recent_half,
-)
+from tests.methods.expected import chooses, citrus_score, each_layer, ends, headkv_kept
 from tests.methods.rows import (
     KERNEL,
     PAGE,
@@ -34,7 +26,6 @@ from tests.methods.rows import (
     queries_of,
     row,
 )
-from tests.reference import h2o_victim
 
 SELECTION = [
     row(
@@ -99,9 +90,7 @@ SELECTION = [
         kept=selection.fastgen_kept, counted=True, model="deep",
     ),
     row(
-        "zeromerge", dense(half_and_one, extra=8), hyper=dict(share=0.2),
-        kept=each_layer(received, recent_half), victim=h2o_victim(count),
-        leave=merges.counted(THETA, count, takers=0.2, newest=0.5),
+        "zeromerge", dense(half_and_one, extra=8), hyper=dict(share=0.2), **selection.zeromerge(0.2),
     ),
     row(
         "ems", dense(half, extra=8), hyper=dict(window=3, kernel=KERNEL, threshold=0.3, sinks=1),

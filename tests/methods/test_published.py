@@ -1,0 +1,103 @@
+"""Words compute what their authors' code computed; `scripts/record_published.py` wrote what that was."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.fitted import Fitted
+from kvjax.grammar import Budget
+from kvjax.keep.keyformer import NoisyMass
+from kvjax.keep.merge_counted import CountedMerge
+from kvjax.keep.profile import ByProfile, Profile
+from kvjax.keep.trace import Decayed
+from kvjax.ops.attention.union import Keys, attend
+from kvjax.protocols import View
+from kvjax.word_keys import key_of
+from tests.keep.test_score import seen_by
+from tests.methods.recorded import LENGTHS, kept_by_kvjax, numbers, prompt
+
+
+@pytest.mark.parametrize(("budget", "tokens"), [(24, 96), (24, 40), (48, 60), (16, 32)])
+def test_headkv_slots_are_those_of_the_authors_code(budget, tokens):
+    """Where a head's share exceeds the prompt, of 40 and 60 tokens, the rest of it is lost."""
+    recorded = numbers("headkv")
+    want = recorded[f"slots/{budget}/{tokens}"]
+    profile = recorded["profile"].astype(np.float32)
+    word = ByProfile(Profile(Fitted({"importance": profile}, "Profile", "")), 8, 1.5, lost=True)
+    layers, heads = profile.shape
+    scores, n = jnp.zeros((layers, 1, heads, tokens)), jnp.array([budget], jnp.int32)
+    found = word.counts(scores, n, jnp.asarray(profile)[:, None])
+    np.testing.assert_array_equal(found[:, 0], want)
+    shared = ByProfile(word.profile, 8, 1.5).counts(scores, n, jnp.asarray(profile)[:, None])
+    assert int(shared.sum()) == layers * heads * budget >= want.sum()
+    assert (int(shared.sum()) > want.sum()) == (tokens in (40, 60))
+
+
+def test_keyformer_noise_has_the_spread_of_the_authors_code():
+    """A draw per token alone would have four times the deviation: nothing averages it out."""
+    recorded, q, k = numbers("keyformer"), prompt(3).q[0], prompt(3).k[0]
+    at = jnp.arange(LENGTHS[3], dtype=jnp.int32)[None]
+    queries, keys = (jnp.asarray(x, jnp.float32)[None] for x in (q, k))
+    word = NoisyMass(1.0, 1.0)
+    layers = jnp.arange(600, dtype=jnp.int32)
+    drawn = np.asarray(jax.vmap(lambda i: word.of(queries, at, keys, at[:, None], i))(layers))[:, 0]
+    group = lambda x: x.reshape(len(k), -1, x.shape[-1]).sum(1)  # noqa: E731
+    mean, deviation = group(recorded["mean"]), np.sqrt(group(recorded["deviation"] ** 2))
+    # Five standard errors of a mean, and a fifth of a deviation, of 600 draws.
+    assert (np.abs(drawn.mean(0) - mean) < 5 * deviation * np.sqrt(1 / 600 + 1 / 2000) + 1e-6).all()
+    np.testing.assert_allclose(drawn.std(0), deviation, rtol=0.2)
+
+
+def test_zeromerge_keeps_the_heavy_hitters_of_the_authors_code():
+    """Their residual slot is a mean; here it is the heavy hitter of the least attention."""
+    found, recorded = kept_by_kvjax("zeromerge", dict(budget=0.5)), numbers("zeromerge")
+    for row, layers in enumerate(found):
+        for layer, held in enumerate(layers):
+            want = recorded[f"kept/{row}/{layer}"]
+            assert (held & want).sum() == want.sum() == held.sum() - len(held)
+
+
+def held_before() -> View:
+    recorded = numbers("zeromerge")
+    k, v, weight, score = (
+        jnp.asarray(recorded[f"before/{name}"], jnp.float32) for name in ("k", "v", "weight", "score")
+    )
+    pos = jnp.broadcast_to(jnp.arange(k.shape[2], dtype=jnp.int32), k.shape[:3])
+    return View(k, v, pos, 0.6 * jnp.log(weight), {key_of(Decayed(0.98)): score})
+
+
+def test_zeromerge_merges_as_the_authors_code():
+    """Mean by counts, the larger score, in the one slot that takes up."""
+    view, recorded = held_before(), numbers("zeromerge")
+    score = view.traces[key_of(Decayed(0.98))]
+    leaves = 1 + jnp.argmin(score[..., 1:], -1, keepdims=True).astype(jnp.int32)
+    kept = jnp.arange(12)[None, None] != leaves
+    word = CountedMerge(takers=0.0, fading=0.98, bonus=0.6, largest=True)
+    seen = seen_by()._replace(length=jnp.array([12]), n=jnp.array([11]))
+    new = word(view, kept, leaves, seen)
+    got = {
+        "k": new.k,
+        "v": new.v,
+        "weight": jnp.exp(new.bias / 0.6),
+        "score": new.traces[key_of(Decayed(0.98))],
+    }
+    for name, x in got.items():
+        np.testing.assert_allclose(x[:, :, 0], recorded[f"after/{name}"], rtol=2e-6, err_msg=name)
+        np.testing.assert_allclose(x[:, :, 1:], recorded[f"before/{name}"][:, :, 1:], rtol=2e-6)
+
+
+def test_zeromerge_bonus_is_that_of_the_authors_code():
+    view, recorded = held_before(), numbers("zeromerge")
+    keys = Keys(view.k, view.v, view.pos, view.bias)
+    out = attend(jnp.asarray(recorded["q"], jnp.float32), [keys], jnp.full((1, 1), 12), scale=8**-0.5)[0]
+    np.testing.assert_allclose(out, recorded["attended"], rtol=2e-6)
+
+
+def test_a_lost_share_is_a_variant_of_headkv():
+    profile = Fitted({"importance": numbers("headkv")["profile"].astype(np.float32)}, "Profile", "")
+    lost, shared = (
+        kvjax.method("headkv", budget=0.5, fitted=profile, variant=name).keep for name in ("paper", "shared")
+    )
+    assert lost.allocate.lost and not shared.allocate.lost and lost.budget == Budget(0.5)
