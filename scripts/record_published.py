@@ -148,7 +148,7 @@ def a2sf(checkout: Path) -> list[recorded.Case]:
     return [
         recorded.Case(
             "a2sf",
-            dict(budget=b, variant="prefill") | ({} if recent is None else {"recent": recent}),
+            dict(budget=b, variant="prefill") | ({} if recent is None else {"newest": recent}),
             of_rows(rows, kept(b, 16 if recent is None else recent)),
         )  # fmt: skip
         for (b, recent), rows in cases.items()

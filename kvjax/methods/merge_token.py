@@ -80,10 +80,10 @@ def cam(budget: Amount, *, recent: Share = 0.5, following: Window = 16, seed: Se
     Heavy hitters and recent tokens stay as in H2O, and what leaves a prompt is dropped. While decoding,
     `ValueMerge` merges the token that leaves at random, the likelier the more attention it received compared
     with the `following` tokens; its key is dropped. As in the authors' streaming code (kv_cache_cam.py),
-    attention is accumulated and the next 16 tokens take up the value. Deviations: that code evicts as
-    StreamingLLM does, so that the token in front of the recent ones leaves; the authors' other form
-    (modify_llama_cam.py) compares the newest query's attention alone with its mean over all recent tokens,
-    and shares the value out among 32.
+    attention is accumulated and the next 16 tokens take up the value; that code evicts as StreamingLLM does,
+    so that the token in front of the recent ones leaves. The authors' other form (modify_llama_cam.py), which
+    compares the newest query's attention alone with its mean over all recent tokens and shares the value out
+    among 32, is not here.
     """
     keep = Keep(
         AccumulatedAttention(), Budget(budget), Uniform(), (Recent(recent),), when=STEP,

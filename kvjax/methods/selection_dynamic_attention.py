@@ -90,7 +90,7 @@ def a2sf(
     budget: Amount,
     *,
     forgetting: Annotated[float, Range(0.001, 0.999)] | None = None,
-    recent: Tokens | None = None,
+    newest: Tokens | None = None,
     variant: Literal["paper", "prefill"] = "paper",
 ) -> Method:
     """A2SF (Jo and Shin, 2024, arXiv:2407.20485), section 3: H2O's sums, in which older queries count less.
@@ -99,14 +99,13 @@ def a2sf(
     default because it is the paper's: F counts the prompt and every decoded token, no newest tokens are set
     apart, each step attends first, then drops the lowest, and forgetting is 0.2 (the authors' code at its
     first commit, a4360f1). "prefill": the authors' code of today (00a617f), which selects once, at the end of
-    a prompt, always keeps the 16 newest tokens, and forgets by 0.95. `forgetting` and `recent` replace these
+    a prompt, always keeps the 16 newest tokens, and forgets by 0.95. `forgetting` and `newest` replace these
     numbers.
     """
-    rate, newest = pick(variant, paper=(0.2, 0), prefill=(0.95, 16))
+    rate, stay, when = pick(variant, paper=(0.2, 0, STEP), prefill=(0.95, 16, PREFILL_END))
     score = DecayedAttention(rate if forgetting is None else forgetting)
-    newest = newest if recent is None else recent
-    when = pick(variant, paper=STEP, prefill=PREFILL_END)
-    return Method(Keep(score, Budget(budget), Uniform(), (Recent(newest),) if newest else (), when=when))
+    stay = stay if newest is None else newest
+    return Method(Keep(score, Budget(budget), Uniform(), (Recent(stay),) if stay else (), when=when))
 
 
 @paper(
