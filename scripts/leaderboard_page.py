@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from leaderboard_picture import picture
 from memory_tokens import table as memory_tokens
+from moved import changes, marked
 
 from kvjax.eval.report.cells import NominalBudget, budget_label
 from kvjax.eval.report.comparison_table import PROTOCOLS
@@ -43,6 +44,7 @@ def page(board: Leaderboard) -> str:
             f"## {protocol}: {PROTOCOLS.get(protocol, '')}",
             f"![Scores against bytes, by family](leaderboard-{protocol}.svg)",
             table(mine, board.speed),
+            changes(line.method for line in mine),
             below_baselines(mine),
         ]
     parts += [_learned_together(), memory_tokens()]
@@ -159,7 +161,11 @@ def table(lines: Sequence[Line], speed: Mapping[str, Speed]) -> str:
             cells = [_cell(mine.get(b), winners.get(b) == name) for b in columns]
             fast = speed.get(name)
             times = [f"{fast.prefill:.2f}x", f"{fast.decode:.2f}x"] if fast else ["", ""]
-            rows.append(_row([f"[{name}](methods/{family}.md#{name})", *cells, *(times if speed else [])]))
+            rows.append(
+                _row(
+                    [f"[{name}](methods/{family}.md#{name}){marked(name)}", *cells, *(times if speed else [])]
+                )
+            )
     return "\n".join(rows)
 
 

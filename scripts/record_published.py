@@ -102,9 +102,8 @@ def kvcache_factory(checkout: Path) -> list[recorded.Case]:
     """SnapKV and PyramidKV with one selection per KV head, smoothed by the maximum."""
     file = checkout / "pyramidkv" / "pyramidkv_utils.py"
     helpers = ("repeat_kv", "_gqa_groups", "_reduce_group_scores", "_grouped_window_attn_cache")
-    silent = {"_debug_print": lambda *_: None}
     *_, snap, pyramid = taken(
-        file, *helpers, "_select_topk_kv", "SnapKVCluster", "PyramidKVCluster", **silent
+        file, *helpers, "_select_topk_kv", "SnapKVCluster", "PyramidKVCluster", _debug_print=lambda *_: None
     )
     more = {"num_hidden_layers": LAYERS, "beta": 2}
 
@@ -281,6 +280,25 @@ def zeromerge(checkout: Path) -> dict[str, np.ndarray]:
     return out
 
 
+def cam(checkout: Path) -> dict[str, np.ndarray]:
+    """The streaming form, over 4 tokens in place of 16: the chance of a merge, and the values it leaves."""
+    file = checkout / "generate_task" / "streaming_llm" / "kv_cache_cam.py"
+    (merge,) = taken(file, "slicev", numbers={16: 4})
+    rng = np.random.default_rng(48)
+    values, attention = rng.normal(size=(1, 3, 12, 6)), rng.uniform(0.2, 1, (1, 3, 1, 12))
+    # The token in front of the recent ones received more than they in one head, and nothing in another.
+    attention[0, :2, 0, 3] = 2.0, 0.0
+    chances, plain = [], torch.bernoulli
+    torch.bernoulli = lambda chance: chances.append(chance) or torch.ones_like(chance)
+    x = torch.tensor(values)
+    merge(x, 4, 12, "recent", None, torch.tensor(attention), merge=True)
+    torch.bernoulli = plain
+    return {
+        "before": values, "attention": attention[:, :, 0], "chance": chances[0].numpy()[..., 0],
+        "after": x.numpy(),
+    }  # fmt: skip
+
+
 def earliest(x: torch.Tensor, k: int, dim: int = -1, **_: Any) -> Any:
     """As `topk`, which takes any of equal elements."""
     index = x.argsort(dim=dim, descending=True, stable=True).narrow(dim, 0, k)
@@ -297,18 +315,20 @@ RECORDERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "headkv": ("FYYFU/HeadKV", headkv),
     "keyformer": ("d-matrix-ai/keyformer-llm", keyformer),
     "zeromerge": ("SusCom-Lab/ZSMerge", zeromerge),
+    "cam": ("zyxxmu/cam", cam),
 }
 
 
 def main() -> None:
     names = ", ".join(f"{name}: {repository}" for name, (repository, _) in RECORDERS.items())
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=names)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], epilog=names)
     parser.add_argument("name", choices=RECORDERS)
     parser.add_argument("checkout", type=Path)
     args = parser.parse_args()
     # Masks of the lowest float64 have the default type.
     torch.set_default_dtype(torch.float64)
-    torch.topk = torch.Tensor.topk = earliest
+    vars(torch)["topk"] = earliest
+    torch.Tensor.topk = earliest  # type: ignore[assignment]
     made = RECORDERS[args.name][1](args.checkout)
     cases, numbers = (made, {}) if isinstance(made, list) else ([], made)
     recorded.write(args.name, recorded.commit_of(args.checkout), cases, numbers)

@@ -3,10 +3,13 @@
 A layer's memory counts under True what was merged, and under False what was dropped.
 """
 
-import jax
+from types import SimpleNamespace
+
+import jax.numpy as jnp
 import numpy as np
 from scipy.special import erf
 
+from kvjax.keep.score import Uniformly
 from tests.reference import rope
 
 
@@ -53,8 +56,18 @@ def d2o(theta, beta=0.7):
     return leave
 
 
+def drawn(seed, layer, head, pos):
+    """The library's uniform draw of a slot."""
+    at = jnp.full((1, head + 1, 1), pos)
+    view = SimpleNamespace(pos=at)
+    return float(Uniformly(seed)(view, SimpleNamespace(layer=layer))[0, head, 0])
+
+
 def cam(following, seed=0):
-    """CaM (ICML 2024): values alone, to the next `following` slots that stay."""
+    """CaM (ICML 2024): values alone, to the next `following` slots that stay.
+
+    The draws are the library's; tests/methods/test_published.py holds the chance to the authors' code.
+    """
 
     def leave(memory, lists, gone):
         for head, (slots, some) in enumerate(zip(lists, gone, strict=True)):
@@ -64,10 +77,7 @@ def cam(following, seed=0):
             for slot in old:
                 after = [i for i, s in enumerate(stay) if s["pos"] > slot["pos"]][:following]
                 p = min(slot["mass"] / np.mean([stay[i]["mass"] for i in after]), 1) if after else 0
-                key = jax.random.key(seed)
-                for number in (slot["layer"], head, slot["pos"]):
-                    key = jax.random.fold_in(key, number)
-                merges = float(jax.random.uniform(key)) < p
+                merges = drawn(seed, slot["layer"], head, slot["pos"]) < p
                 memory[merges] = memory.get(merges, 0) + 1
                 for i in after if merges else ():
                     values[i] += slot["v"] / len(after)

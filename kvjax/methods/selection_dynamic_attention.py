@@ -166,9 +166,10 @@ def roco(budget: Amount, *, newest: Tokens = 10, sinks: Tokens = 4, steady: Shar
     The lowest mean leaves, but not among the slots whose attention deviates most, which are a share `steady`
     of the budget. To these count the newest tokens, whose means are of few queries (`newest` of them), and
     the first `sinks`, as in the authors' code (EasyKV: its `temp_length`). Deviations: a prompt is cut once,
-    behind all of it, where EasyKV reads n tokens and then evicts one for each further token:
-    `prefill(..., chunk=1)` with a budget in slots reads so. With grouped queries, the deviation is that of
-    all heads of a group, where the code averages the heads first; the code counts sinks beside its share.
+    after all of it, where EasyKV reads n tokens and then evicts one for each further token; with a budget in
+    slots, `prefill(..., chunk=1)` reads so, and counts all attention (its keep_attention). With grouped
+    queries, the deviation is that of all heads of a group, where the code averages the heads first; the code
+    counts sinks beside its share.
     """
     score = stage(AttentionDeviation(newest), steady, AccumulatedAttention(per_query=True), whole=True)
     return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks), Recent(newest)), when=STEP))

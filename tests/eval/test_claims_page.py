@@ -159,6 +159,19 @@ def test_the_page_that_is_shipped_is_that_of_the_data(claims, board):  # noqa: F
     assert re.search(r"\[quest\].*\*\*(yes|no|unclear)\*\*", text) and "(`a`, `b`)" in text
 
 
+def test_claims_on_changed_methods_are_marked_and_notes_are_shown(claims):
+    import moved
+
+    assert set(moved.MOVED) <= set(METHODS)
+    text = claims.page(read_leaderboard())
+    lines = {line.split("|")[2].strip(): line for line in text.splitlines() if line.startswith("| [")}
+    assert "| † " in lines["better than ChunkKV at aggressive budgets"]  # What it is compared with changed.
+    assert "†" not in lines["better than H2O at equal budgets"]
+    assert "fitted on these tasks" in lines["budgets by what heads retrieve are better than Ada-KV's"]
+    assert "**not testable**" in lines["merging values is better than dropping them"]
+    assert moved.changes(["h2o"]) == "" and "citrus: the instruction" in moved.changes(["h2o", "citrus"])
+
+
 def test_every_method_below_random_is_explained(claims):
     """A fault of our form is mended; what stays below random is the method's own, and the page says why."""
     lines = read_leaderboard().lines()

@@ -9,14 +9,17 @@ import kvjax
 from kvjax.fitted import Fitted
 from kvjax.grammar import Budget
 from kvjax.keep.keyformer import NoisyMass
+from kvjax.keep.merge_cam import ValueMerge
 from kvjax.keep.merge_counted import CountedMerge
+from kvjax.keep.observe import Mass
 from kvjax.keep.profile import ByProfile, Profile
-from kvjax.keep.trace import Decayed
+from kvjax.keep.trace import Decayed, Received
 from kvjax.ops.attention.union import Keys, attend
 from kvjax.protocols import View
 from kvjax.word_keys import key_of
 from tests.keep.test_score import seen_by
-from tests.methods.recorded import LENGTHS, kept_by_kvjax, numbers, prompt
+from tests.methods.recorded import LENGTHS, kept_by_kvjax, model, numbers, prompt, tokens
+from tests.reference import softmax
 
 
 @pytest.mark.parametrize(("budget", "tokens"), [(24, 96), (24, 40), (48, 60), (16, 32)])
@@ -93,6 +96,71 @@ def test_zeromerge_bonus_is_that_of_the_authors_code():
     keys = Keys(view.k, view.v, view.pos, view.bias)
     out = attend(jnp.asarray(recorded["q"], jnp.float32), [keys], jnp.full((1, 1), 12), scale=8**-0.5)[0]
     np.testing.assert_allclose(out, recorded["attended"], rtol=2e-6)
+
+
+def test_cam_merges_values_with_the_chance_of_the_authors_code():
+    """Always where a token received more than those behind it, never where nothing."""
+    recorded = numbers("cam")
+    v, received = (jnp.asarray(recorded[name], jnp.float32) for name in ("before", "attention"))
+    pos = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (1, 3, 12))
+    word = ValueMerge(following=4)
+    view = View(v, v, pos, None, {key_of(Received(Mass("sum"))): received})
+    # What leaves stands in front of the recent tokens; those before it are gone.
+    kept, leaves = pos > 3, jnp.full((1, 3, 1), 3, jnp.int32)
+    merged = lambda layer: word(view, kept, leaves, seen_by()._replace(layer=layer)).v  # noqa: E731
+    found = np.asarray(jax.vmap(merged)(jnp.arange(3000, dtype=jnp.int32)))[:, 0]
+    before, after = recorded["before"][0], recorded["after"][0]
+    merges = np.abs(found - before).max((-2, -1)) > 1e-6
+    want = np.where(merges[..., None, None], after, before)
+    np.testing.assert_allclose(found[:, :, 4:], want[:, :, 4:], rtol=2e-6, atol=1e-6)
+    chance = np.clip(recorded["chance"][0], 0, 1)
+    assert chance[0] == 1 and chance[1] == 0 and 0.2 < chance[2] < 0.98
+    np.testing.assert_allclose(merges.mean(0), chance, atol=5 * 0.5 / np.sqrt(3000))
+    assert merges[:, 0].all() and not merges[:, 1].any()
+
+
+def test_roco_read_token_by_token_is_easykv_s_stream():
+    """Written from easykv.py (a1d71ca), stride 1: a token attends, then one leaves a list beyond its budget.
+
+    In the first layer, whose queries and keys do not depend on what has left.
+    """
+    row, n, newest, sinks, steady = 3, 12, 2, 1, 0.5
+    text, held = prompt(row), []
+    for head, k in enumerate(text.k[0]):
+        q = text.q[0].reshape(len(text.k[0]), -1, *text.q[0].shape[1:])[head]
+        slots, total, squares = [], np.zeros(text.length), np.zeros(text.length)
+        for t in range(text.length):
+            slots.append(t)
+            p = softmax(q[:, t] @ k[slots].T / np.sqrt(k.shape[-1]))
+            total[slots] += p.mean(0)
+            squares[slots] += (p**2).mean(0)
+            if len(slots) > n:
+                at = np.array(slots)
+                mean, square = total[at] / (t + 1 - at), squares[at] / (t + 1 - at)
+                spread = np.sqrt(np.maximum(square - mean**2, 0))
+                spread[(at < sinks) | (at > t - newest)] = np.inf
+                able = np.argsort(spread, kind="stable")[: len(at) - int(n * steady)]
+                slots.remove(at[able[np.argmin(mean[able])]])
+        held.append(set(slots))
+    method = kvjax.method("roco", budget=n, newest=newest, sinks=sinks, steady=steady)
+    _, cache = kvjax.prefill(model(), [tokens()[row]], method=method, chunk=1)
+    first = np.asarray(kvjax.kept_positions(cache)[0])[0]
+    assert [set(pos[pos >= 0].tolist()) for pos in first] == held
+    _, whole = kvjax.prefill(model(), [tokens()[row]], method=method)
+    cut = np.asarray(kvjax.kept_positions(whole)[0])[0]
+    assert [set(pos[pos >= 0].tolist()) for pos in cut] != held
+
+
+def test_l2compress_in_steps_lets_the_largest_key_go_after_every_token():
+    """In the first layer, whose keys do not depend on what has left."""
+    text = prompt(3)
+    sizes = np.linalg.norm(text.k[0], axis=-1)
+    method = kvjax.method("l2compress", budget=12, skip_layers=0, variant="steps")
+    _, cache = kvjax.prefill(model(), [tokens()[3][:-3]], method=method, room=4)
+    for length in range(LENGTHS[3] - 2, LENGTHS[3] + 1):
+        _, cache = kvjax.step(model(), cache, np.array([tokens()[3][length - 1]], np.int32))
+        for held, size in zip(np.asarray(kvjax.kept_positions(cache)[0])[0], sizes, strict=True):
+            assert set(held[held >= 0].tolist()) == set(np.argsort(size[:length])[:12].tolist())
 
 
 def test_a_lost_share_is_a_variant_of_headkv():
