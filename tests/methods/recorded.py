@@ -21,11 +21,12 @@ import kvjax
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
+from kvjax.refusals import crowded
 from tests.reference import Decoder, Prompt
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "authors"
-# With a window of 8 tokens: at a budget of 0.25, n is three windows, less than two, and one; at 0.75, all
-# rows but the last are shorter than 2 (n - window).
+# With a window of 8 tokens: at a budget of 0.25, n is three windows, and less than two of all rows but the
+# first, which kvjax refuses; at 0.75, all rows but the last are shorter than 2 (n - window).
 LENGTHS = (96, 57, 40, 32)
 VOCAB = 64
 
@@ -78,15 +79,20 @@ def output_matrix(layer: int) -> np.ndarray:
     return Decoder(model()).layers[layer]["o"]
 
 
-def kept_by_kvjax(id: str, hyper: dict[str, Any]) -> list[list[np.ndarray]]:
-    """Per row and layer, which tokens [K, T] a compressed prompt holds."""
-    _, cache = kvjax.prefill(model(), tokens(), method=kvjax.method(id, **hyper))
+def kept_by_kvjax(id: str, hyper: dict[str, Any]) -> dict[int, list[np.ndarray]]:
+    """Per row and layer, which tokens [K, T] a compressed prompt holds.
+
+    Rows are left out that kvjax refuses, because the method's window is more than half of their budget.
+    """
+    method = kvjax.method(id, **hyper)
+    rows = [row for row, length in enumerate(LENGTHS) if not crowded(method.keep, length)]
+    _, cache = kvjax.prefill(model(), [tokens()[row] for row in rows], method=method)
     layers = jax.device_get(kvjax.kept_positions(cache))
 
     def held(pos: np.ndarray, length: int) -> np.ndarray:
         return np.stack([np.isin(np.arange(length), mine) for mine in pos])
 
-    return [[held(layer[row], length) for layer in layers] for row, length in enumerate(LENGTHS)]
+    return {row: [held(layer[i], LENGTHS[row]) for layer in layers] for i, row in enumerate(rows)}
 
 
 def commit_of(checkout: Path) -> str:

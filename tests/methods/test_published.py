@@ -56,7 +56,8 @@ def test_keyformer_noise_has_the_spread_of_the_authors_code():
 def test_zeromerge_keeps_the_heavy_hitters_of_the_authors_code():
     """Their residual slot is a mean; here it is the heavy hitter of the least attention."""
     found, recorded = kept_by_kvjax("zeromerge", dict(budget=0.5)), numbers("zeromerge")
-    for row, layers in enumerate(found):
+    assert found.keys() == set(range(len(LENGTHS)))
+    for row, layers in found.items():
         for layer, held in enumerate(layers):
             want = recorded[f"kept/{row}/{layer}"]
             assert (held & want).sum() == want.sum() == held.sum() - len(held)
