@@ -56,7 +56,7 @@ def _answered(words: list[str], interrupts: Interrupts) -> int:
         silence(sys.stdout)
         return BROKEN_PIPE
     except Exception as error:
-        if interrupts.heard:  # jax and others turn an interrupt into an error of theirs
+        if interrupts.came():  # jax and others turn an interrupt into an error of theirs
             return _interrupted(words)
         return _explained(words, error)
 

@@ -41,9 +41,13 @@ class Interrupts:
     """
 
     def __init__(self, end: Callable[[], None]):
-        self.end, self.heard = end, False
+        self.end, self._heard = end, threading.Event()
         self._ours = threading.current_thread() is threading.main_thread()
         self._ours = self._ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def came(self) -> bool:
+        """Whether a signal came; the thread may hear it a moment after an error that it made."""
+        return self._ours and self._heard.wait(0.05)
 
     def __enter__(self) -> Interrupts:
         _folders.clear()
@@ -68,10 +72,10 @@ class Interrupts:
         with contextlib.suppress(TimeoutError):
             while signals := self._far.recv(64):
                 count = signals.count(signal.SIGINT)
-                if self.heard + count > 1:
+                if self._heard.is_set() + count > 1:
                     break
                 if count:
-                    self.heard = True
+                    self._heard.set()
                     self._far.settimeout(GRACE)
             else:
                 return
@@ -82,5 +86,5 @@ class Interrupts:
 
     def _lost(self, what: Any) -> None:
         """Says nothing of an interrupt that a callback swallowed: the process ends all the same."""
-        if not (self.heard and issubclass(what.exc_type, KeyboardInterrupt)):
+        if not issubclass(what.exc_type, KeyboardInterrupt):
             self._hook(what)
