@@ -19,6 +19,7 @@ import kvjax.commands.info as info, kvjax.interrupts
 from kvjax import cli
 kvjax.interrupts.GRACE = {grace}
 """
+END = "info.run = run; sys.argv = ['kvjax', 'info']; sys.exit(cli.main())"
 COMPARE = "--samples 4 --methods snapkv h2o int8 --tasks get --length 128 --budgets 0.5"
 
 # What an interrupt may meet: code that is no Python, a callback that swallows it or makes an error of it.
@@ -52,7 +53,7 @@ time.sleep(600)""",
 def started(script, grace=GRACE / 4):
     """A process that runs `kvjax info` with this body, once it is in it."""
     body = "\n".join(f"    {line}" for line in f"print('ready', flush=True)\n{script}".splitlines())
-    code = f"{MAIN.format(grace=grace)}\ndef run(args):\n{body}\ninfo.run = run\nsys.argv[1:] = ['info']\nsys.exit(cli.main())"
+    code = f"{MAIN.format(grace=grace)}\ndef run(args):\n{body}\n{END}"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
