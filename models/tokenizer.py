@@ -120,7 +120,10 @@ SECONDS, PATIENCE, MEGABYTES, CHARACTERS = 10, 60, 2048, 2**24
 def render_chat(model: Model, messages: Sequence[Any], add_generation_prompt: bool = True) -> str:
     """The text of a conversation in the model's own chat format; see `chat`."""
     if model.chat_template is None:
-        raise InputError(f"{model.name} has no chat template: give it plain text, or load a chat model")
+        raise InputError(
+            f"{model.name} has no chat template, or none named default: give it plain text, or load a model "
+            "that chats"
+        )
     if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
         raise InputError(
             f"messages are {messages!r:.60}, expected a list of dicts: [{{'role': 'user', 'content': 'Hi'}}]"

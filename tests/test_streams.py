@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from kvjax import cli
 from kvjax.cli import BAD_INPUT, BROKEN_PIPE, main
 from kvjax.eval.report.console import make_console
 from kvjax.eval.report.export import csv_text
@@ -17,10 +18,11 @@ from kvjax.streams import escaped, printable
 from tests.sweep import sweep
 
 COMMANDS = (
-    "", "--help", "compare --help", "methods", "methods --json", "methods snapkv", "info",
-    "explain snapkv(budget=0.25)", "inspect recall-tiny",
+    "", "--help", "methods", "methods --json", "methods snapkv", "info",
+    "explain snapkv(budget=0.25)", "inspect recall-tiny", "architectures",
     "plan --model llama-3-8b --context 8k --batch 1 --topology v5e:2x2",
     "generate --tokens 1,2,3 --max-new-tokens 2",
+    *(f"{command} --help" for command in cli.COMMANDS),
 )  # fmt: skip
 OFTEN = ("--help", "methods --json", "methods snapkv", "explain snapkv(budget=0.25)")
 

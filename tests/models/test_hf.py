@@ -456,9 +456,13 @@ def test_stop_ids_come_from_every_file_that_names_them(tmp_path):
 
 
 def test_the_default_of_several_named_templates_is_used(tmp_path):
-    templates = [{"name": "tools", "template": "no"}, {"name": "default", "template": "hello"}]
-    model = load_hf(chatty(tmp_path, tokenizer_config={"chat_template": templates}))
-    assert chat(model, []) == [4]
+    named = {"tools": "no", "default": "hello"}
+    for i, form in enumerate(([{"name": n, "template": t} for n, t in named.items()], named)):
+        model = load_hf(chatty(tmp_path / str(i), tokenizer_config={"chat_template": form}))
+        assert chat(model, []) == [4]
+    model = load_hf(chatty(tmp_path / "none", tokenizer_config={"chat_template": {"tools": "no"}}))
+    with pytest.raises(InputError, match="no chat template, or none named default"):
+        chat(model, [])
 
 
 def test_a_template_file_wins_over_the_tokenizer_config(tmp_path):
