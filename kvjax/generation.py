@@ -109,6 +109,7 @@ def generate(
     )  # fmt: skip
     stops = _checked(asked)
     if plain:
+        chunk = None if chunk is None else whole_number("chunk", chunk, 1, "tokens read at a time")
         check_memory(model, tokens, chosen, max_new_tokens, chunk)
     _check_prompt(model, (tokens, lengths), chosen, cache, max_new_tokens, last)
     # `model` may be what the method made of the given one: only the method with its fit leads back to it.
