@@ -190,7 +190,7 @@ def test_room_is_a_number_of_tokens_within_the_positions(model, room, message):
         (dict(processors=kvjax.RepetitionPenalty(1.2)), r"processors is Rep.*, expected a list of functions"),
         (dict(processors=[3]), r"processors is \[3\], expected a list of functions"),
         (dict(sampler=1.0), "sampler is 1.0, expected a kvjax.Sampler"),
-        (dict(method=3), r"method is 3, expected a Method or an id such as 'int8': give kvjax.method"),
+        (dict(method=3), r"method is 3, expected a Method or a text such as 'snapkv\(budget=0.25\)': give"),
     ],
     ids=str,
 )
