@@ -72,7 +72,7 @@ class Asked:
     def label(self) -> str:
         """The method in words, with the budget that it was given."""
         label, build = parse_method(self.method)
-        return f"{label}:budget={BUDGET}" if build.takes_budget and ":" not in label else label
+        return repr(self.sentence) if build.takes_budget else label
 
     def notes(self) -> list[str]:
         """What whoever asks should know."""
