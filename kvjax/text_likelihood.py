@@ -92,6 +92,7 @@ def likelihood(
     >>> found.tokens.tolist(), round(found.perplexity) > 1
     ([8], True)
     """
+    has_verbs(model)
     chosen = method_of(model, method, None)
     batch = padded(model, _encoded(model, texts), lengths)
     start = _start(chosen, context, chunk)
@@ -153,7 +154,10 @@ def _encoded(model: Model, texts: Sequence[str] | TokenIds) -> TokenIds:
         raise InputError("texts are strings, and the model has no tokenizer: give token ids")
     if not all(isinstance(one, str) for one in texts):
         raise InputError("texts are strings and token ids, expected one of both")
-    return [model.tokenizer.encode(text).ids for text in texts]  # type: ignore[union-attr]
+    try:
+        return [model.tokenizer.encode(text).ids for text in texts]  # type: ignore[union-attr]
+    except Exception as error:  # the library raises bare Exception
+        raise InputError(f"texts hold what the tokenizer cannot read ({error}): give others") from error
 
 
 def _bytes(model: Model, batch: Batch, start: int) -> int | None:

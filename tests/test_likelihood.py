@@ -110,6 +110,8 @@ def test_strings_are_read_by_the_tokenizer_and_have_bytes():
     assert found.bytes == 17
     total = -np.nansum(found.logprobs.astype(np.float64)) / math.log(2)
     assert found.bits_per_byte == pytest.approx(total / 17, rel=1e-5)
+    with pytest.raises(InputError, match="texts hold what the tokenizer cannot read"):
+        kvjax.likelihood(recall, ["along zzzz"])
     # What the text says again is likely.
     assert found.logprobs[0, 13:16].min() > -0.1
 
@@ -128,7 +130,7 @@ REFUSED = {
 @pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_has_no_likelihood_says_why(given, message):
     with pytest.raises(InputError, match=message):
-        kvjax.likelihood(model("4/2"), **{"texts": TEXTS} | given)
+        kvjax.likelihood(**{"model": model("4/2"), "texts": TEXTS} | given)
     with pytest.raises(InputError, match="no tokenizer: use perplexity"):
         _ = text_likelihood.Likelihood(np.zeros((1, 2), np.float32), np.array([1]), None).bits_per_byte
 

@@ -12,163 +12,22 @@ Method(keep=Keep(...))               a sentence in its words
 
 from __future__ import annotations
 
-import dataclasses
+import difflib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvjax.errors import InputError
 from kvjax.grammar import Budget, Method, chain
+from kvjax.methods.builders import Builder, Defaults, Made, Named, Words, in_order
 from kvjax.methods.constructors import constructed
 from kvjax.methods.functions import AROUND
 from kvjax.methods.registry import build as build_id
-from kvjax.methods.registry import resolve, takes_budget
+from kvjax.methods.registry import resolve
 from kvjax.methods.text import Piece, arguments, hyper_parameters, pieces, taken_apart, value
-from kvjax.methods.user import from_file, load_function
-from kvjax.written import name_with
-
-Hyper = tuple[tuple[str, Any], ...]
-Defaults = Mapping[str, Mapping[str, Any]]
-
-
-class Named(NamedTuple):
-    """One method: its id, or path/to/file.py:function, and its hyper-parameters."""
-
-    name: str
-    hyper: Hyper
-
-    @property
-    def fixed(self) -> bool:
-        return "budget" in dict(self.hyper)
-
-    @property
-    def takes_budget(self) -> bool:
-        if self.fixed:
-            return False
-        if ".py:" in self.name:
-            return "budget" in inspect.signature(load_function(self.name)).parameters
-        return takes_budget(self.name)
-
-    def label(self, inside: bool) -> str:
-        if inside:
-            return name_with(self.name, self.hyper)
-        return self.name + (":" + ",".join(f"{k}={v}" for k, v in self.hyper) if self.hyper else "")
-
-    def build(self, budget: float | int | None) -> Method:
-        hyper = dict(self.hyper) | ({"budget": budget} if self.takes_budget and budget is not None else {})
-        return from_file(self.name, **hyper) if ".py:" in self.name else build_id(self.name, hyper)
-
-    def filled(self, defaults: Defaults) -> Named:
-        return self._replace(hyper=_sorted({**defaults.get(self.name, {}), **dict(self.hyper)}))
-
-
-class Made(NamedTuple):
-    """What a function such as kvjax.per_layer makes of methods: its arguments, of which some are builders."""
-
-    function: str
-    given: tuple[tuple[str, Any], ...]
-
-    @property
-    def inside(self) -> list[Builder]:
-        each = [x if isinstance(x, tuple) else (x,) for _, x in self.given]
-        return [one for many in each for one in many if isinstance(one, Builder)]
-
-    @property
-    def fixed(self) -> bool:
-        return any(part.fixed for one in self.inside for part in one.parts)
-
-    @property
-    def takes_budget(self) -> bool:
-        return any(one.takes_budget for one in self.inside)
-
-    def label(self, inside: bool) -> str:
-        def shown(x: Any) -> str:
-            if isinstance(x, Builder):
-                return x.inside
-            many = isinstance(x, tuple) and x and isinstance(x[0], Builder)
-            return f"[{', '.join(one.inside for one in x)}]" if many else repr(x)
-
-        methods = AROUND[self.function].methods
-        each = [shown(x) if name in methods else f"{name}={shown(x)}" for name, x in self.given]
-        return f"{self.function}({', '.join(each)})"
-
-    def build(self, budget: float | int | None) -> Method:
-        def built(x: Any) -> Any:
-            if isinstance(x, Builder):
-                return x(budget if x.takes_budget else None)
-            return [*map(built, x)] if isinstance(x, tuple) and x and isinstance(x[0], Builder) else x
-
-        return AROUND[self.function].function(**{name: built(x) for name, x in self.given})
-
-    def filled(self, defaults: Defaults) -> Made:
-        def filled(x: Any) -> Any:
-            if isinstance(x, Builder):
-                return x.filled(defaults)
-            return tuple(map(filled, x)) if isinstance(x, tuple) else x
-
-        return self._replace(given=tuple((name, filled(x)) for name, x in self.given))
-
-
-class Words(NamedTuple):
-    """A sentence in its words."""
-
-    text: str
-
-    @property
-    def fixed(self) -> bool:
-        return constructed(self.text).keep is not None
-
-    @property
-    def takes_budget(self) -> bool:
-        return False
-
-    def label(self, inside: bool) -> str:
-        return " ".join(self.text.split())
-
-    def build(self, budget: float | int | None) -> Method:
-        return constructed(self.text)
-
-    def filled(self, defaults: Defaults) -> Words:
-        return self
-
-
-@dataclasses.dataclass(frozen=True)
-class Builder:
-    """A parsed text: called with a budget (None where it takes none), it builds the method.
-
-    The budget goes to every part that takes one and has none written in the text.
-    """
-
-    label: str
-    parts: tuple[Named | Made | Words, ...]
-
-    @property
-    def takes_budget(self) -> bool:
-        return any(part.takes_budget for part in self.parts)
-
-    @property
-    def inside(self) -> str:
-        """The text as an argument of another method's."""
-        return " + ".join(part.label(True) for part in self.parts)
-
-    def filled(self, defaults: Defaults) -> Builder:
-        """With hyper-parameters per method id for what the text leaves out."""
-        return dataclasses.replace(self, parts=tuple(part.filled(defaults) for part in self.parts))
-
-    def __call__(self, budget: float | int | None = None) -> Method:
-        if budget is not None and not self.takes_budget:
-            fixed = any(part.fixed for part in self.parts)
-            why = "has its budget in its name" if fixed else "takes no budget"
-            raise InputError(f"method {self.label} {why}, got budget {budget}: leave the budget out")
-        try:
-            built = [part.build(budget) for part in self.parts]
-            return built[0] if len(built) == 1 else chain(*built)
-        except InputError:
-            raise
-        except ValueError as error:
-            raise InputError(str(error)) from error
+from kvjax.methods.user import from_file
 
 
 def method(id: object, **hyper: Any) -> Method:
@@ -197,7 +56,7 @@ def method(id: object, **hyper: Any) -> Method:
     if len(parsed.parts) == 1 and isinstance(named := parsed.parts[0], Named):
         if twice := sorted(set(hyper) & set(dict(named.hyper))):
             raise InputError(f"{twice[0]!r} is given in {id!r} and behind it, expected once: remove one")
-        return named._replace(hyper=_sorted(dict(named.hyper) | hyper)).build(None)
+        return named._replace(hyper=in_order(dict(named.hyper) | hyper)).build(None)
     if other := sorted(set(hyper) - {"budget"}):
         raise InputError(
             f"{other[0]!r} is given for all of {id!r}, expected in the brackets of one of its methods, as in "
@@ -255,7 +114,7 @@ def with_file(text: str, path: str | Path) -> str:
     'gisting:fitted=mine.safetensors,tokens=16'
     """
     part = single(text)
-    return part._replace(hyper=_sorted({**dict(part.hyper), "fitted": str(path)})).label(False)
+    return part._replace(hyper=in_order({**dict(part.hyper), "fitted": str(path)})).label(False)
 
 
 def single(text: str) -> Named:
@@ -351,6 +210,8 @@ def _parsed(text: str) -> Builder:
 def _part(piece: str, text: str) -> Named | Made | Words:
     if not piece:
         raise InputError(f"method {text!r} is empty, expected an id such as snapkv: see `kvjax methods`")
+    if piece.endswith("+"):
+        raise InputError(f"{text!r} ends with a +, expected a method behind it")
     found = taken_apart(piece)
     if found.called and found.name == "Method":
         return Words(piece)
@@ -358,8 +219,18 @@ def _part(piece: str, text: str) -> Named | Made | Words:
         return _made(found, piece)
     if found.name.endswith(".py"):
         raise InputError(f"{piece!r} names a file but no function, expected {piece}:my_method")
-    name = found.name if ".py:" in found.name else resolve(found.name)
-    return Named(name, _sorted(hyper_parameters(found.given, piece)))
+    name = found.name if ".py:" in found.name else _resolved(found.name)
+    return Named(name, in_order(hyper_parameters(found.given, piece)))
+
+
+def _resolved(name: str) -> str:
+    """The id of a method; ValueError with the nearest one, or the nearest function of methods."""
+    try:
+        return resolve(name)
+    except ValueError:
+        if near := difflib.get_close_matches(name, AROUND, 1):
+            raise InputError(f"unknown method {name!r}: did you mean {near[0]}(...)?") from None
+        raise
 
 
 def _made(found: Piece, piece: str) -> Made:
@@ -367,12 +238,19 @@ def _made(found: Piece, piece: str) -> Made:
     names = list(inspect.signature(around.function).parameters)
     for at, one in enumerate(arguments(found.given)):
         before, equals, behind = one.partition("=")
-        key, written = (before.strip(), behind.strip()) if equals and before.strip() in names else ("", one)
+        key, written = (
+            ("", one) if not (equals and before.strip().isidentifier()) else (before.strip(), behind)
+        )
+        if key and key not in names:
+            near = difflib.get_close_matches(key, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names)}"
+            raise InputError(f"{found.name} has no argument {key!r}: {hint}")
         if not key and at >= len(names):
             raise InputError(f"{piece!r} has too many arguments, expected {', '.join(names)}")
         key = key or names[at]
         if key in given:
             raise InputError(f"{key!r} is given twice in {piece!r}, expected once: remove one")
+        written = written.strip()
         given[key] = _methods(written) if key in around.methods else value(written)
     if lacking := [name for name in around.needed if name not in given]:
         raise InputError(f"{piece!r} has no {lacking[0]}, expected {found.name}({', '.join(names)})")
@@ -388,7 +266,3 @@ def _methods(written: str) -> Builder | tuple[Builder, ...]:
 
 def _or_full(written: str) -> str:
     return "full" if written.lower() == "none" else written
-
-
-def _sorted(hyper: Mapping[str, Any]) -> Hyper:
-    return tuple(sorted(hyper.items()))

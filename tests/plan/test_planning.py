@@ -39,6 +39,12 @@ def here(monkeypatch):
     )
 
 
+def test_a_plan_names_its_method_by_a_text_that_builds_it():
+    for text, label in (("snapkv + int8", "snapkv(budget=0.25) + int8"), ("int4(group=16)", "int4:group=16")):
+        assert asked(method=text).label == label
+        assert asked(method=label).sentence == asked(method=text).sentence
+
+
 def test_a_plan_holds_what_the_compiler_says_of_a_step_and_a_chunk(here):
     plan = Planner(asked()).plan()
     assert json.loads(json.dumps(plan)) == plan
