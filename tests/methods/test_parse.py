@@ -122,7 +122,7 @@ BAD = {
     "empty part": ("snapkv+", r"'snapkv\+' ends with a \+, expected a method behind it"),
     "empty part behind brackets": ("snapkv() + ", r"ends with a \+, expected a method behind it"),
     "unknown function": ("perlayer(snapkv, (1, 0.5))", r"'perlayer': did you mean per_layer\(\.\.\.\)\?"),
-    "unknown argument": ("per_layer(snapkv, shres=(1, 0.5))", r"no argument 'shres': did you mean 'shares'\?"),
+    "unknown argument": ("per_layer(snapkv, shres=(1, 1))", r"no argument 'shres': did you mean 'shares'\?"),
     "lacking argument": ("per_layer(snapkv)", r"has no shares, expected per_layer\(method, shares, page\)"),
     "argument too many": ("merging(snapkv, 0.5, 3)", r"has too many arguments, expected method, threshold"),
     "argument twice": ("merging(snapkv, 0.5, threshold=0.5)", r"'threshold' is given twice"),
