@@ -69,7 +69,7 @@ def union(
     ]
     merge = None if gm.keep is None else gm.keep.merge
     if "bias" in written(merge) or any(w.bias is not None for w in views):
-        views = [w._replace(bias=jnp.zeros(w.pos.shape)) if w.bias is None else w for w in views]
+        views = [w._replace(bias=jnp.zeros(w.pos.shape, jnp.float32)) if w.bias is None else w for w in views]
     if len(views) == 1:
         return views[0]
     both = jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=3), *views)

@@ -33,5 +33,6 @@ def _widened(bits: Any) -> Any:
     numbers are finite: what lies in words that no token wrote must not spoil sums that give it no weight.
     """
     normal, small = (jax.lax.bitcast_convert_type(bits + (n << 23), jnp.float32) for n in (112, 113))
-    large = jax.lax.bitcast_convert_type(((bits & 0x007FFFFF) << 4) + (143 << 23), jnp.float32)
+    # The largest exponent's own bits leave to the left, and 143, that of 2^16, takes their place.
+    large = jax.lax.bitcast_convert_type((bits << 4) + 0x4F800000, jnp.float32)
     return jnp.where(bits >= (31 << 23), large, jnp.minimum(normal, small - 2.0**-14))

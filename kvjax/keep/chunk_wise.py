@@ -113,7 +113,7 @@ class EntropyGated(Made):
 
         def over_chunk(x: Float[Array, "B K S"], how: str = "add") -> Float[Array, "B K S"]:
             """The sum, or the least, over a slot's chunk."""
-            start = jnp.zeros(slots) if how == "add" else jnp.full(slots, jnp.inf)
+            start = jnp.full(slots, 0.0 if how == "add" else jnp.inf, jnp.float32)
             found = jax.vmap(jax.vmap(lambda x, at: getattr(start.at[at], how)(x)))(x, starts)
             return jnp.take_along_axis(found, starts, -1)
 

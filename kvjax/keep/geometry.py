@@ -72,11 +72,13 @@ class Leverage(Word):
         mean = k.sum(2, keepdims=True) / jnp.maximum(live.sum(2, keepdims=True), 1).astype(k.dtype)
         sketch = jnp.broadcast_to(self.sketch(seen, k.shape[-1]), (k.shape[1], k.shape[-1], self.rank))
         x = jnp.where(live, jnp.einsum("bksh,khr->bksr", k - mean, sketch, precision="highest"), 0.0)
-        return leverage(x, jnp.ones(x.shape[:3]), self.ridge)
+        return leverage(x, jnp.ones(x.shape[:3], jnp.float32), self.ridge)
 
     def sketch(self, seen: Seen, width: int) -> Float[Array, "*_ H R"]:
         """Phi, for keys of `width` channels."""
-        return jax.random.normal(jax.random.key(self.seed), (width, self.rank)) / math.sqrt(self.rank)
+        return jax.random.normal(jax.random.key(self.seed), (width, self.rank), jnp.float32) / math.sqrt(
+            self.rank
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +129,8 @@ def leverage(
     times a share of the trace is added, which leaves the next one a sum that is better to factor (shifted
     CholeskyQR, Fukaya et al., 2018, arXiv:1809.11085).
     """
-    eye = jnp.broadcast_to(jnp.eye(x.shape[-1]), (*x.shape[:2], x.shape[-1], x.shape[-1]))
-    rows, least = math.sqrt(ridge) * eye, jnp.full(x.shape[:2], ridge)
+    eye = jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=jnp.float32), (*x.shape[:2], x.shape[-1], x.shape[-1]))
+    rows, least = math.sqrt(ridge) * eye, jnp.full(x.shape[:2], ridge, jnp.float32)
     for share in (1e-5, 1e-5, 0.0):
         gram = jnp.einsum("bksr,bks,bksq->bkrq", x, weights, x, precision="highest")
         gram += jnp.einsum("bksr,bksq->bkrq", rows, rows, precision="highest")

@@ -55,7 +55,7 @@ class NoisyMass:
             s = jnp.where(sees[:, :, None], s / tau[:, None, None, :, None], -jnp.inf)
             return total + probabilities(s).sum((2, 3))
 
-        return jax.lax.fori_loop(0, -(-t // size), add, jnp.zeros((b, heads, slots)))
+        return jax.lax.fori_loop(0, -(-t // size), add, jnp.zeros((b, heads, slots), jnp.float32))
 
     def draws(
         self, q_pos: Int[Array, "B T"], pos: Int[Array, "B K S"], heads: int, layer: int | Int[Array, ""] = 0

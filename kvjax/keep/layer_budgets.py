@@ -143,7 +143,7 @@ class ByPrefix:
             fits = kept(p).sum(0) <= total
             return jnp.where(fits, p, low), jnp.where(fits, high, p)
 
-        ends = (jnp.zeros(n.shape), jnp.full(n.shape, 2.0))
+        ends = (jnp.zeros(n.shape, jnp.float32), jnp.full(n.shape, 2.0, jnp.float32))
         count = kept(jax.lax.fori_loop(0, 32, halve, ends)[0])
         room, left = count < most, total - count.sum(0)
         extra = room & (jnp.cumsum(room, 0, dtype=jnp.int32) <= left[None])

@@ -150,9 +150,11 @@ class Runs:
         which = jnp.cumsum(~(free & before & (cosine > self.threshold)), -1, dtype=jnp.int32) - 1
         mass = view.of(Received(Mass("sum")))
         slot = jax.lax.broadcasted_iota(jnp.int32, view.pos.shape, 2)
-        most = jax.vmap(jax.vmap(lambda x, at: jnp.full(slots, -jnp.inf).at[at].max(x)))(mass, which)
+        most = jax.vmap(jax.vmap(lambda x, at: jnp.full(slots, -jnp.inf, x.dtype).at[at].max(x)))(mass, which)
         pivots = jnp.where(mass == jnp.take_along_axis(most, which, -1), slot, slots - 1)
-        least = jax.vmap(jax.vmap(lambda x, at: jnp.full(slots, slots - 1).at[at].min(x)))(pivots, which)
+        least = jax.vmap(jax.vmap(lambda x, at: jnp.full(slots, slots - 1, x.dtype).at[at].min(x)))(
+            pivots, which
+        )
         return which, jnp.take_along_axis(least, which, -1)
 
 
@@ -205,7 +207,7 @@ class GaussianMerge:
         apart = jnp.square(pick(k, target) - pick(k, index)).sum(-1)
         distance = jnp.where(joins, jnp.sqrt(jnp.maximum(apart, 1e-24)), 0.0)
         at = jnp.where(joins, target, slots)
-        add = jax.vmap(jax.vmap(lambda x, t: jnp.zeros(slots).at[t].add(x, mode="drop")))
+        add = jax.vmap(jax.vmap(lambda x, t: jnp.zeros(slots, jnp.float32).at[t].add(x, mode="drop")))
         many = jnp.maximum(add(joins.astype(jnp.float32), at), 1.0)
         sigma = jnp.maximum(pick(add(distance, at) / many, target) / jnp.sqrt(2.0), 1e-12)
         return joined(view, index, at, jnp.exp(-jnp.square(distance / sigma) / 2))

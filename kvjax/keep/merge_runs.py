@@ -118,7 +118,7 @@ class RunMerge:
         log_mine = pick(first + biases(view), index) - pick(first, jnp.minimum(target, slots - 1))
         mine = jnp.where(target < slots, jnp.exp(log_mine), 0.0)
         total = add(own, target, mine)
-        grown = add(jnp.zeros(view.pos.shape), target, jnp.ones(index.shape)) > 0
+        grown = add(jnp.zeros(view.pos.shape, jnp.float32), target, jnp.ones(index.shape, jnp.float32)) > 0
 
         def mean(x: Float[Array, "B K S H"]) -> Float[Array, "B K S H"]:
             return add(own[..., None] * x, target, mine[..., None] * pick(x, index)) / total[..., None]

@@ -144,8 +144,8 @@ class QueryMoments:
 
     def start(self, inputs: Inputs) -> tuple[Any, ...]:
         b, n, _, h = inputs.q_raw.shape
-        spread = jnp.zeros((b, n, h, h)) if self.covariance else None
-        return jnp.zeros((b,)), jnp.zeros((b, n, h)), spread
+        spread = jnp.zeros((b, n, h, h), jnp.float32) if self.covariance else None
+        return jnp.zeros((b,), jnp.float32), jnp.zeros((b, n, h), jnp.float32), spread
 
     def carry(self, carried: tuple[Any, ...], inputs: Inputs) -> tuple[Any, ...]:
         (n, mean, spread), (m, new_mean, new_spread) = carried, self._of(inputs)

@@ -58,7 +58,7 @@ class MeanOfEach:
         found = jnp.minimum(found, slots - 1)
         target = jnp.where(pick(held, found) == goal, pick(order, found), slots).astype(jnp.int32)
         add = jax.vmap(jax.vmap(lambda x, t, y: x.at[t].add(y, mode="drop")))
-        count = add(jnp.ones(view.pos.shape), target, jnp.ones(index.shape))
+        count = add(jnp.ones(view.pos.shape, jnp.float32), target, jnp.ones(index.shape, jnp.float32))
 
         def mean(x: Float[Array, "B K S H"]) -> Float[Array, "B K S H"]:
             own = x.astype(jnp.float32)

@@ -116,6 +116,6 @@ class WeightedProbeAttention(Word):
             return jnp.maximum(best, (p * by[:, None, None, :, None]).max(3))
 
         b, heads, _ = view.pos.shape
-        best = jnp.zeros((b, heads, q.shape[1] // heads, slots))
+        best = jnp.zeros((b, heads, q.shape[1] // heads, slots), jnp.float32)
         best = jax.lax.fori_loop(0, q.shape[2] // strip, more, best)
         return (best * output_norms(view, seen, order=2)).max(2)

@@ -71,7 +71,7 @@ class DriftProfile(Profile):
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B K"]:
         if self.fitted is None:
-            return jnp.ones((inputs.pos.shape[0], inputs.k_raw.shape[1]))
+            return jnp.ones((inputs.pos.shape[0], inputs.k_raw.shape[1]), jnp.float32)
         return super().__call__(inputs)
 
 

@@ -102,7 +102,7 @@ class RecencyWeighted(Word):
 
     def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
         _, q_pos = seen.of(Queries(self.last))
-        weight = jnp.linspace(1.0, self.most, self.last).reshape(1, 1, 1, -1, 1)
+        weight = jnp.linspace(1.0, self.most, self.last, dtype=jnp.float32).reshape(1, 1, 1, -1, 1)
         p = attention_to_older(view, seen, self.last) * weight
         count = jnp.maximum((q_pos >= 0).sum(-1), 1).astype(p.dtype)[:, None, None]
         score = p.mean(2).sum(2).mean(1, keepdims=True) / count

@@ -276,7 +276,7 @@ class KeyRedundancy(Word):
             counts = apart & ~(alike & (view.pos[:, :, None] == newest))
             return total + jnp.where(counts, cosine, 0.0).sum(2)
 
-        total = jax.lax.fori_loop(0, -(-slots // strip), add, jnp.zeros(view.pos.shape))
+        total = jax.lax.fori_loop(0, -(-slots // strip), add, jnp.zeros(view.pos.shape, jnp.float32))
         mean = total / jnp.maximum(live.sum(-1, keepdims=True), 1).astype(jnp.float32)
         # Not -inf, of which a row without tokens would have nothing else.
         return jax.nn.softmax(jnp.where(live, mean, -1e30), -1)
@@ -298,7 +298,7 @@ class Uniformly(Word):
 
         def head(h: Array, pos: Array) -> Array:
             key = jax.random.fold_in(layer_key, h)
-            return jax.vmap(lambda p: jax.random.uniform(jax.random.fold_in(key, p)))(pos)
+            return jax.vmap(lambda p: jax.random.uniform(jax.random.fold_in(key, p), dtype=jnp.float32))(pos)
 
         b, k, _ = view.pos.shape
         return jax.vmap(lambda row: jax.vmap(head)(jnp.arange(k), row))(view.pos)

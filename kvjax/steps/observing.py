@@ -82,7 +82,7 @@ def _distilled(
     """
     index, used = choice
     rows, one = jnp.arange(len(index))[:, None], (used & (index < lengths[:, None] - 1)).astype(jnp.float32)
-    share = jnp.zeros(tokens.shape[:2]).at[rows, index].add(one)
+    share = jnp.zeros(tokens.shape[:2], jnp.float32).at[rows, index].add(one)
     marks = Marks(share, run.method.reread.fitted.digest)
     read = read_tokens(unnarrowed(run), params, tokens, lengths, cache, needs, marks=marks)
     pos = jnp.where(used, jnp.take_along_axis(read.positions.pos, index, axis=1), -1)

@@ -37,7 +37,7 @@ def with_restored(
     many = jnp.where((pos >= 0).any(-1), word.tokens, 0).astype(jnp.int32)
     memory = params["fitted"][word.fitted.digest]["memory"].astype(params["norm"].dtype)
     x = jnp.broadcast_to(memory, (len(many), *memory.shape[1:]))
-    marks = Marks(jnp.ones(x.shape[:2]), word.fitted.digest)
+    marks = Marks(jnp.ones(x.shape[:2], jnp.float32), word.fitted.digest)
     over = Cache(tuple(GroupState(tail=whole_slots(gm, views[i])) for i, gm in enumerate(gms)), length)
     read = read_tokens(as_it_turns(run), params, x, many, over, frozenset({RawKeys()}), marks=marks)
     stands, views, scores = read.positions.pos, dict(views), dict(scores)

@@ -60,7 +60,7 @@ class AskedChannels:
         return _Asked(self, arrays[self.fitted.digest]["norms"])
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        return self.encode_by(x, jnp.ones(()))
+        return self.encode_by(x, jnp.ones((), jnp.float32))
 
     def encode_by(self, x: Float[Array, "*b S H"], norms: Array) -> dict[str, Array]:
         """Codes by the norms of queries, of as many axes as granules have, or of none."""
