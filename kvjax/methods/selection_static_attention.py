@@ -310,9 +310,7 @@ def infinipot(budget: Amount, *, share: Share = 0.5, prefix: TokenIds | None = N
     arxiv="2502.00299",
     family="selection-static",
     exact="deviates",
-    kvpress=Press(
-        "ChunkKVPress", same="no: kvpress chooses once for all heads of a layer, and reuses nothing"
-    ),
+    kvpress=Press("ChunkKVPress", same="no: kvpress chooses once for all heads of a layer"),
 )
 def chunkkv(budget: Amount, *, chunk: Together = 10, window: Window = 64, reuse: Together = 1) -> Method:
     """ChunkKV (Liu et al., 2025, arXiv:2502.00299), algorithms 1 and 2: whole chunks stay, in layers alike.

@@ -367,9 +367,12 @@ def recent_half(prompt):
 
 
 def pyramid_counts(length, layers, beta=20):
-    """Linear in depth around the mean, the first at most the whole prompt; running totals are rounded."""
+    """Linear in depth around the mean, the first at most the whole prompt; running totals are rounded.
+
+    All alike where a prompt is shorter than twice what is shared; `test_recorded.py` has the authors' counts.
+    """
     spare = max(count(length) - WINDOW, 0)
-    high = min(2 * spare - spare / beta, length - WINDOW)
+    high = spare if length < 2 * spare else min(2 * spare - spare / beta, length - WINDOW)
     shares = np.linspace(high, 2 * spare - high, layers)
     return np.diff(np.round(np.cumsum(shares)), prepend=0).astype(int) + min(count(length), WINDOW)
 
