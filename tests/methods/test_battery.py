@@ -15,6 +15,7 @@ import pytest
 import kvjax
 from kvjax import steps
 from kvjax.cache import Slots, nbytes
+from kvjax.commands.sizes import Sizes
 from kvjax.fitted import with_fitted
 from kvjax.making import made
 from kvjax.models.params import init, plan, regroup
@@ -318,7 +319,9 @@ def test_bytes_are_planned_before_running(label):
         ),
         with_fitted(m.params, row.method()), shape((B, T), jnp.int32), shape((B,), jnp.int32),
     )  # fmt: skip
-    assert nbytes(planned) == nbytes(cache)
+    # What `kvjax explain` and `inspect` say, of layers that are stacked.
+    told = Sizes(model(row.model).config, "float32", T, [row.method()], rows=B)
+    assert told.nbytes(row.method(), ROOM) == nbytes(planned) == nbytes(cache)
 
 
 # --- layouts ------------------------------------------------------------------------------------------

@@ -87,11 +87,11 @@ def test_a_keep_with_room_for_all_changes_nothing(name, keep):
 @pytest.mark.parametrize("name", in_turn(SLOTTED, ("mixattention",)))
 def test_a_keep_keeps_its_budget_in_every_layer_that_has_slots(name):
     config = TABLE[name].config
-    logits, cache = started(name, kvjax.method("snapkv", budget=6, **KEEPS["snapkv"]))
+    logits, cache = started(name, kvjax.method("snapkv", budget=8, **KEEPS["snapkv"]))
     close(logits, whole(name).logits[:2, T - 1])
     for layer, kept in enumerate(kvjax.kept_positions(cache)):
         count, window = (kept >= 0).sum(-1), config.window(layer)
-        assert (count == (6 if window is None else window)).all()
+        assert (count == (8 if window is None else window)).all()
     logits, _ = kvjax.step(model(name), cache, TEXTS[:2, T])
     assert np.isfinite(np.asarray(logits)).all()
 
@@ -155,7 +155,7 @@ def test_a_store_encodes_slots_and_states_and_costs_fewer_bytes(name, store):
 def test_what_does_not_fit_is_refused_before_anything_runs(name, method, why):
     hyper = SMALL_WINDOW if method == "snapkv" else {}
     with pytest.raises(InputError, match=why):
-        started(name, kvjax.method(method, budget=0.5, **hyper))
+        started(name, kvjax.method(method, budget=0.75, **hyper))
 
 
 @pytest.mark.parametrize("name", in_turn(("yoco", "swiftkv", "goldfinch"), ("swiftkv",)))
