@@ -68,7 +68,7 @@ def test_a_comparison_draws_each_method_once_as_its_protocol_asks():
     entries = [Entry("full", None, kvjax.method("full")), Entry("h2o", 0.5, h2o), Entry("h2o", 0.25, h2o)]
     sample = ForcedSample("0", "get", (*PROMPT[:20],), (*PROMPT[20:],), (*AFTER,), ())
     (picture,) = draw_pictures(m, entries, "aware", sample)
-    want = kvjax.scores(m, [PROMPT], bare_method(h2o), continuation=[AFTER])
+    want = kvjax.scores(m, [PROMPT], bare_method(h2o, len(sample.question)), continuation=[AFTER])
     assert picture.name == "h2o · 0.5" and picture.png[1:4] == b"PNG"
     assert picture.overlap == pytest.approx(np.mean(want.overlap))
     assert picture.mass == pytest.approx(np.mean(want.mass))

@@ -43,3 +43,10 @@ class Recent:
             return pos >= (length - self.tokens)[:, None, None]
         share = (n * round(self.tokens * 1000)) // 1000
         return pos >= (length - share)[:, None, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked(Recent):
+    """The newest tokens, where these are a question: they may take all of a budget, as no window may."""
+
+    newest = False

@@ -10,7 +10,7 @@ from kvjax.eval.run.cellplan import Entry
 from kvjax.eval.tasks.rows import STAYS
 from kvjax.eval.tasks.sample import Sample
 from kvjax.grammar import Keep, Method
-from kvjax.keep.patterns import Recent
+from kvjax.keep.patterns import Asked, Recent
 from kvjax.suits import check_budget
 
 
@@ -38,7 +38,7 @@ def _counts(pattern: object) -> bool:
 
 
 def _protecting(keep: Keep, tokens: int) -> Keep:
-    return dataclasses.replace(keep, protect=(*keep.protect, Recent(tokens)))
+    return dataclasses.replace(keep, protect=(*keep.protect, Asked(tokens)))
 
 
 def _at_least(word: object, field: str, tokens: int) -> object:
