@@ -158,7 +158,7 @@ def _whitening(gram: Float[Array, "B K R R"], least: Float[Array, "B K"]) -> Flo
         rest = rest - solved[..., None] * column[..., None, :]
         return left, rest, found.at[..., r].set(solved)
 
-    eye = jnp.broadcast_to(jnp.eye(rank), gram.shape)
+    eye = jnp.broadcast_to(jnp.eye(rank, dtype=gram.dtype), gram.shape)
     return jax.lax.fori_loop(0, rank, eliminate, (gram, eye, jnp.zeros_like(gram)))[2]
 
 
