@@ -303,8 +303,8 @@ def crowded(keep: Keep, tokens: int, row: str = "", halved: bool = True) -> str:
 
 def _wide(keep: Keep, n: int, tokens: int, row: str) -> str:
     """Why a window of so many newest tokens leaves too little of n slots; empty where it does not."""
-    windows = [p.tokens for p in keep.protect if getattr(p, "newest", False) and isinstance(p.tokens, int)]
-    widest = max(windows, default=0)
+    windows = [getattr(p, "tokens", 0) for p in keep.protect if getattr(p, "newest", False)]
+    widest = max((w for w in windows if isinstance(w, int)), default=0)
     if n >= tokens or 2 * min(widest, tokens) <= max(n, 2):
         return ""
     return (
