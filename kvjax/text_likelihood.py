@@ -88,7 +88,7 @@ def likelihood(
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
-    >>> found = kvjax.likelihood(model, [[*range(3, 19)]], method="snapkv(budget=0.5, window=4)", context=8)
+    >>> found = kvjax.likelihood(model, [[*range(3, 19)]], method="snapkv(budget=0.5, window=2)", context=8)
     >>> found.tokens.tolist(), round(found.perplexity) > 1
     ([8], True)
     """

@@ -76,7 +76,7 @@ MUTANTS = [
     ),
     Mutant(
         "a byte count without scales", "kvjax/cache.py",
-        "for x in jax.tree.leaves(tree))", "for x in jax.tree.leaves(tree) if x.dtype != np.uint32)", METHODS,
+        "x.dtype.itemsize for x in leaves)", "x.dtype.itemsize for x in leaves if x.dtype != np.uint32)", METHODS,
     ),
     Mutant(
         "KIVI's residual off by one", "kvjax/segments.py",
