@@ -76,7 +76,7 @@ MUTANTS = [
     ),
     Mutant(
         "a byte count without scales", "kvjax/cache.py",
-        "x.dtype.itemsize for x in leaves)", "x.dtype.itemsize for x in leaves if x.dtype != np.uint32)", METHODS,
+        "itemsize for x in leaves)", "itemsize for x in leaves if x.dtype != np.uint32)", METHODS,
     ),
     Mutant(
         "KIVI's residual off by one", "kvjax/segments.py",

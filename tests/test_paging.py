@@ -86,7 +86,7 @@ def deep_sizes(id):
     return Sizes(DEEP, "bfloat16", TOKENS, [Method(), *methods]), methods
 
 
-FREE = [i.id for i in in_pages() if takes_budget(i.id) and not i.training and i.id != "epicache"]
+FREE = [i.id for i in in_pages() if takes_budget(i.id) and not i.training]
 
 
 @pytest.mark.parametrize("id", sweep(FREE, "kvzip", "adakv"))
@@ -106,7 +106,7 @@ def shipped():
     return kvjax.load("recall-tiny")
 
 
-ALL = [i.id for i in in_pages() if takes_budget(i.id) and i.id != "epicache"]
+ALL = [i.id for i in in_pages() if takes_budget(i.id)]
 
 
 @pytest.mark.parametrize("id", sweep(ALL, "kvzip", "adakv"))

@@ -61,8 +61,8 @@ def test_a_list_whose_slots_lie_apart_answers_as_one_that_lies_together(rules, l
     slots_apart(held, 4)
     program, state = compiled_step(there, held)
     if (rules, label) == ("sequence", "full"):
-        # Per layer one maximum, and one sum of weights and of outputs; for all layers at once one minimum, the
-        # first empty slot, and one sum, how many are empty.
+        # Per layer one maximum, and one sum of weights and of outputs; for all layers at once one minimum,
+        # the first empty slot, and one sum, how many are empty.
         assert program.as_text().count(" all-reduce(") == 2 * LAYERS + 2
         assert len(collectives(program.as_text())) == (1 + 2) * LAYERS + 2 * LAYERS
     for token, (want, after) in zip(MAIN.steps, done.steps, strict=True):

@@ -23,7 +23,7 @@ from kvjax.read_protocols import Reusing
 from kvjax.segments import unread_bytes
 from kvjax.steps import Run
 from kvjax.suits import check_block_transformer, check_fit, config_of
-from kvjax.words import hiding_of, with_token_ids
+from kvjax.words import hiding_of, with_probe, with_token_ids
 
 
 def sizes_of(
@@ -123,8 +123,15 @@ class Sizes:
 
 
 def with_any_ids(method: Method) -> Method:
-    """The method, with some ids for the tokens that it names by their characters: sizes ask for none."""
-    return with_token_ids(method, lambda characters: (0,))
+    """The method with token id 0 for what a tokenizer would encode: an instruction, or tokens by their text.
+
+    Sizes of caches are the same whatever the ids are.
+    """
+    method = with_token_ids(method, lambda characters: (0,))
+    keep = method.keep
+    if keep is None or keep.probe is None or keep.probe.prefix is not None:
+        return method
+    return dataclasses.replace(method, keep=with_probe(keep, dataclasses.replace(keep.probe, prefix=(0,))))
 
 
 def _fits(method: Method, config: Config) -> bool:

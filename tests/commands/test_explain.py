@@ -66,9 +66,9 @@ def test_every_word_of_a_sentence_has_its_say(id):
         (Budget(64), "64 slots."),
         (
             Affine(2, "channel", 32),
-            "2 bits a number, with one float16 scale and zero for 32 tokens of a channel.",
+            "2 bits a number, with a scale and a zero of 16 bits for 32 tokens of a channel.",
         ),
-        (Affine(8), "8 bits a number, with one float16 scale and zero for all channels of a token."),
+        (Affine(8), "8 bits a number, with a scale and a zero of 16 bits for all channels of a token."),
         (Pool(7), 'Smoothing along the slots: "mean" or "max" over 7 neighbours, zeros beyond the ends.'),
     ],
 )
@@ -169,3 +169,9 @@ def test_what_comes_fitted_with_a_shipped_model_is_weighed_there(id, capsys):
     assert main(["explain", id, *budget, "--context", "64"]) == 0
     _, cache = kvjax.prefill(model, [list(range(64))], method=method, room=0)
     assert f"After 64 tokens: {size(nbytes(cache))}, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["epicache(budget=0.25)", "infinipot(budget=0.25)"])
+def test_methods_that_ask_an_instruction_are_weighed(method, capsys):
+    assert main(["explain", method]) == 0
+    assert "% of the full cache's" in capsys.readouterr().out
