@@ -29,7 +29,7 @@ LABELS = [*dict.fromkeys(row.label for row in ROWS)]
 @pytest.mark.parametrize("label", sweep([*LABELS, "quest in host memory"], "infllm", "keepkv"))
 def test_under_x64_methods_answer_as_without(label):
     row = BY_LABEL["quest" if "host" in label else label]
-    method = kvjax.method("quest", resident=0.5, page=4) if "host" in label else row.method()
+    method = kvjax.method("quest", budget=0.5, resident=0.5, page=4) if "host" in label else row.method()
     m = model(row.model)
     want, kept, dtypes = answers(m, method)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
