@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -19,7 +18,7 @@ _EVERY = 64
 _compiled = 0
 
 
-def _count(event: str, duration: float, **_: Any) -> None:
+def _count(event: str, duration_secs: float, **_: str | int) -> None:
     global _compiled
     _compiled += event.endswith("backend_compile_duration")
 

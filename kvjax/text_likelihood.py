@@ -177,7 +177,8 @@ def _scored(
 ) -> Float[np.ndarray, "B _"]:  # fmt: skip
     """log p of every token behind the first scored one; what is behind a row's end means nothing."""
     last, size, found = int(batch.lengths.max()) - 1, chunk or PIECE, []
-    whole = None if has_verbs(model) or chunk is not None else decoding(model, method, implementation)
+    plain = not has_verbs(model)
+    whole = decoding(model, method, implementation) if plain and chunk is None else None
     one, params = stepping(model, method, implementation)
     for at in range(start, last, size):
         tokens, targets = batch.tokens[:, at : at + size], batch.tokens[:, at + 1 : at + size + 1]

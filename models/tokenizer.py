@@ -100,7 +100,7 @@ def write_text(model: Model, folder: Path) -> None:
     if model.tokenizer is not None:
         model.tokenizer.save(str(folder / "tokenizer.json"))
     if model.tokenizer is not None or model.special_tokens:
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **model.special_tokens}
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **model.special_tokens}
         if model.tokenizer is not None and model.tokenizer.encode_special_tokens:
             settings["split_special_tokens"] = True
         _write_json(folder / "tokenizer_config.json", settings)

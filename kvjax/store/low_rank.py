@@ -72,7 +72,7 @@ class LowRank:
         turned = jnp.swapaxes(channels, -1, -2)
         # The product is the same, and B holds numbers of up to 4e6.
         return {
-            "tokens": (tokens * _SHARE).astype(jnp.float16).reshape(*batch, s, r),
+            "tokens": jnp.multiply(tokens, _SHARE).astype(jnp.float16).reshape(*batch, s, r),
             "channels": (turned / _SHARE).astype(jnp.float16).reshape(*batch, -1, h),
         }
 

@@ -86,7 +86,7 @@ RUNS = _fitted(
 )  # fmt: skip
 HALF: dict[str, Any] = dict(budget=0.5)
 # As long as a kernel may ask for.
-PAGED = HALF | dict(page=128)
+PAGED: dict[str, Any] = HALF | dict(page=128)
 SENTENCES = {
     "full": _one("full"),
     "snapkv": _one("snapkv", **HALF),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, Float, UInt32
 
 
 def _planes(bits: int) -> list[tuple[int, int]]:
