@@ -18,9 +18,9 @@ __version__ = "0.1.0"
 
 
 class _Beside:
-    """Finds the three rooms of the package that lie beside it in a checkout, and nothing else there.
+    """Imports the three subpackages that lie beside this one in a checkout, and nothing else there.
 
-    An installed package has them inside, where setup.py puts them.
+    In an installed package, setup.py has put them inside it.
     """
 
     rooms = {f"{__name__}.{room}": room for room in ("models", "configs", "pallas_kernels")}

@@ -111,7 +111,7 @@ class Pages:
         return self.pos.shape[-1]
 
     def table(self, lists: Paged) -> Int[Array, "*lists M"]:
-        """The pages of every list; behind a list's own those of others, which its length tells apart."""
+        """The pages of every list: its own first, then pages of other lists, which its length excludes."""
         page = np.arange(lists.most, dtype=np.int32).reshape((1,) * lists.first.ndim + (-1,))
         return (lists.first[..., None] + page).clip(max=self.owner.shape[0] - 1)
 
@@ -121,7 +121,7 @@ class Pages:
 class Paged:
     """A segment whose slots lie in one of the cache's pools, the pages of a list side by side.
 
-    first: the first page of each (row, head). lengths counts its live slots. `pool` is the pool's index,
+    first: the first page of each (row, KV head). lengths: the live slots of each. `pool` is the pool's index,
     `first_layer` the group's place in it, and `most` the pages of the longest list there can be.
     """
 
@@ -246,8 +246,8 @@ class Cache:
 def nbytes(tree: PyTree) -> int:
     """Bytes of every array in a cache (or any pytree, `jax.eval_shape` results included).
 
-    Everything counts: codes, scales, page tables, summaries, statistics, padding and room. Raises InputError
-    for what holds anything but arrays.
+    Everything counts: codes, scales, page tables, summaries, statistics, padding and free slots. Raises
+    InputError if a leaf is not an array.
 
     >>> nbytes({"k": np.zeros((2, 3), np.float32)})
     24
@@ -261,7 +261,7 @@ def nbytes(tree: PyTree) -> int:
 
 
 def heavier(held: int | float, full: int | float, by: str = "it") -> str:
-    """What reports say of a cache of `held` bytes where the full one takes fewer; empty where it does not.
+    """What reports say if a cache of `held` bytes is larger than the full one; empty if it is not.
 
     >>> heavier(120, 100), heavier(100, 100)
     ('it weighs more than the full cache', '')

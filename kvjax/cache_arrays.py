@@ -1,8 +1,9 @@
 """The arrays of a saved cache: in one file, or in one part per process where several hold it.
 
-A part has what its process holds first: pieces of arrays, and of each where in its array it lies. The file at
-the path itself then has no arrays: it names its parts, and appears when all of them are on disk. Every file
-has a digest of each array and one of its metadata, so that a flipped bit is noticed.
+A part has the pieces of arrays that its process holds, each with its place in its array; of copies of a
+piece, the first process writes it. The file at the path itself then has no arrays: it names its parts, and
+appears when all of them are on disk. Every file has a digest of each array and one of its metadata, so that
+a flipped bit is noticed.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Arrays:
     def read(self, name: str, dtype: Any, shape: Sequence[int], index: tuple[slice, ...]) -> np.ndarray:
         """The piece `index` of an array, a copy.
 
-        Raises KeyError where nothing is known of some of it, InputError where it is not what was saved.
+        Raises KeyError where the file lacks a part of it, InputError where its digest is wrong.
         """
         wanted = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
         if self._whole is not None:
@@ -83,7 +84,7 @@ class Arrays:
 
 
 class _File:
-    """A safetensors file whose arrays are held against their digests as they are read."""
+    """A safetensors file; every array is compared with its digest when it is read."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -107,7 +108,7 @@ def sealed(metadata: dict[str, str]) -> dict[str, str]:
 
 
 def check_seal(path: Path, metadata: dict[str, str]) -> dict[str, str]:
-    """The metadata of a file. InputError where it is not what was saved."""
+    """The metadata of a file. InputError where its digest is wrong."""
     if sealed(metadata) != metadata:
         raise InputError(f"{path} is damaged: its header is not what was saved: copy or save it again")
     return metadata
@@ -186,7 +187,7 @@ def _size(span: Sequence[Sequence[int]]) -> int:
 
 
 def _parts_of(path: Path) -> list[str]:
-    """The parts that were written for the cache at `path`, of those that it names; none of another file."""
+    """Of the parts that the file at `path` names, those that were written for it and for no other file."""
     with contextlib.suppress(InputError, KeyError, ValueError, TypeError, RecursionError):
         metadata = check_seal(path, open_safetensors(path).metadata() or {})
         names = check_parts(path, json.loads(metadata.get("parts", "[]")))

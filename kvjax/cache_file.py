@@ -2,7 +2,8 @@
 
 Where several processes hold a cache, its arrays lie in parts beside the file (`cache_arrays.py`). The header
 names the tree (`cache_tree.py`), the method that filled the cache and the model it belongs to. No code
-is stored, and none that a header names is run: a method of a user's file is built from what the user gives.
+is stored, and no code that a header names is run: where the method is a user's own, the user gives its file
+or function.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ def load_cache(
     reads what its devices hold. Its tree structure equals the saved one, so programs compiled for that one
     serve it.
 
-    methods: where a method of a user's own file filled it, that file or its function, or several of them. The
-    file that the cache names is not imported.
+    methods: the Python file or the function of the user's own method that filled the cache, or several of
+    them. The file that the cache names is not imported by itself.
 
     Raises InputError where the file is missing, truncated, damaged, no cache or of another kvjax, or where
     its method cannot be built or now stores its codes in another way.

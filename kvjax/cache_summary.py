@@ -24,8 +24,8 @@ from kvjax.written import name_of
 class LayerSummary(NamedTuple):
     """Layers first to last: live slots per KV head (the least, the mean, the most), slots that fit, bytes.
 
-    Layers that carry a state instead of slots have none. Slots in pages are counted here, their bytes in the
-    cache's alone.
+    Layers that carry a state have no slots. Slots in pages are counted here; their bytes are counted in the
+    cache's total alone, because layers share the pages.
     """
 
     first: int
@@ -38,8 +38,8 @@ class LayerSummary(NamedTuple):
 class Summary(NamedTuple):
     """What `summary` found; `print` shows it as lines.
 
-    tokens: how many each row has seen. full_nbytes: what the full cache takes for them, with as much room;
-    None where no model was given.
+    tokens: how many each row has seen. full_nbytes: bytes of the full cache for them, with as many free
+    slots; None where no model was given.
     """
 
     method: str
@@ -115,7 +115,7 @@ def _live(layers: list[Int[np.ndarray, "B K S"]]) -> tuple[int, float, int]:
 
 
 def _room(cache: Cache) -> int:
-    """How many more tokens fit where new ones go, at least in the row that has most."""
+    """How many more tokens every row can take, by the layer with most free slots for new ones."""
     tails = [fetch(group.tail.pos) for group in cache.groups if group.tail is not None]
     return max((int((pos < 0).sum(-1).min(initial=pos.shape[-1])) for pos in tails), default=0)
 

@@ -47,7 +47,7 @@ class Saved:
 
 
 def describe(x: Any, name: str, tensors: dict[str, Any]) -> Any:
-    """JSON that says what x is; its arrays go to `tensors` under their place in the tree."""
+    """JSON that describes x; its arrays go to `tensors`, named by their place in the tree."""
     if x is None:
         return None
     if isinstance(x, tuple):
@@ -174,7 +174,7 @@ def codecs_of(word: Any) -> Iterator[Codec]:
 
 
 def _codecs_of_pairs(method: Any) -> Iterator[Codec]:
-    """Those that a sentence's stack word makes of its store's."""
+    """The codecs that a sentence's stack word makes of the codecs of its store."""
     if method is not None and method.stack is not None:
         store = method.store
         for codec in (None, None) if store is None else (store.keys, store.values):

@@ -128,7 +128,7 @@ def read_head(folder: Path) -> tuple[Config | BlockConfig, tuple[Group, ...] | G
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Orbax logs what it also raises; in here it does not, and what its threads still say is not printed."""
+    """Silences Orbax's logs of errors that it also raises, and what its threads still print."""
     if not isinstance(sys.unraisablehook, _Unraised):
         sys.unraisablehook = _Unraised(sys.unraisablehook)
         logging.getLogger("asyncio").addFilter(lambda record: "tensorstore" not in record.getMessage())
@@ -143,9 +143,9 @@ def quiet_orbax() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Unraised:
-    """Hands on what Python could not raise, but for what reads and writes of Orbax leave when one failed.
+    """Passes on exceptions that Python could not raise, except those of Orbax's threads after a failed call.
 
-    They end later than the call, so this stays.
+    The threads end later than the call, so this hook stays in place.
     """
 
     before: Callable[[Any], Any]

@@ -24,7 +24,7 @@ COMMANDS = (
     "uptrain", "inspect", "info", "aot", "plan",
 )  # fmt: skip
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
-# What a disk, or a device that takes no more, says to what is written.
+# Errors of a write to a full or failing disk.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with printable(), Interrupts(lambda: os._exit(_end(_interrupted(words)))) as interrupts:
         code = _end(_answered(words, interrupts))
     if argv is None and code == INTERRUPTED:
-        # Threads that still compile would have the process wait for them.
+        # Without this, the process would wait for threads that still compile.
         os._exit(code)
     return code
 

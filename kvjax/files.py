@@ -47,7 +47,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def disk_says(error: Exception) -> str | None:
-    """What a disk refused, in words, where an error comes from one; libraries hide it in what they raise.
+    """Why the disk refused, if that caused the error, which libraries may wrap in their own; else None.
 
     >>> disk_says(ValueError("RESOURCE_EXHAUSTED: failed: No space left on device [os_error_code='28']"))
     'No space left on device'
@@ -59,7 +59,7 @@ def disk_says(error: Exception) -> str | None:
 
 
 def in_short(error: Exception) -> str:
-    """The start of what an error says, for a sentence.
+    """The first line of an error's message, cut to fit into a sentence.
 
     >>> in_short(ValueError("no array\\nof that name"))
     'no array'

@@ -1,4 +1,4 @@
-"""Whether arrays of a fit are those that a method's words read: a prompt is traced, and nothing computed."""
+"""Checks that the arrays of a fit are those that a method's words read, by tracing a prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRACED: set[tuple[str, Method]] = set()
 
 
 def check_fits(model: Model, method: Method) -> None:
-    """InputError where arrays of a user's file are not what the words of a method read; traced once each."""
+    """InputError where arrays of a user's file are not what a method's words read; each is traced once."""
     foreign = [word for word in fitted_words(method) if word.fitted is not None and word.fitted.file]
     if not foreign or not is_fitted(method) or (model.signature, method) in _TRACED:
         return
@@ -38,7 +38,7 @@ def check_fits(model: Model, method: Method) -> None:
     try:
         _trace(model, method)
     except InputError:
-        pass  # of the prompt that is traced, or said again where the method is bound
+        pass  # the traced prompt is to blame, or the method's own bind raises it again
     except Exception as error:  # whatever jax and numpy raise for shapes that do not fit
         raise InputError(
             f"{method.id}: the arrays of {foreign[0].fitted.file} are not those that its words read "

@@ -39,7 +39,7 @@ from kvjax.verbs import Lengths, TokenIds, has_verbs
 
 
 class Generated(NamedTuple):
-    """tokens [R, max_new_tokens], their logprobs, the cache after them, and what the rows say as text.
+    """tokens [R, max_new_tokens], their logprobs, the cache after them, and the rows as text.
 
     R = B, or B * samples, or B * beams: rows[r] is the prompt of row r, scores[r] its summed logprobs. Rows
     of one prompt are neighbours, beams the best first. Row r wrote tokens[r, :lengths[r]], a stop token
@@ -112,7 +112,7 @@ def generate(
         chunk = None if chunk is None else whole_number("chunk", chunk, 1, "tokens read at a time")
         check_memory(model, tokens, chosen, max_new_tokens, chunk)
     _check_prompt(model, (tokens, lengths), chosen, cache, max_new_tokens, last)
-    # `model` may be what the method made of the given one: only the method with its fit leads back to it.
+    # `model` may be what the method made of the given model: only the method with its fit recognises it.
     logits, cache = prefill(
         model, tokens, method=None if cache is not None else chosen, cache=cache, lengths=lengths,
         room=max_new_tokens, chunk=chunk, implementation=implementation,

@@ -155,10 +155,10 @@ class Store:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Method:
-    """A sentence. `spec` says how to build it again (`kvjax.written`): (id, sorted hyper-parameters), mostly.
+    """A sentence. spec: how to build it again (`kvjax.written`), mostly (id, sorted hyper-parameters).
 
     Its `repr` is the text that builds it, for `kvjax.method` and every `method=`: `snapkv(budget=0.25)` where
-    methods have names, and a constructor where it was written by hand or changed. `words` are those of all.
+    methods have names, and a constructor where it was written by hand or changed. `words` is the constructor.
 
     reread: which tokens of a prompt are read at all, or alone stay (`kvjax.keep.reread`, `distilled` and
     `memory_tokens` there). layers: instead of all those, a
@@ -197,7 +197,7 @@ class Method:
         return self.spec[0]
 
     def called(self, spec: tuple[Any, ...]) -> Method:
-        """The same sentence as what `spec` builds."""
+        """The same sentence with this `spec`, which must build it."""
         new = dataclasses.replace(self, spec=spec)
         # No field: a copy that `dataclasses.replace` changes is no longer what its spec builds.
         object.__setattr__(new, "_named", spec[0] not in NAMELESS)

@@ -1,8 +1,8 @@
 """Ctrl-C: a command that is interrupted ends within seconds, wherever it was.
 
-Python hears a signal between two of its instructions. A compilation lets it wait for minutes, and a callback
-that jax makes swallows the exception. So a thread hears the signal as well, and ends a process that does not
-end by itself.
+Python handles a signal only between two of its own instructions: a compilation delays it by minutes, and a
+callback of jax may swallow the exception. So a thread listens for the signal as well, and ends the process
+if it does not end by itself.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Seconds in which an interrupted command may put its house in order.
+# Seconds that an interrupted command has to end by itself.
 GRACE = 3.0
 
 _folders: list[Path] = []
 
 
 def goes_on_in(folder: Path) -> None:
-    """Notes that what runs can be resumed from what it has written to `folder`."""
+    """Records that the running command can be resumed from `folder`."""
     _folders[:] = [folder]
 
 
 def folder_to_resume() -> Path | None:
-    """The folder that an interrupted run goes on in; None where nothing can be resumed."""
+    """The folder from which an interrupted run is resumed; None where it cannot be."""
     return _folders[-1] if _folders else None
 
 
 class Interrupts:
-    """Listens for SIGINT while its block runs in the main thread, and tells whether one came.
+    """Listens for SIGINT while its block runs in the main thread; `came` says whether one came.
 
-    The first one raises KeyboardInterrupt, as always. `end` is called, and never returns, where the block has
-    not ended `GRACE` seconds later, or at a second one.
+    The first signal raises KeyboardInterrupt, as usual. At a second signal, or if the block has not ended
+    `GRACE` seconds later, `end` is called; the process then ends.
     """
 
     def __init__(self, end: Callable[[], None]):
@@ -46,7 +46,7 @@ class Interrupts:
         self._ours = self._ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def came(self) -> bool:
-        """Whether a signal came; the thread may hear it a moment after an error that it made."""
+        """Whether a signal came. It waits a moment: an error may arrive before the thread's signal."""
         return self._ours and self._heard.wait(0.05)
 
     def __enter__(self) -> Interrupts:
@@ -85,6 +85,6 @@ class Interrupts:
             os._exit(128 + signal.SIGINT)
 
     def _lost(self, what: Any) -> None:
-        """Says nothing of an interrupt that a callback swallowed: the process ends all the same."""
+        """Prints nothing for an interrupt that a callback swallowed: the process ends anyway."""
         if not issubclass(what.exc_type, KeyboardInterrupt):
             self._hook(what)

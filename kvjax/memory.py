@@ -1,4 +1,4 @@
-"""Memory: what a prompt takes at the very least, so that one that cannot fit is refused before it is read."""
+"""A lower bound of the memory that a prompt takes, so that one that cannot fit is refused unread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def free_bytes() -> int:
 def check_memory(model: Model, tokens: Any, method: Method, room: int, chunk: int | None = None) -> None:
     """InputError for a prompt that needs more memory than there is, by its shape alone.
 
-    tokens: as of `kvjax.prefill`. Counted is what surely lies in memory at once; what is refused cannot run.
+    tokens: as in `kvjax.prefill`. Only arrays that must be in memory at once count, so no prompt that could
+    run is refused.
     """
     if (shape := _shape_of(tokens)) is None:
         return
@@ -43,9 +44,9 @@ def check_memory(model: Model, tokens: Any, method: Method, room: int, chunk: in
 
 
 def least_bytes(model: Model, method: Method, length: int, room: int, chunk: int | None) -> int:
-    """What one row of a prompt takes at the very least: what layers read, and the cache where it is full."""
+    """Least bytes of one row of a prompt: a layer's input and output, and a cache that is not compressed."""
     config, itemsize = model.config, model.params["embed"].dtype.itemsize
-    # What a layer reads, and what it adds.
+    # A layer's input, and what it adds to it.
     read = 2 * min(length, chunk or length) * config.d_model * itemsize
     acts = (method.keep, method.store, method.reread, method.layers, method.make, method.stack, method.host)
     if any(acts):
@@ -62,7 +63,7 @@ def least_bytes(model: Model, method: Method, length: int, room: int, chunk: int
 
 
 def _shape_of(tokens: Any) -> tuple[int, int] | None:
-    """Rows and tokens of a prompt; None of what is none, which is refused elsewhere."""
+    """Rows and tokens of a prompt; None for anything else, which is refused elsewhere."""
     if isinstance(tokens, jax.Array | np.ndarray):
         return (tokens.shape[0], tokens.shape[1]) if tokens.ndim == 2 else None
     if isinstance(tokens, list | tuple) and tokens and all(isinstance(row, Sized) for row in tokens):

@@ -135,7 +135,7 @@ class Attention(nnx.Module):
     def step(self, x: Float[Array, "B T D"]) -> Float[Array, "B 1 D"]:
         """Reads one token of every row over the cache, which then holds it, too.
 
-        Rows for which the cache has no room give NaN, because a traced step cannot raise. Raises InputError
+        A row without a free slot gives NaN, because a traced step cannot raise. Raises InputError
         without a cache, and for more than one token.
         """
         cache = self.cache.get_value()

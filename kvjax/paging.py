@@ -17,9 +17,9 @@ from kvjax.protocols import View
 from kvjax.segments import encoded, take, whole_tiles
 from kvjax.writing import pad_slots
 
-# The largest page that is chosen, and of how many slots of a list one may be empty at its end.
+# The largest page that is chosen; of how many slots of a list one may be empty, in the last page.
 _LARGEST, _ONE_IN = 128, 64
-# Rows that a TPU's kernel copies at least: of numbers, of codes, and where slots have numbers beside them.
+# Least rows that a TPU kernel copies: of numbers, of codes, and where slots have scales or biases.
 _TILE, _TILE_OF_CODES, _LANES = 16, 32, 128
 
 
@@ -77,7 +77,7 @@ def build_group_pages(
 def _build_tier(
     gms: list[GroupMethod], views: list[View], tier: Tier, slots: int, page: int, pools: list[Pages]
 ) -> list[Paged]:
-    """One tier of every group in pages of `page` slots, of pools that are added to `pools`."""
+    """One tier of every group in pages of `page` slots; its pools are added to `pools`."""
     keep = gms[0].keep
     assert keep is not None
     sizes = [view.pos.shape[0] for view in views]
@@ -111,12 +111,13 @@ def list_slots(keep: Keep, slots: int, tokens: int) -> int:
 
 
 def page_of(gm: GroupMethod, slots: int, tokens: int) -> int:
-    """Slots of a page of lists that are chosen of `slots` of at most `tokens` tokens.
+    """Slots per page, for lists chosen out of `slots` slots of at most `tokens` tokens.
 
-    All but one slot of a page may be empty at the end of a list, in memory that is there. So a page is the
-    largest power of two of which these are within a 64th of what lists keep in the mean, or of a quarter of
-    their tokens where only scores say how many stay. On a TPU it has a tile at least, and the 128 slots that
-    its kernel asks for where they have scales, biases or phases, if lists keep four times as many.
+    In a list's last page, all but one slot may be empty and still take memory. So a page is the largest power
+    of two of which all but one slot are at most a 64th of what lists keep on average; where scores alone
+    decide how many stay, a quarter of their tokens stands for that average. On a TPU a page has at least one
+    tile, and where slots have scales, biases or phases the 128 slots that the kernel asks for, if lists
+    keep four times as many.
     """
     keep = gm.keep
     assert keep is not None

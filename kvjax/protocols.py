@@ -65,12 +65,11 @@ class Seen(NamedTuple):
     """What a score may look at besides the slots.
 
     observed: results of the observations it asked for, by their key (see `of`), and for a merge what rows
-    carry of it. mass: where a token's own
-    step evicts, the probability its query gave each slot [B, K, S], summed over a group's heads. length:
-    tokens seen, n: slots to keep per head, both [B]. layer: index in the stack. query: the current query of
-    such a step, rotated. weights: the layer's matrices by name, where the score asks for them
-    (`Word.weights`). fitted: as in `Inputs`, where a merge is asked. protect: the keep's patterns, which say
-    what stays whatever its score (`kvjax.words.spared`).
+    carry for it. mass: where a token's own step evicts, the probability its query gave each slot
+    [B, K, S], summed over a group's heads. length: tokens seen, n: slots to keep per head, both [B]. layer:
+    index in the stack. query: the current query of such a step, rotated. weights: the layer's matrices by
+    name, where the score asks for them (`Word.weights`). fitted: as in `Inputs`, where a merge is asked.
+    protect: the keep's patterns, which say what stays whatever its score (`kvjax.words.spared`).
     """
 
     observed: dict[str, Any]
@@ -129,9 +128,9 @@ class Carried(Observation, Protocol):
 
 @runtime_checkable
 class Meeting(Observation, Protocol):
-    """What slots get of new queries, computed from both; a call on `Inputs`, which has no slots, raises.
+    """What slots receive from new queries, computed from both; a call on `Inputs`, without slots, raises.
 
-    `by_layer`, where a word has it, says that `of` takes the layer's number in the stack as well.
+    `by_layer`, where a word has it, says that `of` takes the layer's index in the stack as well.
     """
 
     def of(

@@ -154,8 +154,8 @@ def step(
 ) -> tuple[Float[Array, "B V"], Cache]:
     """One token per row: logits [B, V], and a cache of the same structure that holds it.
 
-    append: rows where it is false store nothing, and ask their last token again; None stores all. A traced
-    step cannot raise: the logits of a row that is full are NaN, and it stores nothing, so `cache.next` stays.
+    append: rows where it is false store nothing, and ask their last token again; None stores all. A row
+    without a free slot stores nothing, `cache.next` stays and its logits are NaN: a traced step cannot raise.
     Give `prefill` room for all tokens of the loop. fitted: the arrays that a method was fitted with; () as
     long as no method has any.
 

@@ -1,6 +1,6 @@
-"""Which values a field may take: its annotation says it once, for Python, files and the shell alike.
+"""Ranges of fields, in their annotations alone: for Python, files and the command line alike.
 
-`clip: Annotated[float, Range(0, above=True)]` is all that a field says; `check_fields` reads it wherever the
+A field declares `clip: Annotated[float, Range(0, above=True)]`, and `check_fields` checks it wherever the
 dataclass is built.
 """
 
@@ -19,15 +19,15 @@ import numpy as np
 from kvjax.errors import InputError
 
 MOST = 2**31 - 1
-# What `read` gives for a value that an annotation does not allow.
+# `read` returns this for a value that an annotation does not allow.
 REFUSED = object()
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers from `least` to `most`, both included; odd, even: only such whole numbers.
+    """Numbers from `least` to `most`, both included. odd, even: only such whole numbers.
 
-    above, below: `least` or `most` itself is not among them.
+    above: `least` itself is excluded. below: `most` itself is.
     """
 
     least: float | int
@@ -74,9 +74,9 @@ class FieldError(InputError):
     """A field has a value that it does not allow; the message begins with the field's name."""
 
 
-# How many there are of what a model cannot do without.
+# A number of things of which there must be one.
 Count = Annotated[int, Range(1)]
-# How many there are of what may be missing, or a number that counts from 0.
+# A number of things that may be 0, or an index.
 Whole = Annotated[int, Range(0)]
 
 
@@ -108,10 +108,10 @@ def taken_apart(annotation: Any) -> Kind:
 
 
 def read(annotation: Any, value: Any) -> Any:
-    """The value as Python's own type, or `REFUSED`; "true" and "false" are read as truth values.
+    """The value as Python's own type, or `REFUSED`; "true" and "false" are read as bools.
 
     Lists become tuples, NumPy's scalars Python's, and a whole number a float where one is expected. Whole
-    numbers go to 2^31 - 1 unless a range says otherwise. Types that say nothing of values take all.
+    numbers go up to 2^31 - 1 unless a range says otherwise. Other types of annotation allow every value.
 
     >>> read(bool, "false"), read(tuple[int, int], [1, 2]), read(int, 3.5) is REFUSED
     (False, (1, 2), True)
@@ -228,7 +228,7 @@ def _words_of_tuple(kind: Kind) -> str:
 
 
 class _Field(NamedTuple):
-    """A field's name, its annotation, and that taken apart."""
+    """A field's name, its annotation, and the parts of the annotation."""
 
     name: str
     annotation: Any
@@ -248,7 +248,7 @@ def _fields(of: type, whole: Range | None) -> tuple[_Field, ...]:
 
 
 def _plainly_fits(kind: Kind, value: Any) -> bool:
-    """Whether a value is of the very type of its field and within its range: most are, and many are read."""
+    """A fast check: whether a value has exactly its field's type and is within its range, as most are."""
     if value is None:
         return kind.optional
     if type(value) is not kind.base or kind.base not in (int, float, bool, str):
@@ -261,8 +261,8 @@ def _plainly_fits(kind: Kind, value: Any) -> bool:
 def check_fields(instance: Any, prefix: str = "", whole: Range | None = None) -> None:
     """Reads every field of a frozen dataclass by its annotation, and keeps it in Python's own type.
 
-    prefix: what a user writes before a field's name. whole: the range of whole numbers without one of their
-    own. Raises FieldError that names the field, its value and what was expected.
+    prefix: what a user writes before a field's name. whole: the range of int fields that declare none.
+    Raises FieldError that names the field, its value and what was expected.
     """
     for name, annotation, kind in _fields(type(instance), whole):
         given = getattr(instance, name)

@@ -44,9 +44,9 @@ def _leaves(keep: Keep) -> bool:
 
 
 def check_chunks(config: Config | BlockConfig, tokens: int, several: bool) -> None:
-    """InputError where a text of `tokens` tokens turns otherwise when it is read in several chunks.
+    """InputError where a dynamic rotation (NTK) makes reading in several chunks differ from reading at once.
 
-    The keys of an earlier chunk would be turned as those of a shorter text are.
+    The keys of an earlier chunk would be rotated as those of a shorter text.
     """
     if not several or not isinstance(config, Config):
         return

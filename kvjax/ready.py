@@ -16,8 +16,8 @@ from kvjax.written import changed
 def ready(model: Model, method: Method) -> Method:
     """The method with what comes with kvjax for this model (`kvjax/fits`), where a word lacks its fit.
 
-    Raises InputError for a word that was fitted to another model. On what a method made of a model, that
-    method has the fit by which it was made.
+    Raises InputError for a word that was fitted to another model. For a model that a method made of another,
+    that method gets the fit by which the model was made.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -44,7 +44,7 @@ def ready(model: Model, method: Method) -> Method:
 
 
 def _as_made(by: Any, method: Method) -> Method:
-    """The method with the shipped fit of `by`, which made the model, where it lacks nothing else to be it."""
+    """The method with the shipped fit of `by`, which made the model, if they differ in the fit alone."""
     fitted, word = getattr(by, "fitted", None), method.make
     if fitted is None or type(word) is not type(by) or not lacks_fit(word):
         return method

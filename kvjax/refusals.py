@@ -276,10 +276,10 @@ def _of_tokens(pattern: Any) -> bool:
 def crowded(keep: Keep, tokens: int, row: str = "", halved: bool = True) -> str:
     """Why what must stay of a row of `tokens` tokens does not fit the budget; empty where it does.
 
-    row: what such a row is called. halved: a window of the newest tokens may take half of the budget, beyond
-    which a method chooses next to nothing by its scores.
+    row: what messages call such a row. halved: refuses a window of more than half of the budget, which leaves
+    too few slots to choose by scores.
 
-    Where slots leave at every step, the newest token needs a slot beside those that patterns protect.
+    Where every step evicts, the newest token needs a slot beside those that patterns protect.
     """
     n, newest = keep.budget.capacity(tokens), keep.when.in_steps
     # Layers of unequal budgets: the smallest must hold what is protected.
@@ -302,7 +302,7 @@ def crowded(keep: Keep, tokens: int, row: str = "", halved: bool = True) -> str:
 
 
 def _wide(keep: Keep, n: int, tokens: int, row: str) -> str:
-    """Why a window of so many newest tokens leaves too little of n slots; empty where it does not."""
+    """Why the window takes more than half of n slots; empty where it does not."""
     windows = [getattr(p, "tokens", 0) for p in keep.protect if getattr(p, "newest", False)]
     widest = max((w for w in windows if isinstance(w, int)), default=0)
     if n >= tokens or 2 * min(widest, tokens) <= max(n, 2):

@@ -101,10 +101,10 @@ def chosen(
 
 
 def scaled(how: Settings, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """Logits less the largest, over the temperature, so that none overflows at a temperature near 0."""
+    """(logits - their maximum) / temperature: none overflows at a temperature near 0."""
     wide = logits.astype(jnp.float32)
     largest = wide.max(-1, keepdims=True)
-    # What float32 rounds to 0 divides nothing.
+    # A temperature that float32 rounds to 0 would divide by 0.
     temperature = jnp.maximum(how.temperature, jnp.finfo(jnp.float32).tiny)
     return jnp.where(wide == largest, 0.0, (wide - largest) / temperature)
 

@@ -1,4 +1,4 @@
-"""Standard output and error as commands write to them: whatever they are, and whatever a text holds."""
+"""Standard output and error of commands: no character, and no closed stream, makes a write fail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-# What acts on a terminal instead of standing in a text: an escape may set its title, or write its clipboard.
+# Control characters: on a terminal, an escape sequence may set the title or write to the clipboard.
 _ACTS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
@@ -25,7 +25,7 @@ def escaped(text: str) -> str:
 def printable() -> Iterator[None]:
     """Standard output and error take every character: one that their encoding lacks is written as \\\\u2500.
 
-    One that is closed takes all and shows nothing.
+    A stream that is missing (None) is replaced by one that discards everything.
     """
     with contextlib.ExitStack() as stack:
         for name in ("stdout", "stderr"):
@@ -40,12 +40,12 @@ def printable() -> Iterator[None]:
 
 
 def _reconfigure(stream: Any, errors: str | None) -> None:
-    # It flushes, which a stream that is gone refuses.
+    # reconfigure flushes, which fails if the reader is gone.
     with contextlib.suppress(OSError, ValueError):
         stream.reconfigure(errors=errors)
 
 
 def silence(stream: Any) -> None:
-    """Sends what is still buffered nowhere: its reader is gone, and Python would fail to write it at exit."""
+    """Discards what is still buffered: the reader is gone, and Python would fail to write it at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

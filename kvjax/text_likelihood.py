@@ -33,10 +33,10 @@ PIECE = 128
 
 
 class Likelihood(NamedTuple):
-    """log p of every token behind the context, in nats, given all tokens before it.
+    """log p of every token after the context, in nats, given all tokens before it.
 
-    logprobs: NaN where nothing was scored, in the context and behind a row's end. tokens: how many of each
-    row were scored. bytes: those of their text in UTF-8, all rows together; None without a tokenizer.
+    logprobs: NaN where nothing was scored, in the context and after a row's end. tokens: how many of each
+    row were scored. bytes: UTF-8 bytes of their text, all rows together; None without a tokenizer.
     """
 
     logprobs: Float[np.ndarray, "B T"]
@@ -73,16 +73,16 @@ def likelihood(
 ) -> Likelihood:
     """How likely the model, with a past that a method compresses, finds the tokens of texts.
 
-    The first `context` tokens of every text are read as a prompt (1, unless it is given), and the others are
-    scored one after the other, each over the cache that the ones before it left, as in decoding. The first of
-    them is expected by the prompt's own pass, as generate's first token is.
+    The first `context` tokens of every text (1 by default) are read as a prompt. The others are scored one
+    after the other, each over the cache of all tokens before it, as in decoding; the first one by the logits
+    of the prompt, as in `generate`.
 
     texts: strings, or token ids as in `prefill` (with `lengths` where they are padded). chunk: read `chunk`
-    tokens of the context at a time, and compress again behind every `chunk` scored tokens, which a method
-    that acts at the ends of prompts does not do otherwise; then all texts have one length. implementation: as
+    tokens of the context at a time, and compress again after every `chunk` scored tokens, for methods that
+    act only at the ends of prompts; then all texts must have one length. implementation: as
     in `prefill`.
 
-    Raises InputError for what `prefill` refuses, for texts without a token behind the context, for strings
+    Raises InputError for what `prefill` refuses, for texts without a token after the context, for strings
     without a tokenizer, where a method acts at the ends of prompts and neither context nor chunk is given,
     and where logits are not numbers (NaN).
 
@@ -168,14 +168,14 @@ def _bytes(model: Model, batch: Batch, start: int) -> int | None:
     return sum(len(tokenizer.decode(row, skip_special_tokens=False).encode()) for row in rows)
 
 
-# --- behind the context -----------------------------------------------------------------------------------
+# --- after the context ------------------------------------------------------------------------------------
 
 
 def _scored(
     model: Model, method: Method, cache: Cache, batch: Batch, start: int, chunk: int | None,
     implementation: str | None,
 ) -> Float[np.ndarray, "B _"]:  # fmt: skip
-    """log p of every token behind the first scored one; what is behind a row's end means nothing."""
+    """log p of every token after the first scored one; values after a row's end mean nothing."""
     last, size, found = int(batch.lengths.max()) - 1, chunk or PIECE, []
     plain = not has_verbs(model)
     whole = decoding(model, method, implementation) if plain and chunk is None else None
@@ -208,7 +208,7 @@ def _stepped(
     one: Step, params: Params, cache: Cache, tokens: Int[Array, "B F"], append: Bool[Array, "B F"],
     targets: Int[Array, "B F"],
 ) -> tuple[Float[Array, "B F"], Cache]:  # fmt: skip
-    """log p of the targets behind tokens that are read one by one, and the cache that holds these."""
+    """log p of the targets, each after its token, read one by one, and the cache with these tokens."""
 
     def read(cache: Cache, given: tuple[Array, Array, Array]) -> tuple[Cache, Array]:
         token, append, target = given

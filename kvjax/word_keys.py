@@ -1,4 +1,4 @@
-"""The name under which arrays of a word lie in dicts: of observations, traces, merges, probes and codecs."""
+"""The key of a word in dicts of arrays: of observations, traces, merges, probes and codecs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 def key_of(word: Any) -> str:
-    """The word's repr; where some of its words are a user's, followed by the names of all their classes.
+    """The word's repr; if it contains a user's classes, followed by the names of all its classes.
 
-    Two classes can print alike. A string, unlike the word, can be sorted among the keys of a pytree and
-    written to a file, where the module of a method's file is named by that file.
+    Names distinguish classes that print alike; a class of a user's file is named with the file. A string,
+    unlike the word, can be sorted among the keys of a pytree and written to a file.
 
     >>> from kvjax.keep.observe import Queries
     >>> key_of(Queries(4))

@@ -62,7 +62,7 @@ def merges_prompts(merge: Any) -> bool:
 def merged(
     merge: Any, view: View, kept: Any, leaving: Any, seen: Any, carried: dict[str, Any]
 ) -> tuple[View, dict[str, Any]]:
-    """A view after a merge, of the same shapes as before, and what rows carry of it by its key."""
+    """A view after a merge, of the same shapes as before, and what rows carry for the merge, by its key."""
     rows = {}
     if isinstance(merge, CarryingMerge):
         rows = {key_of(merge): merge.carry(carried[key_of(merge)], view, kept, leaving, seen)}
@@ -83,7 +83,7 @@ def merged(
 def met(
     word: Meeting, q: Any, q_pos: Any, k: Any, pos: Any, layer: int | Int[Array, ""]
 ) -> Float[Array, "B K S"]:
-    """What slots get of new queries in a layer of this number in the stack."""
+    """What slots receive from new queries; layer: its index in the stack."""
     return word.of(q, q_pos, k, pos, **({"layer": layer} if getattr(word, "by_layer", False) else {}))
 
 

@@ -1,4 +1,4 @@
-"""A sentence as one would write it: words with what differs from their defaults, or names of methods."""
+"""A sentence as Python text: constructors with arguments that differ from defaults, or names of methods."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 from kvjax.errors import InputError
 from kvjax.fitted import Fitted
 
-# Parts of a sentence are called by their names; of other words, fields without a default are not.
+# These classes name all arguments; others give fields without a default by position.
 _NAMED = ("Method", "Keep", "Store")
 # Ids of sentences that no name builds.
 NAMELESS = ("custom", "decode")
-# What a sentence is called that was given no name.
+# Specs of sentences that were given no name.
 _UNSAID = (("custom", ()), ("full", ()))
 
 
 class _Call(NamedTuple):
-    """A word or a tuple before it is laid out: what opens it, its arguments, what closes it.
+    """A word or a tuple before line breaks: its opening text, its arguments, its closing text.
 
-    between: what stands between two arguments; of an operator, the operator.
+    between: the text between two arguments; for an operator, the operator.
     """
 
     start: str
@@ -50,9 +50,9 @@ def written(word: Any, columns: int = 100) -> str:
 
 
 def constructor(word: Any) -> str:
-    """The expression that makes a word and all that equality asks of it, in one line.
+    """The expression that makes an equal word, in one line.
 
-    Beside `written`, methods say there what they are called, where words and names tell different things.
+    Unlike `written`, it includes a method's `spec` where the words alone would give another one.
     """
     return _flat(_call(word, specs=True))
 

@@ -1,9 +1,9 @@
-"""A task of your own: which token came behind a marked one, somewhere in a text of random tokens?
+"""A task of your own: which token follows the marked one in a text of random tokens?
 
     kvjax compare --tasks docs/examples/own_task.py:behind --methods snapkv kvzip
 
 or, from Python, kvjax.compare(model, ["snapkv", "kvzip"], tasks=[behind]). Token ids need no tokenizer; a
-task may also return three texts, which the model's own then reads.
+task may also return three texts, which the model's tokenizer then encodes.
 """
 
 import numpy as np

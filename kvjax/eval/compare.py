@@ -54,7 +54,7 @@ SCHEMA = 2
 SAMPLES = 32
 # Batches whose seconds are measured, per cell and number of rows.
 TIMED = 3
-# What bytes are told in percent of.
+# The entry whose bytes are 100%.
 FULL = Entry("full", None, Method())
 # Cells that go through all batches before others do: a process holds the programs of so many. With all cells
 # on one batch after the other it would forget programs, and compile them again for every batch.
@@ -95,13 +95,13 @@ def compare(
     """Runs methods on the same questions and prints quality against measured bytes.
 
     Without `methods`, the well-known ones of every family run; "all" stands for every one that needs no fit.
-    Answers are asked from the compressed cache; full cache, random and sink+recent are there, too, unless
-    `baselines` is False, and then nothing is told of differences to the full cache. With
-    several `seeds`, `samples` contexts are drawn by each, and all of them count together. Writes
-    results.jsonl, metrics.json, frontier.png and report.html under `out`; with resume=True a killed run goes
-    on. mesh, rules: as of `kvjax.load`, where `model` is a name. scores: the report also shows what every
-    method scores and keeps of one prompt (`kvjax.scores`). On several hosts each runs a share of the methods,
-    unless they hold the model together; the first writes and prints.
+    Answers are asked from the compressed cache; full cache, random and sink+recent run, too, unless
+    `baselines` is False; then no differences to the full cache are reported. With several `seeds`, `samples`
+    contexts are drawn by each, and all of them count together. Writes results.jsonl, metrics.json,
+    frontier.png and report.html under `out`; with resume=True a killed run goes on. mesh, rules: as in
+    `kvjax.load`, where `model` is a name. scores: the report also shows what every method scores and keeps
+    of one prompt (`kvjax.scores`). On several hosts each runs a share of the methods, unless they hold the
+    model together; the first writes and prints.
     InputError, before any long work, for anything that cannot run.
 
     >>> found = compare(methods=["snapkv"], budgets=[0.25], samples=2, tasks=["get"])  # doctest: +SKIP

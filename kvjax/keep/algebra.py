@@ -161,7 +161,7 @@ class Standardised(Made):
 
 @dataclasses.dataclass(frozen=True)
 class Staged(Made):
-    """inf for the best slots by `first`, a share of the budget, and `rest` for all others; see `stage`."""
+    """inf for the best slots by `first`, as many as its share of the budget; `rest` for all others."""
 
     first: Score
     share: float
@@ -180,17 +180,17 @@ class Staged(Made):
             count = n * thousandths // 1000 - many
         else:
             count = jnp.maximum(n - many, 0) * thousandths // 1000
-        # What stays anyway takes no place among the best, whatever smoothing gives it.
+        # Protected slots are not among the best, whatever score smoothing gives them.
         first = jnp.where((view.pos < 0) | stay, -jnp.inf, scored(self.first, view, seen))
         return jnp.where(top(first, count), jnp.inf, scored(self.rest, view, seen))
 
 
 @dataclasses.dataclass(frozen=True)
 class StagedAcross(Made):
-    """1 for the slots of heads whose budgets `heads` shares out by the first stage's score, 0 for all others.
+    """1 for the slots that both stages choose within each head's budget, 0 for all others.
 
-    Within a head, both stages choose. Where as many slots as K heads have on average stay in a layer, they
-    are these (CriticalKV with Ada-KV's budgets, arXiv:2502.03805).
+    `heads` divides the layer's budget among heads by the first stage's score. If a layer then keeps its K n
+    best slots by this score, it keeps exactly these (CriticalKV with Ada-KV's budgets, arXiv:2502.03805).
     """
 
     stages: Staged
@@ -239,10 +239,10 @@ def standardised(score: Score) -> Standardised:
 
 
 def stage(first: Score, share: float, rest: Score, whole: bool = False) -> Staged:
-    """Two stages: a share of the budget is chosen by `first`, what is left of it by `rest`.
+    """Two stages: `first` chooses a share of the budget, `rest` chooses the remaining slots.
 
-    The share is of what the budget leaves beside protected slots; whole: of the whole budget, and protected
-    slots count in it. Raises ValueError for a share outside of [0, 1].
+    share: of the slots that the budget leaves beside protected ones. whole: `share` is of the whole budget
+    instead, and protected slots count in it. Raises ValueError for a share outside of [0, 1].
     """
     if not 0 <= share <= 1:
         raise ValueError(f"share must be a part of the budget from 0 to 1, got {share!r}")

@@ -191,12 +191,12 @@ class PerLayer:
 
     @property
     def poorest(self) -> str:
-        """Where the smallest share is, in words."""
+        """The smallest share, in words, for an error message."""
         given = [s for s in self.shares if s is not None]
         return f" in the layer of share {min(given)!r} of {self.shares!r}" if given else ""
 
     def mean(self, n: int) -> int:
-        """Slots that a head keeps in the mean of the layers that have a share."""
+        """Slots per head, the mean over the layers that have a share."""
         counts = [int(_part(s, n)) for s in self.shares if s is not None]
         return sum(counts) // max(len(counts), 1)
 
@@ -222,7 +222,7 @@ class Pyramid:
     "paper": every layer keeps `window` slots and a share of the rest. The last layer's share is
     (n - window) / beta, the first layer's as much above the mean as the last one's lies below it, but at most
     what the prompt has. Counts are rounded so that the stack keeps L * n. Prompts shorter than 2 (n - window)
-    tokens keep n in every layer, as in the authors' code.
+    tokens keep n slots in every layer, as in the authors' code.
     "kvpress": a layer's share includes the window, each layer is rounded alone, and all layers keep the mean
     where the smallest share would be less than the window. The mean is ratio * length before it is rounded
     down to n, which needs `budget`. If `beta` is a whole number, counts are exact at any length.

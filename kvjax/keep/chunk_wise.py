@@ -30,8 +30,8 @@ def check_tokens(word: str, tokens: object) -> None:
 class WithinChunks(Made):
     """Minus the share of a slot's chunk of `tokens` tokens that scores as high or higher.
 
-    So every chunk of a text keeps the same share of its slots, what the keep's patterns protect among them.
-    What is left by rounding goes to the first chunks.
+    So every chunk of a text keeps the same share of its slots, among them slots that the keep's patterns
+    protect. Slots that rounding leaves over go to the first chunks.
     """
 
     score: Score
@@ -55,8 +55,8 @@ class BlockByBlock(Made):
     """1 for what is left when slots are chosen block by block, 0 for all others.
 
     Of a head's first n slots and the next `tokens` the n best stay, of those and the next `tokens` again,
-    until the text ends. Each time the score sees the slots alone that are chosen among, and what the keep's
-    patterns protect in the end stays.
+    until the text ends. Each time the score sees only the candidates, and slots that the keep's patterns
+    protect at the end of the text always stay.
     """
 
     score: Score

@@ -22,8 +22,8 @@ class NoisyMass:
 
     z_ij is a draw of the standard Gumbel distribution, a new one for every query, key, head and layer, as in
     the authors' code; tau_i rises from `tau` to `tau_end` over the first `horizon` positions of a text
-    (Keyformer, arXiv:2403.09054, section 3). What was held before new tokens came, and these, have a softmax
-    each.
+    (Keyformer, arXiv:2403.09054, section 3). Slots that were held before have one softmax, new
+    tokens another.
     """
 
     tau: float = 1.0
@@ -37,7 +37,7 @@ class NoisyMass:
         self, q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], k: Float[Array, "B K S H"],
         pos: Int[Array, "B #K S"], layer: int | Int[Array, ""] = 0,
     ) -> Float[Array, "B K S"]:  # fmt: skip
-        """What new queries give slots, a strip of queries at a time."""
+        """Attention that slots receive from new queries, computed for a strip of queries at a time."""
         (b, n, t, h), (heads, slots) = q.shape, k.shape[1:3]
         pos = jnp.broadcast_to(pos, (b, heads, slots))
         keys, size = k.astype(jnp.float32), min(STRIP, t)
@@ -60,7 +60,7 @@ class NoisyMass:
     def draws(
         self, q_pos: Int[Array, "B T"], pos: Int[Array, "B K S"], heads: int, layer: int | Int[Array, ""] = 0
     ) -> Float[Array, "B N T S"]:
-        """z, by (seed, layer, head, query, key) alone: a row has the same ones alone and in a batch."""
+        """z by (seed, layer, head, query, key) alone, so that a row draws the same alone and in a batch."""
         of_layer = jax.random.fold_in(jax.random.key(self.seed, impl="threefry2x32"), layer)
         fold = jax.random.fold_in
 

@@ -113,10 +113,10 @@ class ByHits:
 class ByPrefix:
     """PrefixKV (arXiv:2412.03409): every layer keeps the same share of its importance.
 
-    A layer's heads share one score. Beside what is protected, which scores infinity, a layer keeps the fewest
-    slots whose scores come to the share p of all others', and p is the largest for which the stack keeps no
-    more than its L * n slots. What these leave goes to the layers one by one, the first ones first. A
-    negative score is of no importance.
+    A layer's heads share one score. Beside protected slots, which score infinity, a layer keeps the fewest
+    slots whose scores sum to the share p of all finite scores; p is the largest share for which the
+    stack keeps at most L * n slots. Slots that are left over go to the layers one by one, from the first. A
+    negative score counts as 0.
     """
 
     uniform = False

@@ -15,11 +15,12 @@ from kvjax.protocols import Observation, Seen, View
 
 @dataclasses.dataclass(frozen=True)
 class Lookback(Word):
-    """What a layer's last `last` queries give to tokens that are neither sinks nor recent, for all its slots.
+    """Attention of a layer's last `last` queries to tokens other than sinks and recent ones.
 
-    The first `sinks` and the newest `window` tokens are left out of it; the mean over queries and heads
-    (SimLayerKV, arXiv:2410.13846, whose lazy layers are those of a small number). before_each: the `window`
-    tokens before each query are left out in place of the newest ones, and a query's own token is not.
+    It excludes the first `sinks` and the newest `window` tokens, and is one number for all slots, the mean
+    over queries and heads
+    (SimLayerKV, arXiv:2410.13846, calls layers with a small value lazy). before_each: excludes the `window`
+    tokens before each query, its own token not among them, in place of the newest ones.
     """
 
     last: int = 1

@@ -18,21 +18,21 @@ from kvjax.protocols import Observation, Score, Seen, Trace, View
 from kvjax.word_keys import key_of
 from kvjax.words import scored
 
-# The score of what stays before all that is ranked; what patterns protect is infinite.
+# A score above all ranked slots; slots that patterns protect have infinity.
 STAYS = 1e30
 
 
 @dataclasses.dataclass(frozen=True)
 class CountedMerge:
-    """A slot that leaves joins the most similar one of those that take slots up, in the mean by counts.
+    """An evicted slot joins the most similar of the slots that take others up, as a mean weighted by counts.
 
-    Where the cosine of their keys is at least `threshold`, what meets in a slot, itself with it, becomes sum
-    n_i x_i / sum n_i for keys and values x, with n_i the tokens that slot i stands for, and `bonus` log sum
-    n_i is added to its logits; otherwise the slot is dropped. takers: the share of a head's budget that takes
-    slots up, at least one slot: those that have done so before, then those that received the least attention;
-    1 is all (ZeroMerge, arXiv:2503.10714; EMS, arXiv:2412.08521). newest: tokens that do not begin to take
-    slots up, as in `Recent`: few queries have seen them, so they have received the least attention of all.
-    fading: what an older query's attention counts for each newer query, where few take slots up.
+    Where the cosine of their keys is at least `threshold`, the keys and values x of a slot and of those that
+    join it become sum n_i x_i / sum n_i, with n_i the tokens that slot i stands for, and `bonus` log sum n_i
+    is added to its logits; otherwise the evicted slot is dropped. takers: the share of a head's budget whose
+    slots take others up, at least one slot: those that have done so before, then those that received the
+    least attention; 1 is all (ZeroMerge, arXiv:2503.10714; EMS, arXiv:2412.08521). newest: tokens that do not
+    begin to take slots up, as in `Recent`: few queries have seen them, so they received little attention.
+    fading: factor on accumulated attention at every newer query, where few slots take others up.
     largest: whether a slot that takes others up goes on with the largest received attention among them.
     """
 
@@ -49,7 +49,7 @@ class CountedMerge:
 
     @property
     def received(self) -> Trace:
-        """The attention by which takers are found: as it was received, or faded."""
+        """The accumulated attention that decides which slots take others up: plain, or faded."""
         return Received(Mass("sum")) if self.fading == 1 else Decayed(self.fading)
 
     @property
@@ -90,7 +90,7 @@ class CountedMerge:
 
 @dataclasses.dataclass(frozen=True)
 class Standing(Made):
-    """A score that is above all others where a slot stands for several tokens, so that it stays."""
+    """A score that is above all others for slots that stand for several tokens, so that they stay."""
 
     score: Score
 
@@ -109,8 +109,8 @@ def joined(
 ) -> View:  # fmt: skip
     """A view whose slots at `index` have joined those at `target` (S: none), by counts and weights.
 
-    The weights of the slots that take them up are 1; `bonus` times the log of how many tokens a slot stands
-    for is added to its logits.
+    `weight` is that of the joining slots; the others have weight 1. A slot that stands for w tokens has
+    `bonus` log w added to its logits.
     """
     add = jax.vmap(jax.vmap(lambda x, t, y: x.at[t].add(y, mode="drop")))
     votes = jnp.exp(biases(view) / bonus)

@@ -104,7 +104,7 @@ class ByProfile:
 
     Every head keeps `window` slots. Of the rest of its budget, m = n - window, it gives floor(m / beta) to a
     pool of the whole stack, which is shared in proportion to the profile. What a head cannot use of its
-    share, because the prompt is shorter, goes to the others, or is lost where `lost`; shares are then rounded
+    share, because the prompt is shorter, goes to the others, or to none if `lost`; shares are then rounded
     to the nearest number. beta is taken in thousandths.
     """
 

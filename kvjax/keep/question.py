@@ -1,4 +1,4 @@
-"""A question at a prompt's end, which judges all chunks that are read before it (FINCH, CItruS)."""
+"""A question at a prompt's end, by which slots of all chunks before it are scored (FINCH, CItruS)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Question(Probe):
         return Asked(q, q_pos, keys)
 
 
-# What the attention of a question's query counts for, by how many positions it sees.
+# What is subtracted from the number of positions that a query sees, itself included, to weigh its attention.
 WEIGHTS = {"visible": 0, "before": 1}
 
 
@@ -100,7 +100,7 @@ class QuestionAttention(Word):
 
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """How many tokens of every row are read at present."""
+    """How many tokens of every row the current chunk has."""
 
     def __call__(self, inputs: Inputs) -> Int[Array, "B"]:
         return (inputs.pos >= 0).sum(-1, dtype=jnp.int32)
@@ -108,9 +108,9 @@ class NewTokens:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkStays(Made):
-    """inf for the tokens of a chunk behind which the prompt goes on, and a score for all others.
+    """inf for the tokens of the current chunk while the prompt goes on after it, `score` for all others.
 
-    So where the budget holds the chunk (CItruS, arXiv:2406.12018); where it does not, the score ranks all.
+    If the chunk does not fit the budget, `score` ranks all slots (CItruS, arXiv:2406.12018).
     """
 
     score: Score
@@ -131,6 +131,6 @@ class ChunkStays(Made):
 
 
 def _ends(probe: Question, seen: Seen) -> Bool[Array, "B"]:
-    """The rows whose prompt ends with what was read: behind the others, the question is asked."""
+    """The rows whose prompt ends with the current chunk; for the others, the question is read after it."""
     asked = seen.observed.get(key_of(probe))
     return jnp.ones(seen.length.shape, bool) if asked is None else (asked.q_pos < 0).all(-1)

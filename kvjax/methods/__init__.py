@@ -62,7 +62,7 @@ def _info(id: str) -> MethodInfo:
 
 
 def info_of(id: str, built: Method, **known: Any) -> MethodInfo:
-    """What is known of a method, and what its sentence says of itself."""
+    """What `@paper` says of a method, with a description of its sentence."""
     keep = built.keep
     parts = ("make", "keep", "store", "read", "reread", "stack")
     verbs = [n for n in parts if getattr(built, n) is not None]

@@ -1,4 +1,4 @@
-"""What functions that make a method of others have in common: they take texts, and their methods have one."""
+"""A decorator for functions that make a method of others: they take texts, and the result prints as one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Function = TypeVar("Function", bound=Callable[..., Method])
 
 
 def around(*methods: str, several: str = "") -> Callable[[Function], Function]:
-    """Gives what a function makes a spec, by which it is built again, where its methods have one.
+    """Gives the methods that a function makes a spec that builds them again, if its arguments have one.
 
-    methods: the names of arguments that are methods; several: that of one that is a list of them. Both may be
-    given as texts.
+    methods: names of the arguments that are methods. several: name of the argument that is a list of methods.
+    Both may be given as texts.
 
     >>> import kvjax
     >>> half = kvjax.per_layer("snapkv(budget=0.5)", (1, 0.5))
@@ -59,7 +59,7 @@ def around(*methods: str, several: str = "") -> Callable[[Function], Function]:
 
 
 def _read(given: Any, several: bool) -> Any:
-    """Methods for their texts; what is neither is left to the function, which says what it wants."""
+    """Texts as methods; anything else is passed on, and the function refuses it if it must."""
     if several:
         return [_read(one, False) for one in given] if isinstance(given, list | tuple) else given
     return as_method(given) if isinstance(given, str) else given
@@ -79,7 +79,7 @@ def _spec(given: Any) -> tuple[Any, ...] | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as a text can say it."""
+    """A value in plain Python types, which a text can hold."""
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     return value.item() if isinstance(value, np.generic) else value

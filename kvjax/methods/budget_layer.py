@@ -56,7 +56,7 @@ def pyramidkv(
     """PyramidKV (Cai et al., 2024, arXiv:2406.02069), section 4: SnapKV scores, pyramidal layer budgets.
 
     Layer budgets fall linearly with depth around the mean `budget`; slots lie in one pool, so the bytes
-    are those of the sum. A prompt of fewer than 2 (budget - window) tokens keeps as much in every layer, as
+    are those of the sum. Of a prompt of fewer than 2 (budget - window) tokens every layer keeps `budget`, as
     in the authors' code. See `Pyramid` for the counts, which are rounded so that the stack keeps exactly its
     budget (the code rounds steps down), and `snapkv` for what the variants keep and cost.
     """
@@ -222,8 +222,8 @@ def simlayerkv(
     """SimLayerKV (Zhang et al., 2024, arXiv:2410.13846): lazy layers keep the ends of a prompt, others all.
 
     A layer is lazy where the last `last` queries give more than `threshold` of their attention, on average
-    over heads, to the first `sinks` and the newest `window` tokens; then these stay alone. How many slots
-    that leaves follows from the text. "last" asks the prompt's last token; it is the default, as in kvpress,
+    over heads, to the first `sinks` and the newest `window` tokens; then only these stay. How many slots the
+    cache has follows from the text. "last" asks the prompt's last token; it is the default, as in kvpress,
     because the form that the authors' code runs asks the first token that is written, which is not known
     here (Deviation). "prefill", the authors' form for prompts, asks the last 32 tokens about the first
     `sinks` and the window // 2 tokens before each of them, itself excluded. `last` replaces these numbers.

@@ -51,7 +51,7 @@ class Named(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What a function such as kvjax.per_layer makes of methods: its arguments, of which some are builders."""
+    """A call of a function such as kvjax.per_layer: its arguments, of which some are builders of methods."""
 
     function: str
     given: tuple[tuple[str, Any], ...]
@@ -98,7 +98,7 @@ class Made(NamedTuple):
 
 
 class Words(NamedTuple):
-    """A sentence in its words."""
+    """A sentence written as a constructor of its words."""
 
     text: str
 
@@ -140,7 +140,7 @@ class Builder:
         return " + ".join(part.label(True) for part in self.parts)
 
     def filled(self, defaults: Defaults) -> Builder:
-        """With hyper-parameters per method id for what the text leaves out."""
+        """The same text, with default hyper-parameters per method id where it gives none."""
         return dataclasses.replace(self, parts=tuple(part.filled(defaults) for part in self.parts))
 
     def __call__(self, budget: float | int | None = None) -> Method:
@@ -158,5 +158,5 @@ class Builder:
 
 
 def in_order(hyper: Mapping[str, Any]) -> Hyper:
-    """Hyper-parameters as a spec has them."""
+    """Hyper-parameters sorted by name, as specs hold them."""
     return tuple(sorted(hyper.items()))

@@ -77,13 +77,13 @@ def d2o(budget: Amount, *, recent: Share = 0.5, sinks: Tokens = 4, smoothing: Sh
 def cam(budget: Amount, *, recent: Share = 0.5, following: Window = 16, seed: Seed = 0) -> Method:
     """CaM (Zhang et al., ICML 2024): the value of an evicted token is shared out among those that follow it.
 
-    Heavy hitters and recent tokens stay as in H2O, and what leaves a prompt is dropped. While decoding,
-    `ValueMerge` merges the token that leaves at random, the likelier the more attention it received compared
-    with the `following` tokens; its key is dropped. As in the authors' streaming code (kv_cache_cam.py),
-    attention is accumulated and the next 16 tokens take up the value; that code evicts as StreamingLLM does,
-    so that the token in front of the recent ones leaves. The authors' other form (modify_llama_cam.py), which
-    compares the newest query's attention alone with its mean over all recent tokens and shares the value out
-    among 32, is not here.
+    Heavy hitters and recent tokens stay as in H2O, and slots evicted from a prompt are dropped. While
+    decoding, `ValueMerge` merges the evicted token at random, the likelier the more attention it received
+    compared with the `following` tokens; its key is dropped. As in the authors' streaming code
+    (kv_cache_cam.py), attention is accumulated and the next 16 tokens take up the value; that code evicts as
+    StreamingLLM does, so that the token in front of the recent ones leaves. The authors' other form
+    (modify_llama_cam.py), which compares the newest query's attention alone with its mean over all recent
+    tokens and shares the value out among 32, is not here.
     """
     keep = Keep(
         AccumulatedAttention(), Budget(budget), Uniform(), (Recent(recent),), when=STEP,
@@ -106,16 +106,17 @@ def zeromerge(
     fading: Annotated[float, Range(0.001, 1)] = 0.98,
     bonus: Annotated[float, Range(0.01, 10)] = 0.6,
 ) -> Method:
-    """ZeroMerge (Liu et al., 2025, arXiv:2503.10714): some slots stand for all that left, and count it.
+    """ZeroMerge (Liu et al., 2025, arXiv:2503.10714): some slots stand for all evicted ones, and count them.
 
     Heavy hitters and recent tokens stay as in H2O, by F[j] = sum_i fading^(t - i) p_ij. Of the budget,
-    `share` are slots that take up what leaves (at least one), each the tokens whose keys are most similar, as
-    a running mean; a slot that stands for w tokens has `bonus` log w on its logits, goes on with the largest
-    F of what it took up, and stays (`CountedMerge`). The defaults are those of the authors' experiments: one
-    such slot, a tail of 0.4 and a bonus of 0.6 (exam/exam_rouge.py), where the class itself has a tail of 0.1
-    and a bonus of 1; both fade by 0.98 with every query. Deviations: the residual slots are those of the
-    least attention among the heavy hitters when the first token leaves, where the authors' code pools runs of
-    a prompt's other tokens; similarity is that of directions, not the code's product of keys.
+    `share` are slots that take up evicted ones (at least one), each those with the most similar keys, as a
+    running mean; a slot that stands for w tokens has `bonus` log w added to its logits, keeps the largest F
+    of the slots that it took up, and stays (`CountedMerge`). The defaults are those of the authors'
+    experiments: one such slot, a tail of 0.4 and a bonus of 0.6 (exam/exam_rouge.py), where the class itself
+    has a tail of 0.1 and a bonus of 1; both fade by 0.98 with every query. Deviations: the residual slots are
+    those of the least attention among the heavy hitters when the first token is evicted, where the authors'
+    code pools runs of a prompt's other tokens; similarity is that of directions, not the code's product of
+    keys.
     """
     score = AccumulatedAttention() if fading == 1 else DecayedAttention(fading)
     merge = CountedMerge(takers=share, newest=recent, fading=fading, bonus=bonus, largest=True)

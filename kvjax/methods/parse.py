@@ -66,7 +66,7 @@ def method(id: object, **hyper: Any) -> Method:
 
 
 def as_method(given: object) -> Method:
-    """What a call was given as its method: one by its text, as it is, or None, which keeps everything.
+    """The method that a call was given: a Method, a text that names one, or None, which keeps everything.
 
     Raises InputError for anything else, ValueError for an id that is unknown or needs a budget.
 

@@ -96,11 +96,11 @@ def a2sf(
     """A2SF (Jo and Shin, 2024, arXiv:2407.20485), section 3: H2O's sums, in which older queries count less.
 
     F[j] = sum_i forgetting^(t - i) p_ij. With grouped queries, F sums over the heads of a group. "paper", the
-    default because it is the paper's: F counts the prompt and every decoded token, no newest tokens are set
-    apart, each step attends first, then drops the lowest, and forgetting is 0.2 (the authors' code at its
-    first commit, a4360f1). "prefill": the authors' code of today (00a617f), which selects once, at the end of
-    a prompt, always keeps the 16 newest tokens, and forgets by 0.95. `forgetting` and `newest` replace these
-    numbers.
+    default because it is the paper's: F counts the prompt and every decoded token, no newest tokens are
+    protected, each step attends first, then evicts the lowest, and forgetting is 0.2 (the authors' code at
+    its first commit, a4360f1). "prefill": the authors' code at 00a617f, which selects once, at the end of a
+    prompt, always keeps the 16 newest tokens, and has forgetting 0.95. `forgetting` and `newest` replace
+    these numbers.
     """
     rate, stay, when = pick(variant, paper=(0.2, 0, STEP), prefill=(0.95, 16, PREFILL_END))
     score = DecayedAttention(rate if forgetting is None else forgetting)
@@ -163,9 +163,9 @@ def morphkv(budget: Amount, *, window: Window = 32, fusion: Literal["sum", "max"
 def roco(budget: Amount, *, newest: Tokens = 10, sinks: Tokens = 4, steady: Share = 0.3) -> Method:
     """RoCo (Ren and Zhu, 2024, arXiv:2402.06262): the mean attention since a token came.
 
-    The lowest mean leaves, but not among the slots whose attention deviates most, which are a share `steady`
-    of the budget. To these count the newest tokens, whose means are of few queries (`newest` of them), and
-    the first `sinks`, as in the authors' code (EasyKV: its `temp_length`). Deviations: a prompt is cut once,
+    The lowest mean is evicted, but not among the slots whose attention deviates most, which are a share
+    `steady` of the budget. These include the `newest` tokens, whose means are of few queries, and the first
+    `sinks`, as in the authors' code (EasyKV: its `temp_length`). Deviations: a prompt is cut once,
     after all of it, where EasyKV reads n tokens and then evicts one for each further token; with a budget in
     slots, `prefill(..., chunk=1)` reads so, and counts all attention (its keep_attention). With grouped
     queries, the deviation is that of all heads of a group, where the code averages the heads first; the code

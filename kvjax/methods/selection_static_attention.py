@@ -95,11 +95,11 @@ def nacl(
 ) -> Method:
     """NACL (Chen et al., 2024, arXiv:2408.03675): some tokens stay by attention, some by chance.
 
-    score[j] is the attention that proxies, the last `window` queries, give in sum. The first `sinks` tokens
-    and the window stay. Of what the budget leaves beside them, the share `share` goes to the best by score,
+    score[j] is the summed attention of the proxies, which are the last `window` queries. The first `sinks`
+    tokens and the window stay. Of the other slots of the budget, the share `share` goes to the best by score,
     0.12 of 0.12 + 0.07 as in the authors' code; the rest is drawn without replacement from all others, with
-    chances softmax(score) (`Drawn`). Deviations: a proxy attends to no token behind it, where the code lets
-    all proxies see all of them; a group's heads have their mean; draws depend on `seed`, layer, head and
+    probabilities softmax(score) (`Drawn`). Deviations: a proxy attends to no token after it, where the code
+    lets all proxies see all of them; a group's heads have their mean; draws depend on `seed`, layer, head and
     position alone.
     """
     score = WindowAttention(window)

@@ -35,10 +35,10 @@ def l2compress(
     """L2-norm compression (Devoto et al., 2024, arXiv:2406.11430): keeps the keys of small norm.
 
     score[j] = -||k_j||_2; the first `skip_layers` layers stay whole (kvpress' Knorm: skip_layers=0).
-    "prompt", the default: what a prompt leaves is chosen once, at its end, as in the authors' README and in
-    kvpress. "steps": every further token lets the largest key go, as where the authors compress after every
-    forward pass (eval_lm_quick.py). Deviation: a budget is rounded down, as everywhere here; the authors'
-    code rounds it up, and compresses only what is longer than `prune_after` tokens.
+    "prompt", the default: slots are evicted once, at the end of a prompt, as in the authors' README and in
+    kvpress. "steps": every further token also evicts the largest key, as where the authors compress after
+    every forward pass (eval_lm_quick.py). Deviation: a budget is rounded down, as everywhere here; the
+    authors' code rounds it up, and compresses only what is longer than `prune_after` tokens.
     """
     when = pick(variant, prompt=PREFILL_END, steps=STEP)
     return Method(Keep(KeyNorm(), Budget(budget), Uniform(), skip_layers=skip_layers, when=when))

@@ -134,12 +134,12 @@ def laq(budget: Amount, *, ahead: Window = 8, window: Window = 8, kernel: Kernel
 def citrus(budget: Amount, *, question: Window = 32) -> Method:
     """CItruS (Bai et al., 2024, arXiv:2406.12018), one cache of both kinds: the instruction says what stays.
 
-    The last `question` tokens of a prompt are its instruction, which is read behind every chunk
-    (`prefill(..., chunk=)`) and forgotten. A layer keeps the chunk, where the budget holds it, and of all
-    before it the tokens of the largest attention of the instruction, the mean over its queries and the
-    layer's heads, one set for all heads; at the end of the prompt, the instruction in place of the chunk.
+    The last `question` tokens of a prompt are its instruction, which is read after every chunk
+    (`prefill(..., chunk=)`) and then dropped. A layer keeps the chunk, if the budget holds it, and of older
+    tokens those with the largest attention from the instruction, the mean over its queries and the layer's
+    heads: one set for all heads. At the end of the prompt, the instruction stays in place of the chunk.
     Kept keys are rotated by their ranks. This is the authors' `instruction_aware_single`. Deviations: the
-    instruction is read behind the chunk, where the code reads it behind what was kept before; the form with
+    instruction is read after the chunk, where the code reads it after the slots kept before; the form with
     two caches (`instruction_aware_double`), one for the text and one for the instruction, is left out.
     """
     probe = Question(question)

@@ -49,10 +49,10 @@ def from_file(name: str, /, **hyper: Any) -> Method:
 
 
 def from_given(given: Sequence[Own], name: str, /, **hyper: Any) -> Method:
-    """The method that "file.py:function" names, built by that function as the user gives it.
+    """The method that "file.py:function" names, built by the function of that name in `given`.
 
-    given: functions, and Python files; no other file is imported. The spec becomes that of where the function
-    is from. Raises InputError as `from_file`, and where the function is not among them.
+    given: functions and Python files; no other file is imported. The spec names the file that the function
+    came from. Raises InputError as `from_file` does, and if the function is not in `given`.
     """
     function = name.rpartition(":")[2]
     for one in given:
@@ -68,7 +68,7 @@ def from_given(given: Sequence[Own], name: str, /, **hyper: Any) -> Method:
 
 @contextlib.contextmanager
 def only_given(given: Iterable[Own]) -> Iterator[None]:
-    """In here no Python file is imported but those that are given, whatever text or file names one."""
+    """Within this context no Python file is imported but the given ones, whatever text or file names one."""
     before = _GIVEN.set(frozenset(os.path.realpath(one) for one in given if not callable(one)))
     try:
         yield

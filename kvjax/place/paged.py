@@ -52,8 +52,8 @@ def build_pages(
 ) -> tuple[tuple[Paged, ...], Pages]:
     """Moves the kept slots of some groups into pool `number`, in slot order; one Paged index per group.
 
-    pages: of the pool. slots: of a list at most; 0 for those of the views. shared: as in `Pages`; values are
-    then not stored.
+    pages: how many the pool has. slots: the most that a list has; 0 for as many as the views have. shared: as
+    in `Pages`; values are then not stored.
     """
     counts = jnp.concatenate([m.sum(-1, dtype=jnp.int32) for m in kept])
     need = -(-counts.reshape(-1) // page)
@@ -77,7 +77,7 @@ def build_pages(
     )
     # As wide for a small pool as for a large one: layers that are chosen among together must look alike.
     most = -(-(slots or max(m.shape[-1] for m in kept)) // page)
-    # The list after the last page has none of its own.
+    # An empty list after the last page has no page of its own.
     first = jnp.minimum(start, pages - 1)
     indices, at = [], 0
     for m in kept:

@@ -20,7 +20,7 @@ def counted(method: Any) -> bool:
 
 
 def trimmed(cache: Cache, bucket: Callable[[int], int]) -> Cache:
-    """The cache with pools of bucket(pages in use) pages, and lists of as many as the longest one's bucket.
+    """The cache with pools of bucket(pages in use) pages, and lists of bucket(pages of the longest) pages.
 
     bucket: a static size that holds a number, so that caches of similar texts share their programs. It reads
     the device once.

@@ -79,7 +79,7 @@ def layout(
     preset: of the rules, or "auto", which tries some. mesh: its axes in words, instead of the best ones.
     changed: logical axes that other mesh axes split than the preset says.
 
-    Layouts that leave weights whole, because a size does not divide, are taken where there is no other.
+    A layout that leaves weights whole, because a size does not divide, is taken only if there is no other.
 
     Raises InputError for unknown presets, and for rows, meshes and rules that do not go together.
     """

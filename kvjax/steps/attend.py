@@ -320,9 +320,9 @@ def met_by(
     gm: GroupMethod, past: Past, q: Float[Array, "B N 1 H"], at: Int[Array, "B"], pools: tuple[Pages, ...],
     received: tuple[Received, ...], number: int | Int[Array, ""],
 ) -> tuple[Received, ...]:  # fmt: skip
-    """What slots received, and what is computed of the query and slots of which something is remembered.
+    """Attention that slots received, and traces that are computed from the query and the slots.
 
-    number: the layer's in the stack.
+    number: the layer's index in the stack.
     """
     if not gm.meetings:
         return received

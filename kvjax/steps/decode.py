@@ -54,8 +54,7 @@ def step_fn(
     """One token per row, or the vector in its place: append it, attend, evict.
 
     Rows with append=False store nothing: they ask `token` again at the position of their last token, over
-    the cache as it is. A row that has no slot for its token keeps its slots as they are, and its logits are
-    NaN.
+    the cache as it is. A row without a free slot stores nothing, and its logits are NaN.
     """
     x, new = step_hidden(run, params, cache, token, append)
     return pinned_to(unembed(params, x, run.config), run.on_mesh, "batch", "vocab"), new

@@ -29,7 +29,7 @@ def remembered(
 def hidden(
     gm: GroupMethod, inputs: Inputs, sets: Sequence[Keys], traces: Sequence[dict[str, Any]]
 ) -> tuple[list[Keys], list[dict[str, Int[Array, "B K S"]]]]:
-    """(sets of keys, the new ones last, as new tokens see them; since when slots are hidden, by its key).
+    """(sets of keys as new tokens see them, the new ones last; per set, since when slots are hidden).
 
     traces: what is remembered of the slots of every set but the last.
     """

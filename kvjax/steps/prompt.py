@@ -71,7 +71,7 @@ def _state(gm: GroupMethod, new: dict[str, Array], more: int = 0) -> GroupState:
 
 
 def _carried_by_merge(gm: GroupMethod, past: GroupState, view: View) -> dict[str, Any]:
-    """What rows carry of the keep's merge, by its key [Lg, B, ...]; nothing where it carries nothing."""
+    """What rows carry for the keep's merge, by its key [Lg, B, ...]; {} if it carries nothing."""
     if gm.merge is None:
         return {}
     name, layers = key_of(gm.merge), view.pos.shape[0]

@@ -93,7 +93,7 @@ class Affine:
         if self.clip < 1:
             low, high = self.clip * low, self.clip * high
         zero = _below(low)
-        # Beyond float16's numbers a zero is far from the smallest one, and the range starts there.
+        # Beyond float16 the rounded zero may lie far below the smallest number: the range starts at it.
         start = jnp.where(jnp.abs(low) < 65520.0, low, of_short(zero))
         scale = short((high - start) / (2**self.bits - 1), outward=True)
         # A constant group has scale 0: every code 0, value zero.
@@ -170,7 +170,7 @@ class Affine:
 
 
 def _below(low: Float[Array, "*b"]) -> UInt32[Array, "*b"]:
-    """Short numbers next to `low`, none above it where float16 ends."""
+    """`low` as short numbers, rounded down beyond float16's range."""
     return jnp.where(low < 0, short(low, outward=True), short(low, outward=False))
 
 

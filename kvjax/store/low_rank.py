@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from kvjax.store.rotate import orthogonal
 
-# By how much A is larger and B smaller in memory; a power of two rounds nothing.
+# A is stored times this, B divided by it; a power of two rounds nothing.
 _SHARE = 64.0
 
 
@@ -19,8 +19,8 @@ _SHARE = 64.0
 class LowRank:
     """x ~ A B' of rank `rank`, for every `tokens` tokens of a head: the part that its channels share.
 
-    A power iteration of `turns` turns from a fixed start finds A = orth(x B), B = x' A (arXiv:2403.05527,
-    section 3, SVDSolver); more turns come closer to the best matrix of that rank. Stored in float16: 64 A as
+    `turns` steps of power iteration from a fixed start find A = orth(x B), B = x' A (arXiv:2403.05527,
+    section 3, SVDSolver); more steps come closer to the best matrix of that rank. Stored in float16: 64 A as
     "tokens" [*b, S, r], B / 64 as "channels" [*b, S / tokens * r, H], with r = min(rank, tokens, H): columns
     of A have length 1, those of B may be long. Raises ValueError where a number is below 1.
 
@@ -70,7 +70,7 @@ class LowRank:
             tokens = _orthonormal(_product(blocks, channels))
             channels = _product(jnp.swapaxes(blocks, -1, -2), tokens)
         turned = jnp.swapaxes(channels, -1, -2)
-        # The product is the same, and B holds numbers of up to 4e6.
+        # The product is the same, and float16 holds entries of B up to 4e6.
         return {
             "tokens": jnp.multiply(tokens, _SHARE).astype(jnp.float16).reshape(*batch, s, r),
             "channels": (turned / _SHARE).astype(jnp.float16).reshape(*batch, -1, h),

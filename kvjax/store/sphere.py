@@ -20,7 +20,7 @@ from kvjax.store.codebooks import sphere_codebook
 from kvjax.store.rotate import SKETCH, constant, draw
 from kvjax.stored import Span, times
 
-# What a length beyond float16's numbers is divided by, and marked by its sign.
+# A length beyond float16's range is stored divided by this, with a minus sign.
 _FAR = 2.0**16
 
 

@@ -130,7 +130,7 @@ def train(
 
 
 def _left_out(source: Source) -> str:
-    """How many texts say nothing, in words; "" where all say something."""
+    """How many texts are empty, in words; "" where none is."""
     texts = source.texts if isinstance(source, Stream) else None
     if not isinstance(texts, Column | Files) or not texts.empty:
         return ""

@@ -27,7 +27,7 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclasses.dataclass
 class Place:
-    """How far a stream has read: readings of all texts, texts begun in this one, used tokens of the last."""
+    """How far a stream has read: full readings, texts begun in this one, used tokens of the last text."""
 
     reading: int = 0
     text: int = 0
@@ -50,7 +50,7 @@ class Stream:
     """Texts without end, shuffled anew for every reading, cut into rows of a length and one more token.
 
     The order is a function of (seed, reading), so a `Place` says all that a restart needs. A row's last token
-    is only a target, and the next row starts with it. A row's work grows with its length, not with a text's.
+    is only a target, and the next row starts with it. A row costs work in its own length, not in its text's.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Stream:
         self.held_out, self.segments, self.seed = held_out, segments, seed
         self.place = place or Place()
         self._order: tuple[int, np.ndarray] | None = None
-        # The tokens of the text that was begun last, and which one that is.
+        # The text that was begun last, as (reading, number), and its tokens.
         self._begun: tuple[tuple[int, int], np.ndarray] | None = None
 
     def next(self, rows: int, length: int) -> Rows:
-        """The next rows; the place moves behind them."""
+        """The next rows; the place then is after them."""
         tokens = np.stack([self._row(length) for _ in range(rows)])
         return cut(tokens, self.end, self.segments)
 
@@ -86,7 +86,7 @@ class Stream:
         return np.concatenate(pieces)
 
     def _rest(self) -> Int[np.ndarray, "_"]:
-        """What no row has begun with yet of the text that was begun last."""
+        """The unused tokens of the text that was begun last."""
         place = self.place
         if not place.text:
             return np.zeros(0, np.int32)
@@ -96,7 +96,7 @@ class Stream:
         return self._begun[1][place.used :]
 
     def _encoded(self, text: str) -> Int[np.ndarray, "_"]:
-        """The tokens of the text that the place says was begun last."""
+        """The tokens of a text, which becomes the one that was begun last."""
         tokens = np.asarray([*self.encode(text), self.end], np.int32)
         self._begun = (self.place.reading, self.place.text), tokens
         return tokens

@@ -24,7 +24,7 @@ FROM_FILES = ("text", "json", "parquet")
 OF_WORDS = ("recall", "pairs")
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 Share = Annotated[float, Range(0, 1)]
-# A moving mean that forgets nothing never starts.
+# A moving mean with decay 1 would stay at its start.
 Decay = Annotated[float, Range(0, 1, below=True)]
 Weight = Annotated[float, Range(0)]
 
@@ -98,7 +98,7 @@ class Optimiser:
     floor: Share = 0.1
     b1: Decay = 0.9
     b2: Decay = 0.95
-    # Less is 0 in float32, and a weight without a gradient would be divided by it.
+    # A smaller one is 0 in float32, by which the update of a weight without a gradient would be divided.
     eps: Annotated[float, Range(1e-30)] = 1e-8
     weight_decay: Weight = 0.1
     clip: Annotated[float, Range(0, above=True)] = 1.0

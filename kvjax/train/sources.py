@@ -103,7 +103,7 @@ def source_of(
 
     def encode(text: str) -> Sequence[int]:
         if data.tokenizer == "bytes" and END not in text:
-            return text.encode()  # what the tokenizer gives, a hundred times as fast
+            return text.encode()  # equals the tokenizer's ids, a hundred times as fast
         try:
             return words.tokenizer.encode(text, add_special_tokens=False).ids
         except Exception as error:  # tokenizers raise no class of their own
@@ -112,7 +112,7 @@ def source_of(
                 "language, which for recall-tiny are those of data.kind='recall'"
             ) from error
 
-    encode(texts[0][:4096])  # what cannot be read is refused at once
+    encode(texts[0][:4096])  # a text that the tokenizer cannot read is refused now
     held = held_out_rows(
         texts, encode, words.end, loop.length, loop.evaluate_rows, share=data.held_out, segments=segments
     )

@@ -288,7 +288,7 @@ def make_step(
 def fault(
     params: Params, parts: Parts, config: Config | BlockConfig, loop: Loop, beside: Beside = ALONE
 ) -> str:
-    """What is no number first, in words: the output of a layer, the logits, a gradient, or a weight."""
+    """The first array with NaN or inf, in words: a layer's output, the logits, a gradient or a weight."""
     beside = beside._replace(teacher=None)
     for a in range(parts.tokens.shape[0]):
         part = jax.tree.map(lambda x, a=a: x[a], parts)

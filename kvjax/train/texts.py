@@ -31,7 +31,7 @@ class Texts(Protocol):
 
 
 class Column:
-    """The texts of one column of a data set, without byte order marks; empty: how many others say nothing."""
+    """The texts of one column of a data set, without byte order marks. empty: how many rows are left out."""
 
     def __init__(self, dataset: Any, name: str):
         self.dataset, self.name = dataset, name
@@ -46,7 +46,7 @@ class Column:
 
 
 class Files:
-    """Files of UTF-8 text, read when they are asked for; empty: how many others hold nothing."""
+    """Files of UTF-8 text, read when they are asked for. empty: how many files are left out."""
 
     def __init__(self, paths: Sequence[Path], empty: int = 0):
         self.paths, self.empty = paths, empty

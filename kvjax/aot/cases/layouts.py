@@ -85,7 +85,7 @@ RUNS = _fitted(
     },
 )  # fmt: skip
 HALF: dict[str, Any] = dict(budget=0.5)
-# As long as a kernel may ask for.
+# The longest page that a kernel may ask for.
 PAGED: dict[str, Any] = HALF | dict(page=128)
 SENTENCES = {
     "full": _one("full"),

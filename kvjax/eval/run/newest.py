@@ -15,9 +15,9 @@ from kvjax.suits import check_budget
 
 
 def keeping_newest(method: Method, tokens: int) -> Method:
-    """The method with the newest `tokens` tokens of a prompt among those that stay; they count in its budget.
+    """The method, changed to keep the newest `tokens` tokens of a prompt, too; they count in its budget.
 
-    Memory tokens stand for all tokens that they read but the last, and keep none of them.
+    Methods that keep memory tokens in place of the text are not changed.
     """
     if method.layers:
         return dataclasses.replace(method, layers=tuple(keeping_newest(one, tokens) for one in method.layers))
@@ -42,19 +42,19 @@ def _protecting(keep: Keep, tokens: int) -> Keep:
 
 
 def _at_least(word: object, field: str, tokens: int) -> object:
-    """A word with at least so many tokens in a field, where it has that."""
+    """The word with a field of at least `tokens`, if it has this field."""
     if word is None or getattr(word, field, tokens) >= tokens:
         return word
     return dataclasses.replace(word, **{field: tokens})  # type: ignore[type-var]
 
 
 def newest_of(protocol: str, rows: Iterable[Sequence[Sample]]) -> int:
-    """How many of a prompt's newest tokens stay: the longest question where that stays, else the last one."""
+    """How many newest tokens stay: as many as the longest question where questions stay, else 1."""
     return max((len(row[0].question) for row in rows), default=1) if protocol in STAYS else 1
 
 
 def check_newest(entry: Entry, protocol: str, newest: int, lengths: Iterable[int]) -> None:
-    """InputError where a method's budget does not hold what must stay of prompts of such lengths."""
+    """InputError where the budget is less than the tokens that must stay of prompts of these lengths."""
     lengths = list(lengths)
     check_budget(keeping_newest(entry.method, 1), lengths)
     try:

@@ -20,15 +20,15 @@ from kvjax.eval.tasks.sample import LENGTH, ForcedSample, Graded, Sample
 from kvjax.methods.user import load_function
 from kvjax.models.model import Model
 
-# (generator, most tokens of context and question) to (context, question, answer).
+# (random generator, most tokens of context and question together) -> (context, question, answer).
 Task = Callable[[np.random.Generator, int], tuple[Any, Any, Any]]
-# How sources of functions begin, whose questions are drawn anew under every seed.
+# Prefix of a source that is a function: its questions are drawn anew for every seed.
 DRAWN = "function "
 
 
 @dataclasses.dataclass(frozen=True)
 class Functions:
-    """The questions of functions, by the function's name. Answers are forced and scored by exact match."""
+    """Questions that functions draw, by the function's name. Answers are forced and scored by exact match."""
 
     functions: Mapping[str, Task]
     model: Model

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from kvjax.eval.tasks.sample import Sample
 
 PROTOCOLS = ("agnostic", "aware", "aware-unprotected", "multi-turn")
-# Those whose prompts end with the question, and of these, those in which it stays.
+# Protocols whose prompts end with the question; of these, protocols in which the question stays.
 ASKED_FIRST, STAYS = ("aware", "aware-unprotected"), ("aware",)
 
 

@@ -105,10 +105,10 @@ _FIRST = 143 << 6  # the exponent and the first six bits of 2^16
 
 
 def short(x: Float[Array, "*b"], outward: bool | None = None) -> UInt32[Array, "*b"]:
-    """The 16 bits of a short number: a float16, whose infinities and NaN are numbers up to 2^32 instead.
+    """The 16 bits of a short number: float16, but codes of inf and NaN are numbers up to 2^32 instead.
 
-    outward: whether a number beyond float16's, which has six bits of a fraction, is rounded away from 0 or
-    towards it; to the nearest where it is None. What is beyond `LARGEST_SHORT` is not a number.
+    Numbers beyond float16's range have six bits of fraction. outward: these are rounded away from 0 (True),
+    towards 0 (False) or to the nearest (None). Beyond `LARGEST_SHORT` the result is NaN.
 
     >>> [float(of_short(short(jnp.float32(x)))) for x in (0.1, -65504.0, -100000.0, 1e6)]
     [0.0999755859375, -65504.0, -100352.0, 999424.0]
