@@ -93,7 +93,7 @@ def write_named(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def check_unwritten(path: str | os.PathLike[str], overwrite: bool = False) -> None:
-    """InputError where `path` holds what was not asked to be replaced, or cannot be written."""
+    """InputError where `path` exists and must not be replaced, or cannot be written."""
     if not overwrite and os.path.lexists(path):
         raise InputError(f"{path} exists and is not replaced unasked: give another path, or add --overwrite")
     folder = next(one for one in Path(path).absolute().parents if one.exists())
@@ -115,9 +115,10 @@ def check_kind(path: str | os.PathLike[str], kind: str) -> None:
 
 
 def hold(folder: str | os.PathLike[str]) -> FileLock:
-    """Keeps a folder for one run, until the lock is released or the process ends.
+    """Locks a folder for one run, until the lock is released or the process ends.
 
-    It is made where there is none. Raises InputError where another run holds it, and where it cannot be made.
+    The folder is made if it does not exist. Raises InputError where another run holds it, and where it cannot
+    be made.
     """
     lock = FileLock(Path(folder) / ".lock")
     try:

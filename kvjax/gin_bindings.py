@@ -1,4 +1,4 @@
-"""What *.gin files say to the library: hyper-parameters of methods, and the settings of a training run.
+"""Reads *.gin files: hyper-parameters of methods, and the settings of a training run.
 
 Values are read before anything is traced; nothing called under jit is configured by a file.
 """

@@ -1,6 +1,6 @@
 """Reads *.gin files privately: literals, macros, includes and bindings of known sections, and nothing else.
 
-Only gin's parser is used: a file imports and calls nothing, and what a program around us has bound stays.
+Only gin's parser is used: a file imports and calls nothing, and gin's own bindings in the program stay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gin import config_parser
 
 from kvjax.errors import InputError
 
-# What a written file stays far below; a crafted one would take memory or time.
+# Far above what any real file needs; without limits, a crafted one could take all memory or time.
 _BYTES, _FILES, _VALUES = 1_000_000, 64, 100_000
 
 
@@ -53,9 +53,9 @@ def read_bindings(
     """What a file and those that it includes bind, by section and name; later bindings win.
 
     An included file is looked up beside the one that includes it, in the current folder and in `folders`; it
-    must lie in one of these or in the folder of `path`. form: what may be written, for messages.
+    must lie in one of these or in the folder of `path`. form: the allowed form, for messages.
 
-    Raises InputError, with file and line, for whatever else stands there.
+    Raises InputError, with file and line, for anything else in the file.
     """
     reader = _Reader([path.parent, Path.cwd(), *folders], form)
     found: dict[str, dict[str, Binding]] = {name: {} for name in sections}
@@ -79,7 +79,7 @@ def read_bindings(
 
 
 def unknown_section(section: str, known: Iterable[str]) -> str:
-    """What to say of a section that there is not, with the nearest that there is."""
+    """The message for an unknown section, with the nearest known one."""
     near = difflib.get_close_matches(section, list(known), 1)
     return f"unknown section {section!r}: " + (
         f"did you mean {near[0]}?" if near else f"expected {', '.join(known)}"
@@ -175,7 +175,7 @@ def _references(value: Any) -> Iterator[str]:
 
 
 class _Macros:
-    """Puts values in the places of macros."""
+    """Replaces macros by their values."""
 
     def __init__(self, bound: dict[str, Binding]):
         self.bound = bound
@@ -210,6 +210,6 @@ class _Macros:
 
 
 def _plainly(message: str | None) -> str:
-    """The first line of a message, without addresses in memory and its own full stop."""
+    """The first line of a message, without memory addresses and without its full stop."""
     first = (message or "cannot be read").splitlines()[0]
     return re.sub(r"<ast\.(\w+) object at 0x\w+>", "a name", first).removesuffix(".")

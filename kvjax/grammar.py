@@ -97,8 +97,8 @@ class Keep:
     (`kvjax.phase`). probe: extra tokens whose queries feed the scores. lower: slots that leave are not
     dropped but stored so, in a second tier. narrow: which tokens of a prompt the upper layers see
     (`kvjax.keep.narrow`). reuse: so many layers in a row keep what the first of them chooses. restore:
-    learned tokens that read a prompt before slots of it leave, and stay (`kvjax.keep.restore`). page: slots
-    of a page where heads have unequal budgets; None for as many as the length of lists suits
+    learned tokens that read a prompt before slots of it are evicted, and stay (`kvjax.keep.restore`). page:
+    slots per page where heads have unequal budgets; None chooses it by the length of lists
     (`kvjax.paging.page_of`).
     """
 

@@ -152,8 +152,8 @@ def prefill(
     can run.
 
     InputError for token ids outside the vocabulary, empty or too long prompts, a foreign cache, or one of
-    another number of rows, a `room` beyond the model's positions, logits or scores that are no numbers, or a
-    chunk= of a text so long that a dynamic rotation (NTK) turns it by its length;
+    another number of rows, a `room` beyond the model's positions, logits or scores that are no numbers, or
+    chunk= for a text so long that a dynamic rotation (NTK) depends on its length;
     NotImplementedError where a forced kernel cannot run.
 
     >>> import kvjax

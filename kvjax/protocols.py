@@ -208,14 +208,14 @@ class Score(Protocol):
 
 @runtime_checkable
 class Merge(Protocol):
-    """What becomes of slots that leave: the kept ones may take them up.
+    """What becomes of evicted slots: the kept ones may take them up.
 
     `writes`, where a word has it, names what it changes of the kept slots: some of "k", "v", "bias" and
     "traces"; else the first three. Where it writes biases, every slot has one. `traces`, where a word has
     them, names what it asks of slots (`View.of`), which the score must remember. `one_by_one` says that it
-    can act after a token by whose threshold one slot leaves each list. `ordered` says that it asks which
+    can act after a token whose threshold evicts one slot of each list. `ordered` says that it asks which
     slots are neighbours, so that it must see them in position order: no token's own step evicts with it.
-    `at_prompts` is False of a word that merges what leaves while decoding alone: what leaves a prompt is then
+    `at_prompts` is False for a word that merges only while decoding: slots evicted from a prompt are then
     dropped.
     """
 

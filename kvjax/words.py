@@ -55,7 +55,7 @@ def written(merge: Any) -> tuple[str, ...]:
 
 
 def merges_prompts(merge: Any) -> bool:
-    """Whether a merge takes up what leaves a prompt, and not only what leaves while decoding."""
+    """Whether a merge takes up slots evicted from a prompt, and not only those evicted while decoding."""
     return merge is not None and getattr(merge, "at_prompts", True)
 
 

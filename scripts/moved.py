@@ -1,4 +1,4 @@
-"""Methods that compute something else than when the leaderboard's data was measured, and what changed."""
+"""Methods that changed after the leaderboard's data was measured, and what changed."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class Decoding:
     def _new(self, text: str) -> str:
         if len(text) < len(self.shown):
             return ""
-        # What was shown cannot be taken back where a decoder reads it otherwise now.
+        # Text that was shown cannot be changed, even if the decoder now reads it differently.
         new = text[len(os.path.commonprefix([text, self.shown])) :]
         self.shown = text
         return new

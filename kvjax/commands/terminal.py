@@ -16,7 +16,7 @@ __all__ = ["BOX", "console", "pairs", "print_part", "print_text", "size", "track
 
 
 def print_part(text: str) -> None:
-    """Writes a piece of a text to standard output, at once, and what would act on a terminal escaped."""
+    """Writes a piece of text to standard output at once, with control characters escaped."""
     sys.stdout.write(escaped(text))
     sys.stdout.flush()
 

@@ -91,11 +91,11 @@ def criticalkv(
 
     A share `first` of the budget goes to the window and to the largest attention of older tokens, the rest to
     the largest (attention + epsilon) ||W_O v_j||_1, which bounds how far the layer's output moves; with
-    grouped queries the norm is the mean over the group's heads. That the window counts in the first stage is
-    how the authors' code (DefensiveKV) reads the budget: where it fills that stage, the norms choose all
-    older tokens. "grouped", the default, sums and smooths as SnapKV does, "kvpress" as the authors' code,
-    whose presses are kvpress's. across_heads: Ada-KV's budgets by the attention alone (`adakv`, with the
-    variant's name for its own), and both stages within them, as the authors do.
+    grouped queries the norm is the mean over the group's heads. As in the authors' code (DefensiveKV), the
+    window counts in the first stage: where it fills that stage, the second one chooses all older tokens.
+    "grouped", the default, sums and smooths as SnapKV does, "kvpress" as the authors' code, whose presses are
+    kvpress's. across_heads: heads' budgets are Ada-KV's, by attention alone, and both stages choose within
+    them, as in the authors' code.
     """
     attention = window_score(window, kernel, variant)
     score = stage(attention, first, (attention + epsilon) * OutputNorm(), whole=True)
@@ -126,11 +126,11 @@ def headkv(
 
     A head keeps the window, a base, and a share of a pool of the whole stack in proportion to how much it
     retrieves of what answers need (see `ByProfile`); 1 / beta of the budget is in the pool. Within a head,
-    SnapKV's scores choose. fitted: the profile, as `kvjax fit headkv` writes it. What a head's share exceeds
-    the prompt by goes to other heads in "shared", the default because the stack then keeps its whole budget;
-    in "paper", as in the authors' code, it is lost, so that a steep profile keeps much less. Deviation:
-    budgets are those of KV heads, whose query heads are averaged in profile and score; the authors' code
-    selects for every query head.
+    SnapKV's scores choose. fitted: the profile, as `kvjax fit headkv` writes it. If a head's share exceeds
+    the prompt, the excess goes to other heads in "shared", the default because the stack then keeps its whole
+    budget; in "paper", as in the authors' code, it is lost, so that a steep profile keeps much less.
+    Deviation: budgets are those of KV heads, whose query heads are averaged in profile and score; the
+    authors' code selects for every query head.
     """
     lost = pick(variant, shared=False, paper=True)
     keep = Keep(

@@ -66,8 +66,8 @@ def constructed(text: str) -> Method:
 def constructor_of(method: Method) -> str:
     """The text from which `constructed` makes the method again.
 
-    Raises InputError where it has words of a user's own, arrays that were fitted and lie in no file, or
-    values that no text says.
+    Raises InputError where it has words of a user's own, fitted arrays that are in no file, or values that
+    cannot be written as text.
     """
     text = constructor(method)
     try:

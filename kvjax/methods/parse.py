@@ -33,9 +33,9 @@ from kvjax.methods.user import from_file
 def method(id: object, **hyper: Any) -> Method:
     """The method that a text names; equal arguments give the same object.
 
-    id: a method with its hyper-parameters behind it, `snapkv`, or with them in brackets; a chain,
+    id: the id of a method, `snapkv`, with hyper-parameters as keywords or in brackets; a chain,
     `snapkv(budget=0.25) + kivi(bits=2)`; path/to/file.py:function for one of your own; or any other text that
-    `repr` of a method prints. budget is a fraction of the tokens kept (float in (0, 1]) or slots per head
+    `repr` of a method prints. budget: a fraction of the tokens kept (float in (0, 1]) or slots per head
     (int >= 1; the mean where heads or layers differ); in a chain it goes to each part that takes one.
 
     Raises ValueError for unknown methods and hyper-parameters (with the nearest name), for wrong values, and
@@ -55,7 +55,7 @@ def method(id: object, **hyper: Any) -> Method:
     parsed = _parsed(id)
     if len(parsed.parts) == 1 and isinstance(named := parsed.parts[0], Named):
         if twice := sorted(set(hyper) & set(dict(named.hyper))):
-            raise InputError(f"{twice[0]!r} is given in {id!r} and behind it, expected once: remove one")
+            raise InputError(f"{twice[0]!r} is given in {id!r} and as a keyword, expected once: remove one")
         return named._replace(hyper=in_order(dict(named.hyper) | hyper)).build(None)
     if other := sorted(set(hyper) - {"budget"}):
         raise InputError(
@@ -211,7 +211,7 @@ def _part(piece: str, text: str) -> Named | Made | Words:
     if not piece:
         raise InputError(f"method {text!r} is empty, expected an id such as snapkv: see `kvjax methods`")
     if piece.endswith("+"):
-        raise InputError(f"{text!r} ends with a +, expected a method behind it")
+        raise InputError(f"{text!r} ends with a +, expected a method after it")
     found = taken_apart(piece)
     if found.called and found.name == "Method":
         return Words(piece)

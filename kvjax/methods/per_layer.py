@@ -19,8 +19,7 @@ def per_layer(
     """The method with a share of its budget per layer: 0.5 keeps half as many slots, None the whole layer.
 
     shares: one for each layer in which the method selects (not those that it skips or that have a window of
-    their own). page: slots per page of the cache, which then lies in pages; by default as many as its length
-    suits.
+    their own). page: slots per page of the cache; None chooses it by the length of lists.
 
     Raises InputError for a method that selects nothing, shares its budget between heads or layers already, or
     evicts at every step; and, in a prefill, for another number of layers.

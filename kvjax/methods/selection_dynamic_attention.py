@@ -266,7 +266,7 @@ def keyformer(
     head and layer has a draw of its own, so that a prompt's queries average it out; `seed` and their numbers
     decide it, so that equal prompts keep equal tokens. Deviations: tau rises with a query's position over
     `horizon` tokens, where the paper's stays at its start for a prompt and rises over the tokens that are
-    written; in a later turn, what was held and what is new have a softmax each (`NoisyMass`). Scores are
+    written; in a later turn, slots held before and new tokens have a softmax each (`NoisyMass`). Scores are
     those of KV heads, summed over a group.
     """
     score = NoisyAttention(NoisyMass(tau, tau_end, horizon, seed))

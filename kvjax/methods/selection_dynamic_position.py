@@ -179,13 +179,14 @@ def sirllm(
     decay: Annotated[float, Range(0.01, 1)] = 1.0,
     turn: Window = 256,
 ) -> Method:
-    """SirLLM (Yao et al., 2024, arXiv:2405.12528), section 3: what surprised the model stays, for a while.
+    """SirLLM (Yao et al., 2024, arXiv:2405.12528), section 3: surprising tokens stay, for a while.
 
     score[j] = decay^(age_j / turn) (-log p(x_j | x_<j)); the first `sinks` and the `window` newest tokens
-    stay. Keys turn by rank in the cache, as in StreamingLLM. decay=1, the default of the authors' code,
-    forgets nothing; their README takes 0.7 and 0.9 for dialogues. Deviations: entropy decays with `turn`
-    tokens, where the paper multiplies it once for every round of a dialogue; it acts at the end of every
-    prompt, and tokens that are written have no entropy, so that they leave first in the next turn.
+    stay. Keys are rotated by rank in the cache, as in StreamingLLM. decay=1, the default of the authors'
+    code, forgets nothing; their README takes 0.7 and 0.9 for dialogues. Deviations: entropy decays with
+    `turn` tokens, where the paper multiplies it once for every round of a dialogue; it acts at the end of
+    every prompt, and tokens that are written have no entropy, so that they are evicted first in the next
+    turn.
     """
     score, protect = Aged(Novelty(), decay, turn), (Sink(sinks), Recent(window))
     return Method(Keep(score, Budget(budget), Uniform(), protect, phase=ByRank()))

@@ -266,14 +266,14 @@ def finch(budget: Amount, *, question: Window = 32, variant: Literal["paper", "k
     """FINCH (Corallo and Papotti, 2024, arXiv:2408.00167): what a question at the end of a text attends to.
 
     The last `question` tokens of a prompt are its question. Every chunk (`prefill(..., chunk=)`) is read
-    behind what is kept so far, then the question, and what stays is the budget of the tokens read so far, by
+    after the slots kept so far, then the question; the budget, of the tokens read so far, is chosen by
 
         score[j] = mean_i n_i p_ij over the question's queries i, n_i the number of positions that i sees.
 
     "paper", the default: the mean over all heads, so that a layer keeps one set, as the authors' code does
     (its file for Llama leaves n_i out). "kvpress": the mean over a group, so that each KV head keeps a set,
     and n_i is without i itself. Kept keys are rotated by their ranks, which are the positions that the paper
-    rotates them to, so a chunk, the question and what is written follow right behind what is kept.
+    rotates them to, so a chunk, the question and written tokens directly follow the kept slots.
     Deviation: the paper takes a question of any length that the caller names; a chunk's end may here cut the
     question, whose first tokens then count as text until the next chunk.
     """
@@ -315,11 +315,11 @@ def infinipot(budget: Amount, *, share: Share = 0.5, prefix: TokenIds | None = N
 def chunkkv(budget: Amount, *, chunk: Together = 10, window: Window = 64, reuse: Together = 1) -> Method:
     """ChunkKV (Liu et al., 2025, arXiv:2502.00299), algorithms 1 and 2: whole chunks stay, in layers alike.
 
-    score[j] = the attention that the tokens of j's chunk get of the last `window` queries, in sum, the mean
+    score[j] = the summed attention that tokens of j's chunk receive from the last `window` queries, the mean
     over a group; a chunk is `chunk` tokens of the text, and the window itself stays. Every `reuse` layers in
     a row keep the tokens that the first of them chooses (algorithm 2, which the paper offers for speed); the
-    default is algorithm 1, in which every layer chooses, as in kvpress. Deviation: what the budget has left
-    beside whole chunks goes to the first tokens of the next best one, where the paper leaves it.
+    default is algorithm 1, in which every layer chooses, as in kvpress. Deviation: slots that whole
+    chunks leave over go to the first tokens of the next best chunk, where the paper leaves them empty.
     """
     score = InChunks(WindowAttention(window), chunk)
     return Method(Keep(score, Budget(budget), Uniform(), (Recent(window),), reuse=reuse))

@@ -26,7 +26,7 @@ Depth = Annotated[int | float, Part(0)]
 Tokens = Annotated[int, Range(0)]
 Layers = Annotated[int, Range(0)]
 # Slots of a page. Every head pays for the whole of its last one, so a page of a million tokens is a mistake.
-# Where pages only place what is kept, None takes as many as the length suits (`kvjax.paging.page_of`).
+# Slots per page; None chooses it by the length of lists (`kvjax.paging.page_of`).
 Page = Annotated[int, Range(1, 65536)]
 # Channels or tokens that are quantised together.
 Group = Annotated[int, Range(1)]

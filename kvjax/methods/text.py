@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kvjax.errors import InputError
 
 _CONSTANTS = {"true": True, "false": False, "none": None}
-# The + between methods has a name behind it, the one in 1e+3 a digit.
+# The + between methods has a name after it, the one in 1e+3 a digit.
 _NAME_BEHIND = re.compile(r"\+\s*(?=[A-Za-z_./~'\"])")
 _CALL = re.compile(r"[\w-]+\s*\(")
 _FILE = re.compile(r"(?P<name>.+\.py:[^:]*)(:(?P<hyper>.*))?", re.DOTALL)
@@ -46,7 +46,7 @@ def taken_apart(piece: str) -> Piece:
     name, behind = _quoted(piece)
     # Brackets in a file's path open no call.
     at = behind or (0 if _CALL.match(piece) else piece.find(".py:") + 1)
-    # What closes at the end opened the call.
+    # The bracket of a call closes at the end of the part.
     opened = [i for i in _outside(piece, "(", at) if _end(piece, i) == len(piece.rstrip()) - 1]
     if opened and "=" not in piece[at : opened[0]]:
         given = piece[opened[0] + 1 : piece.rstrip().rindex(")")].strip()
@@ -64,7 +64,7 @@ def taken_apart(piece: str) -> Piece:
 
 
 def arguments(given: str) -> list[str]:
-    """The arguments between brackets, or behind a colon.
+    """The arguments between brackets, or after a colon.
 
     >>> arguments("contexts=(9, 8), scale=1.0,")
     ['contexts=(9, 8)', 'scale=1.0']

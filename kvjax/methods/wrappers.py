@@ -17,10 +17,10 @@ from kvjax.when import Every
 
 @around("method")
 def in_chunks(method: Method | str, tokens: int) -> Method:
-    """The method with every chunk of `tokens` tokens of a text keeping the same share of its slots.
+    """The method, but every chunk of `tokens` tokens of a text keeps the same share of its slots.
 
-    Its score is that of the whole text; its budget, a share, holds in every chunk, so no part of a text goes
-    without. FINCH (arXiv:2408.00167) chooses so.
+    The score is that of the whole text; the budget, a share, applies to every chunk, as in FINCH
+    (arXiv:2408.00167).
 
     Raises InputError for a method that chooses no slots, and for a number of tokens below 1.
 

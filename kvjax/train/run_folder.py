@@ -59,7 +59,7 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, defaults: Map
 
 @contextlib.contextmanager
 def alone(folder: Path, resume: bool) -> Iterator[None]:
-    """Keeps a run's folder for this run, and says in one sentence what the disk refuses it.
+    """Locks a run's folder for this run, and turns errors of the disk into one sentence.
 
     Raises InputError as `check_folder`, and where a run that is alive holds the folder.
     """

@@ -154,7 +154,7 @@ def _check_lines(paths: Sequence[Path], field: str) -> None:
                     raise InputError(f"{path}, line {number}: {_no_text(field, value)}")
                 if any("\ud800" <= c <= "\udfff" for c in value):
                     raise InputError(
-                        f"{path}, line {number} holds half of a pair of surrogates: mend its text"
+                        f"{path}, line {number} holds half of a pair of surrogates: correct its text"
                     )
 
 

@@ -119,8 +119,8 @@ BAD = {
     "unknown method": ("snapvk", r"unknown method 'snapvk': did you mean 'snapkv'\?; see `kvjax methods`"),
     "nothing near": ("zzzz", r"unknown method 'zzzz': known methods: full, random, .*; see `kvjax methods`"),
     "empty": ("  ", r"method '  ' is empty, expected an id such as snapkv"),
-    "empty part": ("snapkv+", r"'snapkv\+' ends with a \+, expected a method behind it"),
-    "empty part behind brackets": ("snapkv() + ", r"ends with a \+, expected a method behind it"),
+    "empty part": ("snapkv+", r"'snapkv\+' ends with a \+, expected a method after it"),
+    "empty part behind brackets": ("snapkv() + ", r"ends with a \+, expected a method after it"),
     "unknown function": ("perlayer(snapkv, (1, 0.5))", r"'perlayer': did you mean per_layer\(\.\.\.\)\?"),
     "unknown argument": ("per_layer(snapkv, shres=(1, 1))", r"no argument 'shres': did you mean 'shares'\?"),
     "lacking argument": ("per_layer(snapkv)", r"has no shares, expected per_layer\(method, shares, page\)"),
@@ -263,7 +263,7 @@ def test_every_verb_takes_the_same_text(capsys):
 
 def test_hyper_parameters_beside_a_text_are_those_of_one_method():
     assert method("snapkv(window=4)", budget=0.5) is method("snapkv", budget=0.5, window=4)
-    with pytest.raises(InputError, match="'budget' is given in .* and behind it, expected once"):
+    with pytest.raises(InputError, match="'budget' is given in .* and as a keyword, expected once"):
         method("snapkv(budget=0.25)", budget=0.5)
     with pytest.raises(InputError, match="'window' is given for all of .*, expected in the brackets of one"):
         method("snapkv + int8", budget=0.5, window=4)

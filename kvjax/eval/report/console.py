@@ -19,9 +19,7 @@ _TEXT_COLUMNS = 140
 
 
 class _Printing(Console):
-    """A console on which texts cannot act: no brackets of theirs are styles, and their control characters are
-    escaped.
-    """
+    """A console that prints brackets of texts as they are, and their control characters escaped."""
 
     def __init__(self, **options: Any):
         super().__init__(highlight=False, markup=False, emoji=False, **options)
@@ -31,7 +29,7 @@ class _Printing(Console):
             yield segment if segment.control else segment._replace(text=escaped(segment.text))
 
     def render_str(self, text: str, **options: Any) -> Text:
-        # Before it is measured: a table would cut what grows later.
+        # Escaped before rich measures the width: a table would cut a text that grows later.
         return super().render_str(escaped(text), **options)
 
     def on_broken_pipe(self) -> None:

@@ -1,4 +1,4 @@
-"""How far long work is: a bar on a terminal or in a notebook, else a line now and then on standard error."""
+"""Progress of long work: a bar on a terminal or in a notebook, else a few lines on standard error."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Bars(Progress):
 def tracked(
     what: Iterable[T], description: str, total: int | None = None, console: Console | None = None
 ) -> Iterator[T]:
-    """What is iterated over, with a bar that goes away at its end.
+    """Iterates over something, with a bar that disappears at the end.
 
     >>> list(tracked([1, 2], "reading"))
     [1, 2]

@@ -84,7 +84,7 @@ def text_duels(rows: Iterable[Mapping[str, Any]]) -> list[Duels]:
 
 
 def ends_of(row: Mapping[str, Any]) -> tuple[float, float] | None:
-    """The interval of what a method loses; None for too few windows, and where all lose alike."""
+    """The interval of what a method loses; None for too few windows, and where all lose the same."""
     if row["windows"] < FEW or row["delta_low"] == row["delta_high"]:
         return None
     return row["delta_low"], row["delta_high"]

@@ -161,9 +161,9 @@ def _unit(line: bytes, fields: tuple[str, ...]) -> dict[str, Any] | None:
 
 
 def _open(folder: Path, text: str, resume: bool) -> FileLock:
-    """Makes the folder of a run with these settings, or checks that it holds it, and keeps it for this run.
+    """Makes the folder of a run with these settings, or checks that it holds this run, and locks it.
 
-    Raises InputError where it cannot serve, and where a run that is alive holds it.
+    Raises InputError if it holds something else, or another live run has locked it.
     """
     if not (folder / "settings.json").exists():
         _prepare(folder, resume)  # before a lock is left in a folder of something else

@@ -104,14 +104,14 @@ def two_at_a_time(make: Callable[[X], Y], xs: Iterable[X]) -> Iterator[tuple[X, 
         for done in as_completed(waiting):
             yield waiting[done], done.result()
     except KeyboardInterrupt:
-        wait = False  # for what still compiles
+        wait = False  # do not wait for programs that still compile
         raise
     finally:
         pool.shutdown(wait, cancel_futures=True)
 
 
 def bare_method(method: Method, newest: int = 1) -> Method:
-    """What compresses a prompt: the method, which keeps the newest tokens, too; the last is asked again."""
+    """The method, changed to keep the newest tokens, too; the last one is asked again."""
     return keeping_newest(method, newest)
 
 
@@ -207,7 +207,7 @@ class Runner:
     def bytes_of(self, entry: Entry, prompt: Prompt, newest: int = 1) -> Bytes:
         """Measured bytes per row, at the end of prefill, without room.
 
-        Where how many slots stay follows from the data, those of the first batch, by `newest`.
+        If the number of slots depends on the data, they are those of the first batch with this `newest`.
         """
         key = entry, newest if counted(entry.method) else 1
         if key not in self.bytes:

@@ -1,4 +1,4 @@
-"""What `pip install -e` puts onto Python's path: in its place comes the package of this checkout."""
+"""The module that `pip install -e` puts onto Python's path: it loads the package of this checkout instead."""
 
 import importlib.util
 import sys
@@ -9,6 +9,6 @@ _spec = importlib.util.spec_from_file_location(
     __name__, _home / "__init__.py", submodule_search_locations=[str(_home)]
 )
 assert _spec is not None and _spec.loader is not None
-# Whoever imports this module gets what is in `sys.modules` behind it.
+# An import returns what is in `sys.modules` after this module has run.
 sys.modules[__name__] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(sys.modules[__name__])
