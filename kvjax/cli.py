@@ -62,7 +62,7 @@ def _answered(words: list[str], interrupts: Interrupts) -> int:
 
 
 def _explained(words: list[str], error: Exception) -> int:
-    """Says what was wrong where the user can mend it; raises everything else again."""
+    """Prints errors that the user can correct; raises all others again."""
     if isinstance(error, InputError):
         return _complain(str(error))
     if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
@@ -78,7 +78,7 @@ def _explained(words: list[str], error: Exception) -> int:
 
 
 def _interrupted(words: list[str]) -> int:
-    """Says that the command was interrupted, and the line that goes on with it."""
+    """Says that the command was interrupted, and which command line resumes it."""
     folder = folder_to_resume()
     if folder is None:
         return _tell("interrupted", INTERRUPTED)

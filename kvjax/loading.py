@@ -44,7 +44,7 @@ def load(
     `kvjax.Rules`. Whatever is given the model then runs there. Heads, channels or a vocabulary that do not
     divide over the mesh stay whole on every device, with a UserWarning that names them.
 
-    Raises InputError for whatever cannot be loaded, with what to do about it.
+    Raises InputError for anything that cannot be loaded, and says what to do.
 
     >>> load("recall-tiny").config.layers
     4
@@ -92,7 +92,7 @@ def spread(model: Model, mesh: Any, rules: Any) -> Model:
     """A model that is in memory, split over the devices of a mesh, as `load(..., mesh=, rules=)` splits one.
 
     Sizes that do not divide over the mesh stay whole on every device, with a UserWarning that names them.
-    Raises InputError for a mesh or rules that are none.
+    Raises InputError for an invalid mesh or invalid rules.
 
     >>> spread(load("recall-tiny"), "model=1", "tensor").on_mesh.rules.heads
     'model'

@@ -133,7 +133,7 @@ def _room_for(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> int:
 
 
 def one_pass_refused(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> str:
-    """Why one pass over several tokens is not what single steps are; "" where it is."""
+    """Why one pass over several tokens would differ from single steps; "" where it would not."""
     why, config, gms = "", run.config, run.groups(model.params)
     if any(gm.evicting and config.window(gm.first) is None for gm in gms):
         why = "its slots leave while tokens are added, so a later token would see what has left"

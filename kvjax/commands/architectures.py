@@ -16,7 +16,7 @@ EXAMPLE = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", nargs="?", metavar="ID", help="one of them alone (default: all)")
     parser.add_argument("--family", metavar="F", help="those of a family")
-    parser.add_argument("--search", metavar="TEXT", help="those that say all these words of themselves")
+    parser.add_argument("--search", metavar="TEXT", help="those whose rows have all these words")
     parser.add_argument("--brief", action="store_true", help="one line for each")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
 

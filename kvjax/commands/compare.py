@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-baselines",
         action="store_true",
-        help="leave out the full cache, random and sink+recent, which are compared with otherwise",
+        help="leave out the full cache, random and sink+recent, which otherwise run, too",
     )
     add_mesh(parser)
     add_hosts(parser)

@@ -156,7 +156,7 @@ def compare(
 
 
 def check_model(model: Any) -> None:
-    """InputError for what is neither a model nor the name of one, such as the methods."""
+    """InputError if `model` is neither a model nor the name of one, for example a list of methods."""
     if not isinstance(model, str) and not hasattr(model, "params"):
         hint = "methods come second" if isinstance(model, list | tuple) else "load it first"
         raise InputError(f"model is {model!r:.80}, expected a name, or what kvjax.load returns: {hint}")

@@ -121,7 +121,7 @@ def _legend(cells: Sequence[Cell], layout: _Layout) -> str:
     heavy = [cell for cell in cells if heavier(cell.kept_bytes, cell.full_bytes)]
     at = lambda cell: "" if cell.budget is None else f" at {budget_label(cell.budget)}"  # noqa: E731
     if names := dict.fromkeys(cell.method + at(cell) for cell in heavy):
-        words.append(f"More than the full cache weigh: {', '.join(names)}.")
+        words.append(f"Larger than the full cache: {', '.join(names)}.")
     if layout.missing:
         words.append(f"No room here for: {', '.join(layout.missing)}.")
     return " ".join(words)

@@ -89,8 +89,8 @@ def plan_cells(
 
     Methods are texts as `parse_method` reads them, Methods, which run as they are, or Custom. None stands for
     WELL_KNOWN, and "all" for every method that need not be fitted first or comes with its fit for this model;
-    both leave out what rewrites weights which the model does not have. Given budgets hold for every text that
-    has none written in it; without them, a preset's budget of a method holds before the default ones.
+    both leave out methods that rewrite weights which the model does not have. `budgets` apply to every text
+    without a budget of its own; without them, a preset's budget of a method holds before the default ones.
     ValueError for unknown names, hyper-parameters or budgets.
     """
     hyper = load_preset(preset)

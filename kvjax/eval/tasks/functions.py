@@ -110,7 +110,7 @@ def is_function(task: Any) -> bool:
 
 
 def task_name(task: Any) -> str:
-    """How a task is called in tables.
+    """The name of a task in tables.
 
     >>> task_name("mine/tasks.py:needle"), task_name("get")
     ('needle', 'get')
