@@ -7,8 +7,8 @@ from setuptools import find_packages, setup
 FOLDER = {"kvjax": "kvjax"} | {f"kvjax.{room}": room for room in ("configs", "models", "pallas_kernels")}
 
 if "editable_wheel" in sys.argv:
-    # One folder gets onto Python's path, and comes before a folder `kvjax` that is no package: a clone beside
-    # a script. Several folders would get a hook, which Python asks last.
+    # A single folder is put onto Python's path, where it comes before a clone `kvjax` beside a script, which is
+    # no package. For several folders a hook is installed, which Python asks last.
     setup(package_dir={"": "scripts/editable"}, packages=["kvjax"])
 else:
     setup(

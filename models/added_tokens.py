@@ -1,4 +1,4 @@
-"""Tokenizers as all files of a checkpoint describe them: tokenizer.json, and added tokens beside it."""
+"""Reads the tokenizer of a checkpoint: tokenizer.json, and the files beside it that add tokens."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> tuple[Tokenizer | None, dict[str, str]]:
     """The tokenizer of a checkpoint (None without tokenizer.json) and its special tokens by name.
 
-    Encodes whole texts, without padding, and a text always to the same ids: truncation, padding and the
-    dropout of merges that a file brings along are switched off. Tokens that stand only in
+    Truncation, padding and merge dropout that a file sets are switched off, so that a text is encoded whole
+    and always to the same ids. Tokens that stand only in
     tokenizer_config.json, or else in special_tokens_map.json and added_tokens.json, are added as transformers
-    5 adds them. Like there, add_bos_token and add_eos_token say nothing beside a tokenizer.json: its
-    post-processor does. Raises InputError for a broken file, and where a file gives a token another id than
-    it gets.
+    5 adds them. As there, add_bos_token and add_eos_token are ignored beside a tokenizer.json, whose
+    post-processor decides. Raises InputError for a broken file, and where a file gives a token another id
+    than it gets.
     """
     file = folder / _newest(settings)
     if not file.is_file():
@@ -60,7 +60,7 @@ def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> tuple[Tokenizer
 
 
 def _newest(settings: Mapping[str, Any]) -> str:
-    """The name of the tokenizer's file; files of several versions are listed by number."""
+    """The name of the tokenizer's file: of files with a version in their names, the newest."""
     files = settings.get("fast_tokenizer_files")
     numbered = {}
     for name in files if isinstance(files, list) else ():
@@ -71,7 +71,7 @@ def _newest(settings: Mapping[str, Any]) -> str:
 
 
 def _listed(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[int, AddedToken], Mapping[str, Any]]:
-    """Added tokens by id, and the settings with what older files say in place of them."""
+    """Added tokens by id, and the settings, filled from older files where they say nothing."""
     listed: dict[int, AddedToken] = {}
     if "added_tokens_decoder" in settings:
         for number, entry in _object(settings["added_tokens_decoder"], "added_tokens_decoder").items():

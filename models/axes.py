@@ -134,7 +134,7 @@ def check_rules(config: Config | BlockConfig, on: OnMesh) -> None:
 
 
 def left_whole(config: Config, on: OnMesh) -> tuple[str, ...]:
-    """What the rules would split and every device holds whole, because its size does not divide.
+    """Axes that the rules would split, but that stay whole because their size does not divide.
 
     One sentence per size and axis. KV heads that are fewer than the devices are not named: they are whole by
     design.
@@ -160,7 +160,7 @@ def left_whole(config: Config, on: OnMesh) -> tuple[str, ...]:
 
 
 def note_whole(config: Config | BlockConfig, on: OnMesh) -> None:
-    """Warns (UserWarning) of what `left_whole` names."""
+    """Warns (UserWarning) of the axes that `left_whole` names."""
     whole = left_whole(config, on) if isinstance(config, Config) else ()
     if whole:
         warnings.warn(". ".join(whole), UserWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""A chat template's process: renders what it reads from standard input, within limits, and is nothing else.
+"""The process of a chat template: renders a request from standard input, within limits.
 
 A template is a program from the network. Jinja's sandbox keeps it from everything but its arguments; this
 process, which imports nothing of kvjax, bounds its time, its memory and what it writes.
@@ -42,7 +42,7 @@ def _to_json(
 
 
 def render(template: str, values: dict[str, Any], most: int) -> str:
-    """The text that a template makes of its values; TemplateError beyond `most` characters."""
+    """The rendered text; TemplateError beyond `most` characters."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
@@ -61,7 +61,7 @@ def render(template: str, values: dict[str, Any], most: int) -> str:
 
 
 def _bound(seconds: int, megabytes: int) -> None:
-    """Limits of the system on this process, where it has them."""
+    """Sets resource limits on this process, where the system has them."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -79,7 +79,7 @@ def main() -> None:
         answer = {"error": f"it took more than {asked['megabytes']} MiB"}
     except TemplateError as error:
         answer = {"error": str(error)}
-    except Exception as error:  # whatever a template's code runs into
+    except Exception as error:  # a template's code may raise anything
         answer = {"error": f"{type(error).__name__}: {error}"}
     sys.stdout.write(json.dumps(answer))
 

@@ -28,7 +28,7 @@ from kvjax.hosts.messages import by_first, is_first, wait_for_all
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What parameters are stored in, by their names in safetensors."""
 
-# Rows of a tensor that are in memory at once where two are compared.
+# Rows of a tensor that are in memory at once when two are compared.
 _ROWS = 256
 
 # What the library says of a file that ends too early.
@@ -68,7 +68,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def plain_name(name: Any, by: Path, field: str) -> str:
-    """A name that a file gives for one beside it. InputError for a path, and for what is no name."""
+    """The name of a file beside the one that names it. InputError for a path, or anything but a name."""
     if isinstance(name, str) and re.fullmatch(r"[^/\\\0:]{1,255}", name) and name.strip(". "):
         return name
     raise InputError(
@@ -152,7 +152,7 @@ def _damage(path: Path, why: str) -> str:
 # --- writing a directory -----------------------------------------------------------------------------
 
 
-# What saves of models consist of: others' files in such a folder are not removed with it.
+# The files of a saved model; a folder with any other file is not replaced.
 _OURS = re.compile(
     r"config\.json|generation_config\.json|tokenizer(_config)?\.json|special_tokens_map\.json|"
     r"chat_template\.jinja|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|kvjax\.json|params"
@@ -233,7 +233,7 @@ def _beside(target: Path) -> Path:
 
 
 def _put(temporary: Path, target: Path, marker: str, overwrite: bool) -> None:
-    """Renames a whole folder into place; an older one goes once the new one is there, or stays."""
+    """Renames a complete folder into place, then removes the older one; on failure the older one stays."""
     while True:
         old = None
         if target.exists():

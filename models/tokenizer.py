@@ -19,7 +19,7 @@ from kvjax.models.added_tokens import read_tokenizer
 from kvjax.models.files import read_json
 from kvjax.models.model import Model
 
-# kvjax's own: what asks this model to repeat its context (KVzip's probe).
+# A key of kvjax's own: the prompt that asks the model to repeat its context (KVzip's probe).
 _REPEAT = "repeat_prompt"
 _JSON = ("tokenizer_config.json", "config.json", "generation_config.json")
 
@@ -113,7 +113,7 @@ def _write_json(path: Path, data: Any) -> None:
 # --- chat --------------------------------------------------------------------------------------------
 
 
-# What a template may take: seconds of the processor and by the clock, memory, and characters that it writes.
+# Limits of a template: CPU seconds, wall-clock seconds, memory, characters of output.
 SECONDS, PATIENCE, MEGABYTES, CHARACTERS = 10, 60, 2048, 2**24
 
 
@@ -149,7 +149,7 @@ def render_chat(model: Model, messages: Sequence[Any], add_generation_prompt: bo
 
 
 def _answered(asked: str) -> dict[str, str]:
-    """What the sandbox's process says; see `kvjax.models.chat_sandbox`."""
+    """The answer of the sandbox's process; see `kvjax.models.chat_sandbox`."""
     homes = dict.fromkeys(str(Path(package.__file__ or "").parents[1]) for package in (jinja2, markupsafe))
     command = [sys.executable, "-I", "-X", "utf8", str(Path(__file__).with_name("chat_sandbox.py")), *homes]
     try:
@@ -161,7 +161,7 @@ def _answered(asked: str) -> dict[str, str]:
     try:
         return json.loads(ran.stdout)
     except ValueError:
-        # The system ends a process that is beyond its seconds.
+        # The system ends a process beyond its CPU seconds.
         slow = ran.returncode in (-24, -9)
         return {
             "error": f"it ran for more than {SECONDS} seconds"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 def halves(words: Any) -> tuple[Any, Any]:
     """(low, high) halves of words as float32: short numbers, as `kvjax.ops.base.bit_packing.short` says.
 
-    What is no number there is some finite number here.
+    A NaN there is some finite number here.
 
     The low half must not be negative. It holds scales, which are not, and leaving its sign out saves
     instructions.
