@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 FOLDER = {"kvjax": "kvjax"} | {f"kvjax.{room}": room for room in ("configs", "models", "pallas_kernels")}
 
 if "editable_wheel" in sys.argv:
-    # A single folder is put onto Python's path, where it comes before a clone `kvjax` beside a script, which is
+    # A single folder is put onto Python's path, before a clone `kvjax` beside a script, which is
     # no package. For several folders a hook is installed, which Python asks last.
     setup(package_dir={"": "scripts/editable"}, packages=["kvjax"])
 else:
