@@ -152,9 +152,9 @@ def prefill(
     can run.
 
     InputError for token ids outside the vocabulary, empty or too long prompts, a foreign cache, or one of
-    another number of rows, a `room` beyond the model's positions, logits or scores that are no numbers, or
-    chunk= for a text so long that a dynamic rotation (NTK) depends on its length;
-    NotImplementedError where a forced kernel cannot run.
+    another number of rows, a `room` beyond the model's positions, logits or scores that are no numbers (over
+    a cache, of all rows: one row that holds NaN gives NaN and harms no other), or chunk= for a text so long
+    that a dynamic rotation (NTK) depends on its length; NotImplementedError where a forced kernel cannot run.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -206,9 +206,10 @@ def prefill(
     )  # fmt: skip
     last = _question_tokens(run.method, before + batch.lengths) if compress else 0
     logits, cache, lost = _read_chunks(run, params, batch, cache, sizes, width, compress, last)
-    unranked, broken = fetch((lost, jnp.isnan(logits).any()))
+    unranked, broken = fetch((lost, jnp.isnan(logits).any(-1)))
     check_scores(chosen.id, np.any(unranked, 0))
-    if broken:
+    # Over a cache, one row that overflowed before harms no other.
+    if broken.any() if not before.any() else broken.all():
         refuse_prompt(model, *batch)
     if counted(chosen) and compress:
         cache = placed(as_used(run.groups(params), cache, bucket, room), on)

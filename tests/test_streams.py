@@ -104,7 +104,8 @@ def test_names_in_errors_do_not_act(before, capsys):
     assert not set(said) & {"\x1b", "\x07", "\x9b", "\r"} and "title" in said
 
 
-def test_brackets_and_colons_of_names_are_no_styles(tmp_path, capsys):
+def test_brackets_and_colons_of_names_are_no_styles(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # a long path is cut
     folder = tmp_path / "a[bold]b[" / "c]:smile:\x1b[2J"
     shutil.copytree(SHIPPED / "recall-tiny", folder)
     for words in (["inspect", str(folder)], ["generate", "--model", str(folder), "--tokens", "1,2,3"]):

@@ -104,7 +104,7 @@ def test_generate_compresses_the_blocks(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("generate --prompt a --chat", "two has no chat template: give it plain text"),
+        ("generate --prompt a --chat", "two has no chat template, or none named default: give it plain text"),
         ("generate --tokens 1,2 --method kvzip --budget 0.5", "kvzip .* repeats the prompt's tokens"),
         ("generate --tokens 1,2,3,4,5,6,7,8 --method snapkv --budget 0.5", "2 of 2 blocks must stay"),
         ("generate --tokens 1,2 --method int4:group=48", "must divide the 32 channels"),

@@ -183,6 +183,6 @@ def test_shares_of_a_prompt_must_hold_what_is_protected(rows):
 
 def test_a_comparison_needs_a_slot_for_the_token_that_is_asked_again(tmp_path):
     """Four sinks in four slots would leave none for it."""
-    with pytest.raises(InputError, match=r"5 of .* \(Sink\(tokens=4\), Recent\(tokens=1\)\)"):
+    with pytest.raises(InputError, match=r"5 of .* \(Sink\(tokens=4\), Asked\(tokens=1\)\)"):
         kvjax.compare(methods=["expected-attention:budget=4"], budgets=[0.5], samples=1, out=tmp_path)
     assert not list(tmp_path.rglob("results.jsonl"))

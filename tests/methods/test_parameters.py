@@ -130,7 +130,7 @@ def test_the_defaults_are_values_that_are_taken(id):
         ("snapkv:window=0", "snapkv: window must be a whole number >= 1, got 0"),
         ("snapkv:window=8.5", "snapkv: window must be a whole number >= 1, got 8.5"),
         ("snapkv:window=99999999999", "snapkv: window must be at most 2147483647, as positions are, got 9"),
-        ("adakv:page=99999999", "adakv: page must be a whole number from 1 to 65536, got 99999999"),
+        ("adakv:page=99999999", "adakv: page must be a whole number from 1 to 65536, or None, got 99999999"),
         ("snapkv:kernel=4", "snapkv: kernel must be an odd whole number >= 1, got 4"),
         ("adakv:floor=2", "adakv: floor must be a number from 0 to 1, got 2"),
         ("int4:group=0", "int4: group must be a whole number >= 1, or None, got 0"),

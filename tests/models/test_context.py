@@ -332,7 +332,7 @@ def test_a_store_encodes_the_context_where_it_encodes_token_by_token(store):
 @pytest.mark.parametrize(
     ("keep", "budget", "options"),
     [
-        ("snapkv", 4, dict(window=3, kernel=3)),
+        ("snapkv", 4, dict(window=2, kernel=3)),
         pytest.param("streamingllm", 4, dict(sinks=1), marks=pytest.mark.rotating),
         pytest.param("kvzip", 32, dict(page=4), marks=pytest.mark.rotating),
     ],
