@@ -196,6 +196,18 @@ def queries_of(window):
     return lambda s: s.layers * s.b * window * (s.n * s.h + 1) * 4
 
 
+def most_pages(held: int, lists: int, longest: int) -> int:
+    """The most pages that `held` slots fill or begin in lists of at most `longest`, however they are split.
+
+    A list begins its first page with one slot, and each further one with PAGE slots more, up to its longest.
+    """
+    pages = 0
+    for cost in [1] + [PAGE] * (-(-longest // PAGE) - 1):
+        begun = min(lists, held // cost)
+        pages, held = pages + begun, held - begun * cost
+    return pages
+
+
 def paged(kept_per_layer, heads=lambda s: s.k, slot=plain, one_pool=False):
     """Pools that hold kept_per_layer(s, layer) slots per row in any split over the heads, and dense room."""
 
@@ -205,12 +217,18 @@ def paged(kept_per_layer, heads=lambda s: s.k, slot=plain, one_pool=False):
         pools = [(sum(slots), lists * s.layers)] if one_pool else [(x, lists) for x in slots]
         found = 4 * s.b + s.layers * lists * s.room * slot(s)
         for held, owners in pools:
-            pages = (held + owners * (PAGE - 1)) // PAGE
+            pages = most_pages(held, owners, s.tokens)
             # A page: its slots and its owner. A list: its first page and its length.
             found += pages * (PAGE * slot(s) + 4) + owners * (4 + 4)
         return found
 
     return total
+
+
+def window_paged(slot=plain):
+    """Pages that may hold all tokens but the newest WINDOW, which lie in the tail, before its room."""
+    pages = paged(lambda s, i: s.k * (s.tokens - WINDOW), slot=slot)
+    return lambda s: pages(s._replace(room=s.room + WINDOW))
 
 
 def split(slots, granule, residual, body_granule, body_slot):

@@ -118,6 +118,7 @@ from tests.methods.rows import (
     sparq_bytes,
     split,
     turboquant_bytes,
+    window_paged,
 )
 from tests.methods.sensitivity import kvgrad_kept
 from tests.methods.table_learned import LEARNED
@@ -221,9 +222,7 @@ ROWS = [
         kept=critical_across_heads, error=0.3,
     ),
     row(
-        "kvzap", lambda s: paged(lambda s, i: s.k * s.tokens, slot=lambda s: plain(s) + 4)(
-            s._replace(room=s.room + WINDOW)
-        ),
+        "kvzap", window_paged(lambda s: plain(s) + 4),
         hyper=dict(fitted=GATE, threshold=GATE_THRESHOLD, window=WINDOW, page=PAGE), kept=kvzap_kept,
         victim=kvzap_leaves, counted=True,
     ),
@@ -275,8 +274,7 @@ ROWS = [
         hyper=SNAP | dict(page=PAGE, fitted=PROFILE), kept=headkv_kept,
     ),
     row(
-        "duoattention",
-        lambda s: paged(lambda s, i: s.k * s.tokens)(s._replace(room=s.room + WINDOW)),
+        "duoattention", window_paged(),
         hyper=dict(fitted=GATES, sinks=DUO_SINKS, window=WINDOW, page=PAGE), kept=duo_kept,
         victim=duo_leaves, counted=True,
     ),

@@ -16,6 +16,7 @@ from tests.methods.rows import (
     paged,
     plain,
     row,
+    window_paged,
 )
 
 LEARNED = [
@@ -29,9 +30,7 @@ LEARNED = [
         kept=each_layer(learned.retaining_score, ends(0, 3)),
     ),
     row(
-        "wg-kv", lambda s: paged(lambda s, i: s.k * s.tokens, slot=lambda s: plain(s) + 4)(
-            s._replace(room=s.room + WINDOW)
-        ),
+        "wg-kv", window_paged(lambda s: plain(s) + 4),
         hyper=dict(fitted=learned.WRITE_GATE, threshold=learned.ADMITS, window=WINDOW, page=PAGE),
         kept=learned.wg_kv_kept, victim=learned.wg_kv_leaves, counted=True,
     ),
@@ -41,9 +40,7 @@ LEARNED = [
         **chooses(learned.by_attention, due=2),
     ),
     row(
-        "dms", lambda s: paged(lambda s, i: s.k * s.tokens, slot=lambda s: plain(s) + 4)(
-            s._replace(room=s.room + WINDOW)
-        ),
+        "dms", window_paged(lambda s: plain(s) + 4),
         hyper=dict(fitted=learned.EVICTION, window=WINDOW, page=PAGE),
         kept=learned.dms_kept, victim=learned.dms_leaves, counted=True,
     ),
@@ -65,11 +62,9 @@ LEARNED = [
         reread=marked.distilled, kept=marked.distilled_kept, stacks=False,
         whole=dict(fitted=marked.WITHOUT_EFFECT),
     ),
-    # Restore tokens take slots even where all would stay, so no budget keeps everything. A list has room for
-    # all tokens of the prompt and for them, which is a page more.
+    # Restore tokens take slots even where all would stay, so no budget keeps everything.
     chained(
-        "restorekv",
-        lambda s: paged(lambda s, i: s.k * count(s.tokens), one_pool=True)(s) + 4 * s.layers * s.b * s.k,
+        "restorekv", paged(lambda s, i: s.k * count(s.tokens), one_pool=True),
         (
             "restorekv",
             dict(
