@@ -97,7 +97,7 @@ def test_few_beams_find_what_a_plain_search_finds_and_their_cache_holds_it(model
 
 @pytest.mark.rotating
 def test_beams_over_a_compressed_cache_begin_with_the_greedy_text_at_one_beams_width(model):
-    method = kvjax.method("adakv", budget=0.75, window=2, page=2)
+    method = kvjax.method("adakv", budget=0.75, window=1, page=2)
     one = kvjax.generate(model, [PROMPTS[0]], method=method, max_new_tokens=2)
     out = kvjax.generate(model, [PROMPTS[0]], method=method, max_new_tokens=2, beams=VOCAB**2)
     assert one.tokens[0].tolist() in out.tokens.tolist()
