@@ -196,13 +196,10 @@ def atomic_folder(
 def check_replaceable(path: str | os.PathLike[str], marker: str, overwrite: bool = False) -> None:
     """InputError where a model may not be written to `path`: it holds something that would be lost."""
     target = Path(path).absolute()
-    try:
-        names = sorted(os.listdir(target)) if target.is_dir() else []
-    except OSError as error:
-        raise InputError(f"{target} cannot be read ({error.strerror}): choose another place") from error
-    if target.is_dir() and not names or not os.path.lexists(target):
+    names = _names_in(target)
+    if names == []:
         return
-    if not (target / marker).is_file():
+    if names is None or marker not in names:
         raise InputError(f"{target} exists and holds no {marker}: give a new or empty directory to write to")
     if not overwrite:
         raise InputError(
@@ -214,6 +211,28 @@ def check_replaceable(path: str | os.PathLike[str], marker: str, overwrite: bool
             f"{target} holds {', '.join(others[:3])} beside a model, which would be lost: move it away, or "
             "give a new directory"
         )
+
+
+def _names_in(target: Path) -> list[str] | None:
+    """The names in a folder; none of a folder that is not there, and None of what is no folder.
+
+    Another call may put a new folder in its place meanwhile: then the new one is listed.
+    """
+    while True:
+        try:
+            before = target.stat().st_ino
+            names = sorted(os.listdir(target))
+            if target.stat().st_ino == before:
+                return names
+        except FileNotFoundError:
+            if not os.path.lexists(target):
+                return []
+            if target.is_symlink():
+                return None
+        except NotADirectoryError:
+            return None
+        except OSError as error:
+            raise InputError(f"{target} cannot be read ({error.strerror}): choose another place") from error
 
 
 def _begun(target: Path, marker: str, overwrite: bool) -> str:
@@ -244,13 +263,13 @@ def _put(temporary: Path, target: Path, marker: str, overwrite: bool) -> None:
         try:
             temporary.rename(target)
         except OSError as error:
+            # Another call's complete folder: it is replaced in turn.
             there = error.errno in (errno.EEXIST, errno.ENOTEMPTY)
             if not there and old is not None and old.exists():
                 old.rename(target)
             if not there:
                 raise
-        else:
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+        if not temporary.exists():
             return
-        finally:
-            if old is not None and target.exists():
-                shutil.rmtree(old, ignore_errors=True)
