@@ -263,6 +263,10 @@ def test_a_model_that_a_shipped_fit_made_takes_the_method_by_its_name(recall, id
     assert kvjax.prepare(made, id) is made
 
 
-def test_a_method_with_a_shipped_fit_is_generated_with_from_the_shell(capsys):
-    assert main(["generate", "--tokens", "1,2,3,4", "--method", "chai", "--max-new-tokens", "2"]) == 0
-    assert "chai" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "id", ["chai", *(pytest.param(x, marks=pytest.mark.rotating) for x in SHIPPED_FITS if x != "chai")]
+)
+def test_a_method_with_a_shipped_fit_is_generated_with_from_the_shell(id, capsys):
+    tokens, method = ",".join(map(str, range(3, 67))), repr(fitted_method(id))
+    assert main(["generate", "--tokens", tokens, "--method", method, "--max-new-tokens", "2"]) == 0
+    assert id in capsys.readouterr().err
