@@ -229,8 +229,8 @@ def _names_in(target: Path) -> list[str] | None:
                 return []
             if target.is_symlink():
                 return None
-        except NotADirectoryError:
-            return None
+        except NotADirectoryError:  # the path, or a folder above it
+            return None if os.path.lexists(target) else []
         except OSError as error:
             raise InputError(f"{target} cannot be read ({error.strerror}): choose another place") from error
 
