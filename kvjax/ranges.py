@@ -74,7 +74,7 @@ class FieldError(InputError):
     """A field has a value that it does not allow; the message begins with the field's name."""
 
 
-# A number of things of which there must be one.
+# A count that is at least one.
 Count = Annotated[int, Range(1)]
 # A number of things that may be 0, or an index.
 Whole = Annotated[int, Range(0)]

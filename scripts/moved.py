@@ -22,7 +22,7 @@ MOVED = {
 
 
 def marked(method: str) -> str:
-    """The mark behind a method's name; empty where its numbers are those of today's code."""
+    """The mark after a method's name; empty where its numbers were measured with the present code."""
     return f" {MARK}" if method in MOVED else ""
 
 

@@ -19,7 +19,7 @@ TEXTS = [np.random.default_rng(5).integers(0, VOCAB, n).tolist() for n in LENGTH
 
 @pytest.fixture(autouse=True)
 def pieces(monkeypatch):
-    """Texts of several pieces, the last of which is short."""
+    """Texts of several pieces; the last piece is short."""
     monkeypatch.setattr(text_likelihood, "PIECE", 8)
 
 

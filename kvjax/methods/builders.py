@@ -1,4 +1,4 @@
-"""What a text of methods builds: its parts, each of which takes a budget or has one."""
+"""Builders: the parts of a method's text. Each takes a budget, or already has one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Named(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A call of a function such as kvjax.per_layer: its arguments, of which some are builders of methods."""
+    """A call of a function such as kvjax.per_layer; some of its arguments are builders of methods."""
 
     function: str
     given: tuple[tuple[str, Any], ...]

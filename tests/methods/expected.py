@@ -64,7 +64,7 @@ FORGETTING = 0.7
 
 
 def faded(prompt, layer, rate=FORGETTING):
-    """A2SF: what every query gives a token, times `rate` for every query behind it."""
+    """A2SF: what every query gives a token, times `rate` for every later query."""
     weight = rate ** np.arange(prompt.length)[::-1]
     return np.einsum("nts,t->ns", prompt.p[layer], weight).reshape(kv_lists(prompt), -1, prompt.length).sum(1)
 

@@ -100,7 +100,7 @@ def test_zeromerge_bonus_is_that_of_the_authors_code():
 
 
 def test_cam_merges_values_with_the_chance_of_the_authors_code():
-    """Always where a token received more than those behind it, never where nothing."""
+    """Merges always where a token received more than later ones, and never where it received nothing."""
     recorded = numbers("cam")
     v, received = (jnp.asarray(recorded[name], jnp.float32) for name in ("before", "attention"))
     pos = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (1, 3, 12))

@@ -1,4 +1,4 @@
-"""Methods keep the slots that their authors' code kept; `recorded.py` says of which prompts."""
+"""Methods keep the slots that their authors' code kept, on the prompts of `recorded.py`."""
 
 import numpy as np
 import pytest
