@@ -108,8 +108,8 @@ def test_an_interrupted_comparison_ends_and_says_how_it_goes_on(moment, tmp_path
     assert process.returncode == 130 and "Traceback" not in said
     assert seconds < GRACE + SLACK
     lines = units.read_bytes().splitlines() if units.exists() else []
-    # How far the first seconds bring it depends on the machine.
+    # How far the first seconds bring it depends on the machine: units may be done at any moment.
     if moment != "import" or said != "interrupted\n":
         line = re.search(r"interrupted; what was done is in .*\. Go on with: kvjax (.*)\n", said)
         assert line and shlex.split(line[1]) == [*command[3:], "--resume"]
-    assert bool(lines) == (moment == "first unit")
+    assert lines or moment != "first unit"
